@@ -1,0 +1,119 @@
+"""Every error that headrace raises on purpose.
+
+    HeadraceError
+    |-- SpecError         a value (scheme, strategy, plan, ...) is malformed or contradicts itself
+    |-- ConfigError       a configuration file or flag is wrong
+    |-- DataError         a corpus cannot be read or is empty
+    |-- CostError         a profile does not fit what it is used for, or cannot be fitted
+    |-- InfeasiblePlan    no plan fits the devices; says which bound failed and by how much
+    |-- ProgramError      a program would deadlock or leave something out; found before it runs
+    |-- PlanMismatch      the ranks do not hold the same plan
+    |-- CheckpointError   a checkpoint is missing, damaged or of another model
+    |-- LaunchError       ranks cannot be started
+    |-- RankFailure       a rank died, hung or raised; names the rank and its action
+    `-- MissingExtra      an optional dependency is absent; says what to install
+
+The text is always ``what: got X, wanted Y; hint``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "CostError",
+    "DataError",
+    "HeadraceError",
+    "InfeasiblePlan",
+    "LaunchError",
+    "MissingExtra",
+    "PlanMismatch",
+    "ProgramError",
+    "RankFailure",
+    "SpecError",
+    "did_you_mean",
+]
+
+
+class HeadraceError(Exception):
+    """Base of all errors a user can cause or meet.
+
+    ``what`` names the thing at fault; ``got``, ``wanted`` and ``hint`` complete the sentence.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        got: object | None = None,
+        wanted: object | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.what, self.got, self.wanted, self.hint = what, got, wanted, hint
+        text = what
+        if got is not None:
+            text += f": got {got}"
+        if wanted is not None:
+            text += f"{', ' if got is not None else ': '}wanted {wanted}"
+        if hint:
+            text += f"; {hint}"
+        super().__init__(text)
+
+
+class SpecError(HeadraceError):
+    """A value is malformed or contradicts itself."""
+
+
+class ConfigError(HeadraceError):
+    """A configuration file or flag is wrong."""
+
+
+class DataError(HeadraceError):
+    """A corpus cannot be read or holds nothing to train on."""
+
+
+class CostError(HeadraceError):
+    """A profile is of another model or device, damaged, or too thin to fit."""
+
+
+class InfeasiblePlan(HeadraceError):
+    """No plan fits; says which bound failed and by how much."""
+
+
+class ProgramError(HeadraceError):
+    """A program breaks one of the checker's rules."""
+
+
+class PlanMismatch(HeadraceError):
+    """The ranks do not hold the same plan, or a plan of the wrong kind."""
+
+
+class CheckpointError(HeadraceError):
+    """A checkpoint is missing, damaged or of another model."""
+
+
+class LaunchError(HeadraceError):
+    """Ranks cannot be started."""
+
+
+class RankFailure(HeadraceError):
+    """A rank died, hung or raised."""
+
+
+class MissingExtra(HeadraceError):
+    """An optional dependency is absent."""
+
+    def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
+        super().__init__(
+            f"{needed_for} needs the package {package}",
+            hint=f"pip install 'headrace[{extra}]'",
+        )
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str | None:
+    """A hint naming the closest option, or None when nothing is close."""
+    close = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else None

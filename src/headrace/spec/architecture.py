@@ -1,0 +1,135 @@
+"""What the planner and the methods know of a model: its shape, never its weights."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from headrace.errors import SpecError, did_you_mean
+
+__all__ = ["PRESETS", "Architecture"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A decoder Transformer of equal layers.
+
+    ``hidden`` features h, ``heads`` query heads n of d = h / n features, ``kv_heads`` key-value
+    heads g (n for MHA, 1 for MQA), ``ffn`` features f of the feed-forward.
+    ``kind`` fixes the block: ``llama`` is RMSNorm, SwiGLU, rotary positions and no biases;
+    ``gpt`` is LayerNorm, GELU (tanh), learned positions and biases.
+    ``positions`` is the longest sequence that learned positions can take (unused by ``llama``).
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+    kind: Literal["llama", "gpt"] = "llama"
+    tied: bool = True
+    causal: bool = True
+    positions: int = 0
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"model.{name}", got=getattr(self, name), wanted=">= 1")
+        if self.kind not in ("llama", "gpt"):
+            raise SpecError("model.kind", got=repr(self.kind), wanted="'llama' or 'gpt'")
+        if self.hidden % self.heads:
+            raise SpecError("model.hidden", got=self.hidden, wanted=f"a multiple of {self.heads}")
+        if self.heads % self.kv_heads:
+            raise SpecError("model.heads", got=self.heads, wanted=f"a multiple of {self.kv_heads}")
+        if self.kind == "llama" and self.head_features % 2:
+            raise SpecError("features of a head", got=self.head_features, wanted="an even number")
+        if self.kind == "gpt" and self.positions < 1:
+            raise SpecError("model.positions", got=self.positions, wanted=">= 1 for kind 'gpt'")
+        if not 0 <= self.dropout < 1:
+            raise SpecError("model.dropout", got=self.dropout, wanted="0 <= dropout < 1")
+
+    @property
+    def head_features(self) -> int:
+        """d, the features of one head."""
+        return self.hidden // self.heads
+
+    @property
+    def group_heads(self) -> int:
+        """m = n / g, the query heads that share one key-value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward has a gate (SwiGLU: three matrices)."""
+        return self.kind == "llama"
+
+    @property
+    def biased(self) -> bool:
+        """Whether linear layers and norms have biases."""
+        return self.kind == "gpt"
+
+    @property
+    def ffn_block(self) -> int:
+        """Rows B in which gate and up are interleaved: the largest power of two <= 64 in f."""
+        return min(64, self.ffn & -self.ffn)
+
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence in tokens that the model itself can take, None for no limit."""
+        return self.positions if self.kind == "gpt" else None
+
+    def flops_per_token(self, length: int) -> float:
+        """FLOPs of forward and backward of one token of a sequence of ``length`` tokens.
+
+        Three times the forward: 2 per weight, and 4 h per key seen (half of them when causal).
+        """
+        h, kv = self.hidden, self.kv_heads * self.head_features
+        linear = 2 * h * h + 2 * h * kv + (3 if self.gated else 2) * h * self.ffn
+        seen = length / 2 if self.causal else length
+        return 3.0 * (self.layers * (2 * linear + 4 * h * seen) + 2 * h * self.vocabulary)
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Architecture:
+        """A named architecture, with any field changed."""
+        if name not in PRESETS:
+            hint = did_you_mean(name, PRESETS) or f"known are {', '.join(PRESETS)}"
+            raise SpecError("architecture", got=repr(name), hint=hint)
+        return replace(PRESETS[name], **changes)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} {self.layers}x{self.hidden}, {self.heads}/{self.kv_heads} heads, "
+            f"ffn {self.ffn}, vocabulary {self.vocabulary}{', tied' if self.tied else ''}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that :meth:`from_json` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Architecture:
+        """The inverse of :meth:`to_json`."""
+        return cls(**value)
+
+
+PRESETS: dict[str, Architecture] = {
+    "llama-tiny": Architecture(
+        layers=4, hidden=128, heads=4, kv_heads=2, ffn=384, vocabulary=4096, kind="llama"
+    ),
+    "gpt-tiny": Architecture(
+        layers=4, hidden=128, heads=4, kv_heads=4, ffn=512, vocabulary=4096, kind="gpt",
+        positions=16384,
+    ),
+    "gpt2": Architecture(
+        layers=12, hidden=768, heads=12, kv_heads=12, ffn=3072, vocabulary=50257, kind="gpt",
+        positions=1024,
+    ),
+    "llama-8b": Architecture(
+        layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256, tied=False,
+        rope_theta=500000.0,
+    ),
+}  # fmt: skip

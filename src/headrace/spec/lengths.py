@@ -1,0 +1,81 @@
+"""The lengths of the sequences of one batch: all that a planner sees of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+from headrace.errors import SpecError
+
+__all__ = ["Lengths"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Tokens of each sequence of one batch.
+
+    ``tokens[i]`` is the length of sequence ``i`` in tokens, ``ids[i]`` its number in the corpus
+    (``0, 1, ...`` when left out). Raises SpecError for an empty batch or a length below one.
+    """
+
+    tokens: tuple[int, ...]
+    ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise SpecError("lengths of a batch", got="none", wanted="at least one sequence")
+        for i, count in enumerate(self.tokens):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise SpecError(f"length of sequence {i}", got=repr(count), wanted="an int >= 1")
+        if not self.ids:
+            object.__setattr__(self, "ids", tuple(range(len(self.tokens))))
+        if len(self.ids) != len(self.tokens):
+            raise SpecError("ids of a batch", got=len(self.ids), wanted=len(self.tokens))
+
+    @classmethod
+    def of(cls, tokens: Iterable[int], ids: Iterable[int] = ()) -> Lengths:
+        """Lengths from any iterables of integers (numpy's too)."""
+        return cls(tokens=tuple(int(t) for t in tokens), ids=tuple(int(i) for i in ids))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def total(self) -> int:
+        """Tokens of the whole batch."""
+        return sum(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.tokens)
+
+    @property
+    def predicted(self) -> int:
+        """Tokens that carry a next-token loss: every token but the last of each sequence."""
+        return self.total - len(self.tokens)
+
+    def __str__(self) -> str:
+        runs = ((tokens, len(list(run))) for tokens, run in groupby(self.tokens))
+        return " ".join(str(tokens) if n == 1 else f"{tokens}x{n}" for tokens, n in runs)
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Read ``"512x3 1024"``: three sequences of 512 tokens and one of 1024."""
+        tokens: list[int] = []
+        for word in text.split():
+            length, _, repeat = word.partition("x")
+            if not length.isdecimal() or (repeat and not repeat.isdecimal()):
+                raise SpecError("lengths", got=repr(word), wanted="a length or LENGTHxCOUNT")
+            tokens += [int(length)] * int(repeat or 1)
+        return cls(tokens=tuple(tokens))
+
+    def to_json(self) -> dict[str, list[int]]:
+        """A JSON object that :meth:`from_json` reads back."""
+        return {"tokens": list(self.tokens), "ids": list(self.ids)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, list[int]]) -> Lengths:
+        """The inverse of :meth:`to_json`."""
+        return cls(tokens=tuple(value["tokens"]), ids=tuple(value["ids"]))

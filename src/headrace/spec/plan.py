@@ -1,0 +1,207 @@
+"""A plan: which devices work on which sequences of one batch, and how."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from headrace.errors import SpecError
+from headrace.spec.lengths import Lengths
+from headrace.spec.method import LayerPlan
+from headrace.spec.scheme import Scheme
+from headrace.spec.strategy import Strategy
+from headrace.units import percent_text, seconds_text
+
+__all__ = ["MicroBatch", "Pipeline", "Plan", "Semantics", "Working"]
+
+Semantics = Literal["free", "lockstep"]
+Working = Literal["whole", "sharded"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """One pipeline: its scheme and the ranks that form it, in order."""
+
+    scheme: Scheme
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) != self.scheme.devices:
+            raise SpecError(
+                f"ranks of a {self.scheme} pipeline", got=len(self.ranks),
+                wanted=self.scheme.devices,
+            )  # fmt: skip
+        if len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
+            raise SpecError("ranks of a pipeline", got=self.ranks, wanted="distinct ranks >= 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One packed run through one pipeline: indices into the batch's lengths, in pack order."""
+
+    pipeline: int
+    sequences: tuple[int, ...]
+    layers: LayerPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything the runtime needs to know about one step.
+
+    ``micro_batches`` stand in one global order; each rank runs those of its pipelines in that
+    order, so that ranks which share several pipelines meet their groups in the same order.
+    A rank may belong to pipelines of several sizes, one after the other, when none is pipelined.
+
+    ``working`` says how a pipeline of several ranks holds weights while it propagates:
+    ``whole`` (each rank pulls all rows once per step) or ``sharded`` (each pulls its part and
+    the methods gather a layer's rows when it runs). ``semantics``: ``free`` groups start when
+    their ranks are free; ``lockstep`` ranks meet at every layer.
+
+    ``lower_bound_s <= predicted_s``, both in seconds of the whole step.
+    Raises SpecError when a sequence is missing or doubled, or a rank does not exist.
+    """
+
+    lengths: Lengths
+    devices: int
+    pipelines: tuple[Pipeline, ...]
+    micro_batches: tuple[MicroBatch, ...]
+    predicted_s: float
+    lower_bound_s: float
+    working: Working = "whole"
+    semantics: Semantics = "free"
+    planner: str = "adaptive"
+    seed: int = 0
+    why: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        seen = sorted(i for micro in self.micro_batches for i in micro.sequences)
+        if seen != list(range(len(self.lengths))):
+            missing = sorted(set(range(len(self.lengths))) - set(seen))
+            raise SpecError(
+                "sequences of a plan", got=f"{len(seen)} ({len(missing)} missing)",
+                wanted=f"each of {len(self.lengths)} exactly once",
+            )  # fmt: skip
+        for pipeline in self.pipelines:
+            if max(pipeline.ranks) >= self.devices:
+                raise SpecError("rank", got=max(pipeline.ranks), wanted=f"< {self.devices}")
+        for micro in self.micro_batches:
+            if not 0 <= micro.pipeline < len(self.pipelines):
+                raise SpecError(
+                    "pipeline of a micro-batch", got=micro.pipeline,
+                    wanted=f"0 to {len(self.pipelines) - 1}",
+                )  # fmt: skip
+            if not micro.sequences:
+                raise SpecError("micro-batch", got="no sequences", wanted="at least one")
+        self._check_shared_ranks()
+
+    def _check_shared_ranks(self) -> None:
+        owners: dict[int, int] = {}
+        for index, pipeline in enumerate(self.pipelines):
+            for rank in pipeline.ranks:
+                other = owners.setdefault(rank, index)
+                deep = max(pipeline.scheme.pipeline, self.pipelines[other].scheme.pipeline)
+                if other != index and deep > 1:
+                    raise SpecError(
+                        f"rank {rank}", got=f"in pipelines {other} and {index}",
+                        wanted="one pipeline", hint="ranks of a staged pipeline work in it alone",
+                    )  # fmt: skip
+
+    @property
+    def strategy(self) -> Strategy:
+        """The schemes of the pipelines that have work."""
+        used = {micro.pipeline for micro in self.micro_batches}
+        return Strategy.of(self.pipelines[i].scheme for i in sorted(used))
+
+    @property
+    def gap(self) -> float:
+        """How far the prediction is above the lower bound, as a fraction of the bound."""
+        return self.predicted_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over the decisions (not the predictions): equal hashes run equally."""
+        value = self.to_json()
+        for key in ("predicted_s", "lower_bound_s", "why", "planner", "seed"):
+            del value[key]
+        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+    def tokens_of(self, micro: MicroBatch) -> tuple[int, ...]:
+        """Lengths of the sequences of a micro-batch, in pack order."""
+        return tuple(self.lengths.tokens[i] for i in micro.sequences)
+
+    def replace(self, **changes: Any) -> Plan:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def explain(self) -> str:
+        """Why this plan, in words: one reason per line."""
+        return "\n".join(self.why)
+
+    def __str__(self) -> str:
+        rows = [
+            ("strategy", str(self.strategy)),
+            ("sequences", f"{len(self.lengths):,}  tokens {self.lengths.total:,}"
+                          f"  longest {self.lengths.longest:,}"),
+            ("micro-batches", f"{len(self.micro_batches)}  weights {self.working}"),
+            ("predicted", f"{seconds_text(self.predicted_s)}  bound "
+                          f"{seconds_text(self.lower_bound_s)}  gap {percent_text(self.gap)}"),
+        ]  # fmt: skip
+        rows += [("why" if i == 0 else "", reason) for i, reason in enumerate(self.why)]
+        return "\n".join(f"{name:<14}{text}" for name, text in rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that :meth:`from_json` reads back."""
+        return {
+            "lengths": self.lengths.to_json(),
+            "devices": self.devices,
+            "pipelines": [
+                {"scheme": str(p.scheme), "ranks": list(p.ranks)} for p in self.pipelines
+            ],
+            "micro_batches": [
+                {
+                    "pipeline": m.pipeline,
+                    "sequences": list(m.sequences),
+                    "layers": str(m.layers),
+                }
+                for m in self.micro_batches
+            ],
+            "predicted_s": self.predicted_s,
+            "lower_bound_s": self.lower_bound_s,
+            "working": self.working,
+            "semantics": self.semantics,
+            "planner": self.planner,
+            "seed": self.seed,
+            "why": list(self.why),
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Plan:
+        """The inverse of :meth:`to_json`. Raises SpecError when a key is missing."""
+        try:
+            return cls(
+                lengths=Lengths.from_json(value["lengths"]),
+                devices=value["devices"],
+                pipelines=tuple(
+                    Pipeline(scheme=Scheme.parse(p["scheme"]), ranks=tuple(p["ranks"]))
+                    for p in value["pipelines"]
+                ),
+                micro_batches=tuple(
+                    MicroBatch(
+                        pipeline=m["pipeline"],
+                        sequences=tuple(m["sequences"]),
+                        layers=LayerPlan.parse(m["layers"]),
+                    )
+                    for m in value["micro_batches"]
+                ),
+                predicted_s=value["predicted_s"],
+                lower_bound_s=value["lower_bound_s"],
+                working=value["working"],
+                semantics=value["semantics"],
+                planner=value["planner"],
+                seed=value["seed"],
+                why=tuple(value["why"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise SpecError("plan", got=f"{type(error).__name__}: {error}", wanted="its JSON form")

@@ -1,0 +1,83 @@
+"""Units for people: the only place where seconds, bytes and counts become text or come from it."""
+
+from __future__ import annotations
+
+import re
+
+from headrace.errors import SpecError
+
+__all__ = [
+    "GIB",
+    "KIB",
+    "MIB",
+    "bytes_text",
+    "count_text",
+    "parse_bytes",
+    "parse_count",
+    "percent_text",
+    "seconds_text",
+]
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+_BYTES = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40}
+_BYTES |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": KIB, "mi": MIB, "gi": GIB}
+_NUMBER = re.compile(r"^\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
+
+
+def _parse(text: str, table: dict[str, int], what: str) -> int:
+    found = _NUMBER.match(text)
+    if not found or found[2].lower() not in table:
+        units = ", ".join(unit for unit in table if unit)
+        raise SpecError(what, got=repr(text), wanted=f"a number and one of the units {units}")
+    return round(float(found[1].replace(",", "").replace("_", "")) * table[found[2].lower()])
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from a text such as ``"1.5GiB"``, ``"80 GB"`` or ``"4096"``."""
+    return _parse(text, _BYTES, "size")
+
+
+def parse_count(text: str) -> int:
+    """A count from a text such as ``"4M"`` (4,000,000), ``"32Ki"`` (32,768) or ``"2,048"``."""
+    return _parse(text, _COUNTS, "count")
+
+
+def bytes_text(count: float) -> str:
+    """``1.5 GiB``: three significant digits in the largest fitting binary unit."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1000:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """``12 us``, ``3.4 ms``, ``1.84 s``, ``5 min 12 s``, ``2 h 05 min``."""
+    if seconds < 0:
+        return "-" + seconds_text(-seconds)
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 99.5:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def count_text(count: float) -> str:
+    """``812``, ``4.1k``, ``13.3M``, ``1.2G``."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.3g}" if count != int(count) else f"{int(count)}"
+
+
+def percent_text(fraction: float) -> str:
+    """``2.8 %``."""
+    return f"{100 * fraction:.3g} %"

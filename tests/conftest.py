@@ -1,0 +1,21 @@
+"""Shared test set-up: what torch loads late is imported once, before any rank is forked."""
+
+from __future__ import annotations
+
+import pytest
+
+try:
+    import torch
+except ModuleNotFoundError:  # the planning wing is tested without torch too
+    collect_ignore_glob = ["running/*"]
+else:
+    import torch._dynamo
+    import torch.distributed.tensor  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite golden files instead of comparing"
+    )
