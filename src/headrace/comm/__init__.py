@@ -1,1 +1,1 @@
-"""TODO."""
+"""Ranks, their groups, and the collectives between them."""

@@ -1,0 +1,107 @@
+"""Linear maps and the embedding over weights that may be spread over a group.
+
+[Note: sources] A method does not hold weights; it asks a ``Source`` for the rows when it needs
+them and hands gradients back. A source that holds all rows answers at once; one that holds a shard
+gathers on each request and reduce-scatters each gradient, so that neither direction keeps a
+gathered matrix alive between forward and backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Source", "embed", "linear", "linear_inputs"]
+
+
+class Source(Protocol):
+    """One weight as a layer sees it."""
+
+    def rows(self) -> torch.Tensor:
+        """All rows of the weight; may communicate."""
+
+    def add(self, grad: torch.Tensor) -> None:
+        """Add a partial gradient of all rows; may communicate."""
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add the partial gradient left^T right, left [T, rows], right [T, columns]."""
+
+
+def linear(x: torch.Tensor, weight: Source, bias: Source | None = None) -> torch.Tensor:
+    """y = x W^T + b, W's rows being output features.
+
+        x         [T, I]
+        weight    [O, I], bias [O]
+        returns   [T, O]
+        backward  dx = dy W;  dW += dy^T x;  db += sum_T dy
+    """  # fmt: skip
+    return _Linear.apply(x, weight, bias, True)  # type: ignore[no-any-return]
+
+
+def linear_inputs(x: torch.Tensor, weight: Source, bias: Source | None = None) -> torch.Tensor:
+    """y = x W + b, W's rows being input features.
+
+        x         [T, I]
+        weight    [I, O], bias [O]
+        returns   [T, O]
+        backward  dx = dy W^T;  dW += x^T dy;  db += sum_T dy
+    """  # fmt: skip
+    return _Linear.apply(x, weight, bias, False)  # type: ignore[no-any-return]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: Source, bias: Source | None, rows_are_outputs: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.rest = (weight, bias, rows_are_outputs)
+        matrix = weight.rows()
+        matrix = matrix.t() if rows_are_outputs else matrix
+        return x @ matrix if bias is None else torch.addmm(bias.rows(), x, matrix)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        weight, bias, rows_are_outputs = ctx.rest
+        matrix = weight.rows()
+        dx = grad @ (matrix if rows_are_outputs else matrix.t())
+        del matrix
+        if rows_are_outputs:
+            weight.add_product(grad, x)
+        else:
+            weight.add_product(x, grad)
+        if bias is not None:
+            bias.add(grad.sum(0))
+        return dx, None, None, None
+
+
+def embed(ids: torch.Tensor, weight: Source, anchor: torch.Tensor) -> torch.Tensor:
+    """Rows of an embedding table.
+
+        ids       [T]        int64
+        weight    [V, h]
+        returns   [T, h]
+        backward  dW[ids] += dy
+
+    ``anchor`` is any tensor that requires grad: ids do not, and every member of a group must run
+    the backward, tokens or not.
+    """  # fmt: skip
+    return _Embed.apply(anchor, ids, weight)  # type: ignore[no-any-return]
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, weight: Source) -> torch.Tensor:
+        table = weight.rows()
+        ctx.save_for_backward(ids)
+        ctx.rest = (weight, table.shape, anchor)
+        return table.index_select(0, ids)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        (ids,) = ctx.saved_tensors
+        weight, shape, anchor = ctx.rest
+        weight.add(grad.new_zeros(shape).index_add_(0, ids, grad))
+        return torch.zeros_like(anchor), None, None

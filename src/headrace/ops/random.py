@@ -1,0 +1,77 @@
+"""Randomness without state: a function of (seed, step, site, sample, position, feature).
+
+The mask of a token is the same on whatever rank, in whatever pack and order it is computed, and is
+computed again in the backward instead of being kept. The hash is a 32-bit finaliser of two
+xor-shift-multiply rounds in wrapping int32 arithmetic: good enough for dropout, not for statistics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["DropoutKey", "dropout", "keep_mask"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropoutKey:
+    """What a mask depends on besides the feature.
+
+    ``seed`` and ``step`` of the run, ``samples`` [t] and ``positions`` [t] of this rank's tokens
+    (int64): the sample's id in the corpus and the token's position in it.
+    """
+
+    seed: int
+    step: int
+    samples: torch.Tensor
+    positions: torch.Tensor
+
+
+def dropout(x: torch.Tensor, rate: float, key: DropoutKey, site: int) -> torch.Tensor:
+    """Zero each element with probability ``rate``, scale the rest by 1 / (1 - rate).
+
+        x         [t, h]
+        returns   [t, h]
+        backward  the same mask and scale
+
+    ``site`` tells the places of a model apart (layer and branch).
+    """  # fmt: skip
+    return x if rate == 0 else _Dropout.apply(x, rate, key, site)  # type: ignore[no-any-return]
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rate: float, key: Any, site: int) -> torch.Tensor:
+        ctx.rest = (rate, key, site)
+        return x * keep_mask(x.shape[1], rate, key, site).to(x.dtype).div_(1 - rate)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        rate, key, site = ctx.rest
+        mask = keep_mask(grad.shape[1], rate, key, site)
+        return grad * mask.to(grad.dtype).div_(1 - rate), None, None, None
+
+
+def keep_mask(features: int, rate: float, key: DropoutKey, site: int) -> torch.Tensor:
+    """[t, features] bool, True with probability 1 - rate."""
+    start = _int32(key.seed * 0x9E3779B1 + key.step * 0x85EBCA6B + site * 0xC2B2AE35)
+    samples, positions = key.samples.to(torch.int32), key.positions.to(torch.int32)
+    token = _mix(_mix(samples * _int32(0x9E3779B1) + start) ^ _mix(positions + start))
+    column = torch.arange(features, dtype=torch.int32, device=token.device) * _int32(0x9E3779B9)
+    bits = _mix(_mix(token[:, None] + column) ^ _mix(token + _int32(0x27D4EB2F))[:, None])
+    return bits >= min(round(rate * 2**32) - 2**31, 2**31 - 1)
+
+
+def _int32(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    # int32 shifts are arithmetic: the mask after each makes them logical.
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * _int32(0x846CA68B)
+    return x ^ ((x >> 16) & 0xFFFF)

@@ -1,0 +1,76 @@
+"""Rotary positions, and from KV-group-major rows to heads in order.
+
+Shape legend: t tokens of a rank, g KV groups of m query heads, n = g m, D features of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["rotary_tables", "rotate_and_sort"]
+
+
+def rotary_tables(
+    positions: torch.Tensor, features: int, theta: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the rotate-half convention, angle(i) = position theta^(-2 i / D).
+
+        positions  [t]             position of each token in its own document
+        returns    [t, D / 2] each, computed in fp64
+    """  # fmt: skip
+    exponent = torch.arange(0, features, 2, dtype=torch.float64, device=positions.device)
+    angle = torch.outer(positions.double(), theta ** (-exponent / features))
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate_and_sort(
+    qkv: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor] | None
+) -> torch.Tensor:
+    """Queries, keys and values of a fused projection, heads in order, q and k rotated.
+
+        qkv       [t, g, m + 2, D]   per group its queries, its key, its value
+        returns   [t, n + 2 g, D]    queries 0..n-1, keys 0..g-1, values 0..g-1
+        backward  the inverse rotation and order
+
+    ``tables=None`` leaves positions to the embedding and only sorts.
+    """  # fmt: skip
+    return _RotateAndSort.apply(qkv, tables)  # type: ignore[no-any-return]
+
+
+class _RotateAndSort(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: torch.Tensor, tables: Any) -> torch.Tensor:
+        t, groups, heads, features = qkv.shape
+        m, n = heads - 2, groups * (heads - 2)
+        ctx.rest = (qkv.shape, tables)
+        out = qkv.new_empty((t, n + 2 * groups, features))
+        out[:, :n].view(t, groups, m, features).copy_(qkv[:, :, :m])
+        out[:, n : n + groups] = qkv[:, :, m]
+        out[:, n + groups :] = qkv[:, :, m + 1]
+        if tables is not None:
+            _rotate(out[:, : n + groups], *tables)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        (t, groups, heads, features), tables = ctx.rest
+        m, n = heads - 2, groups * (heads - 2)
+        if tables is not None:
+            grad = grad.clone()
+            _rotate(grad[:, : n + groups], tables[0], -tables[1])
+        out = grad.new_empty((t, groups, heads, features))
+        out[:, :, :m] = grad[:, :n].reshape(t, groups, m, features)
+        out[:, :, m] = grad[:, n : n + groups]
+        out[:, :, m + 1] = grad[:, n + groups :]
+        return out, None
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate pairs (i, i + D/2) of ``x`` [t, heads, D] in place."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = x[..., :half].clone(), x[..., half:]
+    x[..., :half].mul_(cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)

@@ -1,0 +1,204 @@
+"""Storage: master weights, optimizer state and gradient sums, apart from propagation.
+
+[Note: the tensors of a weight] Each weight goes through four tensors:
+
+    master   this rank's rows of the storage layout, updated by the optimizer
+    working  the rows this rank needs while a plan propagates, filled by the pull
+    partial  the gradient of the working rows, a partial sum over this rank's tokens
+    sum      this rank's storage rows of the gradient, filled by the push
+
+Where storage and working layout are the same partition (one rank, say), working *is* master and
+partial *is* sum, and nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from headrace.comm.collectives import gather_floats
+from headrace.comm.mesh import Groups
+from headrace.layouts.intervals import Partition, Rows
+from headrace.layouts.layout import storage_partition, working_partition
+from headrace.layouts.transfer import BucketLink, Pending
+from headrace.models.initial import initial_rows
+from headrace.spec.architecture import Architecture
+from headrace.spec.plan import Plan
+from headrace.spec.weights import WeightSpec, buckets, weight_table
+
+__all__ = ["AdamW", "Storage", "Working"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """Options of the optimizer; ``decay`` applies to matrices only."""
+
+    lr: float = 3e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    decay: float = 0.1
+    clip: float = 1.0
+
+
+class Working:
+    """The weights of one rank while plans of one working layout propagate."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        partitions: dict[str, Partition],
+        groups: Groups,
+    ) -> None:
+        self.held: dict[str, Rows] = {n: p.parts[groups.rank] for n, p in partitions.items()}
+        self.values: dict[str, torch.Tensor] = {}
+        self.partials: dict[str, torch.Tensor] = {}
+        self._links: list[BucketLink | None] = []
+        self._storage = storage
+        for bucket in buckets(storage.architecture):
+            same = all(storage.partitions[w.name] == partitions[w.name] for w in bucket)
+            for weight in bucket:
+                self._hold(weight, aliased=same)
+            self._links.append(
+                None
+                if same
+                else BucketLink(bucket, storage.partitions, partitions, groups.rank, groups.world)
+            )
+
+    def _hold(self, weight: WeightSpec, *, aliased: bool) -> None:
+        name, storage = weight.name, self._storage
+        if aliased:
+            self.values[name], self.partials[name] = storage.masters[name], storage.sums[name]
+            return
+        shape = (len(self.held[name]), *weight.shape[1:])
+        self.values[name] = storage.masters[name].new_full(shape, float("nan"))
+        self.partials[name] = storage.sums[name].new_zeros(shape)
+
+    def begin(self) -> None:
+        """Clear the partial sums of the step to come."""
+        for partial in self.partials.values():
+            partial.zero_()
+
+    def pull(self, bucket: int) -> Pending | None:
+        """Issue the pull of a bucket; None when nothing moves."""
+        link = self._links[bucket]
+        return link.pull(self._storage.masters, self.values) if link else None
+
+    def push(self, bucket: int) -> Pending | None:
+        """Issue the push of a bucket; None when nothing moves."""
+        link = self._links[bucket]
+        if link is None:
+            return None
+        names = [w.name for w in buckets(self._storage.architecture)[bucket]]
+        sums = {name: self._storage.sums[name] for name in names}
+        return link.push(self.partials, sums)
+
+    @property
+    def pull_bytes(self) -> int:
+        """Bytes this rank receives from others in the pull of all buckets."""
+        size = next(iter(self.values.values())).element_size()
+        return sum(link.pull_elements for link in self._links if link) * size
+
+    @property
+    def push_bytes(self) -> int:
+        """Bytes this rank receives from others in the push of all buckets."""
+        size = next(iter(self.partials.values())).element_size()
+        return sum(link.push_elements for link in self._links if link) * size
+
+
+class Storage:
+    """This rank's rows of every weight, of its gradient sum and of the optimizer's state."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        groups: Groups,
+        *,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        options: AdamW | None = None,
+    ) -> None:
+        self.architecture, self.options = architecture, options or AdamW()
+        self._groups = groups
+        self.table = weight_table(architecture)
+        self.partitions = {w.name: storage_partition(w, groups.ranks) for w in self.table}
+        self.masters: dict[str, torch.Tensor] = {
+            w.name: initial_rows(
+                w, self.partitions[w.name].parts[groups.rank], architecture, seed, dtype
+            ).to(device)
+            for w in self.table
+        }
+        self.sums = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        self.optimizer = self._make_optimizer()
+        self._working: dict[tuple[tuple[Rows, ...], ...], Working] = {}
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        o = self.options
+        matrices = [self.masters[w.name] for w in self.table if len(w.shape) > 1]
+        vectors = [self.masters[w.name] for w in self.table if len(w.shape) == 1]
+        return torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": o.decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=o.lr,
+            betas=(o.beta1, o.beta2),
+            eps=o.eps,
+        )
+
+    def working(self, plan: Plan) -> Working:
+        """The working weights for ``plan``: buffers are kept while the layout stays the same."""
+        partitions = {w.name: working_partition(w, plan) for w in self.table}
+        key = tuple(p.parts for p in partitions.values())
+        if key not in self._working:
+            # One layout's buffers at a time: a change of layout costs an allocation, not memory.
+            self._working = {key: Working(self, partitions, self._groups)}
+        return self._working[key]
+
+    def gradient_norm(self) -> float:
+        """The norm of the whole gradient: squares over disjoint rows, added in rank order."""
+        local = sum(float(s.double().square().sum()) for s in self.sums.values())
+        return sum(row[0] for row in gather_floats([local], self._groups.world)) ** 0.5
+
+    def update(self, lr: float) -> float:
+        """Clip by the global norm and take one optimizer step at rate ``lr``; returns the norm
+        before clipping. A norm that is not finite leaves everything as it was."""
+        norm = self.gradient_norm()
+        if not norm < float("inf"):
+            return norm
+        factor = min(1.0, self.options.clip / (norm + 1e-6)) if self.options.clip > 0 else 1.0
+        for name, master in self.masters.items():
+            if factor < 1.0:
+                self.sums[name].mul_(factor)
+            master.grad = self.sums[name]
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return norm
+
+    def bytes_held(self) -> int:
+        """Bytes of masters, gradient sums and optimizer state on this rank."""
+        return 4 * sum(m.numel() * m.element_size() for m in self.masters.values())
+
+    def optimizer_rows(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """(name, tensor) of the optimizer's state that follows the rows of a weight."""
+        for weight in self.table:
+            state = self.optimizer.state[self.masters[weight.name]]
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key not in state:
+                    state[key] = torch.zeros_like(self.masters[weight.name])
+                yield f"{key}.{weight.name}", state[key]
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps taken."""
+        states = self.optimizer.state.values()
+        return max((int(state["step"]) for state in states if "step" in state), default=0)
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for master in self.masters.values():
+            self.optimizer.state[master]["step"] = torch.tensor(float(count))
