@@ -1,4 +1,4 @@
-"""Single-process references, written apart from the library: plain autograd, one document at a time."""
+"""Single-process references, apart from the library: plain autograd, a document at a time."""
 
 from __future__ import annotations
 

@@ -7,9 +7,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from oracles import full_weights, reference_step
-from plans import random_documents, random_plan
-from ranks import run_ranks
 
 from headrace.comm.mesh import Groups
 from headrace.layouts import transfer as transfer_module
@@ -18,7 +15,9 @@ from headrace.runtime import micro_batch as micro_batch_module
 from headrace.runtime.executor import Executor
 from headrace.runtime.storage import AdamW, Storage
 from headrace.spec import Architecture, Lengths, weight_table
-
+from oracles import full_weights, reference_step
+from plans import random_documents, random_plan
+from ranks import run_ranks
 
 switch_module = sys.modules["headrace.ops.switch"]  # the name in the package is the function
 
@@ -49,12 +48,12 @@ def _steps(a, dtype, seed, steps, options, lr=0.0):
     groups = Groups()
     storage = Storage(a, groups, seed=seed, dtype=dtype, options=options)
     executor = Executor(storage, groups, seed=seed, dtype=dtype)
-    rng = np.random.default_rng(seed)
+    rng, plans = np.random.default_rng(seed), np.random.default_rng((seed, groups.ranks))
     out = []
     for step in range(steps):
         documents = random_documents(rng, a.vocabulary, int(rng.integers(1, 9)), 37)
         lengths = Lengths.of(len(d) for d in documents)
-        plan = random_plan(lengths, groups.ranks, a.layers, rng, largest=a.heads)
+        plan = random_plan(lengths, groups.ranks, a.layers, plans, largest=a.heads)
         result = executor.run(plan, documents, step=step, lr=lr)
         grads = {name: s.numpy().copy() for name, s in storage.sums.items()}
         out.append((result.loss, grads, str(plan.strategy)))
@@ -80,7 +79,6 @@ def test_gradients_equal_one_process(model, ranks):
     rng = np.random.default_rng(seed)
     for step in range(3):
         documents = random_documents(rng, a.vocabulary, int(rng.integers(1, 9)), 37)
-        random_plan(Lengths.of(len(d) for d in documents), ranks, a.layers, rng, largest=a.heads)
         loss, grads = reference_step(list(documents), weights, a)
         for result in results:
             assert result[0][step][0] == pytest.approx(loss, rel=1e-10)
@@ -106,7 +104,6 @@ def test_ten_steps_equal_one_process(ranks):
     rng = np.random.default_rng(5)
     for step in range(10):
         documents = random_documents(rng, LLAMA.vocabulary, int(rng.integers(1, 9)), 37)
-        random_plan(Lengths.of(len(d) for d in documents), ranks, LLAMA.layers, rng, largest=4)
         current = {n: w.detach() for n, w in reference.items()}
         loss, grads = reference_step(list(documents), current, LLAMA)
         assert results[0][0][step][0] == pytest.approx(loss, rel=1e-9)
@@ -126,7 +123,6 @@ def test_single_precision_agrees():
     rng = np.random.default_rng(11)
     for step in range(2):
         documents = random_documents(rng, LLAMA.vocabulary, int(rng.integers(1, 9)), 37)
-        random_plan(Lengths.of(len(d) for d in documents), 3, LLAMA.layers, rng, largest=4)
         loss, grads = reference_step(list(documents), weights, LLAMA)
         assert results[0][0][step][0] == pytest.approx(loss, rel=1e-5)
         for name, wanted in grads.items():
@@ -191,7 +187,6 @@ def test_a_planted_fault_is_noticed(fault):
     worst = 0.0
     for step in range(2):
         documents = random_documents(rng, LLAMA.vocabulary, int(rng.integers(1, 9)), 37)
-        random_plan(Lengths.of(len(d) for d in documents), 2, LLAMA.layers, rng, largest=4)
         _, grads = reference_step(list(documents), weights, LLAMA)
         for name, wanted in grads.items():
             got = _whole(results, lambda r, s=step: r[0][s][1], name, LLAMA, 2)
