@@ -10,7 +10,7 @@ except ModuleNotFoundError:  # the planning wing is tested without torch too
     collect_ignore_glob = ["running/*"]
 else:
     import torch._dynamo
-    import torch.distributed.tensor  # noqa: F401
+    import torch.distributed.tensor
 
     torch.set_num_threads(1)
 

@@ -16,9 +16,7 @@ import torch.distributed as dist
 __all__ = ["run_ranks"]
 
 
-def run_ranks(
-    ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0
-) -> list[Any]:
+def run_ranks(ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """``fn(*args)`` on every rank of a gloo world, its results in rank order.
 
     Any rank's exception is raised here with its traceback; a rank that dies or hangs fails the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -108,31 +109,37 @@ class MicroBatchRun:
             scale=1.0 / max(1, plan.lengths.predicted),
         )
 
-    def forward(self) -> float:
-        """Run all segments; returns this rank's part of the batch's mean loss."""
+    def forward(self, passed: Callable[[], None] = lambda: None) -> float:
+        """Run all segments; returns this rank's part of the batch's mean loss. ``passed`` is
+        called before the first segment and after each (the profiler's marks)."""
         self._segments = []
+        passed()
         x = self.model.embedding(self.ids, self.context.dropout.positions, self.weights)
         self._segments.append((x, x))
+        passed()
         for index, option in enumerate(self.layers.options):
             entry = x.detach().requires_grad_(self.context.training)
             x = self.model.layer(entry, index, option, self.weights, self.context)
             self._segments.append((entry, x))
+            passed()
         entry = x.detach().requires_grad_(self.context.training)
         normalised = self.model.last_norm(entry, self.weights)
         loss, self._last_grad = self.model.head(
             normalised.detach(), self.labels, self.weights, self.scale
         )
         self._segments.append((entry, normalised))
+        passed()
         return float(loss)
 
-    def backward(self) -> None:
-        """Run the segments backwards, dropping each when it is done."""
+    def backward(self, passed: Callable[[], None] = lambda: None) -> None:
+        """Run the segments backwards, dropping each when it is done; ``passed`` after each."""
         grad, self._last_grad = self._last_grad, None
         while self._segments:
             entry, out = self._segments.pop()
             out.backward(grad)
             grad = entry.grad if self._segments else None
             del entry, out
+            passed()
 
 
 def _local(pack: TokenPlan, member: int, documents: list[np.ndarray], device: str) -> torch.Tensor:

@@ -149,6 +149,10 @@ class Storage:
             eps=o.eps,
         )
 
+    def reset_optimizer(self) -> None:
+        """Forget all optimizer state."""
+        self.optimizer = self._make_optimizer()
+
     def working(self, plan: Plan) -> Working:
         """The working weights for ``plan``: buffers are kept while the layout stays the same."""
         partitions = {w.name: working_partition(w, plan) for w in self.table}

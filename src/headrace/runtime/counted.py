@@ -1,0 +1,56 @@
+"""Counting bytes: live storages of tensors made by torch operators, on any device.
+
+On a CPU no allocator tells the peak; here every operator's new storages are counted when they
+appear and when they are freed. On a CUDA device the allocator's own counters are used instead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["ByteCounter"]
+
+
+class ByteCounter(TorchDispatchMode):
+    """``with ByteCounter() as counter``: bytes of storages made inside and still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self._alive: set[int] = set()
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is alive now."""
+        self.peak_bytes = self.current_bytes
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        known = {
+            x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, torch.Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage(), known)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage, known: set[int]) -> None:
+        key = storage._cdata
+        if key in self._alive or key in known:
+            return
+        self._alive.add(key)
+        self.current_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        weakref.finalize(storage, self._freed, key, storage.nbytes())
+
+    def _freed(self, key: int, count: int) -> None:
+        self._alive.discard(key)
+        self.current_bytes -= count
