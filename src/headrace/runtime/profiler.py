@@ -81,6 +81,7 @@ class Profiler:
         started = time.perf_counter()
         self._groups.prepare(ranks for p in self._options.sizes for ranks in self._blocks(p))
         points: list[ProfilePoint] = []
+        self._warm_up()
         ladders = [(p, level) for p in self._options.sizes for level in self._options.levels]
         for done, (p, level) in enumerate(ladders):
             self._progress(f"profile cp{p} {level}", done, len(ladders))
@@ -98,6 +99,12 @@ class Profiler:
             measured_in_s=self._slowest([time.perf_counter() - started])[0],
         )
 
+    def _warm_up(self) -> None:
+        """One small pack through everything: first calls load and allocate."""
+        lengths = (min(256, self._options.longest),)
+        option = self._option(1, "none")
+        self._measure((self._groups.rank,), option, lengths, self._tokens(lengths))
+
     def _blocks(self, p: int) -> list[tuple[int, ...]]:
         ranks = self._groups.ranks
         return [tuple(range(k * p, (k + 1) * p)) for k in range(ranks // p)]
@@ -108,30 +115,31 @@ class Profiler:
         )
         return LayerOption.of(name, level)
 
-    def _packs(self, p: int) -> Iterator[tuple[int, ...]]:
-        """Single documents of growing length, and packs of short ones."""
-        length = 64 * p
-        while length < self._options.longest:
-            yield (length,)
-            if 256 * p <= length <= 2048 * p:
-                yield (length // 8,) * 8
-            length *= 2
-        yield (self._options.longest,)
+    def _packs(self, p: int) -> Iterator[tuple[tuple[int, ...], bool]]:
+        """Single documents of growing length, the first rungs also as packs of eight short ones;
+        and whether to count bytes there."""
+        longest = self._options.longest
+        length, rung = max(1, min(64 * p, longest // 16)), 0
+        while length < longest:
+            yield (length,), 2 <= rung < 5
+            if 2 <= rung < 6 and length >= 16:
+                yield (length // 8,) * 8, False
+            length, rung = 2 * length, rung + 1
+        yield (longest,), rung < 5
 
     def _ladder(self, p: int, level: Recompute) -> list[ProfilePoint]:
         option, points, last_s, last_tokens = self._option(p, level), [], 0.0, 1
         counted = 0
-        for lengths in self._packs(p):
+        for lengths, count in self._packs(p):
             growth = sum(lengths) / last_tokens
-            if points and last_s * growth * max(1.0, growth) > self._options.rung_s:
+            slow = last_s * growth * max(1.0, growth) > self._options.rung_s
+            if counted >= 2 and slow:
                 break
-            tokens = self._tokens(lengths)
-            with_bytes = len(lengths) == 1 and counted < 3 and sum(lengths) >= 256 * p
-            layer, ends = self._point(p, option, lengths, tokens, count=with_bytes)
-            counted += with_bytes
+            layer, ends = self._point(p, option, lengths, self._tokens(lengths), count=count)
+            counted += count
             last_s = 2 * (layer.forward_s + layer.backward_s) + ends.forward_s + ends.backward_s
             last_tokens = sum(lengths)
-            points += [layer, ends] if level == "none" else [layer]
+            points += [layer, ends] if level == self._options.levels[0] else [layer]
         return points
 
     def _tokens(self, lengths: Sequence[int]) -> tuple[np.ndarray, ...]:
@@ -146,10 +154,13 @@ class Profiler:
         """Agreed measurements of a layer and of the ends."""
         mine = [b for b in self._blocks(p) if self._groups.rank in b]
         seconds, counts = [0.0] * 4, [0] * 4
-        for repeat in range(self._options.repeats):
+        spent_s, repeat = 0.0, 0
+        # Short packs are noisy and cheap: they are timed more often.
+        while repeat < self._options.repeats or (repeat < 6 and spent_s < 0.05):
             local = self._measure(mine[0], option, lengths, tokens) if mine else [0.0] * 4
             local = self._slowest(local)
             seconds = local if repeat == 0 else [min(x) for x in zip(seconds, local, strict=True)]
+            spent_s, repeat = spent_s + sum(local), repeat + 1
         if count:
             local_counts = self._count(mine[0], option, lengths, tokens) if mine else counts
             counts = [int(x) for x in self._slowest(list(map(float, local_counts)))]

@@ -1,0 +1,57 @@
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+CONFIG ?= examples/python-sources.toml
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.headrace-ready
+DOCS   := $(VENV)/.headrace-docs
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test slow lint docs reference lock clean
+
+help: ## list what can be made
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(READY) ## train on the Python sources of this machine, then write a report
+	$(BIN)/headrace train $(CONFIG)
+
+test: $(READY) ## run the tests
+	$(BIN)/python -m pytest -m "not slow"
+
+slow: $(READY) ## run the tests that take longer
+	$(BIN)/python -m pytest -m slow
+
+lint: $(READY) ## format, lint, types, spelling, dependencies, floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+	$(BIN)/codespell src tests benchmarks examples docs README.md CHANGELOG.md CONTRIBUTING.md
+	$(BIN)/deptry src
+	$(BIN)/lint-imports
+	$(BIN)/python docs/make_reference.py --check
+
+docs: $(DOCS) ## build the documentation
+	$(BIN)/sphinx-build -qW docs docs/_build
+
+reference: $(READY) ## write the generated pages of the documentation anew
+	$(BIN)/python docs/make_reference.py
+
+lock: ## pin anew what constraints.txt pins (needs uv)
+	echo '$(TORCH)' | uv pip compile -q --universal --python-version 3.11 --all-extras \
+	    --no-header --no-annotate -c /dev/stdin pyproject.toml \
+	  | grep -vE '^(torch|triton|cuda-|nvidia-[cn])' >constraints.txt
+
+clean: ## remove the virtual environment
+	rm -rf $(VENV)
+
+# A torch already there is kept; otherwise pip fetches $(TORCH), its CUDA build on Linux
+# unless pip has been told of another (PIP_FIND_LINKS, PIP_INDEX_URL, pip.conf).
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q '$(TORCH)'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	touch $@

@@ -1,0 +1,138 @@
+"""The planning desk of a run: costs in, plans out, measurements back.
+
+It is the one place where the wing that plans and the wing that runs meet: the trainer asks it for
+plans as ``runtime.trainer.Planner`` and knows nothing of how they are made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.config.model import PlannerConfig
+from headrace.costs import CostModel
+from headrace.errors import ConfigError, InfeasiblePlan
+from headrace.planning import Problem, plan, static_plan
+from headrace.runtime.trainer import Planned
+from headrace.simulator import peak_bytes, simulate
+from headrace.spec.compiler import compile_plan
+from headrace.spec.lengths import Lengths
+from headrace.spec.measurement import Timeline
+from headrace.spec.plan import Plan
+from headrace.spec.weights import bucket_count
+
+__all__ = ["Desk", "make_problem"]
+
+_MEMORY = 0.9  # of the old ratio, at each step
+
+
+def make_problem(costs: CostModel, options: PlannerConfig) -> Problem:
+    """The problem that a configuration poses with these costs."""
+    unknown = [p for p in options.group_sizes if p not in costs.group_sizes]
+    if unknown:
+        raise ConfigError(
+            "planner.group_sizes", got=unknown[0],
+            wanted=f"one of {', '.join(map(str, costs.group_sizes))}",
+        )  # fmt: skip
+    return Problem(
+        costs=costs,
+        devices=costs.cluster.devices,
+        sizes=options.group_sizes or None,
+        recompute=options.recompute,
+        working=None if options.working == "auto" else options.working,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Desk:
+    """Plans batches and learns how far predictions are off.
+
+    ``ratio`` is a running mean of measured over predicted seconds. It corrects what is shown,
+    and is uniform, so it never changes which plan is best: the plans of a run follow from its
+    costs and its lengths alone, and a resumed run plans as the uninterrupted one.
+    ``static_size`` is the group size of the static plan to compare with, found once per batch.
+    """
+
+    costs: CostModel
+    options: PlannerConfig
+    seed: int = 0
+    compare: bool = True
+    ratio: float = 1.0
+    observed: int = 0
+    _problem: Problem = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._problem = make_problem(self.costs, self.options)
+
+    def plan(self, lengths: Lengths) -> Planned:
+        """The plan of a batch, what its ranks' clocks and memories are expected to show, and the
+        best static plan beside it."""
+        start = time.perf_counter()
+        chosen = self._choose(lengths)
+        planning_s = time.perf_counter() - start
+        corrected = chosen.replace(
+            predicted_s=chosen.predicted_s * self.ratio,
+            lower_bound_s=chosen.lower_bound_s * self.ratio,
+        )
+        return Planned(
+            plan=corrected,
+            predicted=self._timeline(chosen),
+            peak_bytes=peak_bytes(chosen, self.costs),
+            planning_s=planning_s,
+            facts=self._static(lengths) if self.compare else {},
+        )
+
+    def observe(self, predicted_s: float, measured_s: float) -> None:
+        """Take a finished step into the running mean."""
+        if predicted_s <= 0 or measured_s <= 0:
+            return
+        seen = self.ratio * measured_s / predicted_s
+        self.observed += 1
+        weight = max(1 - _MEMORY, 1 / self.observed)
+        self.ratio += weight * (seen - self.ratio)
+
+    def state(self) -> dict[str, Any]:
+        """Costs, correction and seed: what a resumed run needs to plan alike."""
+        return {
+            "costs": self.costs.to_json(),
+            "ratio": self.ratio,
+            "observed": self.observed,
+            "seed": self.seed,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take the correction of an earlier run."""
+        self.ratio, self.observed = float(state["ratio"]), int(state["observed"])
+
+    def _choose(self, lengths: Lengths) -> Plan:
+        if self.options.name == "static":
+            assert self.options.static_size is not None, "checked by the configuration"
+            return static_plan(self._problem, lengths, self.options.static_size)
+        return plan(self._problem, lengths, seed=self.seed)
+
+    def _timeline(self, chosen: Plan) -> Timeline:
+        programs = compile_plan(chosen, bucket_count(self.costs.architecture))
+        return simulate(programs, chosen, self.costs.replace(scale=self.ratio))
+
+    def _static(self, lengths: Lengths) -> dict[str, Any]:
+        best = best_static(self._problem, lengths)
+        if best is None:
+            return {}
+        return {
+            "best_static": str(best.strategy),
+            "best_static_s": best.predicted_s * self.ratio,
+            "static_timeline": self._timeline(best),
+        }
+
+
+def best_static(problem: Problem, lengths: Lengths) -> Plan | None:
+    """The fastest plan of one group size; None when no single size fits."""
+    found: list[Plan] = []
+    for p in problem.group_sizes:
+        try:
+            found.append(static_plan(problem, lengths, p))
+        except InfeasiblePlan:
+            continue
+    return min(found, key=lambda candidate: candidate.predicted_s, default=None)

@@ -1,0 +1,204 @@
+"""``headrace doctor``: what is installed, what the machine has, what will work here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import headrace
+from headrace.units import bytes_text, seconds_text
+
+__all__ = ["doctor", "examine"]
+
+_PACKAGES = (
+    "torch", "numpy", "highspy", "pydantic", "cyclopts", "rich", "jinja2", "safetensors",
+    "tokenizers", "transformers", "altair", "vl-convert-python", "pyarrow", "pyfaidx", "numba",
+)  # fmt: skip
+
+
+def doctor(*, as_json: bool) -> int:
+    """Print the examination; exit code 1 when nothing can be trained here."""
+    found = examine()
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        _print(found)
+    return 0 if found["works"]["train on this machine"]["ok"] else 1
+
+
+def examine() -> dict[str, Any]:
+    """Versions, machine, links, and for each thing one wants to do whether it works here."""
+    versions = {name: _version(name) for name in _PACKAGES}
+    found: dict[str, Any] = {
+        "headrace": headrace.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "versions": versions,
+        "machine": _machine(),
+        "devices": _devices() if versions["torch"] else [],
+        "links": _links() if versions["torch"] else {},
+    }
+    found["works"] = _works(found)
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _machine() -> dict[str, Any]:
+    memory: dict[str, int] = {}
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            memory[key] = int(value.split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        memory = {}
+    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    return {
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        "memory_bytes": memory.get("MemTotal"),
+        "free_memory_bytes": memory.get("MemAvailable"),
+        "shared_memory_bytes": shared.total if shared else None,
+        "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
+    }
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    return [
+        {
+            "name": torch.cuda.get_device_name(i),
+            "memory_bytes": torch.cuda.get_device_properties(i).total_memory,
+        }
+        for i in range(torch.cuda.device_count())
+    ]
+
+
+def _links() -> dict[str, Any]:
+    """Back ends of torch.distributed, and gloo's bandwidth between two ranks of this machine."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return {}
+    links: dict[str, Any] = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    if links["gloo"]:
+        links |= _measure_gloo()
+    return links
+
+
+def _measure_gloo() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from headrace.comm.launch import World, start
+
+    path = Path(f"/tmp/headrace-doctor-{os.getpid()}.json")
+
+    def exchange(world: World) -> int:
+        small, large = torch.zeros(2), torch.zeros(8 * 2**20)
+        out_small, out_large = torch.empty_like(small), torch.empty_like(large)
+        times = []
+        for out, value, repeats in ((out_small, small, 50), (out_large, large, 4)):
+            dist.all_to_all_single(out, value)
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                dist.all_to_all_single(out, value)
+            times.append((time.perf_counter() - begin) / repeats)
+        if world.rank == 0:
+            path.write_text(json.dumps(times))
+        return 0
+
+    begin = time.perf_counter()
+    code = start(exchange, ranks=2)
+    seconds = time.perf_counter() - begin
+    try:
+        latency, transfer = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {"gloo_works": False, "gloo_exit_code": code}
+    finally:
+        path.unlink(missing_ok=True)
+    return {
+        "gloo_works": code == 0,
+        "ranks_ready_s": seconds,
+        "gloo_latency_s": latency,
+        "gloo_bytes_per_s": 4 * 4 * 2**20 / transfer,
+    }
+
+
+def _works(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    versions, links = found["versions"], found["links"]
+
+    def row(ok: bool, why: str) -> dict[str, Any]:
+        return {"ok": ok, "why": why}
+
+    def needs(names: tuple[str, ...], extra: str) -> dict[str, Any]:
+        absent = [name for name in names if not versions.get(name)]
+        hint = f"needs {', '.join(absent)}: pip install 'headrace[{extra}]'"
+        return row(not absent, hint if absent else "installed")
+
+    train = needs(("torch", "safetensors"), "train")
+    if train["ok"]:
+        ok = bool(links.get("gloo_works"))
+        train = row(ok, "two gloo ranks talked" if ok else "gloo ranks could not talk")
+    gpus = found["devices"]
+    new_enough = sys.version_info >= (3, 11)
+    return {
+        "plan and simulate": row(new_enough, "needs Python 3.11" if not new_enough else "always"),
+        "train on this machine": train,
+        "train on its GPUs": row(
+            bool(gpus) and bool(links.get("nccl")),
+            f"{len(gpus)} devices, NCCL present" if gpus else "no CUDA device, or torch without it",
+        ),
+        "tokenizer.json": needs(("tokenizers",), "train"),
+        "reports": needs(("altair", "vl-convert-python"), "report"),
+        "parquet": needs(("pyarrow",), "hf"),
+        "FASTA": needs(("pyfaidx",), "genomics"),
+    }
+
+
+def _print(found: dict[str, Any]) -> None:
+    out = Console(highlight=False)
+    machine, links = found["machine"], found["links"]
+    out.print(f"headrace {found['headrace']}  Python {found['python']}  {found['system']}")
+    memory = " ".join(
+        f"{name} {bytes_text(machine[key])}"
+        for name, key in (("memory", "memory_bytes"), ("free", "free_memory_bytes"),
+                          ("/dev/shm", "shared_memory_bytes"), ("disk free", "free_disk_bytes"))
+        if machine[key] is not None
+    )  # fmt: skip
+    out.print(f"{machine['cores']} cores  {memory}")
+    for device in found["devices"]:
+        out.print(f"{device['name']}  {bytes_text(device['memory_bytes'])}")
+    if links.get("gloo_works"):
+        out.print(
+            f"gloo: two ranks ready and done in {seconds_text(links['ranks_ready_s'])}, latency "
+            f"{seconds_text(links['gloo_latency_s'])}, {bytes_text(links['gloo_bytes_per_s'])}/s"
+        )
+    table = Table(box=None, pad_edge=False)
+    for name in ("to", "works", "because"):
+        table.add_column(name)
+    for what, row in found["works"].items():
+        table.add_row(
+            what, "[green]yes[/]" if row["ok"] else "[red]no[/]", row["why"].replace("[", r"\[")
+        )
+    out.print(table)
+    installed = ", ".join(f"{n} {v}" for n, v in found["versions"].items() if v)
+    absent = ", ".join(n for n, v in found["versions"].items() if not v)
+    out.print(f"installed: {installed}", soft_wrap=True)
+    out.print(f"absent: {absent or 'nothing'}", soft_wrap=True)

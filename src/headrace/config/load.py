@@ -1,0 +1,99 @@
+"""Reading configurations: every mistake is named with its key, all at once, with a suggestion."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from headrace.config.model import Config
+from headrace.errors import ConfigError, did_you_mean
+
+__all__ = ["apply_overrides", "load_config"]
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in the TOML file ``path`` with ``a.b=c`` changes applied.
+
+    Relative paths in ``data`` are taken from the file's folder. Raises ConfigError that lists
+    every wrong key or value.
+    """
+    try:
+        value = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config {path}", got=error.strerror or "an error", wanted="a TOML file")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path}", got=f"no TOML ({error})")
+    apply_overrides(value, overrides)
+    _resolve_paths(value, path.resolve().parent)
+    try:
+        return Config.model_validate(value)
+    except ValidationError as error:
+        problems = [_problem(dict(e)) for e in error.errors(include_url=False)]
+        raise ConfigError(f"config {path}: " + "\n  ".join(["", *problems]).lstrip("\n"))
+
+
+def apply_overrides(value: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Set ``a.b=c`` in place; ``c`` is read as TOML, else as a plain string."""
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            raise ConfigError(f"--set {override}", wanted="SECTION.KEY=VALUE")
+        section = value
+        for part in parts[:-1]:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"--set {override}", got=f"{part} is no section")
+        section[parts[-1]] = _read_value(text.strip())
+
+
+def _read_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _resolve_paths(value: dict[str, Any], folder: Path) -> None:
+    data = value.get("data")
+    if not isinstance(data, dict):
+        return
+    paths = data.get("paths")
+    if isinstance(paths, list):
+        data["paths"] = [_resolved(p, folder) if isinstance(p, str) else p for p in paths]
+    tokenizer = data.get("tokenizer")
+    if isinstance(tokenizer, str) and (folder / tokenizer).exists():
+        data["tokenizer"] = str(folder / tokenizer)
+
+
+def _resolved(path: str, folder: Path) -> str:
+    if path.startswith(("python:", "package:")):
+        return path
+    return str(folder / Path(path).expanduser())
+
+
+def _problem(error: dict[str, Any]) -> str:
+    at = ".".join(str(part) for part in error["loc"] if not str(part).startswith("function-"))
+    if error["type"] == "extra_forbidden":
+        hint = did_you_mean(str(error["loc"][-1]), _keys(error["loc"][:-1]))
+        return f"{at}: unknown key" + (f"; {hint}" if hint else "")
+    if error["type"] == "missing":
+        return f"{at}: missing"
+    text = str(error["msg"]).removeprefix("Value error, ")
+    shown = "" if isinstance(error["input"], dict) else f" (got {error['input']!r})"
+    return f"{at}: {text[:1].lower()}{text[1:]}{shown}"
+
+
+def _keys(loc: Sequence[str | int]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in loc:
+        field = model.model_fields.get(str(part))
+        annotation = field.annotation if field else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)

@@ -1,0 +1,349 @@
+"""Every key of a configuration file, with its meaning and default."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headrace.errors import HeadraceError
+from headrace.spec.architecture import PRESETS, Architecture
+from headrace.units import parse_bytes, parse_count
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "DevicesConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PlannerConfig",
+    "ProfileConfig",
+    "ReportConfig",
+    "RunConfig",
+]
+
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunConfig(_Section):
+    """The run as a whole."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    """Name of the run; its folder is ``OUT/NAME-DATE-TIME`` unless ``--out`` says otherwise."""
+
+    out: str = "runs"
+    """Folder of all runs."""
+
+    seed: Natural = 0
+    """Seed of the weights, the order of the data, and dropout."""
+
+    steps: Positive = 100
+    """Optimizer steps to take in all."""
+
+
+class DataConfig(_Section):
+    """What to train on."""
+
+    kind: Literal["text", "jsonl", "parquet", "memmap", "fasta"] = "text"
+    """Kind of files: one document per file (text), per line (jsonl), per row (parquet), token ids
+    of Megatron or nanoGPT (memmap), or records of FASTA."""
+
+    paths: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Folders, files and globs; relative to the configuration file. ``python:stdlib`` is the
+    standard library's sources, ``package:NAME`` those of an installed package."""
+
+    patterns: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
+    """Names of files to take from folders."""
+
+    field: str | None = None
+    """Field of jsonl and parquet: ``text`` or ``input_ids``; found out when left out."""
+
+    end_id: Natural | None = None
+    """Id that ends a document in a token memmap without index."""
+
+    tokenizer: str = "bytes"
+    """``bytes``, ``kmer:K``, a ``tokenizer.json``, or a local Hugging Face folder or name."""
+
+    context: str | Positive = 8192
+    """Longest sequence in tokens (``"32Ki"`` is 32,768)."""
+
+    long: Literal["truncate", "split", "refuse"] = "split"
+    """What to do with longer documents."""
+
+    batch_tokens: str | Positive | None = None
+    """Token budget of one optimizer step (``"256Ki"``)."""
+
+    batch_sequences: Positive | None = None
+    """Sequences of one optimizer step, in place of a token budget."""
+
+    min_tokens: Annotated[int, Field(ge=1)] = 2
+    """Shorter sequences are left out: a single token predicts nothing."""
+
+    curriculum: Literal["none", "short-to-long"] = "none"
+    """Order of lengths: random, or growing over the first ``curriculum_steps`` batches."""
+
+    curriculum_steps: Natural = 0
+    """Batches until all lengths are allowed."""
+
+    cache: str = "~/.cache/headrace"
+    """Folder of token and profile caches."""
+
+    read_ahead: Positive = 2
+    """Batches prepared while one trains."""
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> DataConfig:
+        if (self.batch_tokens is None) == (self.batch_sequences is None):
+            raise ValueError("give either batch_tokens or batch_sequences")
+        if (self.curriculum == "none") != (self.curriculum_steps == 0):
+            raise ValueError("curriculum 'short-to-long' and curriculum_steps go together")
+        _count(self.context)
+        _count(self.batch_tokens)
+        return self
+
+    @property
+    def context_tokens(self) -> int:
+        """``context`` as a number."""
+        return _count(self.context) or 1
+
+    @property
+    def budget_tokens(self) -> int | None:
+        """``batch_tokens`` as a number."""
+        return _count(self.batch_tokens)
+
+
+class ModelConfig(_Section):
+    """The model: a preset with changes, or all of its shape."""
+
+    preset: str | None = None
+    """A named architecture; the other keys change it."""
+
+    kind: Literal["llama", "gpt"] | None = None
+    """Block: RMSNorm, SwiGLU and rotary positions, or LayerNorm, GELU and learned positions."""
+
+    layers: Positive | None = None
+    """Transformer layers."""
+
+    hidden: Positive | None = None
+    """Features of the residual stream."""
+
+    heads: Positive | None = None
+    """Query heads."""
+
+    kv_heads: Positive | None = None
+    """Key-value heads (``heads`` when left out; fewer is grouped-query attention)."""
+
+    ffn: Positive | None = None
+    """Features of the feed-forward (8/3 of ``hidden`` for llama, 4 times for gpt by default)."""
+
+    vocabulary: Positive | None = None
+    """Rows of the embedding; the tokenizer's size when left out."""
+
+    tied: bool | None = None
+    """Whether the head uses the embedding's weights."""
+
+    causal: bool | None = None
+    """Whether a token sees only earlier ones."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Rate of dropout on both branches of each layer."""
+
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    """Base of the rotary positions."""
+
+    def architecture(self, vocabulary: int, context: int) -> Architecture:
+        """The architecture for a tokenizer of ``vocabulary`` ids and sequences of ``context``.
+
+        Raises SpecError when the shape contradicts itself, is incomplete, or the vocabulary is
+        too small for the tokenizer.
+        """
+        given = {k: v for k, v in self.model_dump(exclude={"preset"}).items() if v is not None}
+        given.setdefault("vocabulary", vocabulary)
+        kind = given.get("kind") or (PRESETS[self.preset].kind if self.preset in PRESETS else None)
+        if (kind or "llama") == "gpt":
+            given["positions"] = context
+        if self.preset is not None:
+            return Architecture.preset(self.preset, **given)
+        missing = [name for name in ("layers", "hidden", "heads") if name not in given]
+        if missing:
+            raise HeadraceError(
+                f"model.{missing[0]}", got="nothing", wanted="a value, or a model.preset"
+            )
+        given.setdefault("kv_heads", given["heads"])
+        hidden = given["hidden"]
+        wide = 4 * hidden if kind == "gpt" else -(-8 * hidden // 3 // 64) * 64
+        given.setdefault("ffn", wide)
+        return Architecture(**given)
+
+
+class OptimizerConfig(_Section):
+    """AdamW and its schedule: linear warm-up, then a cosine down to ``floor`` times ``lr``."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Highest learning rate."""
+
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+
+    decay: Annotated[float, Field(ge=0)] = 0.1
+    """Weight decay of matrices."""
+
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    """Largest norm of the whole gradient; 0 does not clip."""
+
+    warmup_steps: Natural = 10
+    """Steps from zero to ``lr``."""
+
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Last learning rate as a fraction of ``lr``."""
+
+
+class DevicesConfig(_Section):
+    """The ranks and what each may use."""
+
+    ranks: Positive = 2
+    """Processes to start on this machine (under torchrun: its own number)."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of each rank; ``auto`` takes CUDA when every rank can have one."""
+
+    threads: Natural = 0
+    """Threads of each rank on a CPU; 0 shares the cores evenly."""
+
+    memory: str = "auto"
+    """What one rank may use (``"2GiB"``); ``auto`` is 80 % of its share of what is free."""
+
+    dtype: Literal["float32", "float64"] = "float32"
+    """Type of weights, activations and gradients."""
+
+    timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Seconds that a collective may wait."""
+
+    hang_s: Annotated[float, Field(gt=0)] = 3.0
+    """Seconds without a heartbeat after which a rank counts as dead."""
+
+    @model_validator(mode="after")
+    def _memory(self) -> DevicesConfig:
+        if self.memory != "auto":
+            _wrapped(parse_bytes, self.memory)
+        return self
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory`` in bytes, None for auto."""
+        return None if self.memory == "auto" else parse_bytes(self.memory)
+
+
+class PlannerConfig(_Section):
+    """Who decides, and between what."""
+
+    name: Literal["adaptive", "static"] = "adaptive"
+    """``adaptive`` decides for each batch; ``static`` uses groups of ``static_size`` always."""
+
+    static_size: Positive | None = None
+    """Group size of the static planner."""
+
+    group_sizes: tuple[Positive, ...] = ()
+    """Group sizes to consider; all from one to the number of ranks when empty."""
+
+    recompute: tuple[Literal["none", "attention", "full"], ...] = ("none", "attention", "full")
+    """Recompute levels to consider."""
+
+    working: Literal["auto", "whole", "sharded"] = "auto"
+    """How groups hold weights: each rank all of them, its shard, or whatever fits."""
+
+    @model_validator(mode="after")
+    def _static(self) -> PlannerConfig:
+        if (self.name == "static") != (self.static_size is not None):
+            raise ValueError("planner 'static' and static_size go together")
+        if not self.recompute:
+            raise ValueError("recompute needs at least one level")
+        return self
+
+
+class ProfileConfig(_Section):
+    """The measurement of costs before the first step."""
+
+    longest: str | Positive | None = None
+    """Longest pack to measure in tokens; the context when left out."""
+
+    rung_s: Annotated[float, Field(gt=0)] = 0.5
+    """No pack is measured that would take longer."""
+
+    repeats: Positive = 2
+    """Timings of each pack; the fastest counts."""
+
+    @property
+    def longest_tokens(self) -> int | None:
+        """``longest`` as a number."""
+        return _count(self.longest)
+
+
+class CheckpointConfig(_Section):
+    """State on disk."""
+
+    every: Natural = 50
+    """Steps between checkpoints; 0 writes one at the end only."""
+
+    keep: Positive = 2
+    """Checkpoints to keep."""
+
+
+class ReportConfig(_Section):
+    """What a run writes besides its checkpoints."""
+
+    html: bool = True
+    """Whether to write a report at the end."""
+
+    timelines: Natural = 8
+    """Steps whose timelines are recorded, evenly over the run."""
+
+    tensorboard: bool = False
+    """Also write scalars for TensorBoard."""
+
+    wandb: bool = False
+    """Also send scalars to Weights & Biases (``WANDB_MODE=offline`` keeps them here)."""
+
+
+class Config(_Section):
+    """A whole configuration."""
+
+    run: RunConfig = RunConfig()
+    data: DataConfig
+    model: ModelConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    devices: DevicesConfig = DevicesConfig()
+    planner: PlannerConfig = PlannerConfig()
+    profile: ProfileConfig = ProfileConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
+
+    def to_json(self) -> dict[str, Any]:
+        """All keys as a JSON object."""
+        return self.model_dump(mode="json")
+
+
+def _count(value: str | int | None) -> int | None:
+    return _wrapped(parse_count, value) if isinstance(value, str) else value
+
+
+def _wrapped(parse: Any, text: str) -> int:
+    try:
+        count: int = parse(text)
+    except HeadraceError as error:
+        raise ValueError(str(error)) from None
+    if count < 1:
+        raise ValueError(f"got {text!r}, wanted at least 1")
+    return count

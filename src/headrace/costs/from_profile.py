@@ -1,0 +1,119 @@
+"""From measurements to a cost model: a quadratic per part, a line per kind of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from headrace.costs.cost_model import CostModel
+from headrace.costs.option import Exchange, OptionCost
+from headrace.costs.quadratic import FitError, Linear, Quadratic, fit_linear, fit_quadratic
+from headrace.errors import CostError
+from headrace.spec.profile import ENDS, Profile, ProfilePoint
+
+__all__ = ["FittedPart", "costs_from_profile", "fit_parts"]
+
+Part = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedPart:
+    """The fit of one part of one layer option (or the ends) on groups of ``p`` ranks."""
+
+    p: int
+    option: str
+    part: Part
+    curve: Quadratic
+    error: FitError
+    points: tuple[ProfilePoint, ...]
+
+    def measured_s(self, point: ProfilePoint) -> float:
+        """What was measured of this part at a point."""
+        return point.forward_s if self.part == "forward" else point.backward_s
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """One JSON object per point: what was measured and what the fit says."""
+        return [
+            {
+                "p": self.p,
+                "option": self.option,
+                "part": self.part,
+                "tokens": sum(point.lengths),
+                "longest": max(point.lengths),
+                "measured_s": self.measured_s(point),
+                "predicted_s": self.curve(point.lengths),
+            }
+            for point in self.points
+        ]
+
+
+def costs_from_profile(profile: Profile) -> CostModel:
+    """The cost model of a profile: every option's forward and backward by a relative least
+    squares quadratic (Hydraulis, appendix C), its bytes by lines.
+
+    Raises CostError when a ladder has too few points, naming lengths to add.
+    """
+    curves = {(f.p, f.option, f.part): f.curve for f in fit_parts(profile)}
+    costs: dict[int, dict[str, OptionCost]] = {}
+    for p, option in _ladders(profile):
+        points = _points(profile, p, option)
+        costs.setdefault(p, {})[option] = OptionCost(
+            forward=curves[p, option, "forward"],
+            backward=curves[p, option, "backward"],
+            kept=_bytes_line(points, "kept_bytes"),
+            transient=_bytes_line(points, "transient_bytes"),
+        )
+    return CostModel(
+        architecture=profile.architecture,
+        cluster=profile.cluster,
+        fingerprint=profile.fingerprint,
+        options={p: {o: c for o, c in by.items() if o != ENDS} for p, by in costs.items()},
+        ends={p: by[ENDS] for p, by in costs.items()},
+        exchange_s=Exchange(**profile.exchange_s),
+        state_bytes=profile.state_bytes,
+        working_bytes=profile.working_bytes,
+        gather_s=profile.gather_s,
+    )
+
+
+def fit_parts(profile: Profile) -> list[FittedPart]:
+    """Every curve of a profile with its error."""
+    fits = []
+    for p, option in _ladders(profile):
+        points = _points(profile, p, option)
+        packs = [point.lengths for point in points]
+        parts: tuple[Part, Part] = ("forward", "backward")
+        for part in parts:
+            seconds = [max(1e-9, getattr(point, f"{part}_s")) for point in points]
+            try:
+                curve, error = fit_quadratic(packs, seconds)
+            except CostError as problem:
+                raise CostError(f"profile of cp{p} {option}, {part}: {problem}")
+            fits.append(
+                FittedPart(
+                    p=p, option=option, part=part, curve=curve, error=error, points=tuple(points)
+                )
+            )
+    return fits
+
+
+def _ladders(profile: Profile) -> list[tuple[int, str]]:
+    return list(dict.fromkeys((point.p, point.option) for point in profile.points))
+
+
+def _points(profile: Profile, p: int, option: str) -> list[ProfilePoint]:
+    return [point for point in profile.points if (point.p, point.option) == (p, option)]
+
+
+def _bytes_line(points: Sequence[ProfilePoint], name: str) -> Linear:
+    counted = [
+        (sum(point.lengths), value)
+        for point in points
+        if (value := getattr(point, name)) is not None
+    ]
+    if len(counted) < 2:
+        raise CostError(
+            f"{name} of {points[0].option}", got=f"{len(counted)} points", wanted=">= 2"
+        )
+    return fit_linear([tokens for tokens, _ in counted], [value for _, value in counted])[0]

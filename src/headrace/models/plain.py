@@ -1,0 +1,110 @@
+"""The model as one process would write it: plain autograd over whole weights, packed documents.
+
+The reference that ``headrace verify`` compares with, and the hand-written loop of the benchmarks.
+It shares no operator with the methods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from headrace.layouts.intervals import Rows
+from headrace.models.initial import initial_rows
+from headrace.spec.architecture import Architecture
+from headrace.spec.weights import weight_table
+
+__all__ = ["plain_logits", "plain_loss", "whole_weights"]
+
+
+def whole_weights(
+    architecture: Architecture, seed: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """All initial weights of a seed, by name."""
+    return {
+        weight.name: initial_rows(weight, Rows(0, weight.rows), architecture, seed, dtype)
+        for weight in weight_table(architecture)
+    }
+
+
+def plain_logits(
+    ids: torch.Tensor, lengths: Sequence[int], weights: Mapping[str, torch.Tensor], a: Architecture
+) -> torch.Tensor:
+    """Logits [T, V] of a pack of documents ``ids`` [T], each attending within itself."""
+    positions = torch.cat([torch.arange(n, device=ids.device) for n in lengths])
+    x = weights["embed.weight"][ids]
+    if a.kind == "gpt":
+        x = x + weights["positions.weight"][positions]
+    for layer in range(a.layers):
+        at = f"layers.{layer}"
+        y = _norm(x, weights, f"{at}.norm1", a)
+        y = F.linear(y, weights[f"{at}.qkv.weight"], weights.get(f"{at}.qkv.bias"))
+        y = _attention(y, positions, lengths, a)
+        x = x + _inputs(y, weights, f"{at}.proj")
+        y = _norm(x, weights, f"{at}.norm2", a)
+        y = F.linear(y, weights[f"{at}.in.weight"], weights.get(f"{at}.in.bias"))
+        if a.gated:
+            pairs = y.view(len(ids), a.ffn // a.ffn_block, 2, a.ffn_block)
+            y = (F.silu(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(len(ids), a.ffn)
+        else:
+            y = F.gelu(y, approximate="tanh")
+        x = x + _inputs(y, weights, f"{at}.out")
+    x = _norm(x, weights, "norm", a)
+    return F.linear(x, weights["embed.weight" if a.tied else "head.weight"])
+
+
+def plain_loss(
+    ids: torch.Tensor, lengths: Sequence[int], weights: Mapping[str, torch.Tensor],
+    a: Architecture, count: int,
+) -> torch.Tensor:  # fmt: skip
+    """Sum of the next-token losses of a pack over ``count``, the batch's predicted tokens."""
+    labels = torch.cat([F.pad(part[1:], (0, 1), value=-100) for part in ids.split(list(lengths))])
+    logits = plain_logits(ids, lengths, weights, a)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide, labels, reduction="sum") / max(1, count)
+
+
+def _attention(
+    qkv: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int], a: Architecture
+) -> torch.Tensor:
+    g, m, d = a.kv_heads, a.group_heads, a.head_features
+    parts = qkv.view(qkv.shape[0], g, m + 2, d)
+    q, k, v = parts[:, :, :m].reshape(-1, g * m, d), parts[:, :, m], parts[:, :, m + 1]
+    if a.kind == "llama":
+        q, k = _rotate(q, positions, a), _rotate(k, positions, a)
+    k, v = k.repeat_interleave(m, 1), v.repeat_interleave(m, 1)
+    sizes = list(lengths)
+    outs = [
+        F.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in (dq, dk, dv)), is_causal=a.causal
+        )[0].transpose(0, 1)
+        for dq, dk, dv in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+    ]
+    return torch.cat(outs).reshape(qkv.shape[0], a.hidden)
+
+
+def _rotate(x: torch.Tensor, positions: torch.Tensor, a: Architecture) -> torch.Tensor:
+    half = a.head_features // 2
+    exponent = torch.arange(half, dtype=torch.float64, device=x.device) / half
+    angle = torch.outer(positions.double(), math.e ** (-math.log(a.rope_theta) * exponent))
+    cos, sin = angle.cos().to(x.dtype)[:, None], angle.sin().to(x.dtype)[:, None]
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def _norm(
+    x: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str, a: Architecture
+) -> torch.Tensor:
+    weight = weights[f"{name}.weight"]
+    if a.biased:
+        return F.layer_norm(x, (a.hidden,), weight, weights[f"{name}.bias"], a.norm_eps)
+    return F.rms_norm(x, (a.hidden,), weight, a.norm_eps)
+
+
+def _inputs(x: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    y = x @ weights[f"{name}.weight"]
+    bias = weights.get(f"{name}.bias")
+    return y if bias is None else y + bias

@@ -1,0 +1,87 @@
+"""The journal of a run: what its folder holds besides checkpoints, one JSON object per line.
+
+run.json          the run's facts, once
+metrics.jsonl     one line per step
+plans.jsonl       the plan of each step
+timelines.jsonl   measured and predicted rows of some steps
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from headrace.errors import HeadraceError
+
+__all__ = ["Journal"]
+
+_FILES = ("metrics", "plans", "timelines")
+
+
+class Journal:
+    """Appends to the files of a run's folder; only the first rank holds one.
+
+    ``first_step`` is the step the run goes on from: lines of that step and later, left by an
+    attempt that was killed after its last checkpoint, are dropped.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._files: dict[str, IO[str]] = {}
+        for name in _FILES:
+            path = folder / f"{name}.jsonl"
+            if path.exists():
+                _drop_from(path, first_step)
+            self._files[name] = path.open("a", encoding="utf-8")
+
+    def facts(self, facts: dict[str, Any]) -> None:
+        """Write run.json."""
+        _write_aside(self.folder / "run.json", json.dumps(facts, indent=1) + "\n")
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        """Append a step's metrics."""
+        self._append("metrics", row)
+
+    def plan(self, row: dict[str, Any]) -> None:
+        """Append a step's plan."""
+        self._append("plans", row)
+
+    def timelines(self, row: dict[str, Any]) -> None:
+        """Append a step's timelines."""
+        self._append("timelines", row)
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        try:
+            self._files[name].write(json.dumps(row) + "\n")
+            self._files[name].flush()
+        except OSError as error:
+            raise HeadraceError(
+                f"journal {self.folder / name}.jsonl", got=error.strerror or "an error",
+                hint="free some space and continue with --resume",
+            )  # fmt: skip
+
+
+def _drop_from(path: Path, first_step: int) -> None:
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue  # the last line of a killed run may be torn
+        if step < first_step:
+            kept.append(line + "\n")
+    _write_aside(path, "".join(kept))
+
+
+def _write_aside(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

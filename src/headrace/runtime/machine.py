@@ -1,0 +1,99 @@
+"""Facts of the machine a rank runs on: what reports name, fingerprints hold and doctor prints."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+__all__ = [
+    "available_bytes",
+    "machine_facts",
+    "matmul_flops_per_s",
+    "peak_bytes",
+    "reset_peak_bytes",
+]
+
+
+def machine_facts(device: str) -> dict[str, Any]:
+    """Processor, cores, memory, device and versions."""
+    cuda = device != "cpu"
+    return {
+        "host_cpu": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def available_bytes(device: str) -> int:
+    """Bytes that new tensors could take: of the device, or of this machine."""
+    if device != "cpu":
+        return int(torch.cuda.mem_get_info()[0])
+    limit = _cgroup_limit()
+    free = int(psutil.virtual_memory().available)
+    return min(free, limit) if limit else free
+
+
+def matmul_flops_per_s(device: str, dtype: torch.dtype, size: int = 768) -> float:
+    """FLOP/s of a square matrix product: what utilisation is measured against."""
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        a @ a
+        if device != "cpu":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
+
+
+def reset_peak_bytes(device: str) -> None:
+    """Start a new peak where the system can."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return  # peaks then count from the start of the process
+
+
+def peak_bytes(device: str) -> int:
+    """Most bytes held since the last reset: the allocator's on a device, resident on a CPU."""
+    if device != "cpu":
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cgroup_limit() -> int | None:
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
