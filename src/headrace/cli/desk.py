@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.cli.wiring import best_static, make_problem
 from headrace.config.model import PlannerConfig
 from headrace.costs import CostModel
-from headrace.errors import ConfigError, InfeasiblePlan
 from headrace.planning import Problem, plan, static_plan
 from headrace.runtime.trainer import Planned
 from headrace.simulator import peak_bytes, simulate
@@ -23,26 +23,9 @@ from headrace.spec.measurement import Timeline
 from headrace.spec.plan import Plan
 from headrace.spec.weights import bucket_count
 
-__all__ = ["Desk", "make_problem"]
+__all__ = ["Desk"]
 
 _MEMORY = 0.9  # of the old ratio, at each step
-
-
-def make_problem(costs: CostModel, options: PlannerConfig) -> Problem:
-    """The problem that a configuration poses with these costs."""
-    unknown = [p for p in options.group_sizes if p not in costs.group_sizes]
-    if unknown:
-        raise ConfigError(
-            "planner.group_sizes", got=unknown[0],
-            wanted=f"one of {', '.join(map(str, costs.group_sizes))}",
-        )  # fmt: skip
-    return Problem(
-        costs=costs,
-        devices=costs.cluster.devices,
-        sizes=options.group_sizes or None,
-        recompute=options.recompute,
-        working=None if options.working == "auto" else options.working,
-    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,14 +108,3 @@ class Desk:
             "best_static_s": best.predicted_s * self.ratio,
             "static_timeline": self._timeline(best),
         }
-
-
-def best_static(problem: Problem, lengths: Lengths) -> Plan | None:
-    """The fastest plan of one group size; None when no single size fits."""
-    found: list[Plan] = []
-    for p in problem.group_sizes:
-        try:
-            found.append(static_plan(problem, lengths, p))
-        except InfeasiblePlan:
-            continue
-    return min(found, key=lambda candidate: candidate.predicted_s, default=None)

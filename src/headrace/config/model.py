@@ -58,8 +58,8 @@ class DataConfig(_Section):
     """Folders, files and globs; relative to the configuration file. ``python:stdlib`` is the
     standard library's sources, ``package:NAME`` those of an installed package."""
 
-    patterns: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
-    """Names of files to take from folders."""
+    patterns: tuple[str, ...] = ()
+    """Names of files to take from folders (``*.py``); the kind's own when empty."""
 
     field: str | None = None
     """Field of jsonl and parquet: ``text`` or ``input_ids``; found out when left out."""
@@ -67,14 +67,17 @@ class DataConfig(_Section):
     end_id: Natural | None = None
     """Id that ends a document in a token memmap without index."""
 
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """Type of the ids in a token memmap without index."""
+
     tokenizer: str = "bytes"
     """``bytes``, ``kmer:K``, a ``tokenizer.json``, or a local Hugging Face folder or name."""
 
     context: str | Positive = 8192
     """Longest sequence in tokens (``"32Ki"`` is 32,768)."""
 
-    long: Literal["truncate", "split", "refuse"] = "split"
-    """What to do with longer documents."""
+    too_long: Literal["truncate", "split", "refuse"] = "split"
+    """What to do with longer documents: cut them off, cut them in pieces, or stop."""
 
     batch_tokens: str | Positive | None = None
     """Token budget of one optimizer step (``"256Ki"``)."""

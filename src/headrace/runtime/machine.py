@@ -18,6 +18,7 @@ __all__ = [
     "matmul_flops_per_s",
     "peak_bytes",
     "reset_peak_bytes",
+    "resident_bytes",
 ]
 
 
@@ -55,6 +56,11 @@ def matmul_flops_per_s(device: str, dtype: torch.dtype, size: int = 768) -> floa
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - start)
     return 2.0 * size**3 / best
+
+
+def resident_bytes(device: str) -> int:
+    """Bytes this process holds now: on a CPU what it had before its tensors, on a device none."""
+    return 0 if device != "cpu" else int(psutil.Process().memory_info().rss)
 
 
 def reset_peak_bytes(device: str) -> None:

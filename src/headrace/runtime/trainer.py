@@ -85,6 +85,7 @@ class Trainer:
     """Trains until ``steps`` are done.
 
     ``finished`` is called on every rank after each step (progress, journal, checkpoints).
+    ``base_bytes`` of the process before its tensors are left out of measured peaks.
     ``peak_flops_per_s`` of one device gives the utilisation; None leaves it out.
     """
 
@@ -93,6 +94,7 @@ class Trainer:
     planner: Planner
     schedule: Schedule
     device: str = "cpu"
+    base_bytes: int = 0
     peak_flops_per_s: float | None = None
     finished: Callable[[Step, TrainingBatch], None] = lambda step, batch: None
 
@@ -139,7 +141,7 @@ class Trainer:
         rows = [{k: getattr(row, k) for k in Row.__dataclass_fields__} for row in result.rows]
         mine = {
             "rows": rows, "step_s": step_s, "waited_s": waited_s,
-            "peak_bytes": peak_bytes(self.device),
+            "peak_bytes": max(0, peak_bytes(self.device) - self.base_bytes),
         }  # fmt: skip
         payloads = gather_bytes(json.dumps(mine).encode(), self.groups.world)
         return [json.loads(payload) for payload in payloads]

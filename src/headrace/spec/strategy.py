@@ -55,6 +55,6 @@ class Strategy:
             if not star:
                 count, scheme = "1", term.strip()
             if not count.isdecimal():
-                raise SpecError("strategy", got=repr(term), wanted="COUNT*SCHEME terms, '+' between")
+                raise SpecError("strategy", got=repr(term), wanted="COUNT*SCHEME + ...")
             schemes += [Scheme.parse(scheme)] * int(count)
         return cls.of(schemes)

@@ -1,0 +1,188 @@
+"""``headrace plan`` and ``headrace simulate``: decide, and look, without a device."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.cli.display import Stopwatch, tell
+from headrace.cli.wiring import (
+    best_static,
+    formula_costs,
+    make_problem,
+    newest_costs,
+    open_data,
+    read_config,
+)
+from headrace.config import Config
+from headrace.costs import CostModel
+from headrace.data import draw_batches, make_tokenizer, parse_distribution
+from headrace.errors import ConfigError
+from headrace.planning import Problem, static_plan
+from headrace.planning import plan as make_plan
+from headrace.simulator import draw, peak_bytes
+from headrace.simulator import simulate as run_clock
+from headrace.spec.architecture import Architecture
+from headrace.spec.checker import check_programs
+from headrace.spec.compiler import compile_plan
+from headrace.spec.lengths import Lengths
+from headrace.spec.measurement import Timeline
+from headrace.spec.plan import Plan
+from headrace.spec.weights import bucket_count
+from headrace.units import bytes_text, seconds_text
+
+__all__ = ["plan", "simulate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What to plan: the problem, the batches' lengths, and where the costs are from."""
+
+    config: Config
+    problem: Problem
+    costs: CostModel
+    batches: tuple[Lengths, ...]
+    source: str
+
+
+def plan(
+    config_path: Path, *, batches: int, ranks: int | None, lengths: str | None,
+    costs: Path | None, seed: int, as_json: bool, changes: list[str],
+) -> int:  # fmt: skip
+    """Plan batches; a table for people or JSON for programs."""
+    work = _prepare(config_path, batches, ranks, lengths, costs, seed, changes)
+    found = []
+    for number, (batch, chosen, planning_s) in enumerate(_plans(work)):
+        if as_json:
+            found.append({"planning_s": planning_s} | chosen.to_json())
+            continue
+        if number:
+            print()
+        print(chosen)
+        print(f"{'fits':<14}{_fits(chosen, work.costs)}     planned in {seconds_text(planning_s)}")
+        best = best_static(work.problem, batch)
+        if best is not None:
+            print(
+                f"{'best static':<14}{best.strategy}: {seconds_text(best.predicted_s)} "
+                f"({best.predicted_s / chosen.predicted_s:.2f}x)"
+            )
+    if as_json:
+        print(json.dumps({"costs": work.source, "plans": found}))
+    return 0
+
+
+def simulate(
+    config_path: Path, *, batches: int, ranks: int | None, lengths: str | None,
+    costs: Path | None, trace: Path | None, programs: bool, seed: int, as_json: bool,
+    changes: list[str],
+) -> int:  # fmt: skip
+    """Run the programs of planned batches on a clock; draw what every rank does."""
+    work = _prepare(config_path, batches, ranks, lengths, costs, seed, changes)
+    events: list[dict[str, Any]] = []
+    found = []
+    for number, (_, chosen, _) in enumerate(_plans(work)):
+        count = bucket_count(work.costs.architecture)
+        actions = compile_plan(chosen, count)
+        check_programs(actions, chosen, count)
+        timeline = run_clock(actions, chosen, work.costs)
+        events += timeline.to_chrome_trace(step=number)
+        if as_json:
+            found.append(
+                {
+                    "plan": chosen.to_json(),
+                    "programs": [str(program) for program in actions],
+                    "timeline": timeline.to_json(),
+                    "peak_bytes": list(peak_bytes(chosen, work.costs)),
+                }
+            )
+        else:
+            _print_clock(number, chosen, timeline, work.costs)
+            if programs:
+                print("\n".join(map(str, actions)))
+    if as_json:
+        print(json.dumps({"costs": work.source, "batches": found}))
+    if trace is not None:
+        trace.write_text(json.dumps({"traceEvents": events}))
+        tell(f"trace of {len(events)} actions in {trace}")
+    return 0
+
+
+def _print_clock(number: int, chosen: Plan, timeline: Timeline, costs: CostModel) -> None:
+    if number:
+        print()
+    print(
+        f"batch {number}: {len(chosen.lengths)} sequences, {chosen.lengths.total:,} tokens, "
+        f"{chosen.strategy}, programs checked"
+    )
+    print(draw(timeline))
+    print(
+        f"{seconds_text(timeline.seconds)}, idle {100 * timeline.idle:.1f} %, "
+        f"{_fits(chosen, costs)}"
+    )
+
+
+def _fits(chosen: Plan, costs: CostModel) -> str:
+    peaks = peak_bytes(chosen, costs)
+    rank = max(range(len(peaks)), key=lambda r: peaks[r])
+    return f"peak {bytes_text(peaks[rank])} of {bytes_text(costs.capacity_bytes)} (rank {rank})"
+
+
+def _plans(work: _Work) -> Iterator[tuple[Lengths, Plan, float]]:
+    options = work.config.planner
+    for batch in work.batches:
+        start = time.perf_counter()
+        if options.static_size is not None:
+            chosen = static_plan(work.problem, batch, options.static_size)
+        else:
+            chosen = make_plan(work.problem, batch, seed=work.config.run.seed)
+        yield batch, chosen, time.perf_counter() - start
+
+
+def _prepare(
+    config_path: Path, batches: int, ranks: int | None, lengths: str | None, costs: Path | None,
+    seed: int, changes: list[str],
+) -> _Work:  # fmt: skip
+    if batches < 1:
+        raise ConfigError("--batches", got=batches, wanted=">= 1")
+    config = read_config(config_path, changes, ranks=ranks)
+    if lengths is None:
+        data = open_data(config, Stopwatch())
+        architecture = data.architecture
+        drawn = tuple(batch.lengths for batch in data.sampler.peek(batches))
+    else:
+        vocabulary = make_tokenizer(config.data.tokenizer).vocabulary
+        architecture = config.model.architecture(vocabulary, config.data.context_tokens)
+        drawn = _drawn(config, lengths, batches, seed)
+    model, source = _costs(config, architecture, costs)
+    if source:
+        tell(source)
+    return _Work(
+        config=config, problem=make_problem(model, config.planner), costs=model, batches=drawn,
+        source=source or model.fingerprint,
+    )  # fmt: skip
+
+
+def _drawn(config: Config, text: str, batches: int, seed: int) -> tuple[Lengths, ...]:
+    budget = config.data.budget_tokens
+    if budget is None:
+        raise ConfigError(
+            "--lengths", got="a configuration that counts sequences", wanted="data.batch_tokens",
+            hint="add --set data.batch_tokens=... --set data.batch_sequences=...",
+        )  # fmt: skip
+    return tuple(draw_batches(parse_distribution(text), budget, batches, seed))
+
+
+def _costs(config: Config, architecture: Architecture, path: Path | None) -> tuple[CostModel, str]:
+    """The costs, and a remark when they were not measured on these devices."""
+    ranks = config.devices.ranks
+    if path is not None:
+        return CostModel.load(path), ""
+    measured = newest_costs(config, architecture, ranks)
+    if measured is not None:
+        return measured, ""
+    made = formula_costs(config, architecture, ranks)
+    return made, "costs by formula, not measured: headrace profile measures them on these devices"

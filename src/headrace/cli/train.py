@@ -1,0 +1,300 @@
+"""``headrace train``: the main job, from a configuration to a checkpoint and a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import headrace
+from headrace.cli.desk import Desk
+from headrace.cli.display import StepDisplay, tell
+from headrace.cli.ranks import Rank, launch, measured_costs, open_rank
+from headrace.cli.run_folder import choose_folder
+from headrace.cli.wiring import read_config
+from headrace.comm.collectives import agree, gather_bytes
+from headrace.comm.launch import World
+from headrace.config import Config
+from headrace.costs import CostModel
+from headrace.costs.from_profile import fit_parts
+from headrace.data import Reader, summarise
+from headrace.errors import CheckpointError
+from headrace.runtime import checkpoint
+from headrace.runtime.executor import Executor
+from headrace.runtime.journal import Journal
+from headrace.runtime.machine import matmul_flops_per_s
+from headrace.runtime.schedule import Schedule
+from headrace.runtime.shards import Shard
+from headrace.runtime.trackers import Tracker, make_trackers
+from headrace.runtime.trainer import Step, Trainer, TrainingBatch
+from headrace.spec.architecture import Architecture
+from headrace.spec.measurement import Timeline
+from headrace.spec.profile import Profile
+from headrace.spec.weights import parameter_count
+from headrace.units import bytes_text, count_text
+
+__all__ = ["train"]
+
+
+def train(
+    config_path: Path, *, ranks: int | None, steps: int | None, out: Path | None, resume: bool,
+    changes: list[str],
+) -> int:  # fmt: skip
+    """Train; prints the path of the report (or of the run's folder) to stdout."""
+    config = read_config(config_path, changes, ranks=ranks, steps=steps)
+    folder = choose_folder(config, out, resume=resume)
+
+    def main(world: World) -> int:
+        return _Run(rank=open_rank(world, config), folder=_agreed(folder, world)).train(resume)
+
+    code = launch(config, main)
+    if code == 130:
+        tell(f"interrupted; continue with: headrace train {config_path} --out {folder} --resume")
+    return code
+
+
+def _agreed(folder: Path, world: World) -> Path:
+    """The first rank's folder: under torchrun each rank named one by its own clock."""
+    if world.ranks == 1:
+        return folder
+    import torch.distributed as dist
+
+    return Path(gather_bytes(str(folder).encode(), dist.group.WORLD)[0].decode())
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One rank's part of a run."""
+
+    rank: Rank
+    folder: Path
+    journal: Journal | None = None
+    display: StepDisplay | None = None
+    desk: Desk = field(init=False)
+    trackers: list[Tracker] = field(default_factory=list)
+
+    @property
+    def config(self) -> Config:
+        return self.rank.config
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def train(self, resume: bool) -> int:
+        rank, steps = self.rank, self.config.run.steps
+        first, saved = self._restore() if resume else (0, {})
+        costs, profile = self._costs(saved)
+        self.desk = Desk(costs=costs, options=self.config.planner, seed=self.config.run.seed)
+        if saved:
+            self.desk.restore(saved["planner"])
+        self._announce(first)
+        if first >= steps:
+            rank.say(f"the run has taken {first} of {steps} steps: raise run.steps to go on")
+            return 0
+        self._open(first, profile)
+        try:
+            self._loop(first, steps)
+        finally:
+            self._close()
+        if rank.first:
+            self._finish()
+        return 0
+
+    def _costs(self, saved: Mapping[str, Any]) -> tuple[CostModel, Profile | None]:
+        """The costs the run was planned with, so that it goes on with the same plans; measured
+        anew on another number of ranks."""
+        rank = self.rank
+        if saved:
+            costs = CostModel.from_json(saved["planner"]["costs"])
+            if costs.cluster.devices == rank.world.ranks:
+                return costs.replace(cluster=rank.cluster), None
+        return measured_costs(rank)
+
+    def _loop(self, first: int, steps: int) -> None:
+        rank, config, o = self.rank, self.config, self.config.optimizer
+        executor = Executor(
+            rank.storage, rank.groups, seed=config.run.seed, dtype=rank.dtype,
+            device=rank.world.device, entered=rank.world.watcher.enter,
+        )  # fmt: skip
+        trainer = Trainer(
+            executor=executor, groups=rank.groups, planner=self.desk,
+            schedule=Schedule(lr=o.lr, steps=steps, warmup_steps=o.warmup_steps, floor=o.floor),
+            device=rank.world.device, base_bytes=rank.base_bytes,
+            peak_flops_per_s=matmul_flops_per_s(rank.world.device, rank.dtype),
+            finished=self._finished,
+        )  # fmt: skip
+        with Reader(rank.data.corpus, rank.data.sampler, ahead=config.data.read_ahead) as batches:
+            trainer.train(iter(batches), first, steps)
+
+    def _finished(self, step: Step, batch: TrainingBatch) -> None:
+        done, steps = step.number + 1, self.config.run.steps
+        if self.journal is not None and self.display is not None:
+            self.journal.metrics(dict(step.metrics))
+            self.journal.plan({"step": step.number} | step.plan.to_json())
+            if self._records(step.number):
+                self.journal.timelines(_timelines(step))
+            for tracker in self.trackers:
+                tracker.log(step.metrics)
+            self.display.step(step.metrics)
+        every = self.config.checkpoint.every
+        if done == steps or (every and done % every == 0):
+            self._save(done, batch.state_after)
+
+    def _records(self, number: int) -> bool:
+        wanted = self.config.report.timelines
+        if not wanted:
+            return False
+        every = max(1, self.config.run.steps // wanted)
+        return number % every == 0 or number == self.config.run.steps - 1
+
+    def _save(self, done: int, sampler: Mapping[str, Any]) -> None:
+        rank = self.rank
+        rank.world.watcher.enter("checkpoint")
+        checkpoint.save(
+            self.checkpoints, done, self._shards(),
+            {
+                "step": done,
+                "updates": rank.storage.updates,
+                "sampler": dict(sampler),
+                "planner": self.desk.state(),
+                "architecture": rank.storage.architecture.to_json(),
+                "config": self.config.to_json(),
+                "ranks": rank.world.ranks,
+                "headrace": headrace.__version__,
+            },
+            rank=rank.world.rank, keep=self.config.checkpoint.keep,
+            gather=lambda payload: gather_bytes(payload, rank.groups.world),
+        )  # fmt: skip
+
+    def _shards(self) -> list[Shard]:
+        storage, me = self.rank.storage, self.rank.world.rank
+        shapes = {w.name: w.shape for w in storage.table}
+        rows = [(name, name, master) for name, master in storage.masters.items()]
+        rows += [(key, key.partition(".")[2], state) for key, state in storage.optimizer_rows()]
+        return [
+            Shard(
+                name=key, first_row=storage.partitions[name].parts[me].start, tensor=tensor,
+                shape=shapes[name],
+            )
+            for key, name, tensor in rows
+        ]  # fmt: skip
+
+    def _restore(self) -> tuple[int, dict[str, Any]]:
+        """The step to go on from and the checkpoint's state; nothing when none was saved yet."""
+        rank = self.rank
+        path = checkpoint.latest(self.checkpoints)
+        agree("checkpoint to resume from", str(path), rank.groups.world)
+        if path is None:
+            rank.say(f"no checkpoint in {self.checkpoints} yet: starting from the first step")
+            return 0, {}
+        saved = checkpoint.load(path, self._shards())
+        found = Architecture.from_json(saved["architecture"])
+        if found != rank.storage.architecture:
+            raise CheckpointError(
+                f"model of {path}", got=found, wanted=rank.storage.architecture,
+                hint="resume with the configuration that began the run",
+            )  # fmt: skip
+        rank.storage.updates = saved["updates"]
+        rank.data.sampler.restore(saved["sampler"])
+        rank.say(f"continuing from {path}, saved by {saved['ranks']} ranks")
+        return int(saved["step"]), saved
+
+    def _announce(self, first: int) -> None:
+        rank = self.rank
+        summary = summarise(rank.data.corpus)
+        if first == 0:
+            rank.say(str(summary))
+        for skipped in rank.data.corpus.skipped[:3]:
+            rank.say(f"skipped {skipped}")
+        parameters = parameter_count(rank.storage.architecture)
+        rank.say(
+            f"model         {rank.storage.architecture}, {count_text(parameters)} parameters\n"
+            f"devices       {rank.world.ranks} ranks of {rank.cluster.device}, "
+            f"{bytes_text(rank.cluster.memory_bytes)} each\n"
+            f"run           {self.folder}"
+        )
+
+    def _open(self, first: int, profile: Profile | None) -> None:
+        if not self.rank.first:
+            return
+        self.journal = Journal(self.folder, first)
+        if first == 0 or not (self.folder / "run.json").exists():
+            self.journal.facts(self._facts(profile))
+        self.trackers = make_trackers(
+            self.folder, tensorboard=self.config.report.tensorboard,
+            wandb=self.config.report.wandb, name=self.config.run.name,
+            config=self.config.to_json(),
+        )  # fmt: skip
+        self.display = StepDisplay(first, self.config.run.steps)
+
+    def _close(self) -> None:
+        if self.journal is not None:
+            self.journal.close()
+        if self.display is not None:
+            self.display.close()
+        for tracker in self.trackers:
+            tracker.close()
+
+    def _facts(self, profile: Profile | None) -> dict[str, Any]:
+        rank, summary = self.rank, summarise(self.rank.data.corpus)
+        fits = fit_parts(profile) if profile else []
+        errors: dict[str, dict[str, dict[str, float]]] = {"forward": {}, "backward": {}}
+        for fit in fits:
+            found = {"median": fit.error.median, "worst": fit.error.worst}
+            errors[fit.part][f"p{fit.p} {fit.option}"] = found
+        return {
+            "format": 1,
+            "name": self.config.run.name,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "headrace": headrace.__version__,
+            "machine": rank.machine,
+            "ranks": rank.world.ranks,
+            "seed": self.config.run.seed,
+            "config": self.config.to_json(),
+            "architecture": rank.storage.architecture.to_json(),
+            "parameters": parameter_count(rank.storage.architecture),
+            "corpus": {
+                "name": summary.name,
+                "fingerprint": rank.data.corpus.fingerprint,
+                "documents": summary.documents,
+                "tokens": summary.tokens,
+                "median": summary.median,
+                "p90": summary.p90,
+                "p99": summary.p99,
+                "max": summary.longest,
+                "skipped": summary.skipped,
+                "context": self.config.data.context_tokens,
+                "histogram": {"edges": list(summary.edges), "counts": list(summary.counts)},
+            },
+            "costs": {
+                "fingerprint": self.desk.costs.fingerprint,
+                "error": errors,
+                "points": [point for fit in fits for point in fit.to_json()],
+            },
+            "memory": {"capacity_bytes": self.desk.costs.capacity_bytes},
+        }
+
+    def _finish(self) -> None:
+        last = checkpoint.latest(self.checkpoints)
+        tell(f"checkpoint    {last}")
+        tell(f"metrics       {self.folder / 'metrics.jsonl'}")
+        if self.config.report.html:
+            # Pictures need packages that training does not.
+            from headrace.report import write_report
+
+            print(write_report(self.folder), flush=True)
+        else:
+            print(self.folder, flush=True)
+
+
+def _timelines(step: Step) -> dict[str, Any]:
+    static = step.facts.get("static_timeline")
+    return {
+        "step": step.number,
+        "measured": step.measured.to_json(),
+        "predicted": step.predicted.to_json(),
+        "static": static.to_json() if isinstance(static, Timeline) else None,
+    }

@@ -1,0 +1,144 @@
+"""From a configuration to the things a command needs; no torch here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.config import Config, load_config
+from headrace.config.model import PlannerConfig
+from headrace.costs import CostModel, synthetic_costs
+from headrace.data import Corpus, Sampler, SamplerOptions, Source, make_tokenizer, open_corpus
+from headrace.errors import ConfigError, CostError, InfeasiblePlan
+from headrace.planning import Problem, static_plan
+from headrace.spec.architecture import Architecture
+from headrace.spec.lengths import Lengths
+from headrace.spec.plan import Plan
+
+__all__ = [
+    "Data",
+    "best_static",
+    "formula_costs",
+    "make_problem",
+    "newest_costs",
+    "open_data",
+    "profile_path",
+    "read_config",
+    "remember_costs",
+]
+
+Progress = Callable[[str, int, int], None]
+
+
+def read_config(
+    path: Path, changes: list[str], *, ranks: int | None = None, steps: int | None = None
+) -> Config:
+    """The configuration with the command line's changes."""
+    extra = [f"devices.ranks={ranks}"] if ranks is not None else []
+    extra += [f"run.steps={steps}"] if steps is not None else []
+    return load_config(path, [*changes, *extra])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """The corpus of a run, its sampler, and the architecture that fits its tokenizer."""
+
+    corpus: Corpus
+    sampler: Sampler
+    architecture: Architecture
+
+
+def open_data(config: Config, progress: Progress | None = None) -> Data:
+    """Open (and index, the first time) the corpus of a configuration."""
+    options = config.data
+    tokenizer = make_tokenizer(options.tokenizer)
+    source = Source(
+        kind=options.kind, paths=options.paths, patterns=options.patterns,
+        field=options.field, end_id=options.end_id, dtype=options.dtype,
+    )  # fmt: skip
+    cache = Path(options.cache).expanduser() / "corpora"
+    corpus = open_corpus(source, tokenizer, cache=cache, progress=progress)
+    architecture = config.model.architecture(corpus.vocabulary, options.context_tokens)
+    sampler = Sampler(
+        corpus,
+        SamplerOptions(
+            seed=config.run.seed,
+            context=options.context_tokens,
+            too_long=options.too_long,
+            batch_tokens=options.budget_tokens,
+            batch_sequences=options.batch_sequences,
+            min_tokens=options.min_tokens,
+            curriculum=options.curriculum,
+            curriculum_steps=options.curriculum_steps,
+        ),
+    )
+    return Data(corpus=corpus, sampler=sampler, architecture=architecture)
+
+
+def _costs_folder(config: Config) -> Path:
+    """Where profiles are cached."""
+    return Path(config.data.cache).expanduser() / "profiles"
+
+
+def profile_path(config: Config, fingerprint: str) -> Path:
+    """The cached profile of a fingerprint."""
+    name = hashlib.sha256(fingerprint.encode()).hexdigest()[:24]
+    return _costs_folder(config) / f"{name}.json"
+
+
+def newest_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel | None:
+    """The costs last measured for this model on as many ranks, on this machine; None if never."""
+    index = _costs_folder(config) / _latest_name(architecture, ranks)
+    try:
+        return CostModel.load(index)
+    except CostError:
+        return None
+
+
+def remember_costs(config: Config, costs: CostModel) -> None:
+    """Keep costs where :func:`newest_costs` finds them."""
+    folder = _costs_folder(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    costs.save(folder / _latest_name(costs.architecture, costs.cluster.devices))
+
+
+def formula_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel:
+    """Costs from formulas, for planning where nothing was measured."""
+    changes = {}
+    if config.devices.memory_bytes is not None:
+        changes["memory_bytes"] = config.devices.memory_bytes
+    return synthetic_costs(ranks, architecture=architecture, **changes)
+
+
+def _latest_name(architecture: Architecture, ranks: int) -> str:
+    digest = hashlib.sha256(f"{architecture} {ranks}".encode()).hexdigest()[:16]
+    return f"latest-{digest}.json"
+
+
+def make_problem(costs: CostModel, options: PlannerConfig) -> Problem:
+    """The problem that a configuration poses with these costs."""
+    unknown = [p for p in options.group_sizes if p not in costs.group_sizes]
+    if unknown:
+        raise ConfigError(
+            "planner.group_sizes", got=unknown[0],
+            wanted=f"one of {', '.join(map(str, costs.group_sizes))}",
+        )  # fmt: skip
+    return Problem(
+        costs=costs,
+        devices=costs.cluster.devices,
+        sizes=options.group_sizes or None,
+        recompute=options.recompute,
+    )
+
+
+def best_static(problem: Problem, lengths: Lengths) -> Plan | None:
+    """The fastest plan of one group size; None when no single size fits."""
+    found: list[Plan] = []
+    for p in problem.group_sizes:
+        try:
+            found.append(static_plan(problem, lengths, p))
+        except InfeasiblePlan:
+            continue
+    return min(found, key=lambda candidate: candidate.predicted_s, default=None)

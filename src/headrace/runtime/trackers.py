@@ -1,0 +1,77 @@
+"""Scalars to TensorBoard or Weights & Biases, for those who watch runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from headrace.errors import MissingExtra
+
+__all__ = ["Tracker", "make_trackers"]
+
+_SCALARS = (
+    "loss", "lr", "grad_norm", "step_s", "tokens_per_s", "idle", "mfu", "predicted_s", "gap",
+    "planning_s", "waited_s", "tokens", "longest",
+)  # fmt: skip
+
+
+class Tracker(Protocol):
+    """Something that takes the metrics of each step."""
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Take a step's metrics."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise MissingExtra(
+                "tensorboard", extra="tensorboard", needed_for="report.tensorboard = true"
+            )
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        for name, value in _scalars(metrics).items():
+            self._writer.add_scalar(name, value, metrics["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise MissingExtra("wandb", extra="wandb", needed_for="report.wandb = true")
+        self._run: Any = wandb.init(
+            project="headrace", name=name, dir=str(folder), config=dict(config)
+        )
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        self._run.log(_scalars(metrics), step=metrics["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def make_trackers(
+    folder: Path, *, tensorboard: bool, wandb: bool, name: str, config: Mapping[str, Any]
+) -> list[Tracker]:
+    """The trackers asked for. Raises MissingExtra when one is not installed."""
+    trackers: list[Tracker] = []
+    if tensorboard:
+        trackers.append(_TensorBoard(folder))
+    if wandb:
+        trackers.append(_WandB(folder, name, config))
+    return trackers
+
+
+def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: metrics[name] for name in _SCALARS if metrics.get(name) is not None}
