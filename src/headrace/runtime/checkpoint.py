@@ -1,0 +1,248 @@
+"""Checkpoints: one safetensors file per rank, and a table of the rows in them.
+
+    root/step-000120/rank00000.safetensors ... index.json
+
+Files hold no pickle, and any number of ranks loads what any other number has saved. All ranks
+must see the same folder. What is damaged is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.errors import CheckpointError, SpecError
+from headrace.runtime.checkpoint_folders import (
+    latest,
+    part_of,
+    prepare,
+    prune,
+    put_in_place,
+    step_folder,
+    step_of,
+    whole_folders,
+)
+from headrace.runtime.shard_files import check_file, read_pieces, write_shards, write_text
+from headrace.runtime.shard_index import INDEX, Index, join_tables, table_of
+from headrace.runtime.shards import DTYPES, FileInfo, Piece, Shard
+
+__all__ = [
+    "Gather",
+    "Shard",
+    "latest",
+    "load",
+    "names",
+    "previous",
+    "read_all",
+    "read_whole",
+    "save",
+    "verify",
+]
+
+#: Every rank calls it together; returns every rank's payload in rank order.
+Gather = Callable[[bytes], list[bytes]]
+
+_NAMED_RANKS = 4
+
+
+def save(
+    root: Path, step: int, shards: Sequence[Shard], extra: Mapping[str, Any], *, rank: int,
+    gather: Gather, keep: int = 3,
+) -> Path:  # fmt: skip
+    """Write a checkpoint of all ranks' ``shards``, which together hold every row; its folder.
+
+    All ranks call it together, with the same arguments but their own ``shards`` and ``rank``.
+    ``extra`` is a JSON object (keys become text, tuples become lists), taken from rank 0. Of the
+    checkpoints up to ``step`` the last ``keep`` stay.
+
+    Raises SpecError for bad arguments. When any rank fails (disk full, no permission, rows that
+    no rank holds) every rank raises the same CheckpointError with the ranks and their causes;
+    what was there before is as it was.
+    """
+    if step < 0 or keep < 1:
+        raise SpecError(
+            "checkpoint", got=f"step {step}, keep {keep}", wanted="step >= 0, keep >= 1"
+        )
+    root = Path(root)
+    folder = step_folder(root, step)
+    part = part_of(folder)
+
+    def publish(tables: Sequence[Any]) -> None:
+        index = join_tables(tables, step=step, extra=dict(extra))
+        write_text(part / INDEX, index.to_text())
+        put_in_place(folder)
+
+    def together(action: Callable[[], Any]) -> list[Any]:
+        return _together(f"checkpoint {folder} was not written", gather, action)
+
+    def first(action: Callable[[], None]) -> None:
+        together(action if rank == 0 else lambda: None)
+
+    try:
+        first(lambda: prepare(folder))
+        tables = together(lambda: _write_rank(part, rank, shards))
+        first(lambda: publish(tables))
+    except CheckpointError:
+        # The others raise only after rank 0 has cleared away what was written.
+        first(lambda: shutil.rmtree(part, ignore_errors=True))
+        raise
+    if rank == 0:
+        prune(root, step, keep)
+    return folder
+
+
+def _together(what: str, gather: Gather, action: Callable[[], Any]) -> list[Any]:
+    """``action`` on every rank, all results; or the same CheckpointError on every rank."""
+    try:
+        answer = {"value": action()}
+    except Exception as error:  # whatever it is, the other ranks wait for an answer
+        answer = {"error": _cause(error)}
+    answers = [json.loads(payload) for payload in gather(json.dumps(answer).encode())]
+    failed = [f"rank {r}: {a['error']}" for r, a in enumerate(answers) if "error" in a]
+    if failed:
+        if len(failed) > _NAMED_RANKS:
+            failed[_NAMED_RANKS:] = [f"{len(failed) - _NAMED_RANKS} more ranks"]
+        hint = "the checkpoints before it are as they were"
+        raise CheckpointError(what, got=", ".join(failed), hint=hint)
+    return [a["value"] for a in answers]
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f" ({error.filename})" if error.filename else "")
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _write_rank(part: Path, rank: int, shards: Sequence[Shard]) -> dict[str, Any]:
+    return table_of(shards, write_shards(part / f"rank{rank:05d}.safetensors", shards))
+
+
+def load(path: Path, wanted: Sequence[Shard]) -> dict[str, Any]:
+    """Fill the tensors of ``wanted`` in place from the checkpoint at ``path``; returns ``extra``.
+
+    Each rank calls it for itself: only files that hold its rows are opened, and these are checked
+    whole against their checksums. Rows may come from several files. Raises CheckpointError when a
+    tensor is unknown or of another shape or type (nothing is converted), and when anything is
+    missing, damaged or malformed; in the last three cases the hint names the previous good
+    checkpoint. After an error the tensors hold no meaning.
+    """
+    path = Path(path)
+    with _naming_another(path):
+        index = Index.read(path)
+    _check_wanted(path, index, wanted)
+    with _naming_another(path):
+        jobs: dict[str, list[tuple[Shard, Piece]]] = defaultdict(list)
+        for shard, pieces in zip(wanted, index.pieces([s.interval for s in wanted]), strict=True):
+            for piece in pieces:
+                jobs[piece.file.file].append((shard, piece))
+        _check_files(path, [file for file in index.files if file.file in jobs])
+        for name, job in jobs.items():
+            read_pieces(path / name, job)
+    return dict(index.extra)
+
+
+def _check_wanted(path: Path, index: Index, wanted: Sequence[Shard]) -> None:
+    for shard in wanted:
+        info = index.info(shard.name)
+        if info != shard.info:
+            what, hint = f"{path}: {shard.name}", "the checkpoint is of another model or precision"
+            raise CheckpointError(what, got=info, wanted=shard.info, hint=hint)
+
+
+def _check_files(path: Path, files: Sequence[FileInfo]) -> None:
+    for file in files:  # sizes of all first: that is quick, checksums are not
+        check_file(path, file, checksum=False)
+    for file in files:
+        check_file(path, file, checksum=True)
+
+
+@contextmanager
+def _naming_another(path: Path) -> Generator[None, None, None]:
+    """Errors from within name the checkpoint to take instead, if there is one."""
+    try:
+        yield
+    except CheckpointError as error:
+        hints = [hint for hint in (error.hint, _another(path)) if hint]
+        raise CheckpointError(
+            error.what, got=error.got, wanted=error.wanted, hint="; ".join(hints)
+        ) from None
+
+
+def _another(path: Path) -> str | None:
+    try:
+        good, inside = previous(path), latest(path)
+    except CheckpointError:  # no hint is worth hiding the first error
+        return None
+    if good:
+        return f"the previous good checkpoint is {good}"
+    return f"did you mean {inside}?" if inside else None
+
+
+def previous(path: Path) -> Path | None:
+    """The last whole checkpoint before the one at ``path`` (which may be damaged or missing).
+
+    Its index and the sizes of its files are checked, their checksums are not. Raises
+    CheckpointError when the folder around ``path`` cannot be read.
+    """
+    path = Path(path)
+    step = step_of(path)
+    if step is None:
+        return None
+    whole = whole_folders(path.parent)
+    for other in sorted((s for s in whole if s < step), reverse=True):
+        try:
+            for file in Index.read(whole[other]).files:
+                check_file(whole[other], file, checksum=False)
+        except CheckpointError:
+            continue
+        return whole[other]
+    return None
+
+
+def verify(path: Path) -> None:
+    """Check size and checksum of every file; raises CheckpointError naming the first bad one."""
+    with _naming_another(Path(path)):
+        _check_files(Path(path), Index.read(Path(path)).files)
+
+
+def names(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Global shape and type of every tensor. Raises CheckpointError like :func:`load`."""
+    with _naming_another(Path(path)):
+        tensors = Index.read(Path(path)).tensors
+    return {name: (info.shape, DTYPES[info.dtype]) for name, info in tensors.items()}
+
+
+def read_whole(path: Path, name: str) -> torch.Tensor:
+    """One tensor with all its rows. Raises CheckpointError like :func:`load`.
+
+    Each call checks the files it reads: for many tensors use :func:`read_all`.
+    """
+    return _read(Path(path), lambda _: [name])[name]
+
+
+def read_all(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """All tensors whose names begin with ``prefix``, whole, each file checked once.
+
+    Raises CheckpointError like :func:`load`.
+    """
+    return _read(Path(path), lambda index: [n for n in index.tensors if n.startswith(prefix)])
+
+
+def _read(path: Path, choose: Callable[[Index], Iterable[str]]) -> dict[str, torch.Tensor]:
+    with _naming_another(path):
+        index = Index.read(path)
+    chosen = {name: index.info(name) for name in choose(index)}
+    with _naming_another(path):
+        index.check_whole(chosen)  # before memory is asked for what the index claims
+    empty = {n: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for n, t in chosen.items()}
+    load(
+        path, [Shard(name=n, first_row=0, tensor=t, shape=tuple(t.shape)) for n, t in empty.items()]
+    )
+    return empty
