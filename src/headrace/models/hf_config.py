@@ -1,0 +1,188 @@
+"""``config.json`` of the Hugging Face and our architectures: Llama and GPT-2.
+
+What our model does not compute is refused, never ignored: other activations, scaled or partial
+rotary positions, biases where there are none, attention that is scaled otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.errors import SpecError, did_you_mean
+from headrace.spec.architecture import Architecture
+
+__all__ = ["architecture_of", "config_of"]
+
+_CLASSES = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}
+
+# Fields with one or more values that our model can compute; the first is what an absent one means.
+_LLAMA_FIXED: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
+}
+_GPT2_FIXED: dict[str, tuple[object, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a ``config.json`` of LlamaForCausalLM or GPT2LMHeadModel.
+
+    ``dropout`` is GPT-2's of the residual stream (``resid_pdrop``); ``positions`` of a Llama is
+    the longest context it was trained for. Raises SpecError for other models, for variants that
+    our model does not compute, and for missing or malformed fields.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _CLASSES:
+        hint = did_you_mean(str(kind), _CLASSES)
+        raise SpecError("model_type", got=repr(kind), wanted="'llama' or 'gpt2'", hint=hint)
+    classes = config.get("architectures")
+    if classes and (not isinstance(classes, list) or _CLASSES[kind] not in classes):
+        raise SpecError("architectures", got=classes, wanted=_CLASSES[kind])
+    return _llama(config) if kind == "llama" else _gpt(config)
+
+
+def config_of(architecture: Architecture) -> dict[str, Any]:
+    """The content of a ``config.json`` that transformers reads, old versions and new.
+
+    Dropout of a Llama has no place in it. Raises SpecError for an architecture that transformers
+    cannot compute: bidirectional, or GPT-2 with fewer key-value heads than heads.
+    """
+    a = architecture
+    if not a.causal:
+        raise SpecError("model.causal", got=False, wanted="True to save it as Llama or GPT-2")
+    if a.kind == "gpt" and a.kv_heads != a.heads:
+        raise SpecError("model.kv_heads", got=a.kv_heads, wanted=f"{a.heads} to save it as GPT-2")
+    config: dict[str, Any] = {
+        "tie_word_embeddings": a.tied,
+        "vocab_size": a.vocabulary,
+        "bos_token_id": None,  # the tokenizer's, which is not known here
+        "eos_token_id": None,
+    }
+    return config | (_llama_config(a) if a.kind == "llama" else _gpt_config(a))
+
+
+def _llama(config: Mapping[str, Any]) -> Architecture:
+    _check_fixed(config, _LLAMA_FIXED)
+    heads = _count(config, "num_attention_heads")
+    architecture = Architecture(
+        kind="llama",
+        layers=_count(config, "num_hidden_layers"),
+        hidden=_count(config, "hidden_size"),
+        heads=heads,
+        kv_heads=_count(config, "num_key_value_heads", heads),
+        ffn=_count(config, "intermediate_size"),
+        vocabulary=_count(config, "vocab_size"),
+        tied=_flag(config, "tie_word_embeddings", False),
+        positions=_count(config, "max_position_embeddings", 0),
+        rope_theta=_rope_theta(config),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+    )
+    features = _count(config, "head_dim", architecture.head_features)
+    if features != architecture.head_features:
+        wanted = f"{architecture.head_features} = hidden_size / num_attention_heads"
+        raise SpecError("head_dim", got=features, wanted=wanted)
+    return architecture
+
+
+def _llama_config(a: Architecture) -> dict[str, Any]:
+    config = {
+        "model_type": "llama",
+        "architectures": [_CLASSES["llama"]],
+        "num_hidden_layers": a.layers,
+        "hidden_size": a.hidden,
+        "num_attention_heads": a.heads,
+        "num_key_value_heads": a.kv_heads,
+        "head_dim": a.head_features,
+        "intermediate_size": a.ffn,
+        "rms_norm_eps": a.norm_eps,
+        "rope_theta": a.rope_theta,  # read by versions before 5, the next by later ones
+        "rope_parameters": {"rope_type": "default", "rope_theta": a.rope_theta},
+        **{name: values[0] for name, values in _LLAMA_FIXED.items()},
+    }
+    return config | ({"max_position_embeddings": a.positions} if a.positions else {})
+
+
+def _gpt(config: Mapping[str, Any]) -> Architecture:
+    _check_fixed(config, _GPT2_FIXED)
+    hidden, heads = _count(config, "n_embd"), _count(config, "n_head")
+    return Architecture(
+        kind="gpt",
+        layers=_count(config, "n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn=_count(config, "n_inner", 4 * hidden),
+        vocabulary=_count(config, "vocab_size"),
+        tied=_flag(config, "tie_word_embeddings", True),
+        positions=_count(config, "n_positions"),
+        norm_eps=_number(config, "layer_norm_epsilon", 1e-5),
+        dropout=_number(config, "resid_pdrop", 0.1),
+    )
+
+
+def _gpt_config(a: Architecture) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": [_CLASSES["gpt2"]],
+        "n_layer": a.layers,
+        "n_embd": a.hidden,
+        "n_head": a.heads,
+        "n_inner": a.ffn,
+        "n_positions": a.positions,
+        "layer_norm_epsilon": a.norm_eps,
+        "resid_pdrop": a.dropout,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        **{name: values[0] for name, values in _GPT2_FIXED.items()},
+    }
+
+
+def _check_fixed(config: Mapping[str, Any], fixed: Mapping[str, tuple[object, ...]]) -> None:
+    for name, values in fixed.items():
+        if config.get(name, values[0]) not in values:
+            raise SpecError(name, got=repr(config[name]), wanted=repr(values[0]))
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    """The base of the rotary positions: ``rope_parameters`` of new files, two fields of old."""
+    theta = _number(config, "rope_theta", 10000.0)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.get(name) or {}
+        if not isinstance(rope, dict):
+            raise SpecError(name, got=repr(rope), wanted="an object")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            hint = "scaled rotary positions are not computed"
+            raise SpecError(name, got=repr(kind), wanted="'default'", hint=hint)
+        _check_fixed(rope, {"partial_rotary_factor": (1.0,)})
+        theta = _number(rope, "rope_theta", theta)
+    return theta
+
+
+def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise SpecError(name, got=repr(value), wanted="a whole number")
+    return value
+
+
+def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = config.get(name, default)
+    if not isinstance(value, bool):
+        raise SpecError(name, got=repr(value), wanted="true or false")
+    return value
+
+
+def _number(config: Mapping[str, Any], name: str, default: float) -> float:
+    value = config.get(name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise SpecError(name, got=repr(value), wanted="a number")
+    return float(value)

@@ -1,0 +1,140 @@
+"""Which weights of the Hugging Face stand for which of ours: Llama and GPT-2.
+
+A rule is the correspondence of one of our weights to one or more of theirs: a function that
+splits ours and one that joins theirs, exact inverses that only move rows and columns. Shapes: n
+heads in g groups, d features per head, h hidden, f feed-forward. ``T`` is transposed; GPT-2
+stores matrices as [in, out].
+
+    ours            Llama                                       GPT-2
+    qkv.weight      q_proj, k_proj, v_proj by groups            c_attn T by groups
+    proj.weight     o_proj T                                    attn.c_proj
+    in.weight       gate_proj, up_proj in blocks by turns       c_fc T
+    out.weight      down_proj T                                 mlp.c_proj
+
+Rotary positions turn feature i with i + d / 2 in both namings, so that q and k keep their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headrace.errors import SpecError
+from headrace.spec.architecture import Architecture
+
+__all__ = ["EMBEDDING", "HEAD", "PREFIX", "Rule", "rules_of"]
+
+#: What the names of all weights but the head begin with.
+PREFIX = {"llama": "model.", "gpt": "transformer."}
+EMBEDDING = {"llama": "model.embed_tokens.weight", "gpt": "transformer.wte.weight"}
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """``theirs = split(ours)`` and ``ours = join(theirs)``."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    split: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+def rules_of(architecture: Architecture) -> list[Rule]:
+    """The rules of all weights. Raises SpecError for a GPT-2 with fewer key-value heads."""
+    if architecture.kind == "llama":
+        return _llama_rules(architecture)
+    if architecture.kv_heads != architecture.heads:
+        got, heads = architecture.kv_heads, architecture.heads
+        raise SpecError("model.kv_heads", got=got, wanted=f"{heads} as in every GPT-2")
+    return _gpt_rules(architecture)
+
+
+def _llama_rules(a: Architecture) -> list[Rule]:
+    rules = [_same("embed.weight", EMBEDDING["llama"])]
+    for i in range(a.layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        attention = tuple(f"{theirs}.self_attn.{x}_proj.weight" for x in "qkv")
+        gates = tuple(f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up"))
+        rules += [
+            _same(f"{ours}.norm1.weight", f"{theirs}.input_layernorm.weight"),
+            Rule(
+                ours=f"{ours}.qkv.weight", theirs=attention,
+                split=lambda t: _split_groups(t, a), join=lambda qkv: _join_groups(qkv, a),
+            ),
+            _turned(f"{ours}.proj.weight", f"{theirs}.self_attn.o_proj.weight"),
+            _same(f"{ours}.norm2.weight", f"{theirs}.post_attention_layernorm.weight"),
+            Rule(
+                ours=f"{ours}.in.weight", theirs=gates,
+                split=lambda t: _split_blocks(t, a), join=lambda both: _join_blocks(both, a),
+            ),
+            _turned(f"{ours}.out.weight", f"{theirs}.mlp.down_proj.weight"),
+        ]  # fmt: skip
+    rules.append(_same("norm.weight", "model.norm.weight"))
+    return rules if a.tied else [*rules, _same("head.weight", HEAD)]
+
+
+def _gpt_rules(a: Architecture) -> list[Rule]:
+    rules = [
+        _same("embed.weight", EMBEDDING["gpt"]),
+        _same("positions.weight", "transformer.wpe.weight"),
+    ]
+    for i in range(a.layers):
+        ours, theirs = f"layers.{i}", f"transformer.h.{i}"
+        rules += [
+            _fused(f"{ours}.qkv.weight", f"{theirs}.attn.c_attn.weight", a),
+            _fused(f"{ours}.qkv.bias", f"{theirs}.attn.c_attn.bias", a),
+            _turned(f"{ours}.in.weight", f"{theirs}.mlp.c_fc.weight"),
+            _same(f"{ours}.in.bias", f"{theirs}.mlp.c_fc.bias"),
+        ]
+        same = {"norm1": "ln_1", "proj": "attn.c_proj", "norm2": "ln_2", "out": "mlp.c_proj"}
+        rules += [
+            _same(f"{ours}.{mine}.{part}", f"{theirs}.{other}.{part}")
+            for mine, other in same.items()
+            for part in ("weight", "bias")
+        ]
+    rules += [_same(f"norm.{part}", f"transformer.ln_f.{part}") for part in ("weight", "bias")]
+    return rules if a.tied else [*rules, _same("head.weight", HEAD)]
+
+
+def _same(ours: str, theirs: str) -> Rule:
+    return Rule(ours=ours, theirs=(theirs,), split=lambda t: (t,), join=lambda ts: ts[0])
+
+
+def _turned(ours: str, theirs: str) -> Rule:
+    return Rule(ours=ours, theirs=(theirs,), split=lambda t: (t.t(),), join=lambda ts: ts[0].t())
+
+
+def _fused(ours: str, theirs: str, a: Architecture) -> Rule:
+    """GPT-2's c_attn: q, k and v in one, weight [h, 3 h] (in, out) or bias [3 h]."""
+    return Rule(
+        ours=ours,
+        theirs=(theirs,),
+        split=lambda t: (torch.cat(_split_groups(t, a)).t(),),
+        join=lambda ts: _join_groups(ts[0].t().chunk(3), a),
+    )
+
+
+def _join_groups(qkv: Sequence[torch.Tensor], a: Architecture) -> torch.Tensor:
+    """q [n d, ...], k, v [g d, ...] to rows by groups [(n + 2 g) d, ...]."""
+    parts = [part.unflatten(0, (a.kv_heads, -1)) for part in qkv]
+    return torch.cat(parts, 1).flatten(0, 1)
+
+
+def _split_groups(qkv: torch.Tensor, a: Architecture) -> tuple[torch.Tensor, ...]:
+    d = a.head_features
+    parts = qkv.unflatten(0, (a.kv_heads, -1)).split([a.group_heads * d, d, d], 1)
+    return tuple(part.flatten(0, 1) for part in parts)
+
+
+def _join_blocks(both: Sequence[torch.Tensor], a: Architecture) -> torch.Tensor:
+    """gate, up [f, h] to blocks of rows by turns [2 f, h]."""
+    parts = [part.unflatten(0, (-1, a.ffn_block)) for part in both]
+    return torch.stack(parts, 1).flatten(0, 2)
+
+
+def _split_blocks(both: torch.Tensor, a: Architecture) -> tuple[torch.Tensor, ...]:
+    blocks = both.unflatten(0, (-1, 2, a.ffn_block))
+    return tuple(part.flatten(0, 1) for part in blocks.unbind(1))

@@ -1,0 +1,236 @@
+"""Weights and folders in the naming of the Hugging Face: Llama and GPT-2.
+
+    folder/config.json, model.safetensors
+    folder/config.json, model.safetensors.index.json, model-00001-of-00002.safetensors ...
+
+Weights stand whole on one process; pickled files are neither read nor written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from headrace.errors import CheckpointError, did_you_mean
+from headrace.models.hf_config import architecture_of, config_of
+from headrace.models.hf_rules import EMBEDDING, HEAD, PREFIX, rules_of
+from headrace.spec.architecture import Architecture
+from headrace.spec.weights import weight_table
+
+__all__ = [
+    "architecture_of",
+    "config_of",
+    "from_hugging_face",
+    "load_pretrained",
+    "save_pretrained",
+    "to_hugging_face",
+]
+
+_CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
+_OURS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
+# Buffers that old files hold beside the weights.
+_SKIPPED = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+
+
+def to_hugging_face(
+    weights: Mapping[str, torch.Tensor], architecture: Architecture
+) -> dict[str, torch.Tensor]:
+    """Our whole weights under their names, contiguous; some share memory with ``weights``.
+
+    Raises CheckpointError when ``weights`` are not those of the architecture.
+    """
+    shapes = {weight.name: weight.shape for weight in weight_table(architecture)}
+    _check("weights", weights, shapes)
+    named: dict[str, torch.Tensor] = {}
+    for rule in rules_of(architecture):
+        parts = rule.split(weights[rule.ours])
+        named |= {n: part.contiguous() for n, part in zip(rule.theirs, parts, strict=True)}
+    return named
+
+
+def from_hugging_face(
+    weights: Mapping[str, torch.Tensor], architecture: Architecture
+) -> dict[str, torch.Tensor]:
+    """Their weights under our names: the inverse of :func:`to_hugging_face`.
+
+    Buffers of old files are skipped, and names without the model's prefix are taken. Raises
+    CheckpointError that lists what is unknown, missing or of another shape.
+    """
+    shapes = {weight.name: weight.shape for weight in weight_table(architecture)}
+    rules = rules_of(architecture)
+    expected: dict[str, tuple[int, ...]] = {}
+    for rule in rules:
+        parts = rule.split(torch.empty(shapes[rule.ours], device="meta"))
+        expected |= {n: tuple(part.shape) for n, part in zip(rule.theirs, parts, strict=True)}
+    named = _known(weights, architecture)
+    _check("pretrained weights", named, expected)
+    return {
+        rule.ours: rule.join([named[name] for name in rule.theirs]).contiguous()
+        for rule in rules
+    }  # fmt: skip
+
+
+def _known(
+    weights: Mapping[str, torch.Tensor], architecture: Architecture
+) -> dict[str, torch.Tensor]:
+    """Without skipped buffers and a tied head, and with the prefix that bare models lack."""
+    prefix = PREFIX[architecture.kind]
+    bare = not any(name.startswith(prefix) for name in weights)
+    named = {
+        prefix + name if bare and name != HEAD else name: weight
+        for name, weight in weights.items()
+        if not _SKIPPED.fullmatch(name)
+    }
+    embed = named.get(EMBEDDING[architecture.kind])
+    if architecture.tied and embed is not None and HEAD in named:
+        head = named.pop(HEAD)
+        if head.dtype != embed.dtype or not torch.equal(head, embed):
+            raise CheckpointError(
+                HEAD, got="another matrix than the embedding", wanted="the same, as they are tied",
+                hint="tie_word_embeddings of config.json is wrong",
+            )  # fmt: skip
+    return named
+
+
+def _check(
+    what: str, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    if unknown := [name for name in weights if name not in shapes]:
+        hint = did_you_mean(unknown[0], shapes)
+        raise CheckpointError(f"{what}: unknown {_listed(unknown)}", hint=hint)
+    if missing := [name for name in shapes if name not in weights]:
+        raise CheckpointError(f"{what}: no {_listed(missing)}")
+    for name, shape in shapes.items():
+        if tuple(weights[name].shape) != shape:
+            raise CheckpointError(f"{what}: {name}", got=tuple(weights[name].shape), wanted=shape)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
+
+
+def save_pretrained(
+    folder: Path, weights: Mapping[str, torch.Tensor], architecture: Architecture, *,
+    max_file_bytes: int = 5 * 10**9,
+) -> None:  # fmt: skip
+    """Write our whole ``weights`` as a folder that ``from_pretrained`` of transformers takes.
+
+    Weights of an earlier save into the folder are replaced. Tied weights are written once. A
+    file holds at most ``max_file_bytes`` of weights, or one weight. Raises CheckpointError when
+    the weights are not those of the architecture or the disk refuses, SpecError when the
+    architecture has no counterpart.
+    """
+    config = config_of(architecture)
+    named = to_hugging_face(weights, architecture)
+    config["torch_dtype"] = str(weights["embed.weight"].dtype).removeprefix("torch.")
+    files = _split_files(named, max_file_bytes)
+    texts = {_CONFIG: config}
+    if len(files) > 1:
+        places = {name: file for file, names in files.items() for name in names}
+        size = sum(weight.nbytes for weight in named.values())
+        texts[_INDEX] = {"metadata": {"total_size": size}, "weight_map": places}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, names in files.items():
+            part = {name: named[name].detach().cpu() for name in names}
+            save_file(part, folder / f"{file}.part", metadata={"format": "pt"})
+        for file, value in texts.items():
+            text = json.dumps(value, indent=2, sort_keys=True) + "\n"
+            (folder / f"{file}.part").write_text(text, encoding="utf-8")
+        # Renamed, not overwritten: weights loaded from this folder still read the files before.
+        for file in [*files, *texts]:
+            (folder / f"{file}.part").replace(folder / file)
+        # What stays of an earlier save would be read in place of what was written now.
+        for path in folder.iterdir():
+            if _OURS.fullmatch(path.name) and path.name not in {*files, *texts}:
+                path.unlink()
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} was not written", got=error)
+    finally:
+        with suppress(OSError):  # where the folder itself could not be made
+            for file in [*files, *texts]:
+                (folder / f"{file}.part").unlink(missing_ok=True)
+
+
+def _split_files(named: Mapping[str, torch.Tensor], max_file_bytes: int) -> dict[str, list[str]]:
+    """Names of weights by file, in order."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, weight in named.items():
+        if groups[-1] and held + weight.nbytes > max_file_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += weight.nbytes
+    if len(groups) == 1:
+        return {_SINGLE: groups[0]}
+    return {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": group
+        for number, group in enumerate(groups, 1)
+    }
+
+
+def load_pretrained(folder: Path) -> tuple[dict[str, torch.Tensor], Architecture]:
+    """Our whole weights, on the CPU in the type of the file, and their architecture.
+
+    Raises CheckpointError for files that are missing, damaged or of other weights, SpecError for
+    a model that is not ours (see :func:`architecture_of`).
+    """
+    folder = Path(folder)
+    architecture = architecture_of(_read_object(folder / _CONFIG))
+    if (folder / _SINGLE).exists() or not (folder / _INDEX).exists():
+        files = [_SINGLE]
+    else:
+        files = _files_of_index(folder)
+    weights: dict[str, torch.Tensor] = {}
+    for file in files:
+        weights |= _read_weights(folder / file)
+    try:
+        return from_hugging_face(weights, architecture), architecture
+    except CheckpointError as error:
+        what, hint = f"{folder}: {error.what}", error.hint
+        raise CheckpointError(what, got=error.got, wanted=error.wanted, hint=hint)
+
+
+def _files_of_index(folder: Path) -> list[str]:
+    places = _read_object(folder / _INDEX).get("weight_map")
+    names = list(places.values()) if isinstance(places, dict) else [None]
+    for name in names:
+        # Only files of the folder itself are opened, whatever the index says.
+        if not isinstance(name, str) or not _FILE.fullmatch(name):
+            raise CheckpointError(
+                f"weight_map of {folder / _INDEX}", got=repr(name), wanted="names of files"
+            )
+    return sorted(set(names))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(str(path), got=cause, wanted="a JSON object")
+    if not isinstance(value, dict):
+        raise CheckpointError(str(path), got=type(value).__name__, wanted="a JSON object")
+    return value
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        pickled = any(path.parent.glob("*.bin"))
+        hint = "pickled files are not read: save the model as safetensors" if pickled else None
+        raise CheckpointError(f"{path}: missing", hint=hint)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(str(path), got=error, wanted="weights", hint="the file is damaged")
