@@ -67,6 +67,10 @@ class Desk:
             facts=self._static(lengths) if self.compare else {},
         )
 
+    def check(self, longest: int) -> None:
+        """Raise InfeasiblePlan now when a sequence of ``longest`` tokens will fit nowhere."""
+        self._choose(Lengths(tokens=(longest,)))
+
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """Take a finished step into the running mean."""
         if predicted_s <= 0 or measured_s <= 0:

@@ -119,10 +119,7 @@ def _print_clock(number: int, chosen: Plan, timeline: Timeline, costs: CostModel
         f"{chosen.strategy}, programs checked"
     )
     print(draw(timeline))
-    print(
-        f"{seconds_text(timeline.seconds)}, idle {100 * timeline.idle:.1f} %, "
-        f"{_fits(chosen, costs)}"
-    )
+    print(_fits(chosen, costs))
 
 
 def _fits(chosen: Plan, costs: CostModel) -> str:

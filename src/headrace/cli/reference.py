@@ -36,7 +36,7 @@ def config_markdown() -> str:
             lines += ["", f"## `[{section}]`", "", about, "", "| key | type | default | meaning |"]
             lines.append("|---|---|---|---|")
             last = section
-        text = " ".join(meaning.split()).replace("|", "\\|")
+        text = " ".join(meaning.split()).replace("|", "\\|").replace("``", "`")
         lines.append(f"| `{name}` | {kind} | `{default}` | {text} |")
     return "\n".join(lines).lstrip("\n") + "\n"
 

@@ -85,12 +85,17 @@ class _Run:
 
     def train(self, resume: bool) -> int:
         rank, steps = self.rank, self.config.run.steps
-        first, saved = self._restore() if resume else (0, {})
+        path, saved = self._saved() if resume else (None, {})
         costs, profile = self._costs(saved)
         self.desk = Desk(costs=costs, options=self.config.planner, seed=self.config.run.seed)
-        if saved:
+        first = 0
+        if path is not None:
+            # After the costs: measuring them uses the storage and resets its optimizer.
+            first = self._restore(path, saved)
             self.desk.restore(saved["planner"])
         self._announce(first)
+        longest = int(rank.data.corpus.lengths.max())
+        self.desk.check(min(longest, self.config.data.context_tokens))
         if first >= steps:
             rank.say(f"the run has taken {first} of {steps} steps: raise run.steps to go on")
             return 0
@@ -182,25 +187,33 @@ class _Run:
             for key, name, tensor in rows
         ]  # fmt: skip
 
-    def _restore(self) -> tuple[int, dict[str, Any]]:
-        """The step to go on from and the checkpoint's state; nothing when none was saved yet."""
+    def _saved(self) -> tuple[Path | None, dict[str, Any]]:
+        """The checkpoint to go on from and its state; nothing when none was saved yet."""
         rank = self.rank
         path = checkpoint.latest(self.checkpoints)
         agree("checkpoint to resume from", str(path), rank.groups.world)
         if path is None:
             rank.say(f"no checkpoint in {self.checkpoints} yet: starting from the first step")
-            return 0, {}
-        saved = checkpoint.load(path, self._shards())
+            return None, {}
+        saved = checkpoint.load(path, [])
         found = Architecture.from_json(saved["architecture"])
         if found != rank.storage.architecture:
             raise CheckpointError(
-                f"model of {path}", got=found, wanted=rank.storage.architecture,
+                f"model of {path}",
+                got=found,
+                wanted=rank.storage.architecture,
                 hint="resume with the configuration that began the run",
-            )  # fmt: skip
+            )
+        return path, saved
+
+    def _restore(self, path: Path, saved: Mapping[str, Any]) -> int:
+        """Load weights, optimizer and the order of the data; returns the step to go on from."""
+        rank = self.rank
+        checkpoint.load(path, self._shards())
         rank.storage.updates = saved["updates"]
         rank.data.sampler.restore(saved["sampler"])
         rank.say(f"continuing from {path}, saved by {saved['ranks']} ranks")
-        return int(saved["step"]), saved
+        return int(saved["step"])
 
     def _announce(self, first: int) -> None:
         rank = self.rank

@@ -1,0 +1,140 @@
+"""``headrace train`` as a user runs it: to the end, killed, interrupted, resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from jobs import children, losses, metrics, run, start, wait_for_step, write_job
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run: its configuration and folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = write_job(folder)
+    code, out, err = run("train", config, "--out", folder / "run")
+    assert code == 0, err
+    assert out.strip() == str(folder / "run")
+    return config, folder / "run", err
+
+
+def test_a_run_trains_and_says_so(whole):
+    """Would catch a loop that does not learn, a lost journal, a silent skip of bad files."""
+    _, folder, err = whole
+    values = losses(folder)
+    assert len(values) == 10
+    assert values[-1] < values[0] - 0.5
+    assert "(1 skipped)" in err
+    assert "bad.txt" in err
+    assert "step 10/10" in err
+    rows = metrics(folder)
+    for row in rows:
+        assert row["lower_bound_s"] <= row["predicted_s"] * (1 + 1e-9)
+        assert row["tokens"] <= 1500
+        assert 0 <= row["idle"] < 1
+    assert (folder / "checkpoints" / "step-000010" / "index.json").exists()
+    facts = json.loads((folder / "run.json").read_text())
+    assert facts["ranks"] == 2
+    assert facts["costs"]["points"]
+
+
+def test_a_killed_run_resumes_to_the_same_bits(whole, tmp_path):
+    """Would catch state outside the checkpoint: sampler, optimizer, schedule, costs."""
+    config, folder, _ = whole
+    copy = tmp_path / "killed"
+    process = start("train", config, "--out", copy, "--set", "run.steps=10")
+    wait_for_step(process, copy, 5)
+    victim = children(process)[1]
+    began = time.monotonic()
+    victim.send_signal(signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "rank 1 was killed by SIGKILL" in err
+    assert "Traceback" not in err
+    code, _, err = run("train", config, "--out", copy, "--resume")
+    assert code == 0, err
+    assert "continuing from" in err
+    assert losses(copy) == losses(folder)
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_samples(whole, tmp_path):
+    """Would catch an order of samples, or a checkpoint, that depends on the ranks."""
+    config, folder, _ = whole
+    copy = tmp_path / "other"
+    code, _, err = run("train", config, "--out", copy, "--set", "run.steps=10", "--ranks", "1",
+                       "--set", "checkpoint.every=6")  # fmt: skip
+    assert code == 0, err
+    (copy / "checkpoints" / "step-000010" / "index.json").unlink()
+    code, _, err = run("train", config, "--out", copy, "--resume", "--ranks", "3")
+    assert code == 0, err
+    assert "saved by 1 ranks" in err
+    np.testing.assert_allclose(losses(copy), losses(folder), rtol=2e-5)
+    assert _samples(copy) == _samples(folder)
+    assert len({row["step"] for row in metrics(copy) if len(row["peak_bytes"]) == 3}) == 4
+
+
+def test_control_c_ends_everything_with_130(whole, tmp_path):
+    """Would catch ranks that outlive their launcher, and an exit code scripts misread."""
+    config, _, _ = whole
+    process = start("train", config, "--out", tmp_path / "run", "--set", "run.steps=2000")
+    wait_for_step(process, tmp_path / "run", 2)
+    ranks = children(process)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "--resume" in err
+    assert "Traceback" not in err
+    assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)
+
+
+def test_a_stopped_rank_is_named(whole, tmp_path):
+    """Would catch a hang that says nothing until a collective's timeout of half an hour."""
+    config, _, _ = whole
+    process = start("train", config, "--out", tmp_path / "run", "--set", "run.steps=2000")
+    wait_for_step(process, tmp_path / "run", 2)
+    victim = children(process)[1]
+    began = time.monotonic()
+    victim.send_signal(signal.SIGSTOP)
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 15
+    assert process.returncode not in (0, None)
+    assert "rank 1" in err
+    assert "no sign of life" in err
+
+
+def _samples(folder):
+    rows = [json.loads(line) for line in (folder / "plans.jsonl").read_text().splitlines()]
+    return [row["lengths"]["ids"] for row in rows]
+
+
+BAD = {
+    "unknown key": (["--set", "run.stepz=3"], "did you mean 'steps'"),
+    "wrong type": (["--set", "model.layers=many"], "model.layers"),
+    "missing data": (["--set", 'data.paths=["nowhere"]'], "nowhere"),
+    "no sequence fits": (["--set", "devices.memory=64KiB"], "does not fit"),
+    "a run is there": ([], "--resume"),
+    "static without size": (["--set", "planner.name=static"], "static_size"),
+    "refused length": (["--set", "data.too_long=refuse", "--set", "data.context=16"], "tokens"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_message(case, whole, tmp_path):
+    """Would catch a traceback, or a message that does not name what is wrong."""
+    config, folder, _ = whole
+    changes, wanted = BAD[case]
+    out = folder if case == "a run is there" else tmp_path / "run"
+    code, _, err = run("train", config, "--out", out, *changes)
+    assert code == 2, err
+    assert wanted in err
+    assert "Traceback" not in err
