@@ -1,0 +1,155 @@
+"""A corpus: documents that have been turned into tokens and can be read one by one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import DataError
+
+__all__ = ["Corpus", "Skipped", "StoredCorpus", "corpus_of"]
+
+FINGERPRINT_TOKENS = 1 << 15
+"""Tokens at either end of a file of ready tokens that count for its fingerprint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A file, a line or ``count`` of them left out of a corpus, and why."""
+
+    path: str
+    reason: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object: the fields by name."""
+        return {"path": self.path, "reason": self.reason, "count": self.count}
+
+
+class Corpus(Protocol):
+    """Documents as token ids."""
+
+    @property
+    def name(self) -> str:
+        """What a person calls it, e.g. ``python:stdlib``."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A sha256 that is equal for corpora of equal documents, tokens and vocabulary."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids are below this."""
+        ...
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document, ``[documents]``."""
+        ...
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """What was found but left out."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should be told once, e.g. that a damaged cache was built again."""
+        ...
+
+    def __len__(self) -> int:
+        """Documents."""
+        ...
+
+    def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
+        """Ids of one document, ``[lengths[index]]``, or of its tokens from start to stop."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredCorpus:
+    """A corpus over flat arrays of ids, in memory or mapped from disk.
+
+    ``table [documents, 3]`` holds the array, the first token and the tokens of each document.
+    """
+
+    name: str
+    fingerprint: str
+    vocabulary: int
+    arrays: tuple[NDArray[Any], ...]
+    table: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    skipped: tuple[Skipped, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
+        """Ids of one document, ``[lengths[index]]``, or of its tokens from start to stop; a copy.
+
+        Raises DataError when an id is outside the vocabulary: the tokens were made by another
+        tokenizer than the one named.
+        """
+        array, first, count = (int(number) for number in self.table[index])
+        stored = self.arrays[array][first : first + count][start:stop]
+        if len(stored) and (int(stored.min()) < 0 or int(stored.max()) >= self.vocabulary):
+            raise DataError(
+                f"document {index} of {self.name}",
+                got=f"a token id {int(stored.max())}",
+                wanted=f"ids from 0 to {self.vocabulary - 1}",
+                hint="the tokens were made by another tokenizer, or are stored in another dtype",
+            )
+        return stored.astype(np.int32)
+
+
+def fingerprint_of(
+    arrays: Sequence[NDArray[Any]], table: NDArray[np.int64], vocabulary: int
+) -> str:
+    """Sha256 over the vocabulary, the table of documents and both ends of each array."""
+    digest = hashlib.sha256(f"headrace corpus 1 {vocabulary}".encode())
+    digest.update(np.ascontiguousarray(table).data)
+    for array in arrays:
+        digest.update(f"{array.dtype.name} {len(array)}".encode())
+        digest.update(np.ascontiguousarray(array[:FINGERPRINT_TOKENS]).data)
+        digest.update(np.ascontiguousarray(array[-FINGERPRINT_TOKENS:]).data)
+    return digest.hexdigest()
+
+
+def corpus_of(
+    documents: Sequence[Sequence[int] | NDArray[Any]], *, vocabulary: int, name: str = "memory"
+) -> StoredCorpus:
+    """A corpus in memory from the ids of its documents.
+
+    Raises DataError when there is none or an id is outside ``vocabulary``.
+    """
+    if not documents:
+        raise DataError(f"corpus {name}", got="no documents", wanted="at least one")
+    lengths = np.array([len(document) for document in documents], dtype=np.int64)
+    ids = np.concatenate([np.asarray(document, dtype=np.int64) for document in documents])
+    if ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
+        got = f"ids from {ids.min()} to {ids.max()}"
+        raise DataError(f"corpus {name}", got=got, wanted=f"ids below {vocabulary}")
+    tokens = ids.astype(np.int32)
+    starts = np.cumsum(lengths) - lengths
+    table = np.stack([np.zeros_like(lengths), starts, lengths], axis=1)
+    digest = hashlib.sha256(fingerprint_of([tokens], table, vocabulary).encode())
+    digest.update(tokens.data)  # all of it: what is in memory is small
+    return StoredCorpus(
+        name=name,
+        fingerprint=digest.hexdigest(),
+        vocabulary=vocabulary,
+        arrays=(tokens,),
+        table=table,
+        lengths=lengths,
+    )

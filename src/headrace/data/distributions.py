@@ -1,0 +1,165 @@
+"""Lengths without data: what a planner needs to be tried on a corpus that is not at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import ConfigError
+
+__all__ = ["Bins", "Distribution", "LogNormal", "Mixture", "Resampled"]
+
+
+def _text(number: float) -> str:
+    """The shortest text that reads back."""
+    return str(int(number)) if number == int(number) else repr(float(number))
+
+
+class Distribution(Protocol):
+    """Lengths in tokens, drawn independently of each other."""
+
+    @property
+    def longest(self) -> int:
+        """No length is above this."""
+        ...
+
+    def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """So many lengths, ``[count]``, each >= 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogNormal:
+    """``exp(log(median) + sigma * normal)``, cut off at ``min`` and ``max`` as a loader would.
+
+    The longest share ``tail`` is drawn from a Pareto law of index ``alpha`` instead, which begins
+    where the share begins: corpora have heavier tails than the bodies of log-normal laws.
+    """
+
+    median: float
+    sigma: float
+    min: int = 1
+    max: int = 1 << 20
+    tail: float = 0.0
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.max:
+            raise ConfigError(
+                "lognormal", got=f"min {self.min}, max {self.max}", wanted="min <= max"
+            )
+        if self.median < 1 or self.sigma < 0 or self.alpha <= 0 or not 0 <= self.tail < 1:
+            raise ConfigError(
+                "lognormal", got=str(self), wanted="median >= 1, sigma >= 0, alpha > 0, tail < 1"
+            )
+
+    @property
+    def longest(self) -> int:
+        """``max``."""
+        return self.max
+
+    def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """So many lengths, ``[count]``."""
+        logs = np.log(self.median) + self.sigma * generator.standard_normal(count)
+        if self.tail:
+            begin = np.log(self.median) + self.sigma * NormalDist().inv_cdf(1 - self.tail)
+            beyond = begin + generator.standard_exponential(count) / self.alpha
+            logs = np.where(logs > begin, beyond, logs)
+        limits = np.log([self.min, self.max])
+        return np.round(np.exp(np.clip(logs, *limits))).astype(np.int64)
+
+    def __str__(self) -> str:
+        text = f"lognormal:median={_text(self.median)},sigma={_text(self.sigma)}"
+        text += f",min={self.min},max={self.max}"
+        return text + (f",tail={self.tail!r},alpha={_text(self.alpha)}" if self.tail else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bins:
+    """A histogram: ``shares[i]`` of the lengths lie in ``[edges[i], edges[i + 1])``.
+
+    Inside a bin the logarithm of the length is uniform. Shares need not add up to one.
+    """
+
+    edges: tuple[int, ...]
+    shares: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        rising = all(a < b for a, b in zip(self.edges, self.edges[1:], strict=False))
+        if len(self.edges) != len(self.shares) + 1 or not rising or self.edges[0] < 1:
+            wanted = "rising edges >= 1, one more than shares"
+            raise ConfigError("bins", got=str(self), wanted=wanted)
+        if min(self.shares) < 0 or sum(self.shares) <= 0:
+            raise ConfigError("bins", got=str(self), wanted="shares >= 0, not all zero")
+
+    @property
+    def longest(self) -> int:
+        """The last edge, which itself does not occur."""
+        return self.edges[-1] - 1
+
+    def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """So many lengths, ``[count]``."""
+        borders = np.cumsum([0.0, *self.shares]) / sum(self.shares)
+        logs = np.interp(generator.random(count), borders, np.log(self.edges))
+        return np.clip(np.exp(logs).astype(np.int64), self.edges[0], self.longest)
+
+    def __str__(self) -> str:
+        edges, shares = ("/".join(_text(x) for x in row) for row in (self.edges, self.shares))
+        return f"bins:edges={edges},shares={shares}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resampled:
+    """Lengths drawn with replacement from a list of real ones, or of one for a fixed length."""
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise ConfigError("list of lengths", got=self.lengths[:8], wanted="lengths >= 1")
+
+    @property
+    def longest(self) -> int:
+        """The longest of the list."""
+        return max(self.lengths)
+
+    def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """So many lengths, ``[count]``."""
+        return np.array(self.lengths)[generator.integers(len(self.lengths), size=count)]
+
+    def __str__(self) -> str:
+        if len(self.lengths) == 1:
+            return f"fixed:{self.lengths[0]}"
+        return "list:" + "/".join(str(length) for length in self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """Each length is drawn from one of the parts, chosen by its weight."""
+
+    weights: tuple[float, ...]
+    parts: tuple[Distribution, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.weights) != len(self.parts) or not self.parts or min(self.weights) <= 0:
+            raise ConfigError("mixture", got=str(self.weights), wanted="a weight > 0 for each part")
+
+    @property
+    def longest(self) -> int:
+        """The longest of any part."""
+        return max(part.longest for part in self.parts)
+
+    def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """So many lengths, ``[count]``."""
+        shares = np.array(self.weights) / sum(self.weights)
+        which = np.searchsorted(np.cumsum(shares)[:-1], generator.random(count), side="right")
+        drawn = np.stack([part.draw(count, generator) for part in self.parts])
+        return drawn[which, np.arange(count)]
+
+    def __str__(self) -> str:
+        pairs = zip(self.weights, self.parts, strict=True)
+        return " + ".join(f"{_text(weight)}*{part}" for weight, part in pairs)

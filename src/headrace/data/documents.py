@@ -1,0 +1,92 @@
+"""Documents on their way from a file to a tokenizer, and what is left out on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.data.corpus import Skipped
+from headrace.errors import DataError
+
+__all__ = ["Document", "Skips", "check_ids", "usable"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Document:
+    """Text, or ids that are tokens already; ``read_bytes`` of its file have been read by then."""
+
+    label: str
+    content: str | NDArray[np.int64]
+    read_bytes: int
+
+
+@dataclass(slots=True)
+class Skips:
+    """What was left out; only the first ``listed`` are named, the rest counted."""
+
+    listed: int = 1000
+    items: list[Skipped] = field(default_factory=list)
+    more: int = 0
+
+    def add(self, path: str, reason: str) -> None:
+        """Leave one thing out."""
+        if len(self.items) < self.listed:
+            self.items.append(Skipped(path=path, reason=reason))
+        else:
+            self.more += 1
+
+    def all(self) -> tuple[Skipped, ...]:
+        """Everything left out, the uncounted tail as one."""
+        tail = Skipped(path="and more", reason=f"{self.more:,} others", count=self.more)
+        return (*self.items, *((tail,) if self.more else ()))
+
+
+def usable(document: Document, skips: Skips) -> str | NDArray[np.int64] | None:
+    """The content when it is text or ids and not empty, else None, with the reason in ``skips``."""
+    content: Any = document.content
+    if isinstance(content, str) and content:
+        if _encodes(content):
+            return content
+        reason = "not Unicode"
+    elif isinstance(content, list) and content:
+        try:
+            return _ids(content)
+        except (TypeError, OverflowError):
+            reason = "a list of other things than token ids"
+    elif content in ("", []):
+        reason = "empty"
+    else:
+        reason = f"a {type(content).__name__}, neither text nor a list of token ids"
+    skips.add(document.label, reason)
+    return None
+
+
+def _ids(numbers: list[Any]) -> NDArray[np.int64]:
+    """An array of ids; raises TypeError or OverflowError for what is no 64-bit integer."""
+    if any(type(number) is not int for number in numbers):
+        raise TypeError
+    return np.array(numbers, dtype=np.int64)
+
+
+def _encodes(text: str) -> bool:
+    """Whether the text is Unicode: JSON may hold half a surrogate pair, no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_ids(ids: NDArray[Any], *, label: str, vocabulary: int) -> None:
+    """Raises DataError when an id is outside the vocabulary."""
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
+        raise DataError(
+            label,
+            got=f"token id {worst}",
+            wanted=f"ids from 0 to {vocabulary - 1}",
+            hint="these tokens were made by another tokenizer than the one named",
+        )

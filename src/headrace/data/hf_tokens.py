@@ -1,0 +1,113 @@
+"""Hugging Face tokenizers: a tokenizer.json, or a model's from the local cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import DataError, MissingExtra
+
+__all__ = ["HfTokenizer", "load_cached", "load_file"]
+
+END_TOKENS = ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
+"""Special tokens known to end a document, looked for when nothing beside the file names one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HfTokenizer:
+    """A tokenizer of the library ``tokenizers``.
+
+    No special token is added but the one that ends the document, and special tokens that occur
+    in a text are read as text: a file that talks about ``<|end|>`` does not end there.
+    """
+
+    name: str
+    fingerprint: str
+    vocabulary: int
+    end_id: int | None
+    library: Any
+
+    def encode_batch(self, texts: list[str]) -> list[NDArray[np.int32]]:
+        """Ids of each text, with the end id when there is one."""
+        end: list[int] = [] if self.end_id is None else [self.end_id]
+        encoded = self.library.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(item.ids + end, dtype=np.int32) for item in encoded]
+
+
+def _wrap(library: Any, *, name: str, end_token: str | None) -> HfTokenizer:
+    """Set a tokenizer of the library for whole documents and find what ends one."""
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True
+    content = hashlib.sha256(library.to_str().encode())
+    special = {item.content: i for i, item in library.get_added_tokens_decoder().items()}
+    names = END_TOKENS if end_token is None else (end_token,)
+    ends = [special.get(token, library.token_to_id(token)) for token in names]
+    end_id = next((found for found in ends if found is not None), None)
+    content.update(f"end {end_id}".encode())
+    return HfTokenizer(
+        name=name,
+        fingerprint=content.hexdigest(),
+        vocabulary=max(library.get_vocab(with_added_tokens=True).values()) + 1,
+        end_id=end_id,
+        library=library,
+    )
+
+
+def _named_end(config: Path) -> str | None:
+    """The ``eos_token`` of a tokenizer_config.json, None when there is no such file or entry."""
+    try:
+        entry = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    name = entry.get("content") if isinstance(entry, dict) else entry
+    return name if isinstance(name, str) else None
+
+
+def load_file(path: Path) -> HfTokenizer:
+    """The tokenizer of a ``tokenizer.json``.
+
+    The end of a document is the ``eos_token`` of a ``tokenizer_config.json`` beside it, else the
+    first of END_TOKENS that it knows. Raises DataError when the file cannot be read as one.
+    """
+    try:
+        from tokenizers import Tokenizer as Library
+    except ModuleNotFoundError:
+        raise MissingExtra("tokenizers", extra="train", needed_for=f"the tokenizer {path}")
+    try:
+        library = Library.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for any malformed file
+        hint = f"the library says: {error}"
+        raise DataError("tokenizer", got=str(path), wanted="a tokenizer.json", hint=hint)
+    named = _named_end(path.with_name("tokenizer_config.json"))
+    return _wrap(library, name=str(path), end_token=named)
+
+
+def load_cached(name: str, *, wanted: str) -> HfTokenizer:
+    """The tokenizer of a model in the local Hugging Face cache; nothing is downloaded.
+
+    Raises DataError when transformers is absent, does not know the model locally, or has only a
+    slow tokenizer for it.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError:
+        hint = "a model's name needs pip install 'headrace[hf]'"
+        raise DataError("tokenizer", got=repr(name), wanted=wanted, hint=hint)
+    try:
+        model: Any = AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        hint = f"not in the local Hugging Face cache: {str(error).partition(chr(10))[0]}"
+        raise DataError("tokenizer", got=repr(name), wanted=wanted, hint=hint)
+    library = getattr(model, "backend_tokenizer", None)
+    if library is None:
+        raise DataError(
+            "tokenizer", got=f"{name!r}, a slow one", wanted="one with a tokenizer.json"
+        )
+    return _wrap(library, name=name, end_token=model.eos_token)

@@ -1,0 +1,126 @@
+"""Tokenizing: documents in, one flat file of ids and a table of documents out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.data.cache import write_table
+from headrace.data.documents import Document, Skips, check_ids
+from headrace.data.files import Found
+from headrace.data.readers import Reading, read_documents
+from headrace.data.source import Source
+from headrace.data.tokens import Tokenizer
+from headrace.errors import DataError
+
+__all__ = ["Progress", "index_documents", "tokenize"]
+
+Progress = Callable[[str, int, int], None]
+"""``progress(what, done, total)``, in bytes of the files; a total of 0 is one not known."""
+
+GROUP_DOCUMENTS, GROUP_CHARACTERS = 256, 1 << 20
+THREADS, WAITING = 2, 4
+
+Encoded = tuple[list[tuple[str, NDArray[np.int32]]], int]
+
+
+def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents in order, in handfuls that are worth a thread's while."""
+    group: list[Document] = []
+    characters = 0
+    for document in documents:
+        group.append(document)
+        characters += len(document.content)
+        if len(group) == GROUP_DOCUMENTS or characters >= GROUP_CHARACTERS:
+            yield group
+            group = []
+            characters = 0
+    if group:
+        yield group
+
+
+def _encode(group: list[Document], tokenizer: Tokenizer) -> Encoded:
+    """Label and ids of each document of a group, and the bytes read by its end."""
+    texts = [item.content for item in group if isinstance(item.content, str)]
+    encoded = iter(tokenizer.encode_batch(texts) if texts else [])
+    ids = []
+    for item in group:
+        if isinstance(item.content, str):
+            ids.append((item.label, next(encoded)))
+        else:
+            check_ids(item.content, label=item.label, vocabulary=tokenizer.vocabulary)
+            ids.append((item.label, item.content.astype(np.int32)))
+    return ids, group[-1].read_bytes
+
+
+def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    """Encode in a few threads, in the order of the documents, a few groups ahead."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize") as pool:
+        waiting: deque[Future[Encoded]] = deque()
+        try:
+            for group in _groups(documents):
+                waiting.append(pool.submit(_encode, group, tokenizer))
+                if len(waiting) == WAITING:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def index_documents(
+    source: Source, tokenizer: Tokenizer, found: Found, progress: Progress, folder: Path
+) -> None:
+    """Tokenize all documents of the found files into a cache folder.
+
+    The fingerprint is over the tokens themselves, so it is the same wherever the files came from.
+    Raises DataError when no document is left.
+    """
+    dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
+    digest = hashlib.sha256(f"headrace tokens 1 {tokenizer.vocabulary} {dtype.name}".encode())
+    skips = Skips()
+    lengths: list[int] = []
+    skips.items.extend(found.skipped)
+    total = sum(file.size for file in found.files)
+    progress("tokenizing", 0, total)
+    documents = read_documents(found.files, Reading(source, skips, folder))
+    with open(folder / "tokens.bin", "wb") as stream:
+        for group, done in tokenize(documents, tokenizer):
+            full = [ids for label, ids in group if len(ids) or skips.add(label, "no tokens")]
+            lengths += [len(ids) for ids in full]
+            packed = np.concatenate([np.empty(0, np.int32), *full]).astype(dtype)
+            digest.update(packed.data)
+            stream.write(packed.data)
+            progress("tokenizing", done, total)
+        stream.flush()
+        os.fsync(stream.fileno())
+    progress("tokenizing", total, total)
+    skipped = skips.all()
+    if not lengths:
+        raise _nothing(source, skipped)
+    counts = np.array(lengths, dtype=np.int64)
+    table = np.stack([np.zeros_like(counts), np.cumsum(counts) - counts, counts], axis=1)
+    digest.update(counts.data)
+    fingerprint = digest.hexdigest()
+    (folder / "records.fai").unlink(missing_ok=True)
+    notes = tuple(found.notes)
+    write_table(
+        folder, table, fingerprint=fingerprint, dtype=dtype.str, skipped=skipped, notes=notes
+    )
+
+
+def _nothing(source: Source, skipped: tuple[object, ...]) -> DataError:
+    reasons = "; ".join(str(item) for item in skipped[:3])
+    return DataError(
+        f"corpus {source.name}",
+        got=f"no documents, {len(skipped):,} skipped" if skipped else "no documents",
+        wanted=f"at least one of kind {source.kind}",
+        hint=reasons or None,
+    )

@@ -1,0 +1,146 @@
+"""Readers: what kind of file holds documents, and how."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from headrace.data.documents import Document, Skips, usable
+from headrace.data.files import FoundFile
+from headrace.data.source import Source
+from headrace.errors import MissingExtra
+
+__all__ = ["READERS", "Reading", "read_documents"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a reader needs besides the file."""
+
+    source: Source
+    skips: Skips
+    scratch: Path
+
+
+@contextmanager
+def _opened(file: FoundFile) -> Generator[tuple[IO[bytes], IO[bytes]], None, None]:
+    """A file, through gzip when its name says so, and the raw file that tells the position."""
+    with open(file.path, "rb") as raw:
+        if file.path.suffix == ".gz":
+            with gzip.GzipFile(fileobj=raw) as unpacked:
+                yield cast(IO[bytes], unpacked), raw
+        else:
+            yield raw, raw
+
+
+def _texts(file: FoundFile, reading: Reading) -> Iterator[Document]:
+    with _opened(file) as (stream, _):
+        yield Document(file.label, stream.read().decode("utf-8-sig"), file.size)
+
+
+def _lines(file: FoundFile, reading: Reading) -> Iterator[Document]:
+    with _opened(file) as (stream, raw):
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            label = f"{file.label}:{number}"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                reading.skips.add(label, "not JSON in UTF-8")
+                continue
+            if not isinstance(row, dict):
+                reading.skips.add(label, f"a {type(row).__name__}, not an object")
+            elif (name := _field(row, reading.source)) is None:
+                reading.skips.add(label, f"has {_some(row)}, not {_wanted(reading.source)}")
+            else:
+                yield Document(label, row[name], raw.tell())
+
+
+def _field(names: Any, source: Source) -> str | None:
+    """The name of the field that holds the document, None when there is none."""
+    wanted = (source.field,) if source.field else ("text", "input_ids")
+    return next((name for name in wanted if name in names), None)
+
+
+def _wanted(source: Source) -> str:
+    return repr(source.field) if source.field else "'text' or 'input_ids'"
+
+
+def _some(names: Any) -> str:
+    listed = [repr(name) for name in names]
+    return ", ".join(listed[:6]) + (" ..." if len(listed) > 6 else "") if listed else "no fields"
+
+
+def _rows(file: FoundFile, reading: Reading) -> Iterator[Document]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError:
+        raise MissingExtra("pyarrow", extra="hf", needed_for="reading parquet files")
+    try:
+        with ParquetFile(file.path) as table:
+            name = _field(table.schema_arrow.names, reading.source)
+            if name is None:
+                names = _some(table.schema_arrow.names)
+                reading.skips.add(file.label, f"has {names}, not {_wanted(reading.source)}")
+                return
+            done, rows = 0, max(1, table.metadata.num_rows)
+            for batch in table.iter_batches(batch_size=256, columns=[name]):
+                for value in batch.column(0).to_pylist():
+                    label, done = f"{file.label}:{done}", done + 1
+                    yield Document(label, value, file.size * done // rows)
+    except ArrowException as error:
+        reading.skips.add(file.label, f"not a parquet file: {str(error).partition(chr(10))[0]}")
+
+
+def _records(file: FoundFile, reading: Reading) -> Iterator[Document]:
+    try:
+        import pyfaidx
+    except ModuleNotFoundError:
+        raise MissingExtra("pyfaidx", extra="genomics", needed_for="reading FASTA files")
+    if file.path.suffix == ".gz":
+        reading.skips.add(file.label, "compressed; FASTA must be unpacked first")
+        return
+    # The index goes to our own folder: that of the genome may be read-only.
+    index = str(reading.scratch / "records.fai")
+    Path(index).unlink(missing_ok=True)
+    try:
+        with pyfaidx.Fasta(str(file.path), indexname=index, as_raw=True) as genome:
+            names = list(genome.keys())
+            for done, name in enumerate(names, 1):
+                text = str(genome[name][:])
+                yield Document(f"{file.label}:{name}", text, file.size * done // len(names))
+    except (pyfaidx.FastaIndexingError, pyfaidx.UnsupportedCompressionFormat, ValueError) as error:
+        reading.skips.add(file.label, f"not a FASTA file: {error}")
+
+
+READERS: dict[str, Callable[[FoundFile, Reading], Iterator[Document]]] = {
+    "text": _texts,
+    "jsonl": _lines,
+    "parquet": _rows,
+    "fasta": _records,
+}
+
+
+def read_documents(files: list[FoundFile], reading: Reading) -> Iterator[Document]:
+    """The documents of all files in order; what cannot be read is left out and told."""
+    reader = READERS[reading.source.kind]
+    before = 0
+    for file in files:
+        try:
+            for document in reader(file, reading):
+                content = usable(document, reading.skips)
+                if content is not None:
+                    yield Document(document.label, content, before + document.read_bytes)
+        except UnicodeDecodeError:
+            reading.skips.add(file.label, "not UTF-8")
+        except (OSError, EOFError, zlib.error) as error:
+            reading.skips.add(file.label, f"cannot be read: {error}")
+        before += file.size

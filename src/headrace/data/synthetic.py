@@ -1,0 +1,207 @@
+"""Distributions by a text or a name, and batches drawn from them.
+
+The text forms, which :func:`parse_distribution` reads and ``str`` of a distribution writes::
+
+    lognormal:median=700,sigma=1.5,min=16,max=32768
+    lognormal:median=700,sigma=1.5,max=1M,tail=0.01,alpha=1.1
+    bins:edges=64/4096/8192,shares=80/20
+    fixed:4096
+    list:512/700/90000
+    0.6*lognormal:median=500,sigma=1 + 0.4*bins:edges=8192/32768,shares=1
+    file:lengths.txt
+    github-code
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.data.distributions import Bins, Distribution, LogNormal, Mixture, Resampled
+from headrace.errors import ConfigError, DataError, HeadraceError, did_you_mean
+from headrace.spec.lengths import Lengths
+from headrace.units import parse_count
+
+__all__ = ["PRESETS", "draw_batches", "parse_distribution"]
+
+PRESETS: dict[str, Distribution] = {
+    # ParaDySe, Table 3: shares below 4K, 8K, ... and the longest. The least length is a guess.
+    "github-code": Bins(
+        edges=(64, 4096, 8192, 16384, 32768, 65536, 131072, 309 * 1024 + 1),
+        shares=(65.7, 14.5, 9.8, 5.1, 2.7, 1.1, 1.1),
+    ),
+    "grch38-3mer": Bins(
+        edges=(1024, 4096, 8192, 16384, 32768, 65536, 131072, 624 * 1024 + 1),
+        shares=(3.5, 26.4, 28.7, 21.2, 11.9, 5.5, 1.9),
+    ),
+    # Quantiles of a list of a million tokenized articles, from 50 % to 99.99 %.
+    "wikipedia": Bins(
+        edges=(16, 347, 1024, 2112, 3721, 10921, 37367, 102060, 1823778),
+        shares=(50, 28.8, 11.2, 5, 4, 0.9, 0.09, 0.01),
+    ),
+    # Quantiles of 77,932 documents: 50, 90 and 99 %.
+    "prolong": Bins(edges=(64, 1914, 6051, 16273, 340150), shares=(50, 40, 9, 1)),
+    # Skrull, Table 1: shares below 1K, 4K, 8K, 32K and the longest; two humps.
+    "chatqa2-sft": Bins(
+        edges=(64, 1024, 4096, 8192, 32768, 99 * 1024 + 1),
+        shares=(21.92, 9.56, 8.95, 59.43, 0.14),
+    ),
+    "lmsys-chat": Bins(
+        edges=(16, 1024, 4096, 8192, 32768, 131072, 1643 * 1024 + 1),
+        shares=(87.12, 12.23, 0.52, 0.11, 0.01, 0.01),
+    ),
+    # No table is published. Hydraulis, Figure 17, draws 1.6M tokens of it 30 times and finds the
+    # longest sequence between 15K and the 32K of the context: this law does the same.
+    "commoncrawl-like": LogNormal(median=350, sigma=1.3, min=16, max=32768),
+}
+"""Distributions by name, from what papers and lists have published of real corpora."""
+
+
+def parse_distribution(text: str) -> Distribution:
+    """The distribution a text names (the forms are listed at the top of this module).
+
+    Raises ConfigError for a malformed text, DataError for a file that holds no lengths.
+    """
+    parts = [part.strip() for part in re.split(r"\s\+\s", text.strip())]
+    weighted = [re.fullmatch(r"([0-9.]+)\*(.+)", part) for part in parts]
+    if not any(weighted):
+        if len(parts) > 1:
+            raise ConfigError("lengths", got=repr(text), wanted="WEIGHT*PART + WEIGHT*PART")
+        return _parse_one(parts[0])
+    pairs = [(found[1], _parse_one(found[2])) for found in weighted if found]
+    if len(pairs) != len(parts):
+        raise ConfigError("lengths", got=repr(text), wanted="a weight before each part")
+    weights = tuple(_float("weight", weight) for weight, _ in pairs)
+    return Mixture(weights=weights, parts=tuple(part for _, part in pairs))
+
+
+def _parse_one(text: str) -> Distribution:
+    if text in PRESETS:
+        return PRESETS[text]
+    kind, colon, rest = text.partition(":")
+    if not colon or kind not in _KINDS:
+        known = [*PRESETS, *_KINDS]
+        hint = did_you_mean(kind, known) or f"known are {', '.join(known)}"
+        raise ConfigError("lengths", got=repr(text), hint=hint)
+    return _KINDS[kind](rest)
+
+
+def _options(kind: str, text: str, known: tuple[str, ...], needed: int) -> dict[str, str]:
+    """``a=1,b=2`` as a dict; the first ``needed`` of the known names must be there."""
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    options = {name.strip(): value.strip() for name, _, value in pairs}
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"known are {', '.join(known)}"
+            raise ConfigError(f"{kind} lengths", got=repr(name), hint=hint)
+    for name in known[:needed]:
+        if name not in options:
+            raise ConfigError(f"{kind} lengths", got=repr(text), wanted=f"a {name}=...")
+    return options
+
+
+def _float(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(name, got=repr(text), wanted="a number")
+
+
+def _int(text: str) -> int:
+    try:
+        return parse_count(text)
+    except HeadraceError:
+        raise ConfigError("a length", got=repr(text), wanted="a count such as 4096 or 32Ki")
+
+
+def _float_or_count(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return _int(text)
+
+
+def _lognormal(text: str) -> LogNormal:
+    known = ("median", "sigma", "min", "max", "tail", "alpha")
+    options = _options("lognormal", text, known, 2)
+    values: dict[str, Any] = {"median": _float_or_count(options.pop("median"))}
+    for name, value in options.items():
+        values[name] = _int(value) if name in ("min", "max") else _float(name, value)
+    return LogNormal(**values)
+
+
+def _bins(text: str) -> Bins:
+    options = _options("bins", text, ("edges", "shares"), 2)
+    return Bins(
+        edges=tuple(_int(edge) for edge in options["edges"].split("/")),
+        shares=tuple(_float("share", share) for share in options["shares"].split("/")),
+    )
+
+
+def _fixed(text: str) -> Resampled:
+    return Resampled(lengths=(_int(text),))
+
+
+def _list(text: str) -> Resampled:
+    return Resampled(lengths=tuple(_int(length) for length in text.split("/")))
+
+
+def _file(text: str) -> Resampled:
+    """Lengths of a file: a JSON list, or numbers apart by space or comma."""
+    try:
+        content = Path(text).expanduser().read_text(encoding="utf-8")
+        listed = content.lstrip().startswith("[")
+        lengths = json.loads(content) if listed else re.split(r"[\s,]+", content.strip())
+        return Resampled(lengths=tuple(int(length) for length in lengths))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"lengths of {text}", got=str(error), wanted="a list of whole numbers")
+
+
+_KINDS: dict[str, Callable[[str], Distribution]] = {
+    "lognormal": _lognormal,
+    "bins": _bins,
+    "fixed": _fixed,
+    "list": _list,
+    "file": _file,
+}
+
+
+def _stream(distribution: Distribution, seed: int) -> Iterator[int]:
+    key = np.array([seed, 0], dtype=np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key))
+    while True:
+        yield from distribution.draw(1024, generator).tolist()
+
+
+def draw_batches(
+    distribution: Distribution, batch_tokens: int, batches: int, seed: int = 0
+) -> list[Lengths]:
+    """So many batches of at most ``batch_tokens`` tokens; a single longer sequence stands alone.
+
+    Deterministic by seed, from 0 up to 2^64; ids count the sequences over all batches. Raises
+    ConfigError for a budget or a number of batches below one, or another seed.
+    """
+    if not 0 <= seed < 1 << 64:
+        raise ConfigError("seed", got=seed, wanted="0 <= seed < 2^64")
+    if batch_tokens < 1 or batches < 1:
+        got = f"{batches} batches of {batch_tokens} tokens"
+        raise ConfigError("batches to draw", got=got, wanted="at least 1 of 1")
+    drawn: list[Lengths] = []
+    batch: list[int] = []
+    first = tokens = 0
+    for length in _stream(distribution, seed):
+        if batch and tokens + length > batch_tokens:
+            drawn.append(Lengths.of(batch, range(first, first + len(batch))))
+            if len(drawn) == batches:
+                break
+            first += len(batch)
+            batch = []
+            tokens = 0
+        batch.append(length)
+        tokens += length
+    return drawn

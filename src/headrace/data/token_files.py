@@ -1,0 +1,149 @@
+"""Files that are tokens already: Megatron's .bin with .idx, and flat .bin files.
+
+A flat file is ids of two or four bytes with nothing between them (nanoGPT's), or the same after
+a header of 256 four-byte numbers: 20240520, 1, tokens (llm.c's). Its documents end in an id.
+
+An .idx is, little-endian: the nine bytes ``MMIDIDX\\0\\0``; version 1 (8 bytes); the code of
+the dtype of the .bin (1 byte); the numbers s of sequences and d of document borders (8 bytes
+each); s lengths in tokens (4 bytes each); s byte offsets into the .bin (8 bytes each); d borders
+(8 bytes each), document i being the sequences from border i up to border i + 1.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.data.documents import check_ids
+from headrace.data.files import FoundFile
+from headrace.errors import DataError
+
+__all__ = ["flat_table", "is_megatron", "map_tokens", "megatron_table"]
+
+IDX_MAGIC = b"MMIDIDX\x00\x00"
+IDX_HEADER = struct.Struct("<9sQBQQ")
+IDX_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+FLAT_MAGIC, FLAT_HEADER_BYTES = 20240520, 1024
+CHUNK_TOKENS = 1 << 24
+
+
+def is_megatron(file: FoundFile) -> bool:
+    """Whether an .idx lies beside the file."""
+    return file.path.with_suffix(".idx").exists()
+
+
+def map_tokens(file: FoundFile, dtype: str) -> NDArray[Any]:
+    """The ids of a file, ``[tokens]``, mapped; ``dtype`` is that of a flat one.
+
+    Raises DataError when the file cannot be read or its size is no number of ids.
+    """
+    try:
+        if not is_megatron(file):
+            return _map_flat(file, dtype)
+        stored = _read_header(file.path.with_suffix(".idx"))[0]
+        return np.memmap(file.path, dtype=stored, mode="r", shape=(file.size // stored.itemsize,))
+    except OSError as error:
+        raise DataError(str(file.path), got=str(error), wanted="a file that can be read")
+
+
+def _map_flat(file: FoundFile, dtype: str) -> NDArray[Any]:
+    offset = FLAT_HEADER_BYTES if _has_header(file.path) else 0
+    item = np.dtype(dtype).newbyteorder("<")
+    size = file.size - offset
+    if size % item.itemsize or size <= 0:
+        wanted = f"a number of {dtype} ids"
+        raise DataError(str(file.path), got=f"{size} bytes of tokens", wanted=wanted)
+    return np.memmap(file.path, dtype=item, mode="r", offset=offset)
+
+
+def _has_header(path: Path) -> bool:
+    with open(path, "rb") as stream:
+        head = stream.read(FLAT_HEADER_BYTES)
+    return len(head) == FLAT_HEADER_BYTES and struct.unpack("<2i", head[:8]) == (FLAT_MAGIC, 1)
+
+
+def _chunks(ids: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
+    for start in range(0, len(ids), CHUNK_TOKENS):
+        yield start, ids[start : start + CHUNK_TOKENS]
+
+
+def flat_table(
+    ids: NDArray[Any], *, end_id: int, vocabulary: int, label: str, progress: Callable[[int], None]
+) -> NDArray[np.int64]:
+    """First token and tokens of each document of a flat file, ``[documents, 2]``.
+
+    A document holds its end id; what follows the last one is a document too. ``progress`` is told
+    the tokens looked at. Raises DataError when an id is outside the vocabulary.
+    """
+    ends = []
+    for start, chunk in _chunks(ids):
+        check_ids(chunk, label=label, vocabulary=vocabulary)
+        ends.append(np.flatnonzero(chunk == end_id) + (start + 1))
+        progress(start + len(chunk))
+    borders = np.unique(np.concatenate([[0], *ends, [len(ids)]])).astype(np.int64)
+    return np.stack([borders[:-1], np.diff(borders)], axis=1)
+
+
+def megatron_table(file: FoundFile) -> NDArray[np.int64]:
+    """First token and tokens of each document of a Megatron .bin, ``[documents, 2]``.
+
+    Documents without a token are left out. Raises DataError when the .idx beside it is damaged or
+    does not belong to it.
+    """
+    index = file.path.with_suffix(".idx")
+    dtype, sizes, pointers, borders = _read_index(index)
+    if len(borders) < 2 or borders[0] or borders[-1] != len(sizes) or (np.diff(borders) < 0).any():
+        raise _damaged(index, "borders of documents that do not fit the sequences")
+    ends = pointers + sizes * dtype.itemsize
+    if (pointers % dtype.itemsize).any() or (sizes < 0).any() or (pointers < 0).any():
+        raise _damaged(index, "a sequence that starts inside a token")
+    if len(ends) and ends.max() > file.size:
+        got = f"{file.size:,} bytes"
+        raise DataError(str(file.path), got=got, wanted=f"{ends.max():,} or more, says its .idx")
+    inner = np.ones(len(sizes), dtype=bool)  # sequences that continue a document
+    inner[borders[:-1][borders[:-1] < len(sizes)]] = False
+    if (pointers[1:] != ends[:-1])[inner[1:]].any():
+        raise _damaged(index, "a document whose sequences do not follow each other")
+    full = np.flatnonzero(np.diff(borders))
+    first = borders[:-1][full]
+    totals = np.concatenate([[0], np.cumsum(sizes)])
+    counts = totals[borders[1:][full]] - totals[first]
+    table = np.stack([pointers[first] // dtype.itemsize, counts], axis=1)
+    return table[counts > 0]
+
+
+def _read_index(
+    path: Path,
+) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Dtype of the tokens, tokens and byte offset of each sequence, borders of documents."""
+    dtype, sequences, documents = _read_header(path)
+    raw = path.read_bytes()
+    size = IDX_HEADER.size + 12 * sequences + 8 * documents
+    if len(raw) < size:  # longer is fine: mixed media add a byte per sequence
+        raise _damaged(path, f"{len(raw):,} bytes where {size:,} belong")
+    at = IDX_HEADER.size
+    sizes = np.frombuffer(raw, "<i4", sequences, at).astype(np.int64)
+    pointers = np.frombuffer(raw, "<i8", sequences, at + 4 * sequences).astype(np.int64)
+    borders = np.frombuffer(raw, "<i8", documents, at + 12 * sequences).astype(np.int64)
+    return dtype, sizes, pointers, borders
+
+
+def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
+    """Dtype of the tokens, sequences, borders of documents."""
+    with open(path, "rb") as stream:
+        raw = stream.read(IDX_HEADER.size)
+    if len(raw) < IDX_HEADER.size:
+        raise _damaged(path, f"{len(raw)} bytes")
+    magic, version, code, sequences, documents = IDX_HEADER.unpack(raw)
+    if magic != IDX_MAGIC or version != 1 or code not in IDX_DTYPES:
+        raise _damaged(path, f"magic {magic!r}, version {version}, dtype {code}")
+    return np.dtype(IDX_DTYPES[code]), sequences, documents
+
+
+def _damaged(path: Path, got: str) -> DataError:
+    return DataError(str(path), got=got, wanted="a Megatron index", hint="the .idx is damaged")

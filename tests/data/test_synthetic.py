@@ -1,0 +1,182 @@
+"""Lengths without data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.data import (
+    PRESETS,
+    Bins,
+    Distribution,
+    LogNormal,
+    Mixture,
+    Resampled,
+    draw_batches,
+    parse_distribution,
+    summarise_lengths,
+)
+from headrace.errors import ConfigError, DataError
+
+
+def drawn(distribution: Distribution, count: int = 200_000) -> np.ndarray:
+    return distribution.draw(count, np.random.Generator(np.random.Philox(key=[1, 0])))
+
+
+def test_lognormal_quantiles() -> None:
+    """Catches sigma taken for a variance, or a mean for the median."""
+    lengths = drawn(LogNormal(median=700, sigma=1.5, max=10**7))
+    assert np.median(lengths) == pytest.approx(700, rel=0.02)
+    assert np.quantile(lengths, 0.8413) == pytest.approx(700 * np.e**1.5, rel=0.03)
+
+
+def test_limits_and_tail() -> None:
+    """Catches lengths past the limits, and a tail of another weight or index."""
+    cut = drawn(LogNormal(median=700, sigma=1.5, min=64, max=2048))
+    assert (cut.min(), cut.max()) == (64, 2048)
+    tail = drawn(LogNormal(median=700, sigma=1.0, max=10**12, tail=0.05, alpha=1.5))
+    begin = 700 * np.exp(1.6449)
+    assert np.mean(tail > begin) == pytest.approx(0.05, rel=0.05)
+    assert np.mean(tail > 4 * begin) == pytest.approx(0.05 * 4**-1.5, rel=0.1)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_published_shares(name: str) -> None:
+    """Catches shares that slipped by one bin, and a maximum that is never or over-reached."""
+    preset = PRESETS[name]
+    lengths = drawn(preset)
+    assert lengths.max() <= preset.longest
+    assert lengths.min() >= 1
+    if isinstance(preset, Bins):
+        counts, _ = np.histogram(lengths, bins=[*preset.edges[:-1], preset.edges[-1] + 1])
+        shares = np.array(preset.shares) / sum(preset.shares)
+        np.testing.assert_allclose(counts / len(lengths), shares, atol=0.004)
+
+
+def test_presets_against_facts_they_were_not_made_from() -> None:
+    """Catches a preset whose inside is far from the corpus though its quantiles are right."""
+    assert drawn(PRESETS["wikipedia"]).mean() == pytest.approx(1013.6, rel=0.1)
+    code = summarise_lengths(drawn(PRESETS["github-code"]), name="x")
+    assert code.bin_documents[0] == pytest.approx(0.657, abs=0.005)
+    assert code.longest > 250_000
+    longest = [
+        batch.longest for batch in draw_batches(PRESETS["commoncrawl-like"], 1_600_000, 30, 0)
+    ]
+    assert min(longest) > 10_000
+    assert max(longest) == 32768
+
+
+POSITIVE = st.floats(0.01, 10)
+
+
+@given(
+    st.one_of(
+        st.builds(
+            LogNormal,
+            median=st.floats(1, 1e5),
+            sigma=st.floats(0, 4),
+            min=st.integers(1, 9),
+            max=st.integers(9, 10**6),
+            tail=st.sampled_from([0.0, 0.125, 1e-7]),
+            alpha=st.just(1.25),
+        ),
+        st.builds(Resampled, lengths=st.lists(st.integers(1, 99), min_size=1).map(tuple)),
+        st.builds(Bins, edges=st.just((1, 70, 900)), shares=st.tuples(POSITIVE, POSITIVE)),
+    ).flatmap(
+        lambda one: st.one_of(
+            st.just(one),
+            st.builds(
+                Mixture,
+                weights=st.tuples(POSITIVE, POSITIVE),
+                parts=st.just((one, LogNormal(median=5, sigma=1))),
+            ),
+        )
+    )
+)
+def test_texts_read_back(distribution: Distribution) -> None:
+    """Catches a digit or an option lost in the text."""
+    again = parse_distribution(str(distribution))
+    if isinstance(distribution, LogNormal) and not distribution.tail:
+        assert str(again) == str(distribution)  # alpha means nothing without a tail
+    elif isinstance(distribution, Mixture):
+        assert str(again) == str(distribution)
+    else:
+        assert again == distribution
+
+
+def test_texts() -> None:
+    """Catches a unit that is not read, and a default that is not the documented one."""
+    one = parse_distribution("lognormal:median=4k,sigma=1.5,max=32Ki")
+    assert one == LogNormal(median=4000, sigma=1.5, min=1, max=32768)
+    mixed = parse_distribution("0.25*fixed:10 + 0.75*list:20/30")
+    lengths = drawn(mixed)
+    assert set(lengths.tolist()) == {10, 20, 30}
+    assert np.mean(lengths == 10) == pytest.approx(0.25, abs=0.01)
+    assert mixed.longest == 30
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("lognormale:median=1,sigma=1", "did you mean 'lognormal'"),
+        ("github-cod", "did you mean 'github-code'"),
+        ("lognormal:median=700", "sigma"),
+        ("lognormal:median=700,sigm=1", "did you mean 'sigma'"),
+        ("lognormal:median=x,sigma=1", "a count"),
+        ("lognormal:median=700,sigma=x", "a number"),
+        ("lognormal:median=700,sigma=1,min=9,max=5", "min <= max"),
+        ("lognormal:median=700,sigma=1,tail=1.5", "tail < 1"),
+        ("bins:edges=1/2,shares=1/2", "edges"),
+        ("bins:edges=2/1,shares=1", "edges"),
+        ("bins:edges=1/2,shares=0", "not all zero"),
+        ("fixed:0", ">= 1"),
+        ("fixed:10 + fixed:20", "WEIGHT"),
+        ("0.5*fixed:10 + fixed:20", "weight before each"),
+        ("0*fixed:10 + 1*fixed:20", "weight > 0"),
+        ("", "known are"),
+    ],
+)
+def test_malformed_texts(text: str, told: str) -> None:
+    """Catches a text that is half read."""
+    with pytest.raises(ConfigError, match=told):
+        parse_distribution(text)
+
+
+def test_lengths_of_a_file(tmp_path: Path) -> None:
+    """Catches one of the two forms not read, and a traceback for any other."""
+    for content in ("512\n700, 90000\n", json.dumps([512, 700, 90000])):
+        (tmp_path / "lengths").write_text(content)
+        found = parse_distribution(f"file:{tmp_path}/lengths")
+        assert found == Resampled(lengths=(512, 700, 90000))
+    for content in ("", "one two", "[[1]]", "[1.5x]"):
+        (tmp_path / "lengths").write_text(content)
+        with pytest.raises((DataError, ConfigError)):
+            parse_distribution(f"file:{tmp_path}/lengths")
+    with pytest.raises(DataError, match="No such file"):
+        parse_distribution(f"file:{tmp_path}/none")
+
+
+@given(st.integers(1, 5000), st.integers(1, 5), st.integers(0, 2**64 - 1))
+def test_batches(budget: int, count: int, seed: int) -> None:
+    """Catches a budget that is overrun, batches that repeat, a seed that is ignored."""
+    preset = LogNormal(median=300, sigma=1.5, max=4096)
+    batches = draw_batches(preset, budget, count, seed)
+    assert len(batches) == count
+    for batch in batches:
+        assert len(batch) == 1 or batch.total <= budget
+    ids = [i for batch in batches for i in batch.ids]
+    assert ids == list(range(len(ids)))
+    assert draw_batches(preset, budget, count, seed) == batches
+    assert draw_batches(preset, 10**5, 1, seed) != draw_batches(preset, 10**5, 1, seed ^ 1)
+
+
+def test_bad_batches() -> None:
+    """Catches a loop without an end."""
+    for budget, count, seed in ((0, 1, 0), (1, 0, 0), (1, 1, -1)):
+        with pytest.raises(ConfigError):
+            draw_batches(PRESETS["wikipedia"], budget, count, seed)

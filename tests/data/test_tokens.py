@@ -1,0 +1,146 @@
+"""Tokenizers by name."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.data import make_tokenizer
+from headrace.errors import DataError, MissingExtra
+
+PYTHON = Path(__file__).parents[2] / "examples" / "tokenizers" / "python-4096.json"
+
+
+@given(st.text(min_size=1))
+def test_bytes_read_back(text: str) -> None:
+    """Catches a lost byte, a sign, or a missing end."""
+    tokenizer = make_tokenizer("bytes")
+    (ids,) = tokenizer.encode_batch([text])
+    assert ids.dtype == np.int32
+    assert ids[-1] == tokenizer.end_id == 256
+    assert bytes(ids[:-1].astype(np.uint8)).decode() == text
+
+
+@given(st.text(alphabet="ACGTacgtN", max_size=40), st.integers(1, 4))
+def test_kmers_are_base_four_numbers(text: str, k: int) -> None:
+    """Catches a wrong stride, case, digit order or treatment of the rest and of other letters."""
+    tokenizer = make_tokenizer(f"kmer:{k}")
+    (ids,) = tokenizer.encode_batch([text])
+    expected = []
+    for start in range(0, len(text) - k + 1, k):
+        word = text[start : start + k].upper()
+        known = "N" not in word
+        expected.append(int("".join(str("ACGT".index(x)) for x in word), 4) if known else 4**k)
+    assert ids.tolist() == [*expected, 4**k + 1]
+    assert tokenizer.vocabulary == 4**k + 2
+
+
+def test_kmers_take_any_unicode() -> None:
+    """Catches letters outside ASCII shifting the k-mers behind them."""
+    (ids,) = make_tokenizer("kmer:2").encode_batch(["\u00c4CGT"])
+    assert ids.tolist() == [16, 11, 17]
+
+
+@pytest.mark.parametrize("spec", ["kmer:", "kmer:0", "kmer:9", "kmer:x", "ids:", "ids:10:10"])
+@pytest.mark.parametrize("more", ["", "-"])
+def test_malformed_specs(spec: str, more: str) -> None:
+    """Catches a spec that is half read."""
+    with pytest.raises(DataError, match="tokenizer"):
+        make_tokenizer(spec + more)
+
+
+def test_ready_ids() -> None:
+    """Catches ready tokens being asked to read text."""
+    tokenizer = make_tokenizer("ids:50257:50256")
+    assert (tokenizer.vocabulary, tokenizer.end_id) == (50257, 50256)
+    assert make_tokenizer("ids:10").end_id is None
+    with pytest.raises(DataError, match="documents of token ids"):
+        tokenizer.encode_batch(["text"])
+
+
+def test_missing_file_is_told() -> None:
+    """Catches a mistyped path being looked for on the hub."""
+    for spec in ("", "./no/tokenizer.json", "no.json"):
+        with pytest.raises(DataError, match="no such file"):
+            make_tokenizer(spec)
+
+
+def test_the_python_tokenizer() -> None:
+    """Catches a damaged or re-trained example file, text that does not read back, no end id."""
+    pytest.importorskip("tokenizers")
+    tokenizer = make_tokenizer(str(PYTHON))
+    text = "def f(x):\r\n\treturn 'gr\u00fc\u00df \U0001f600' + x  # <|end|> is text\n"
+    (ids,) = tokenizer.encode_batch([text])
+    assert tokenizer.vocabulary == 4096
+    assert tokenizer.end_id == 0
+    assert ids[-1] == 0
+    assert 0 not in ids[:-1]
+    assert tokenizer.library.decode(ids[:-1].tolist(), skip_special_tokens=False) == text
+    code = "import os\n\nfor name in os.listdir(path):\n    print(self.name, file=sys.stderr)\n"
+    assert len(tokenizer.encode_batch([code])[0]) < len(code) / 2.5
+
+
+def test_folder_with_config_and_truncation(tmp_path: Path) -> None:
+    """Catches truncation left on, and an end token that is not the one the config names."""
+    pytest.importorskip("tokenizers")
+    content = json.loads(PYTHON.read_text())
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 4,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    word = "for"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": word}}))
+    plain, folder = make_tokenizer(str(PYTHON)), make_tokenizer(str(tmp_path))
+    (ids,) = folder.encode_batch(["a = 1\n" * 20])
+    assert len(ids) > 20
+    assert ids[-1] == folder.end_id == folder.library.token_to_id(word)
+    assert folder.fingerprint != plain.fingerprint
+
+
+def test_damaged_file(tmp_path: Path) -> None:
+    """Catches the library's bare Exception reaching the user."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
+        make_tokenizer(str(tmp_path))
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an ImportError instead of a line that says what to install."""
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(MissingExtra, match=r"headrace\[train\]"):
+        make_tokenizer(str(PYTHON))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(DataError, match=r"headrace\[hf\]"):
+        make_tokenizer("some/model")
+
+
+def test_a_model_of_the_local_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a download, and a model's own end token being ignored."""
+    tokenizers = pytest.importorskip("tokenizers")
+
+    def from_pretrained(name: str, *, local_files_only: bool) -> SimpleNamespace:
+        assert local_files_only
+        if name != "some/model":
+            raise OSError("not there\nlong story")
+        library = tokenizers.Tokenizer.from_file(str(PYTHON))
+        return SimpleNamespace(backend_tokenizer=library, eos_token="for")
+
+    fake = ModuleType("transformers")
+    fake.AutoTokenizer = SimpleNamespace(from_pretrained=from_pretrained)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    tokenizer = make_tokenizer("some/model")
+    assert tokenizer.encode_batch(["x"])[0][-1] == tokenizer.end_id != 0
+    with pytest.raises(DataError, match="not there") as caught:
+        make_tokenizer("other/model")
+    assert "long story" not in str(caught.value)
