@@ -21,10 +21,8 @@ def export(run: Path, *, out: Path) -> int:
             f"checkpoints of {run}", got="none", wanted="a run that has saved one"
         )
     architecture = Architecture.from_json(checkpoint.load(path, [])["architecture"])
-    weights = {
-        weight.name: checkpoint.read_whole(path, weight.name)
-        for weight in weight_table(architecture)
-    }
+    names = {weight.name for weight in weight_table(architecture)}
+    weights = {name: w for name, w in checkpoint.read_all(path).items() if name in names}
     save_pretrained(out, weights, architecture)
     print(out)
     return 0

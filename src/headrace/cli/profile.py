@@ -54,7 +54,7 @@ def _print(costs: CostModel, measured: Profile) -> None:
     for i, name in enumerate(columns):
         table.add_column(name, justify="left" if i < 2 else "right")
     for fit in fit_parts(measured):
-        known = costs.options[fit.p] | {"ends": costs.ends[fit.p]}
+        known = {**costs.options[fit.p], "ends": costs.ends[fit.p]}
         option = known[fit.option]
         table.add_row(
             f"cp{fit.p}", f"{fit.option} {fit.part}",

@@ -106,10 +106,10 @@ def remember_costs(config: Config, costs: CostModel) -> None:
 
 def formula_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel:
     """Costs from formulas, for planning where nothing was measured."""
-    changes = {}
-    if config.devices.memory_bytes is not None:
-        changes["memory_bytes"] = config.devices.memory_bytes
-    return synthetic_costs(ranks, architecture=architecture, **changes)
+    memory = config.devices.memory_bytes
+    if memory is None:
+        return synthetic_costs(ranks, architecture=architecture)
+    return synthetic_costs(ranks, architecture=architecture, memory_bytes=memory)
 
 
 def _latest_name(architecture: Architecture, ranks: int) -> str:

@@ -32,7 +32,8 @@ class Groups:
         alike. Groups of one rank need no communicator and are skipped."""
         for ranks in sorted({r for r in wanted if len(r) > 1} - self._made.keys()):
             made = dist.new_group(list(ranks))
-            self._made[ranks] = made if self.rank in ranks else None
+            member = self.rank in ranks and isinstance(made, dist.ProcessGroup)
+            self._made[ranks] = made if member else None
 
     def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of ``ranks``, None for a single rank. Raises PlanMismatch when it was never

@@ -79,11 +79,15 @@ def _attention(
     sizes = list(lengths)
     outs = [
         F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (dq, dk, dv)), is_causal=a.causal
+            _heads_first(dq), _heads_first(dk), _heads_first(dv), is_causal=a.causal
         )[0].transpose(0, 1)
         for dq, dk, dv in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
     ]
     return torch.cat(outs).reshape(qkv.shape[0], a.hidden)
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1)[None]
 
 
 def _rotate(x: torch.Tensor, positions: torch.Tensor, a: Architecture) -> torch.Tensor:

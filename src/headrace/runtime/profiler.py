@@ -58,7 +58,10 @@ class ProfileOptions:
 
 
 class Profiler:
-    """Measures a storage's model on the ranks of ``groups``; every rank gets the same profile."""
+    """Measures a storage's model on the ranks of ``groups``; every rank gets the same profile.
+
+    Weights are left as they were, the optimizer's state is reset: profile before restoring it.
+    """
 
     def __init__(
         self,

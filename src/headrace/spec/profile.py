@@ -82,10 +82,7 @@ class Profile:
                 fingerprint=value["fingerprint"],
                 architecture=Architecture.from_json(value["architecture"]),
                 cluster=Cluster.from_json(value["cluster"]),
-                points=tuple(
-                    ProfilePoint(**{**point, "lengths": tuple(point["lengths"])})
-                    for point in value["points"]
-                ),
+                points=tuple(_point(point) for point in value["points"]),
                 exchange_s=dict(value["exchange_s"]),
                 state_bytes=value["state_bytes"],
                 working_bytes={int(p): dict(held) for p, held in value["working_bytes"].items()},
@@ -94,3 +91,8 @@ class Profile:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SpecError("profile", got=f"{type(error).__name__}: {error}", hint="profile again")
+
+
+def _point(value: Mapping[str, Any]) -> ProfilePoint:
+    fields: dict[str, Any] = {**value, "lengths": tuple(value["lengths"])}
+    return ProfilePoint(**fields)
