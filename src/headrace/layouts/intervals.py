@@ -47,7 +47,8 @@ def split_rows(rows: int, parts: int, unit: int = 1) -> tuple[Rows, ...]:
     """
     if rows % unit:
         raise SpecError("rows", got=rows, wanted=f"a multiple of the unit {unit}")
-    intervals, start = [], 0
+    intervals: list[Rows] = []
+    start = 0
     for size in split_sizes(rows // unit, parts):
         intervals.append(Rows(start, start + size * unit))
         start += size * unit

@@ -51,7 +51,9 @@ def split_heads(heads: int, kv_heads: int, ranks: int) -> HeadSplit:
     """Heads over ``ranks``: whole KV groups when there are enough, single query heads else."""
     m = heads // kv_heads
     unit = m if ranks <= kv_heads else 1
-    columns, queries, expand = [], [], []
+    columns: list[tuple[int, ...]] = []
+    queries: list[tuple[int, ...]] = []
+    expand: list[tuple[int, ...] | None] = []
     for part in split_rows(heads, ranks, unit):
         mine = tuple(range(part.start, part.stop))
         groups = sorted({head // m for head in mine})

@@ -59,7 +59,11 @@ class Transformer:
         }
         inner = replace(context, recompute=option.recompute, layer=index)
         if option.recompute == "full":
-            return region(lambda x: self._layer(x, option, state, inner), x)
+
+            def whole(x: torch.Tensor) -> torch.Tensor:
+                return self._layer(x, option, state, inner)
+
+            return region(whole, x)
         return self._layer(x, option, state, inner)
 
     def _layer(

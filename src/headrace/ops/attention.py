@@ -188,7 +188,8 @@ def _backend(q: torch.Tensor) -> Backend:
 
 
 def _documents(lengths: Sequence[int]) -> list[slice]:
-    parts, start = [], 0
+    parts: list[slice] = []
+    start = 0
     for length in lengths:
         parts.append(slice(start, start + length))
         start += length

@@ -131,8 +131,8 @@ class Profiler:
         yield (longest,), rung < 5
 
     def _ladder(self, p: int, level: Recompute) -> list[ProfilePoint]:
-        option, points, last_s, last_tokens = self._option(p, level), [], 0.0, 1
-        counted = 0
+        option, points = self._option(p, level), list[ProfilePoint]()
+        counted, last_s, last_tokens = 0, 0.0, 1
         for lengths, count in self._packs(p):
             growth = sum(lengths) / last_tokens
             slow = last_s * growth * max(1.0, growth) > self._options.rung_s
