@@ -1,1 +1,23 @@
-"""TODO."""
+"""What work costs: seconds and bytes as values that planners and simulators ask."""
+
+from headrace.costs.cost_model import CostModel
+from headrace.costs.fingerprint import fingerprint_difference, fingerprint_of
+from headrace.costs.option import Exchange, OptionCost
+from headrace.costs.quadratic import FitError, Linear, Quadratic, fit_linear, fit_quadratic
+from headrace.costs.synthetic import Speeds, group_sizes_of, synthetic_costs
+
+__all__ = [
+    "CostModel",
+    "Exchange",
+    "FitError",
+    "Linear",
+    "OptionCost",
+    "Quadratic",
+    "Speeds",
+    "fingerprint_difference",
+    "fingerprint_of",
+    "fit_linear",
+    "fit_quadratic",
+    "group_sizes_of",
+    "synthetic_costs",
+]

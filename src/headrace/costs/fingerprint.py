@@ -1,0 +1,36 @@
+"""Fingerprints: everything that changes what a profile would measure, as text that can be compared.
+
+Text form: ``key=value`` joined by ``"; "``, keys sorted. Kept readable rather than hashed, so that
+a mismatch can be named.
+"""
+
+from __future__ import annotations
+
+from headrace.errors import CostError
+
+__all__ = ["fingerprint_difference", "fingerprint_of"]
+
+
+def fingerprint_of(**facts: object) -> str:
+    """``device=cpu; torch=2.13; ...``. Raises CostError when a value contains a separator."""
+    for key, value in facts.items():
+        if ";" in str(value) or "\n" in str(value):
+            raise CostError(f"fingerprint, {key}", got=repr(value), wanted="no ';' or line break")
+    return "; ".join(f"{key}={facts[key]}" for key in sorted(facts))
+
+
+def _facts(fingerprint: str) -> dict[str, str]:
+    parts = (part.strip().partition("=") for part in fingerprint.split(";") if part.strip())
+    return {key: value for key, _, value in parts}
+
+
+def fingerprint_difference(stored: str, wanted: str) -> str:
+    """What differs, e.g. ``torch is 2.12 instead of 2.13``; empty when nothing does."""
+    here, there = _facts(stored), _facts(wanted)
+    texts = []
+    for key in sorted(here.keys() | there.keys()):
+        if here.get(key) != there.get(key):
+            texts.append(
+                f"{key} is {here.get(key, 'absent')} instead of {there.get(key, 'absent')}"
+            )
+    return ", ".join(texts)

@@ -1,0 +1,199 @@
+"""Seconds as a quadratic and bytes as a line, and how both are fitted to measurements.
+
+Hydraulis (appendix C) models one stage on one scheme by ``a l^2 + b l + c``: attention grows with
+the square of a sequence, everything else with its tokens, and launching costs a constant. Packed
+sequences do not see each other, so the squares are summed per sequence, and the constant is paid
+once per micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import isfinite
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import CostError
+from headrace.units import percent_text
+
+__all__ = ["FitError", "Linear", "Quadratic", "fit_linear", "fit_quadratic"]
+
+Floats = NDArray[np.float64]
+Pack = int | Sequence[int]
+
+
+def _check_coefficients(what: str, values: dict[str, float]) -> None:
+    for name, value in values.items():
+        if not isfinite(value) or value < 0:
+            raise CostError(f"{what}.{name}", got=value, wanted="a finite number >= 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quadratic:
+    """Seconds of one micro-batch: T(lengths) = sum(a l^2 + b l) + c.
+
+    ``a`` seconds per squared token, ``b`` seconds per token, ``c`` seconds per micro-batch.
+    Raises CostError for a negative or non-finite coefficient.
+    """
+
+    a: float = 0.0
+    b: float = 0.0
+    c: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_coefficients("quadratic", {"a": self.a, "b": self.b, "c": self.c})
+
+    def __call__(self, lengths: Iterable[int]) -> float:
+        """Seconds of a micro-batch that packs sequences of ``lengths`` tokens."""
+        tokens = tuple(lengths)
+        return self.of_sums(sum(length * length for length in tokens), sum(tokens))
+
+    def of_sums(self, squares: float, tokens: float) -> float:
+        """The same from sum(l^2) and sum(l)."""
+        return self.a * squares + self.b * tokens + self.c
+
+    def __add__(self, other: Quadratic) -> Quadratic:
+        return Quadratic(a=self.a + other.a, b=self.b + other.b, c=self.c + other.c)
+
+    def __mul__(self, factor: float) -> Quadratic:
+        return Quadratic(a=self.a * factor, b=self.b * factor, c=self.c * factor)
+
+    def to_json(self) -> list[float]:
+        """``[a, b, c]``."""
+        return [self.a, self.b, self.c]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """Bytes of one rank for a micro-batch of some tokens: slope * tokens + constant.
+
+    Raises CostError for a negative or non-finite coefficient.
+    """
+
+    slope: float = 0.0
+    constant: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_coefficients("line", {"slope": self.slope, "constant": self.constant})
+
+    def __call__(self, tokens: float) -> float:
+        """Bytes of a rank for a pack of ``tokens`` tokens."""
+        return self.slope * tokens + self.constant
+
+    def to_json(self) -> list[float]:
+        """``[slope, constant]``."""
+        return [self.slope, self.constant]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitError:
+    """Relative errors |fitted / measured - 1| of a fit over its own points."""
+
+    median: float
+    worst: float
+    points: int
+
+    def __str__(self) -> str:
+        return (
+            f"median {percent_text(self.median)}, worst {percent_text(self.worst)}"
+            f" of {self.points} points"
+        )
+
+
+def fit_quadratic(lengths: Sequence[Pack], seconds: Sequence[float]) -> tuple[Quadratic, FitError]:
+    """The non-negative quadratic with the least sum of squared *relative* errors.
+
+    ``lengths[i]`` is one measured micro-batch: the tokens of its only sequence, or those of all
+    its sequences; ``seconds[i]`` is what it took. A plain fit would let the longest pack decide
+    alone. Raises CostError for points that are not finite and positive, and for points that do
+    not determine three coefficients, naming lengths to add.
+    """
+    packs = [(pack,) if isinstance(pack, int) else tuple(pack) for pack in lengths]
+    _check_points("fit of seconds", packs, seconds, zero_allowed=False)
+    features = np.array(
+        [[sum(n * n for n in pack), sum(pack), 1.0] for pack in packs], dtype=np.float64
+    ).reshape(-1, 3)
+    if _rank(features) < 3:
+        longest = max((n for pack in packs for n in pack), default=256)
+        raise CostError(
+            "fit of seconds", got=f"{len({tuple(row) for row in features})} different packs",
+            wanted="packs that tell squares, tokens and the constant apart",
+            hint=f"measure sequences of {2 * longest:,} and {4 * longest:,} tokens too",
+        )  # fmt: skip
+    measured = np.asarray(seconds, dtype=np.float64)
+    found = _non_negative(features, measured, weights=1 / measured)
+    quadratic = Quadratic(a=float(found[0]), b=float(found[1]), c=float(found[2]))
+    return quadratic, _error(features @ found, measured)
+
+
+def fit_linear(tokens: Sequence[int], byte_counts: Sequence[float]) -> tuple[Linear, FitError]:
+    """The non-negative line with the least sum of squared relative errors.
+
+    ``tokens[i]`` of a pack needed ``byte_counts[i]`` bytes; counts below a thousandth of the
+    largest weigh like that thousandth, so that zeros are allowed. Raises CostError for points
+    that are not finite or are negative, and for fewer than two different token counts.
+    """
+    packs = [(count,) for count in tokens]
+    _check_points("fit of bytes", packs, byte_counts, zero_allowed=True)
+    features = np.array([[count, 1.0] for count in tokens], dtype=np.float64).reshape(-1, 2)
+    if _rank(features) < 2:
+        raise CostError(
+            "fit of bytes", got=f"{len(set(tokens))} different packs", wanted="at least two",
+            hint=f"measure a pack of {2 * max(tokens, default=256):,} tokens too",
+        )  # fmt: skip
+    measured = np.asarray(byte_counts, dtype=np.float64)
+    floor = max(float(measured.max()) / 1000, 1.0)
+    found = _non_negative(features, measured, weights=1 / np.maximum(measured, floor))
+    line = Linear(slope=float(found[0]), constant=float(found[1]))
+    return line, _error(features @ found, np.maximum(measured, floor), measured)
+
+
+def _check_points(
+    what: str, packs: Sequence[Sequence[int]], values: Sequence[float], *, zero_allowed: bool
+) -> None:
+    if len(packs) != len(values):
+        raise CostError(what, got=f"{len(packs)} packs and {len(values)} values", wanted="a pair")
+    for pack, value in zip(packs, values, strict=True):
+        if not pack or min(pack) < 1:
+            raise CostError(f"{what}, pack", got=list(pack), wanted="lengths >= 1")
+        if not isfinite(value) or value < 0 or (value == 0 and not zero_allowed):
+            wanted = "a finite number >= 0" if zero_allowed else "a finite number > 0"
+            raise CostError(f"{what}, pack of {sum(pack)} tokens", got=value, wanted=wanted)
+
+
+def _rank(features: Floats) -> int:
+    if not len(features):
+        return 0
+    return int(np.linalg.matrix_rank(features / features.max(axis=0), tol=1e-9))
+
+
+def _non_negative(features: Floats, measured: Floats, *, weights: Floats) -> Floats:
+    """Least squares with coefficients >= 0: the best of the fits over every subset of columns.
+
+    The optimum is the free fit on the columns where it is positive, and with at most three
+    columns there are at most seven subsets, so all are tried.
+    """
+    unit = features.max(axis=0)
+    scaled = features / unit * weights[:, None]
+    target = measured * weights
+    columns = features.shape[1]
+    best, best_residual = np.zeros(columns), float(target @ target)
+    for count in range(columns, 0, -1):
+        for subset in combinations(range(columns), count):
+            free = np.linalg.lstsq(scaled[:, subset], target, rcond=None)[0]
+            if (free < 0).any():
+                continue
+            rest = scaled[:, subset] @ free - target
+            residual = float(rest @ rest)
+            if residual < best_residual * (1 - 1e-12):
+                best, best_residual = np.zeros(columns), residual
+                best[list(subset)] = free
+    return best / unit
+
+
+def _error(fitted: Floats, divisor: Floats, measured: Floats | None = None) -> FitError:
+    errors = np.abs(fitted - (divisor if measured is None else measured)) / divisor
+    return FitError(median=float(np.median(errors)), worst=float(errors.max()), points=len(errors))

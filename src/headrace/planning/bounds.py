@@ -1,0 +1,78 @@
+"""A lower bound of every plan's step: what no dispatch, packing or order can beat.
+
+Claim. Let a plan of the free semantics take tau seconds between pull and push. For every sequence
+i and group size p let ``alone``, ``work`` and ``spread`` be as in :mod:`headrace.planning.sizing`.
+
+1. Some size takes each sequence within the time: min_p alone[p, i] <= tau, since the micro-batch
+   that holds i costs at least what i alone would cost with the same layers, which hold i.
+2. So i runs on a size p with alone[p, i] <= tau. Ranks are busy p seconds for each second of a
+   micro-batch on p of them. Summed over the sequences, and with the constants of a micro-batch
+   dealt out to its tokens (at most cap of them), busy time is at least
+
+       W1(tau) = sum_i min { p spread[p, i] : alone[p, i] <= tau },
+
+   and no rank is busy longer than tau, so W1(tau) <= N tau.
+3. Without the constants busy time is at least W0(tau), the same sum over ``work``. Each of the
+   k <= N ranks that work takes part in some micro-batch and pays its constant, at least c. The
+   busiest of them has W0(tau) / k + c or more, so W0(tau) / N + c <= tau.
+
+Hence f(tau) = max(W1(tau) / N, W0(tau) / N + c) <= tau. f falls while tau rises, as more sizes
+are allowed, so every plan takes at least the least tau with f(tau) <= tau that also satisfies 1;
+that tau is the bound. At the pull, the push and the update all ranks meet, so their seconds add.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.planning.sizing import SizeTable
+
+__all__ = ["Bound", "lower_bound"]
+
+# The bound is a sum in another order than the prediction: this much relative error is rounding.
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """Seconds between pull and push that no plan can beat, and why: ``longest_s`` is the longest
+    sequence's quickest run, ``work_s`` all sequences' share of the ranks."""
+
+    seconds: float
+    longest_s: float
+    work_s: float
+
+
+def lower_bound(table: SizeTable, devices: int) -> Bound:
+    """The bound of a batch from its table, in seconds without the costs' scale. ``table`` must
+    have a finite entry for every sequence."""
+    longest_s = float(table.alone.min(axis=0).max())
+    ranks = np.array(table.sizes, dtype=np.float64)[:, None]
+    work, spread = ranks * table.work, ranks * table.spread
+    opening = float(table.opening.min())
+
+    def share_s(limit_s: float) -> float:
+        """f(limit_s)."""
+        closed = table.alone > limit_s
+        busy = np.where(closed, np.inf, spread).min(axis=0).sum()
+        bare = np.where(closed, np.inf, work).min(axis=0).sum()
+        return float(max(busy / devices, bare / devices + opening))
+
+    steps = np.unique(table.alone[(table.alone > longest_s) & np.isfinite(table.alone)])
+    limits = [longest_s, *steps.tolist()]
+    # The first limit (f changes at limits only) at which f is not above it.
+    low, high = 0, len(limits)
+    while low < high:
+        middle = (low + high) // 2
+        if share_s(limits[middle]) <= limits[middle]:
+            high = middle
+        else:
+            low = middle + 1
+    if low == 0:
+        seconds = longest_s
+    else:
+        seconds = share_s(limits[low - 1])
+        seconds = min(seconds, limits[low]) if low < len(limits) else seconds
+    return Bound(seconds=seconds * (1 - _ROUNDING), longest_s=longest_s, work_s=share_s(seconds))

@@ -1,0 +1,67 @@
+"""A timeline as text: one line per rank."""
+
+from __future__ import annotations
+
+import re
+from string import ascii_lowercase
+
+from headrace.errors import SpecError
+from headrace.spec.measurement import Row, Timeline
+from headrace.units import percent_text, seconds_text
+
+__all__ = ["draw"]
+
+_MARKS = {"pull": "<", "push": ">", "update": "="}
+_MICRO_BATCH = re.compile(r"^\d+[FB](\d+)")
+
+
+def draw(timeline: Timeline, width: int = 80) -> str:
+    """A Gantt chart of ``width`` columns per rank.
+
+    Micro-batches are letters in turn (small in forward, capital in backward), ``<`` pulls, ``>``
+    pushes (and waiting for the last rank), ``=`` the update, ``.`` is idle. A column shows what
+    took most of its time. Raises SpecError for fewer than ten columns.
+    """
+    if width < 10:
+        raise SpecError("columns of a chart", got=width, wanted=">= 10")
+    ranks = len(str(timeline.devices - 1))
+    columns = max(1, width - ranks - 2)
+    total_s = timeline.seconds
+    lines = [
+        f"{rank:>{ranks}} |" + _line([r for r in timeline.rows if r.rank == rank], columns, total_s)
+        for rank in range(timeline.devices)
+    ]
+    lines.append(f"{seconds_text(total_s)}, idle {percent_text(timeline.idle)}")
+    return "\n".join(lines)
+
+
+def _line(rows: list[Row], columns: int, total_s: float) -> str:
+    """One rank: for every column the mark that covers most of it."""
+    covered: list[dict[str, float]] = [{} for _ in range(columns)]
+    column_s = total_s / columns
+    for row in rows:
+        if row.seconds <= 0 or column_s <= 0:
+            continue
+        first = min(columns - 1, int(row.start_s / column_s))
+        last = min(columns - 1, int(row.end_s / column_s))
+        for column in range(first, last + 1):
+            begins, ends = column * column_s, (column + 1) * column_s
+            shared = min(row.end_s, ends) - max(row.start_s, begins)
+            if shared > 0:
+                marks = covered[column]
+                marks[_mark(row)] = marks.get(_mark(row), 0.0) + shared
+    return "".join(_most(marks, column_s) for marks in covered)
+
+
+def _most(marks: dict[str, float], column_s: float) -> str:
+    if not marks or sum(marks.values()) < column_s / 2:
+        return "."
+    return max(marks, key=lambda mark: marks[mark])
+
+
+def _mark(row: Row) -> str:
+    found = _MICRO_BATCH.match(row.action)
+    if not found:
+        return _MARKS.get(row.kind, "?")
+    letter = ascii_lowercase[int(found[1]) % 26]
+    return letter if row.kind == "forward" else letter.upper()

@@ -1,0 +1,82 @@
+"""The lower bound."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.costs import CostModel, synthetic_costs
+from headrace.errors import InfeasiblePlan
+from headrace.planning import Problem
+from headrace.planning.bounds import lower_bound
+from headrace.planning.feasible import widest_table
+from headrace.planning.sizing import Batch, SizeTable
+from headrace.spec import Lengths
+from headrace.units import GIB
+from planning.brute_force import optimum_s
+from planning.worlds import batches, worlds
+
+
+def bound_s(costs: CostModel, lengths: list[int]) -> float:
+    problem = Problem(costs=costs, devices=costs.cluster.devices)
+    table = widest_table(problem, Batch.of(Lengths.of(lengths)))
+    return lower_bound(table, costs.cluster.devices).seconds + costs.exchange_s.total_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    devices=st.integers(1, 3),
+    memory_gib=st.sampled_from([0.8, 1.2, 3, 40]),
+    lengths=st.lists(st.integers(1, 60_000), min_size=1, max_size=3),
+)
+def test_nothing_beats_the_bound(devices: int, memory_gib: float, lengths: list[int]) -> None:
+    """Catches a bound that is no bound: every plan of tiny batches is tried."""
+    costs = synthetic_costs(devices, layers=1, memory_bytes=int(memory_gib * GIB))
+    best_s = optimum_s(costs, lengths)
+    if best_s is not None:
+        assert bound_s(costs, lengths) <= best_s
+
+
+def test_one_rank_and_one_micro_batch_is_exact() -> None:
+    """Catches a bound that forgets the constants."""
+    costs = synthetic_costs(1)
+    assert bound_s(costs, [5000, 300, 7]) == pytest.approx(optimum_s(costs, [5000, 300, 7]))
+
+
+def test_the_longest_sequence_binds() -> None:
+    """Catches a bound by work alone."""
+    costs = synthetic_costs(4)
+    assert bound_s(costs, [100_000]) == pytest.approx(optimum_s(costs, [100_000]))
+
+
+def test_a_size_that_is_too_slow_for_the_bound_does_not_count() -> None:
+    """Catches pricing a long sequence at one rank's device-seconds, although one rank alone takes
+    longer than the whole step."""
+    one, other = np.array([[10.0], [6.0]]), np.array([[10.0], [6.0]])
+    table = SizeTable(
+        sizes=(1, 2), alone=one, work=other, spread=other, opening=np.array([0.0, 0.0])
+    )
+    found = lower_bound(table, 4)
+    assert found.longest_s == 6
+    assert found.seconds == pytest.approx(6)
+    many = SizeTable(
+        sizes=(1, 2), alone=np.repeat(one, 4, axis=1), work=np.repeat(one, 4, axis=1),
+        spread=np.repeat(one, 4, axis=1), opening=np.array([0.0, 0.0]),
+    )  # fmt: skip
+    # Four sequences on two ranks each: 48 device-seconds on 4 ranks; on one rank each: 10 s.
+    assert lower_bound(many, 4).seconds == pytest.approx(10)
+    assert lower_bound(many, 5).seconds == pytest.approx(9.6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(costs=worlds(), lengths=batches(most=12))
+def test_more_work_never_lowers_the_bound(costs: CostModel, lengths: Lengths) -> None:
+    """Catches a search for the bound that is not monotone."""
+    tokens = list(lengths.tokens)
+    try:
+        less, more = bound_s(costs, tokens), bound_s(costs, [*tokens, min(tokens)])
+    except InfeasiblePlan:
+        return
+    assert less <= more * (1 + 1e-9)

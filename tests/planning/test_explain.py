@@ -1,0 +1,66 @@
+"""Reasons."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.costs import Exchange, synthetic_costs
+from headrace.planning import Problem, plan, static_plan
+from headrace.spec import Lengths
+from headrace.units import GIB, seconds_text
+from planning.worlds import log_normal
+
+
+def test_the_longest_sequence_binds() -> None:
+    """Catches blaming the work when one sequence is the whole step."""
+    problem = Problem(costs=synthetic_costs(4), devices=4)
+    why = plan(problem, Lengths.of([150_000, 10])).why
+    assert why[0].startswith("bound by the longest sequence: 150,000 tokens take")
+    assert "on cp4" in why[0]
+
+
+def test_the_work_binds() -> None:
+    """Catches blaming the longest sequence when all ranks are full."""
+    problem = Problem(costs=synthetic_costs(2), devices=2)
+    made = plan(problem, log_normal(80, 1, longest=4000))
+    assert made.why[0].startswith("bound by the total work: ")
+    assert made.why[-1] == "nothing is recomputed: everything fits"
+
+
+def test_memory_binds() -> None:
+    """Catches hiding that plans recompute."""
+    problem = Problem(costs=synthetic_costs(2, memory_bytes=2 * GIB), devices=2)
+    made = plan(problem, Lengths.of([6000] * 8))
+    levels = {o.recompute for m in made.micro_batches for o in m.layers.options}
+    assert levels != {"none"}
+    assert made.why[0].startswith("bound by memory: 2 GiB of a rank")
+    assert made.why[-1].startswith("recomputes to fit memory: ")
+
+
+def test_the_exchange_binds() -> None:
+    """Catches blaming the batch for a step that is all pull and push."""
+    costs = synthetic_costs(2).replace(exchange_s=Exchange(pull_s=10.0))
+    why = plan(Problem(costs=costs, devices=2), Lengths.of([64])).why
+    assert why[0] == "bound by pull, push and update: 10 s of every step"
+
+
+def test_the_best_static_plan_is_named_with_what_it_costs() -> None:
+    """Catches a ratio of something else than whole steps."""
+    costs = synthetic_costs(8).replace(scale=3.0)
+    problem, lengths = Problem(costs=costs, devices=8), Lengths.of([60_000] + [3000] * 40)
+    made = plan(problem, lengths)
+    steps = {p: static_plan(problem, lengths, p).predicted_s for p in problem.group_sizes}
+    p = min(steps, key=lambda size: steps[size])
+    ratio = steps[p] / made.predicted_s
+    assert made.why[1] == (
+        f"best static: cp{p} everywhere, {seconds_text(steps[p])} ({ratio:.3g}x)"
+    )
+    assert made.why[2].startswith("runner-up: ")
+    assert made.explain().count("\n") == len(made.why) - 1
+
+
+def test_one_rank_has_no_runner_up() -> None:
+    """Catches a runner-up that is the plan itself."""
+    made = plan(Problem(costs=synthetic_costs(1), devices=1), Lengths.of([100, 200]))
+    assert not any("runner-up" in reason for reason in made.why)
+    assert made.gap == pytest.approx(0, abs=1e-9)
