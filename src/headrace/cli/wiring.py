@@ -130,6 +130,7 @@ def make_problem(costs: CostModel, options: PlannerConfig) -> Problem:
         devices=costs.cluster.devices,
         sizes=options.group_sizes or None,
         recompute=options.recompute,
+        holding=("whole", "sharded") if options.working == "auto" else (options.working,),
     )
 
 
