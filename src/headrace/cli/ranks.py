@@ -19,7 +19,7 @@ from headrace.costs import CostModel, fingerprint_of, group_sizes_of
 from headrace.costs.from_profile import costs_from_profile
 from headrace.errors import ConfigError, SpecError
 from headrace.methods.registry import METHODS
-from headrace.runtime.machine import available_bytes, machine_facts, resident_bytes
+from headrace.runtime.machine import available_bytes, machine_facts
 from headrace.runtime.profiler import ProfileOptions, Profiler
 from headrace.runtime.storage import AdamW, Storage
 from headrace.spec.cluster import Cluster
@@ -28,10 +28,12 @@ from headrace.units import bytes_text, seconds_text
 
 __all__ = ["Rank", "launch", "measured_costs", "open_rank"]
 
+_CPU_MARGIN, _DEVICE_MARGIN = 0.3, 0.1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """One rank, ready to work. ``base_bytes`` is what its process held before any tensor."""
+    """One rank, ready to work."""
 
     world: World
     config: Config
@@ -41,7 +43,6 @@ class Rank:
     cluster: Cluster
     dtype: torch.dtype
     machine: dict[str, Any]
-    base_bytes: int
 
     @property
     def first(self) -> bool:
@@ -96,7 +97,6 @@ def open_rank(world: World, config: Config) -> Rank:
     )
     agreed = int(min(row[0] for row in gather_floats([float(limit)], groups.world)))
     kind = "cpu" if world.device == "cpu" else torch.cuda.get_device_name()
-    base = resident_bytes(world.device)
     o = config.optimizer
     storage = Storage(
         data.architecture, groups, seed=config.run.seed, dtype=dtype, device=world.device,
@@ -107,7 +107,7 @@ def open_rank(world: World, config: Config) -> Rank:
     return Rank(
         world=world, config=config, groups=groups, data=data, storage=storage, dtype=dtype,
         cluster=Cluster(devices=world.ranks, memory_bytes=agreed, device=kind),
-        machine=machine_facts(world.device), base_bytes=base,
+        machine=machine_facts(world.device),
     )  # fmt: skip
 
 
@@ -126,7 +126,10 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
         rank.say(f"measured {len(profile.points)} points in {seconds_text(profile.measured_in_s)}")
     text = json.dumps(profile.to_json())
     agree("profile", text, rank.groups.world)
-    costs = costs_from_profile(profile).replace(cluster=rank.cluster)
+    margin = rank.config.planner.memory_margin
+    if margin is None:
+        margin = _CPU_MARGIN if rank.world.device == "cpu" else _DEVICE_MARGIN
+    costs = costs_from_profile(profile).replace(cluster=rank.cluster, memory_margin=margin)
     if rank.first:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

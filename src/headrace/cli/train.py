@@ -127,7 +127,7 @@ class _Run:
         trainer = Trainer(
             executor=executor, groups=rank.groups, planner=self.desk,
             schedule=Schedule(lr=o.lr, steps=steps, warmup_steps=o.warmup_steps, floor=o.floor),
-            device=rank.world.device, base_bytes=rank.base_bytes,
+            device=rank.world.device,
             peak_flops_per_s=matmul_flops_per_s(rank.world.device, rank.dtype),
             finished=self._finished,
         )  # fmt: skip

@@ -267,6 +267,10 @@ class PlannerConfig(_Section):
     working: Literal["auto", "whole", "sharded"] = "auto"
     """How groups hold weights: each rank all of them, its shard, or whatever fits."""
 
+    memory_margin: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Part of a rank's memory that plans leave free; left out, 0.3 on a CPU, whose allocator holds
+    up to that much more than what is alive, and 0.1 on a device."""
+
     @model_validator(mode="after")
     def _static(self) -> PlannerConfig:
         if (self.name == "static") != (self.static_size is not None):

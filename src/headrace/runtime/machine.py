@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import platform
 import resource
@@ -18,7 +20,6 @@ __all__ = [
     "matmul_flops_per_s",
     "peak_bytes",
     "reset_peak_bytes",
-    "resident_bytes",
 ]
 
 
@@ -58,20 +59,22 @@ def matmul_flops_per_s(device: str, dtype: torch.dtype, size: int = 768) -> floa
     return 2.0 * size**3 / best
 
 
-def resident_bytes(device: str) -> int:
-    """Bytes this process holds now: on a CPU what it had before its tensors, on a device none."""
-    return 0 if device != "cpu" else int(psutil.Process().memory_info().rss)
+def reset_peak_bytes(device: str) -> int:
+    """Start a new peak where the system can; returns the bytes held now.
 
-
-def reset_peak_bytes(device: str) -> None:
-    """Start a new peak where the system can."""
+    On a CPU freed memory is first given back to the system: what the allocator kept would hide
+    that much of the next peak.
+    """
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
-        return
-    try:
+        return int(torch.cuda.memory_allocated())
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    # Where it is refused, peaks count from the start of the process.
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return  # peaks then count from the start of the process
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_bytes(device: str) -> int:

@@ -187,6 +187,22 @@ class Storage:
         """Bytes of masters, gradient sums and optimizer state on this rank."""
         return 4 * sum(m.numel() * m.element_size() for m in self.masters.values())
 
+    def bytes_now(self) -> int:
+        """Bytes of all tensors that are allocated now, working weights included."""
+        seen: dict[int, int] = {}
+        for tensor in self._tensors():
+            seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return sum(seen.values())
+
+    def _tensors(self) -> Iterable[torch.Tensor]:
+        yield from self.masters.values()
+        yield from self.sums.values()
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        for working in self._working.values():
+            yield from working.values.values()
+            yield from working.partials.values()
+
     def optimizer_rows(self) -> Iterable[tuple[str, torch.Tensor]]:
         """(name, tensor) of the optimizer's state that follows the rows of a weight."""
         for weight in self.table:

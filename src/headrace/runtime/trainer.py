@@ -85,7 +85,6 @@ class Trainer:
     """Trains until ``steps`` are done.
 
     ``finished`` is called on every rank after each step (progress, journal, checkpoints).
-    ``base_bytes`` of the process before its tensors are left out of measured peaks.
     ``peak_flops_per_s`` of one device gives the utilisation; None leaves it out.
     """
 
@@ -94,7 +93,6 @@ class Trainer:
     planner: Planner
     schedule: Schedule
     device: str = "cpu"
-    base_bytes: int = 0
     peak_flops_per_s: float | None = None
     finished: Callable[[Step, TrainingBatch], None] = lambda step, batch: None
 
@@ -111,7 +109,8 @@ class Trainer:
             self.finished(self._step(number, batch, planned, waited_s), batch)
 
     def _step(self, number: int, batch: TrainingBatch, planned: Planned, waited_s: float) -> Step:
-        reset_peak_bytes(self.device)
+        held = self.executor.storage.bytes_now()
+        other = reset_peak_bytes(self.device) - held
         start = time.perf_counter()
         result = self.executor.run(
             planned.plan, batch.tokens, step=number, lr=self.schedule.rate(number)
@@ -124,7 +123,7 @@ class Trainer:
                 wanted="finite numbers",
                 hint="lower optimizer.lr and continue from the last checkpoint with --resume",
             )
-        everyone = self._everyone(result, step_s, waited_s)
+        everyone = self._everyone(result, step_s, waited_s, other)
         measured = Timeline(
             source="measured", devices=self.groups.ranks,
             rows=tuple(Row(**row) for rank in everyone for row in rank["rows"]),
@@ -137,11 +136,13 @@ class Trainer:
             predicted=planned.predicted, facts=planned.facts,
         )  # fmt: skip
 
-    def _everyone(self, result: StepResult, step_s: float, waited_s: float) -> list[dict[str, Any]]:
+    def _everyone(
+        self, result: StepResult, step_s: float, waited_s: float, other_bytes: int
+    ) -> list[dict[str, Any]]:
         rows = [{k: getattr(row, k) for k in Row.__dataclass_fields__} for row in result.rows]
         mine = {
             "rows": rows, "step_s": step_s, "waited_s": waited_s,
-            "peak_bytes": max(0, peak_bytes(self.device) - self.base_bytes),
+            "peak_bytes": max(0, peak_bytes(self.device) - other_bytes),
         }  # fmt: skip
         payloads = gather_bytes(json.dumps(mine).encode(), self.groups.world)
         return [json.loads(payload) for payload in payloads]
