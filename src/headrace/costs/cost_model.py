@@ -40,7 +40,7 @@ class CostModel:
     embedding, head and loss together. ``state_bytes`` is what a rank always holds (stored weights,
     optimizer, gradients); ``working_bytes[p]["whole" | "sharded"]`` what it holds in addition to
     work in groups of p. ``gather_s[p]`` is what ``sharded`` adds to one layer's (forward, backward)
-    seconds, nothing where absent.
+    seconds without recompute, nothing where absent.
 
     ``scale`` multiplies all seconds: a correction learnt while training, which cannot change which
     plan is best. ``memory_margin`` is the fraction of the memory kept free.
@@ -102,12 +102,19 @@ class CostModel:
             known = ", ".join(self.options.get(p, ())) or f"sizes {self.group_sizes}"
             raise CostError(f"costs of {option} on cp{p}", got="none", hint=f"known are {known}")
 
+    def gather_seconds(self, p: int, option: LayerOption, working: Working) -> tuple[float, float]:
+        """What holding weights sharded adds to one layer's (forward, backward): a layer that is
+        computed again in the backward gathers its weights once more."""
+        forward, backward = self.gather_s.get(p, (0.0, 0.0)) if working == "sharded" else (0.0, 0.0)
+        again = forward if option.recompute != "none" else 0.0
+        return forward, backward + again
+
     def layer_seconds(
         self, lengths: Iterable[int], p: int, option: LayerOption, working: Working = "whole"
     ) -> tuple[float, float]:
         """Seconds of one layer's (forward, backward) over a pack of ``lengths``."""
         cost, tokens = self.option(p, option), tuple(lengths)
-        gather = self.gather_s.get(p, (0.0, 0.0)) if working == "sharded" else (0.0, 0.0)
+        gather = self.gather_seconds(p, option, working)
         return (
             (cost.forward(tokens) + gather[0]) * self.scale,
             (cost.backward(tokens) + gather[1]) * self.scale,
@@ -124,9 +131,8 @@ class CostModel:
             ends.forward.of_sums(squares, total),
             ends.backward.of_sums(squares, total),
         )
-        gather = self.gather_s.get(p, (0.0, 0.0)) if working == "sharded" else (0.0, 0.0)
         for option, count in layers.counts:
-            cost = self.option(p, option)
+            cost, gather = self.option(p, option), self.gather_seconds(p, option, working)
             forward += count * (cost.forward.of_sums(squares, total) + gather[0])
             backward += count * (cost.backward.of_sums(squares, total) + gather[1])
         return forward * self.scale, backward * self.scale

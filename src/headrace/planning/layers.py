@@ -139,7 +139,7 @@ def layer_frontier(
     layers = [costs.option(p, option) for option in allowed]
     room = costs.capacity_bytes - costs.state_bytes - costs.held_bytes({p, *sizes}, working)
     counts = _counts(allowed, costs.architecture.layers)
-    a, b, c = _seconds(costs, p, working, layers, counts)
+    a, b, c = _seconds(costs, p, working, allowed, counts)
     caps, orders = _best_orders(costs.ends[p], layers, counts, room)
     chosen = np.flatnonzero((caps >= 1) & ~_beaten_by_uniform(a, b, c, caps, counts))
     chosen = chosen[np.lexsort((a[chosen] + b[chosen] + c[chosen], caps[chosen]))]
@@ -183,13 +183,17 @@ def _compositions(total: int, parts: int) -> Counts:
 
 
 def _seconds(
-    costs: CostModel, p: int, working: Working, layers: Sequence[OptionCost], counts: Counts
+    costs: CostModel, p: int, working: Working, options: Sequence[LayerOption], counts: Counts
 ) -> tuple[Floats, Floats, Floats]:
     """Coefficients of forward and backward of whole micro-batches, one for each row of counts."""
-    gather = sum(costs.gather_s.get(p, (0.0, 0.0))) if working == "sharded" else 0.0
+    layers = [costs.option(p, option) for option in options]
+    gathers = [sum(costs.gather_seconds(p, option, working)) for option in options]
     ends = costs.ends[p].forward + costs.ends[p].backward
     both = [layer.forward + layer.backward for layer in layers]
-    table = np.array([[x.a, x.b, x.c + gather] for x in both], dtype=np.float64)
+    table = np.array(
+        [[x.a, x.b, x.c + gather] for x, gather in zip(both, gathers, strict=True)],
+        dtype=np.float64,
+    )
     whole = counts.astype(np.float64) @ table + np.array([ends.a, ends.b, ends.c])
     a, b, c = (whole * costs.scale).T
     return a.copy(), b.copy(), c.copy()

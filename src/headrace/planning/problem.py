@@ -41,8 +41,9 @@ class Problem:
 
     ``semantics``: this planner makes plans whose groups start when their ranks are free.
     ``sizes``, ``methods``, ``recompute`` and ``holding`` restrict the group sizes, the layers'
-    methods, what they may recompute and how groups may hold weights; everything with costs by default. One problem serves many batches:
-    it keeps what it has worked out. Raises SpecError for choices that do not exist.
+    methods, what they may recompute and how groups may hold weights; everything with costs by
+    default. One problem serves many batches: it keeps what it has worked out. Raises SpecError
+    for choices that do not exist.
     """
 
     costs: CostModel
