@@ -152,7 +152,7 @@ def _prepare(
         drawn = tuple(batch.lengths for batch in data.sampler.peek(batches))
     else:
         vocabulary = make_tokenizer(config.data.tokenizer).vocabulary
-        architecture = config.model.architecture(vocabulary, config.data.context_tokens)
+        architecture = config.model.architecture(vocabulary, config.data.context)
         drawn = _drawn(config, lengths, batches, seed)
     model, source = _costs(config, architecture, costs)
     if source:
@@ -164,7 +164,7 @@ def _prepare(
 
 
 def _drawn(config: Config, text: str, batches: int, seed: int) -> tuple[Lengths, ...]:
-    budget = config.data.budget_tokens
+    budget = config.data.batch_tokens
     if budget is None:
         raise ConfigError(
             "--lengths", got="a configuration that counts sequences", wanted="data.batch_tokens",

@@ -139,7 +139,7 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
 
 def _profiler(rank: Rank) -> Profiler:
     config = rank.config
-    longest = config.profile.longest_tokens or config.data.context_tokens
+    longest = config.profile.longest or config.data.context
     a = rank.storage.architecture
     sizes = tuple(
         p
@@ -168,7 +168,7 @@ def _fingerprint(rank: Rank) -> str:
         threads=torch.get_num_threads(),
         torch=machine["torch"],
         dtype=config.devices.dtype,
-        longest=config.profile.longest_tokens or config.data.context_tokens,
+        longest=config.profile.longest or config.data.context,
         rung_s=config.profile.rung_s,
         levels=",".join(config.planner.recompute),
     )

@@ -95,7 +95,7 @@ class _Run:
             self.desk.restore(saved["planner"])
         self._announce(first)
         longest = int(rank.data.corpus.lengths.max())
-        self.desk.check(min(longest, self.config.data.context_tokens))
+        self.desk.check(min(longest, self.config.data.context))
         if first >= steps:
             rank.say(f"the run has taken {first} of {steps} steps: raise run.steps to go on")
             return 0
@@ -279,7 +279,7 @@ class _Run:
                 "p99": summary.p99,
                 "max": summary.longest,
                 "skipped": summary.skipped,
-                "context": self.config.data.context_tokens,
+                "context": self.config.data.context,
                 "histogram": {"edges": list(summary.edges), "counts": list(summary.counts)},
             },
             "costs": {

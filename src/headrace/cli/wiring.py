@@ -60,14 +60,14 @@ def open_data(config: Config, progress: Progress | None = None) -> Data:
     )  # fmt: skip
     cache = Path(options.cache).expanduser() / "corpora"
     corpus = open_corpus(source, tokenizer, cache=cache, progress=progress)
-    architecture = config.model.architecture(corpus.vocabulary, options.context_tokens)
+    architecture = config.model.architecture(corpus.vocabulary, options.context)
     sampler = Sampler(
         corpus,
         SamplerOptions(
             seed=config.run.seed,
-            context=options.context_tokens,
+            context=options.context,
             too_long=options.too_long,
-            batch_tokens=options.budget_tokens,
+            batch_tokens=options.batch_tokens,
             batch_sequences=options.batch_sequences,
             min_tokens=options.min_tokens,
             curriculum=options.curriculum,

@@ -32,7 +32,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         return Config.model_validate(value)
     except ValidationError as error:
-        problems = [_problem(dict(e)) for e in error.errors(include_url=False)]
+        problems = _problems([dict(e) for e in error.errors(include_url=False)])
         raise ConfigError(f"config {path}: " + "\n  ".join(["", *problems]).lstrip("\n"))
 
 
@@ -74,6 +74,12 @@ def _resolved(path: str, folder: Path) -> str:
     if path.startswith(("python:", "package:")):
         return path
     return str(folder / Path(path).expanduser())
+
+
+def _problems(errors: list[dict[str, Any]]) -> list[str]:
+    """One line per mistake: a list is not called empty because one of its items is wrong."""
+    inner = {tuple(e["loc"][:-1]) for e in errors if len(e["loc"]) > 1}
+    return [_problem(e) for e in errors if e["type"] != "too_short" or tuple(e["loc"]) not in inner]
 
 
 def _problem(error: dict[str, Any]) -> str:

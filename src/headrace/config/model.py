@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, SpecError
 from headrace.spec.architecture import PRESETS, Architecture
 from headrace.units import parse_bytes, parse_count
 
@@ -23,8 +31,23 @@ __all__ = [
     "RunConfig",
 ]
 
+
+def _number(parse: Callable[[str], int]) -> Callable[[Any], Any]:
+    """Reads a text by ``parse``, its error as pydantic wants it; leaves other values alone."""
+
+    def read(value: Any) -> Any:
+        try:
+            return parse(value) if isinstance(value, str) else value
+        except HeadraceError as error:
+            raise ValueError(str(error)) from None
+
+    return read
+
+
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_number(parse_count)), Field(ge=1)]
+"""A number, or a text such as ``"32Ki"``."""
 
 
 class _Section(BaseModel):
@@ -73,13 +96,13 @@ class DataConfig(_Section):
     tokenizer: str = "bytes"
     """``bytes``, ``kmer:K``, a ``tokenizer.json``, or a local Hugging Face folder or name."""
 
-    context: str | Positive = 8192
-    """Longest sequence in tokens (``"32Ki"`` is 32,768)."""
+    context: Count = 8192
+    """Longest sequence in tokens; a number, or a text (``"32Ki"`` is 32,768)."""
 
     too_long: Literal["truncate", "split", "refuse"] = "split"
     """What to do with longer documents: cut them off, cut them in pieces, or stop."""
 
-    batch_tokens: str | Positive | None = None
+    batch_tokens: Count | None = None
     """Token budget of one optimizer step (``"256Ki"``)."""
 
     batch_sequences: Positive | None = None
@@ -106,19 +129,7 @@ class DataConfig(_Section):
             raise ValueError("give either batch_tokens or batch_sequences")
         if (self.curriculum == "none") != (self.curriculum_steps == 0):
             raise ValueError("curriculum 'short-to-long' and curriculum_steps go together")
-        _count(self.context)
-        _count(self.batch_tokens)
         return self
-
-    @property
-    def context_tokens(self) -> int:
-        """``context`` as a number."""
-        return _count(self.context) or 1
-
-    @property
-    def budget_tokens(self) -> int | None:
-        """``batch_tokens`` as a number."""
-        return _count(self.batch_tokens)
 
 
 class ModelConfig(_Section):
@@ -167,7 +178,11 @@ class ModelConfig(_Section):
         too small for the tokenizer.
         """
         given = {k: v for k, v in self.model_dump(exclude={"preset"}).items() if v is not None}
-        given.setdefault("vocabulary", vocabulary)
+        if given.setdefault("vocabulary", vocabulary) < vocabulary:
+            raise SpecError(
+                "model.vocabulary", got=given["vocabulary"],
+                wanted=f"at least the tokenizer's {vocabulary}",
+            )  # fmt: skip
         kind = given.get("kind") or (PRESETS[self.preset].kind if self.preset in PRESETS else None)
         if (kind or "llama") == "gpt":
             given["positions"] = context
@@ -237,11 +252,12 @@ class DevicesConfig(_Section):
     hang_s: Annotated[float, Field(gt=0)] = 3.0
     """Seconds without a heartbeat after which a rank counts as dead."""
 
-    @model_validator(mode="after")
-    def _memory(self) -> DevicesConfig:
-        if self.memory != "auto":
-            _wrapped(parse_bytes, self.memory)
-        return self
+    @field_validator("memory")
+    @classmethod
+    def _memory(cls, value: str) -> str:
+        if value != "auto" and _number(parse_bytes)(value) < 1:
+            raise ValueError("wanted at least one byte")
+        return value
 
     @property
     def memory_bytes(self) -> int | None:
@@ -283,7 +299,7 @@ class PlannerConfig(_Section):
 class ProfileConfig(_Section):
     """The measurement of costs before the first step."""
 
-    longest: str | Positive | None = None
+    longest: Count | None = None
     """Longest pack to measure in tokens; the context when left out."""
 
     rung_s: Annotated[float, Field(gt=0)] = 0.5
@@ -291,11 +307,6 @@ class ProfileConfig(_Section):
 
     repeats: Positive = 2
     """Timings of each pack; the fastest counts."""
-
-    @property
-    def longest_tokens(self) -> int | None:
-        """``longest`` as a number."""
-        return _count(self.longest)
 
 
 class CheckpointConfig(_Section):
@@ -340,17 +351,3 @@ class Config(_Section):
     def to_json(self) -> dict[str, Any]:
         """All keys as a JSON object."""
         return self.model_dump(mode="json")
-
-
-def _count(value: str | int | None) -> int | None:
-    return _wrapped(parse_count, value) if isinstance(value, str) else value
-
-
-def _wrapped(parse: Any, text: str) -> int:
-    try:
-        count: int = parse(text)
-    except HeadraceError as error:
-        raise ValueError(str(error)) from None
-    if count < 1:
-        raise ValueError(f"got {text!r}, wanted at least 1")
-    return count

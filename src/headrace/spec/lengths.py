@@ -65,10 +65,11 @@ class Lengths:
         """Read ``"512x3 1024"``: three sequences of 512 tokens and one of 1024."""
         tokens: list[int] = []
         for word in text.split():
-            length, _, repeat = word.partition("x")
-            if not length.isdecimal() or (repeat and not repeat.isdecimal()):
+            length, times, repeat = word.partition("x")
+            repeat = repeat if times else "1"
+            if not length.isdecimal() or not repeat.isdecimal() or int(repeat) < 1:
                 raise SpecError("lengths", got=repr(word), wanted="a length or LENGTHxCOUNT")
-            tokens += [int(length)] * int(repeat or 1)
+            tokens += [int(length)] * int(repeat)
         return cls(tokens=tuple(tokens))
 
     def to_json(self) -> dict[str, list[int]]:

@@ -86,7 +86,7 @@ class LayerPlan:
         options: list[LayerOption] = []
         for word in text.split():
             count, star, option = word.partition("*")
-            if not star or not count.isdecimal():
-                raise SpecError("layer plan", got=repr(word), wanted="COUNT*OPTION")
+            if not star or not count.isdecimal() or int(count) < 1:
+                raise SpecError("layer plan", got=repr(word), wanted="COUNT*OPTION, a count >= 1")
             options += [LayerOption.parse(option)] * int(count)
         return cls(options=tuple(options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from headrace.errors import SpecError
 from headrace.spec.lengths import Lengths
@@ -76,6 +76,11 @@ class Plan:
     why: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name, words in (("working", get_args(Working)), ("semantics", get_args(Semantics))):
+            if getattr(self, name) not in words:
+                raise SpecError(
+                    f"{name} of a plan", got=repr(getattr(self, name)), wanted=" or ".join(words)
+                )
         seen = sorted(i for micro in self.micro_batches for i in micro.sequences)
         if seen != list(range(len(self.lengths))):
             missing = sorted(set(range(len(self.lengths))) - set(seen))
@@ -203,5 +208,5 @@ class Plan:
                 seed=value["seed"],
                 why=tuple(value["why"]),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SpecError("plan", got=f"{type(error).__name__}: {error}", wanted="its JSON form")

@@ -83,8 +83,10 @@ class Update:
 
 Action = Pull | Push | Forward | Backward | Update
 
-_TEXT = re.compile(r"^(?:(?P<pg>[PG])(?P<bucket>\d+)|(?P<u>U)"
-                   r"|(?P<stage>\d+)(?P<fb>[FB])(?P<micro>\d+)\[(?P<group>[\d,]+)\])$")  # fmt: skip
+_TEXT = re.compile(
+    r"^(?:(?P<pg>[PG])(?P<bucket>\d+)|(?P<u>U)"
+    r"|(?P<stage>\d+)(?P<fb>[FB])(?P<micro>\d+)\[(?P<group>\d+(?:,\d+)*)\])$"
+)
 
 
 def _group_text(group: tuple[int, ...]) -> str:

@@ -54,7 +54,7 @@ class Strategy:
             count, star, scheme = term.strip().partition("*")
             if not star:
                 count, scheme = "1", term.strip()
-            if not count.isdecimal():
+            if not count.isdecimal() or int(count) < 1:
                 raise SpecError("strategy", got=repr(term), wanted="COUNT*SCHEME + ...")
             schemes += [Scheme.parse(scheme)] * int(count)
         return cls.of(schemes)
