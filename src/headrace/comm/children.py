@@ -1,0 +1,139 @@
+"""The launcher's side: ranks are forked, watched until they end, and none is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from headrace.comm.board import Board, Death
+from headrace.comm.last_words import end, say
+from headrace.errors import LaunchError
+
+__all__ = ["bury", "caught", "fork", "supervise"]
+
+_POLL_S = 0.02
+_GRACE_S = 2.0  # for the last words of the others
+_PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def caught(*signals: signal.Signals) -> Iterator[list[int]]:
+    """A list to which these signals are appended while the context lasts, instead of their usual
+    effect. Handlers are set even where a shell started us with the signal ignored."""
+    heard: list[int] = []
+    before = {number: signal.getsignal(number) for number in signals}
+    for number in signals:
+        signal.signal(number, lambda got, _: heard.append(got))
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def fork(ranks: int, body: Callable[[int], int]) -> dict[int, int]:
+    """Fork ``ranks`` children that each run ``body(rank)`` and end with its code; returns their
+    process ids by rank. Children ignore SIGINT and die with this process, however it dies."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    children: dict[int, int] = {}
+    for rank in range(ranks):
+        try:
+            pid = os.fork()
+        except OSError as error:
+            bury(children)
+            raise LaunchError(f"rank {rank}", got=error, wanted="a process", hint="fewer ranks")
+        if pid == 0:
+            _live(parent, rank, body)
+        children[rank] = pid
+    return children
+
+
+def _live(parent: int, rank: int, body: Callable[[int], int]) -> None:
+    """The child's life; never returns into the code of its parent."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all of us
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == parent:  # else it died before the line above
+            code = body(rank)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        end(code)
+
+
+def supervise(children: dict[int, int], board: Board, heard: list[int]) -> int:
+    """Wait for all children; returns the exit code of the job.
+
+    The first failure is put on the board, so that the others stop by themselves; those that have
+    not after two seconds are killed. A signal in ``heard`` ends them all, a second one at once.
+    """
+    running, ranks = dict(children), len(children)
+    kill_at, told = float("inf"), False
+    while running:
+        for rank, status in _reap(running):
+            if (death := _autopsy(rank, status, board)) and not heard:
+                kill_at = min(kill_at, time.monotonic() + _GRACE_S)
+                if board.declare(death) == death:
+                    say(str(death))
+        if heard and not told:
+            told, kill_at = True, time.monotonic() + _GRACE_S
+            say(f"stopped by {signal.Signals(heard[0]).name}: {board.everyone(ranks)}")
+            _signal_all(running, signal.SIGTERM)
+        if len(heard) > 1 or time.monotonic() > kill_at:
+            _signal_all(running, signal.SIGKILL)
+        time.sleep(_POLL_S)
+    if heard:
+        return 128 + heard[0]
+    death = board.death()
+    return death.code if death else 0
+
+
+def bury(children: dict[int, int]) -> None:
+    """Kill and reap whichever of the children are still there."""
+    for pid in children.values():
+        with suppress(ProcessLookupError, ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _reap(running: dict[int, int]) -> list[tuple[int, int]]:
+    """Rank and wait status of the children that have ended since; takes them out."""
+    ended = []
+    for rank, pid in list(running.items()):
+        got, status = os.waitpid(pid, os.WNOHANG)  # ours only: the caller may have others
+        if got:
+            ended.append((rank, status))
+            del running[rank]
+    return ended
+
+
+def _signal_all(running: dict[int, int], number: signal.Signals) -> None:
+    for pid in running.values():
+        os.kill(pid, number)  # not reaped yet, so the number is still its own
+
+
+def _autopsy(rank: int, status: int, board: Board) -> Death | None:
+    """How a rank failed; None when it ended well."""
+    code = os.waitstatus_to_exitcode(status)
+    if code == 0:
+        beat = board.last(rank)
+        if beat and beat.left:
+            return None
+    if code < 0:
+        named = -code < signal.SIGRTMIN
+        name = signal.Signals(-code).name if named else f"signal {-code}"
+        how, code = f"was killed by {name}", 128 - code
+    else:
+        how, code = f"left with code {code}" if code else "left before its end", code or 1
+    return Death(rank=rank, how=f"{how} ({board.where(rank)})", code=code)

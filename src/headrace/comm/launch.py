@@ -1,0 +1,179 @@
+"""Starting ranks: by ``start`` on this machine, or by ``join`` as one rank of a torchrun job.
+
+Both give every rank the same :class:`World`. ``start`` forks after one import of torch, so ranks
+are ready a tenth of a second later; the store lives in the launcher, so it outlives every rank and
+can tell the others who died.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from headrace.comm.board import Board
+from headrace.comm.children import bury, caught, fork, supervise
+from headrace.comm.last_words import end
+from headrace.comm.ranks import Place, Settings, World, run_rank
+from headrace.comm.reach import reach_store
+from headrace.errors import LaunchError
+
+__all__ = ["World", "join", "start", "under_torchrun"]
+
+_LOCALHOST = "127.0.0.1"
+_WITH_TORCHRUN = "start it with torchrun, or leave its variables unset"
+
+
+def start(
+    main: Callable[[World], int],
+    *,
+    ranks: int,
+    device: str = "cpu",
+    threads: int | None = None,
+    timeout_s: float = 1800,
+    heartbeat_s: float = 0.2,
+    hang_s: float = 3.0,
+    port: int = 0,
+) -> int:
+    """Run ``main`` on ``ranks`` forked ranks of this machine and return the job's exit code.
+
+    0 when every rank returned 0; 130 on Ctrl-C; 143 on SIGTERM; 2 for an error of headrace's tree
+    (its text is printed once); 128 + signal for a rank that was killed; 75 for one that hung; else
+    the code of the first rank that failed. Who died, and in what action, is on stderr.
+
+    ``threads`` per rank (None: an even share of the cores); ``timeout_s`` of collectives;
+    ``heartbeat_s`` between signs of life; ``hang_s`` without one and a rank counts as dead, so
+    ``main`` must not hold Python's lock that long. ``port`` of the store, 0 for any free one.
+
+    Call it from the main thread, before CUDA is used and before torch has computed on more than
+    one thread: neither survives a fork. Raises LaunchError when ranks cannot be started.
+    """
+    settings = Settings(
+        device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=heartbeat_s, hang_s=hang_s
+    )
+    _check(ranks, device)
+    children: dict[int, int] = {}
+    with _listen(port) as listener, caught(signal.SIGINT, signal.SIGTERM) as heard:
+        port = listener.getsockname()[1]
+
+        def body(rank: int) -> int:
+            listener.close()
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever networks come and go
+            place = Place(
+                rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, attempt=0,
+                host=_LOCALHOST, port=port,
+            )  # fmt: skip
+            client = dist.TCPStore(_LOCALHOST, port, is_master=False)
+            return run_rank(main, place, settings, client)
+
+        try:
+            children = fork(ranks, body)
+            store = _serve(listener, port)  # after the fork: its threads would not survive it
+            return supervise(children, Board.of_attempt(store, 0), heard)
+        finally:
+            bury(children)
+
+
+def _check(ranks: int, device: str) -> None:
+    if ranks < 1:
+        raise LaunchError("ranks", got=ranks, wanted="at least 1")
+    if threading.current_thread() is not threading.main_thread():
+        raise LaunchError("start", got="another thread", wanted="a call from the main thread")
+    if device == "cuda" and torch.cuda.is_initialized():
+        raise LaunchError(
+            "start", got="CUDA already initialised in this process",
+            wanted="no use of it before the ranks are forked", hint="or start it with torchrun",
+        )  # fmt: skip
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((_LOCALHOST, port))
+        listener.listen(1024)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        got = "in use" if in_use else error
+        raise LaunchError(f"port {port}", got=got, wanted="free", hint="0 takes any free port")
+    return listener
+
+
+def _serve(listener: socket.socket, port: int) -> dist.TCPStore:
+    return dist.TCPStore(
+        _LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def under_torchrun() -> bool:
+    """Whether this process was started as one rank of a job (by torchrun, or alike)."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def join(
+    main: Callable[[World], int],
+    *,
+    device: str = "cpu",
+    threads: int | None = None,
+    timeout_s: float = 1800,
+    heartbeat_s: float = 0.2,
+    hang_s: float = 3.0,
+    connect_s: float = 120.0,
+) -> int:
+    """Run ``main`` as the rank that the environment describes, as set by torchrun; returns 0.
+
+    When ``main`` fails, the others are told, and the process ends itself with the code that
+    :func:`start` would return for this rank. SIGTERM and SIGINT end it too, with a line that says
+    where it was: torchrun sends them when another rank has died. After a restart by torchrun all
+    keys are new ones, by the count of restarts.
+
+    ``connect_s`` is the time to reach the store; the rest is as for :func:`start`. Raises
+    LaunchError when the variables are missing or malformed or the store cannot be reached.
+    """
+    settings = Settings(
+        device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=heartbeat_s, hang_s=hang_s
+    )
+    place = _place()
+    # Where no agent keeps the store (launchers other than torchrun), rank 0 does.
+    serve = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = reach_store(place.host, place.port, serve=serve, limit_s=connect_s)
+    code = run_rank(main, place, settings, store, obey=(signal.SIGTERM, signal.SIGINT))
+    if code:
+        end(code)
+    return code
+
+
+def _place() -> Place:
+    ranks = _number("WORLD_SIZE")
+    place = Place(
+        rank=_number("RANK"), ranks=ranks, local_rank=_number("LOCAL_RANK"),
+        local_ranks=_number("LOCAL_WORLD_SIZE", ranks),
+        attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
+        host=_variable("MASTER_ADDR"), port=_number("MASTER_PORT"),
+    )  # fmt: skip
+    if not place.rank < ranks:
+        raise LaunchError("RANK", got=place.rank, wanted=f"less than WORLD_SIZE = {ranks}")
+    return place
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise LaunchError(f"variable {name}", got="none", wanted="a value", hint=_WITH_TORCHRUN)
+    return value
+
+
+def _number(name: str, default: int | None = None) -> int:
+    if default is not None and not os.environ.get(name):
+        return default
+    text = _variable(name)
+    if not text.isdecimal():
+        raise LaunchError(f"variable {name}", got=repr(text), wanted="a whole number")
+    return int(text)

@@ -1,0 +1,177 @@
+"""A rank's life: it joins the world, runs its main function, and leaves so that nobody hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from headrace.comm.board import Board
+from headrace.comm.last_words import say, say_traceback
+from headrace.comm.watcher import Watcher
+from headrace.errors import HeadraceError, LaunchError
+
+__all__ = ["Place", "Settings", "World", "run_rank"]
+
+_NOTICE_S = 1.5  # a broken connection is a consequence: this long for its cause to become known
+_BROKEN = ("gloo", "Connection closed by peer", "Connection reset", "Application timeout caused")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which rank of the job a process is and where the job's store listens."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+    attempt: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How ranks run: ``device`` "cpu" or "cuda"; ``threads`` per rank (None: an even share of the
+    cores); ``timeout_s`` of collectives; the watcher's ``heartbeat_s`` and ``hang_s``."""
+
+    device: str
+    threads: int | None
+    timeout_s: float
+    heartbeat_s: float
+    hang_s: float
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise LaunchError("device", got=repr(self.device), wanted="'cpu' or 'cuda'")
+        if self.threads is not None and self.threads < 1:
+            raise LaunchError("threads", got=self.threads, wanted="at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What a rank knows of its job; torch.distributed is initialised.
+
+    ``attempt`` counts restarts from 0; ``device`` is "cpu" or "cuda:K" and has been made current;
+    ``watcher`` is told each action; ``timeout_s`` is that of collectives.
+    """
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+    attempt: int
+    device: str
+    watcher: Watcher
+    timeout_s: float
+
+
+def run_rank(
+    main: Callable[[World], int],
+    place: Place,
+    settings: Settings,
+    store: dist.Store,
+    *,
+    obey: tuple[signal.Signals, ...] = (),
+) -> int:
+    """Run ``main`` as one rank and return its exit code, having told the others of any failure.
+
+    ``store`` is a client for the process groups; the watcher gets its own. Signals in ``obey`` end
+    the rank with a line that says where it was. After any code but 0 the caller must end the
+    process with ``os._exit``: transfers may be under way that nothing can cancel.
+    """
+    own = dist.TCPStore(place.host, place.port, is_master=False)
+    watcher = Watcher(
+        Board.of_attempt(own, place.attempt), rank=place.rank, ranks=place.ranks,
+        heartbeat_s=settings.heartbeat_s, hang_s=settings.hang_s,
+    )  # fmt: skip
+    watcher.start()
+    if obey:
+        watcher.obey(*obey)
+    try:
+        code = main(_join(place, settings, store, watcher))
+    except SystemExit as error:
+        code = _code(error)
+    except BaseException as error:
+        return _failed(error, place.rank, watcher)
+    if code:
+        watcher.fail(f"left with code {code}", code=code)
+        return code
+    watcher.part()
+    dist.destroy_process_group()
+    watcher.close()
+    return 0
+
+
+def _join(place: Place, settings: Settings, store: dist.Store, watcher: Watcher) -> World:
+    watcher.enter("the start, meeting the other ranks")
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(settings.threads or max(1, cores // place.local_ranks))
+    device = "cpu" if settings.device == "cpu" else _take_gpu(place)
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+        # The store outlives a failed attempt, and so would the addresses of dead processes in it.
+        store=dist.PrefixStore(f"attempt{place.attempt}/groups", store),
+        rank=place.rank,
+        world_size=place.ranks,
+        timeout=timedelta(seconds=settings.timeout_s),
+    )
+    watcher.leave()
+    return World(
+        rank=place.rank, ranks=place.ranks, local_rank=place.local_rank,
+        local_ranks=place.local_ranks, attempt=place.attempt, device=device, watcher=watcher,
+        timeout_s=settings.timeout_s,
+    )  # fmt: skip
+
+
+def _take_gpu(place: Place) -> str:
+    """Make this rank's GPU current. The first use of CUDA in the life of the process."""
+    if place.local_rank >= torch.cuda.device_count():
+        raise LaunchError(
+            f"GPU of local rank {place.local_rank}", got=f"{torch.cuda.device_count()} GPUs",
+            wanted="one for each rank of a machine", hint="start fewer ranks, or use device = cpu",
+        )  # fmt: skip
+    torch.cuda.set_device(place.local_rank)
+    return f"cuda:{place.local_rank}"
+
+
+def _code(error: SystemExit) -> int:
+    """The exit code of a ``sys.exit``, which may carry a text instead."""
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    sys.stderr.write(f"{error.code}\n")
+    return 1
+
+
+def _failed(error: BaseException, rank: int, watcher: Watcher) -> int:
+    if isinstance(error, HeadraceError):
+        watcher.refuse(str(error))
+        return 2
+    if _is_broken_connection(error):
+        time.sleep(_NOTICE_S)  # the watcher ends the process when the cause is told
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    death = watcher.fail(f"raised {text}")
+    if death.rank == rank:
+        say_traceback(rank, error)
+    else:
+        say(f"rank {rank} stops: {death}; this rank raised {' '.join(text.split())}")
+    return 1
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    """Whether an error is what a rank sees when another has gone: never the cause itself."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, dist.DistError):  # NCCL's, and the store's
+            return True
+        if isinstance(cause, RuntimeError) and any(words in str(cause) for words in _BROKEN):
+            return True
+        cause = cause.__cause__
+    return False

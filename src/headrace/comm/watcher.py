@@ -1,0 +1,224 @@
+"""The watcher: a thread per rank that says where the rank is and stops it when another has died.
+
+Neither gloo nor NCCL tells who died, and gloo's sends and receives may wait for their whole
+timeout when a peer is killed in the middle of a transfer; nothing but the end of the process
+unblocks them. So each rank publishes its action five times a second and looks for the notice of a
+death; each watches the heartbeat of the rank before it, so that the traffic grows with the ranks,
+not with their square, and no two clocks are ever compared.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from headrace.comm.board import Beat, Board, Death
+from headrace.comm.last_words import end, say
+from headrace.units import seconds_text
+
+__all__ = ["STOPPED", "Watcher"]
+
+STOPPED = 75
+"""Exit code of a rank that stops because another failed (``EX_TEMPFAIL``: try again)."""
+
+_ASLEEP_S = 1.0  # a round this late means that we were stopped, not the others
+
+
+class Watcher:
+    """Watches one rank of ``ranks``. ``heartbeat_s`` between rounds; ``hang_s`` without a beat and
+    the rank before this one is declared dead.
+
+    The store client behind ``board`` must be this watcher's own. Time in which this process was
+    stopped itself (Ctrl-Z, a suspended machine) never counts against anybody.
+    """
+
+    def __init__(
+        self, board: Board, *, rank: int, ranks: int, heartbeat_s: float = 0.2, hang_s: float = 3.0
+    ) -> None:
+        self._board, self._rank, self._ranks = board, rank, ranks
+        self._heartbeat_s, self._hang_s = heartbeat_s, hang_s
+        self._count = 0
+        self._asleep_s = 0.0
+        self._round_s = time.monotonic()
+        self._action: tuple[str, float, float | None] = ("", self._clock(), None)
+        self._before: tuple[Beat, float] | None = None
+        self._ending = False
+        self._obeyed: dict[signal.Signals, Any] = {}  # and the handlers before
+        self._wake, self._waker = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+
+    def start(self) -> None:
+        """Begin: the first heartbeat is out when this returns."""
+        self._publish()
+        self._thread.start()
+
+    def enter(self, action: str, limit_s: float | None = None) -> None:
+        """The rank begins ``action``. Costs an assignment; the thread publishes it.
+
+        Longer than ``limit_s`` in it means no progress: all ranks' actions are reported and the
+        job ends.
+        """
+        self._action = (action, self._clock(), limit_s)
+
+    def leave(self) -> None:
+        """The rank has ended its action and begun no other."""
+        self.enter("")
+
+    def obey(self, *signals: signal.Signals) -> None:
+        """Let these signals end the process from the thread, with a line that says where it was: a
+        handler in Python never runs while the main thread waits in a collective. Main thread only.
+        """
+        os.set_blocking(self._waker, False)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        for number in signals:
+            self._obeyed[number] = signal.signal(number, lambda *_: None)
+
+    def fail(self, text: str, *, code: int = 1, quiet: bool = False) -> Death:
+        """This rank fails: ``text`` says how, after "rank N". Returns the failure that counts.
+
+        The caller then ends the process; the thread beats on until it does, and stops nothing.
+        """
+        self._ending = True
+        text = f"{' '.join(text.split())} ({self._beat().where})"
+        mine = Death(rank=self._rank, how=text, code=code, quiet=quiet)
+        try:
+            return self._board.declare(mine)
+        except RuntimeError:  # the store is gone: nobody is left to tell
+            return mine
+
+    def refuse(self, text: str, *, code: int = 2, wait_s: float = 0.3) -> None:
+        """This rank raised an error meant for the user: ``text`` is printed once for the job, by
+        the lowest rank that raises within ``wait_s``. The caller then ends the process."""
+        self._ending = True
+        try:
+            self._board.note_raised(self._rank)
+            _poll(lambda: self._board.raised() == self._ranks, wait_s)
+            if self._rank > self._board.lowest_raised():
+                _poll(lambda: self._board.death() is not None, wait_s)
+                return
+            everyone = self._board.raised() == self._ranks
+        except RuntimeError:
+            everyone = False
+        if self.fail(f"refused: {text}", code=code, quiet=True).rank == self._rank:
+            say(text if everyone else f"rank {self._rank}: {text}")
+
+    def part(self) -> None:
+        """Wait until every rank is done. Without this the end of one rank breaks connections that
+        slower ones still read from. A death meanwhile ends the process as ever."""
+        self.enter("the end, waiting for the other ranks")
+        if self._board.done() == self._ranks:
+            self._board.finish()
+        _poll(self._board.finished)
+        self._ending = True
+        left = self._board.leave()
+        if self._rank == 0 and left < self._ranks:  # the store may be rank 0's own: it goes last
+            _poll(lambda: self._board.left() == self._ranks, limit_s=2.0)
+
+    def close(self) -> None:
+        """Say that this rank has left, and end the thread."""
+        self._ending = True
+        if self._obeyed:
+            signal.set_wakeup_fd(-1)
+        for number, handler in self._obeyed.items():
+            signal.signal(number, handler)
+        os.write(self._waker, b"\0")
+        self._thread.join()
+        os.close(self._wake)
+        os.close(self._waker)
+
+    def _clock(self) -> float:
+        """Seconds for which this process was awake."""
+        return time.monotonic() - self._asleep_s
+
+    def _beat(self, *, left: bool = False) -> Beat:
+        action, since_s, _ = self._action
+        seconds = max(0.0, self._clock() - since_s)
+        return Beat(count=self._count, action=action, seconds=seconds, left=left)
+
+    def _publish(self, *, left: bool = False) -> None:
+        self._count += 1
+        self._board.put(self._rank, self._beat(left=left))
+
+    def _run(self) -> None:
+        try:
+            while not self._sleep():
+                self._round()
+            self._publish(left=True)
+        except RuntimeError as error:  # every error of the store
+            if not self._ending:
+                self._stop(f"the store is gone, so is the launcher ({str(error).splitlines()[0]})")
+
+    def _sleep(self) -> bool:
+        """Wait for the next round; True when the watcher shall end. Obeys signals at once."""
+        if not select.select([self._wake], [], [], self._heartbeat_s)[0]:
+            return False
+        heard = os.read(self._wake, 64)
+        for number in self._obeyed:
+            if number in heard:  # torchrun's when another rank failed, which may have said how
+                if death := self._board.death():
+                    self._obey_death(death, code=128 + number)
+                self._stop(number.name, code=128 + number)
+        return 0 in heard
+
+    def _round(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._round_s > self._heartbeat_s + _ASLEEP_S:
+            self._asleep_s += now_s - self._round_s - self._heartbeat_s
+        self._round_s = now_s
+        self._publish()
+        if self._ending:
+            return
+        if death := self._board.death():
+            self._obey_death(death)
+        self._check_before()
+        self._check_limit()
+
+    def _obey_death(self, death: Death, *, code: int = STOPPED) -> None:
+        if death.quiet:
+            end(code)
+        self._stop(str(death), code=code)
+
+    def _check_before(self) -> None:
+        """Has the rank before this one beaten since the last round?"""
+        before = (self._rank - 1) % self._ranks
+        beat = self._board.last(before) if before != self._rank else None
+        if beat is None:  # it may not have started: the launcher sees to that
+            return
+        if self._before is None or self._before[0].count != beat.count:
+            self._before = (beat, self._clock())
+        elif self._clock() - self._before[1] > self._hang_s:
+            silent = f"gave no sign of life for {seconds_text(self._clock() - self._before[1])}"
+            how = f"{silent} (last heard of {beat.where})"
+            self._obey_death(self._board.declare(Death(rank=before, how=how, code=STOPPED)))
+
+    def _check_limit(self) -> None:
+        beat, limit_s = self._beat(), self._action[2]
+        if limit_s is None or beat.seconds <= limit_s:
+            return
+        mine = Death(
+            rank=self._rank, how=f"was {beat}, limit {seconds_text(limit_s)}", code=STOPPED
+        )
+        if (counts := self._board.declare(mine)) == mine:
+            say(f"no progress: {self._board.everyone(self._ranks)}")
+            end(STOPPED)
+        self._obey_death(counts)
+
+    def _stop(self, why: str, *, code: int = STOPPED) -> None:
+        line = f"rank {self._rank} stops: {why}; this rank was {self._beat()}"
+        if code != STOPPED and self._before is not None:  # the one killed cannot speak for itself
+            line += f"; rank {(self._rank - 1) % self._ranks} last heard of {self._before[0].where}"
+        say(line)
+        end(code)
+
+
+def _poll(holds: Callable[[], bool], limit_s: float = float("inf")) -> None:
+    """Wait until ``holds()``, asking ever less often, for at most ``limit_s``."""
+    deadline, pause_s = time.monotonic() + limit_s, 0.002
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.1)
