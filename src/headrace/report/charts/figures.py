@@ -1,0 +1,95 @@
+"""The figures of the page in their order, each with its sentence and when it can be drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+
+from headrace.report import captions, charts
+from headrace.report.charts.theme import Drawing
+from headrace.report.records import Run
+
+__all__ = ["FIGURES", "Figure"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One figure of the page. ``name`` is its id in the page and the name of its picture;
+    ``wide`` figures stand alone in their row; ``known`` says whether a run can fill it."""
+
+    name: str
+    title: str
+    section: str
+    draw: Callable[[Run], Drawing]
+    caption: Callable[[Run], str]
+    known: Callable[[Run], bool]
+    wide: bool = False
+
+
+def _always(run: Run) -> bool:
+    return bool(run.steps)
+
+
+def _predicted(run: Run) -> bool:
+    return any(isfinite(step.ratio) for step in run.steps)
+
+
+def _gantt(run: Run) -> Drawing:
+    recorded = run.recorded
+    assert recorded is not None, "drawn only when a step was recorded"
+    plans = {step.step: step.planned.best_static for step in run.steps}
+    return charts.gantt(recorded, plans.get(recorded.step, ""))
+
+
+_STEP, _DATA = "One step, every rank", "The data and where it ran"
+_SPEED, _TRUST = "How the run went", "How far to trust the predictions"
+
+FIGURES: tuple[Figure, ...] = (
+    Figure(
+        name="gantt", title="Measured over predicted", section=_STEP, draw=_gantt, wide=True,
+        caption=captions.gantt_caption, known=lambda run: run.recorded is not None,
+    ),
+    Figure(
+        name="lengths", title="Lengths of the documents", section=_DATA,
+        draw=charts.length_histogram, caption=captions.lengths_caption,
+        known=lambda run: sum(run.facts.corpus.counts) > 0,
+    ),
+    Figure(
+        name="placement", title="Which lengths ran on how many ranks", section=_DATA,
+        draw=charts.placement_map, caption=captions.placement_caption,
+        known=lambda run: bool(run.assigned),
+    ),
+    Figure(
+        name="throughput", title="Speed and idle time", section=_SPEED,
+        draw=charts.throughput, caption=captions.throughput_caption, known=_always,
+    ),
+    Figure(
+        name="loss", title="Loss", section=_SPEED, draw=charts.loss_curve,
+        caption=captions.loss_caption, known=_always,
+    ),
+    Figure(
+        name="gap", title="Above the lower bound", section=_SPEED, draw=charts.gap_to_bound,
+        caption=captions.gap_caption,
+        known=lambda run: any(step.planned.lower_bound_s > 0 for step in run.steps),
+    ),
+    Figure(
+        name="memory", title="Peak memory by rank", section=_SPEED, draw=charts.memory_by_rank,
+        caption=captions.memory_caption,
+        known=lambda run: any(step.peak_bytes for step in run.steps),
+    ),
+    Figure(
+        name="scatter", title="Seconds of a step, predicted and measured", section=_TRUST,
+        draw=charts.predicted_against_measured, caption=captions.scatter_caption,
+        known=_predicted,
+    ),
+    Figure(
+        name="ratio", title="Predicted over measured, step by step", section=_TRUST,
+        draw=charts.ratio_over_steps, caption=captions.ratio_caption, known=_predicted,
+    ),
+    Figure(
+        name="costs", title="The cost model against its profile", section=_TRUST, wide=True,
+        draw=charts.cost_fit, caption=captions.cost_fit_caption,
+        known=lambda run: bool(run.facts.costs.points),
+    ),
+)  # fmt: skip

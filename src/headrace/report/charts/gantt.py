@@ -1,0 +1,163 @@
+"""One step drawn as time: every rank, what it did and when it waited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import altair as alt
+import numpy as np
+
+from headrace.report.charts.theme import (
+    FULL,
+    KINDS,
+    Drawing,
+    data,
+    kind_scale,
+    legend,
+    second_unit,
+    styled,
+)
+from headrace.report.records import RecordedStep
+from headrace.report.wording import share_text
+from headrace.spec import Row, Timeline
+from headrace.units import seconds_text
+
+__all__ = ["BARS", "bars", "gantt"]
+
+BARS = 10_000
+"""Bars that a figure holds at most; beyond, rows are aggregated."""
+
+_RANKS = 128
+_ORDER = {"idle": 0, "pull": 1, "push": 2, "update": 3, "forward": 4, "backward": 5}
+
+
+def gantt(recorded: RecordedStep, static_name: str = "") -> Drawing:
+    """The measured step over the predicted one (over the prediction for the best static plan
+    ``static_name``), all on one time axis; idle time is the grey ground."""
+    panels = [("measured", recorded.measured), ("predicted", recorded.predicted)]
+    if recorded.static is not None:
+        panels.append((f"best static plan {static_name}".strip() + ", predicted", recorded.static))
+    end = max((timeline.seconds for _, timeline in panels), default=0.0) or 1e-6
+    unit = second_unit([end])
+    limit = BARS // len(panels)
+    domain = [0, end * unit.factor]
+    seen = {row.kind for _, timeline in panels for row in timeline.rows} | {"idle"}
+    drawn = [
+        _panel(bars(timeline, limit, unit.factor), _title(name, timeline), seen).encode(
+            x=_time(unit.name, domain, last=timeline is panels[-1][1])
+        )
+        for name, timeline in panels
+    ]
+    zoom = alt.selection_interval(
+        bind="scales", encodings=["x"], zoom="wheel![event.shiftKey]", name="zoom"
+    )
+    drawn = [panel.add_params(zoom) if i == 0 else panel for i, panel in enumerate(drawn)]
+    return styled(alt.vconcat(*drawn, spacing=10).resolve_scale(x="shared", color="shared"))
+
+
+def _time(unit: str, domain: list[float], *, last: bool) -> alt.X:
+    title = f"{unit} since the step began" if last else None
+    axis = alt.Axis(title=title, labels=last, ticks=last)
+    return alt.X("from:Q", axis=axis, scale=alt.Scale(domain=domain, nice=False))
+
+
+def _title(name: str, timeline: Timeline) -> str:
+    took, idle = seconds_text(timeline.seconds), share_text(timeline.idle)
+    return f"{name}: {took}, {idle} not computing"
+
+
+def bars(timeline: Timeline, limit: int, factor: float) -> list[dict[str, Any]]:
+    """The bars of a timeline, at most ``limit``: a grey one over the whole step for each rank,
+    then the actions, communication before (that is below) computation, so that what is seen of it
+    is what no computation hides. Times are in seconds times ``factor``."""
+    ranks = _drawn_ranks(timeline.devices)
+    kept = set(ranks)
+    rows = [row for row in timeline.rows if row.rank in kept]
+    if len(rows) + len(ranks) > limit:
+        rows = _aggregated(rows, timeline.seconds, max(1, limit // len(ranks) - 1))
+    rows = sorted(rows, key=lambda row: _ORDER.get(row.kind, 0))
+    ground = [_idle_bar(timeline, rank, factor) for rank in ranks]
+    return ground + [_bar(row, factor) for row in rows]
+
+
+def _drawn_ranks(devices: int) -> list[int]:
+    """All ranks, or ``_RANKS`` of them spread evenly."""
+    return sorted(
+        set(np.linspace(0, devices - 1, min(devices, _RANKS)).round().astype(int).tolist())
+    )
+
+
+def _idle_bar(timeline: Timeline, rank: int, factor: float) -> dict[str, Any]:
+    return {"rank": rank, "kind": "idle", "from": 0, "to": _short(timeline.seconds * factor)}
+
+
+def _bar(row: Row, factor: float) -> dict[str, Any]:
+    bar = {
+        "rank": row.rank, "kind": row.kind, "action": row.action,
+        "from": _short(row.start_s * factor), "to": _short(row.end_s * factor),
+    }  # fmt: skip
+    return bar | ({"tokens": row.tokens, "ranks": row.ranks} if row.tokens else {})
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _aggregated(rows: Sequence[Row], seconds: float, bins: int) -> list[Row]:
+    """At most ``bins`` rows per rank: the step is cut into equal spans, each shows the kind
+    that filled most of it, and equal neighbours are joined."""
+    kinds = list(_ORDER)
+    width = seconds / bins
+    filled: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
+    for row in rows:
+        table = filled.setdefault(row.rank, np.zeros((bins, len(kinds))))
+        first, last = int(row.start_s / width), min(bins - 1, int(row.end_s / width))
+        for at in range(min(first, bins - 1), last + 1):
+            overlap = min(row.end_s, (at + 1) * width) - max(row.start_s, at * width)
+            table[at, _ORDER.get(row.kind, 0)] += max(0.0, overlap)
+    joined: list[Row] = []
+    for rank, table in filled.items():
+        table[:, 0] = np.maximum(0, width - table[:, 1:].sum(axis=1))
+        joined += _joined(rank, table.argmax(axis=1), width)
+    return joined
+
+
+def _joined(rank: int, winners: Any, width: float) -> list[Row]:
+    kinds = list(_ORDER)
+    edges = [0, *(np.flatnonzero(np.diff(winners)) + 1).tolist(), len(winners)]
+    return [
+        Row(rank=rank, action=f"mostly {kinds[winners[low]]}", kind=kinds[winners[low]],
+            start_s=low * width, end_s=high * width)
+        for low, high in pairwise(edges) if winners[low]
+    ]  # fmt: skip
+
+
+def _panel(rows: list[dict[str, Any]], title: str, seen: set[str]) -> alt.Chart:
+    ranks = len({row["rank"] for row in rows})
+    band = max(3, min(24, 480 // max(1, ranks)))
+    border = 0.6 if len(rows) < 1200 else 0.0
+    axis = alt.Axis(domain=False, ticks=False, grid=False, labelOverlap=True)
+    names = legend(values=[kind for kind in KINDS if kind in seen])
+    height = alt.RelativeBandSize(band=0.86 if band > 6 else 1.0)
+    chart = alt.Chart(data(rows), title=title).mark_bar(
+        height=height, clip=True, stroke="white", strokeWidth=border
+    )
+    return chart.encode(
+        x2="to:Q",
+        y=alt.Y("rank:O", title="rank", axis=axis),
+        color=alt.Color("kind:N", scale=kind_scale(), legend=names),
+        tooltip=_TOOLTIP,
+    ).properties(width=FULL - 46, height=band * ranks)
+
+
+_TOOLTIP = [
+    alt.Tooltip("action:N"),
+    alt.Tooltip("kind:N"),
+    alt.Tooltip("rank:O"),
+    alt.Tooltip("tokens:Q", format=","),
+    alt.Tooltip("ranks:Q", title="ranks together"),
+    alt.Tooltip("from:Q", format=".4~g"),
+    alt.Tooltip("to:Q", format=".4~g"),
+]

@@ -1,0 +1,155 @@
+"""Figures over the steps of a run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from math import isfinite
+from typing import Any
+
+import altair as alt
+
+from headrace.report.charts.theme import (
+    FIT,
+    HALF,
+    INK,
+    MEASURED,
+    MUTED,
+    PREDICTED,
+    STATIC,
+    WARNING,
+    Drawing,
+    data,
+    layered,
+    legend,
+    styled,
+)
+from headrace.report.records import Run, Step
+from headrace.report.series import Value, every, finite, series
+
+__all__ = ["gap_to_bound", "loss_curve", "ratio_over_steps", "throughput"]
+
+
+def _step_axis(**options: Any) -> alt.X:
+    axis = alt.Axis(format=",d", tickMinStep=1, grid=False)
+    return alt.X("step:Q", title="step", axis=axis, scale=alt.Scale(nice=False, **options))
+
+
+def _rows(run: Run, value: Value) -> list[dict[str, Any]]:
+    return [asdict(point) for point in series(run, value)]
+
+
+def _curve(
+    rows: list[dict[str, Any]],
+    y: alt.Y,
+    color: str,
+    name: str,
+    number: str,
+    x: alt.X | None = None,
+) -> list[alt.Chart]:
+    """Values as dots, smoothed as a line; a gap where nothing was written."""
+    base = alt.Chart(data(rows)).encode(x=x or _step_axis())
+    tooltip = ["step:Q", alt.Tooltip("value:Q", title=name, format=number)]
+    size = 22 if len(rows) <= 300 else 5
+    dots = base.mark_circle(size=size, color=color, opacity=0.5).encode(y=y, tooltip=tooltip)
+    line = base.mark_line(color=color, strokeWidth=2).encode(y="smooth:Q")
+    return [dots, line]
+
+
+def loss_curve(run: Run) -> Drawing:
+    """Loss of every step, and smoothed; steps whose loss is not a number are marked
+    at the foot."""
+    rows = _rows(run, lambda step: step.loss)
+    y = alt.Y("value:Q", title="loss per token", scale=alt.Scale(zero=False), axis=_number("~g"))
+    layers = _curve(rows, y, MEASURED, "loss", ".4f")
+    lost = [{"step": s.step} for s in every([s for s in run.steps if not isfinite(s.loss)])]
+    if lost:
+        layers.append(
+            alt.Chart(data(lost)).mark_tick(color=WARNING, thickness=2, size=14).encode(
+                x=_step_axis(), y=alt.YValue("height"), tooltip=["step:Q"],
+            )
+        )  # fmt: skip
+    return styled(layered(*layers).properties(width=HALF, height=290, autosize=FIT))
+
+
+def _number(text: str) -> alt.Axis:
+    return alt.Axis(format=text)
+
+
+def _percent(ticks: int) -> alt.Axis:
+    return alt.Axis(format=".0%", tickCount=ticks)
+
+
+def _from_zero(largest: float) -> alt.Scale:
+    """At least up to 5 %, so that next to nothing looks like it."""
+    return alt.Scale(domain=[0, max(0.05, 1.05 * largest)], clamp=True)
+
+
+def throughput(run: Run) -> Drawing:
+    """Tokens per second above, idle share of all ranks' time below, on one step axis."""
+    rate = alt.Y("value:Q", title="tokens/s", axis=_number("~s"), scale=alt.Scale(zero=True))
+    most = max(finite(step.idle for step in run.steps), default=0.0)
+    idle = alt.Y("value:Q", title="idle", axis=_percent(3), scale=_from_zero(float(most)))
+    bare = _step_axis()
+    bare = bare.axis(labels=False, ticks=False, title=None, grid=False)
+    rows = _rows(run, lambda s: s.tokens_per_s)
+    top = layered(*_curve(rows, rate, MEASURED, "tokens/s", ",.0f", bare))
+    low = layered(*_curve(_rows(run, lambda s: s.idle), idle, MUTED, "idle", ".1%"))
+    width = HALF - 70
+    return styled(
+        alt.vconcat(
+            top.properties(width=width, height=168), low.properties(width=width, height=64),
+            spacing=8,
+        ).resolve_scale(x="shared")
+    )  # fmt: skip
+
+
+def ratio_over_steps(run: Run) -> Drawing:
+    """Predicted over measured seconds of every step around 1, log axis, with the band of 10 %;
+    what lies beyond the axis is drawn at its end."""
+    rows = _rows(run, lambda step: step.ratio)
+    known = finite(step.ratio for step in run.steps[1:] or run.steps)
+    low = max(0.25, min(0.8, float(known.min()) * 0.95)) if known.size else 0.8
+    high = min(4.0, max(1.25, float(known.max()) * 1.05)) if known.size else 1.25
+    ticks = [t for t in (0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4)
+             if low <= t <= high]  # fmt: skip
+    y = alt.Y(
+        "value:Q", title="predicted / measured",
+        axis=alt.Axis(values=ticks, tickCount=60, format="~g"),
+        scale=alt.Scale(type="log", domain=[low, high], clamp=True, nice=False),
+    )  # fmt: skip
+    span = {"step": run.steps[0].step, "end": run.steps[-1].step, "low": 0.9, "high": 1.1}
+    ground = alt.Chart(data([span]))
+    band = ground.mark_rect(color=PREDICTED, opacity=0.12).encode(
+        x=_step_axis(), x2="end:Q", y=alt.Y("low:Q"), y2="high:Q"
+    )
+    one = alt.Chart(data([{"at": 1}])).mark_rule(color=INK).encode(y="at:Q")
+    layers = [band, one, *_curve(rows, y, PREDICTED, "predicted / measured", ".3f")]
+    return styled(layered(*layers).properties(width=HALF, height=290, autosize=FIT))
+
+
+def gap_to_bound(run: Run) -> Drawing:
+    """How far the plans that ran and the best static plans lie above the lower bound of their
+    batch, as a share of the bound; both predicted."""
+
+    def above(seconds: float, step: Step) -> float:
+        bound = step.planned.lower_bound_s
+        return seconds / bound - 1 if bound > 0 else float("nan")
+
+    groups = {
+        "plan that ran": _rows(run, lambda s: above(s.planned.predicted_s, s)),
+        "best static plan": _rows(run, lambda s: above(s.planned.best_static_s, s)),
+    }
+    rows = [{**row, "plan": name} for name, group in groups.items() for row in group
+            if row["value"] is not None]  # fmt: skip
+    color = alt.Color(
+        "plan:N", scale=alt.Scale(domain=list(groups), range=[PREDICTED, STATIC]),
+        legend=legend(symbolType="circle", symbolOpacity=1),
+    )  # fmt: skip
+    base = alt.Chart(data(rows)).encode(x=_step_axis(), color=color)
+    most = max((float(row["value"]) for row in rows), default=0.0)
+    y = alt.Y("value:Q", title="above the lower bound", axis=_percent(6), scale=_from_zero(most))
+    tooltip = ["step:Q", "plan:N", alt.Tooltip("value:Q", title="above the bound", format=".1%")]
+    size = 26 if len(rows) <= 600 else 6
+    dots = base.mark_circle(size=size, opacity=0.45).encode(y=y, tooltip=tooltip)
+    line = base.mark_line(strokeWidth=2).encode(y="smooth:Q")
+    return styled(layered(dots, line).properties(width=HALF, height=300, autosize=FIT))

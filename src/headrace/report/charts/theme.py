@@ -1,0 +1,163 @@
+"""One look for all figures: colours that mean the same everywhere, fonts, units of axes.
+
+The categorical colours are those of Okabe and Ito (2008), which stay apart under the common kinds
+of colour blindness; group sizes follow viridis, whose lightness falls as groups grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, isfinite, log10
+from typing import Any
+
+import altair as alt
+
+from headrace.units import GIB, KIB, MIB
+
+__all__ = [
+    "FIT",
+    "FULL",
+    "HALF",
+    "INK",
+    "KINDS",
+    "MEASURED",
+    "MUTED",
+    "PREDICTED",
+    "RECOMPUTE",
+    "STATIC",
+    "WARNING",
+    "Drawing",
+    "Unit",
+    "byte_unit",
+    "data",
+    "group_scale",
+    "kind_scale",
+    "layered",
+    "legend",
+    "log_axis",
+    "log_ticks",
+    "named_color",
+    "second_unit",
+    "styled",
+]
+
+Drawing = alt.Chart | alt.LayerChart | alt.HConcatChart | alt.VConcatChart
+
+FIT = alt.AutoSizeParams(type="fit", contains="padding")
+"""Axes and legends count in the width of a figure (concatenations do not know this)."""
+
+FULL, HALF = 1080, 525
+"""Widths of a figure in pixels: alone in its row, or one of two."""
+
+INK, MUTED, GRID = "#1f2933", "#7b8794", "#e8ecf0"
+MEASURED, PREDICTED, STATIC, WARNING = "#0072B2", "#E69F00", "#8d99a6", "#D55E00"
+KINDS = {
+    "forward": "#0072B2",
+    "backward": "#56B4E9",
+    "pull": "#E69F00",
+    "push": "#D55E00",
+    "update": "#CC79A7",
+    "idle": "#e4e7eb",
+}
+RECOMPUTE = {"none": "#cfe3f1", "attention": "#56B4E9", "full": "#0072B2"}
+_VIRIDIS = ("#7ad151", "#22a884", "#2a788e", "#414487", "#440154")
+_FONT = "system-ui, 'Segoe UI', 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """The unit of an axis: values are multiplied by ``factor`` and written with ``name``."""
+
+    name: str
+    factor: float
+
+
+def second_unit(values: Iterable[float]) -> Unit:
+    """Seconds, milliseconds or microseconds, whichever writes the largest value well."""
+    largest = max((value for value in values if isfinite(value)), default=1.0)
+    if largest >= 2:
+        return Unit(name="s", factor=1.0)
+    return Unit(name="ms", factor=1e3) if largest >= 2e-3 else Unit(name="us", factor=1e6)
+
+
+def byte_unit(values: Iterable[float]) -> Unit:
+    """GiB, MiB or KiB, whichever writes the largest value well."""
+    largest = max((value for value in values if isfinite(value)), default=1.0)
+    for name, size in (("GiB", GIB), ("MiB", MIB)):
+        if largest >= size:
+            return Unit(name=name, factor=1 / size)
+    return Unit(name="KiB", factor=1 / KIB)
+
+
+def log_axis(low: float, high: float, number: str, **options: Any) -> alt.Axis:
+    """The axis of a log scale from ``low`` to ``high``: powers of ten, with 2 and 5 of each when
+    they are few, in the format ``number``."""
+    ticks = log_ticks(low, high)
+    # On log scales Vega drops the labels of ticks beyond tickCount, even those asked for.
+    return alt.Axis(values=ticks, tickCount=4 * len(ticks) + 4, format=number, **options)
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Where :func:`log_axis` sets its ticks; ``0 < low < high``."""
+    decades = log10(high / low)
+    steps = (1, 2, 5) if decades < 3.2 else (1,)
+    exponents = range(floor(log10(low)), ceil(log10(high)) + 1)
+    ticks = [float(f"{step}e{exponent}") for exponent in exponents for step in steps]
+    return [tick for tick in ticks if low <= tick <= high]
+
+
+def data(rows: Sequence[dict[str, Any]]) -> alt.InlineData:
+    """Rows of a figure."""
+    return alt.InlineData(values=list(rows))
+
+
+def layered(*charts: alt.Chart) -> alt.LayerChart:
+    """Charts over each other, the first at the bottom."""
+    return alt.LayerChart(layer=list(charts))
+
+
+def legend(title: str | None = None, **options: Any) -> alt.Legend:
+    """A legend in one line above the figure, so that it takes no width."""
+    return alt.Legend(title=title, orient="top", direction="horizontal", offset=8, **options)
+
+
+def named_color(names: Mapping[str, str], shown: alt.Legend) -> alt.Color:
+    """The colours of layers that each calculate their own ``name``."""
+    scale = alt.Scale(domain=list(names), range=list(names.values()))
+    return alt.Color("name:N", scale=scale, legend=shown)
+
+
+def kind_scale() -> alt.Scale:
+    """Colours of the kinds of actions."""
+    return alt.Scale(domain=list(KINDS), range=list(KINDS.values()))
+
+
+def group_scale(sizes: Iterable[int]) -> alt.Scale:
+    """Colours of group sizes: more ranks, darker. One size has one colour in all figures of
+    a run as long as ``sizes`` are all the run used."""
+    known = sorted(set(sizes))
+    last = len(_VIRIDIS) - 1
+    picked = [round(i * last / max(1, len(known) - 1)) for i in range(len(known))]
+    return alt.Scale(domain=known, range=[_VIRIDIS[i] for i in picked])
+
+
+def styled(chart: Drawing) -> Drawing:
+    """The figure with the report's fonts, grid and colours."""
+    return (
+        chart.configure(font=_FONT, background="white", padding=4)
+        .configure_view(stroke=None)
+        .configure_axis(
+            labelFontSize=12, titleFontSize=12, titleFontWeight="normal", labelColor=INK,
+            titleColor=MUTED, gridColor=GRID, domainColor="#cbd2d9", tickColor="#cbd2d9",
+            labelFlush=False, titlePadding=8, tickCount=6,
+        )
+        .configure_legend(
+            labelFontSize=12, titleFontSize=12, titleFontWeight="normal", labelColor=INK,
+            titleColor=MUTED, symbolSize=110, columnPadding=16, titleLimit=400,
+            symbolOpacity=1,
+        )
+        .configure_title(
+            fontSize=13, fontWeight=600, color=INK, anchor="start", frame="group", offset=6,
+        )
+    )  # fmt: skip

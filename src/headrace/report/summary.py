@@ -1,0 +1,81 @@
+"""A run summed up for the terminal."""
+
+from __future__ import annotations
+
+from math import isfinite
+from pathlib import Path
+
+import numpy as np
+
+from headrace.report.facts import started_text
+from headrace.report.headline import Headline, headline, warnings
+from headrace.report.records import Run
+from headrace.report.run_folder import read_run
+from headrace.report.series import finite
+from headrace.report.wording import known, share_text
+from headrace.units import bytes_text, count_text, seconds_text
+
+__all__ = ["summary_text"]
+
+
+def summary_text(run: Path) -> str:
+    """What the run in a folder did, in about ten lines of a name and a text; needs no extra
+    package. Raises DataError when the folder cannot be read."""
+    return _summary(read_run(run))
+
+
+def _summary(run: Run) -> str:
+    top = headline(run)
+    rows = [
+        ("run", f"{run.facts.name}  {_count(len(run.steps), 'step')} on "
+                f"{_count(run.facts.ranks, 'rank')} ({run.facts.machine.device})  "
+                f"{started_text(run)}"),
+        ("corpus", _corpus(run)),
+        ("loss", _loss(run)),
+        ("speed", f"{known(top.tokens_per_s, count_text)} tokens/s  "
+                  f"{known(top.step_s, seconds_text)}/step  idle {known(top.idle, share_text)}"
+                  + known(top.mfu, lambda mfu: f"  MFU {share_text(mfu)}", "")),
+        ("plans", f"most often {top.strategy} ({share_text(top.strategy_share)} of steps)  "
+                  f"gap to the bound {known(top.gap, share_text)}"),
+        ("best static", _static(top)),
+        ("predictions", f"{known(top.error, share_text)} off in a typical step"),
+        ("memory", _memory(run, top)),
+        ("planner", f"{known(top.planning_s, seconds_text)}/step  training waited "
+                    f"{known(top.waited_s, seconds_text)}"),
+    ]  # fmt: skip
+    rows += [("warning" if i == 0 else "", text) for i, text in enumerate(warnings(run))]
+    return "\n".join(f"{name:<14}{text}" for name, text in rows)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _corpus(run: Run) -> str:
+    c = run.facts.corpus
+    return (
+        f"{c.name}  {c.documents:,} documents  {count_text(c.tokens)} tokens  median "
+        f"{known(c.median, count_text)}  p99 {known(c.p99, count_text)}  longest "
+        f"{known(c.max, count_text)}"
+    )
+
+
+def _loss(run: Run) -> str:
+    losses = finite(step.loss for step in run.steps)
+    if not losses.size:
+        return "never a number"
+    last = float(np.median(losses[-max(1, losses.size // 10) :]))
+    return f"{losses[0]:.3f} -> {last:.3f}"
+
+
+def _static(top: Headline) -> str:
+    if not isfinite(top.against_static):
+        return "not predicted"
+    return f"{top.best_static}: {top.against_static:.2f}x the time of these plans (predicted)"
+
+
+def _memory(run: Run, top: Headline) -> str:
+    if not isfinite(top.peak_bytes):
+        return "not measured"
+    text = f"peak {bytes_text(top.peak_bytes)} (rank {top.peak_rank})"
+    return text + known(run.facts.capacity_bytes, lambda size: f" of {bytes_text(size)}", "")
