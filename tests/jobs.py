@@ -1,0 +1,107 @@
+"""Jobs in a forked process of their own, so that signals and exits never reach pytest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["Job"]
+
+
+class Job:
+    """A session of its own running ``body(job)``: its exit code, its output, its notes."""
+
+    def __init__(self, folder: Path, body: Callable[[Job], int]) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._live(body)
+
+    def _live(self, body: Callable[[Job], int]) -> None:
+        code = 99
+        try:
+            self.pid = os.getpid()
+            os.setsid()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+                signal.signal(number, signal.SIG_DFL)
+            for stream, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(self.folder / name, os.O_CREAT | os.O_WRONLY), stream)
+            code = body(self)
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())
+        finally:
+            os._exit(code)
+
+    def note(self, name: str, text: object = "") -> None:
+        """Called in the job: leave a note for the test, whole or not at all."""
+        part = self.folder / f"{name}.part{os.getpid()}"
+        part.write_text(str(text))
+        part.rename(self.folder / name)
+
+    def read(self, name: str, limit_s: float = 15.0) -> str:
+        """Wait for a note and read it."""
+        path = self.folder / name
+        self.until(path.exists, f"note {name}", limit_s)
+        return path.read_text()
+
+    def until(self, holds: Callable[[], bool], what: str, limit_s: float) -> float:
+        """Wait until ``holds()``; returns how long that took, fails after ``limit_s``."""
+        start = time.monotonic()
+        while not holds():
+            waited = time.monotonic() - start
+            assert waited < limit_s, f"{what}: not within {limit_s} s; stderr:\n{self.err}"
+            time.sleep(0.01)
+        return time.monotonic() - start
+
+    def wait(self, limit_s: float = 15.0) -> int:
+        """The exit code, negative for a signal."""
+        ended: list[int] = []
+
+        def reaped() -> bool:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            ended.extend([os.waitstatus_to_exitcode(status)] if pid else [])
+            return bool(pid)
+
+        self.until(reaped, "end of the job", limit_s)
+        return ended[0]
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text() if (self.folder / "out").exists() else ""
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text() if (self.folder / "err").exists() else ""
+
+    @property
+    def said(self) -> list[str]:
+        """The lines of stderr that are ours."""
+        return [line for line in self.err.splitlines() if line.startswith("headrace: ")]
+
+    def left_over(self) -> list[int]:
+        """Processes of the job that still run; zombies do not."""
+        assert self.pid > 1, "session 0 is the kernel's"
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    stat = (entry / "stat").read_text().rpartition(")")[2].split()
+                except OSError:
+                    continue
+                if int(stat[3]) == self.pid and stat[0] != "Z":  # session, state
+                    found.append(int(entry.name))
+        return found
+
+    def clear(self) -> None:
+        """Kill and reap whatever is left."""
+        for pid in self.left_over():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)

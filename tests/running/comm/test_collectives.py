@@ -1,0 +1,228 @@
+"""Collectives against rows that carry their own address, and against their transposes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from headrace.comm.collectives import (
+    agree,
+    all_gather_rows,
+    all_to_all_rows,
+    gather_bytes,
+    gather_floats,
+    group_size,
+    reduce_scatter_rows,
+)
+from headrace.errors import PlanMismatch
+from ranks import run_ranks
+
+SIZES = {1: [(3,)], 2: [(2, 2), (3, 1), (0, 4), (0, 0)], 3: [(2, 2, 2), (3, 0, 1), (0, 0, 5)]}
+
+
+def _matrices(ranks: int) -> list[np.ndarray]:
+    """counts[sender, receiver]: random, with zeros, with a silent rank, with nothing at all."""
+    rng = np.random.default_rng(ranks)
+    drawn = [rng.integers(0, 4, size=(ranks, ranks)) for _ in range(4)]
+    drawn[1][0] = 0
+    drawn[2][:, -1] = 0
+    return [*drawn, np.zeros((ranks, ranks), dtype=np.int64)]
+
+
+def _tagged(rank: int, send: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """[sum(send), 2, 3], every row saying from whom, to whom and which."""
+    rows = [100 * rank + 10 * to + i for to, n in enumerate(send) for i in range(n)]
+    flat = torch.tensor(rows, dtype=torch.float64).view(len(rows), 1, 1).to(dtype)
+    return flat.expand(len(rows), 3, 2).transpose(1, 2)  # not contiguous
+
+
+def _exchange(ranks: int) -> list[np.ndarray]:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    out = []
+    for counts in _matrices(ranks):
+        for dtype in (torch.float64, torch.bfloat16, torch.int64):
+            send, receive = counts[rank].tolist(), counts[:, rank].tolist()
+            got = all_to_all_rows(_tagged(rank, send, dtype), send, receive, group)
+            assert got.dtype == dtype
+            out.append(got.double().numpy())
+    return out
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_arrive_where_they_were_sent(ranks: int) -> None:
+    """Would catch send and receive counts exchanged, or a buffer read past its strides."""
+    results = run_ranks(ranks, _exchange, ranks)
+    for rank, got in enumerate(results):
+        for case, counts in enumerate(_matrices(ranks)):
+            wanted = [
+                100 * sender + 10 * rank + i
+                for sender in range(ranks)
+                for i in range(counts[sender, rank])
+            ]
+            for rows in got[3 * case : 3 * case + 3]:
+                assert rows.shape == (len(wanted), 2, 3)
+                # 221 needs 8 bits: whatever the type, no address is rounded.
+                np.testing.assert_array_equal(rows, np.tile(np.reshape(wanted, (-1, 1, 1)), (2, 3)))
+
+
+def _gather_and_scatter(ranks: int) -> list[tuple[np.ndarray, ...]]:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    out = []
+    for sizes in SIZES[ranks]:
+        torch.manual_seed(17 * rank + sum(sizes))
+        x = torch.randn(sizes[rank], 3, dtype=torch.float64)
+        y = torch.randn(sum(sizes), 3, dtype=torch.float64)
+        gathered = all_gather_rows(x, sizes, group)
+        scattered = reduce_scatter_rows(y, sizes, group)
+        out.append(tuple(t.numpy() for t in (x, y, gathered, scattered)))
+    return out
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gather_concatenates_and_scatter_adds(ranks: int) -> None:
+    """Would catch an uneven gather padded to the longest, or a sum that leaves out a rank."""
+    results = run_ranks(ranks, _gather_and_scatter, ranks)
+    for case, sizes in enumerate(SIZES[ranks]):
+        x, y, gathered, scattered = zip(*(r[case] for r in results), strict=True)
+        starts = np.cumsum([0, *sizes])
+        for rank in range(ranks):
+            np.testing.assert_array_equal(gathered[rank], np.concatenate(x))
+            part = slice(starts[rank], starts[rank + 1])
+            np.testing.assert_allclose(scattered[rank], sum(y)[part], atol=1e-14)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gather_and_scatter_are_adjoint(ranks: int) -> None:
+    """<gather x, y> = <x, scatter y>: would catch a scale (a mean) in one of the two."""
+    results = run_ranks(ranks, _gather_and_scatter, ranks)
+    for case in range(len(SIZES[ranks])):
+        left = sum(float((r[case][2] * r[case][1]).sum()) for r in results)
+        right = sum(float((r[case][0] * r[case][3]).sum()) for r in results)
+        assert left == pytest.approx(right, rel=1e-12, abs=1e-12)
+
+
+def _there_and_back(ranks: int) -> list[tuple[float, float]]:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    torch.manual_seed(rank)
+    out = []
+    for counts in _matrices(ranks):
+        send, receive = counts[rank].tolist(), counts[:, rank].tolist()
+        x = torch.randn(sum(send), 2, dtype=torch.float64)
+        y = torch.randn(sum(receive), 2, dtype=torch.float64)
+        forward = all_to_all_rows(x, send, receive, group)
+        backward = all_to_all_rows(y, receive, send, group)
+        out.append((float((forward * y).sum()), float((x * backward).sum())))
+    return out
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_to_all_with_counts_exchanged_is_its_adjoint(ranks: int) -> None:
+    """Would catch an exchange whose way back delivers rows in another order."""
+    results = run_ranks(ranks, _there_and_back, ranks)
+    for case in range(len(_matrices(ranks))):
+        left, right = (sum(r[case][side] for r in results) for side in (0, 1))
+        assert left == pytest.approx(right, rel=1e-12, abs=1e-12)
+
+
+def _summed() -> tuple[np.ndarray, np.ndarray]:
+    x = _uneven_magnitudes()[dist.get_rank()]
+    first = reduce_scatter_rows(x, (4, 2, 2), dist.group.WORLD)
+    second = reduce_scatter_rows(x, (4, 2, 2), dist.group.WORLD)
+    return first.numpy(), second.numpy()
+
+
+def _uneven_magnitudes() -> torch.Tensor:
+    """[3, 8, 16] fp32 whose sums over the first dim depend on the order."""
+    generator = torch.Generator().manual_seed(0)
+    scale = 10.0 ** torch.randint(-4, 5, (3, 8, 16), generator=generator)
+    return torch.randn(3, 8, 16, generator=generator) * scale
+
+
+def test_sums_are_taken_in_rank_order() -> None:
+    """Would catch a sum in order of arrival or by a tree: equal plans would differ in bits."""
+    x = _uneven_magnitudes()
+    in_order, reversed_order = (x[0] + x[1]) + x[2], (x[2] + x[1]) + x[0]
+    assert not torch.equal(in_order, reversed_order)
+    results = run_ranks(3, _summed)
+    for again in (0, 1):
+        got = np.concatenate([r[again] for r in results])
+        np.testing.assert_array_equal(got, in_order.numpy())
+
+
+def _in_a_subgroup() -> list[Any]:
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return []
+    member = dist.get_rank(group)
+    x = torch.full((2 - member, 1), float(dist.get_rank()))
+    y = torch.arange(3.0)[:, None] + 10 * dist.get_rank()
+    gathered = all_gather_rows(x, (2, 1), group).flatten().tolist()
+    scattered = reduce_scatter_rows(y, (2, 1), group).flatten().tolist()
+    payloads = gather_bytes(str(dist.get_rank()).encode(), group)
+    return [gathered, scattered, payloads, gather_floats([member], group), group_size(group)]
+
+
+def test_places_are_counted_within_the_group() -> None:
+    """Would catch a rank of the world used as a place in a group."""
+    first, outside, second = run_ranks(3, _in_a_subgroup)
+    assert outside == []
+    for got, scattered in ((first, [20.0, 22.0]), (second, [24.0])):
+        assert got == [[0, 0, 2], scattered, [b"0", b"2"], [[0.0], [1.0]], 2]
+
+
+PAYLOADS = [
+    (b"", b"\0\xff\xfe", "\u00e9".encode() * 1000),
+    (b"", b"", b""),
+    (b"same", b"size", b"here"),
+]
+FLOATS = [[0.1, -0.0, 1e308], [float("inf"), 2.0**-1074, 3.0], [1 / 3, float("nan"), -7.5]]
+
+
+def _payloads() -> tuple[list[list[bytes]], list[list[float]]]:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    return [gather_bytes(p[rank], group) for p in PAYLOADS], gather_floats(FLOATS[rank], group)
+
+
+def test_bytes_and_floats_come_back_unchanged() -> None:
+    """Would catch payloads cut at a zero byte or padded, and floats sent in single precision."""
+    for payloads, floats in run_ranks(3, _payloads):
+        assert payloads == [list(p) for p in PAYLOADS]
+        assert np.array(floats).tobytes() == np.array(FLOATS).tobytes()
+
+
+def _agreed(values: list[tuple[str, str, str]]) -> list[str]:
+    out = []
+    for value in values:
+        try:
+            agree("hash of the plan", value[dist.get_rank()], dist.group.WORLD)
+            out.append("agreed")
+        except PlanMismatch as error:
+            out.append(str(error))
+    return out
+
+
+def test_disagreement_is_told_on_every_rank() -> None:
+    """Would catch an error on the odd rank alone: the others would wait for it for ever."""
+    values = [("aa", "aa", "aa"), ("aa", "aa", "b"), ("", "x", ""), ("a" * 64, "a" * 64, "a" * 64)]
+    results = run_ranks(3, _agreed, values)
+    assert results[0] == results[1] == results[2]
+    same, last_differs, middle_differs, long = results[0]
+    assert (same, long) == ("agreed", "agreed")
+    assert last_differs.startswith("hash of the plan: got b on rank 2, wanted aa as on rank 0")
+    assert "x on rank 1" in middle_differs
+
+
+def test_a_single_rank_communicates_nothing() -> None:
+    """Would catch a collective that needs a process group where there is none."""
+    x = torch.randn(3, 2)
+    assert group_size(None) == 1
+    assert all_to_all_rows(x, [3], [3], None) is x
+    assert all_gather_rows(x, [3], None) is x
+    assert reduce_scatter_rows(x, [3], None) is x
+    assert gather_bytes(b"me", None) == [b"me"]
+    assert gather_floats((1.5, 2.5), None) == [[1.5, 2.5]]
+    agree("anything", "alone", None)
