@@ -1,7 +1,7 @@
 """Writes the generated pages of the documentation: commands from their help, keys from the model.
 
-    python docs/make_reference.py           write them
-    python docs/make_reference.py --check   exit 1 when they are not as written
+python docs/make_reference.py           write them
+python docs/make_reference.py --check   exit 1 when they are not as written
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@
     |-- PlanMismatch      the ranks do not hold the same plan
     |-- CheckpointError   a checkpoint is missing, damaged or of another model
     |-- LaunchError       ranks cannot be started
-    |-- RankFailure       a rank died, hung or raised; names the rank and its action
     `-- MissingExtra      an optional dependency is absent; says what to install
 
 The text is always ``what: got X, wanted Y; hint``.
@@ -32,7 +31,6 @@ __all__ = [
     "MissingExtra",
     "PlanMismatch",
     "ProgramError",
-    "RankFailure",
     "SpecError",
     "did_you_mean",
 ]
@@ -97,10 +95,6 @@ class CheckpointError(HeadraceError):
 
 class LaunchError(HeadraceError):
     """Ranks cannot be started."""
-
-
-class RankFailure(HeadraceError):
-    """A rank died, hung or raised."""
 
 
 class MissingExtra(HeadraceError):

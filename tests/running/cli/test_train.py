@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from jobs import children, losses, metrics, run, start, wait_for_step, write_job
+from running.cli.jobs import children, losses, metrics, run, start, wait_for_step, write_job
 
 
 @pytest.fixture(scope="module")
