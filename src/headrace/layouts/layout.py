@@ -49,7 +49,9 @@ def working_partition(weight: WeightSpec, plan: Plan) -> Partition:
 
 
 def _used(plan: Plan) -> Sequence[tuple[int, ...]]:
-    return [plan.pipelines[i].ranks for i in sorted({m.pipeline for m in plan.micro_batches})]
+    # In the order of their process group, which is rising whatever order the plan names.
+    used = sorted({m.pipeline for m in plan.micro_batches})
+    return [tuple(sorted(plan.pipelines[i].ranks)) for i in used]
 
 
 def _hull(one: Rows, other: Rows) -> Rows:

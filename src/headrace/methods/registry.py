@@ -26,5 +26,6 @@ def method(name: str, architecture: Architecture, ranks: int) -> Method:
     rule = found.supports(architecture, ranks)
     if rule:
         others = [m.name for m in METHODS.values() if m.supports(architecture, ranks) is None]
-        raise SpecError(f"method {name}: {rule}", hint=f"these would do: {', '.join(others)}")
+        would_do = ", ".join(others) or "none"
+        raise SpecError(f"method {name}: {rule}", hint=f"these would do: {would_do}")
     return found

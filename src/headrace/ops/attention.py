@@ -75,7 +75,8 @@ class _Plain:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> _Pair:
         scores = self._scores(q, k, causal)
         lse = scores.logsumexp(-1)
-        out = torch.einsum("nqk,knd->qnd", (scores - lse[..., None]).exp(), self._expand(v, q))
+        values = self._expand(v, q).to(scores.dtype)
+        out = torch.einsum("nqk,knd->qnd", (scores - lse[..., None]).exp(), values)
         return out.to(q.dtype), lse
 
     def backward(

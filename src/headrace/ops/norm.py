@@ -61,10 +61,11 @@ class _LayerNorm(torch.autograd.Function):
     ) -> torch.Tensor:
         wide = _wide(x)
         mean = wide.mean(-1, keepdim=True)
-        scale = torch.rsqrt(wide.var(-1, unbiased=False, keepdim=True).add_(eps))
+        centred = wide - mean
+        scale = torch.rsqrt(centred.square().mean(-1, keepdim=True).add_(eps))
         ctx.save_for_backward(x, mean, scale)
         ctx.rest = (weight, bias)
-        unit = (wide - mean).mul_(scale)
+        unit = centred.mul_(scale)
         return torch.addcmul(bias.rows(), unit, weight.rows()).to(x.dtype)
 
     @staticmethod

@@ -58,7 +58,7 @@ def keep_mask(features: int, rate: float, key: DropoutKey, site: int) -> torch.T
     """[t, features] bool, True with probability 1 - rate."""
     start = _int32(key.seed * 0x9E3779B1 + key.step * 0x85EBCA6B + site * 0xC2B2AE35)
     samples, positions = key.samples.to(torch.int32), key.positions.to(torch.int32)
-    token = _mix(_mix(samples * _int32(0x9E3779B1) + start) ^ _mix(positions + start))
+    token = _mix(_mix(samples * _int32(0x9E3779B1) + start) + positions * _int32(0x85EBCA77))
     column = torch.arange(features, dtype=torch.int32, device=token.device) * _int32(0x9E3779B9)
     bits = _mix(_mix(token[:, None] + column) ^ _mix(token + _int32(0x27D4EB2F))[:, None])
     return bits >= min(round(rate * 2**32) - 2**31, 2**31 - 1)

@@ -46,8 +46,9 @@ class ByteCounter(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive or key in known:
             return
+        count = storage.nbytes()  # first: gloo's threads free storages between two calls
         self._alive.add(key)
-        self.current_bytes += storage.nbytes()
+        self.current_bytes += count
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         weakref.finalize(storage, self._freed, key, storage.nbytes())
 

@@ -84,12 +84,12 @@ class Executor:
         Raises PlanMismatch when ranks hold different plans, or the plan is for other semantics or
         another number of ranks; ProgramError when it would deadlock.
         """
+        agree("hash of the plan", plan.hash, self.groups.world)
         if plan.semantics != "free" or plan.devices != self.groups.ranks:
             raise PlanMismatch(
                 "plan", got=f"{plan.semantics} for {plan.devices} ranks",
                 wanted=f"free for {self.groups.ranks}",
             )  # fmt: skip
-        agree("hash of the plan", plan.hash, self.groups.world)
         programs = compile_plan(plan, self.buckets)
         check_programs(programs, plan, self.buckets)
         self.groups.prepare(pipeline.ranks for pipeline in plan.pipelines)

@@ -71,13 +71,12 @@ class Journal:
 
 def _drop_from(path: Path, first_step: int) -> None:
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().decode(errors="replace").splitlines():
         try:
-            step = json.loads(line)["step"]
+            if json.loads(line)["step"] < first_step:
+                kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue  # the last line of a killed run may be torn
-        if step < first_step:
-            kept.append(line + "\n")
     _write_aside(path, "".join(kept))
 
 

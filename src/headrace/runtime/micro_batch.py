@@ -39,7 +39,7 @@ def sources(
         value, grad = working.values[weight.name], working.partials[weight.name]
         if gathered and weight.unit is not None and group is not None:
             shards = group_shards(weight, len(ranks))
-            part = shards[ranks.index(groups.rank)].within(working.held[weight.name])
+            part = shards[sorted(ranks).index(groups.rank)].within(working.held[weight.name])
             views[weight.name] = Shard(
                 value=value[part], grad=grad[part], shards=shards, group=group
             )
@@ -75,7 +75,7 @@ class MicroBatchRun:
         """The run of ``micro`` on this rank; ``tokens[i]`` are the ids of the batch's sequence i
         (int32), cut here to this rank's part of the pack."""
         ranks = plan.pipelines[micro.pipeline].ranks
-        member = ranks.index(groups.rank)
+        member = sorted(ranks).index(groups.rank)  # the place in the process group
         pack = TokenPlan(lengths=plan.tokens_of(micro), ranks=len(ranks))
         documents = [tokens[i] for i in micro.sequences]
         positions = torch.from_numpy(pack.positions(member)).to(device)

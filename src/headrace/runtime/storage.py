@@ -207,6 +207,7 @@ class Storage:
         """(name, tensor) of the optimizer's state that follows the rows of a weight."""
         for weight in self.table:
             state = self.optimizer.state[self.masters[weight.name]]
+            state.setdefault("step", torch.tensor(0.0))
             for key in ("exp_avg", "exp_avg_sq"):
                 if key not in state:
                     state[key] = torch.zeros_like(self.masters[weight.name])

@@ -1,0 +1,169 @@
+"""The profiler: the same profile everywhere, enough to fit, and nothing left behind."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.comm.mesh import Groups
+from headrace.costs.from_profile import costs_from_profile
+from headrace.runtime.executor import Executor
+from headrace.runtime.profiler import ProfileOptions, Profiler
+from headrace.runtime.storage import Storage
+from headrace.spec import Architecture, Cluster, Lengths
+from headrace.spec.method import RECOMPUTE
+from headrace.spec.profile import ENDS, Profile
+from headrace.spec.weights import parameter_count
+from plans import random_documents, random_plan
+from ranks import run_ranks
+
+MODEL = Architecture(layers=3, hidden=32, heads=4, kv_heads=2, ffn=64, vocabulary=50)
+LONGEST = 64
+OPTIONS = {1: "local", 2: "ulysses_z", 3: "ulysses_z"}
+
+
+def _profiled(sizes: tuple[int, ...], model: Architecture) -> dict[str, Any]:
+    groups = Groups()
+    storage, told = Storage(model, groups, seed=2), []
+    before = {name: master.clone() for name, master in storage.masters.items()}
+    profiler = Profiler(
+        storage, groups, ProfileOptions(sizes=sizes, longest=LONGEST, repeats=1),
+        progress=lambda what, done, of: told.append((what, done, of)),
+    )  # fmt: skip
+    cluster = Cluster(devices=groups.ranks, memory_bytes=2**30)
+    profile = profiler.profile("fingerprint", cluster)
+    same = all(torch.equal(before[n], m) for n, m in storage.masters.items())
+    return {
+        "profile": profile.to_json(),
+        "masters": same,
+        "updates": storage.updates,
+        "step": _step(storage, groups) == _step(Storage(model, groups, seed=2), groups),
+        "told": told,
+        "state": storage.bytes_held(),
+    }
+
+
+def _step(storage: Storage, groups: Groups) -> dict[str, bytes]:
+    """The weights' bits after one step of a plan."""
+    rng = np.random.default_rng(5)
+    documents = random_documents(rng, storage.architecture.vocabulary, 5, 20)
+    lengths = Lengths.of(map(len, documents))
+    plan = random_plan(lengths, groups.ranks, storage.architecture.layers, rng)
+    Executor(storage, groups, seed=2).run(plan, documents, step=0, lr=0.01)
+    return {name: master.numpy().tobytes() for name, master in storage.masters.items()}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    """One profile on three ranks: for groups of two, the third rank has nothing to measure."""
+    return run_ranks(3, _profiled, (1, 2, 3), MODEL)
+
+
+@pytest.fixture(scope="module")
+def profile(results: list[dict[str, Any]]) -> Profile:
+    return Profile.from_json(results[0]["profile"])
+
+
+def test_every_rank_gets_the_same_profile(results: list[dict[str, Any]]) -> None:
+    """Would catch numbers of one rank alone: ranks would plan differently."""
+    assert all(r["profile"] == results[0]["profile"] for r in results)
+    assert len({r["state"] for r in results}) > 1
+    assert results[0]["profile"]["state_bytes"] == max(r["state"] for r in results)
+
+
+def test_points_for_every_size_and_level(profile: Profile) -> None:
+    """Would catch a ladder left out, ends measured once per level, and packs that shrink."""
+    options = {
+        (p, f"{name}+{level}" if level != "none" else name)
+        for p, name in OPTIONS.items()
+        for level in RECOMPUTE
+    }
+    ladders: dict[tuple[int, str], list[Any]] = {}
+    for point in profile.points:
+        ladders.setdefault((point.p, point.option), []).append(point)
+    assert ladders.keys() == options | {(p, ENDS) for p in OPTIONS}
+    for points in ladders.values():
+        tokens = [sum(point.lengths) for point in points]
+        assert tokens == sorted(tokens)
+        assert len(set(tokens)) >= 4
+        assert max(tokens) <= LONGEST
+        assert any(len(point.lengths) > 1 for point in points)
+        assert sum(point.kept_bytes is not None for point in points) >= 2
+        assert all(point.forward_s > 0 and point.backward_s > 0 for point in points)
+        packs = [point.lengths for point in points]
+        assert len(set(packs)) == len(packs)
+
+
+def test_levels_keep_less_the_more_they_run_again(profile: Profile) -> None:
+    """Would catch bytes counted at the wrong mark, or of the layer before: ``full`` keeps the
+    layer's output and nothing else. In groups a buffer that gloo frees late may be counted too,
+    so there the median counts."""
+    kept: dict[tuple[bool, str], list[float]] = {}
+    for point in profile.points:
+        if point.kept_bytes is not None and point.option != ENDS:
+            level = point.option.partition("+")[2] or "none"
+            local_tokens = -(-sum(point.lengths) // point.p)
+            per_token = kept.setdefault((point.p == 1, level), [])
+            per_token.append(point.kept_bytes / local_tokens)
+    for alone in (True, False):
+        none, attention, full = (kept[alone, level] for level in RECOMPUTE)
+        assert median(none) > median(attention) > median(full)
+        assert median(full) == MODEL.hidden * 4
+        assert len(full) >= 3 * (1 if alone else 2)
+    assert set(kept[True, "full"]) == {MODEL.hidden * 4}
+
+
+def test_a_profile_can_be_fitted(profile: Profile) -> None:
+    """Would catch a ladder too short to tell squares, tokens and constants apart."""
+    costs = costs_from_profile(profile)
+    for p in OPTIONS:
+        for level in RECOMPUTE:
+            name = OPTIONS[p] if level == "none" else f"{OPTIONS[p]}+{level}"
+            option = costs.options[p][name]
+            assert option.forward((LONGEST,)) > 0
+            assert option.kept(LONGEST) > 0
+
+
+def test_constants_of_the_step(profile: Profile) -> None:
+    """Would catch bytes of gradients forgotten beside those of working weights, and gathers
+    timed for groups of one."""
+    whole = 2 * 4 * parameter_count(MODEL)
+    for p in OPTIONS:
+        held = profile.working_bytes[p]
+        assert held["whole"] == whole
+        assert held["sharded"] >= whole / p
+        assert (held["sharded"] == whole) == (p == 1)
+    assert set(profile.exchange_s) == {"pull_s", "push_s", "update_s"}
+    assert all(seconds > 0 for seconds in profile.exchange_s.values())
+    assert set(profile.gather_s) == {2, 3}
+    assert all(0 < forward < backward for forward, backward in profile.gather_s.values())
+    assert 0 < profile.measured_in_s < 60
+
+
+def test_nothing_is_left_behind(results: list[dict[str, Any]]) -> None:
+    """Would catch noise left in working weights, optimizer state or sums: the step after a
+    profile has the bits of one without."""
+    assert all(r["masters"] and r["updates"] == 0 and r["step"] for r in results)
+
+
+def test_progress_is_told_once_per_ladder(results: list[dict[str, Any]]) -> None:
+    """Would catch a bar that never ends."""
+    told = results[0]["told"]
+    assert [done for _, done, _ in told] == list(range(10))
+    assert {of for *_, of in told} == {9}
+    assert told[0][0] == "profile cp1 none"
+
+
+def test_one_rank_can_be_profiled() -> None:
+    """Would catch a single process whose weights are overwritten: they are the working ones."""
+    result = run_ranks(1, _profiled, (1,), MODEL)[0]
+    assert result["masters"]
+    assert result["step"]
+    profile = Profile.from_json(result["profile"])
+    assert profile.working_bytes == {1: {"whole": 0, "sharded": 0}}
+    assert profile.gather_s == {}
+    costs_from_profile(profile)
