@@ -31,7 +31,13 @@ def _parse(text: str, table: dict[str, int], what: str) -> int:
     if not found or found[2].lower() not in table:
         units = ", ".join(unit for unit in table if unit)
         raise SpecError(what, got=repr(text), wanted=f"a number and one of the units {units}")
-    return round(float(found[1].replace(",", "").replace("_", "")) * table[found[2].lower()])
+    number, unit = found[1].replace(",", "").replace("_", ""), table[found[2].lower()]
+    return round(float(number) * unit) if "." in number else int(number) * unit
+
+
+def _three(value: float) -> str:
+    """Three significant digits without an exponent."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
 
 def parse_bytes(text: str) -> int:
@@ -48,17 +54,17 @@ def bytes_text(count: float) -> str:
     """``1.5 GiB``: three significant digits in the largest fitting binary unit."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1000:
+        if abs(value) < 999.5:
             break
         value, unit = value / 1024, larger
-    return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}"
+    return f"{value:.0f} B" if unit == "B" else f"{_three(value)} {unit}"
 
 
 def seconds_text(seconds: float) -> str:
     """``12 us``, ``3.4 ms``, ``1.84 s``, ``5 min 12 s``, ``2 h 05 min``."""
     if seconds < 0:
         return "-" + seconds_text(-seconds)
-    if seconds < 1e-3:
+    if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
@@ -73,11 +79,11 @@ def seconds_text(seconds: float) -> str:
 def count_text(count: float) -> str:
     """``812``, ``4.1k``, ``13.3M``, ``1.2G``."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= size:
-            return f"{count / size:.3g}{unit}"
-    return f"{count:.3g}" if count != int(count) else f"{int(count)}"
+        if abs(count) >= 0.9995 * size:
+            return f"{_three(count / size)}{unit}"
+    return _three(count) if count != int(count) else f"{int(count)}"
 
 
 def percent_text(fraction: float) -> str:
     """``2.8 %``."""
-    return f"{100 * fraction:.3g} %"
+    return f"{_three(100 * fraction)} %"

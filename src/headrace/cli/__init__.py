@@ -31,9 +31,13 @@ app = App(
 
 Changes = Annotated[
     list[str],
-    Parameter(name="--set", help="Change a key of the configuration, SECTION.KEY=VALUE.",
-              negative="", consume_multiple=False),
-]  # fmt: skip
+    Parameter(
+        name="--set",
+        help="Change a key of the configuration, SECTION.KEY=VALUE; SECTION.KEY= unsets it.",
+        negative="",
+        consume_multiple=False,
+    ),
+]
 Json = Annotated[bool, Parameter(help="Write JSON to stdout.", negative="")]
 
 
@@ -276,8 +280,10 @@ def export(run: Path, *, out: Path) -> int:
 def doctor(*, json: Json = False) -> int:
     """Say what is installed, what this machine has, and what will and will not work here.
 
-    headrace doctor
-    headrace doctor --json
+    The exit code is 1 when nothing can be trained:
+
+        headrace doctor
+        headrace doctor --json
     """
     from headrace.cli.doctor import doctor as examine
 
@@ -287,6 +293,8 @@ def doctor(*, json: Json = False) -> int:
 @app.command
 def config(*, schema: Annotated[bool, Parameter(negative="")] = False) -> int:
     """List every key of a configuration file with its default and meaning.
+
+    Editors complete and check files by the schema:
 
         headrace config
         headrace config --schema > headrace.schema.json
@@ -312,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.name not in ("torch", "psutil", "safetensors"):
             raise
         missing = MissingExtra(error.name, extra="train", needed_for="this command")
-        _errors.print(f"[bold red]error:[/] {missing}", soft_wrap=True)
+        _errors.print(f"[bold red]error:[/] {_escaped(str(missing))}", soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -163,13 +163,19 @@ def _works(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "train on this machine": train,
         "train on its GPUs": row(
             bool(gpus) and bool(links.get("nccl")),
-            f"{len(gpus)} devices, NCCL present" if gpus else "no CUDA device, or torch without it",
+            _gpu_reason(len(gpus), nccl=bool(links.get("nccl"))),
         ),
         "tokenizer.json": needs(("tokenizers",), "train"),
         "reports": needs(("altair", "vl-convert-python"), "report"),
         "parquet": needs(("pyarrow",), "hf"),
         "FASTA": needs(("pyfaidx",), "genomics"),
     }
+
+
+def _gpu_reason(count: int, *, nccl: bool) -> str:
+    if not count:
+        return "no CUDA device, or torch without it"
+    return f"{count} devices, NCCL {'present' if nccl else 'absent from this torch'}"
 
 
 def _print(found: dict[str, Any]) -> None:

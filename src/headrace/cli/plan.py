@@ -21,7 +21,7 @@ from headrace.cli.wiring import (
 from headrace.config import Config
 from headrace.costs import CostModel
 from headrace.data import draw_batches, make_tokenizer, parse_distribution
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, CostError
 from headrace.planning import Problem, static_plan
 from headrace.planning import plan as make_plan
 from headrace.simulator import draw, peak_bytes
@@ -83,13 +83,16 @@ def simulate(
     """Run the programs of planned batches on a clock; draw what every rank does."""
     work = _prepare(config_path, batches, ranks, lengths, costs, seed, changes)
     events: list[dict[str, Any]] = []
-    found = []
+    found: list[dict[str, Any]] = []
+    began_s = 0.0
     for number, (_, chosen, _) in enumerate(_plans(work)):
         count = bucket_count(work.costs.architecture)
         actions = compile_plan(chosen, count)
         check_programs(actions, chosen, count)
         timeline = run_clock(actions, chosen, work.costs)
-        events += timeline.to_chrome_trace(step=number)
+        later_us, began_s = began_s * 1e6, began_s + timeline.seconds
+        for event in timeline.to_chrome_trace(step=number):
+            events.append({**event, "ts": event["ts"] + later_us})
         if as_json:
             found.append(
                 {
@@ -106,7 +109,10 @@ def simulate(
     if as_json:
         print(json.dumps({"costs": work.source, "batches": found}))
     if trace is not None:
-        trace.write_text(json.dumps({"traceEvents": events}))
+        try:
+            trace.write_text(json.dumps({"traceEvents": events}))
+        except OSError as error:
+            raise ConfigError(f"--trace {trace}", got=error.strerror, wanted="a writable file")
         tell(f"trace of {len(events)} actions in {trace}")
     return 0
 
@@ -168,7 +174,7 @@ def _drawn(config: Config, text: str, batches: int, seed: int) -> tuple[Lengths,
     if budget is None:
         raise ConfigError(
             "--lengths", got="a configuration that counts sequences", wanted="data.batch_tokens",
-            hint="add --set data.batch_tokens=... --set data.batch_sequences=...",
+            hint="add --set data.batch_tokens=... --set data.batch_sequences=... (the last empty)",
         )  # fmt: skip
     return tuple(draw_batches(parse_distribution(text), budget, batches, seed))
 
@@ -177,7 +183,14 @@ def _costs(config: Config, architecture: Architecture, path: Path | None) -> tup
     """The costs, and a remark when they were not measured on these devices."""
     ranks = config.devices.ranks
     if path is not None:
-        return CostModel.load(path), ""
+        costs = CostModel.load(path)
+        for what, got, wanted in (
+            ("ranks", costs.cluster.devices, ranks),
+            ("model", costs.architecture, architecture),
+        ):
+            if got != wanted:
+                raise CostError(f"{what} of {path}", got=got, wanted=wanted)
+        return costs, ""
     measured = newest_costs(config, architecture, ranks)
     if measured is not None:
         return measured, ""

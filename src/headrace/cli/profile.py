@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def profile(
 
 
 def _print(costs: CostModel, measured: Profile) -> None:
-    out = Console(highlight=False)
+    # Rows are not cut where nobody's terminal sets the width.
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     out.print(f"{measured.architecture} on {costs.cluster}")
     table = Table(box=None, pad_edge=False)
     columns = ("group", "part", "1K tokens", "4K tokens", "error", "kept", "in passing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,8 @@ def formula_costs(config: Config, architecture: Architecture, ranks: int) -> Cos
 
 
 def _latest_name(architecture: Architecture, ranks: int) -> str:
-    digest = hashlib.sha256(f"{architecture} {ranks}".encode()).hexdigest()[:16]
+    model = json.dumps(architecture.to_json(), sort_keys=True)
+    digest = hashlib.sha256(f"{model} {ranks}".encode()).hexdigest()[:16]
     return f"latest-{digest}.json"
 
 

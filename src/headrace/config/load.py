@@ -37,7 +37,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def apply_overrides(value: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Set ``a.b=c`` in place; ``c`` is read as TOML, else as a plain string."""
+    """Set ``a.b=c`` in place; ``c`` is read as TOML, else as a plain string. ``a.b=`` takes the
+    key away, so that its default holds."""
     for override in overrides:
         key, equals, text = override.partition("=")
         parts = key.strip().split(".")
@@ -48,7 +49,10 @@ def apply_overrides(value: dict[str, Any], overrides: Sequence[str]) -> None:
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
                 raise ConfigError(f"--set {override}", got=f"{part} is no section")
-        section[parts[-1]] = _read_value(text.strip())
+        if text.strip():
+            section[parts[-1]] = _read_value(text.strip())
+        else:
+            section.pop(parts[-1], None)
 
 
 def _read_value(text: str) -> Any:

@@ -58,6 +58,8 @@ def costs_from_profile(profile: Profile) -> CostModel:
     costs: dict[int, dict[str, OptionCost]] = {}
     for p, option in _ladders(profile):
         points = _points(profile, p, option)
+        if (p, ENDS, "forward") not in curves:
+            raise CostError(f"profile of cp{p}", got=f"no {ENDS}", hint="profile again")
         costs.setdefault(p, {})[option] = OptionCost(
             forward=curves[p, option, "forward"],
             backward=curves[p, option, "backward"],
@@ -70,11 +72,21 @@ def costs_from_profile(profile: Profile) -> CostModel:
         fingerprint=profile.fingerprint,
         options={p: {o: c for o, c in by.items() if o != ENDS} for p, by in costs.items()},
         ends={p: by[ENDS] for p, by in costs.items()},
-        exchange_s=Exchange(**profile.exchange_s),
+        exchange_s=_exchange(profile),
         state_bytes=profile.state_bytes,
         working_bytes=profile.working_bytes,
         gather_s=profile.gather_s,
     )
+
+
+def _exchange(profile: Profile) -> Exchange:
+    wanted = {"pull_s", "push_s", "update_s"}
+    if set(profile.exchange_s) != wanted:
+        raise CostError(
+            "constants of a profile", got=", ".join(profile.exchange_s),
+            wanted=", ".join(sorted(wanted)), hint="profile again",
+        )  # fmt: skip
+    return Exchange(**profile.exchange_s)
 
 
 def fit_parts(profile: Profile) -> list[FittedPart]:
@@ -113,7 +125,9 @@ def _bytes_line(points: Sequence[ProfilePoint], name: str) -> Linear:
         if (value := getattr(point, name)) is not None
     ]
     if len(counted) < 2:
+        longest = max([tokens for tokens, _ in counted], default=sum(points[0].lengths))
         raise CostError(
-            f"{name} of {points[0].option}", got=f"{len(counted)} points", wanted=">= 2"
-        )
+            f"{name} of {points[0].option}", got=f"{len(counted)} points", wanted=">= 2",
+            hint=f"measure a pack of {2 * longest:,} tokens too",
+        )  # fmt: skip
     return fit_linear([tokens for tokens, _ in counted], [value for _, value in counted])[0]

@@ -151,11 +151,10 @@ def ratio_caption(run: Run) -> str:
     ratio = median(step.ratio for step in warm(run))
     if not isfinite(ratio):
         return "No step was predicted."
-    lean = "too little" if ratio < 0.98 else "too much" if ratio > 1.02 else "neither side"
-    verdict = f"lean to {lean}" if lean == "neither side" else f"promise {lean} time"
+    verdict = "too short" if ratio < 0.98 else "too long" if ratio > 1.02 else "about right"
     return (
-        f"A typical step is predicted at {ratio:.2f} of what it takes: predictions {verdict} "
-        "(band: within 10 %; the line is smoothed)."
+        f"A typical step is predicted at {ratio:.2f} of what it takes: {verdict} (band: within "
+        "10 %; the line is smoothed)."
     )
 
 

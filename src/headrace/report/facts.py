@@ -22,7 +22,7 @@ def started_text(run: Run) -> str:
         when = datetime.fromisoformat(run.facts.started)
     except ValueError:
         return run.facts.started
-    return f"{when.day} {when:%b %Y, %H:%M}"
+    return f"{when.day} {when:%b %Y, %H:%M} {when.tzname() or ''}".rstrip()
 
 
 def fact_groups(run: Run) -> list[tuple[str, Rows]]:

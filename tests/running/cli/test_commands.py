@@ -51,7 +51,6 @@ def test_a_profile_is_kept_and_used(trained: tuple[Path, Path]) -> None:
     assert Plan.from_json(value["plans"][0]).devices == 2
 
 
-@pytest.mark.xfail(strict=True, reason="80 columns are too few: names of options are cut off")
 def test_the_table_of_a_profile(trained: tuple[Path, Path], capsys, monkeypatch) -> None:
     """Catches an option that is measured and not shown, or that cannot be read."""
     monkeypatch.setenv("COLUMNS", "80")

@@ -108,8 +108,14 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def data(rows: Sequence[dict[str, Any]]) -> alt.InlineData:
-    """Rows of a figure."""
-    return alt.InlineData(values=list(rows))
+    """Rows of a figure; what is not a number becomes null, which JSON can say and Vega skips."""
+    return alt.InlineData(
+        values=[{key: _plain(value) for key, value in row.items()} for row in rows]
+    )
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def layered(*charts: alt.Chart) -> alt.LayerChart:

@@ -1,0 +1,255 @@
+"""Configurations from files and flags: what is right is read, what is wrong is named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config import Config, apply_overrides, load_config
+from headrace.errors import ConfigError
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
+
+GOOD = """
+[run]
+steps = 7
+[data]
+paths = ["corpus", "/absolute", "python:stdlib", "package:torch", "~/mine"]
+tokenizer = "tokenizer.json"
+context = "32Ki"
+batch_tokens = 4096
+[model]
+layers = 2
+hidden = 32
+heads = 4
+"""
+
+WRONG = """
+rum = 1
+[run]
+stepz = 3
+name = "a b"
+[data]
+paths = ["corpus", 3]
+batch_tokens = 3
+min_tokens = 0
+colour = "red"
+[model]
+layers = 0
+hidden = [1]
+kind = "bert"
+[devices]
+device = "tpu"
+timeout_s = -1
+[planner]
+recompute = ["none", "some"]
+[optimiser]
+lr = 1
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "my.toml"
+    path.write_text(text)
+    return path
+
+
+def problems(path: Path, *overrides: str) -> dict[str, str]:
+    """The named keys of a refused configuration, each with what is said of it."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    text = str(caught.value)
+    assert text.startswith(f"config {path}:")
+    lines = text.removeprefix(f"config {path}:").strip().splitlines()
+    found = [re.fullmatch(r"\s*([A-Za-z_0-9.]+): (.+)", line) for line in lines]
+    assert all(found), lines
+    return {line[1]: line[2] for line in found if line}
+
+
+def test_a_file_with_every_kind_of_mistake_names_each(tmp_path: Path) -> None:
+    """Catches a reader that stops at the first mistake, or says only that there is one."""
+    found = problems(write(tmp_path, WRONG))
+    assert found.pop("run.stepz") == "unknown key; did you mean 'steps'?"
+    assert found.pop("optimiser") == "unknown key; did you mean 'optimizer'?"
+    assert found.pop("rum") == "unknown key; did you mean 'run'?"
+    assert found.pop("data.colour") == "unknown key"
+    assert "got 'a b'" in found.pop("run.name")
+    assert "got 3" in found.pop("data.paths.1")
+    assert "got 0" in found.pop("data.min_tokens")
+    assert "got 0" in found.pop("model.layers")
+    assert "got [1]" in found.pop("model.hidden")
+    assert "'llama' or 'gpt' (got 'bert')" in found.pop("model.kind")
+    assert "got 'tpu'" in found.pop("devices.device")
+    assert "got -1" in found.pop("devices.timeout_s")
+    assert "got 'some'" in found.pop("planner.recompute.1")
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [("", "data"), ("[data]\nbatch_tokens = 3", "data.paths"), ("[run]\nsteps = 3", "model"),
+     ('data = 3\n[model]\npreset = "gpt2"', "data")],
+)  # fmt: skip
+def test_what_is_missing_is_named(tmp_path: Path, text: str, key: str) -> None:
+    """Catches a default for what has none."""
+    assert key in problems(write(tmp_path, text))
+
+
+def test_a_wrong_item_is_one_mistake(tmp_path: Path) -> None:
+    """Catches a second message, which says that a list of one is empty."""
+    path = write(tmp_path, GOOD)
+    assert set(problems(path, "data.paths=[3]")) == {"data.paths.0"}
+
+
+@pytest.mark.parametrize("key", ["data.context", "data.batch_tokens", "profile.longest"])
+def test_keys_are_those_of_the_file(tmp_path: Path, key: str) -> None:
+    """Catches ``data.context.constrained-int``, which nobody wrote."""
+    assert set(problems(write(tmp_path, GOOD), f"{key}=[1]")) == {key}
+
+
+NUMBERS = {
+    "data.context": "many", "data.batch_tokens": "4X", "devices.memory": "lots",
+    "profile.longest": "long",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_texts_that_are_no_numbers_are_named(tmp_path: Path, key: str) -> None:
+    """Catches ``devices: size: got 'lots'``, which leaves one to guess the key, and a traceback
+    when the run starts and the text is read at last."""
+    found = problems(write(tmp_path, GOOD), f"{key}={NUMBERS[key]}")
+    assert set(found) == {key}
+    assert f"got '{NUMBERS[key]}', wanted a number and one of the units" in found[key]
+
+
+def test_paths_are_those_of_the_files_folder(tmp_path: Path, monkeypatch) -> None:
+    """Catches paths of the folder in which the command happens to run."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    write(tmp_path, GOOD)
+    config = load_config(Path("../my.toml"))
+    assert config.data.paths == (
+        str(tmp_path / "corpus"), "/absolute", "python:stdlib", "package:torch",
+        str(Path("~/mine").expanduser()),
+    )  # fmt: skip
+    assert config.data.tokenizer == str(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["bytes", "kmer:3", "org/model", "missing.json"])
+def test_a_tokenizer_that_is_no_file_stays_a_name(tmp_path: Path, name: str) -> None:
+    """Catches a Hugging Face name or ``bytes`` that becomes a path."""
+    config = load_config(write(tmp_path, GOOD), [f"data.tokenizer={name}"])
+    assert config.data.tokenizer == name
+
+
+OVERRIDES: dict[str, tuple[str, Any]] = {
+    "a number": ("run.steps=12", 12),
+    "a fraction": ("optimizer.lr = 3e-4", 3e-4),
+    "a bare text": ("run.name=other", "other"),
+    "a quoted text": ('run.name="other"', "other"),
+    "a text with an equals sign": ("data.tokenizer=a=b", "a=b"),
+    "true": ("report.wandb=true", True),
+    "false": ("report.html=false", False),
+    "a list of texts": ('planner.recompute=["none", "full"]', ("none", "full")),
+    "a list of numbers": ("planner.group_sizes=[1, 4]", (1, 4)),
+    "an empty list": ("planner.group_sizes=[]", ()),
+    "a count in words": ("data.context=16Ki", 16384),
+    "a new section": ("checkpoint.keep=5", 5),
+}
+
+
+@pytest.mark.parametrize("case", OVERRIDES)
+def test_overrides(tmp_path: Path, case: str) -> None:
+    """Catches a value that is read as a text, or a section that must stand in the file."""
+    text, wanted = OVERRIDES[case]
+    config = load_config(write(tmp_path, GOOD), [text])
+    section, _, key = text.partition("=")[0].strip().partition(".")
+    got = getattr(getattr(config, section), key)
+    assert got == wanted
+    assert type(got) is type(wanted)
+    assert config.run.steps == (wanted if key == "steps" else 7), "the rest is as it was"
+
+
+def test_the_last_override_counts(tmp_path: Path) -> None:
+    """Catches flags applied in another order than given."""
+    path = write(tmp_path, GOOD)
+    assert load_config(path, ["run.steps=1", "run.steps=2"]).run.steps == 2
+
+
+def test_nothing_unsets_a_key(tmp_path: Path) -> None:
+    """Catches a key of the file that no flag can take away."""
+    assert load_config(write(tmp_path, GOOD), ["run.steps="]).run.steps == 100
+
+
+def test_a_whole_section_can_be_given(tmp_path: Path) -> None:
+    """Catches an inline table that is taken as a text."""
+    config = load_config(write(tmp_path, GOOD), ["model={preset = 'gpt2'}"])
+    assert config.model.preset == "gpt2"
+    assert config.model.layers is None
+
+
+def test_overrides_nest() -> None:
+    """Catches a key of three parts that lands in the wrong place."""
+    value: dict[str, Any] = {"a": {"x": 1}}
+    apply_overrides(value, ["a.b.c=2", "d=3"])
+    assert value == {"a": {"x": 1, "b": {"c": 2}}, "d": 3}
+
+
+@pytest.mark.parametrize("override", ["run.steps", "=3", ".steps=3", "run.=3", "run..steps=3", ""])
+def test_malformed_overrides_are_refused(tmp_path: Path, override: str) -> None:
+    """Catches a flag that changes nothing in silence."""
+    with pytest.raises(ConfigError, match=r"--set .*: wanted SECTION\.KEY=VALUE"):
+        load_config(write(tmp_path, GOOD), [override])
+
+
+def test_an_override_inside_a_value_is_refused(tmp_path: Path) -> None:
+    """Catches a TypeError where a section was expected."""
+    with pytest.raises(ConfigError, match=r"--set run.steps.x=3: got steps is no section"):
+        load_config(write(tmp_path, GOOD), ["run.steps.x=3"])
+
+
+@pytest.mark.parametrize("override", ["run.stepz=3", "runs.steps=3", "run.steps=many"])
+def test_wrong_overrides_are_named_as_keys_of_the_file(tmp_path: Path, override: str) -> None:
+    """Catches a flag that is not checked like the file."""
+    [key] = problems(write(tmp_path, GOOD), override)
+    assert override.startswith(key)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """Catches tracebacks of the file system and of the parser."""
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: got No such file.*wanted a TOML file"):
+        load_config(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"my\.toml: got no TOML .*line 1"):
+        load_config(write(tmp_path, "a = = 3\n"))
+    (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
+    with pytest.raises(ConfigError, match="got no TOML"):
+        load_config(tmp_path / "latin.toml")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_examples_load(path: Path) -> None:
+    """Catches an example that was left behind by a renamed key or a moved file."""
+    config = load_config(path)
+    assert isinstance(config, Config)
+    architecture = config.model.architecture(4096, config.data.context)
+    assert architecture.vocabulary == 4096
+    for name in (*config.data.paths, config.data.tokenizer):
+        if not name.startswith(("python:", "package:")) and name != "bytes":
+            assert Path(name).exists()
+
+
+def test_there_are_examples() -> None:
+    """Catches a moved folder, after which the test above would pass on nothing."""
+    assert EXAMPLES
+
+
+def test_a_configuration_reads_back(tmp_path: Path) -> None:
+    """Catches a key that the journal of a run would lose."""
+    config = load_config(write(tmp_path, GOOD), ["planner.group_sizes=[1, 2]"])
+    assert Config.model_validate(config.to_json()) == config

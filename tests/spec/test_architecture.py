@@ -1,0 +1,116 @@
+"""Architectures: presets, derived sizes, JSON, refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.errors import SpecError
+from headrace.spec import Architecture, weight_table
+from headrace.spec.architecture import PRESETS
+
+SMALL = Architecture(layers=3, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=61)
+
+
+@st.composite
+def architectures(draw: st.DrawFn) -> Architecture:
+    kv_heads, group, head = (draw(st.integers(1, 4)) for _ in range(3))
+    kind = draw(st.sampled_from(["llama", "gpt"]))
+    return Architecture(
+        layers=draw(st.integers(1, 4)), hidden=kv_heads * group * 2 * head,
+        heads=kv_heads * group, kv_heads=kv_heads, ffn=draw(st.integers(1, 300)),
+        vocabulary=draw(st.integers(1, 99)), kind=kind, tied=draw(st.booleans()),
+        causal=draw(st.booleans()), positions=draw(st.integers(1, 99)),
+        rope_theta=draw(st.floats(1, 1e6)), dropout=draw(st.sampled_from([0.0, 0.1])),
+    )  # fmt: skip
+
+
+@given(architectures())
+def test_json_reads_back(architecture: Architecture) -> None:
+    """Catches a field that JSON does not carry."""
+    value = json.loads(json.dumps(architecture.to_json()))
+    assert Architecture.from_json(value) == architecture
+
+
+@given(architectures(), st.integers(1, 1000))
+def test_flops_are_those_of_the_weights_and_of_attention(a: Architecture, length: int) -> None:
+    """Catches a matrix that is not counted; the weight table is the independent count."""
+    ends = ("embed.weight", "positions.weight", "head.weight")
+    matrices = [w for w in weight_table(a) if len(w.shape) == 2 and w.name not in ends]
+    weights = sum(w.elements for w in matrices) + a.hidden * a.vocabulary
+    # Scores and their product with the values: n d multiply-adds each, for every key seen.
+    attention = a.layers * 2 * (2 * a.heads * a.head_features) * length
+    if a.causal:
+        attention /= 2
+    assert a.flops_per_token(length) == pytest.approx(3 * (2 * weights + attention))
+
+
+@given(architectures())
+def test_derived_sizes(a: Architecture) -> None:
+    """Catches a block that does not divide f, and head counts that do not multiply up."""
+    assert a.head_features * a.heads == a.hidden
+    assert a.group_heads * a.kv_heads == a.heads
+    assert a.ffn % a.ffn_block == 0
+    assert a.ffn_block <= 64
+    assert a.ffn_block & (a.ffn_block - 1) == 0
+    assert a.ffn_block == 64 or (a.ffn // a.ffn_block) % 2, "a larger block would divide f"
+    assert (a.gated, a.biased) == (a.kind == "llama", a.kind == "gpt")
+    assert a.longest == (a.positions if a.kind == "gpt" else None)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    *(({name: 0}, f"model.{name}: got 0, wanted >= 1")
+      for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")),
+    ({"layers": -1}, "model.layers: got -1"),
+    ({"kind": "bert"}, "model.kind: got 'bert', wanted 'llama' or 'gpt'"),
+    ({"hidden": 30}, "model.hidden: got 30, wanted a multiple of 4"),
+    ({"heads": 8, "kv_heads": 3}, "model.heads: got 8, wanted a multiple of 3"),
+    ({"heads": 2, "kv_heads": 4}, "model.heads: got 2, wanted a multiple of 4"),
+    ({"hidden": 12}, "features of a head: got 3, wanted an even number"),
+    ({"kind": "gpt"}, "model.positions: got 0, wanted >= 1 for kind 'gpt'"),
+    ({"dropout": 1.0}, "model.dropout: got 1.0"),
+    ({"dropout": -0.1}, "model.dropout: got -0.1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "text"), BAD)
+def test_shapes_that_contradict_themselves_are_refused(changes: dict, text: str) -> None:
+    """Catches a check that is missing, or that names another key."""
+    with pytest.raises(SpecError) as caught:
+        Architecture.from_json(SMALL.to_json() | changes)
+    assert str(caught.value).startswith(text)
+
+
+def test_odd_head_features_are_fine_without_rotary_positions() -> None:
+    """Catches llama's rule applied to gpt."""
+    changes: dict[str, Any] = {"kind": "gpt", "hidden": 12, "positions": 8}
+    assert Architecture.from_json(SMALL.to_json() | changes).head_features == 3
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_take_changes(name: str) -> None:
+    """Catches changes that are ignored or written into the preset itself."""
+    before = PRESETS[name]
+    changed = Architecture.preset(name, layers=7)
+    assert changed.layers == 7
+    assert changed != before
+    assert Architecture.preset(name) == before == PRESETS[name]
+
+
+def test_an_unknown_preset_gets_a_suggestion_or_the_list() -> None:
+    """Catches a KeyError for a typing error."""
+    with pytest.raises(SpecError, match=r"'llama-tinny'; did you mean 'llama-tiny'\?"):
+        Architecture.preset("llama-tinny")
+    with pytest.raises(SpecError, match="known are llama-tiny, gpt-tiny, gpt2, llama-8b"):
+        Architecture.preset("qqq")
+
+
+def test_it_prints_its_shape() -> None:
+    """Catches a text that leaves out what fingerprints and cache names are made of."""
+    assert str(SMALL) == "llama 3x32, 4/2 heads, ffn 48, vocabulary 61, tied"
+    untied = Architecture.from_json(SMALL.to_json() | {"tied": False})
+    assert str(untied) == "llama 3x32, 4/2 heads, ffn 48, vocabulary 61"

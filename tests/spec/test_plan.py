@@ -1,0 +1,203 @@
+"""Plans: JSON, hash, text, and what contradicts itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import SpecError
+from headrace.planning.drawn import random_plan
+from headrace.spec import LayerPlan, Lengths, MicroBatch, Pipeline, Plan, Scheme, Strategy
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TWO = LayerPlan.parse("2*local")
+
+
+def pipe(*ranks: int) -> Pipeline:
+    return Pipeline(scheme=Scheme(context=len(ranks)), ranks=ranks)
+
+
+def micro(pipeline: int, *sequences: int) -> MicroBatch:
+    return MicroBatch(pipeline=pipeline, sequences=sequences, layers=TWO)
+
+
+def by_hand(**changes: Any) -> Plan:
+    """Three sequences on three ranks: the longest on two of them, the others on the third."""
+    fields: dict[str, Any] = {
+        "lengths": Lengths(tokens=(40, 900, 50)),
+        "devices": 3,
+        "pipelines": (pipe(0, 1), pipe(2), pipe(0)),
+        "micro_batches": (micro(0, 1), micro(1, 2, 0)),
+        "predicted_s": 1.25,
+        "lower_bound_s": 1.0,
+        "why": ("one long sequence", "the rest is short"),
+    }
+    return Plan(**(fields | changes))
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> Plan:
+    lengths = Lengths.of(draw(st.lists(st.integers(1, 9999), min_size=1, max_size=20)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    plan = random_plan(lengths, draw(st.integers(1, 9)), draw(st.integers(1, 5)), rng)
+    return plan.replace(predicted_s=draw(st.floats(0, 9)), why=("a", "b"), seed=7)
+
+
+@settings(deadline=None)
+@given(drawn())
+def test_json_reads_back(plan: Plan) -> None:
+    """Catches a decision that the hash and the journal would miss."""
+    back = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert back == plan
+    assert back.hash == plan.hash
+
+
+def test_the_hash_is_over_decisions_only() -> None:
+    """Catches ranks that refuse each other over a prediction."""
+    plan = by_hand()
+    for same in ({"predicted_s": 9.0}, {"lower_bound_s": 0.1}, {"why": ()}, {"planner": "static"},
+                 {"seed": 5}):  # fmt: skip
+        assert plan.replace(**same).hash == plan.hash, same
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"lengths": Lengths(tokens=(40, 901, 50))},
+    {"lengths": Lengths(tokens=(40, 900, 50), ids=(3, 1, 2))},
+    {"devices": 4},
+    {"pipelines": (pipe(1, 0), pipe(2), pipe(0))},
+    {"pipelines": (pipe(1, 2), pipe(2), pipe(0))},
+    {"micro_batches": (micro(0, 1), micro(1, 0, 2))},
+    {"micro_batches": (micro(1, 2, 0), micro(0, 1))},
+    {"micro_batches": (micro(0, 1), micro(2, 2, 0))},
+    {"micro_batches": (micro(0, 1), micro(1, 2), micro(1, 0))},
+    {"micro_batches": (micro(0, 1), MicroBatch(
+        pipeline=1, sequences=(2, 0), layers=LayerPlan.parse("1*local 1*local+full")))},
+    {"working": "sharded"},
+    {"semantics": "lockstep"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", OTHERS, ids=lambda changes: next(iter(changes)))
+def test_the_hash_is_over_every_decision(changes: dict[str, Any]) -> None:
+    """Catches ranks that run different plans and hang."""
+    assert by_hand(**changes).hash != by_hand().hash
+
+
+def test_what_a_plan_says_of_itself() -> None:
+    """Catches pipelines without work in the strategy, and lengths in corpus order."""
+    plan = by_hand()
+    assert plan.strategy == Strategy.parse("1*cp2 + 1*cp1")
+    assert plan.gap == pytest.approx(0.25)
+    assert by_hand(lower_bound_s=0.0).gap == 0
+    assert plan.tokens_of(plan.micro_batches[1]) == (50, 40)
+    assert plan.explain() == "one long sequence\nthe rest is short"
+
+
+def test_the_printed_plan(request: pytest.FixtureRequest) -> None:
+    """Catches a changed table that nobody looked at; --update-golden writes it anew."""
+    path, text = GOLDEN / "printed-plan.txt", f"{by_hand()}\n"
+    if request.config.getoption("--update-golden"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a sequence missing": ({"micro_batches": (micro(0, 1), micro(1, 2))},
+                           "got 2 (1 missing), wanted each of 3 exactly once"),
+    "a sequence twice": ({"micro_batches": (micro(0, 1), micro(1, 2, 0), micro(1, 2))},
+                         "got 4 (0 missing)"),
+    "a sequence of another batch": ({"micro_batches": (micro(0, 1), micro(1, 2, 0, 3))},
+                                    "got 4 (0 missing)"),
+    "another sequence instead": ({"micro_batches": (micro(0, 1), micro(1, 2, 2))},
+                                 "got 3 (1 missing)"),
+    "no micro-batch": ({"micro_batches": ()}, "got 0 (3 missing)"),
+    "a rank beyond": ({"devices": 2}, "rank: got 2, wanted < 2"),
+    "a pipeline beyond": ({"micro_batches": (micro(0, 1), micro(3, 2, 0))},
+                          "pipeline of a micro-batch: got 3, wanted 0 to 2"),
+    "a negative pipeline": ({"micro_batches": (micro(0, 1), micro(-1, 2, 0))},
+                            "pipeline of a micro-batch: got -1"),
+    "an empty micro-batch": ({"micro_batches": (micro(0, 1), micro(1, 2, 0), micro(1))},
+                             "micro-batch: got no sequences"),
+    "a shared rank of a staged pipeline": (
+        {"pipelines": (Pipeline(scheme=Scheme(pipeline=2), ranks=(0, 1)), pipe(2), pipe(0))},
+        "rank 0: got in pipelines 0 and 2, wanted one pipeline"),
+    "a staged pipeline on a shared rank": (
+        {"pipelines": (pipe(0, 1), pipe(2), Pipeline(scheme=Scheme(pipeline=2), ranks=(2, 1)))},
+        "rank 2: got in pipelines 1 and 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_contradictions_are_refused(case: str) -> None:
+    """Catches a plan that would train on a sequence twice or never, or on a rank nobody is."""
+    changes, text = BAD[case]
+    with pytest.raises(SpecError) as caught:
+        by_hand(**changes)
+    assert text in str(caught.value)
+
+
+def test_ranks_of_a_pipeline() -> None:
+    """Catches a group that is smaller than its scheme, or meets itself."""
+    with pytest.raises(SpecError, match="ranks of a cp2 pipeline: got 1, wanted 2"):
+        Pipeline(scheme=Scheme(context=2), ranks=(0,))
+    for ranks in ((1, 1), (0, -1)):
+        with pytest.raises(SpecError, match="distinct ranks >= 0"):
+            Pipeline(scheme=Scheme(context=2), ranks=ranks)
+
+
+def _paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = []
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value[:1]):
+        found.append((*at, key))
+        if isinstance(inner, dict | list):
+            found += _paths(inner, (*at, key))
+    return found
+
+
+PATHS = _paths(by_hand().to_json())
+
+
+@pytest.mark.parametrize("path", [p for p in PATHS if isinstance(p[-1], str)], ids=str)
+def test_a_missing_key_is_named(path: tuple[Any, ...]) -> None:
+    """Catches a KeyError where half a journal line was read."""
+    value = by_hand().to_json()
+    holder = value
+    for key in path[:-1]:
+        holder = holder[key]
+    del holder[path[-1]]
+    with pytest.raises(SpecError, match=path[-1]):
+        Plan.from_json(value)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=str)
+def test_a_value_of_another_type_is_no_traceback(path: tuple[Any, ...]) -> None:
+    """Catches an error of Python's own where a file was edited by hand."""
+    for junk in (None, 3.5, -1, "x", [[]], {"a": 1}):
+        value = by_hand().to_json()
+        holder = value
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] = junk
+        with contextlib.suppress(SpecError):
+            Plan.from_json(value)
+
+
+@pytest.mark.parametrize("value", [[], "plan", None, 3], ids=str)
+def test_what_is_no_object_is_refused(value: Any) -> None:
+    """Catches a file that is JSON, but of something else."""
+    with pytest.raises(SpecError, match="wanted its JSON form"):
+        Plan.from_json(value)
+
+
+@pytest.mark.parametrize("changes", [{"working": "half"}, {"semantics": "loose"}], ids=str)
+def test_unknown_words_are_refused(changes: dict[str, Any]) -> None:
+    """Catches a word of another version, which the ranks would read as one of two."""
+    with pytest.raises(SpecError):
+        Plan.from_json(by_hand().to_json() | changes)

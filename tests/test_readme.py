@@ -1,0 +1,85 @@
+"""What README.md shows is there and works, and the generated pages are up to date."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import app
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```[a-z]*\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+SPANS = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S))
+SHOWN = [line.removeprefix("$ ").strip() for block in BLOCKS for line in block.splitlines()] + SPANS
+
+
+def _words(line: str) -> list[str]:
+    return shlex.split(line, comments=True)
+
+
+COMMANDS = [line for line in SHOWN if re.match(r"(torchrun .* -m )?headrace [a-z]+\b", line)]
+
+
+def test_the_python_session_runs() -> None:
+    """Catches a name, a result or a default that has changed since the page was written."""
+    failed, tried = doctest.testfile(
+        str(ROOT / "README.md"),
+        module_relative=False,
+        optionflags=doctest.REPORT_ONLY_FIRST_FAILURE,
+    )
+    assert tried >= 5
+    assert not failed
+
+
+def test_the_page_shows_commands() -> None:
+    """Catches a change of the page's form, after which the tests below would look at nothing."""
+    names = {_words(line.rpartition("headrace ")[2])[0] for line in COMMANDS}
+    assert names >= {"train", "plan", "simulate", "profile", "report", "verify", "export", "doctor"}
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_the_commands_can_be_called(line: str) -> None:
+    """Catches a command or flag that was renamed."""
+    words = _words(line[line.rindex("headrace ") :])[1:]
+    app.parse_args(words, exit_on_error=False, print_error=False)
+
+
+def test_every_command_is_in_the_table() -> None:
+    """Catches a command that the page does not know."""
+    listed = set(re.findall(r"^\| `headrace ([a-z]+)", README, re.MULTILINE))
+    assert listed == {name for name in app if not name.startswith("-")}
+
+
+def test_the_make_targets_exist() -> None:
+    """Catches the two commands a newcomer types first."""
+    named = {_words(line)[1] for line in SHOWN if line.startswith("make ")}
+    assert named >= {"demo", "test"}
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert named <= targets
+
+
+def test_the_paths_exist() -> None:
+    """Catches a link to a file that has moved."""
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    files = [span for span in SPANS if re.fullmatch(r"[A-Z]+\.md|python [a-z_/]+\.py", span)]
+    for name in [*links, *(file.removeprefix("python ") for file in files)]:
+        if "://" not in name:
+            assert (ROOT / name).exists(), name
+
+
+def test_the_generated_pages_are_up_to_date(monkeypatch, capsys) -> None:
+    """Catches a flag or key whose page nobody wrote anew (make reference)."""
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/make_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "argv", ["make_reference.py", "--check"])
+    assert module.main() == 0, capsys.readouterr().err
