@@ -3,7 +3,8 @@
     python benchmarks/main_job.py [--ranks 2] [--batches 8] [--config examples/python-sources.toml]
 
 All contenders train the same model on the same batches of the same corpus in one run; batch by
-batch in rotating order, so that a busy machine hurts all alike. Prints tokens/s and the ratio to
+batch in rotating order, each twice and the faster counting, so that a busy machine hurts all
+alike. Prints tokens/s and the ratio to
 the adaptive runtime, the runtime's overhead on one rank against a hand-written loop, and the bytes
 that were moved against the formulas. Writes benchmarks/results/main_job.json.
 
@@ -45,6 +46,9 @@ from headrace.models.plain import plain_logits, whole_weights
 from headrace.runtime.executor import Executor
 from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Plan, weight_table
+
+REPEATS = 2
+"""Each batch is timed so often with each contender; the faster time counts."""
 
 Contender = Callable[[Batch, int], float]
 
@@ -178,17 +182,20 @@ def compare(rank: Rank, count: int) -> dict[str, Any]:
         batches = [next(reader) for _ in range(count + 1)]
     runners = contenders(rank, costs, batches)
     seconds: dict[str, list[float]] = {name: [] for name in runners}
-    losses: dict[str, list[float]] = {name: [] for name in runners}
     names = list(runners)
     for number, batch in enumerate(batches):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            dist.barrier()
-            start_s = time.perf_counter()
-            loss = runners[name](batch, number)
-            dist.barrier()
-            if number:  # the first batch warms up
-                seconds[name].append(time.perf_counter() - start_s)
-                losses[name].append(loss)
+        best: dict[str, float] = dict.fromkeys(names, float("inf"))
+        for repeat in range(REPEATS if number else 1):
+            turn = (number + repeat) % len(names)
+            for name in names[turn:] + names[:turn]:
+                dist.barrier()
+                start_s = time.perf_counter()
+                runners[name](batch, number)
+                dist.barrier()
+                best[name] = min(best[name], time.perf_counter() - start_s)
+        if number:  # the first batch warms up
+            for name in names:
+                seconds[name].append(best[name])
         if rank.first:
             print(f"batch {number}/{count}", file=sys.stderr)
     tokens = sum(batch.lengths.total for batch in batches[1:])
@@ -288,10 +295,14 @@ def overhead(rank: Rank, count: int) -> dict[str, Any]:
     }
     seconds: dict[str, float] = dict.fromkeys(runners, 0.0)
     for number, batch in enumerate(batches):
-        for name in sorted(runners, reverse=bool(number % 2)):
-            start_s = time.perf_counter()
-            runners[name](batch, number)
-            seconds[name] += (time.perf_counter() - start_s) * bool(number)
+        best: dict[str, float] = dict.fromkeys(runners, float("inf"))
+        for repeat in range(REPEATS):
+            for name in sorted(runners, reverse=bool((number + repeat) % 2)):
+                start_s = time.perf_counter()
+                runners[name](batch, number)
+                best[name] = min(best[name], time.perf_counter() - start_s)
+        for name in runners:
+            seconds[name] += best[name] * bool(number)  # the first batch warms up
     return {"seconds": seconds}
 
 
