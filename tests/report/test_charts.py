@@ -1,0 +1,227 @@
+"""The figures as data: what is in them, whatever the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.report.records import Run
+from headrace.report.run_folder import read_run
+from headrace.spec import Row, Timeline
+from report.fake_run import fake_run
+
+pytest.importorskip("altair")
+from headrace.report import charts
+from headrace.report.charts.figures import FIGURES
+from headrace.report.charts.gantt import bars
+from headrace.report.charts.lengths import bin_label
+from headrace.report.charts.theme import KINDS, group_scale, log_ticks, second_unit
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Run:
+    return read_run(folder)
+
+
+def walk(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects of a specification."""
+    if isinstance(value, dict):
+        yield value
+        for inner in value.values():
+            yield from walk(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from walk(inner)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"steps": 1, "ranks": 1},
+        {"steps": 2, "ranks": 3, "nan_at": (0, 1)},
+        {"steps": 15, "ranks": 2, "recorded": 0, "plans": False, "nan_at": (3,)},
+    ],
+)
+def test_any_run_can_be_drawn(tmp_path: Path, how: dict[str, Any]) -> None:
+    """Catches empty scales, division by nothing and NaN in the specification."""
+    run = read_run(fake_run(tmp_path / "run", **how))
+    drawn = [figure for figure in FIGURES if figure.known(run)]
+    assert len(drawn) == len(FIGURES) - (how.get("recorded") == 0)
+    for figure in drawn:
+        json.dumps(figure.draw(run).to_dict(), allow_nan=False)
+        assert figure.caption(run).endswith(".")
+        assert "nan" not in figure.caption(run)
+
+
+def test_points_without_a_prediction_are_gaps(run: Run) -> None:
+    """Catches NaN in the page, which no browser can read."""
+    points = [replace(point, predicted_s=nan) for point in run.facts.costs.points]
+    costs = replace(run.facts.costs, points=(*points[:3], *run.facts.costs.points[3:]))
+    partly = replace(run, facts=replace(run.facts, costs=costs))
+    json.dumps(charts.cost_fit(partly).to_dict(), allow_nan=False)
+
+
+def test_lines_of_long_runs_are_thinned(tmp_path: Path) -> None:
+    """Catches a page that grows with the run."""
+    there = fake_run(tmp_path / "run", steps=5)
+    rows = [json.loads(line) for line in (there / "metrics.jsonl").read_text().splitlines()]
+    with (there / "metrics.jsonl").open("w") as file:
+        for step in range(6000):
+            file.write(json.dumps({**rows[step % 5], "step": step}) + "\n")
+    run = read_run(there)
+    for figure in FIGURES:
+        spec = figure.draw(run).to_dict()
+        series = 2 if figure.name == "gap" else 1
+        assert max(len(rows) for rows in spec["datasets"].values()) <= 2000 * series
+
+
+def test_histogram_shows_all_documents_and_all_tokens(run: Run) -> None:
+    """Catches bins dropped at the ends."""
+    rows = next(
+        rows for rows in charts.length_histogram(run).to_dict()["datasets"].values()
+        if "documents" in rows[0]
+    )  # fmt: skip
+    assert sum(row["documents"] for row in rows) == pytest.approx(1)
+    assert sum(row["tokens"] for row in rows) == pytest.approx(1)
+    assert sum(row["count"] for row in rows) == sum(run.facts.corpus.counts)
+
+
+def test_every_length_is_placed_once(run: Run) -> None:
+    """Catches shares taken over the whole map instead of a length's own sequences."""
+    datasets = charts.placement_map(run).to_dict()["datasets"].values()
+    cells = next(rows for rows in datasets if "share" in rows[0])
+    for label in {row["length"] for row in cells}:
+        assert sum(row["share"] for row in cells if row["length"] == label) == pytest.approx(1)
+
+
+def test_bins_are_named_by_their_upper_end() -> None:
+    assert [bin_label(b) for b in (0, 9, 10, 15, 20)] == ["1", "512", "1K", "32K", "1M"]
+
+
+def test_panels_of_a_step_share_one_time_axis(run: Run) -> None:
+    """Catches a static plan that looks as short as the others."""
+    assert run.recorded is not None
+    spec = charts.gantt(run.recorded, "1*cp4").to_dict()
+    domains = [panel["encoding"]["x"]["scale"]["domain"] for panel in spec["vconcat"]]
+    assert len(domains) == 3
+    assert domains[0] == domains[1] == domains[2]
+    longest = max(run.recorded.measured.seconds, run.recorded.static.seconds)  # type: ignore[union-attr]
+    assert domains[0][1] == pytest.approx(longest * second_unit([longest]).factor)
+    assert "best static plan 1*cp4" in json.dumps(spec)
+
+
+def test_bars_are_the_rows_over_grey_ground(run: Run) -> None:
+    """Catches lost rows, and communication drawn over the computation that hides it."""
+    assert run.recorded is not None
+    timeline = run.recorded.measured
+    drawn = bars(timeline, 10_000, 1.0)
+    assert [bar["rank"] for bar in drawn[:4]] == [0, 1, 2, 3]
+    assert all(bar["kind"] == "idle" for bar in drawn[:4])
+    assert sorted(bar["action"] for bar in drawn[4:]) == sorted(r.action for r in timeline.rows)
+    kinds = [bar["kind"] for bar in drawn[4:]]
+    last_pull = max(i for i, kind in enumerate(kinds) if kind == "pull")
+    assert last_pull < kinds.index("forward")
+
+
+def many_rows(ranks: int, per_rank: int) -> Timeline:
+    kinds = ("forward", "backward")
+    rows = tuple(
+        Row(rank=rank, action=f"{i}", kind=kinds[i // 40 % 2], start_s=i * 1e-3,
+            end_s=i * 1e-3 + 1e-3)
+        for rank in range(ranks) for i in range(per_rank)
+    )  # fmt: skip
+    return Timeline(source="measured", rows=rows, devices=ranks)
+
+
+def test_many_bars_are_joined_and_keep_their_time() -> None:
+    """Catches a page of a hundred thousand bars, and aggregation that moves time between kinds."""
+    timeline = many_rows(8, 4000)
+    drawn = bars(timeline, 3000, 1.0)
+    assert len(drawn) <= 3000
+    for rank in range(8):
+        took = {
+            kind: sum(b["to"] - b["from"] for b in drawn if b["rank"] == rank and b["kind"] == kind)
+            for kind in ("forward", "backward")
+        }
+        assert took["forward"] == pytest.approx(2.0, abs=0.02)
+        assert took["backward"] == pytest.approx(2.0, abs=0.02)
+
+
+def test_idle_time_stays_idle_when_joined() -> None:
+    """Catches gaps filled by their neighbours."""
+    rows = tuple(
+        Row(rank=0, action=str(i), kind="forward", start_s=i * 1e-3, end_s=(i + 1) * 1e-3)
+        for i in [*range(1000), *range(3000, 4000)]
+    )
+    drawn = bars(Timeline(source="measured", rows=rows, devices=1), 101, 1.0)
+    spans = [(bar["from"], bar["to"]) for bar in drawn if bar["kind"] == "forward"]
+    assert spans == [(0, pytest.approx(1.0, abs=0.05)), (pytest.approx(3.0, abs=0.05), 4.0)]
+
+
+def test_very_many_ranks_are_sampled() -> None:
+    """Catches a figure taller than a screen can hold."""
+    drawn = bars(many_rows(1024, 3), 10_000, 1.0)
+    ranks = {bar["rank"] for bar in drawn}
+    assert len(ranks) == 128
+    assert {0, 1023} <= ranks
+
+
+def test_one_group_size_has_one_colour(run: Run) -> None:
+    """Catches two figures that colour the same number of ranks differently."""
+    scales = []
+    for figure in (charts.predicted_against_measured(run), charts.cost_fit(run)):
+        for part in walk(figure.to_dict()):
+            scale = part.get("scale", {})
+            if isinstance(scale, dict) and str(scale.get("range", [""])[0]).startswith("#7ad"):
+                scales.append((tuple(scale["domain"]), tuple(scale["range"])))
+    assert len(scales) >= 2
+    assert len(set(scales)) == 1
+
+
+def test_group_colours_are_distinct_and_ordered() -> None:
+    scale = group_scale([4, 1, 2, 8]).to_dict()
+    assert scale["domain"] == [1, 2, 4, 8]
+    assert len(set(scale["range"])) == 4
+
+
+# Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
+_BLIND = {
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
+               [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
+               [-0.011820, 0.042940, 0.968881]],
+    "normal": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("eye", _BLIND)
+def test_kinds_stay_apart_for_the_colour_blind(eye: str) -> None:
+    """Catches a new colour that some readers cannot tell from another."""
+    labs = [_lab(color, np.array(_BLIND[eye])) for color in KINDS.values()]
+    apart = min(np.linalg.norm(a - b) for i, a in enumerate(labs) for b in labs[:i])
+    assert apart > 12
+
+
+def _lab(color: str, matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(matrix @ linear, 0, 1)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722],
+                       [0.0193, 0.1192, 0.9505]])  # fmt: skip
+    x, y, z = np.cbrt(to_xyz @ seen / np.array([0.9505, 1.0, 1.089]))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, 1000), (300, 700), (1e-5, 1e3), (16, 16384)])
+def test_log_axes_have_some_ticks_inside(low: float, high: float) -> None:
+    """Catches an axis without a number on it."""
+    ticks = log_ticks(low, high)
+    assert 1 <= len(ticks) <= 12
+    assert all(low <= tick <= high for tick in ticks)
