@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import SpecError
@@ -67,24 +67,19 @@ def test_units_of_bytes_are_not_units_of_counts() -> None:
 @given(st.integers(0, 2**49))
 def test_bytes_read_back_to_three_digits(count: int) -> None:
     """Catches a unit that is off by a power of 1024."""
-    text = bytes_text(count)
-    assume("e+" not in text)  # see test_no_exponents
-    assert parse_bytes(text) == pytest.approx(count, rel=5.1e-3, abs=0.5)
+    assert parse_bytes(bytes_text(count)) == pytest.approx(count, rel=5.1e-3, abs=0.5)
 
 
 @given(st.integers(0, 10**12))
 def test_counts_read_back_to_three_digits(count: int) -> None:
     """Catches a unit that is off by a power of 1000."""
-    text = count_text(count)
-    assume("e+" not in text)
-    assert parse_count(text) == pytest.approx(count, rel=5.1e-3)
+    assert parse_count(count_text(count)) == pytest.approx(count, rel=5.1e-3)
 
 
 @given(st.floats(1e-9, 1e6))
 def test_seconds_read_back(seconds: float) -> None:
     """Catches a unit off by 1000 or 60, and 60 seconds in a minute's text."""
     text = seconds_text(seconds)
-    assume("e+" not in text)
     size = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600}
     parts = re.findall(r"([0-9.]+(?:e-[0-9]+)?) ([a-z]+)", text)
     read = sum(float(number) * size[unit] for number, unit in parts)

@@ -85,5 +85,7 @@ def count_text(count: float) -> str:
 
 
 def percent_text(fraction: float) -> str:
-    """``2.8 %``."""
+    """``2.8 %``; below a thousandth of a percent ``0 %``."""
+    if abs(fraction) < 1e-5:
+        return "0 %"
     return f"{_three(100 * fraction)} %"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.costs import CostModel, Linear, OptionCost, Quadratic
-from headrace.costs.from_profile import costs_from_profile, fit_parts
+from headrace.costs.from_profile import costs_from_profile, fit_parts, reconciled
 from headrace.errors import CostError
 from headrace.spec import Architecture, Cluster
 from headrace.spec.profile import ENDS, Profile, ProfilePoint
@@ -19,11 +19,14 @@ PACKS = ((64,), (256,), (1024,), (4096,), (64,) * 16, (1024, 256, 64))
 
 
 def truth(p: int, option: str) -> OptionCost:
-    """Another curve for every ladder."""
+    """Another curve for every ladder; levels of one method share what they share in truth."""
     n = {"local": 1.0, "ulysses_z": 2.0, "ulysses_z+full": 3.0, ENDS: 0.5}[option] / p
+    work = {"ulysses_z+full": 2.0 / p}.get(option, n)
+    forward = Quadratic(a=1e-9 * work, b=2e-6 * work, c=1e-4 + work * 1e-5)
+    backward = Quadratic(a=2e-9 * work, b=5e-6 * work, c=3e-4 + work * 1e-5)
     return OptionCost(
-        forward=Quadratic(a=1e-9 * n, b=2e-6 * n, c=1e-4 + n * 1e-5),
-        backward=Quadratic(a=2e-9 * n, b=5e-6 * n, c=3e-4 + n * 1e-5),
+        forward=forward,
+        backward=backward + forward if option.endswith("+full") else backward,
         kept=Linear(slope=1000 * n, constant=64 * p), transient=Linear(slope=300 * n),
     )  # fmt: skip
 
@@ -172,3 +175,21 @@ def test_a_damaged_profile_is_refused(fault: str) -> None:
         found = replace(found, exchange_s={"pull_s": 0.1, "wait_s": 0.2})
     with pytest.raises(CostError):
         costs_from_profile(found)
+
+
+def test_noise_does_not_make_a_thrifty_level_fast() -> None:
+    """Catches plans that recompute because the machine was busy while ``none`` was measured."""
+
+    def point(level: str, forward_s: float, backward_s: float) -> ProfilePoint:
+        option = "local" if level == "none" else f"local+{level}"
+        return ProfilePoint(
+            p=1, option=option, lengths=(64,), forward_s=forward_s, backward_s=backward_s
+        )
+
+    busy = [point("none", 1.8, 3.5), point("attention", 1.0, 1.7), point("full", 1.0, 3.0)]
+    none, attention, full = reconciled(busy)
+    assert (none.forward_s, none.backward_s) == (1.0, 2.0)
+    assert (attention.forward_s, attention.backward_s) == (1.0, 2.0)
+    assert (full.forward_s, full.backward_s) == (1.0, 3.0)
+    alone = [point("attention", 1.0, 2.5)]
+    assert reconciled(alone) == alone

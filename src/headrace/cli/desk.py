@@ -53,23 +53,20 @@ class Desk:
         """The plan of a batch, what its ranks' clocks and memories are expected to show, and the
         best static plan beside it."""
         start = time.perf_counter()
-        chosen = self._choose(lengths)
+        problem = self._problem.rescaled(self.ratio)
+        chosen = self._choose(problem, lengths)
         planning_s = time.perf_counter() - start
-        corrected = chosen.replace(
-            predicted_s=chosen.predicted_s * self.ratio,
-            lower_bound_s=chosen.lower_bound_s * self.ratio,
-        )
         return Planned(
-            plan=corrected,
+            plan=chosen,
             predicted=self._timeline(chosen),
             peak_bytes=peak_bytes(chosen, self.costs),
             planning_s=planning_s,
-            facts=self._static(lengths) if self.compare else {},
+            facts=self._static(problem, lengths) if self.compare else {},
         )
 
     def check(self, longest: int) -> None:
         """Raise InfeasiblePlan now when a sequence of ``longest`` tokens will fit nowhere."""
-        self._choose(Lengths(tokens=(longest,)))
+        self._choose(self._problem, Lengths(tokens=(longest,)))
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """Take a finished step into the running mean."""
@@ -93,22 +90,22 @@ class Desk:
         """Take the correction of an earlier run."""
         self.ratio, self.observed = float(state["ratio"]), int(state["observed"])
 
-    def _choose(self, lengths: Lengths) -> Plan:
+    def _choose(self, problem: Problem, lengths: Lengths) -> Plan:
         if self.options.name == "static":
             assert self.options.static_size is not None, "checked by the configuration"
-            return static_plan(self._problem, lengths, self.options.static_size)
-        return plan(self._problem, lengths, seed=self.seed)
+            return static_plan(problem, lengths, self.options.static_size)
+        return plan(problem, lengths, seed=self.seed)
 
     def _timeline(self, chosen: Plan) -> Timeline:
         programs = compile_plan(chosen, bucket_count(self.costs.architecture))
         return simulate(programs, chosen, self.costs.replace(scale=self.ratio))
 
-    def _static(self, lengths: Lengths) -> dict[str, Any]:
-        best = best_static(self._problem, lengths)
+    def _static(self, problem: Problem, lengths: Lengths) -> dict[str, Any]:
+        best = best_static(problem, lengths)
         if best is None:
             return {}
         return {
             "best_static": str(best.strategy),
-            "best_static_s": best.predicted_s * self.ratio,
+            "best_static_s": best.predicted_s,
             "static_timeline": self._timeline(best),
         }

@@ -174,7 +174,7 @@ def _drawn(config: Config, text: str, batches: int, seed: int) -> tuple[Lengths,
     if budget is None:
         raise ConfigError(
             "--lengths", got="a configuration that counts sequences", wanted="data.batch_tokens",
-            hint="add --set data.batch_tokens=... --set data.batch_sequences=... (the last empty)",
+            hint="add --set data.batch_tokens=N --set data.batch_sequences=",
         )  # fmt: skip
     return tuple(draw_batches(parse_distribution(text), budget, batches, seed))
 
@@ -184,12 +184,13 @@ def _costs(config: Config, architecture: Architecture, path: Path | None) -> tup
     ranks = config.devices.ranks
     if path is not None:
         costs = CostModel.load(path)
-        for what, got, wanted in (
-            ("ranks", costs.cluster.devices, ranks),
-            ("model", costs.architecture, architecture),
-        ):
-            if got != wanted:
-                raise CostError(f"{what} of {path}", got=got, wanted=wanted)
+        theirs, ours = costs.architecture.to_json(), architecture.to_json()
+        other = [f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]]
+        if other:
+            raise CostError(f"costs {path}", got=f"a model with {', '.join(other)}",
+                            wanted=architecture)  # fmt: skip
+        if costs.cluster.devices != ranks:
+            raise CostError(f"costs {path}", got=f"{costs.cluster.devices} ranks", wanted=ranks)
         return costs, ""
     measured = newest_costs(config, architecture, ranks)
     if measured is not None:

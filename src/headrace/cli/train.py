@@ -287,7 +287,7 @@ class _Run:
                 "error": errors,
                 "points": [point for fit in fits for point in fit.to_json()],
             },
-            "memory": {"capacity_bytes": self.desk.costs.capacity_bytes},
+            "memory": {"capacity_bytes": rank.cluster.memory_bytes},
         }
 
     def _finish(self) -> None:

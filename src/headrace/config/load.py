@@ -18,8 +18,8 @@ __all__ = ["apply_overrides", "load_config"]
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration in the TOML file ``path`` with ``a.b=c`` changes applied.
 
-    Relative paths in ``data`` are taken from the file's folder. Raises ConfigError that lists
-    every wrong key or value.
+    Relative ``data.paths`` and ``data.tokenizer`` are taken from the file's folder. Raises
+    ConfigError that lists every wrong key or value.
     """
     try:
         value = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -33,7 +33,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         return Config.model_validate(value)
     except ValidationError as error:
         problems = _problems([dict(e) for e in error.errors(include_url=False)])
-        raise ConfigError(f"config {path}: " + "\n  ".join(["", *problems]).lstrip("\n"))
+        raise ConfigError(f"config {path}:" + "".join(f"\n  {line}" for line in problems))
 
 
 def apply_overrides(value: dict[str, Any], overrides: Sequence[str]) -> None:

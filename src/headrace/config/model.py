@@ -190,7 +190,7 @@ class ModelConfig(_Section):
             return Architecture.preset(self.preset, **given)
         missing = [name for name in ("layers", "hidden", "heads") if name not in given]
         if missing:
-            raise HeadraceError(
+            raise SpecError(
                 f"model.{missing[0]}", got="nothing", wanted="a value, or a model.preset"
             )
         given.setdefault("kv_heads", given["heads"])

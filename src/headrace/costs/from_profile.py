@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from headrace.costs.cost_model import CostModel
@@ -12,7 +12,7 @@ from headrace.costs.quadratic import FitError, Linear, Quadratic, fit_linear, fi
 from headrace.errors import CostError
 from headrace.spec.profile import ENDS, Profile, ProfilePoint
 
-__all__ = ["FittedPart", "costs_from_profile", "fit_parts"]
+__all__ = ["FittedPart", "costs_from_profile", "fit_parts", "reconciled"]
 
 Part = Literal["forward", "backward"]
 
@@ -110,12 +110,47 @@ def fit_parts(profile: Profile) -> list[FittedPart]:
     return fits
 
 
+def reconciled(points: Sequence[ProfilePoint]) -> list[ProfilePoint]:
+    """Points in which the recompute levels of one method agree on what they share.
+
+    Levels run the same forward, ``full`` runs it again before the backward of ``none``, and
+    ``attention`` runs a part of it again (DCP, Eq. 4 and 5). A busy machine only ever adds time,
+    so of what several levels measured of the same work on the same pack the least counts; without
+    this, noise makes the thriftiest level look like the fastest.
+    """
+    found: dict[tuple[int, str, tuple[int, ...]], dict[str, ProfilePoint]] = {}
+    for point in points:
+        method, _, level = point.option.partition("+")
+        found.setdefault((point.p, method, point.lengths), {})[level or "none"] = point
+    return [_agreed(point, found) for point in points]
+
+
+def _agreed(
+    point: ProfilePoint, found: Mapping[tuple[int, str, tuple[int, ...]], dict[str, ProfilePoint]]
+) -> ProfilePoint:
+    method, _, level = point.option.partition("+")
+    levels = found[point.p, method, point.lengths]
+    forward = min(other.forward_s for other in levels.values())
+    alone = [
+        other.backward_s - (forward if name == "full" else 0.0)
+        for name, other in levels.items()
+        if name in ("none", "full")
+    ]
+    least = min((x for x in alone if x > 0), default=point.backward_s)
+    backward = {
+        "full": least + forward,
+        "attention": min(max(point.backward_s, least), least + forward),
+    }.get(level, least)
+    return replace(point, forward_s=forward, backward_s=backward)
+
+
 def _ladders(profile: Profile) -> list[tuple[int, str]]:
     return list(dict.fromkeys((point.p, point.option) for point in profile.points))
 
 
 def _points(profile: Profile, p: int, option: str) -> list[ProfilePoint]:
-    return [point for point in profile.points if (point.p, point.option) == (p, option)]
+    points = [x for x in reconciled(profile.points) if x.p == p]
+    return [point for point in points if point.option == option]
 
 
 def _bytes_line(points: Sequence[ProfilePoint], name: str) -> Linear:

@@ -112,8 +112,11 @@ class Architecture:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Architecture:
-        """The inverse of :meth:`to_json`."""
-        return cls(**value)
+        """The inverse of :meth:`to_json`. Raises SpecError when it is malformed."""
+        try:
+            return cls(**value)
+        except TypeError as error:
+            raise SpecError("architecture", got=str(error), wanted="its JSON form")
 
 
 PRESETS: dict[str, Architecture] = {

@@ -27,7 +27,10 @@ __all__ = ["check_programs"]
 def check_programs(programs: Sequence[Program], plan: Plan, bucket_count: int) -> None:
     """Raise ProgramError at the first rule that ``programs`` break for ``plan``."""
     if [program.rank for program in programs] != list(range(plan.devices)):
-        raise ProgramError("programs", got=len(programs), wanted=f"one for each of {plan.devices}")
+        raise ProgramError(
+            "ranks of the programs", got=[program.rank for program in programs],
+            wanted=f"0 to {plan.devices - 1}",
+        )  # fmt: skip
     for program in programs:
         _check_once(program, plan, bucket_count)
         _check_local_order(program)

@@ -34,5 +34,8 @@ class Cluster:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Cluster:
-        """The inverse of :meth:`to_json`."""
-        return cls(**value)
+        """The inverse of :meth:`to_json`. Raises SpecError when it is malformed."""
+        try:
+            return cls(**value)
+        except TypeError as error:
+            raise SpecError("cluster", got=str(error), wanted="its JSON form")

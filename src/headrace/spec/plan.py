@@ -81,6 +81,11 @@ class Plan:
                 raise SpecError(
                     f"{name} of a plan", got=repr(getattr(self, name)), wanted=" or ".join(words)
                 )
+        if self.lower_bound_s > self.predicted_s * (1 + 1e-9):
+            raise SpecError(
+                "lower bound of a plan", got=f"{self.lower_bound_s} s",
+                wanted=f"at most the predicted {self.predicted_s} s",
+            )  # fmt: skip
         seen = sorted(i for micro in self.micro_batches for i in micro.sequences)
         if seen != list(range(len(self.lengths))):
             missing = sorted(set(range(len(self.lengths))) - set(seen))

@@ -89,7 +89,7 @@ class Profile:
                 gather_s={int(p): (f, b) for p, (f, b) in value["gather_s"].items()},
                 measured_in_s=value["measured_in_s"],
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, SpecError) as error:
             raise SpecError("profile", got=f"{type(error).__name__}: {error}", hint="profile again")
 
 
