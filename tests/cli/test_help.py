@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -79,3 +81,14 @@ def test_config_prints_every_key(capsys) -> None:
     schema = json.loads(shown(capsys, "config", "--schema"))
     assert set(schema["properties"]) >= {"run", "data", "model", "planner"}
     assert schema["required"] == ["data", "model"]
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    """Catches a BrokenPipeError where the output goes to ``head``."""
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} -m headrace config --schema | head -c 1"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "{"
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (0, 141)

@@ -6,6 +6,8 @@ is quick.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -322,6 +324,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = MissingExtra(error.name, extra="train", needed_for="this command")
         _errors.print(f"[bold red]error:[/] {_escaped(str(missing))}", soft_wrap=True)
         return 2
+    except BrokenPipeError:
+        # The reader has seen enough (| head); nothing more can be written, at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 130
     return code if isinstance(code, int) else 0
