@@ -85,8 +85,9 @@ def test_config_prints_every_key(capsys) -> None:
 
 def test_a_reader_that_leaves_is_no_traceback() -> None:
     """Catches a BrokenPipeError where the output goes to ``head``."""
+    command = f"{sys.executable} -m headrace config --schema | head -c 1"
     done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {sys.executable} -m headrace config --schema | head -c 1"],
+        ["bash", "-o", "pipefail", "-c", command],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.stdout == "{"
