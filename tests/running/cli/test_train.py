@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -135,3 +137,43 @@ def test_bad_input_is_one_clear_message(case, whole, tmp_path):
     assert code == 2, err
     assert wanted in err
     assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_torchrun_starts_and_resumes(whole, tmp_path):
+    """Would catch ranks of torchrun that name folders of their own, or losses of other plans."""
+    config, folder, _ = whole
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "headrace", "train", str(config)]
+    command += ["--out", str(tmp_path / "run")]
+    for more in ([], ["--resume"]):
+        done = subprocess.run(
+            [*command, *more], capture_output=True, text=True, timeout=90, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == losses(folder)
+    assert "raise run.steps" in done.stderr
+
+
+OTHER = {
+    "gpt with dropout": "model.kind=gpt model.kv_heads=4 model.dropout=0.1",
+    "json lines": "data.kind=jsonl data.paths=['d.jsonl'] data.patterns=[]",
+    "fasta": "data.kind=fasta data.paths=['g.fa'] data.patterns=[] data.tokenizer=kmer:3",
+    "curriculum, sharded": "data.curriculum=short-to-long data.curriculum_steps=3 "
+    "planner.working=sharded",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHER)
+def test_other_models_and_data_train(case, tmp_path):
+    """Would catch a kind of data, model or plan that works alone but not in a run."""
+    config = write_job(tmp_path, steps=3)
+    lines = [json.dumps({"text": "abc " * n}) for n in range(5, 60)]
+    (tmp_path / "d.jsonl").write_text("\n".join(lines))
+    (tmp_path / "g.fa").write_text("".join(f">r{n}\n{'ACGTTGCA' * n}\n" for n in range(3, 40)))
+    changes = [word for change in OTHER[case].split() for word in ("--set", change)]
+    code, _, err = run("train", config, "--out", tmp_path / "run", "--ranks", "3", *changes)
+    assert code == 0, err
+    assert np.isfinite(losses(tmp_path / "run")).all()
+    assert len(losses(tmp_path / "run")) == 3
