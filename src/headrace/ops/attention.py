@@ -1,119 +1,36 @@
 """Attention over packed documents: the one door to kernels.
 
-Shape legend: T tokens of a pack of documents, N query heads, G key-value heads (G divides N),
-D features of a head. Each document attends within itself.
+Shape legend: Q query and K key tokens, N query heads, G key-value heads (G divides N), D features
+of a head; T tokens of a pack. Which scores count is said by blocks of rows and columns.
 
-A back end is a pair of functions over one document; the first of ``BACKENDS`` that supports the
-tensors is used. Later kernels with cu_seqlens join the list. The log-sum-exp is natural, [N, T],
-fp32 (fp64 for fp64).
+A back end computes runs of documents; the first of ``BACKENDS`` that supports the tensors is used.
+The log-sum-exp is natural, of scaled scores, [N, Q], fp32 (fp64 for fp64).
+
+[Note: results over some of the keys] Softmax over all keys of a row follows from softmaxes over
+parts of them: with l = logaddexp(l1, l2) the output is o1 e^(l1 - l) + o2 e^(l2 - l). The weights
+sum to one, so this is o1 + (o2 - o1) w, w = e^(l2 - l) = sigmoid(l2 - l1). A backward needs no such
+sum: given the output and the log-sum-exp over ALL keys, gradients of each part simply add.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from headrace.errors import SpecError
+from headrace.ops.kernels import Backend, CpuFlash, Pair, Plain, wide
+from headrace.ops.kernels_cuda import CudaEfficient, CudaFlash
+from headrace.ops.runs import Piece, Rows, Run, runs_of
+from headrace.spec.blocks import Block, document_blocks
 
-__all__ = ["BACKENDS", "Backend", "attend", "attend_backward", "attend_forward"]
+__all__ = ["BACKENDS", "Partial", "attend", "attend_blocks", "attend_blocks_backward"]
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
-_Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class Backend(Protocol):
-    """Forward and backward of one document; q, k, v [L, heads, D], lse [N, L]."""
-
-    def supports(self, q: torch.Tensor) -> bool:
-        """Whether tensors like ``q`` can be handled."""
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> _Pair:
-        """(out [L, N, D], lse [N, L])."""
-
-    def backward(
-        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor, causal: bool,
-    ) -> _Triple:  # fmt: skip
-        """(dq, dk, dv) in the shapes of q, k, v."""
-
-
-@dataclass(frozen=True, slots=True)
-class _CpuFlash:
-    """torch's blocked CPU kernel: fp64, fp32 and half types, grouped heads as they are."""
-
-    def supports(self, q: torch.Tensor) -> bool:
-        return q.device.type == "cpu"
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> _Pair:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)), 0.0, causal
-        )
-        return out[0].transpose(0, 1), lse[0]
-
-    def backward(
-        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor, causal: bool,
-    ) -> _Triple:  # fmt: skip
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        heads = [x.transpose(0, 1)[None] for x in (grad, q, k, v, out)]
-        grads = backward(*heads, lse.contiguous()[None], 0.0, causal)
-        dq, dk, dv = (x[0].transpose(0, 1) for x in grads)
-        return dq, dk, dv
-
-
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    """Whole score rows in plain operators: right on any device, for short documents."""
-
-    def supports(self, q: torch.Tensor) -> bool:
-        return True
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> _Pair:
-        scores = self._scores(q, k, causal)
-        lse = scores.logsumexp(-1)
-        values = self._expand(v, q).to(scores.dtype)
-        out = torch.einsum("nqk,knd->qnd", (scores - lse[..., None]).exp(), values)
-        return out.to(q.dtype), lse
-
-    def backward(
-        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor, causal: bool,
-    ) -> _Triple:  # fmt: skip
-        p = (self._scores(q, k, causal) - lse[..., None]).exp()
-        g = grad.to(p.dtype)
-        dv = self._fold(torch.einsum("nqk,qnd->knd", p, g), v)
-        dp = torch.einsum("qnd,knd->nqk", g, self._expand(v, q).to(p.dtype))
-        inner = (g * out).sum(-1).t()[..., None]
-        ds = p * (dp - inner) / math.sqrt(q.shape[-1])
-        dq = torch.einsum("nqk,knd->qnd", ds, self._expand(k, q).to(p.dtype))
-        dk = self._fold(torch.einsum("nqk,qnd->knd", ds, q.to(p.dtype)), k)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-    def _scores(self, q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        scores = torch.einsum("qnd,knd->nqk", q.to(wide), self._expand(k, q).to(wide))
-        scores /= math.sqrt(q.shape[-1])
-        if causal:
-            length = q.shape[0]
-            future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-            scores.masked_fill_(future, -math.inf)
-        return scores
-
-    @staticmethod
-    def _expand(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
-
-    @staticmethod
-    def _fold(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        length, heads, features = like.shape
-        return grad.view(length, heads, grad.shape[1] // heads, features).sum(2)
-
-
-BACKENDS: list[Backend] = [_CpuFlash(), _Plain()]
+BACKENDS: list[Backend] = [CpuFlash(), CudaFlash(), CudaEfficient(), Plain()]
+"""In order of preference."""
 
 
 def attend(
@@ -138,60 +55,181 @@ def attend(
         raise SpecError(
             "attention", got=f"{q.shape[1]} query heads", wanted=f"a multiple of {k.shape[1]}"
         )
-    return _Attend.apply(q, k, v, tuple(lengths), causal)  # type: ignore[no-any-return]
+    return _Attend.apply(q, k, v, document_blocks(lengths, causal))  # type: ignore[no-any-return]
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Any, causal: bool
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Any
     ) -> torch.Tensor:
-        out, lse = attend_forward(q, k, v, lengths, causal)
+        out, lse = attend_blocks(q, k, v, blocks)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rest = (lengths, causal)
+        ctx.blocks = blocks
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
-        return *attend_backward(grad, q, k, v, out, lse, *ctx.rest), None, None
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        attend_blocks_backward(grad, q, k, v, out, lse, ctx.blocks, dq, dk, dv, fresh=True)
+        return dq, dk, dv, None
 
 
-def attend_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], causal: bool
-) -> _Pair:
-    """(out [T, N, D], lse [N, T]) without autograd."""
+def attend_blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Iterable[Block]
+) -> Pair:
+    """softmax(q k^T / sqrt(D)) v over the scores in ``blocks``, without autograd.
+
+        q         [Q, N, D]
+        k, v      [K, G, D]
+        returns   out [Q, N, D] in the type of q, lse [N, Q]
+
+    Rows of several blocks are summed wide. Rows of none get out 0 and lse -inf.
+    """  # fmt: skip
     backend = _backend(q)
+    runs = runs_of(blocks, backend.documents) if q.shape[1] else ()
+    if len(runs) == 1 and runs[0].queries == slice(0, q.shape[0]):
+        part, part_lse = _forward(backend, q, k, v, runs[0])
+        return part.contiguous(), part_lse.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
-    for part in _documents(lengths) if q.shape[1] else ():
-        out[part], lse[:, part] = backend.forward(q[part], k[part], v[part], causal)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=wide(q))
+    touched, several = _touched(runs)
+    sums = [_sum_of(out[a:b], lse[:, a:b]) for a, b in several]
+    for run in runs:
+        part, part_lse = _forward(backend, q, k, v, run)
+        if not sums:
+            out[run.queries], lse[:, run.queries] = part, part_lse
+            continue
+        start = run.queries.start
+        for a, b, shared in several.pieces(start, run.queries.stop):
+            rows, scale = part[a - start : b - start], part_lse[:, a - start : b - start]
+            if shared:
+                at = several.index(a)
+                sums[at].merge(a - several.start(at), rows, scale)
+            else:
+                out[a:b], lse[:, a:b] = rows, scale
+    for (a, b), total in zip(several, sums, strict=True):
+        if total.out.dtype != out.dtype:
+            out[a:b] = total.out
+    for a, b in _left(touched, q.shape[0]):
+        out[a:b], lse[:, a:b] = 0, -math.inf
     return out, lse
 
 
-def attend_backward(
+@dataclass(slots=True, kw_only=True)
+class Partial:
+    """Results to which more keys are added, one step of a ring after the other.
+
+        out   [Q, N, D]   wide
+        lse   [N, Q]      wide; -inf where no key was added yet
+    """  # fmt: skip
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    touched: Rows
+
+    @classmethod
+    def empty(cls, q: torch.Tensor) -> Partial:
+        """Of no keys, for queries like ``q`` [Q, N, D]."""
+        lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=wide(q))
+        return cls(out=q.new_zeros(q.shape, dtype=wide(q)), lse=lse, touched=Rows())
+
+    def add(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Iterable[Block]
+    ) -> None:
+        """Add keys, ``blocks`` counting in rows of ``q`` [Q, N, D] and k, v [K, G, D]."""
+        backend = _backend(q)
+        for run in runs_of(blocks, backend.documents) if q.shape[1] else ():
+            self.merge(run.queries.start, *_forward(backend, q, k, v, run))
+
+    def merge(self, start: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Add results [q, N, D] and [N, q] over other keys, of the rows from ``start``."""
+        for a, b, known in self.touched.mark(start, start + out.shape[0]):
+            rows, scale = out[a - start : b - start], lse[:, a - start : b - start]
+            mine, mine_scale = self.out[a:b], self.lse[:, a:b]
+            if known:
+                weight = (scale - mine_scale).sigmoid_().t()[..., None]
+                mine.lerp_(rows.to(mine.dtype), weight)
+                torch.logaddexp(mine_scale, scale, out=mine_scale)
+            else:
+                mine.copy_(rows)
+                mine_scale.copy_(scale)
+
+    def result(self, dtype: torch.dtype) -> Pair:
+        """(out [Q, N, D] in ``dtype``, lse [N, Q])."""
+        return self.out.to(dtype), self.lse
+
+
+def attend_blocks_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, lengths: Sequence[int], causal: bool,
-) -> _Triple:  # fmt: skip
-    """(dq, dk, dv) without autograd; ``out`` and ``lse`` as the forward gave them."""
+    out: torch.Tensor, lse: torch.Tensor, blocks: Iterable[Block],
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, fresh: bool,
+) -> None:  # fmt: skip
+    """Add the gradients through the scores in ``blocks``, without autograd.
+
+        grad, q      [Q, N, D]
+        k, v         [K, G, D]
+        out, lse     [Q, N, D], [N, Q]   over all keys, those of other blocks too
+        dq           [Q, N, D]           of any strides, perhaps wider than q
+        dk, dv       [K, G, D]           likewise
+
+    ``fresh``: dq, dk and dv hold nothing yet and are written whole.
+    """  # fmt: skip
     backend = _backend(q)
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for part in _documents(lengths) if q.shape[1] else ():
-        dq[part], dk[part], dv[part] = backend.backward(
-            grad[part], q[part], k[part], v[part], out[part], lse[:, part], causal
-        )
-    return dq, dk, dv
+    queries, keys = Rows(), Rows()
+    if not fresh:
+        queries.mark(0, q.shape[0])
+        keys.mark(0, k.shape[0])
+    for run in runs_of(blocks, backend.documents) if q.shape[1] else ():
+        at, of = run.queries, run.keys
+        parts = backend.backward(
+            grad[at], q[at], k[of], v[of], out[at], lse[:, at],
+            run.q_lengths, run.k_lengths, run.causal,
+        )  # fmt: skip
+        known, known_keys = queries.mark(at.start, at.stop), keys.mark(of.start, of.stop)
+        _add(dq, parts[0], known)
+        _add(dk, parts[1], known_keys)
+        _add(dv, parts[2], known_keys)
+    for a, b in _left(queries, q.shape[0]):
+        dq[a:b] = 0
+    for a, b in _left(keys, k.shape[0]):
+        dk[a:b], dv[a:b] = 0, 0
 
 
 def _backend(q: torch.Tensor) -> Backend:
     return next(backend for backend in BACKENDS if backend.supports(q))
 
 
-def _documents(lengths: Sequence[int]) -> list[slice]:
-    parts: list[slice] = []
-    start = 0
-    for length in lengths:
-        parts.append(slice(start, start + length))
-        start += length
-    return parts
+def _forward(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Run) -> Pair:
+    at, of = run.queries, run.keys
+    return backend.forward(q[at], k[of], v[of], run.q_lengths, run.k_lengths, run.causal)
+
+
+def _touched(runs: Sequence[Run]) -> tuple[Rows, Rows]:
+    """Queries of any run, and of more than one."""
+    touched, several = Rows(), Rows()
+    for run in runs:
+        for a, b, again in touched.mark(run.queries.start, run.queries.stop):
+            if again:
+                several.mark(a, b)
+    return touched, several
+
+
+def _sum_of(out: torch.Tensor, lse: torch.Tensor) -> Partial:
+    """A sum that ends in ``lse``, and in ``out`` where that is wide enough to sum in."""
+    total = out if out.dtype == lse.dtype else out.new_empty(out.shape, dtype=lse.dtype)
+    return Partial(out=total, lse=lse, touched=Rows())
+
+
+def _add(total: torch.Tensor, part: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    """Add to pieces that hold something, set the others; ``part`` has the rows of all."""
+    start = pieces[0][0]
+    for a, b, known in pieces:
+        rows = part if len(pieces) == 1 else part[a - start : b - start]
+        total[a:b].add_(rows) if known else total[a:b].copy_(rows)
+
+
+def _left(rows: Rows, count: int) -> list[tuple[int, int]]:
+    """Rows below ``count`` that are not marked."""
+    return [(a, b) for a, b, marked in rows.pieces(0, count) if not marked]

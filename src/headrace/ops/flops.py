@@ -1,0 +1,132 @@
+"""Counting the floating-point operations of attention.
+
+torch's counter does not know the CPU kernel and counts causal squares whole. Here only scores that
+count are counted, document by document: two products forward (scores, output) and five backward
+(scores again, dP, dV, dQ, dK), each 2 N D operations per score.
+"""
+
+# ruff: noqa: SLF001  kernels have no public names
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils.flop_counter import FlopCounterMode
+
+__all__ = ["FLOPS", "flop_counter"]
+
+
+def flop_counter() -> FlopCounterMode:
+    """torch's counter, silent, that counts the kernels of ``headrace.ops.attention`` right."""
+    return FlopCounterMode(display=False, custom_mapping=dict(FLOPS))
+
+
+@dataclass(frozen=True, slots=True)
+class _Formula:
+    """A count from tensors; without the mark the counter passes their shapes."""
+
+    count: Callable[..., int]
+    _get_raw: ClassVar[bool] = True
+
+    def __call__(self, *args: Any, out_val: Any = None, **rest: Any) -> int:
+        return self.count(*args, **rest)
+
+
+def _cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    dropout: float = 0.0, causal: bool = False, **rest: Any,
+) -> int:  # fmt: skip
+    """q [B, N, Q, D], k [B, G, K, D]."""
+    batch, _, rows, _ = q.shape
+    return 4 * _width(q, 1) * batch * _scores(rows, k.shape[2], causal)
+
+
+def _cpu_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, dropout: float, causal: bool, **rest: Any,
+) -> int:  # fmt: skip
+    return 5 * _cpu(q, k, v, dropout, causal) // 2
+
+
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    q_starts: torch.Tensor | None, k_starts: torch.Tensor | None, q_most: int, k_most: int,
+    dropout: float, causal: bool, *rest: Any, **more: Any,
+) -> int:  # fmt: skip
+    """q [Q, N, D] with starts, [B, Q, N, D] without."""
+    return 4 * _width(q, -2) * _packed(q, k, q_starts, k_starts, q_most, k_most, causal)
+
+
+def _flash_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, *rest: Any, **more: Any,
+) -> int:  # fmt: skip
+    return 5 * _flash(q, k, v, *rest) // 2
+
+
+def _efficient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
+    q_starts: torch.Tensor | None, k_starts: torch.Tensor | None,
+    q_most: int | None, k_most: int | None,
+    dropout: float, mask: int, *rest: Any, **more: Any,
+) -> int:  # fmt: skip
+    """q [1, Q, N, D] with starts, [B, Q, N, D] without."""
+    scores = _packed(q, k, q_starts, k_starts, q_most or 0, k_most or 0, bool(mask))
+    return 4 * _width(q, -2) * scores
+
+
+def _efficient_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    bias: torch.Tensor | None, out: torch.Tensor,
+    q_starts: torch.Tensor | None, k_starts: torch.Tensor | None, q_most: int, k_most: int,
+    lse: torch.Tensor, dropout: float, seed: torch.Tensor, offset: torch.Tensor, mask: int,
+    *rest: Any, **more: Any,
+) -> int:  # fmt: skip
+    forward = _efficient(q, k, v, bias, q_starts, k_starts, q_most, k_most, dropout, mask)
+    return 5 * forward // 2
+
+
+def _packed(
+    q: torch.Tensor, k: torch.Tensor,
+    q_starts: torch.Tensor | None, k_starts: torch.Tensor | None, q_most: int, k_most: int,
+    causal: bool,
+) -> int:  # fmt: skip
+    if q_starts is None or k_starts is None:
+        return q.shape[0] * _scores(q.shape[1], k.shape[1], causal)
+    pairs = zip(_lengths(q_starts, q_most), _lengths(k_starts, k_most), strict=True)
+    return sum(_scores(rows, columns, causal) for rows, columns in pairs)
+
+
+def _lengths(starts: torch.Tensor, most: int) -> Sequence[int]:
+    """Lengths of documents; where a tensor has no values, each is as long as the longest."""
+    if isinstance(starts, FakeTensor | FunctionalTensor) or starts.is_meta:
+        return [most] * (starts.shape[0] - 1)
+    return starts.diff().tolist()
+
+
+def _scores(rows: int, columns: int, causal: bool) -> int:
+    """Scores that count: all, or up to the diagonal from the first row and column."""
+    if not causal:
+        return rows * columns
+    corner = min(rows, columns)
+    return corner * (corner + 1) // 2 + (rows - corner) * columns
+
+
+def _width(q: torch.Tensor, heads: int) -> int:
+    return q.shape[heads] * q.shape[-1]
+
+
+FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _Formula(_cpu),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _Formula(_cpu_backward),
+    torch.ops.aten._flash_attention_forward: _Formula(_flash),
+    torch.ops.aten._flash_attention_backward: _Formula(_flash_backward),
+    torch.ops.aten._efficient_attention_forward: _Formula(_efficient),
+    torch.ops.aten._efficient_attention_backward: _Formula(_efficient_backward),
+}
+"""Operators and their formulas, for ``FlopCounterMode``'s ``custom_mapping``."""

@@ -1,0 +1,152 @@
+"""Back ends of attention that run anywhere: torch's CPU kernel and plain operators.
+
+Shape legend: Q query and K key tokens of a run of documents, N query heads, G key-value heads
+(G divides N), D features of a head. The log-sum-exp is natural, of scaled scores, [N, Q], fp32
+(fp64 for fp64).
+"""
+
+# ruff: noqa: SLF001  kernels have no public names
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+__all__ = ["Backend", "CpuFlash", "Pair", "Plain", "Triple", "dense", "fold", "spread", "wide"]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Backend(Protocol):
+    """Attention over runs of documents, each within itself.
+
+    q [Q, N, D], k and v [K, G, D] with Q the sum of ``q_lengths`` and K that of ``k_lengths``;
+    lengths are not 0, and a causal document has as many keys as queries. ``backward`` is linear in
+    the scores given ``out`` and ``lse``, so these may come of more keys than k holds.
+    """
+
+    @property
+    def documents(self) -> int:
+        """Most documents of one call."""
+
+    def supports(self, q: torch.Tensor) -> bool:
+        """Whether tensors like ``q`` can be handled."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
+    ) -> Pair:  # fmt: skip
+        """(out [Q, N, D], lse [N, Q])."""
+
+    def backward(
+        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor,
+        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
+    ) -> Triple:  # fmt: skip
+        """(dq, dk, dv) in the shapes of q, k, v."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuFlash:
+    """torch's blocked CPU kernel: fp64, fp32 and half types, grouped heads as they are."""
+
+    documents: int = 1
+
+    def supports(self, q: torch.Tensor) -> bool:
+        """Any tensor of a CPU."""
+        return q.device.type == "cpu"
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
+    ) -> Pair:  # fmt: skip
+        """One document."""
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(dense(x).transpose(0, 1)[None] for x in (q, k, v)), 0.0, causal
+        )
+        return out[0].transpose(0, 1), lse[0]
+
+    def backward(
+        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor,
+        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
+    ) -> Triple:  # fmt: skip
+        """One document."""
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        heads = [dense(x).transpose(0, 1)[None] for x in (grad, q, k, v, out)]
+        grads = backward(*heads, lse.contiguous()[None], 0.0, causal)
+        dq, dk, dv = (x[0].transpose(0, 1) for x in grads)
+        return dq, dk, dv
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Whole score rows in plain operators: right on any device, for short documents."""
+
+    documents: int = 1
+
+    def supports(self, q: torch.Tensor) -> bool:
+        """Anything."""
+        return True
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
+    ) -> Pair:  # fmt: skip
+        """One document."""
+        scores = self._scores(q, k, causal)
+        lse = scores.logsumexp(-1)
+        values = spread(v, q).to(scores.dtype)
+        out = torch.einsum("nqk,knd->qnd", (scores - lse[..., None]).exp(), values)
+        return out.to(q.dtype), lse
+
+    def backward(
+        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor,
+        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
+    ) -> Triple:  # fmt: skip
+        """One document."""
+        p = (self._scores(q, k, causal) - lse[..., None]).exp()
+        g = grad.to(p.dtype)
+        dv = fold(torch.einsum("nqk,qnd->knd", p, g), v)
+        dp = torch.einsum("qnd,knd->nqk", g, spread(v, q).to(p.dtype))
+        inner = (g * out.to(p.dtype)).sum(-1).t()[..., None]
+        ds = p * (dp - inner) / math.sqrt(q.shape[-1])
+        dq = torch.einsum("nqk,knd->qnd", ds, spread(k, q).to(p.dtype))
+        dk = fold(torch.einsum("nqk,qnd->knd", ds, q.to(p.dtype)), k)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
+        scores = torch.einsum("qnd,knd->nqk", q.to(wide(q)), spread(k, q).to(wide(q)))
+        scores /= math.sqrt(q.shape[-1])
+        if causal:
+            length = q.shape[0]
+            future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+            scores.masked_fill_(future, -math.inf)
+        return scores
+
+
+def wide(x: torch.Tensor) -> torch.dtype:
+    """Type of sums over many tokens, and of the log-sum-exp."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with the features of a head side by side: kernels read them so without looking."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def spread(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """A key-value head for each query head, [K, N, D]."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def fold(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The adjoint of ``spread``: [K, N, D] to the shape of ``like``, [K, G, D]."""
+    length, heads, features = like.shape
+    return grad.reshape(length, heads, grad.shape[1] // heads, features).sum(2)

@@ -1,0 +1,139 @@
+"""Back ends of attention on CUDA: one kernel for a whole run of documents.
+
+Shape legend as in ``headrace.ops.kernels``. Arguments go by position and only those that torch has
+had since 2.9, because later versions add and rename the rest.
+"""
+
+# ruff: noqa: SLF001  kernels have no public names
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headrace.ops.kernels import Pair, Triple, dense, fold, spread
+
+__all__ = ["CudaEfficient", "CudaFlash"]
+
+_GRID = 65_535
+"""Documents are a dimension of the kernels' grids, which is not the first: CUDA's limit."""
+
+_PAD = 32
+"""Rows of the efficient kernel's log-sum-exp come in multiples of this many."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaFlash:
+    """FlashAttention: half types on Ampere and later, grouped heads as they are.
+
+    torch's later versions of it (3, 4), where a user turns them on, stand behind the same names.
+    """
+
+    documents: int = _GRID
+
+    def supports(self, q: torch.Tensor) -> bool:
+        """Half types and features of a head in whole eights up to 256."""
+        return (
+            q.is_cuda
+            and q.dtype in (torch.bfloat16, torch.float16)
+            and q.shape[-1] % 8 == 0
+            and q.shape[-1] <= 256
+            and torch.backends.cuda.is_flash_attention_available()
+            and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        )
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
+    ) -> Pair:  # fmt: skip
+        """A run of documents."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            dense(q), dense(k), dense(v), *_starts(q_lengths, k_lengths, q.device),
+            max(q_lengths), max(k_lengths), 0.0, causal, False,
+        )  # fmt: skip
+        return out, lse
+
+    def backward(
+        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor,
+        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
+    ) -> Triple:  # fmt: skip
+        """A run of documents."""
+        # The kernel reads lse and grad by address; only a dropout would read the random state.
+        unread = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), dense(q), dense(k), dense(v), out.contiguous(), lse.contiguous(),
+            *_starts(q_lengths, k_lengths, q.device), max(q_lengths), max(k_lengths),
+            0.0, causal, unread, unread,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+@dataclass(frozen=True, slots=True)
+class CudaEfficient:
+    """Memory-efficient attention: fp32, and half types where FlashAttention does not run.
+
+    It knows neither grouped heads (keys and values are repeated, their gradients added up) nor a
+    packed log-sum-exp (it has one padded row of rows per document).
+    """
+
+    documents: int = _GRID
+
+    def supports(self, q: torch.Tensor) -> bool:
+        """Features of a head in whole 16 bytes; bf16 on Ampere and later."""
+        if not q.is_cuda or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return False
+        if q.shape[-1] * q.element_size() % 16:
+            return False
+        return q.dtype != torch.bfloat16 or torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
+    ) -> Pair:  # fmt: skip
+        """A run of documents."""
+        out, lse, *_ = torch.ops.aten._efficient_attention_forward(
+            dense(q)[None], dense(spread(k, q))[None], dense(spread(v, q))[None], None,
+            *_starts(q_lengths, k_lengths, q.device), max(q_lengths), max(k_lengths),
+            0.0, int(causal), True,
+        )  # fmt: skip
+        rows = lse.transpose(0, 1).reshape(q.shape[1], -1)
+        return out[0], rows.index_select(1, _padded(q_lengths, lse.shape[2], q.device))
+
+    def backward(
+        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor, lse: torch.Tensor,
+        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
+    ) -> Triple:  # fmt: skip
+        """A run of documents."""
+        width = math.ceil(max(q_lengths) / _PAD) * _PAD
+        rows = lse.new_full((q.shape[1], len(q_lengths) * width), math.inf)
+        rows.index_copy_(1, _padded(q_lengths, width, q.device), lse)
+        padded = rows.view(q.shape[1], len(q_lengths), width).transpose(0, 1).contiguous()
+        unread = torch.zeros((), dtype=torch.int64, device=q.device)
+        # Of out the kernel asks only some strides and takes the others as those of a dense tensor.
+        dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
+            grad.contiguous()[None], dense(q)[None], dense(spread(k, q))[None],
+            dense(spread(v, q))[None], None, out.contiguous()[None],
+            *_starts(q_lengths, k_lengths, q.device), max(q_lengths), max(k_lengths),
+            padded, 0.0, unread, unread, int(causal), False,
+        )  # fmt: skip
+        return dq[0], fold(dk[0], k), fold(dv[0], v)
+
+
+def _starts(q_lengths: Sequence[int], k_lengths: Sequence[int], device: torch.device) -> Pair:
+    """Where each document starts, and where the last ends: int32 [documents + 1], twice."""
+    starts = torch.tensor([[0, *q_lengths], [0, *k_lengths]], dtype=torch.int32)
+    queries, keys = starts.cumsum(1, dtype=torch.int32).to(device)
+    return queries, keys
+
+
+def _padded(lengths: Sequence[int], width: int, device: torch.device) -> torch.Tensor:
+    """Where each token [Q] stands when every document takes ``width`` places."""
+    counts, tokens = torch.tensor(lengths), sum(lengths)
+    gaps = torch.arange(len(lengths)) * width - (counts.cumsum(0) - counts)
+    places = torch.arange(tokens) + gaps.repeat_interleave(counts, output_size=tokens)
+    return places.to(device)
