@@ -40,7 +40,7 @@ colour = "red"
 [model]
 layers = 0
 hidden = [1]
-kind = "bert"
+kind = "bart"
 [devices]
 device = "tpu"
 timeout_s = -1
@@ -81,7 +81,7 @@ def test_a_file_with_every_kind_of_mistake_names_each(tmp_path: Path) -> None:
     assert "got 0" in found.pop("data.min_tokens")
     assert "got 0" in found.pop("model.layers")
     assert "got [1]" in found.pop("model.hidden")
-    assert "'llama' or 'gpt' (got 'bert')" in found.pop("model.kind")
+    assert "'llama', 'gpt' or 'bert' (got 'bart')" in found.pop("model.kind")
     assert "got 'tpu'" in found.pop("devices.device")
     assert "got -1" in found.pop("devices.timeout_s")
     assert "got 'some'" in found.pop("planner.recompute.1")

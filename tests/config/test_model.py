@@ -97,6 +97,22 @@ def test_what_a_shape_leaves_out() -> None:
     assert (gpt.kind, gpt.ffn, gpt.positions, gpt.longest) == ("gpt", 768, 512, 512)
 
 
+def test_what_a_bert_needs_besides() -> None:
+    """Catches a mask that is a token of the text, and one that has no row of the embedding."""
+    bert = ModelConfig(**SHAPE, kind="bert").architecture(300, 512)
+    assert (bert.ffn, bert.positions, bert.causal) == (768, 512, False)
+    assert (bert.mask_id, bert.vocabulary) == (300, 301)
+    known = ModelConfig(**SHAPE, kind="bert").architecture(300, 512, mask_id=4)
+    assert (known.mask_id, known.vocabulary) == (4, 300)
+    wide = ModelConfig(**SHAPE, kind="bert", vocabulary=320).architecture(300, 512)
+    assert (wide.mask_id, wide.vocabulary) == (300, 320)
+    with pytest.raises(SpecError, match=r"300, wanted at least the tokenizer's 300 and one for"):
+        ModelConfig(**SHAPE, kind="bert", vocabulary=300).architecture(300, 512)
+    with pytest.raises(SpecError, match=r"model\.causal: got True, wanted False"):
+        ModelConfig(**SHAPE, kind="bert", causal=True).architecture(300, 512)
+    assert ModelConfig(**SHAPE).architecture(300, 512, mask_id=4).mask_id is None
+
+
 def test_a_shape_in_full() -> None:
     """Catches a key that does not reach the architecture."""
     given: dict[str, Any] = {
@@ -114,6 +130,10 @@ def test_presets_with_changes() -> None:
     assert found == wanted
     llama = ModelConfig(preset="llama-tiny", tied=False).architecture(300, 128)
     assert llama == Architecture.preset("llama-tiny", vocabulary=300, tied=False)
+    bert = ModelConfig(preset="bert-large").architecture(300, 128)
+    assert bert == Architecture.preset(
+        "bert-large", vocabulary=301, positions=128, mask_id=300
+    )  # fmt: skip
     turned = ModelConfig(preset="llama-tiny", kind="gpt").architecture(300, 128)
     assert (turned.kind, turned.positions) == ("gpt", 128)
 

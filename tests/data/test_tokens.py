@@ -25,6 +25,7 @@ def test_bytes_read_back(text: str) -> None:
     (ids,) = tokenizer.encode_batch([text])
     assert ids.dtype == np.int32
     assert ids[-1] == tokenizer.end_id == 256
+    assert tokenizer.mask_id is None
     assert bytes(ids[:-1].astype(np.uint8)).decode() == text
 
 
@@ -61,6 +62,7 @@ def test_ready_ids() -> None:
     tokenizer = make_tokenizer("ids:50257:50256")
     assert (tokenizer.vocabulary, tokenizer.end_id) == (50257, 50256)
     assert make_tokenizer("ids:10").end_id is None
+    assert make_tokenizer("ids:10").mask_id is make_tokenizer("kmer:2").mask_id is None
     with pytest.raises(DataError, match="documents of token ids"):
         tokenizer.encode_batch(["text"])
 
@@ -105,6 +107,20 @@ def test_folder_with_config_and_truncation(tmp_path: Path) -> None:
     assert len(ids) > 20
     assert ids[-1] == folder.end_id == folder.library.token_to_id(word)
     assert folder.fingerprint != plain.fingerprint
+
+
+def test_a_mask_token(tmp_path: Path) -> None:
+    """Catches a mask that is not found, or that is taken for the end of a document."""
+    pytest.importorskip("tokenizers")
+    plain = make_tokenizer(str(PYTHON))
+    assert plain.mask_id is None
+    for word in ("[MASK]", "<mask>"):
+        library = plain.library.from_str(plain.library.to_str())
+        library.add_special_tokens([word])
+        library.save(str(tmp_path / "tokenizer.json"))
+        masked = make_tokenizer(str(tmp_path))
+        assert masked.mask_id == plain.vocabulary == masked.vocabulary - 1
+        assert masked.end_id == plain.end_id
 
 
 def test_damaged_file(tmp_path: Path) -> None:

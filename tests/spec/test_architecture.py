@@ -14,18 +14,22 @@ from headrace.spec import Architecture, weight_table
 from headrace.spec.architecture import PRESETS
 
 SMALL = Architecture(layers=3, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=61)
+BERT: dict[str, Any] = {"kind": "bert", "causal": False, "positions": 8, "mask_id": 60}
 
 
 @st.composite
 def architectures(draw: st.DrawFn) -> Architecture:
     kv_heads, group, head = (draw(st.integers(1, 4)) for _ in range(3))
-    kind = draw(st.sampled_from(["llama", "gpt"]))
+    kind = draw(st.sampled_from(["llama", "gpt", "bert"]))
+    vocabulary = draw(st.integers(1, 99))
+    masked = kind == "bert"
     return Architecture(
         layers=draw(st.integers(1, 4)), hidden=kv_heads * group * 2 * head,
         heads=kv_heads * group, kv_heads=kv_heads, ffn=draw(st.integers(1, 300)),
-        vocabulary=draw(st.integers(1, 99)), kind=kind, tied=draw(st.booleans()),
-        causal=draw(st.booleans()), positions=draw(st.integers(1, 99)),
+        vocabulary=vocabulary, kind=kind, tied=draw(st.booleans()),
+        causal=not masked and draw(st.booleans()), positions=draw(st.integers(1, 99)),
         rope_theta=draw(st.floats(1, 1e6)), dropout=draw(st.sampled_from([0.0, 0.1])),
+        mask_id=draw(st.integers(0, vocabulary - 1)) if masked else None,
     )  # fmt: skip
 
 
@@ -36,12 +40,23 @@ def test_json_reads_back(architecture: Architecture) -> None:
     assert Architecture.from_json(value) == architecture
 
 
+def test_json_of_before_reads_back() -> None:
+    """Catches a new field that stored profiles, plans and checkpoints lack and must have."""
+    stored = {
+        "layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocabulary": 61,
+        "kind": "llama", "tied": True, "causal": True, "positions": 0, "rope_theta": 10000.0,
+        "norm_eps": 1e-5, "dropout": 0.0,
+    }  # fmt: skip
+    assert Architecture.from_json(stored) == SMALL
+
+
 @given(architectures(), st.integers(1, 1000))
 def test_flops_are_those_of_the_weights_and_of_attention(a: Architecture, length: int) -> None:
     """Catches a matrix that is not counted; the weight table is the independent count."""
-    ends = ("embed.weight", "positions.weight", "head.weight")
-    matrices = [w for w in weight_table(a) if len(w.shape) == 2 and w.name not in ends]
-    weights = sum(w.elements for w in matrices) + a.hidden * a.vocabulary
+    matrices = [w for w in weight_table(a) if len(w.shape) == 2 and w.name.startswith("layers")]
+    head = a.hidden * a.vocabulary
+    head += sum(w.elements for w in weight_table(a) if w.name == "head_dense.weight")
+    weights = sum(w.elements for w in matrices) + head * (0.15 if a.kind == "bert" else 1)
     # Scores and their product with the values: n d multiply-adds each, for every key seen.
     attention = a.layers * 2 * (2 * a.heads * a.head_features) * length
     if a.causal:
@@ -58,20 +73,28 @@ def test_derived_sizes(a: Architecture) -> None:
     assert a.ffn_block <= 64
     assert a.ffn_block & (a.ffn_block - 1) == 0
     assert a.ffn_block == 64 or (a.ffn // a.ffn_block) % 2, "a larger block would divide f"
-    assert (a.gated, a.biased) == (a.kind == "llama", a.kind == "gpt")
-    assert a.longest == (a.positions if a.kind == "gpt" else None)
+    assert (a.gated, a.biased) == (a.kind == "llama", a.kind != "llama")
+    assert (a.norm_first, a.masked) == (a.kind != "bert", a.kind == "bert")
+    assert a.kind == "llama" or a.gelu == {"gpt": "tanh", "bert": "none"}[a.kind]
+    assert a.longest == (None if a.kind == "llama" else a.positions)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
     *(({name: 0}, f"model.{name}: got 0, wanted >= 1")
       for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")),
     ({"layers": -1}, "model.layers: got -1"),
-    ({"kind": "bert"}, "model.kind: got 'bert', wanted 'llama' or 'gpt'"),
+    ({"kind": "bart"}, "model.kind: got 'bart', wanted 'llama', 'gpt' or 'bert'"),
     ({"hidden": 30}, "model.hidden: got 30, wanted a multiple of 4"),
     ({"heads": 8, "kv_heads": 3}, "model.heads: got 8, wanted a multiple of 3"),
     ({"heads": 2, "kv_heads": 4}, "model.heads: got 2, wanted a multiple of 4"),
     ({"hidden": 12}, "features of a head: got 3, wanted an even number"),
     ({"kind": "gpt"}, "model.positions: got 0, wanted >= 1 for kind 'gpt'"),
+    (BERT | {"positions": 0}, "model.positions: got 0, wanted >= 1 for kind 'bert'"),
+    (BERT | {"causal": True}, "model.causal: got True, wanted False for kind 'bert'"),
+    (BERT | {"mask_id": None}, "model.mask_id: got none, wanted an id below 61 for kind 'bert'"),
+    (BERT | {"mask_id": 61}, "model.mask_id: got 61, wanted an id below 61"),
+    (BERT | {"mask_id": -1}, "model.mask_id: got -1, wanted an id below 61"),
+    ({"mask_id": 3}, "model.mask_id: got 3, wanted none for kind 'llama'"),
     ({"dropout": 1.0}, "model.dropout: got 1.0"),
     ({"dropout": -0.1}, "model.dropout: got -0.1"),
 ]  # fmt: skip
@@ -105,7 +128,7 @@ def test_an_unknown_preset_gets_a_suggestion_or_the_list() -> None:
     """Catches a KeyError for a typing error."""
     with pytest.raises(SpecError, match=r"'llama-tinny'; did you mean 'llama-tiny'\?"):
         Architecture.preset("llama-tinny")
-    with pytest.raises(SpecError, match="known are llama-tiny, gpt-tiny, gpt2, llama-8b"):
+    with pytest.raises(SpecError, match="known are llama-tiny, gpt-tiny, bert-tiny, gpt2"):
         Architecture.preset("qqq")
 
 

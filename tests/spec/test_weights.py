@@ -13,11 +13,13 @@ from headrace.spec.weights import bucket_count, buckets, parameter_count
 @st.composite
 def architectures(draw: st.DrawFn) -> Architecture:
     kv_heads, group, head = (draw(st.integers(1, 4)) for _ in range(3))
+    kind = draw(st.sampled_from(["llama", "gpt", "bert"]))
     return Architecture(
         layers=draw(st.integers(1, 4)), hidden=kv_heads * group * 2 * head,
         heads=kv_heads * group, kv_heads=kv_heads, ffn=draw(st.integers(1, 300)),
-        vocabulary=draw(st.integers(1, 99)), kind=draw(st.sampled_from(["llama", "gpt"])),
+        vocabulary=draw(st.integers(1, 99)), kind=kind, causal=kind != "bert",
         tied=draw(st.booleans()), positions=draw(st.integers(1, 99)),
+        mask_id=0 if kind == "bert" else None,
     )  # fmt: skip
 
 
@@ -32,11 +34,23 @@ def test_parameters_by_the_formula(a: Architecture) -> None:
     else:
         biases = (h + 2 * kv) + h + f + h
         layer = qkv + proj + 2 * f * h + biases + 4 * h
-        wanted = v * h + a.positions * h + a.layers * layer + 2 * h + head
+        last = 2 * h if a.kind == "gpt" else h * h + h + 2 * h + v
+        types = 0 if a.kind == "gpt" else 2 * h + 2 * h
+        wanted = v * h + a.positions * h + types + a.layers * layer + last + head
     assert parameter_count(a) == wanted
 
 
-@pytest.mark.parametrize(("preset", "count"), [("gpt2", 124_439_808), ("llama-8b", 8_030_261_248)])
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt3-175b", 174_604_259_328),
+        # transformers: BertForMaskedLM of bert-large-uncased
+        ("bert-large", 335_174_458),
+        ("llama-8b", 8_030_261_248),
+        ("llama-70b", 70_553_706_496),
+    ],
+)
 def test_published_models_have_their_published_size(preset: str, count: int) -> None:
     """Catches a formula that is wrong in the same way as the table."""
     assert parameter_count(Architecture.preset(preset)) == count
@@ -110,4 +124,29 @@ def test_a_gpt_by_hand() -> None:
         ("layers.0.out.bias", (12,), None, 1),
         ("norm.weight", (12,), None, 2),
         ("norm.bias", (12,), None, 2),
+    ]
+
+
+def test_a_bert_by_hand() -> None:
+    """Catches a last norm that BERT lacks, and a head without its own dense layer or bias."""
+    a = Architecture(
+        layers=1, hidden=12, heads=4, kv_heads=4, ffn=24, vocabulary=9, kind="bert",
+        causal=False, positions=7, mask_id=8,
+    )  # fmt: skip
+    table = [(w.name, w.shape, w.unit, w.bucket) for w in weight_table(a)]
+    assert [row[0].removeprefix("layers.0.") for row in table if row[3] == 1] == [
+        "norm1.weight", "norm1.bias", "qkv.weight", "proj.weight", "norm2.weight", "norm2.bias",
+        "in.weight", "out.weight", "qkv.bias", "proj.bias", "in.bias", "out.bias",
+    ]  # fmt: skip
+    assert [row for row in table if row[3] != 1] == [
+        ("embed.weight", (9, 12), 1, 0),
+        ("positions.weight", (7, 12), 1, 0),
+        ("types.weight", (2, 12), 1, 0),
+        ("embed_norm.weight", (12,), None, 0),
+        ("embed_norm.bias", (12,), None, 0),
+        ("head_dense.weight", (12, 12), 1, 2),
+        ("head_dense.bias", (12,), None, 2),
+        ("head_norm.weight", (12,), None, 2),
+        ("head_norm.bias", (12,), None, 2),
+        ("head.bias", (9,), None, 2),
     ]

@@ -18,6 +18,9 @@ __all__ = ["HfTokenizer", "load_cached", "load_file"]
 END_TOKENS = ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
 """Special tokens known to end a document, looked for when nothing beside the file names one."""
 
+MASK_TOKENS = ("[MASK]", "<mask>")
+"""Tokens known to stand for a hidden one: BERT's, and those of RoBERTa and its kind."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HfTokenizer:
@@ -31,6 +34,7 @@ class HfTokenizer:
     fingerprint: str
     vocabulary: int
     end_id: int | None
+    mask_id: int | None
     library: Any
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int32]]:
@@ -47,15 +51,19 @@ def _wrap(library: Any, *, name: str, end_token: str | None) -> HfTokenizer:
     library.encode_special_tokens = True
     content = hashlib.sha256(library.to_str().encode())
     special = {item.content: i for i, item in library.get_added_tokens_decoder().items()}
-    names = END_TOKENS if end_token is None else (end_token,)
-    ends = [special.get(token, library.token_to_id(token)) for token in names]
-    end_id = next((found for found in ends if found is not None), None)
+
+    def first(names: tuple[str, ...]) -> int | None:
+        found = [special.get(token, library.token_to_id(token)) for token in names]
+        return next((i for i in found if i is not None), None)
+
+    end_id = first(END_TOKENS if end_token is None else (end_token,))
     content.update(f"end {end_id}".encode())
     return HfTokenizer(
         name=name,
         fingerprint=content.hexdigest(),
         vocabulary=max(library.get_vocab(with_added_tokens=True).values()) + 1,
         end_id=end_id,
+        mask_id=first(MASK_TOKENS),
         library=library,
     )
 

@@ -43,6 +43,11 @@ class Tokenizer(Protocol):
         """The id that ends a document, None when the tokenizer has none."""
         ...
 
+    @property
+    def mask_id(self) -> int | None:
+        """The id that stands for a hidden token, None when the tokenizer has none."""
+        ...
+
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int32]]:
         """Ids of each text; safe to call from several threads."""
         ...
@@ -56,6 +61,7 @@ class Bytes:
     fingerprint: str = "bytes 1"
     vocabulary: int = 257
     end_id: int = 256
+    mask_id: None = None
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int32]]:
         """Ids of each text, ``[bytes + 1]``."""
@@ -97,6 +103,11 @@ class Kmers:
         """The last id."""
         return 4**self.k + 1
 
+    @property
+    def mask_id(self) -> None:
+        """None."""
+        return
+
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int32]]:
         """Ids of each text, ``[letters // k + 1]``."""
         return [self._encode(text) for text in texts]
@@ -121,6 +132,7 @@ class ReadyIds:
 
     vocabulary: int
     end_id: int | None = None
+    mask_id: None = None
 
     @property
     def name(self) -> str:

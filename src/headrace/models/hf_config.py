@@ -1,4 +1,4 @@
-"""``config.json`` of the Hugging Face and our architectures: Llama and GPT-2.
+"""``config.json`` of the Hugging Face and our architectures: Llama, GPT-2 and BERT.
 
 What our model does not compute is refused, never ignored: other activations, scaled or partial
 rotary positions, biases where there are none, attention that is scaled otherwise.
@@ -14,7 +14,12 @@ from headrace.spec.architecture import Architecture
 
 __all__ = ["architecture_of", "config_of"]
 
-_CLASSES = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}
+# The first is what we write; the others hold the same weights, and more.
+_CLASSES = {
+    "llama": ("LlamaForCausalLM",),
+    "gpt2": ("GPT2LMHeadModel",),
+    "bert": ("BertForMaskedLM", "BertForPreTraining"),
+}
 
 # Fields with one or more values that our model can compute; the first is what an absent one means.
 _LLAMA_FIXED: dict[str, tuple[object, ...]] = {
@@ -29,43 +34,56 @@ _GPT2_FIXED: dict[str, tuple[object, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
+_BERT_FIXED: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("gelu",),
+    "position_embedding_type": ("absolute",),
+    "type_vocab_size": (2,),
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+}
+_BERT_MASK = 103
+"""``[MASK]`` in all vocabularies that were published with BERT; no field of theirs names it."""
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a ``config.json`` of LlamaForCausalLM or GPT2LMHeadModel.
+    """The architecture of a ``config.json`` of LlamaForCausalLM, GPT2LMHeadModel or
+    BertForMaskedLM.
 
-    ``dropout`` is GPT-2's of the residual stream (``resid_pdrop``); ``positions`` of a Llama is
-    the longest context it was trained for. Raises SpecError for other models, for variants that
-    our model does not compute, and for missing or malformed fields.
+    ``dropout`` is GPT-2's and BERT's of the residual stream; ``positions`` of a Llama is the
+    longest context it was trained for. BERT's ``mask_id`` is ``mask_token_id`` where there is such
+    a field, else 103 (the last id of smaller vocabularies). Raises SpecError for other models, for
+    variants that our model does not compute, and for missing or malformed fields.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _CLASSES:
         hint = did_you_mean(str(kind), _CLASSES)
-        raise SpecError("model_type", got=repr(kind), wanted="'llama' or 'gpt2'", hint=hint)
-    classes = config.get("architectures")
-    if classes and (not isinstance(classes, list) or _CLASSES[kind] not in classes):
-        raise SpecError("architectures", got=classes, wanted=_CLASSES[kind])
-    return _llama(config) if kind == "llama" else _gpt(config)
+        raise SpecError("model_type", got=repr(kind), wanted="'llama', 'gpt2' or 'bert'", hint=hint)
+    classes, known = config.get("architectures"), _CLASSES[kind]
+    if classes and (not isinstance(classes, list) or not any(name in classes for name in known)):
+        raise SpecError("architectures", got=classes, wanted=" or ".join(known))
+    return {"llama": _llama, "gpt2": _gpt, "bert": _bert}[kind](config)
 
 
 def config_of(architecture: Architecture) -> dict[str, Any]:
     """The content of a ``config.json`` that transformers reads, old versions and new.
 
     Dropout of a Llama has no place in it. Raises SpecError for an architecture that transformers
-    cannot compute: bidirectional, or GPT-2 with fewer key-value heads than heads.
+    cannot compute: bidirectional without being BERT, or GPT-2 and BERT with fewer key-value heads
+    than heads.
     """
     a = architecture
-    if not a.causal:
+    if not a.causal and not a.masked:
         raise SpecError("model.causal", got=False, wanted="True to save it as Llama or GPT-2")
-    if a.kind == "gpt" and a.kv_heads != a.heads:
-        raise SpecError("model.kv_heads", got=a.kv_heads, wanted=f"{a.heads} to save it as GPT-2")
+    if a.kind != "llama" and a.kv_heads != a.heads:
+        wanted = f"{a.heads} to save it as {'GPT-2' if a.kind == 'gpt' else 'BERT'}"
+        raise SpecError("model.kv_heads", got=a.kv_heads, wanted=wanted)
     config: dict[str, Any] = {
         "tie_word_embeddings": a.tied,
         "vocab_size": a.vocabulary,
         "bos_token_id": None,  # the tokenizer's, which is not known here
         "eos_token_id": None,
     }
-    return config | (_llama_config(a) if a.kind == "llama" else _gpt_config(a))
+    return config | {"llama": _llama_config, "gpt": _gpt_config, "bert": _bert_config}[a.kind](a)
 
 
 def _llama(config: Mapping[str, Any]) -> Architecture:
@@ -94,7 +112,7 @@ def _llama(config: Mapping[str, Any]) -> Architecture:
 def _llama_config(a: Architecture) -> dict[str, Any]:
     config = {
         "model_type": "llama",
-        "architectures": [_CLASSES["llama"]],
+        "architectures": [_CLASSES["llama"][0]],
         "num_hidden_layers": a.layers,
         "hidden_size": a.hidden,
         "num_attention_heads": a.heads,
@@ -130,7 +148,7 @@ def _gpt(config: Mapping[str, Any]) -> Architecture:
 def _gpt_config(a: Architecture) -> dict[str, Any]:
     return {
         "model_type": "gpt2",
-        "architectures": [_CLASSES["gpt2"]],
+        "architectures": [_CLASSES["gpt2"][0]],
         "n_layer": a.layers,
         "n_embd": a.hidden,
         "n_head": a.heads,
@@ -141,6 +159,44 @@ def _gpt_config(a: Architecture) -> dict[str, Any]:
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
         **{name: values[0] for name, values in _GPT2_FIXED.items()},
+    }
+
+
+def _bert(config: Mapping[str, Any]) -> Architecture:
+    _check_fixed(config, _BERT_FIXED)
+    heads, vocabulary = _count(config, "num_attention_heads"), _count(config, "vocab_size")
+    return Architecture(
+        kind="bert",
+        layers=_count(config, "num_hidden_layers"),
+        hidden=_count(config, "hidden_size"),
+        heads=heads,
+        kv_heads=heads,
+        ffn=_count(config, "intermediate_size"),
+        vocabulary=vocabulary,
+        tied=_flag(config, "tie_word_embeddings", True),
+        causal=False,
+        positions=_count(config, "max_position_embeddings"),
+        norm_eps=_number(config, "layer_norm_eps", 1e-12),
+        dropout=_number(config, "hidden_dropout_prob", 0.1),
+        mask_id=_count(config, "mask_token_id", min(_BERT_MASK, vocabulary - 1)),
+    )
+
+
+def _bert_config(a: Architecture) -> dict[str, Any]:
+    return {
+        "model_type": "bert",
+        "architectures": [_CLASSES["bert"][0]],
+        "num_hidden_layers": a.layers,
+        "hidden_size": a.hidden,
+        "num_attention_heads": a.heads,
+        "intermediate_size": a.ffn,
+        "max_position_embeddings": a.positions,
+        "layer_norm_eps": a.norm_eps,
+        "hidden_dropout_prob": a.dropout,
+        "attention_probs_dropout_prob": 0.0,
+        "pad_token_id": None,  # the tokenizer's as well
+        "mask_token_id": a.mask_id,
+        **{name: values[0] for name, values in _BERT_FIXED.items()},
     }
 
 

@@ -1,4 +1,4 @@
-"""Which weights of the Hugging Face stand for which of ours: Llama and GPT-2.
+"""Which weights of the Hugging Face stand for which of ours: Llama, GPT-2 and BERT.
 
 A rule is the correspondence of one of our weights to one or more of theirs: a function that
 splits ours and one that joins theirs, exact inverses that only move rows and columns. Shapes: n
@@ -11,7 +11,9 @@ stores matrices as [in, out].
     in.weight       gate_proj, up_proj in blocks by turns       c_fc T
     out.weight      down_proj T                                 mlp.c_proj
 
-Rotary positions turn feature i with i + d / 2 in both namings, so that q and k keep their rows.
+BERT is like Llama: query, key, value by groups, attention.output.dense T, intermediate.dense,
+output.dense T. Rotary positions turn feature i with i + d / 2 in both namings, so that q and k
+keep their rows.
 """
 
 from __future__ import annotations
@@ -24,12 +26,23 @@ import torch
 from headrace.errors import SpecError
 from headrace.spec.architecture import Architecture
 
-__all__ = ["EMBEDDING", "HEAD", "PREFIX", "Rule", "rules_of"]
+__all__ = ["EMBEDDING", "HEAD", "HEAD_BIASES", "PREFIX", "Rule", "rules_of"]
 
 #: What the names of all weights but the head begin with.
-PREFIX = {"llama": "model.", "gpt": "transformer."}
-EMBEDDING = {"llama": "model.embed_tokens.weight", "gpt": "transformer.wte.weight"}
-HEAD = "lm_head.weight"
+PREFIX = {"llama": "model.", "gpt": "transformer.", "bert": "bert."}
+EMBEDDING = {
+    "llama": "model.embed_tokens.weight",
+    "gpt": "transformer.wte.weight",
+    "bert": "bert.embeddings.word_embeddings.weight",
+}
+HEAD = {
+    "llama": "lm_head.weight",
+    "gpt": "lm_head.weight",
+    "bert": "cls.predictions.decoder.weight",
+}
+#: One bias under two names: transformers 5 computes with the second, which is the first only where
+#: the head is tied; earlier versions hold them equal always.
+HEAD_BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,27 +56,24 @@ class Rule:
 
 
 def rules_of(architecture: Architecture) -> list[Rule]:
-    """The rules of all weights. Raises SpecError for a GPT-2 with fewer key-value heads."""
+    """The rules of all weights. Raises SpecError for a GPT-2 or BERT with fewer key-value heads."""
     if architecture.kind == "llama":
         return _llama_rules(architecture)
     if architecture.kv_heads != architecture.heads:
         got, heads = architecture.kv_heads, architecture.heads
-        raise SpecError("model.kv_heads", got=got, wanted=f"{heads} as in every GPT-2")
-    return _gpt_rules(architecture)
+        raise SpecError("model.kv_heads", got=got, wanted=f"{heads} as in every GPT-2 and BERT")
+    return _gpt_rules(architecture) if architecture.kind == "gpt" else _bert_rules(architecture)
 
 
 def _llama_rules(a: Architecture) -> list[Rule]:
     rules = [_same("embed.weight", EMBEDDING["llama"])]
     for i in range(a.layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        attention = tuple(f"{theirs}.self_attn.{x}_proj.weight" for x in "qkv")
+        attention = tuple(f"{theirs}.self_attn.{x}_proj" for x in "qkv")
         gates = tuple(f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up"))
         rules += [
             _same(f"{ours}.norm1.weight", f"{theirs}.input_layernorm.weight"),
-            Rule(
-                ours=f"{ours}.qkv.weight", theirs=attention,
-                split=lambda t: _split_groups(t, a), join=lambda qkv: _join_groups(qkv, a),
-            ),
+            _grouped(f"{ours}.qkv", attention, "weight", a),
             _turned(f"{ours}.proj.weight", f"{theirs}.self_attn.o_proj.weight"),
             _same(f"{ours}.norm2.weight", f"{theirs}.post_attention_layernorm.weight"),
             Rule(
@@ -73,7 +83,7 @@ def _llama_rules(a: Architecture) -> list[Rule]:
             _turned(f"{ours}.out.weight", f"{theirs}.mlp.down_proj.weight"),
         ]  # fmt: skip
     rules.append(_same("norm.weight", "model.norm.weight"))
-    return rules if a.tied else [*rules, _same("head.weight", HEAD)]
+    return rules if a.tied else [*rules, _same("head.weight", HEAD["llama"])]
 
 
 def _gpt_rules(a: Architecture) -> list[Rule]:
@@ -96,7 +106,44 @@ def _gpt_rules(a: Architecture) -> list[Rule]:
             for part in ("weight", "bias")
         ]
     rules += [_same(f"norm.{part}", f"transformer.ln_f.{part}") for part in ("weight", "bias")]
-    return rules if a.tied else [*rules, _same("head.weight", HEAD)]
+    return rules if a.tied else [*rules, _same("head.weight", HEAD["gpt"])]
+
+
+def _bert_rules(a: Architecture) -> list[Rule]:
+    rules = [
+        _same("embed.weight", EMBEDDING["bert"]),
+        _same("positions.weight", "bert.embeddings.position_embeddings.weight"),
+        _same("types.weight", "bert.embeddings.token_type_embeddings.weight"),
+    ]
+    same = {
+        "embed_norm": "bert.embeddings.LayerNorm",
+        "head_dense": "cls.predictions.transform.dense",
+        "head_norm": "cls.predictions.transform.LayerNorm",
+    }
+    for i in range(a.layers):
+        ours, theirs = f"layers.{i}", f"bert.encoder.layer.{i}"
+        attention = tuple(f"{theirs}.attention.self.{x}" for x in ("query", "key", "value"))
+        turned = {"proj": "attention.output.dense", "out": "output.dense"}
+        same |= {
+            f"{ours}.norm1": f"{theirs}.attention.output.LayerNorm",
+            f"{ours}.in": f"{theirs}.intermediate.dense",
+            f"{ours}.norm2": f"{theirs}.output.LayerNorm",
+        }
+        rules += [_grouped(f"{ours}.qkv", attention, part, a) for part in ("weight", "bias")]
+        for mine, other in turned.items():
+            rules.append(_turned(f"{ours}.{mine}.weight", f"{theirs}.{other}.weight"))
+            rules.append(_same(f"{ours}.{mine}.bias", f"{theirs}.{other}.bias"))
+    rules += [
+        _same(f"{mine}.{part}", f"{other}.{part}")
+        for mine, other in same.items()
+        for part in ("weight", "bias")
+    ]
+    if a.tied:
+        return [*rules, _same("head.bias", HEAD_BIASES[0])]
+    twice = Rule(
+        ours="head.bias", theirs=HEAD_BIASES, split=lambda t: (t, t.clone()), join=lambda ts: ts[1]
+    )
+    return [*rules, twice, _same("head.weight", HEAD["bert"])]
 
 
 def _same(ours: str, theirs: str) -> Rule:
@@ -105,6 +152,16 @@ def _same(ours: str, theirs: str) -> Rule:
 
 def _turned(ours: str, theirs: str) -> Rule:
     return Rule(ours=ours, theirs=(theirs,), split=lambda t: (t.t(),), join=lambda ts: ts[0].t())
+
+
+def _grouped(ours: str, theirs: tuple[str, ...], part: str, a: Architecture) -> Rule:
+    """q, k and v apart, weights [n d, h] (k, v: [g d, h]) or biases."""
+    return Rule(
+        ours=f"{ours}.{part}",
+        theirs=tuple(f"{name}.{part}" for name in theirs),
+        split=lambda t: _split_groups(t, a),
+        join=lambda qkv: _join_groups(qkv, a),
+    )
 
 
 def _fused(ours: str, theirs: str, a: Architecture) -> Rule:

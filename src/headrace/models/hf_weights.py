@@ -1,4 +1,4 @@
-"""Weights and folders in the naming of the Hugging Face: Llama and GPT-2.
+"""Weights and folders in the naming of the Hugging Face: Llama, GPT-2 and BERT.
 
     folder/config.json, model.safetensors
     folder/config.json, model.safetensors.index.json, model-00001-of-00002.safetensors ...
@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.errors import CheckpointError, did_you_mean
 from headrace.models.hf_config import architecture_of, config_of
-from headrace.models.hf_rules import EMBEDDING, HEAD, PREFIX, rules_of
+from headrace.models.hf_rules import EMBEDDING, HEAD, HEAD_BIASES, PREFIX, rules_of
 from headrace.spec.architecture import Architecture
 from headrace.spec.weights import weight_table
 
@@ -37,8 +37,13 @@ __all__ = [
 _CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _OURS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
-# Buffers that old files hold beside the weights.
-_SKIPPED = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+# Buffers that old files hold beside the weights; what BERT learned for pairs of sentences.
+_SKIPPED = re.compile(
+    r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq|embeddings\.position_ids)"
+    r"|(bert\.)?pooler\.dense\.(weight|bias)|cls\.seq_relationship\.(weight|bias)"
+)
+# How the first BERTs name the weights of their norms.
+_OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
 def to_hugging_face(
@@ -62,8 +67,9 @@ def from_hugging_face(
 ) -> dict[str, torch.Tensor]:
     """Their weights under our names: the inverse of :func:`to_hugging_face`.
 
-    Buffers of old files are skipped, and names without the model's prefix are taken. Raises
-    CheckpointError that lists what is unknown, missing or of another shape.
+    Buffers of old files are skipped, so are BERT's weights for the next sentence; names without
+    the model's prefix are taken. Raises CheckpointError that lists what is unknown, missing or of
+    another shape.
     """
     shapes = {weight.name: weight.shape for weight in weight_table(architecture)}
     rules = rules_of(architecture)
@@ -82,23 +88,42 @@ def from_hugging_face(
 def _known(
     weights: Mapping[str, torch.Tensor], architecture: Architecture
 ) -> dict[str, torch.Tensor]:
-    """Without skipped buffers and a tied head, and with the prefix that bare models lack."""
-    prefix = PREFIX[architecture.kind]
+    """Without skipped weights and the doubles of tied ones, with the prefix that bare models lack
+    and today's names."""
+    kind = architecture.kind
+    prefix, head = PREFIX[kind], HEAD[kind]
     bare = not any(name.startswith(prefix) for name in weights)
     named = {
-        prefix + name if bare and name != HEAD else name: weight
-        for name, weight in weights.items()
+        prefix + name if bare and not name.startswith(("lm_head.", "cls.")) else name: weight
+        for name, weight in _renamed(weights).items()
         if not _SKIPPED.fullmatch(name)
     }
-    embed = named.get(EMBEDDING[architecture.kind])
-    if architecture.tied and embed is not None and HEAD in named:
-        head = named.pop(HEAD)
-        if head.dtype != embed.dtype or not torch.equal(head, embed):
-            raise CheckpointError(
-                HEAD, got="another matrix than the embedding", wanted="the same, as they are tied",
-                hint="tie_word_embeddings of config.json is wrong",
-            )  # fmt: skip
+    if architecture.tied:
+        _drop_double(named, head, EMBEDDING[kind], "another matrix than the embedding")
+        _drop_double(named, HEAD_BIASES[1], HEAD_BIASES[0], "another bias than the head's")
+    elif kind == "bert" and HEAD_BIASES[0] in named:
+        named.setdefault(HEAD_BIASES[1], named[HEAD_BIASES[0]])  # old files hold one of them
     return named
+
+
+def _renamed(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        old = next((old for old in _OLD_NORMS if name.endswith(old)), "")
+        found[name.removesuffix(old) + _OLD_NORMS.get(old, "")] = weight
+    return found
+
+
+def _drop_double(named: dict[str, torch.Tensor], double: str, name: str, got: str) -> None:
+    """Drop a tied weight's second name. Raises CheckpointError when it is another weight."""
+    if double not in named or name not in named:
+        return
+    first, second = named[name], named.pop(double)
+    if first.dtype != second.dtype or not torch.equal(first, second):
+        raise CheckpointError(
+            double, got=got, wanted="the same, as they are tied",
+            hint="tie_word_embeddings of config.json is wrong",
+        )  # fmt: skip
 
 
 def _check(

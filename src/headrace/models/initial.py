@@ -20,8 +20,8 @@ def initial_rows(
     """The first values of ``rows`` of a weight, [len(rows), ...].
 
     Norm weights are one, biases zero, matrices normal with deviation 0.02, and 0.02 / sqrt(2 L)
-    for the two that write to the residual stream (GPT-2). Each row draws from its own Philox
-    stream, so any rank draws any rows alike.
+    for the two that write to the residual stream (GPT-2) unless norms follow its sums (BERT).
+    Each row draws from its own Philox stream, so any rank draws any rows alike.
     """
     shape = (len(rows), *weight.shape[1:])
     if weight.name.endswith(".bias"):
@@ -29,7 +29,8 @@ def initial_rows(
     if len(weight.shape) == 1:
         return torch.ones(shape, dtype=dtype)
     name = weight.name.split(".")[-2]
-    deviation = 0.02 / (2 * architecture.layers) ** 0.5 if name in ("proj", "out") else 0.02
+    adds = architecture.norm_first and name in ("proj", "out")
+    deviation = 0.02 / (2 * architecture.layers) ** 0.5 if adds else 0.02
     key = [seed & (2**64 - 1), zlib.crc32(weight.name.encode())]
     columns = weight.row_elements
     # Philox counts in blocks of four 64-bit words: a row starts at a block of its own.

@@ -36,32 +36,39 @@ def plain_logits(
     """Logits [T, V] of a pack of documents ``ids`` [T], each attending within itself."""
     positions = torch.cat([torch.arange(n, device=ids.device) for n in lengths])
     x = weights["embed.weight"][ids]
-    if a.kind == "gpt":
+    if a.learned_positions:
         x = x + weights["positions.weight"][positions]
+    if a.kind == "bert":
+        x = _norm(x + weights["types.weight"][0], weights, "embed_norm", a)
     for layer in range(a.layers):
         at = f"layers.{layer}"
-        y = _norm(x, weights, f"{at}.norm1", a)
+        y = _norm(x, weights, f"{at}.norm1", a) if a.norm_first else x
         y = F.linear(y, weights[f"{at}.qkv.weight"], weights.get(f"{at}.qkv.bias"))
         y = _attention(y, positions, lengths, a)
         x = x + _inputs(y, weights, f"{at}.proj")
-        y = _norm(x, weights, f"{at}.norm2", a)
+        x = x if a.norm_first else _norm(x, weights, f"{at}.norm1", a)
+        y = _norm(x, weights, f"{at}.norm2", a) if a.norm_first else x
         y = F.linear(y, weights[f"{at}.in.weight"], weights.get(f"{at}.in.bias"))
         if a.gated:
             pairs = y.view(len(ids), a.ffn // a.ffn_block, 2, a.ffn_block)
             y = (F.silu(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(len(ids), a.ffn)
         else:
-            y = F.gelu(y, approximate="tanh")
+            y = F.gelu(y, approximate=a.gelu)
         x = x + _inputs(y, weights, f"{at}.out")
-    x = _norm(x, weights, "norm", a)
-    return F.linear(x, weights["embed.weight" if a.tied else "head.weight"])
+        x = x if a.norm_first else _norm(x, weights, f"{at}.norm2", a)
+    if a.masked:
+        x = F.gelu(F.linear(x, weights["head_dense.weight"], weights["head_dense.bias"]))
+    x = _norm(x, weights, "head_norm" if a.masked else "norm", a)
+    head = weights["embed.weight" if a.tied else "head.weight"]
+    return F.linear(x, head, weights.get("head.bias"))
 
 
 def plain_loss(
-    ids: torch.Tensor, lengths: Sequence[int], weights: Mapping[str, torch.Tensor],
-    a: Architecture, count: int,
+    ids: torch.Tensor, labels: torch.Tensor, lengths: Sequence[int],
+    weights: Mapping[str, torch.Tensor], a: Architecture, count: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Sum of the next-token losses of a pack over ``count``, the batch's predicted tokens."""
-    labels = torch.cat([F.pad(part[1:], (0, 1), value=-100) for part in ids.split(list(lengths))])
+    """Sum of the losses of a pack's ``labels`` [T] (-100: none) over ``count``, the number of
+    tokens with a loss in the whole batch."""
     logits = plain_logits(ids, lengths, weights, a)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(wide, labels, reduction="sum") / max(1, count)

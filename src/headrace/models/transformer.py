@@ -1,4 +1,4 @@
-"""A decoder Transformer, written for one device: methods know how a layer is spread.
+"""A Transformer, written for one device: methods know how a layer is spread.
 
 Shape legend: T tokens of a pack over R ranks, h hidden, V vocabulary. Activations between layers
 are [T / R, h] for every method.
@@ -9,16 +9,16 @@ backward are one segment after the other, whatever the plan, so the order of eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from headrace.methods.block import normalise
-from headrace.methods.context import Context, State
-from headrace.methods.registry import method
-from headrace.ops.linear import Source, embed
-from headrace.ops.loss import head_loss
+from headrace.methods.context import Context
+from headrace.methods.registry import branch
+from headrace.methods.weights import State
+from headrace.ops.linear import embed, linear
+from headrace.ops.loss import IGNORED, head_loss
 from headrace.ops.random import dropout
 from headrace.ops.recompute import region
 from headrace.spec.architecture import Architecture
@@ -33,30 +33,30 @@ class Transformer:
     def __init__(self, architecture: Architecture) -> None:
         self.architecture = architecture
 
-    def embedding(
-        self, ids: torch.Tensor, positions: torch.Tensor, weights: Mapping[str, Source],
-    ) -> torch.Tensor:  # fmt: skip
-        """Token (and learned position) embeddings: ids, positions [T / R] to [T / R, h]."""
+    def embedding(self, ids: torch.Tensor, weights: State, context: Context) -> torch.Tensor:
+        """Token (and learned position) embeddings: ids [T / R] to [T / R, h].
+
+        BERT adds the first of its types, that of single sequences, and ends with a norm.
+        """
+        a = self.architecture
         anchor = torch.empty(0, device=ids.device, requires_grad=torch.is_grad_enabled())
         x = embed(ids, weights["embed.weight"], anchor)
-        if self.architecture.kind == "gpt":
-            x = x + embed(positions, weights["positions.weight"], anchor)
-        return x
+        if a.learned_positions:
+            x = x + embed(context.dropout.positions, weights["positions.weight"], anchor)
+        if a.kind != "bert":
+            return x
+        x = x + embed(ids.new_zeros(1), weights["types.weight"], anchor)  # one row for all tokens
+        x = normalise(x, weights, "embed_norm", a)
+        return dropout(x, self._rate(context), context.dropout, 2 * a.layers)
 
     def layer(
-        self, x: torch.Tensor, index: int, option: LayerOption, weights: Mapping[str, Source],
-        context: Context,
-    ) -> torch.Tensor:  # fmt: skip
-        """Layer ``index``: x [T / R, h] to [T / R, h], spread and recomputed as ``option`` says.
+        self, x: torch.Tensor, index: int, option: LayerOption, state: State, context: Context
+    ) -> torch.Tensor:
+        """Layer ``index``: x [T / R, h] to [T / R, h], spread and recomputed as ``option`` says;
+        ``state`` are the weights of the layer by short name.
 
         ``full`` keeps only x and runs the layer again in the backward, its communication too.
         """
-        prefix = f"layers.{index}."
-        state = {
-            name.removeprefix(prefix): weight
-            for name, weight in weights.items()
-            if name.startswith(prefix)
-        }
         inner = replace(context, recompute=option.recompute, layer=index)
         if option.recompute == "full":
 
@@ -69,22 +69,40 @@ class Transformer:
     def _layer(
         self, x: torch.Tensor, option: LayerOption, state: State, context: Context
     ) -> torch.Tensor:
-        a = self.architecture
-        attention = method(option.attention, a, context.ranks).attention
-        feed_forward = method(option.feed_forward, a, context.ranks).feed_forward
-        rate = a.dropout if context.training else 0.0
-        y = attention(x, state, context)
-        x = x + dropout(y, rate, context.dropout, 2 * context.layer)
-        y = feed_forward(x, state, context)
-        return x + dropout(y, rate, context.dropout, 2 * context.layer + 1)
+        a, ranks = self.architecture, context.ranks
+        attention = branch(option.attention, "attention", a, ranks)
+        feed_forward = branch(option.feed_forward, "feed_forward", a, ranks)
+        x = self._sum(x, attention(x, state, context), 0, state, context)
+        return self._sum(x, feed_forward(x, state, context), 1, state, context)
 
-    def last_norm(self, x: torch.Tensor, weights: Mapping[str, Source]) -> torch.Tensor:
-        """The norm before the head: x [T / R, h] to [T / R, h]."""
-        return normalise(x, weights, "norm", self.architecture)
+    def _sum(
+        self, x: torch.Tensor, y: torch.Tensor, place: int, state: State, context: Context
+    ) -> torch.Tensor:
+        """The residual stream with a branch added, and normalised where the norm comes last."""
+        a = self.architecture
+        x = x + dropout(y, self._rate(context), context.dropout, 2 * context.layer + place)
+        return x if a.norm_first else normalise(x, state, f"norm{place + 1}", a)
+
+    def _rate(self, context: Context) -> float:
+        return self.architecture.dropout if context.training else 0.0
+
+    def ending(
+        self, x: torch.Tensor, labels: torch.Tensor, weights: State
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What comes between the layers x [T / R, h] and the head's matrix, and the labels of its
+        rows: the last norm; of a masked model dense, GELU and norm, of the guessed tokens only."""
+        a = self.architecture
+        if not a.masked:
+            return normalise(x, weights, "norm", a), labels
+        guessed = (labels != IGNORED).nonzero().squeeze(1)
+        y = x.index_select(0, guessed)
+        y = linear(y, weights["head_dense.weight"], weights["head_dense.bias"])
+        y = torch.nn.functional.gelu(y, approximate=a.gelu)
+        return normalise(y, weights, "head_norm", a), labels.index_select(0, guessed)
 
     def head(
-        self, x: torch.Tensor, labels: torch.Tensor, weights: Mapping[str, Source], scale: float
+        self, x: torch.Tensor, labels: torch.Tensor, weights: State, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss [] and its gradient [T / R, h] of normalised x [T / R, h]; see ops.head_loss."""
+        """Loss [] and its gradient of what :meth:`ending` gave, [t, h]; see ops.head_loss."""
         name = "embed.weight" if self.architecture.tied else "head.weight"
-        return head_loss(x, labels, weights[name], scale)
+        return head_loss(x, labels, weights[name], scale, bias=weights.get("head.bias"))

@@ -9,44 +9,53 @@ from headrace.ops.linear import Source
 __all__ = ["IGNORED", "head_loss"]
 
 IGNORED = -100
-"""Label of a token that predicts nothing: the last of its document."""
+"""Label of a token without a loss."""
 
 
 def head_loss(
-    x: torch.Tensor, labels: torch.Tensor, weight: Source, scale: float, chunk: int = 2048
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of the next token, and its gradient, without whole logits.
+    x: torch.Tensor, labels: torch.Tensor, weight: Source, scale: float, chunk: int = 2048,
+    bias: Source | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Cross-entropy of the labels, and its gradient, without whole logits.
 
         x        [T, h]       after the last norm
         labels   [T]          int64; IGNORED carries no loss
-        weight   [V, h]
-        returns  loss [] = scale sum_t (logsumexp_v(x_t W^T) - (x_t W^T)[label_t]), in fp64
-                 dx   [T, h] = dlogits W, dlogits = scale (softmax - onehot)
-        and      dW += dlogits^T x
+        weight   [V, h], bias [V]
+        returns  loss [] = scale sum_t (logsumexp_v(z_t) - z_t[label_t]), z = x W^T + b, in fp64
+                 dx   [T, h] = dz W, dz = scale (softmax - onehot)
+        and      dW += dz^T x;  db += sum_T dz
 
-    ``scale`` is 1 / (predicted tokens of the whole batch), so the losses of all ranks and
+    ``scale`` is 1 / (tokens with a loss in the whole batch), so the losses of all ranks and
     micro-batches add up to the batch's mean. The gradient is taken in the same pass because the
     loss is the end of the model: ``chunk`` tokens of logits are alive at a time and none are kept.
     """  # fmt: skip
     matrix = weight.rows()
+    offset = None if bias is None else bias.rows().to(_wide(x.dtype))
     loss = torch.zeros((), dtype=torch.float64, device=x.device)
     dx = torch.empty_like(x)
     whole = torch.zeros_like(matrix, dtype=_wide(x.dtype))
+    sums = whole.new_zeros(len(matrix))
     for start in range(0, x.shape[0], chunk):
         part = x[start : start + chunk]
         target = labels[start : start + chunk]
         kept = target != IGNORED
         logits = (part @ matrix.t()).to(_wide(x.dtype))
+        if offset is not None:
+            logits += offset
         normal = logits.logsumexp(-1)
         picked = logits.gather(1, target.clamp_min(0)[:, None]).squeeze(1)
         loss += ((normal - picked) * kept).double().sum()
         logits.sub_(normal[:, None]).exp_()
         logits.scatter_add_(1, target.clamp_min(0)[:, None], logits.new_full((len(part), 1), -1.0))
         logits.mul_(kept.to(logits.dtype)[:, None] * scale)
+        if bias is not None:
+            sums += logits.sum(0)
         dlogits = logits.to(x.dtype)
         torch.mm(dlogits, matrix, out=dx[start : start + chunk])
         whole.addmm_(dlogits.t().to(whole.dtype), part.to(whole.dtype))
     weight.add(whole)
+    if bias is not None:
+        bias.add(sums)
     return loss * scale, dx
 
 

@@ -12,12 +12,14 @@ __all__ = ["PRESETS", "Architecture"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A decoder Transformer of equal layers.
+    """A Transformer of equal layers.
 
     ``hidden`` features h, ``heads`` query heads n of d = h / n features, ``kv_heads`` key-value
     heads g (n for MHA, 1 for MQA), ``ffn`` features f of the feed-forward.
     ``kind`` fixes the block: ``llama`` is RMSNorm, SwiGLU, rotary positions and no biases;
-    ``gpt`` is LayerNorm, GELU (tanh), learned positions and biases.
+    ``gpt`` is LayerNorm, GELU (tanh), learned positions and biases; ``bert`` is the same with
+    exact GELU and the norms after the residual sums, is bidirectional, and learns to guess masked
+    tokens (``mask_id`` stands in their place) instead of the next one.
     ``positions`` is the longest sequence that learned positions can take (unused by ``llama``).
     """
 
@@ -27,30 +29,47 @@ class Architecture:
     kv_heads: int
     ffn: int
     vocabulary: int
-    kind: Literal["llama", "gpt"] = "llama"
+    kind: Literal["llama", "gpt", "bert"] = "llama"
     tied: bool = True
     causal: bool = True
     positions: int = 0
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     dropout: float = 0.0
+    mask_id: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary"):
             if getattr(self, name) < 1:
                 raise SpecError(f"model.{name}", got=getattr(self, name), wanted=">= 1")
-        if self.kind not in ("llama", "gpt"):
-            raise SpecError("model.kind", got=repr(self.kind), wanted="'llama' or 'gpt'")
+        if self.kind not in ("llama", "gpt", "bert"):
+            raise SpecError("model.kind", got=repr(self.kind), wanted="'llama', 'gpt' or 'bert'")
         if self.hidden % self.heads:
             raise SpecError("model.hidden", got=self.hidden, wanted=f"a multiple of {self.heads}")
         if self.heads % self.kv_heads:
             raise SpecError("model.heads", got=self.heads, wanted=f"a multiple of {self.kv_heads}")
         if self.kind == "llama" and self.head_features % 2:
             raise SpecError("features of a head", got=self.head_features, wanted="an even number")
-        if self.kind == "gpt" and self.positions < 1:
-            raise SpecError("model.positions", got=self.positions, wanted=">= 1 for kind 'gpt'")
+        if self.learned_positions and self.positions < 1:
+            wanted = f">= 1 for kind '{self.kind}'"
+            raise SpecError("model.positions", got=self.positions, wanted=wanted)
+        self._check_objective()
         if not 0 <= self.dropout < 1:
             raise SpecError("model.dropout", got=self.dropout, wanted="0 <= dropout < 1")
+
+    def _check_objective(self) -> None:
+        if not self.masked:
+            if self.mask_id is not None:
+                wanted = f"none for kind '{self.kind}'"
+                raise SpecError("model.mask_id", got=self.mask_id, wanted=wanted)
+            return
+        if self.causal:
+            hint = "a token is guessed from both sides"
+            raise SpecError("model.causal", got=True, wanted="False for kind 'bert'", hint=hint)
+        if self.mask_id is None or not 0 <= self.mask_id < self.vocabulary:
+            got = "none" if self.mask_id is None else self.mask_id
+            wanted = f"an id below {self.vocabulary} for kind 'bert'"
+            raise SpecError("model.mask_id", got=got, wanted=wanted)
 
     @property
     def head_features(self) -> int:
@@ -70,7 +89,32 @@ class Architecture:
     @property
     def biased(self) -> bool:
         """Whether linear layers and norms have biases."""
-        return self.kind == "gpt"
+        return self.kind != "llama"
+
+    @property
+    def gelu(self) -> Literal["tanh", "none"]:
+        """How GELU is approximated where there is no gate: by tanh, or not at all."""
+        return "tanh" if self.kind == "gpt" else "none"
+
+    @property
+    def norm_first(self) -> bool:
+        """Whether each branch of a layer begins with its norm; else norms follow the sums."""
+        return self.kind != "bert"
+
+    @property
+    def learned_positions(self) -> bool:
+        """Whether positions are rows of a table instead of rotations."""
+        return self.kind != "llama"
+
+    @property
+    def masked(self) -> bool:
+        """Whether the model guesses masked tokens; else each token predicts the next."""
+        return self.kind == "bert"
+
+    @property
+    def head_share(self) -> float:
+        """The share of tokens that the head is run for: those that are guessed, or all."""
+        return 0.15 if self.masked else 1.0
 
     @property
     def ffn_block(self) -> int:
@@ -80,7 +124,7 @@ class Architecture:
     @property
     def longest(self) -> int | None:
         """The longest sequence in tokens that the model itself can take, None for no limit."""
-        return self.positions if self.kind == "gpt" else None
+        return self.positions if self.learned_positions else None
 
     def flops_per_token(self, length: int) -> float:
         """FLOPs of forward and backward of one token of a sequence of ``length`` tokens.
@@ -90,7 +134,8 @@ class Architecture:
         h, kv = self.hidden, self.kv_heads * self.head_features
         linear = 2 * h * h + 2 * h * kv + (3 if self.gated else 2) * h * self.ffn
         seen = length / 2 if self.causal else length
-        return 3.0 * (self.layers * (2 * linear + 4 * h * seen) + 2 * h * self.vocabulary)
+        head = h * self.vocabulary + (h * h if self.masked else 0)
+        return 3.0 * (self.layers * (2 * linear + 4 * h * seen) + 2 * head * self.head_share)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Architecture:
@@ -127,12 +172,30 @@ PRESETS: dict[str, Architecture] = {
         layers=4, hidden=128, heads=4, kv_heads=4, ffn=512, vocabulary=4096, kind="gpt",
         positions=16384,
     ),
+    "bert-tiny": Architecture(
+        layers=4, hidden=128, heads=4, kv_heads=4, ffn=512, vocabulary=4096, kind="bert",
+        causal=False, positions=16384, norm_eps=1e-12, mask_id=4095,
+    ),
     "gpt2": Architecture(
         layers=12, hidden=768, heads=12, kv_heads=12, ffn=3072, vocabulary=50257, kind="gpt",
         positions=1024,
     ),
+    "gpt3-175b": Architecture(
+        layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152, vocabulary=50257, kind="gpt",
+        positions=2048,
+    ),
+    # As published; ParaDySe (Table 4) trains it on up to 600K tokens, which takes as many
+    # positions: Architecture.preset("bert-large", positions=...).
+    "bert-large": Architecture(
+        layers=24, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocabulary=30522, kind="bert",
+        causal=False, positions=512, norm_eps=1e-12, mask_id=103,
+    ),
     "llama-8b": Architecture(
         layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256, tied=False,
+        rope_theta=500000.0,
+    ),
+    "llama-70b": Architecture(
+        layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocabulary=128256, tied=False,
         rope_theta=500000.0,
     ),
 }  # fmt: skip

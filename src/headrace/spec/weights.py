@@ -8,10 +8,12 @@ Tensor Layout"; methods of Ulysses' kind gather the same rows):
     proj  [n d, h]           rows are input features, in head order
     in    [f, h] or [2 f, h] SwiGLU: gate and up interleaved in blocks of B rows
     out   [f, h]             rows are input features
-    embed, head [V, h]
+    embed, head [V, h]       rows are ids; positions and types alike
+    head_dense  [h, h]       rows are output features
 
 A *unit* is the number of rows that must stay together: a KV group, a gate/up block. ``unit=None``
-says that a rank which works on the layer holds the weight whole (norms and biases).
+says that a rank which works on the layer holds the weight whole (norms and biases). Of a layer
+whose norms follow the sums, norm1 is the one after the attention, norm2 after the feed-forward.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ __all__ = ["WeightSpec", "bucket_count", "buckets", "parameter_count", "weight_t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSpec:
     """One weight. ``bucket`` is the unit of pull and push: 0 the embedding, 1..L the layers,
-    L + 1 the last norm and the head."""
+    L + 1 what follows them: the last norm, the head."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,8 +66,11 @@ def weight_table(architecture: Architecture) -> tuple[WeightSpec, ...]:
             add(bucket, f"{name}.bias", a.hidden)
 
     add(0, "embed.weight", a.vocabulary, a.hidden, unit=1)
-    if a.kind == "gpt":
+    if a.learned_positions:
         add(0, "positions.weight", a.positions, a.hidden, unit=1)
+    if a.kind == "bert":
+        add(0, "types.weight", 2, a.hidden, unit=1)
+        add_norm(0, "embed_norm")
     group = (a.group_heads + 2) * a.head_features
     gates = 2 if a.gated else 1
     for layer in range(a.layers):
@@ -81,9 +86,16 @@ def weight_table(architecture: Architecture) -> tuple[WeightSpec, ...]:
             add(bucket, f"{at}.proj.bias", a.hidden)
             add(bucket, f"{at}.in.bias", gates * a.ffn)
             add(bucket, f"{at}.out.bias", a.hidden)
-    add_norm(a.layers + 1, "norm")
+    end = a.layers + 1
+    if a.norm_first:
+        add_norm(end, "norm")
+    if a.masked:
+        add(end, "head_dense.weight", a.hidden, a.hidden, unit=1)
+        add(end, "head_dense.bias", a.hidden)
+        add_norm(end, "head_norm")
+        add(end, "head.bias", a.vocabulary)
     if not a.tied:
-        add(a.layers + 1, "head.weight", a.vocabulary, a.hidden, unit=1)
+        add(end, "head.weight", a.vocabulary, a.hidden, unit=1)
     return tuple(table)
 
 

@@ -35,6 +35,10 @@ LLAMA = Architecture(
 GPT = Architecture(
     layers=2, hidden=32, heads=4, kv_heads=4, ffn=96, vocabulary=61, kind="gpt", positions=40
 )
+BERT = Architecture(
+    layers=2, hidden=32, heads=4, kv_heads=4, ffn=96, vocabulary=61, kind="bert", causal=False,
+    positions=40, norm_eps=1e-12, mask_id=17,
+)  # fmt: skip
 MODELS = {
     "llama": LLAMA,
     "llama-tied": replace(LLAMA, tied=True),
@@ -42,6 +46,8 @@ MODELS = {
     "llama-mha": replace(LLAMA, kv_heads=6),
     "gpt": GPT,
     "gpt-untied": replace(GPT, tied=False),
+    "bert": BERT,
+    "bert-untied": replace(BERT, tied=False),
 }
 each_model = pytest.mark.parametrize("a", MODELS.values(), ids=MODELS)
 
@@ -57,7 +63,9 @@ def random_weights(a: Architecture, dtype: torch.dtype = torch.float32) -> dict[
 
 
 def theirs_logits(ids: torch.Tensor, w: dict[str, torch.Tensor], a: Architecture) -> torch.Tensor:
-    """Logits [L, V] from weights in their naming, written after the papers of both models."""
+    """Logits [L, V] from weights in their naming, written after the papers of the models."""
+    if a.kind == "bert":
+        return _bert(ids, w, a)
     x = _llama(ids, w, a) if a.kind == "llama" else _gpt(ids, w, a)
     embedding = "model.embed_tokens.weight" if a.kind == "llama" else "transformer.wte.weight"
     return F.linear(x, w.get("lm_head.weight", w[embedding]))
@@ -100,6 +108,31 @@ def _gpt(ids: torch.Tensor, w: dict[str, torch.Tensor], a: Architecture) -> torc
     return norm(x, "transformer.ln_f")
 
 
+def _bert(ids: torch.Tensor, w: dict[str, torch.Tensor], a: Architecture) -> torch.Tensor:
+    def dense(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        name = f"{name}.LayerNorm"
+        return F.layer_norm(x, x.shape[1:], w[f"{name}.weight"], w[f"{name}.bias"], a.norm_eps)
+
+    at = "bert.embeddings"
+    words, positions, types = (w[f"{at}.{n}_embeddings.weight"] for n in
+                               ("word", "position", "token_type"))  # fmt: skip
+    x = norm(words[ids] + positions[: len(ids)] + types[torch.zeros_like(ids)], at)
+    for i in range(a.layers):
+        at = f"bert.encoder.layer.{i}"
+        q, k, v = (dense(x, f"{at}.attention.self.{n}") for n in ("query", "key", "value"))
+        y = _attention(q, k, v, a)
+        x = norm(x + dense(y, f"{at}.attention.output.dense"), f"{at}.attention.output")
+        y = F.gelu(dense(x, f"{at}.intermediate.dense"))
+        x = norm(x + dense(y, f"{at}.output.dense"), f"{at}.output")
+    at = "cls.predictions"
+    x = norm(F.gelu(dense(x, f"{at}.transform.dense")), f"{at}.transform")
+    bias = w.get(f"{at}.decoder.bias", w[f"{at}.bias"])
+    return F.linear(x, w.get(f"{at}.decoder.weight", words), bias)
+
+
 def _rotate(x: torch.Tensor, a: Architecture) -> torch.Tensor:
     """Feature pairs (i, i + d / 2) of each head turned as complex numbers: x [L, heads d]."""
     d = a.head_features
@@ -115,7 +148,7 @@ def _rotate(x: torch.Tensor, a: Architecture) -> torch.Tensor:
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: Architecture) -> torch.Tensor:
     q, k, v = (x.view(len(x), -1, a.head_features).transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(a.group_heads, 0) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=a.causal).transpose(0, 1).flatten(1)
 
 
 # Weights
@@ -133,7 +166,8 @@ def test_logits_of_both_namings(a: Architecture) -> None:
 
 
 @given(
-    kind=st.sampled_from(["llama", "gpt"]), groups=st.integers(1, 4), share=st.integers(1, 4),
+    kind=st.sampled_from(["llama", "gpt", "bert"]),
+    groups=st.integers(1, 4), share=st.integers(1, 4),
     features=st.sampled_from([2, 4, 6]), ffn=st.integers(1, 200), tied=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
@@ -145,10 +179,12 @@ def test_exact_inverse(
     a = Architecture(
         layers=2, hidden=heads * features, heads=heads, ffn=ffn, vocabulary=5, kind=kind,
         kv_heads=groups if kind == "llama" else heads, positions=3, tied=tied,
+        causal=kind != "bert", mask_id=0 if kind == "bert" else None,
     )  # fmt: skip
     weights = random_weights(a, torch.bfloat16)
     theirs = to_hugging_face(weights, a)
-    assert ("lm_head.weight" in theirs) is not tied
+    head = "cls.predictions.decoder.weight" if kind == "bert" else "lm_head.weight"
+    assert (head in theirs) is not tied
     assert all(part.is_contiguous() for part in theirs.values())
     again = from_hugging_face(theirs, a)
     assert list(again) != [] and set(again) == set(weights)  # noqa: PT018
@@ -169,6 +205,44 @@ def test_old_files() -> None:
     llama = to_hugging_face(random_weights(LLAMA), LLAMA)
     llama["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     assert set(from_hugging_face(llama, LLAMA)) == {w.name for w in weight_table(LLAMA)}
+
+
+@pytest.mark.parametrize("a", [BERT, MODELS["bert-untied"]], ids=["tied", "untied"])
+def test_the_first_berts(a: Architecture) -> None:
+    """Alone catches what the published files hold besides: the pooler, the next sentence, buffers,
+    doubles of tied weights, old names of norms, one bias of the head."""
+    weights = random_weights(a)
+    theirs = to_hugging_face(weights, a)
+    theirs |= {
+        "bert.pooler.dense.weight": torch.ones(1), "bert.pooler.dense.bias": torch.ones(1),
+        "cls.seq_relationship.weight": torch.ones(1), "cls.seq_relationship.bias": torch.ones(1),
+        "bert.embeddings.position_ids": torch.arange(40)[None],
+    }  # fmt: skip
+    if a.tied:
+        theirs["cls.predictions.decoder.weight"] = weights["embed.weight"]
+        theirs["cls.predictions.decoder.bias"] = weights["head.bias"]
+    else:
+        del theirs["cls.predictions.decoder.bias"]
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for new, name in old.items():
+        theirs = {key.replace(new, name): part for key, part in theirs.items()}
+    for named in (theirs, {key.removeprefix("bert."): part for key, part in theirs.items()}):
+        again = from_hugging_face(named, a)
+        assert set(again) == set(weights)
+        assert all(torch.equal(again[name], weight) for name, weight in weights.items())
+
+
+def test_the_bias_that_berts_head_computes_with() -> None:
+    """Alone catches the other of two names, which an untied head of transformers 5 ignores."""
+    a = MODELS["bert-untied"]
+    theirs = to_hugging_face(random_weights(a), a)
+    used = theirs["cls.predictions.decoder.bias"]
+    theirs["cls.predictions.bias"] = used + 1
+    assert torch.equal(from_hugging_face(theirs, a)["head.bias"], used)
+    tied = to_hugging_face(random_weights(BERT), BERT)
+    tied["cls.predictions.decoder.bias"] = tied["cls.predictions.bias"] + 1
+    with pytest.raises(CheckpointError, match="another bias than the head's"):
+        from_hugging_face(tied, BERT)
 
 
 def test_head_of_a_tied_model() -> None:
@@ -202,10 +276,9 @@ def test_weights_of_another_model() -> None:
         CheckpointError, match=r"unknown embed\.wight; did you mean 'embed\.weight'"
     ):
         to_hugging_face(weights | {"embed.wight": torch.ones(1)}, LLAMA)
-    with pytest.raises(SpecError, match="kv_heads"):
-        to_hugging_face(
-            random_weights(replace(GPT, kv_heads=2)), replace(GPT, kv_heads=2)
-        )  # fmt: skip
+    for few in (replace(GPT, kv_heads=2), replace(BERT, kv_heads=2)):
+        with pytest.raises(SpecError, match="kv_heads"):
+            to_hugging_face(random_weights(few), few)
 
 
 # Configurations
@@ -234,13 +307,21 @@ def test_config_of_old_and_bare_files() -> None:
     )
     assert architecture_of(llama) == expected
     assert architecture_of(llama | {"rope_theta": 5e5}).rope_theta == 5e5
+    bert = {
+        "model_type": "bert", "hidden_size": 1024, "num_attention_heads": 16,
+        "num_hidden_layers": 24, "intermediate_size": 4096, "vocab_size": 30522,
+        "max_position_embeddings": 512, "architectures": ["BertForPreTraining"],
+    }  # fmt: skip
+    assert architecture_of(bert) == Architecture.preset("bert-large", dropout=0.1)
+    assert architecture_of(bert | {"vocab_size": 50}).mask_id == 49
+    assert architecture_of(bert | {"mask_token_id": 4}).mask_id == 4
     new = {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 7}}
     assert architecture_of(llama | new).rope_theta == 7.0
 
 
-L, G = "llama", "gpt2"
+L, G, B = "llama", "gpt2", "bert"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (L, {"model_type": "lama"}, "'lama', wanted 'llama' or 'gpt2'; did you mean 'llama'"),
+    (L, {"model_type": "lama"}, "'lama', wanted 'llama', 'gpt2' or 'bert'; did you mean 'llama'"),
     (L, {"model_type": "mistral"}, "model_type"),
     (L, {"model_type": None}, "model_type: got None"),
     (L, {"model_type": [1]}, "model_type"),
@@ -268,6 +349,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (G, {"add_cross_attention": True}, "add_cross"),
     (G, {"n_positions": 0}, "positions"),
     (G, {"n_inner": -1}, "n_inner"),
+    (B, {"hidden_act": "gelu_new"}, "hidden_act: got 'gelu_new', wanted 'gelu'"),
+    (B, {"position_embedding_type": "relative_key"}, "position_embedding_type: got 'relative_key'"),
+    (B, {"type_vocab_size": 3}, "type_vocab_size: got 3, wanted 2"),
+    (B, {"is_decoder": True}, "is_decoder"),
+    (B, {"add_cross_attention": True}, "add_cross"),
+    (B, {"mask_token_id": 61}, "mask_id: got 61"),
+    (B, {"architectures": ["BertForQuestionAnswering"]}, "wanted BertForMaskedLM or BertForPre"),
 ]
 
 
@@ -275,15 +363,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_config_refused(kind: str, change: dict[str, Any], text: str) -> None:
     """Alone catches a variant that would load and compute something else."""
     with pytest.raises(SpecError, match=text):
-        architecture_of(config_of(LLAMA if kind == L else GPT) | change)
+        architecture_of(config_of({L: LLAMA, G: GPT, B: BERT}[kind]) | change)
 
 
 def test_architecture_without_counterpart() -> None:
     """Alone catches an export that transformers would compute otherwise."""
     with pytest.raises(SpecError, match="causal"):
         config_of(replace(LLAMA, causal=False))
-    with pytest.raises(SpecError, match="kv_heads"):
-        config_of(replace(GPT, kv_heads=2))
+    for a in (GPT, BERT):
+        with pytest.raises(SpecError, match="kv_heads"):
+            config_of(replace(a, kv_heads=2))
 
 
 # Files
@@ -302,6 +391,8 @@ def test_save_and_load(tmp_path: Path, a: Architecture, max_file_bytes: int) -> 
     assert all(torch.equal(again[name], weight) for name, weight in weights.items())
     files = sorted(folder.glob("*.safetensors"))
     total = sum(weight.nbytes for weight in weights.values())
+    if a.kind == "bert" and not a.tied:
+        total += weights["head.bias"].nbytes  # which their head holds under two names
     with safe_open(files[0], framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     if max_file_bytes == 10**9:
@@ -387,7 +478,8 @@ def test_transformers_agrees(tmp_path: Path, a: Architecture, max_file_bytes: in
     transformers = pytest.importorskip("transformers")
     weights = random_weights(a)
     save_pretrained(tmp_path / "ours", weights, a, max_file_bytes=max_file_bytes)
-    kind = transformers.LlamaForCausalLM if a.kind == "llama" else transformers.GPT2LMHeadModel
+    names = {"llama": "LlamaForCausalLM", "gpt": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}
+    kind = getattr(transformers, names[a.kind])
     model, report = kind.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()), report
     assert model.dtype == torch.float32

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headrace.methods.context import Whole
+from headrace.methods.weights import Whole
 from headrace.ops.loss import IGNORED, head_loss
 from headrace.runtime.counted import ByteCounter
 
@@ -114,3 +114,20 @@ def test_logits_of_one_chunk_at_a_time() -> None:
     with ByteCounter() as counter:
         head_loss(x, labels, _source(weight), 1.0, chunk=16)
         assert counter.peak_bytes < whole_logits / 4
+
+
+@pytest.mark.parametrize("chunk", [2, 2048])
+def test_a_bias_of_the_vocabulary(chunk: int) -> None:
+    """Would catch a bias of each chunk added again, and a gradient of ignored tokens."""
+    x, labels, weight = _draw(7)
+    value = torch.randn(len(weight), dtype=torch.float64)
+    leaf = value.clone().requires_grad_()
+    wanted = 0.25 * F.cross_entropy(
+        x @ weight.t() + leaf, labels, reduction="sum", ignore_index=IGNORED
+    )
+    wanted.backward()
+    bias = _source(value)
+    bias.grad.fill_(1.0)
+    loss, _ = head_loss(x, labels, _source(weight), 0.25, chunk, bias)
+    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(bias.grad - 1.0, leaf.grad, rtol=0, atol=1e-14)

@@ -1,0 +1,127 @@
+"""Objectives: what a model reads of a document, and what it must say.
+
+    next token  reads the document                         says at each token the one that follows
+    masked      reads it with picked tokens hidden         says what stood at the picked places
+
+[Note: the batch's count] A batch's loss is the sum of its token losses over the number of tokens
+that have one. Every rank knows that number for the whole batch without asking the others: it
+follows from the lengths, or from the lengths and the hash that picks. So any plan gives the loss
+and the gradients of one process.
+
+[Note: picking] Whether a token is picked, and what is read in its place, is a function of (seed,
+step, sample, position) only: a 64-bit finaliser (splitmix) of these four. Each step hides other
+tokens of the same sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.ops.loss import IGNORED
+from headrace.spec.architecture import Architecture
+from headrace.spec.lengths import Lengths
+
+__all__ = ["Masked", "NextToken", "Objective", "objective_of"]
+
+Example = tuple[NDArray[np.int32], NDArray[np.int32]]
+"""Ids and labels of one document, [L] each; IGNORED is the label of a token without a loss."""
+
+
+class Objective(Protocol):
+    """The objective of one step."""
+
+    def example(self, document: NDArray[np.int32], sample: int) -> Example:
+        """What is read of a document [L] that is ``sample`` of the corpus, and its labels."""
+
+    def count(self, lengths: Lengths) -> int:
+        """Tokens with a loss in a whole batch, at least 1."""
+
+
+def objective_of(architecture: Architecture, *, seed: int, step: int) -> Objective:
+    """The objective of a model at one step of a run."""
+    a = architecture
+    if a.mask_id is None:
+        return NextToken()
+    return Masked(
+        seed=seed, step=step, share=a.head_share, mask_id=a.mask_id, vocabulary=a.vocabulary
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NextToken:
+    """Each token but the last of its document predicts the next."""
+
+    def example(self, document: NDArray[np.int32], sample: int) -> Example:
+        """Labels are the document shifted by one, before tokens are split over ranks: no rank
+        needs its neighbour's first token."""
+        return document, np.append(document[1:], np.int32(IGNORED))
+
+    def count(self, lengths: Lengths) -> int:
+        """All tokens but one per document."""
+        return max(1, lengths.predicted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Masked:
+    """Masked language modelling (Devlin et al., section 3.1): ``share`` of the tokens is picked;
+    of these 80 % are read as ``mask_id``, 10 % as any id, 10 % as they are."""
+
+    seed: int
+    step: int
+    share: float
+    mask_id: int
+    vocabulary: int
+
+    def example(self, document: NDArray[np.int32], sample: int) -> Example:
+        """Labels are the picked tokens as they were."""
+        samples, positions = np.full(len(document), sample), np.arange(len(document))
+        bits = _bits(self.seed, self.step, samples, positions)
+        picked, fate = _below(bits >> _HALF, self.share), bits & _LOW
+        hidden = picked & _below(fate, 0.8)
+        changed = picked & ~hidden & _below(fate, 0.9)
+        ids = document.astype(np.int32)
+        ids[hidden] = self.mask_id
+        ids[changed] = _mix(bits[changed]) % np.uint64(self.vocabulary)
+        return ids, np.where(picked, document, np.int32(IGNORED)).astype(np.int32)
+
+    def count(self, lengths: Lengths) -> int:
+        """The picked tokens of all documents."""
+        return max(1, _picked(lengths, self.seed, self.step, self.share))
+
+
+@lru_cache(maxsize=4)
+def _picked(lengths: Lengths, seed: int, step: int, share: float) -> int:
+    """Picked tokens of a batch; asked for by each of its micro-batches."""
+    tokens = np.array(lengths.tokens)
+    starts = np.repeat(np.cumsum(tokens) - tokens, tokens)
+    samples = np.repeat(np.array(lengths.ids), tokens)
+    bits = _bits(seed, step, samples, np.arange(lengths.total) - starts)
+    return int(_below(bits >> _HALF, share).sum())
+
+
+_HALF, _LOW = np.uint64(32), np.uint64(2**32 - 1)
+
+
+def _below(bits: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
+    """True for ``share`` of all 32-bit values."""
+    return bits < np.uint64(round(share * 2**32))
+
+
+def _bits(
+    seed: int, step: int, samples: NDArray[np.int64], positions: NDArray[np.int64]
+) -> NDArray[np.uint64]:
+    """[t] 64 random bits of each token."""
+    key = _mix(_mix(np.array([seed % 2**64], np.uint64)) ^ np.uint64(step))
+    token = _mix(samples.astype(np.uint64) ^ key)
+    return _mix(token + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
