@@ -9,6 +9,7 @@
     |-- ProgramError      a program would deadlock or leave something out; found before it runs
     |-- PlanMismatch      the ranks do not hold the same plan
     |-- CheckpointError   a checkpoint is missing, damaged or of another model
+    |-- NotFinite         a layer gave a value that is no number (looked for when asked)
     |-- LaunchError       ranks cannot be started
     `-- MissingExtra      an optional dependency is absent; says what to install
 
@@ -29,6 +30,7 @@ __all__ = [
     "InfeasiblePlan",
     "LaunchError",
     "MissingExtra",
+    "NotFinite",
     "PlanMismatch",
     "ProgramError",
     "SpecError",
@@ -91,6 +93,10 @@ class PlanMismatch(HeadraceError):
 
 class CheckpointError(HeadraceError):
     """A checkpoint is missing, damaged or of another model."""
+
+
+class NotFinite(HeadraceError):
+    """A layer gave a value that is not a finite number."""
 
 
 class LaunchError(HeadraceError):

@@ -6,7 +6,7 @@ the message size. ``group=None`` is a group of one rank and communicates nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,48 @@ import torch.distributed as dist
 from headrace.errors import PlanMismatch
 
 __all__ = [
+    "Arriving",
     "agree",
     "all_gather_rows",
     "all_to_all_rows",
     "gather_bytes",
     "gather_floats",
     "group_size",
+    "issue_all_gather",
+    "issue_all_to_all",
+    "issue_reduce_scatter",
+    "issue_shift",
     "reduce_scatter_rows",
 ]
+
+
+class Arriving:
+    """A collective under way: ``wait`` gives its result, and is called exactly once.
+
+    Ranks of a group issue what they share in the same order; waits may come in any.
+    """
+
+    def __init__(
+        self,
+        work: dist.Work | None,
+        result: Callable[[], torch.Tensor],
+        keep: torch.Tensor | None = None,
+    ) -> None:
+        self._work, self._result = work, result
+        self._keep = keep  # gloo loses a message whose buffer is freed
+
+    @classmethod
+    def there(cls, x: torch.Tensor) -> Arriving:
+        """What needs no communication."""
+        return cls(None, lambda: x)
+
+    def wait(self) -> torch.Tensor:
+        """The result, once it has arrived."""
+        if self._work is not None:
+            self._work.wait()
+        result = self._result()
+        self._work, self._keep = None, None
+        return result
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
@@ -38,11 +72,19 @@ def all_to_all_rows(
         returns  [sum(receive), ...]   rows from rank 0, 1, ... in order
         adjoint  all_to_all_rows(grad, receive, send)
     """  # fmt: skip
+    return issue_all_to_all(x, send, receive, group).wait()
+
+
+def issue_all_to_all(
+    x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None
+) -> Arriving:
+    """:func:`all_to_all_rows`, issued."""
     if group is None:
-        return x
+        return Arriving.there(x)
     out = x.new_empty((sum(receive), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group)
-    return out
+    sent = x.contiguous()
+    work = dist.all_to_all_single(out, sent, list(receive), list(send), group=group, async_op=True)
+    return Arriving(work, lambda: out, keep=sent)
 
 
 def all_gather_rows(
@@ -54,37 +96,78 @@ def all_gather_rows(
         returns  [sum(sizes), ...]
         adjoint  reduce_scatter_rows(grad, sizes)
     """  # fmt: skip
+    return issue_all_gather(x, sizes, group).wait()
+
+
+def issue_all_gather(
+    x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None
+) -> Arriving:
+    """:func:`all_gather_rows`, issued."""
     if group is None:
-        return x
+        return Arriving.there(x)
     ranks = dist.get_world_size(group)
     if len(set(sizes)) == 1:
         out = x.new_empty((sum(sizes), *x.shape[1:]))
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        gather(out, x.contiguous(), group=group)
-        return out
+        sent = x.contiguous()
+        work = gather(out, sent, group=group, async_op=True)
+        return Arriving(work, lambda: out, keep=sent)
     # gloo has no uneven all-gather: each rank sends its rows to every other, the same bytes.
     repeated = x.repeat(ranks, *([1] * (x.dim() - 1)))
-    return all_to_all_rows(repeated, [len(x)] * ranks, sizes, group)
+    return issue_all_to_all(repeated, [len(x)] * ranks, sizes, group)
 
 
 def reduce_scatter_rows(
     x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """The sum over ranks of each rank's rows, added in rank order.
+    """The sum over ranks of each rank's rows, added in rank order, half types in fp32.
 
         x        [sum(sizes), ...]
         returns  [sizes[rank], ...]
         adjoint  all_gather_rows(grad, sizes)
     """  # fmt: skip
+    return issue_reduce_scatter(x, sizes, group).wait()
+
+
+def issue_reduce_scatter(
+    x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None
+) -> Arriving:
+    """:func:`reduce_scatter_rows`, issued."""
     if group is None:
-        return x
+        return Arriving.there(x)
     mine = sizes[dist.get_rank(group)]
     ranks = dist.get_world_size(group)
-    parts = all_to_all_rows(x, sizes, [mine] * ranks, group).view(ranks, mine, *x.shape[1:])
-    total = parts[0].clone()
+    out = x.new_empty((ranks, mine, *x.shape[1:]))
+    sent = x.contiguous()
+    work = dist.all_to_all_single(
+        out.view(ranks * mine, *x.shape[1:]), sent, [mine] * ranks, list(sizes), group=group,
+        async_op=True,
+    )  # fmt: skip
+    return Arriving(work, lambda: _added(out), keep=sent)
+
+
+def _added(parts: torch.Tensor) -> torch.Tensor:
+    wide = parts.element_size() < 4
+    total = parts[0].float() if wide else parts[0].clone()
     for part in parts[1:]:
         total += part
-    return total
+    return total.to(parts.dtype)
+
+
+def issue_shift(x: torch.Tensor, rows: int, group: dist.ProcessGroup | None) -> Arriving:
+    """Rows of ``x`` to the next rank of a ring, ``rows`` rows from the one before.
+
+        x        [t, ...]
+        returns  [rows, ...]
+        adjoint  the shift the other way
+    """  # fmt: skip
+    if group is None:
+        return Arriving.there(x)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    send, receive = [0] * ranks, [0] * ranks
+    send[(rank + 1) % ranks] = len(x)
+    receive[(rank - 1) % ranks] = rows
+    return issue_all_to_all(x, send, receive, group)
 
 
 def gather_bytes(payload: bytes, group: dist.ProcessGroup | None) -> list[bytes]:

@@ -4,22 +4,55 @@ from __future__ import annotations
 
 import torch
 
-from headrace.methods.context import Context, State
-from headrace.ops.activation import swiglu
+from headrace.methods.context import Context
+from headrace.methods.weights import State
+from headrace.ops.activation import Activation, Gelu, SwiGLU, activated
+from headrace.ops.core import Core, Heads, attended, attended_again
 from headrace.ops.linear import linear, linear_inputs
-from headrace.ops.norm import layer_norm, rms_norm
+from headrace.ops.norm import LayerNorm, Norm, RMSNorm, normalised
 from headrace.ops.rotary import rotate_and_sort
+from headrace.ops.spread import FeedForward, Spread, spread_feed_forward
 from headrace.spec.architecture import Architecture
 
-__all__ = ["gathered_feed_forward", "normalise", "output", "queries_keys_values"]
+__all__ = [
+    "activation_of",
+    "all_heads",
+    "first_norm",
+    "gathered_feed_forward",
+    "local_attention",
+    "normalise",
+    "output",
+    "queries_keys_values",
+]
+
+
+def _norm(state: State, name: str, architecture: Architecture) -> Norm:
+    weight = state[f"{name}.weight"]
+    if architecture.biased:
+        return LayerNorm(weight=weight, bias=state[f"{name}.bias"], eps=architecture.norm_eps)
+    return RMSNorm(weight=weight, eps=architecture.norm_eps)
+
+
+def first_norm(state: State, name: str, architecture: Architecture) -> Norm | None:
+    """The norm with which a branch begins, None where norms come after the residual sums."""
+    return _norm(state, name, architecture) if architecture.norm_first else None
 
 
 def normalise(x: torch.Tensor, state: State, name: str, architecture: Architecture) -> torch.Tensor:
     """The model's norm ``name`` of x [t, h]."""
-    weight = state[f"{name}.weight"]
-    if architecture.biased:
-        return layer_norm(x, weight, state[f"{name}.bias"], architecture.norm_eps)
-    return rms_norm(x, weight, architecture.norm_eps)
+    return normalised(x, _norm(state, name, architecture))
+
+
+def activation_of(architecture: Architecture) -> Activation:
+    """The activation of the feed-forward."""
+    if architecture.gated:
+        return SwiGLU(block=architecture.ffn_block)
+    return Gelu(approximate=architecture.gelu)
+
+
+def all_heads(architecture: Architecture) -> Heads:
+    """All heads of the model."""
+    return Heads(queries=architecture.heads, keys=architecture.kv_heads)
 
 
 def queries_keys_values(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
@@ -29,13 +62,23 @@ def queries_keys_values(x: torch.Tensor, state: State, context: Context) -> torc
         returns  [t, n + 2 g, d]   queries, keys, values; heads in order
     """  # fmt: skip
     a = context.architecture
+    y = linear(x, state["qkv.weight"], state.get("qkv.bias"), first_norm(state, "norm1", a))
+    y = y.view(x.shape[0], a.kv_heads, a.group_heads + 2, a.head_features)
+    return rotate_and_sort(y, context.place.tables((context.member,)))
 
-    def part(x: torch.Tensor) -> torch.Tensor:
-        y = linear(normalise(x, state, "norm1", a), state["qkv.weight"], state.get("qkv.bias"))
-        y = y.view(x.shape[0], a.kv_heads, a.group_heads + 2, a.head_features)
-        return rotate_and_sort(y, context.tables)
 
-    return context.linear_part(part, x)
+def local_attention(x: torch.Tensor, state: State, context: Context, core: Core) -> torch.Tensor:
+    """An attention branch whose queries stay where their tokens are.
+
+    x [t, h] to [t, h]. At level ``attention`` q, k and v are made again in the backward.
+    """
+
+    def project(x: torch.Tensor) -> torch.Tensor:
+        return queries_keys_values(x, state, context)
+
+    if context.keeps_linear:
+        return output(attended(core, project(x)), state, context)
+    return output(attended_again(core, project, x), state, context)
 
 
 def output(heads: torch.Tensor, state: State, context: Context) -> torch.Tensor:
@@ -49,12 +92,19 @@ def gathered_feed_forward(x: torch.Tensor, state: State, context: Context) -> to
 
         x        [t, h]
         returns  [t, h]
+        keeps    x and the wide features before and after the activation; x alone at level
+                 ``attention``, which makes the first product again and not the second
     """  # fmt: skip
     a = context.architecture
-
-    def part(x: torch.Tensor) -> torch.Tensor:
-        y = linear(normalise(x, state, "norm2", a), state["in.weight"], state.get("in.bias"))
-        y = swiglu(y, a.ffn_block) if a.gated else torch.nn.functional.gelu(y, approximate="tanh")
-        return linear_inputs(y, state["out.weight"], state.get("out.bias"))
-
-    return context.linear_part(part, x)
+    parts = FeedForward(
+        norm=first_norm(state, "norm2", a),
+        matrix_in=state["in.weight"],
+        bias_in=state.get("in.bias"),
+        activation=activation_of(a),
+        matrix_out=state["out.weight"],
+        bias_out=state.get("out.bias"),
+    )
+    if not context.keeps_linear:
+        return spread_feed_forward(x, parts, Spread(sizes=(len(x),), group=None))
+    y = activated(linear(x, parts.matrix_in, parts.bias_in, parts.norm), parts.activation)
+    return linear_inputs(y, parts.matrix_out, parts.bias_out)

@@ -1,129 +1,122 @@
-"""What a method is given besides the activations: weights as they lie, and where it stands."""
+"""Where a layer runs: the group and this rank's place in it, the pack, the model's shape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from headrace.comm.collectives import all_gather_rows, reduce_scatter_rows
-from headrace.layouts.intervals import Rows
 from headrace.layouts.tokens import TokenPlan
-from headrace.ops.linear import Source
 from headrace.ops.random import DropoutKey
 from headrace.ops.recompute import region
+from headrace.ops.rotary import rotary_tables
 from headrace.spec.architecture import Architecture
 from headrace.spec.method import Recompute
 
-__all__ = ["Context", "Method", "Shard", "State", "Whole"]
+__all__ = ["Context", "Members", "Place", "Tables"]
 
-State = Mapping[str, Source]
-"""The weights of one layer by short name (``qkv.weight``), as this rank holds them."""
+Members = tuple[int, ...]
+"""Ranks of a group, counted within the group."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
-    """A weight of which this rank holds all rows; gradients are partial sums, added by the push."""
-
-    value: torch.Tensor
-    grad: torch.Tensor
-
-    def rows(self) -> torch.Tensor:
-        """All rows: no communication."""
-        return self.value
-
-    def add(self, grad: torch.Tensor) -> None:
-        """Add to the partial sum."""
-        self.grad.add_(grad)
-
-    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add left^T right to the partial sum."""
-        if left.dtype == self.grad.dtype:
-            self.grad.addmm_(left.t(), right)
-        else:
-            self.grad.add_(left.t() @ right)
+Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """A weight whose rows are spread over a group: gathered at each use, never kept.
+class Place:
+    """One micro-batch's tokens on one rank, and what is worked out of them once for all layers.
 
-    ``value`` and ``grad`` are this rank's part [rows of ``shards[member]``, ...].
-
-        rows         all_gather(value)                       bytes sent  V W
-        add(grad)    grad_part += reduce_scatter(grad)       bytes sent  V W,  V = (R - 1) / R
-    """  # fmt: skip
-
-    value: torch.Tensor
-    grad: torch.Tensor
-    shards: tuple[Rows, ...]
-    group: dist.ProcessGroup
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [len(shard) for shard in self.shards]
-
-    def rows(self) -> torch.Tensor:
-        """All rows, gathered from the group."""
-        return all_gather_rows(self.value, self._sizes, self.group)
-
-    def add(self, grad: torch.Tensor) -> None:
-        """Sum over the group, keep this rank's rows."""
-        self.grad.add_(reduce_scatter_rows(grad.to(self.grad.dtype), self._sizes, self.group))
-
-    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add left^T right, summed over the group."""
-        self.add(left.t() @ right)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """Where a layer runs: the group and this rank's place in it, the pack, the model's shape.
-
-    ``group`` is None for a single rank. ``tables`` are the rotary cosines and sines of the local
-    tokens, or None. ``documents`` are the lengths of the whole pack.
+    ``group`` is None for a single rank; ``subgroup(members)`` is the group of some of its ranks,
+    None for one. ``dtype`` is that of the activations.
     """
 
     architecture: Architecture
     tokens: TokenPlan
     member: int
     group: dist.ProcessGroup | None
-    tables: tuple[torch.Tensor, torch.Tensor] | None
+    dtype: torch.dtype
+    device: str | torch.device = "cpu"
+    subgroup: Callable[[Members], dist.ProcessGroup | None] = lambda members: None
+    _tables: dict[Members, Tables | None] = field(default_factory=dict)
+    _orders: dict[Members, tuple[torch.Tensor, torch.Tensor] | None] = field(default_factory=dict)
+
+    @property
+    def everyone(self) -> Members:
+        """All members of the group."""
+        return tuple(range(self.tokens.ranks))
+
+    def tables(self, members: Members) -> Tables | None:
+        """Rotary cosines and sines of what ``members`` hold together, in the order of the pack;
+        None where positions are learned."""
+        a = self.architecture
+        if a.kind != "llama":
+            return None
+        if members not in self._tables:
+            held = self.tokens.held(members)
+            places = np.concatenate(
+                [np.zeros(0, np.int64), *(np.arange(p.start, p.stop) for p in held.intervals)]
+            )
+            positions = torch.from_numpy(self.tokens.pack_positions[places]).to(self.device)
+            self._tables[members] = rotary_tables(
+                positions, a.head_features, a.rope_theta, self.dtype
+            )
+        return self._tables[members]
+
+    def order(self, members: Members) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Index tensors that take the rows of ``members``, one rank after the other, into the
+        order of the pack, and back; None where they are in order."""
+        if members not in self._orders:
+            order = self.tokens.held(members).order
+            self._orders[members] = None if order is None else (
+                torch.from_numpy(order).to(self.device),
+                torch.from_numpy(np.argsort(order, kind="stable")).to(self.device),
+            )  # fmt: skip
+        return self._orders[members]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What a method is given besides the activations and the weights."""
+
+    place: Place
     dropout: DropoutKey
     recompute: Recompute = "none"
     layer: int = 0
-    training: bool = field(default=True)
+    training: bool = True
+
+    @property
+    def architecture(self) -> Architecture:
+        """The model's shape."""
+        return self.place.architecture
+
+    @property
+    def tokens(self) -> TokenPlan:
+        """Which rank holds which tokens."""
+        return self.place.tokens
+
+    @property
+    def member(self) -> int:
+        """This rank's place in the group."""
+        return self.place.member
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group."""
+        return self.place.group
 
     @property
     def ranks(self) -> int:
         """Ranks of the group."""
         return self.tokens.ranks
 
+    @property
+    def keeps_linear(self) -> bool:
+        """Whether results of linear parts are kept for the backward."""
+        return self.recompute != "attention"
+
     def linear_part(self, fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         """Run a part of a layer that has no communication of activations: computed again in the
         backward when the level is ``attention``, kept otherwise."""
-        return region(fn, *inputs) if self.recompute == "attention" else fn(*inputs)
-
-
-class Method(Protocol):
-    """How one layer's attention and feed-forward are spread over the ranks of a group.
-
-    Both take the residual stream ``x`` [T / R, h] and return the branch to add to it, [T / R, h];
-    each begins with its norm. They are pure but for what sources add up.
-    """
-
-    @property
-    def name(self) -> str:
-        """The name in plans."""
-
-    def supports(self, architecture: Architecture, ranks: int) -> str | None:
-        """None when a group of ``ranks`` can run it, else the rule it breaks."""
-
-    def attention(self, x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-        """The attention branch."""
-
-    def feed_forward(self, x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-        """The feed-forward branch."""
+        return fn(*inputs) if self.keeps_linear else region(fn, *inputs)

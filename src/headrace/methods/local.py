@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from headrace.methods.block import gathered_feed_forward, output, queries_keys_values
-from headrace.methods.context import Context, State
-from headrace.ops.attention import attend
+from headrace.methods.block import all_heads, gathered_feed_forward, local_attention
+from headrace.methods.context import Context
+from headrace.methods.method import Method
+from headrace.methods.weights import State
+from headrace.ops.core import PackCore
 from headrace.spec.architecture import Architecture
 
-__all__ = ["Local"]
+__all__ = ["LOCAL", "attention"]
 
 
-class Local:
-    """The layer as one process computes it: x [T, h], no communication."""
+def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
+    """The attention of one process: x [T, h] to [T, h], no communication."""
+    a = context.architecture
+    blocks = context.tokens.blocks((0,), (0,), a.causal)
+    core = PackCore(heads=all_heads(a), blocks=blocks)
+    return local_attention(x, state, context, core)
 
-    name = "local"
 
-    def supports(self, architecture: Architecture, ranks: int) -> str | None:
-        """Only a group of one rank."""
-        return None if ranks == 1 else f"local runs on 1 rank, not {ranks}"
+def _one_rank(architecture: Architecture, ranks: int) -> str | None:
+    return None if ranks == 1 else f"local runs on 1 rank, not {ranks}"
 
-    def attention(self, x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-        """Norm, projection, attention within each document, output projection."""
-        a = context.architecture
-        qkv = queries_keys_values(x, state, context)
-        q, k, v = qkv.split([a.heads, a.kv_heads, a.kv_heads], dim=1)
-        return output(attend(q, k, v, context.tokens.lengths, a.causal), state, context)
 
-    def feed_forward(self, x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-        """Norm and feed-forward."""
-        return gathered_feed_forward(x, state, context)
+LOCAL = Method(
+    name="local", attention=attention, feed_forward=gathered_feed_forward,
+    attention_rule=_one_rank, feed_forward_rule=_one_rank, of="local",
+)  # fmt: skip

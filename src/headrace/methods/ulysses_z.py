@@ -23,12 +23,15 @@ import torch
 
 from headrace.layouts.intervals import split_rows
 from headrace.methods.block import gathered_feed_forward, output, queries_keys_values
-from headrace.methods.context import Context, State
-from headrace.ops.attention import attend
-from headrace.ops.switch import Columns, switch, switch_back
+from headrace.methods.context import Context
+from headrace.methods.megatron_cz import any_group
+from headrace.methods.method import Method
+from headrace.methods.weights import State
+from headrace.ops.core import Heads, PackCore, attended
+from headrace.ops.switch import Columns, reordered, switch, switch_back
 from headrace.spec.architecture import Architecture
 
-__all__ = ["HeadSplit", "UlyssesZ", "split_heads"]
+__all__ = ["ULYSSES_Z", "HeadSplit", "local_heads", "split_heads"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,32 +80,47 @@ def _expansion(group_of: list[int], groups: int) -> tuple[int, ...] | None:
     return None if group_of == grouped else tuple(group_of)
 
 
-class UlyssesZ:
-    """Ulysses attention and a feed-forward on local tokens, weights gathered by their sources."""
+def local_heads(qkv: torch.Tensor, split: HeadSplit, member: int) -> tuple[torch.Tensor, Heads]:
+    """Switched columns [T, C, D] of a member as queries, keys and values that a kernel takes:
+    keys and values are repeated where the kernel's own grouping would pair them wrongly."""
+    count = len(split.queries.of[member])
+    keys = (qkv.shape[1] - count) // 2
+    expand = split.expand[member]
+    if expand is None:
+        return qkv, Heads(queries=count, keys=keys)
+    index = [*range(count), *(count + i for i in expand), *(count + keys + i for i in expand)]
+    columns = torch.tensor(index, dtype=torch.int64, device=qkv.device)
+    return qkv.index_select(1, columns), Heads(queries=count, keys=count)
 
-    name = "ulysses_z"
 
-    def supports(self, architecture: Architecture, ranks: int) -> str | None:
-        """Any group of at most as many ranks as query heads."""
-        if ranks <= architecture.heads:
-            return None
-        return f"ulysses_z runs on at most {architecture.heads} ranks, one per query head"
+def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
+    """Norm, projection, switch, attention over local heads, switch back, output projection:
+    x [T / R, h] to [T / R, h]. At level ``attention`` what the switch brought is kept."""
+    a, place, sizes = context.architecture, context.place, context.tokens.sizes
+    split = split_heads(a.heads, a.kv_heads, context.ranks)
 
-    def attention(self, x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-        """Norm, projection, switch, attention over local heads, switch back, output projection."""
-        a, sizes, group = context.architecture, context.tokens.sizes, context.group
-        heads = split_heads(a.heads, a.kv_heads, context.ranks)
-        qkv = switch(queries_keys_values(x, state, context), sizes, heads.columns, group)
-        count = len(heads.queries.of[context.member])
-        keys = (qkv.shape[1] - count) // 2
-        q, k, v = qkv.split([count, keys, keys], dim=1)
-        expand = heads.expand[context.member]
-        if expand is not None:
-            index = torch.tensor(expand, device=x.device)
-            k, v = k.index_select(1, index), v.index_select(1, index)
-        out = attend(q, k, v, context.tokens.lengths, a.causal)
-        return output(switch_back(out, sizes, heads.queries, group), state, context)
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return queries_keys_values(x, state, context)
 
-    def feed_forward(self, x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-        """Norm and feed-forward of local tokens."""
-        return gathered_feed_forward(x, state, context)
+    qkv = switch(context.linear_part(part, x), sizes, split.columns, context.group)
+    order = place.order(place.everyone)
+    if order is not None:
+        qkv = reordered(qkv, *order)
+    qkv, heads = local_heads(qkv, split, context.member)
+    blocks = context.tokens.blocks(place.everyone, place.everyone, a.causal)
+    out = attended(PackCore(heads=heads, blocks=blocks), qkv)
+    if order is not None:
+        out = reordered(out, order[1], order[0])
+    return output(switch_back(out, sizes, split.queries, context.group), state, context)
+
+
+def _a_head_each(architecture: Architecture, ranks: int) -> str | None:
+    if ranks <= architecture.heads:
+        return None
+    return f"ulysses_z runs on at most {architecture.heads} ranks, one per query head"
+
+
+ULYSSES_Z = Method(
+    name="ulysses_z", attention=attention, feed_forward=gathered_feed_forward,
+    attention_rule=_a_head_each, feed_forward_rule=any_group, of="local",
+)  # fmt: skip

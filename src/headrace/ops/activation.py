@@ -1,44 +1,85 @@
-"""Activations that keep only their input."""
+"""Activations that keep only their input; values with a forward and a backward, as norms are."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 
-__all__ = ["swiglu"]
+__all__ = ["Activation", "Gelu", "SwiGLU", "activated"]
 
 
-def swiglu(x: torch.Tensor, block: int) -> torch.Tensor:
+class Activation(Protocol):
+    """A function of each token's features and its adjoint."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y of x [T, ...]."""
+
+    def backward(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """dx of dy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwiGLU:
     """silu(gate) * up, gate and up interleaved in blocks of ``block`` features.
 
         x         [T, 2 f]   gate_0..B-1, up_0..B-1, gate_B.., ...
-        returns   [T, f]
+        y         [T, f]
         backward  dgate = dy up s (1 + gate (1 - s)), s = sigmoid(gate);  dup = dy gate s
     """  # fmt: skip
-    return _SwiGLU.apply(x, block)  # type: ignore[no-any-return]
 
+    block: int
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, block: int) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.block = block
-        gate, up = _halves(x, block)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y."""
+        gate, up = self._halves(x)
         return torch.nn.functional.silu(gate).mul_(up).reshape(x.shape[0], x.shape[1] // 2)
+
+    def backward(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """dx."""
+        gate, up = self._halves(x)
+        grad = grad.reshape(gate.shape)
+        out = torch.empty_like(x)
+        dgate, dup = self._halves(out)
+        torch.mul(grad, torch.nn.functional.silu(gate), out=dup)
+        dgate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        return out
+
+    def _halves(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = x.view(x.shape[0], x.shape[1] // (2 * self.block), 2, self.block)
+        return blocks[:, :, 0], blocks[:, :, 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gelu:
+    """x Phi(x), or its tanh approximation: x [T, f] to y [T, f]."""
+
+    approximate: Literal["tanh", "none"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y."""
+        return torch.nn.functional.gelu(x, approximate=self.approximate)
+
+    def backward(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """dx."""
+        dx: torch.Tensor = torch.ops.aten.gelu_backward(grad, x, approximate=self.approximate)
+        return dx
+
+
+def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The activation under autograd; keeps x."""
+    return _Activated.apply(x, activation)  # type: ignore[no-any-return]
+
+
+class _Activated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.activation = activation
+        return activation.forward(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        gate, up = _halves(x, ctx.block)
-        grad = grad.reshape(gate.shape)
-        out = torch.empty_like(x)
-        dgate, dup = _halves(out, ctx.block)
-        torch.mul(grad, torch.nn.functional.silu(gate), out=dup)
-        dgate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-        return out, None
-
-
-def _halves(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    blocks = x.view(x.shape[0], x.shape[1] // (2 * block), 2, block)
-    return blocks[:, :, 0], blocks[:, :, 1]
+        return ctx.activation.backward(grad, x), None

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from headrace.ops.norm import Norm
+
 __all__ = ["Source", "embed", "linear", "linear_inputs"]
 
 
@@ -28,15 +30,18 @@ class Source(Protocol):
         """Add the partial gradient left^T right, left [T, rows], right [T, columns]."""
 
 
-def linear(x: torch.Tensor, weight: Source, bias: Source | None = None) -> torch.Tensor:
-    """y = x W^T + b, W's rows being output features.
+def linear(
+    x: torch.Tensor, weight: Source, bias: Source | None = None, norm: Norm | None = None
+) -> torch.Tensor:
+    """y = norm(x) W^T + b, W's rows being output features.
 
         x         [T, I]
         weight    [O, I], bias [O]
         returns   [T, O]
-        backward  dx = dy W;  dW += dy^T x;  db += sum_T dy
+        keeps     x, not norm(x)
+        backward  dnorm(x) = dy W;  dW += dy^T norm(x);  db += sum_T dy
     """  # fmt: skip
-    return _Linear.apply(x, weight, bias, True)  # type: ignore[no-any-return]
+    return _Linear.apply(x, weight, bias, True, norm)  # type: ignore[no-any-return]
 
 
 def linear_inputs(x: torch.Tensor, weight: Source, bias: Source | None = None) -> torch.Tensor:
@@ -47,34 +52,40 @@ def linear_inputs(x: torch.Tensor, weight: Source, bias: Source | None = None) -
         returns   [T, O]
         backward  dx = dy W^T;  dW += x^T dy;  db += sum_T dy
     """  # fmt: skip
-    return _Linear.apply(x, weight, bias, False)  # type: ignore[no-any-return]
+    return _Linear.apply(x, weight, bias, False, None)  # type: ignore[no-any-return]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: Source, bias: Source | None, rows_are_outputs: bool
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.rest = (weight, bias, rows_are_outputs)
+        ctx: Any, x: torch.Tensor, weight: Source, bias: Source | None, rows_are_outputs: bool,
+        norm: Norm | None,
+    ) -> torch.Tensor:  # fmt: skip
+        y, stats = (x, ()) if norm is None else norm.forward(x)
+        ctx.save_for_backward(x, *stats)
+        ctx.rest = (weight, bias, rows_are_outputs, norm)
         matrix = weight.rows()
         matrix = matrix.t() if rows_are_outputs else matrix
-        return x @ matrix if bias is None else torch.addmm(bias.rows(), x, matrix)
+        return y @ matrix if bias is None else torch.addmm(bias.rows(), y, matrix)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        weight, bias, rows_are_outputs = ctx.rest
+        x, *stats = ctx.saved_tensors
+        weight, bias, rows_are_outputs, norm = ctx.rest
         matrix = weight.rows()
         dx = grad @ (matrix if rows_are_outputs else matrix.t())
         del matrix
         if rows_are_outputs:
-            weight.add_product(grad, x)
+            y = x if norm is None else norm.again(x, tuple(stats))
+            weight.add_product(grad, y)
+            del y
         else:
             weight.add_product(x, grad)
         if bias is not None:
             bias.add(grad.sum(0))
-        return dx, None, None, None
+        if norm is not None:
+            dx = norm.backward(dx, x, tuple(stats))
+        return dx, None, None, None, None
 
 
 def embed(ids: torch.Tensor, weight: Source, anchor: torch.Tensor) -> torch.Tensor:

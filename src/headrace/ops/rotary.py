@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["rotary_tables", "rotate_and_sort"]
+__all__ = [
+    "rotary_tables",
+    "rotate_and_sort",
+    "rotated_and_sorted",
+    "unrotated_and_unsorted",
+]
 
 
 def rotary_tables(
@@ -42,29 +47,44 @@ def rotate_and_sort(
 class _RotateAndSort(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, tables: Any) -> torch.Tensor:
-        t, groups, heads, features = qkv.shape
-        m, n = heads - 2, groups * (heads - 2)
-        ctx.rest = (qkv.shape, tables)
-        out = qkv.new_empty((t, n + 2 * groups, features))
-        out[:, :n].view(t, groups, m, features).copy_(qkv[:, :, :m])
-        out[:, n : n + groups] = qkv[:, :, m]
-        out[:, n + groups :] = qkv[:, :, m + 1]
-        if tables is not None:
-            _rotate(out[:, : n + groups], *tables)
-        return out
+        groups, heads = qkv.shape[1:3]
+        ctx.rest = (groups * (heads - 2), groups, tables)
+        return rotated_and_sorted(qkv, tables)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        (t, groups, heads, features), tables = ctx.rest
-        m, n = heads - 2, groups * (heads - 2)
-        if tables is not None:
-            grad = grad.clone()
-            _rotate(grad[:, : n + groups], tables[0], -tables[1])
-        out = grad.new_empty((t, groups, heads, features))
-        out[:, :, :m] = grad[:, :n].reshape(t, groups, m, features)
-        out[:, :, m] = grad[:, n : n + groups]
-        out[:, :, m + 1] = grad[:, n + groups :]
-        return out, None
+        return unrotated_and_unsorted(grad, *ctx.rest), None
+
+
+def rotated_and_sorted(
+    qkv: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor] | None
+) -> torch.Tensor:
+    """:func:`rotate_and_sort` without autograd."""
+    t, groups, heads, features = qkv.shape
+    m, n = heads - 2, groups * (heads - 2)
+    out = qkv.new_empty((t, n + 2 * groups, features))
+    out[:, :n].view(t, groups, m, features).copy_(qkv[:, :, :m])
+    out[:, n : n + groups] = qkv[:, :, m]
+    out[:, n + groups :] = qkv[:, :, m + 1]
+    if tables is not None:
+        _rotate(out[:, : n + groups], *tables)
+    return out
+
+
+def unrotated_and_unsorted(
+    grad: torch.Tensor, n: int, groups: int, tables: tuple[torch.Tensor, torch.Tensor] | None
+) -> torch.Tensor:
+    """The adjoint of :func:`rotated_and_sorted`: grad [t, n + 2 g, D] to [t, g, m + 2, D]."""
+    t, _, features = grad.shape
+    m = n // groups if groups else 0
+    if tables is not None:
+        grad = grad.clone()
+        _rotate(grad[:, : n + groups], tables[0], -tables[1])
+    out = grad.new_empty((t, groups, m + 2, features))
+    out[:, :, :m] = grad[:, :n].reshape(t, groups, m, features)
+    out[:, :, m] = grad[:, n : n + groups]
+    out[:, :, m + 1] = grad[:, n + groups :]
+    return out
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

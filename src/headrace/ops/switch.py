@@ -17,7 +17,7 @@ import torch.distributed as dist
 from headrace.comm.collectives import all_to_all_rows
 from headrace.errors import SpecError
 
-__all__ = ["Columns", "switch", "switch_back"]
+__all__ = ["Columns", "reordered", "switch", "switch_back"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,27 @@ def switch_back(
         return x
     _check("switch_back", x, sum(sizes), len(columns.of[dist.get_rank(group)]))
     return _SwitchBack.apply(x, sizes, columns, group)  # type: ignore[no-any-return]
+
+
+def reordered(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    """Rows in another order.
+
+        x         [T, ...]
+        returns   x[order], ``order`` [T] a permutation and ``back`` its inverse
+        backward  grad[back]
+    """  # fmt: skip
+    return _Reordered.apply(x, order, back)  # type: ignore[no-any-return]
+
+
+class _Reordered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        ctx.back = back
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad.index_select(0, ctx.back), None, None
 
 
 class _Switch(torch.autograd.Function):

@@ -1,4 +1,6 @@
-"""Counting bytes: live storages of tensors made by torch operators, on any device.
+"""Counting bytes: of live tensors, and on the wire.
+
+Bytes of live storages of tensors made by torch operators, on any device.
 
 On a CPU no allocator tells the peak; here every operator's new storages are counted when they
 appear and when they are freed. On a CUDA device the allocator's own counters are used instead.
@@ -11,10 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["ByteCounter"]
+__all__ = ["ByteCounter", "TrafficCounter"]
 
 
 class ByteCounter(TorchDispatchMode):
@@ -55,3 +58,32 @@ class ByteCounter(TorchDispatchMode):
     def _freed(self, key: int, count: int) -> None:
         self._alive.discard(key)
         self.current_bytes -= count
+
+
+class TrafficCounter(TorchDispatchMode):
+    """``with TrafficCounter() as counter``: bytes that collectives inside send to other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent_bytes = 0
+
+    def take(self) -> int:
+        """Bytes sent since the last call."""
+        sent, self.sent_bytes = self.sent_bytes, 0
+        return sent
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.c10d.alltoall_base_.default:
+            out, x, group, received, sent = args[:5]
+            own = sent[dist.ProcessGroup.unbox(group).rank()]
+            self.sent_bytes += (sum(sent) - own) * _row_bytes(x, out, sum(sent), sum(received))
+        elif func is torch.ops.c10d._allgather_base_.default:
+            ranks = dist.ProcessGroup.unbox(args[2]).size()
+            self.sent_bytes += args[1].nbytes * (ranks - 1)
+        return func(*args, **(kwargs or {}))
+
+
+def _row_bytes(x: torch.Tensor, out: torch.Tensor, sent: int, received: int) -> int:
+    return x.nbytes // sent if sent else out.nbytes // received if received else 0

@@ -13,8 +13,9 @@ from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.mesh import Groups
 from headrace.errors import PlanMismatch
 from headrace.layouts.transfer import Pending
+from headrace.methods.registry import subgroups
+from headrace.methods.weights import Weight
 from headrace.models.transformer import Transformer
-from headrace.ops.linear import Source
 from headrace.runtime.micro_batch import MicroBatchRun, sources
 from headrace.runtime.storage import Storage, Working
 from headrace.spec.checker import check_programs
@@ -50,7 +51,7 @@ class _Step:
     pulls: dict[int, Pending] = field(default_factory=dict)
     pushes: dict[int, Pending] = field(default_factory=dict)
     runs: dict[int, MicroBatchRun] = field(default_factory=dict)
-    views: dict[tuple[int, ...], dict[str, Source]] = field(default_factory=dict)
+    views: dict[tuple[int, ...], dict[str, Weight]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     loss: float = 0.0
     norm: float = 0.0
@@ -59,7 +60,8 @@ class _Step:
 class Executor:
     """Runs plans on this rank.
 
-    ``entered`` is told each action before it starts (the watcher publishes it). Nothing of the
+    ``entered`` is told each action before it starts (the watcher publishes it); ``checked`` looks
+    for values that are not finite after each layer, and names the layer. Nothing of the
     storage is written before the update: a step that fails leaves the weights as they were.
     """
 
@@ -71,12 +73,14 @@ class Executor:
         seed: int,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        checked: bool = False,
         entered: Callable[[str], None] = lambda action: None,
     ) -> None:
         self.storage, self.groups = storage, groups
         self.model = Transformer(storage.architecture)
         self.buckets = bucket_count(storage.architecture)
         self._seed, self._dtype, self._device, self._entered = seed, dtype, device, entered
+        self._checked = checked
 
     def prepare(self, plan: Plan) -> Program:
         """Agree on the plan, check its programs, make its groups; returns this rank's program.
@@ -92,8 +96,18 @@ class Executor:
             )  # fmt: skip
         programs = compile_plan(plan, self.buckets)
         check_programs(programs, plan, self.buckets)
-        self.groups.prepare(pipeline.ranks for pipeline in plan.pipelines)
+        self.groups.prepare(self._groups_of(plan))
         return programs[self.groups.rank]
+
+    def _groups_of(self, plan: Plan) -> set[tuple[int, ...]]:
+        """The groups of all pipelines and those that methods need within them."""
+        wanted = {tuple(sorted(pipeline.ranks)) for pipeline in plan.pipelines}
+        for micro in plan.micro_batches:
+            ranks = tuple(sorted(plan.pipelines[micro.pipeline].ranks))
+            for option in set(micro.layers.options):
+                for members in subgroups(option, self.storage.architecture, len(ranks)):
+                    wanted.add(tuple(ranks[member] for member in members))
+        return wanted
 
     def run(
         self, plan: Plan, tokens: tuple[np.ndarray, ...], *, step: int, lr: float
@@ -173,6 +187,7 @@ class Executor:
         run = MicroBatchRun.of(
             self.model, state.plan, micro, state.tokens, views, self.groups,
             seed=self._seed, step=state.number, dtype=self._dtype, device=self._device,
+            checked=self._checked,
         )  # fmt: skip
         state.loss += run.forward()
         state.runs[action.micro_batch] = run

@@ -22,10 +22,9 @@ import torch
 from headrace.comm.collectives import gather_floats
 from headrace.comm.mesh import Groups
 from headrace.layouts.layout import group_shards
-from headrace.methods.context import Shard
 from headrace.methods.registry import METHODS
+from headrace.methods.weights import Shard, Weight
 from headrace.models.transformer import Transformer
-from headrace.ops.linear import Source
 from headrace.runtime.counted import ByteCounter
 from headrace.runtime.executor import Executor
 from headrace.runtime.micro_batch import MicroBatchRun, sources
@@ -199,7 +198,7 @@ class Profiler:
             micro_batches=(micro,), predicted_s=0.0, lower_bound_s=0.0, working=working,
         )  # fmt: skip
 
-    def _sources(self, plan: Plan, ranks: tuple[int, ...]) -> dict[str, Source]:
+    def _sources(self, plan: Plan, ranks: tuple[int, ...]) -> dict[str, Weight]:
         """Whole weights that are nobody's: filled with noise, so no pull is needed."""
         plan_all = self._everyone(plan)
         working = self._storage.working(plan_all)

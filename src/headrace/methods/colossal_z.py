@@ -1,0 +1,40 @@
+"""Method ``colossal_z``: ring self-attention with whole score rows, for comparisons.
+
+ParaDySe's "Colossal-AI SP + ZeRO-3" (it conflicts with FlashAttention, and the paper leaves it out
+of its own experiments). Sends what ``megatron_cz`` sends; keeps the scores besides,
+``ops/score_rows`` says how many. Chosen only when asked for by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from headrace.methods.block import all_heads, gathered_feed_forward, local_attention
+from headrace.methods.context import Context
+from headrace.methods.megatron_cz import any_group, ring_of
+from headrace.methods.method import Method
+from headrace.methods.weights import State
+from headrace.ops.score_rows import ScoreRowsCore
+from headrace.spec.blocks import Block
+
+__all__ = ["COLOSSAL_Z"]
+
+
+def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
+    """Ring self-attention: x [T / R, h] to [T / R, h]."""
+    a = context.architecture
+
+    def blocks(source: int) -> Sequence[Block]:
+        return context.tokens.blocks((context.member,), (source,), a.causal)
+
+    core = ScoreRowsCore(heads=all_heads(a), ring=ring_of(context), blocks=blocks)
+    return local_attention(x, state, context, core)
+
+
+COLOSSAL_Z = Method(
+    name="colossal_z", attention=attention, feed_forward=gathered_feed_forward,
+    attention_rule=any_group, feed_forward_rule=any_group, of="local", order="zigzag",
+    automatic=False,
+)  # fmt: skip

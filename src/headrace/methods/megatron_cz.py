@@ -1,0 +1,74 @@
+"""Method ``megatron_cz``: queries stay, keys and values travel round or are gathered.
+
+ParaDySe's "Megatron-LM context parallel + ZeRO-3" in two variants over one token plan:
+
+    megatron_cz         ring attention, in zigzag order balanced for causal models (ops/ring)
+    megatron_cz_gather  keys and values gathered in one message (ops/gathered)
+
+Elements sent per rank and layer, W elements of the layer's matrices, kv = g d, T tokens of the
+pack, V = (R - 1) / R: activations 2 V T kv forward and 4 V T kv backward (the half for gradients
+is fp32 for half types); weights held sharded V W forward and 2 V W backward, held whole nothing.
+Any number of ranks and heads. Kept, in units u of one local activation, kappa = kv / h, f features
+of the feed-forward by h: none 4 + 2 kappa + 2 f (SwiGLU 3 f), attention 3 (q, k and v are made
+again), full 1. In passing: the ring holds two neighbours' keys and values, the gather all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from headrace.methods.block import all_heads, gathered_feed_forward, local_attention
+from headrace.methods.context import Context
+from headrace.methods.method import Method
+from headrace.methods.weights import State
+from headrace.ops.gathered import GatheredCore
+from headrace.ops.ring import Ring, RingCore
+from headrace.spec.architecture import Architecture
+from headrace.spec.blocks import Block
+
+__all__ = ["MEGATRON_CZ", "MEGATRON_CZ_GATHER", "any_group", "ring_of"]
+
+
+def ring_of(context: Context) -> Ring:
+    """The ring of the whole group."""
+    return Ring(sizes=context.tokens.sizes, member=context.member, group=context.group)
+
+
+def ring_attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
+    """Ring attention: x [T / R, h] to [T / R, h]."""
+    a = context.architecture
+
+    def blocks(source: int) -> Sequence[Block]:
+        return context.tokens.blocks((context.member,), (source,), a.causal)
+
+    core = RingCore(heads=all_heads(a), ring=ring_of(context), blocks=blocks)
+    return local_attention(x, state, context, core)
+
+
+def gather_attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
+    """Attention over gathered keys and values: x [T / R, h] to [T / R, h]."""
+    a, place = context.architecture, context.place
+    order, back = place.order(place.everyone) or (None, None)
+    core = GatheredCore(
+        heads=all_heads(a), sizes=context.tokens.sizes, group=context.group,
+        blocks=context.tokens.blocks((context.member,), place.everyone, a.causal),
+        order=order, back=back,
+    )  # fmt: skip
+    return local_attention(x, state, context, core)
+
+
+def any_group(architecture: Architecture, ranks: int) -> str | None:
+    """Every group can run it."""
+    return None
+
+
+MEGATRON_CZ = Method(
+    name="megatron_cz", attention=ring_attention, feed_forward=gathered_feed_forward,
+    attention_rule=any_group, feed_forward_rule=any_group, of="local", order="zigzag",
+)  # fmt: skip
+MEGATRON_CZ_GATHER = Method(
+    name="megatron_cz_gather", attention=gather_attention, feed_forward=gathered_feed_forward,
+    attention_rule=any_group, feed_forward_rule=any_group, of="local", order="zigzag",
+)  # fmt: skip

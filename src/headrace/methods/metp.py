@@ -1,0 +1,267 @@
+"""Method ``metp``: memory-efficient tensor parallelism, activations stay and weights pass by.
+
+Liang et al. 2025; the paper applies one kernel, O = f(A B) C, twice:
+
+    outer loop j over shards of the heads   z_r = sum_j A_j W_proj,j,
+                                            A_j = attention of q, k, v = norm(x_r) W_qkv,j^T
+    inner loop over the ranks               A_j by ring attention over the heads of shard j
+    feed-forward                            z_r = sum_j act(norm(x_r) W_in,j^T) W_out,j
+
+In step j of the attention all ranks work on the same heads, as the inner ring needs all tokens'
+keys of them; so shard j goes from its owner to everyone. In the feed-forward rank r takes shard
+r - j, so that each owner serves one rank at a time. The next shard is under way while one is used.
+The backward walks the same way: projections are made again, gradients of a shard go to its owner.
+
+Elements sent per rank and layer, W elements of the matrices, kv = g d, T tokens of the pack,
+V = (R - 1) / R: forward V W for sharded weights (nothing for whole ones) + 2 V T kv, backward
+2 V W + 4 V T kv; in R (R - 1) messages of keys and values each way. Needs R <= g.
+Kept, in units u of one local activation: x, the heads, x: 3 at every level but full. In passing:
+two shards of a matrix, one shard's q, k and v, one shard of the wide features.
+The rotation of shards among ranks, which the abstract suggests for both loops, cannot serve the
+attention: at one time every rank would hold other heads, whose keys nobody else computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace.comm.collectives import Arriving
+from headrace.layouts.intervals import Rows
+from headrace.methods.block import activation_of, first_norm
+from headrace.methods.context import Context
+from headrace.methods.megatron_cz import ring_of
+from headrace.methods.megatron_ts import groups_whole
+from headrace.methods.method import Method
+from headrace.methods.weights import Part, State
+from headrace.ops.activation import Activation
+from headrace.ops.core import Heads, wide_dtype
+from headrace.ops.norm import Norm
+from headrace.ops.ring import RingCore
+from headrace.ops.rotary import rotated_and_sorted, unrotated_and_unsorted
+from headrace.spec.architecture import Architecture
+from headrace.spec.blocks import Block
+
+__all__ = ["METP"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """One shard of a branch: its two matrices and the bias between them."""
+
+    first: Part
+    bias: Part | None
+    second: Part
+
+    def issue(self) -> tuple[Arriving, Arriving]:
+        return self.first.issue(), self.second.issue()
+
+
+def _steps(
+    state: State, names: tuple[str, str], wanted: Sequence[Sequence[int]], ranks: int
+) -> list[_Step]:
+    """The shards of two matrices: in step i member m uses shard ``wanted[i][m]``."""
+    first, second = (state[f"{name}.weight"] for name in names)
+    cuts, seconds = first.split(ranks), second.split(ranks)
+    bias = state.get(f"{names[0]}.bias")
+
+    def rows(of: Sequence[Rows], step: Sequence[int]) -> list[Rows]:
+        return [of[shard] for shard in step]
+
+    return [
+        _Step(
+            first=first.part(rows(cuts, step)),
+            bias=None if bias is None else bias.part(rows(cuts, step)),
+            second=second.part(rows(seconds, step)),
+        )
+        for step in wanted
+    ]
+
+
+def _fetched(steps: Sequence[_Step]) -> Iterator[tuple[_Step, torch.Tensor, torch.Tensor]]:
+    """Each step with its matrices, the next step's under way."""
+    coming = steps[0].issue()
+    for i, step in enumerate(steps):
+        first, second = (arriving.wait() for arriving in coming)
+        if i + 1 < len(steps):
+            coming = steps[i + 1].issue()
+        yield step, first, second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attention:
+    """Everything the attention branch is a function of besides x."""
+
+    norm: Norm | None
+    steps: Sequence[_Step]
+    cores: Sequence[RingCore]
+    features: int
+    tables: tuple[torch.Tensor, torch.Tensor] | None
+
+    def project(self, y: torch.Tensor, step: _Step, first: torch.Tensor, core: RingCore) -> Any:
+        """q, k and v of a shard, [t, n_j + 2 g_j, d]."""
+        qkv = _product(y, first.t(), step.bias)
+        keys = core.heads.keys
+        heads = core.heads.queries // keys + 2 if keys else 2
+        return rotated_and_sorted(qkv.view(len(y), keys, heads, self.features), self.tables)
+
+
+class _MetpAttention(torch.autograd.Function):
+    """x [t, h] to [t, h] without the output bias; keeps x, the heads and their log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parts: _Attention) -> torch.Tensor:
+        y, stats = (x, ()) if parts.norm is None else parts.norm.forward(x)
+        total = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
+        kept: list[torch.Tensor] = []
+        for (step, first, second), core in zip(_fetched(parts.steps), parts.cores, strict=True):
+            heads, (lse,) = core.forward(parts.project(y, step, first, core))
+            kept += [heads, lse]
+            _add_product(total, heads.reshape(len(x), second.shape[0]), second)
+        ctx.save_for_backward(x, *stats, *kept)
+        ctx.rest = (parts, len(stats))
+        return total.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        parts, count = ctx.rest
+        x, *rest = ctx.saved_tensors
+        stats, kept = tuple(rest[:count]), rest[count:]
+        y = x if parts.norm is None else parts.norm.again(x, stats)
+        dy = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
+        for j, (step, first, second) in enumerate(_fetched(parts.steps)):
+            core, heads, lse = parts.cores[j], kept[2 * j], kept[2 * j + 1]
+            step.second.add_product(heads.reshape(len(x), second.shape[0]), grad)
+            dheads = (grad @ second.t()).view(heads.shape)
+            qkv = parts.project(y, step, first, core)
+            dqkv = core.backward(dheads, qkv, heads, (lse,))
+            dqkv = unrotated_and_unsorted(dqkv, core.heads.queries, core.heads.keys, parts.tables)
+            dqkv = dqkv.reshape(len(x), first.shape[0])
+            step.first.add_product(dqkv, y)
+            if step.bias is not None:
+                step.bias.add(dqkv.sum(0))
+            _add_product(dy, dqkv, first)
+        dx = dy.to(x.dtype)
+        return dx if parts.norm is None else parts.norm.backward(dx, x, stats), None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FeedForward:
+    """Everything the feed-forward branch is a function of besides x."""
+
+    norm: Norm | None
+    steps: Sequence[_Step]
+    activation: Activation
+
+
+class _MetpFeedForward(torch.autograd.Function):
+    """x [t, h] to [t, h] without the output bias; keeps x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parts: _FeedForward) -> torch.Tensor:
+        y, stats = (x, ()) if parts.norm is None else parts.norm.forward(x)
+        total = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
+        for step, first, second in _fetched(parts.steps):
+            wide = _product(y, first.t(), step.bias)
+            _add_product(total, parts.activation.forward(wide), second)
+        ctx.save_for_backward(x, *stats)
+        ctx.parts = parts
+        return total.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        parts = ctx.parts
+        x, *stats = ctx.saved_tensors
+        y = x if parts.norm is None else parts.norm.again(x, tuple(stats))
+        dy = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
+        for step, first, second in _fetched(parts.steps):
+            wide = _product(y, first.t(), step.bias)
+            step.second.add_product(parts.activation.forward(wide), grad)
+            dwide = parts.activation.backward(grad @ second.t(), wide)
+            step.first.add_product(dwide, y)
+            if step.bias is not None:
+                step.bias.add(dwide.sum(0))
+            _add_product(dy, dwide, first)
+        dx = dy.to(x.dtype)
+        return dx if parts.norm is None else parts.norm.backward(dx, x, tuple(stats)), None
+
+
+def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
+    """Shards of the heads one after the other: x [T / R, h] to [T / R, h]."""
+    a, ranks, ring = context.architecture, context.ranks, ring_of(context)
+
+    def blocks(source: int) -> Sequence[Block]:
+        return context.tokens.blocks((context.member,), (source,), a.causal)
+
+    group_rows = (a.group_heads + 2) * a.head_features
+    groups = [len(rows) // group_rows for rows in state["qkv.weight"].split(ranks)]
+    parts = _Attention(
+        norm=first_norm(state, "norm1", a),
+        steps=_steps(state, ("qkv", "proj"), [(j,) * ranks for j in range(ranks)], ranks),
+        cores=[
+            RingCore(heads=Heads(queries=g * a.group_heads, keys=g), ring=ring, blocks=blocks)
+            for g in groups
+        ],
+        features=a.head_features,
+        tables=context.place.tables((context.member,)),
+    )
+    return _plus(_MetpAttention.apply(x, parts), state, "proj.bias")
+
+
+def feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
+    """Shards of the features one after the other: x [T / R, h] to [T / R, h]."""
+    ranks, a = context.ranks, context.architecture
+    wanted = [[(member - j) % ranks for member in range(ranks)] for j in range(ranks)]
+    parts = _FeedForward(
+        norm=first_norm(state, "norm2", a),
+        steps=_steps(state, ("in", "out"), wanted, ranks),
+        activation=activation_of(a),
+    )
+    return _plus(_MetpFeedForward.apply(x, parts), state, "out.bias")
+
+
+def _plus(x: torch.Tensor, state: State, name: str) -> torch.Tensor:
+    bias = state.get(name)
+    return x if bias is None else _Bias.apply(x, bias)  # type: ignore[no-any-return]
+
+
+class _Bias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: Part) -> torch.Tensor:
+        ctx.bias = bias
+        return x + bias.rows()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.bias.add(grad.sum(0))
+        return grad, None
+
+
+def _product(x: torch.Tensor, matrix: torch.Tensor, bias: Part | None) -> torch.Tensor:
+    return x @ matrix if bias is None else torch.addmm(bias.rows(), x, matrix)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left right, in the type of ``total``."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _attention_rule(architecture: Architecture, ranks: int) -> str | None:
+    return groups_whole("metp", architecture, ranks)
+
+
+def _feed_forward_rule(architecture: Architecture, ranks: int) -> str | None:
+    blocks = architecture.ffn // architecture.ffn_block
+    return None if ranks <= blocks else f"metp runs on at most {blocks} ranks, one per block"
+
+
+METP = Method(
+    name="metp", attention=attention, feed_forward=feed_forward, attention_rule=_attention_rule,
+    feed_forward_rule=_feed_forward_rule, of="metp", order="zigzag",
+)  # fmt: skip

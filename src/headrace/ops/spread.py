@@ -1,0 +1,276 @@
+"""Gather and scatter of the sequence around matrix products, a chunk of tokens at a time.
+
+Shape legend: t_r tokens on rank r of a tensor group of R, T in all, h features, O and I features
+of this rank's shard of a matrix. Rows of whole length T stand in the order of the pack.
+
+A chunk is the same share of every rank's tokens. The next one is on its way while one is
+multiplied: two chunks of gathered activations are alive and never all of them, where Megatron-LM's
+sequence parallelism holds R local activations in passing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headrace.comm.collectives import Arriving, issue_all_gather, issue_reduce_scatter
+from headrace.ops.activation import Activation
+from headrace.ops.linear import Source
+from headrace.ops.norm import Norm
+
+__all__ = ["FeedForward", "Spread", "gather_linear", "linear_scatter", "spread_feed_forward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How tokens lie on a tensor group: ``sizes[r]`` on rank r; ``places`` [T] are the places in
+    the pack of all rows, one rank after the other, None where that is their order."""
+
+    sizes: tuple[int, ...]
+    group: dist.ProcessGroup | None
+    places: torch.Tensor | None = None
+    chunks: int = 1
+
+    @property
+    def total(self) -> int:
+        """T."""
+        return sum(self.sizes)
+
+    def share(self, rank: int, chunk: int) -> slice:
+        """The rows of rank's tokens that are in a chunk."""
+        size = self.sizes[rank]
+        return slice(size * chunk // self.chunks, size * (chunk + 1) // self.chunks)
+
+    def mine(self, chunk: int) -> slice:
+        """The rows of this rank's tokens that are in a chunk."""
+        return self.share(0 if self.group is None else dist.get_rank(self.group), chunk)
+
+    def counts(self, chunk: int) -> list[int]:
+        """Tokens of each rank in a chunk."""
+        shares = [self.share(rank, chunk) for rank in range(len(self.sizes))]
+        return [share.stop - share.start for share in shares]
+
+    def gathered(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The chunks of everyone's rows of x [t_r, h], the next one under way."""
+        coming: Arriving | None = self._issue(x, 0)
+        for chunk in range(self.chunks):
+            assert coming is not None
+            rows = coming.wait()
+            coming = self._issue(x, chunk + 1) if chunk + 1 < self.chunks else None
+            yield rows
+
+    def _issue(self, x: torch.Tensor, chunk: int) -> Arriving:
+        return issue_all_gather(x[self.mine(chunk)], self.counts(chunk), self.group)
+
+    def take(self, whole: torch.Tensor, chunk: int) -> torch.Tensor:
+        """The rows of a chunk, one rank after the other, out of ``whole`` [T, ...]."""
+        if self.places is not None:
+            return whole.index_select(0, torch.cat([self.places[s] for s in self._slices(chunk)]))
+        return whole if self.chunks == 1 else torch.cat([whole[s] for s in self._slices(chunk)])
+
+    def put(self, whole: torch.Tensor, chunk: int, rows: torch.Tensor) -> None:
+        """The inverse of :meth:`take`, into ``whole``."""
+        if self.places is not None:
+            places = torch.cat([self.places[s] for s in self._slices(chunk)])
+            whole.index_copy_(0, places, rows)
+            return
+        for there, part in zip(self._slices(chunk), rows.split(self.counts(chunk)), strict=True):
+            whole[there] = part
+
+    def whole(self, chunks: Iterator[torch.Tensor]) -> torch.Tensor:
+        """All chunks of rows put together, [T, ...]."""
+        first = next(chunks)
+        if self.chunks == 1 and self.places is None:
+            return first
+        out = first.new_empty((self.total, *first.shape[1:]))
+        self.put(out, 0, first)
+        del first
+        for chunk in range(1, self.chunks):
+            self.put(out, chunk, next(chunks))
+        return out
+
+    def scattered(self, chunks: Iterator[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the sum over ranks of all chunks [T_c, h]; ``like`` is [t_r, h]."""
+        out, before = torch.empty_like(like), Arriving.there(like[:0])
+        for chunk, rows in enumerate(chunks):
+            coming = issue_reduce_scatter(rows, self.counts(chunk), self.group)
+            del rows
+            if chunk:
+                out[self.mine(chunk - 1)] = before.wait()
+            before = coming
+        out[self.mine(self.chunks - 1)] = before.wait()
+        return out
+
+    def _slices(self, chunk: int) -> Iterator[slice]:
+        """A chunk's rows of each rank, counted over all ranks."""
+        start = 0
+        for rank, size in enumerate(self.sizes):
+            share = self.share(rank, chunk)
+            yield slice(start + share.start, start + share.stop)
+            start += size
+
+
+def gather_linear(
+    x: torch.Tensor, weight: Source, bias: Source | None, norm: Norm | None, spread: Spread
+) -> torch.Tensor:
+    """Y = all_gather(norm(x)) W^T + b with a shard of W's output features.
+
+        x         [t_r, h]
+        weight    [O, h], bias [O]     this rank's rows
+        returns   [T, O]
+        keeps     x
+        backward  X gathered again;  dW += dY^T X;  dx = reduce_scatter(dY W)
+        sends     V T h forward, 2 V T h backward
+    """  # fmt: skip
+    return _GatherLinear.apply(x, weight, bias, norm, spread)  # type: ignore[no-any-return]
+
+
+class _GatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: Source, bias: Source | None, norm: Norm | None,
+        spread: Spread,
+    ) -> torch.Tensor:  # fmt: skip
+        y, stats = (x, ()) if norm is None else norm.forward(x)
+        ctx.save_for_backward(x, *stats)
+        ctx.rest = (weight, bias, norm, spread)
+        matrix = weight.rows()
+        return spread.whole(_product(rows, matrix.t(), bias) for rows in spread.gathered(y))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, *stats = ctx.saved_tensors
+        weight, bias, norm, spread = ctx.rest
+        matrix = weight.rows()
+        y = x if norm is None else norm.again(x, tuple(stats))
+
+        def chunks() -> Iterator[torch.Tensor]:
+            for chunk, rows in enumerate(spread.gathered(y)):
+                dy = spread.take(grad, chunk)
+                weight.add_product(dy, rows)
+                yield dy @ matrix
+
+        dx = spread.scattered(chunks(), y)
+        if bias is not None:
+            bias.add(grad.sum(0))
+        return dx if norm is None else norm.backward(dx, x, tuple(stats)), None, None, None, None
+
+
+def linear_scatter(
+    y: torch.Tensor, weight: Source, bias: Source | None, like: torch.Tensor, spread: Spread
+) -> torch.Tensor:
+    """z = reduce_scatter(Y W) + b with a shard of W's input features.
+
+        y         [T, I]
+        weight    [I, h] this rank's rows, bias [h] whole
+        like      [t_r, h], any tensor of the result's shape
+        returns   [t_r, h]
+        keeps     Y
+        backward  dZ = all_gather(dz);  dY = dZ W^T;  dW += Y^T dZ;  db += sum_t dz
+        sends     V T h forward, V T h backward
+    """  # fmt: skip
+    return _LinearScatter.apply(y, weight, bias, like.detach(), spread)  # type: ignore[no-any-return]
+
+
+class _LinearScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: torch.Tensor, weight: Source, bias: Source | None, like: torch.Tensor,
+        spread: Spread,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(y)
+        ctx.rest = (weight, bias, spread)
+        matrix = weight.rows()
+        chunks = (spread.take(y, chunk) @ matrix for chunk in range(spread.chunks))
+        return _plus(spread.scattered(chunks, like), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        weight, bias, spread = ctx.rest
+        matrix = weight.rows()
+
+        def chunks() -> Iterator[torch.Tensor]:
+            for chunk, rows in enumerate(spread.gathered(grad)):
+                weight.add_product(spread.take(y, chunk), rows)
+                yield rows @ matrix.t()
+
+        dy = spread.whole(chunks())
+        if bias is not None:
+            bias.add(grad.sum(0))
+        return dy, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedForward:
+    """The parts of a feed-forward whose matrices are this rank's rows; ``norm`` and ``out_bias``
+    are whole."""
+
+    norm: Norm | None
+    matrix_in: Source
+    bias_in: Source | None
+    activation: Activation
+    matrix_out: Source
+    bias_out: Source | None
+
+
+def spread_feed_forward(x: torch.Tensor, parts: FeedForward, spread: Spread) -> torch.Tensor:
+    """z = reduce_scatter(act(all_gather(norm(x)) W_in^T) W_out), keeping x alone.
+
+        x         [t_r, h]
+        returns   [t_r, h]
+        backward  everything but the result again, chunk by chunk, out of the gather that the
+                  gradient of W_in needs anyway: no more is sent than without recompute
+        sends     2 V T h forward, 3 V T h backward
+    """  # fmt: skip
+    return _SpreadFeedForward.apply(x, parts, spread)  # type: ignore[no-any-return]
+
+
+class _SpreadFeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parts: FeedForward, spread: Spread) -> torch.Tensor:
+        y, stats = (x, ()) if parts.norm is None else parts.norm.forward(x)
+        ctx.save_for_backward(x, *stats)
+        ctx.rest = (parts, spread)
+        into, out = parts.matrix_in.rows(), parts.matrix_out.rows()
+        chunks = (
+            parts.activation.forward(_product(rows, into.t(), parts.bias_in)) @ out
+            for rows in spread.gathered(y)
+        )
+        return _plus(spread.scattered(chunks, x), parts.bias_out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, *stats = ctx.saved_tensors
+        parts, spread = ctx.rest
+        y = x if parts.norm is None else parts.norm.again(x, tuple(stats))
+        into, out = parts.matrix_in.rows(), parts.matrix_out.rows()
+
+        def chunks() -> Iterator[torch.Tensor]:
+            for rows, dz in zip(spread.gathered(y), spread.gathered(grad), strict=True):
+                wide = _product(rows, into.t(), parts.bias_in)
+                parts.matrix_out.add_product(parts.activation.forward(wide), dz)
+                dwide = parts.activation.backward(dz @ out.t(), wide)
+                parts.matrix_in.add_product(dwide, rows)
+                if parts.bias_in is not None:
+                    parts.bias_in.add(dwide.sum(0))
+                yield dwide @ into
+
+        dx = spread.scattered(chunks(), y)
+        if parts.bias_out is not None:
+            parts.bias_out.add(grad.sum(0))
+        if parts.norm is not None:
+            dx = parts.norm.backward(dx, x, tuple(stats))
+        return dx, None, None
+
+
+def _product(x: torch.Tensor, matrix: torch.Tensor, bias: Source | None) -> torch.Tensor:
+    return x @ matrix if bias is None else torch.addmm(bias.rows(), x, matrix)
+
+
+def _plus(x: torch.Tensor, bias: Source | None) -> torch.Tensor:
+    return x if bias is None else x.add_(bias.rows())
