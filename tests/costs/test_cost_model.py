@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.costs import (
+    FORMULA_METHODS,
     CostModel,
     Exchange,
     Linear,
@@ -177,6 +179,77 @@ def test_parts_that_do_not_belong_together(changes: dict[str, Any], text: str) -
         by_hand(**changes)
 
 
+def with_methods() -> CostModel:
+    """Two ranks on which one feed-forward is everybody's and another is apart."""
+    each = by_hand().options[1]["local"]
+    zigzag = replace(each, order="zigzag")
+    return by_hand(
+        cluster=Cluster(devices=2, memory_bytes=10_000),
+        options={
+            1: by_hand().options[1],
+            2: {"ulysses_z": each, "metp": zigzag, "metp/ulysses_z": zigzag, "ring": zigzag,
+                "ulysses_z/metp": replace(each, fetched=0.25)},
+        },
+        ends={1: by_hand().ends[1], 2: by_hand().ends[1]},
+        working_bytes={1: {"whole": 50, "sharded": 50}, 2: {"whole": 50, "sharded": 25}},
+        gather_s={2: (0.5, 1.0)},
+        feed_forwards={"ring": "ulysses_z", "local": "ulysses_z"},
+    )  # fmt: skip
+
+
+def test_equal_options_have_one_name() -> None:
+    """Catches an option without costs although the same one was measured under another name."""
+    costs = with_methods()
+
+    def named(text: str) -> str:
+        return str(costs.named(LayerOption.parse(text)))
+
+    assert named("metp/ring+full") == "metp/ulysses_z+full"
+    assert named("ulysses_z/ring") == "ulysses_z"
+    assert named("ring/ulysses_z") == named("ring") == "ring"
+    assert named("ring/metp") == "ring/metp"
+    assert costs.option(2, LayerOption.parse("metp/ring")) is costs.options[2]["metp/ulysses_z"]
+    with pytest.raises(CostError, match="costs of ring/metp on cp2"):
+        costs.option(2, LayerOption.parse("ring/metp"))
+
+
+def test_one_layer_in_zigzag_asks_for_it() -> None:
+    """Catches uneven ranks where most layers do not care about the order."""
+    costs, ulysses, metp = with_methods(), LayerOption.of("ulysses_z"), LayerOption.of("metp")
+    assert costs.order_of(2, plan_of(ulysses, ulysses)) == "natural"
+    assert costs.order_of(2, plan_of(ulysses, metp)) == "zigzag"
+    assert costs.order_of(1, plan_of(NONE, NONE)) == "natural"
+
+
+def test_shards_are_fetched_as_far_as_a_method_needs_them() -> None:
+    """Catches tensor methods that pay for weights which never move."""
+    costs = with_methods()
+    assert costs.gather_seconds(2, LayerOption.of("ulysses_z"), "sharded") == (0.5, 1.0)
+    assert costs.gather_seconds(2, LayerOption.of("ulysses_z", "none"), "whole") == (0.0, 0.0)
+    part = LayerOption.parse("ulysses_z/metp")
+    assert costs.gather_seconds(2, part, "sharded") == (0.125, 0.25)
+
+
+def test_costs_of_the_first_format_are_read() -> None:
+    """Catches a run that cannot go on because its costs were kept by an earlier version."""
+    value = by_hand().to_json()
+    value["format"] = 1
+    del value["feed_forwards"]
+    for by_option in (*value["options"].values(), value["ends"]):
+        for cost in by_option.values():
+            del cost["order"], cost["fetched"]
+    assert CostModel.from_json(value) == by_hand()
+
+
+def test_orders_and_shares_are_checked() -> None:
+    """Catches a word or a number that means nothing."""
+    each = by_hand().options[1]["local"]
+    with pytest.raises(CostError, match="token order of an option: got 'zig'"):
+        replace(each, order="zig")  # type: ignore[arg-type]
+    with pytest.raises(CostError, match="fetched share of an option"):
+        replace(each, fetched=1.5)
+
+
 def test_exchange_seconds_are_checked() -> None:
     """Catches negative seconds of the exchange."""
     with pytest.raises(CostError, match=r"exchange\.push_s"):
@@ -186,7 +259,8 @@ def test_exchange_seconds_are_checked() -> None:
 
 def test_json_round_trip(tmp_path: Path) -> None:
     """Catches a field that is lost on the way to the file and back."""
-    costs = synthetic_costs(3, layers=2).replace(scale=1.25, memory_margin=0.05)
+    costs = synthetic_costs(3, layers=2, methods=FORMULA_METHODS)
+    costs = costs.replace(scale=1.25, memory_margin=0.05)
     assert CostModel.from_json(json.loads(json.dumps(costs.to_json()))) == costs
     costs.save(tmp_path / "profile.json")
     assert CostModel.load(tmp_path / "profile.json", fingerprint=costs.fingerprint) == costs

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.errors import SpecError
 from headrace.planning.drawn import random_plan
 from headrace.spec import Lengths, Plan
 from headrace.spec.method import RECOMPUTE
@@ -77,6 +78,30 @@ def test_every_kind_of_plan_is_drawn(devices: int) -> None:
     assert {plan.working for plan in plans} == {"whole", "sharded"}
     assert {min(3, len(micro.sequences)) for micro in micros} == {1, 2, 3}
     assert any(list(m.sequences) != sorted(m.sequences) for m in micros), "packed in any order"
+
+
+def test_methods_are_drawn_for_each_branch_of_each_layer() -> None:
+    """Catches a draw that never reaches some pair, some order or a size that has methods, and one
+    that gives a group methods of another size: verification would prove nothing, or fail."""
+    methods = {1: ("local",), 3: ("metp", "ulysses_z"), 4: (), 9: ("metp",)}
+    batch = Lengths.of(range(1, 9))
+    plans = [random_plan(batch, 4, 3, np.random.default_rng(i), methods=methods) for i in range(60)]
+    pairs: dict[int, set[tuple[str, str]]] = {}
+    orders: dict[int, set[str]] = {}
+    for plan in plans:
+        for micro in plan.micro_batches:
+            size = len(plan.pipelines[micro.pipeline].ranks)
+            pairs.setdefault(size, set()).update(
+                (o.attention, o.feed_forward) for o in micro.layers.options
+            )
+            orders.setdefault(size, set()).add(micro.order)
+    assert pairs == {
+        1: {("local", "local")},
+        3: {(a, f) for a in methods[3] for f in methods[3]},
+    }
+    assert orders == {1: {"natural"}, 3: {"natural", "zigzag"}}
+    with pytest.raises(SpecError, match="methods of a random plan"):
+        random_plan(batch, 2, 3, np.random.default_rng(0), methods={3: ("metp",)})
 
 
 @pytest.mark.parametrize("working", ["whole", "sharded"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.costs import Exchange, synthetic_costs
+from headrace.costs import FORMULA_METHODS, Exchange, synthetic_costs
 from headrace.planning import Problem, plan, static_plan
 from headrace.spec import Lengths
 from headrace.units import GIB, seconds_text
@@ -57,6 +57,21 @@ def test_the_best_static_plan_is_named_with_what_it_costs() -> None:
     )
     assert made.why[2].startswith("runner-up: ")
     assert made.explain().count("\n") == len(made.why) - 1
+
+
+def test_methods_are_named_where_there_was_a_choice() -> None:
+    """Catches a line that says nothing on problems of one method, and none on those of several."""
+    costs = synthetic_costs(4, memory_bytes=3 * GIB, methods=FORMULA_METHODS)
+    problem, lengths = Problem(costs=costs, devices=4), Lengths.of([30_000] * 2 + [900] * 9)
+    made = plan(problem, lengths)
+    line = next(reason for reason in made.why if reason.startswith("layers: "))
+    sizes = {len(p.ranks) for p in made.pipelines} - {1}
+    for p in sizes:
+        used = [m for m in made.micro_batches if len(made.pipelines[m.pipeline].ranks) == p]
+        assert any(f"cp{p} {micro.layers}" in line for micro in used)
+    assert "cp1 " not in line, "one rank is always local"
+    only = plan(Problem(costs=costs, devices=4, layers=("ulysses_z",)), lengths)
+    assert not any("layers: " in reason for reason in only.why)
 
 
 def test_one_rank_has_no_runner_up() -> None:

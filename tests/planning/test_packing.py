@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.costs import Speeds, synthetic_costs
-from headrace.planning.layers import Frontier, layer_frontier
+from headrace.planning.frontier import Frontier
+from headrace.planning.layers import layer_frontier
 from headrace.planning.packing import pack
 from headrace.units import GIB
 from planning.brute_force import partitions

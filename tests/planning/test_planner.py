@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.costs import CostModel, Speeds, synthetic_costs
+from headrace.costs import FORMULA_METHODS, CostModel, Speeds, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
 from headrace.simulator import peak_bytes, simulate, step_s
@@ -33,8 +33,8 @@ def check(made: Plan, costs: CostModel) -> None:
         assert first % p == 0
         assert pipeline.ranks == tuple(range(first, first + p))
     for size, micro in zip(sizes, made.micro_batches, strict=True):
-        methods = {option.attention for option in micro.layers.options}
-        assert methods == {"local" if size == 1 else "ulysses_z"}
+        assert {str(option) for option in micro.layers.options} <= set(costs.options[size])
+        assert micro.order == costs.order_of(size, micro.layers)
         tokens = sum(made.tokens_of(micro))
         needed = costs.micro_batch_bytes(tokens, size, micro.layers, made.working)
         assert needed <= costs.capacity_bytes
@@ -60,7 +60,7 @@ def test_any_batch_in_any_world(costs: CostModel, lengths: Lengths, seed: int) -
         return
     check(made, costs)
     assert made.seed == seed
-    assert 2 <= len(made.why) <= 4
+    assert 2 <= len(made.why) <= 5
     for static in statics(problem, lengths):
         check(static, costs)
         assert made.predicted_s <= static.predicted_s * (1 + 1e-12)
@@ -102,6 +102,30 @@ def test_within_three_percent_of_the_bound(devices: int, layers: int, memory_gib
     for seed, sequences in enumerate((50, 80, 200)):
         made = plan(problem, log_normal(sequences, seed, longest=60_000))
         assert made.gap <= 0.03, str(made)
+
+
+@pytest.mark.parametrize("memory_gib", [6, 80])
+def test_more_methods_are_no_slower(memory_gib: int) -> None:
+    """Catches a choice among methods that goes for the wrong one: with one of them alone plans
+    are no quicker (but for the heuristics' percent)."""
+    costs = synthetic_costs(8, 16, memory_bytes=memory_gib * GIB, methods=FORMULA_METHODS)
+    lengths = log_normal(60, 3, longest=60_000)
+    made = plan(Problem(costs=costs, devices=8), lengths)
+    for method in ("ulysses_z", "megatron_cz_gather"):
+        alone = Problem(costs=costs, devices=8, methods=("local", method))
+        assert made.predicted_s <= plan(alone, lengths).predicted_s * 1.01
+
+
+def test_planning_with_all_methods_takes_milliseconds() -> None:
+    """Catches frontiers so long that looking something up takes longer than planning; the limit
+    leaves a factor of ten for slow machines. Frontiers are made once, by the first plan."""
+    costs = synthetic_costs(8, 32, memory_bytes=20 * GIB, methods=FORMULA_METHODS)
+    problem = Problem(costs=costs, devices=8)
+    plan(problem, log_normal(300, 0))
+    before = time.process_time()
+    for seed in range(1, 4):
+        plan(problem, log_normal(300, seed))
+    assert (time.process_time() - before) / 3 < 0.4
 
 
 def test_planning_takes_milliseconds() -> None:

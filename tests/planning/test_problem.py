@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from headrace.costs import synthetic_costs
+from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.errors import SpecError
 from headrace.planning import Problem, plan
-from headrace.spec import Lengths
+from headrace.spec import LayerPlan, Lengths, Plan
+from headrace.units import GIB
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,20 @@ from headrace.spec import Lengths
         ({"methods": ("metp",)}, "known are local, ulysses_z"),
         ({"methods": ()}, "at least one layer option"),
         ({"recompute": ()}, "at least one layer option"),
+        ({"smoothing": 1.0}, "smoothing: got 1.0"),
+        ({"methods": ("local",), "layers": ("local",)}, "methods and layers: got both"),
+        ({"layers": ("local", "local", "local")}, "layers: got 3 entries, wanted 1 or 4"),
+        ({"layers": ("ulyses_z",)}, "did you mean 'ulysses_z'"),
+        ({"layers": ("ulysses_z/metp",)}, "got 'metp'.*known are local, ulysses_z"),
+        ({"layers": ("ulysses_z+some",)}, "recompute level: got 'some'"),
+        (
+            {"layers": ("ulysses_z+full",), "recompute": ("none",)},
+            r"layer 0 cannot run ulysses_z\+full on cp1",
+        ),
+        (
+            {"layers": ("ulysses_z", "local", "local", "local"), "sizes": (2, 4)},
+            "layer 1 cannot run local on cp2, layer 1 cannot run local on cp4",
+        ),
     ],
 )
 def test_choices_that_do_not_exist(changes: dict[str, Any], text: str) -> None:
@@ -48,3 +63,86 @@ def test_restrictions_are_kept() -> None:
     assert {o.recompute for m in made.micro_batches for o in m.layers.options} == {"full"}
     local = plan(Problem(costs=costs, devices=4, methods=("local",)), Lengths.of([900, 30]))
     assert {len(p.ranks) for p in local.pipelines} == {1}
+
+
+def several(memory_gib: float = 40, layers: int = 4) -> CostModel:
+    return synthetic_costs(
+        4, layers, memory_bytes=int(memory_gib * GIB), methods=FORMULA_METHODS, sizes=(1, 2, 4)
+    )
+
+
+def layers_of(made: Plan, p: int) -> set[LayerPlan]:
+    return {m.layers for m in made.micro_batches if len(made.pipelines[m.pipeline].ranks) == p}
+
+
+def test_allowed_methods_are_allowed_to_either_branch() -> None:
+    """Catches a shared feed-forward that is refused because its owner is not in the set, and one
+    that is taken although no allowed method has it."""
+    problem = Problem(costs=several(), devices=4, methods=("megatron_cz", "megatron_ts"))
+    methods = {(o.attention, o.feed_forward) for o in problem.options[2]}
+    assert methods == {
+        ("megatron_cz", "megatron_cz"), ("megatron_cz", "megatron_ts"),
+        ("megatron_ts", "megatron_ts"), ("megatron_ts", "ulysses_z"),
+    }  # fmt: skip
+    assert problem.group_sizes == (2, 4), "one rank is local, which is not in the set"
+
+
+@pytest.mark.parametrize(
+    ("text", "methods"),
+    [
+        ("metp", ("metp", "metp")),
+        ("megatron_ts/metp", ("megatron_ts", "metp")),
+        ("metp/megatron_cz", ("metp", "ulysses_z")),
+        ("megatron_cz/ulysses_z", ("megatron_cz", "megatron_cz")),
+    ],
+)
+def test_one_entry_is_for_all_layers(text: str, methods: tuple[str, str]) -> None:
+    """Catches an entry that one layer takes, levels that are no longer open, and a feed-forward
+    without costs because they stand under another name."""
+    problem = Problem(costs=several(), devices=4, layers=(text,))
+    for p in (2, 4):
+        assert {(o.attention, o.feed_forward) for o in problem.options[p]} == {methods}
+        assert len(problem.options[p]) == 3
+    assert {str(o) for o in problem.options[1]} == {"local", "local+attention", "local+full"}
+    fixed = Problem(costs=several(), devices=4, layers=(f"{text}+full",))
+    assert [o.recompute for o in fixed.options[4]] == ["full"]
+    assert [str(o) for o in fixed.options[1]] == ["local+full"]
+
+
+def test_every_layer_runs_what_the_list_says() -> None:
+    """Catches a list in another order, and recomputation that ignores what the list fixes."""
+    listed = ("metp", "ulysses_z+attention", "megatron_ts/metp", "metp")
+    problem = Problem(costs=several(3), devices=4, layers=listed, sizes=(2, 4))
+    made = plan(problem, Lengths.of([35_000, 9000, 9000, 300]))
+    for micro in made.micro_batches:
+        texts = [str(option) for option in micro.layers.options]
+        assert [text.partition("+")[0] for text in texts] == [
+            "metp", "ulysses_z", "megatron_ts/metp", "metp",
+        ]  # fmt: skip
+        assert texts[1] == "ulysses_z+attention"
+        assert micro.order == "zigzag"
+
+
+def test_a_size_that_cannot_run_every_layer_is_not_used() -> None:
+    """Catches a group that refuses its first forward."""
+    costs = several()
+    without = {text: c for text, c in costs.options[4].items() if not text.startswith("metp")}
+    costs = costs.replace(options={**costs.options, 4: without})
+    problem = Problem(costs=costs, devices=4, layers=("ulysses_z", "metp") * 2)
+    assert problem.group_sizes == (1, 2)
+    made = plan(problem, Lengths.of([30_000, 5000]))
+    assert {len(p.ranks) for p in made.pipelines} <= {1, 2}
+
+
+def test_which_layers_a_micro_batch_may_have() -> None:
+    """Catches layers of an earlier plan that are kept although the choices are others now."""
+    free = Problem(costs=several(), devices=4, recompute=("none", "full"))
+    listed = Problem(costs=several(), devices=4, layers=("metp", "ulysses_z") * 2)
+    mixed = LayerPlan.parse("1*metp+full 1*ulysses_z 1*metp 1*ulysses_z")
+    assert free.allows(2, mixed)
+    assert listed.allows(2, mixed)
+    assert not listed.allows(2, LayerPlan.parse("1*ulysses_z 1*metp 1*ulysses_z 1*metp"))
+    assert not free.allows(2, LayerPlan.parse("4*metp+attention"))
+    assert not free.allows(2, LayerPlan.parse("3*metp"))
+    assert not free.allows(3, LayerPlan.parse("4*metp"))
+    assert free.allows(2, LayerPlan.parse("4*metp/megatron_cz")), "by its other name"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from headrace.costs import CostModel, Speeds, synthetic_costs
+from headrace.costs import FORMULA_METHODS, CostModel, Speeds, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, static_plan
 from headrace.spec import Lengths, Plan
@@ -17,7 +17,7 @@ __all__ = ["batches", "log_normal", "statics", "worlds"]
 @st.composite
 def worlds(draw: st.DrawFn) -> CostModel:
     """Synthetic costs of 1 to 9 ranks, from plenty of memory to hardly any, with launches and
-    links from free to dear."""
+    links from free to dear, of one method for every size or of several."""
     memory = draw(st.sampled_from([0.8, 1.5, 3, 10, 40]))
     speeds = Speeds(
         launch_s=draw(st.sampled_from([0.0, 5e-5, 1e-3])),
@@ -26,6 +26,7 @@ def worlds(draw: st.DrawFn) -> CostModel:
     return synthetic_costs(
         draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 5])),
         memory_bytes=int(memory * GIB), speeds=speeds,
+        methods=draw(st.sampled_from([None, FORMULA_METHODS, ("local", "metp", "megatron_cz")])),
     ).replace(memory_margin=draw(st.sampled_from([0.0, 0.07])))  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ OTHERS: list[dict[str, Any]] = [
     {"micro_batches": (micro(0, 1), micro(1, 2), micro(1, 0))},
     {"micro_batches": (micro(0, 1), MicroBatch(
         pipeline=1, sequences=(2, 0), layers=LayerPlan.parse("1*local 1*local+full")))},
+    {"micro_batches": (micro(0, 1), replace(micro(1, 2, 0), order="zigzag"))},
     {"working": "sharded"},
     {"semantics": "lockstep"},
 ]  # fmt: skip
@@ -164,7 +166,9 @@ def _paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 PATHS = _paths(by_hand().to_json())
 
 
-@pytest.mark.parametrize("path", [p for p in PATHS if isinstance(p[-1], str)], ids=str)
+@pytest.mark.parametrize(
+    "path", [p for p in PATHS if isinstance(p[-1], str) and p[-1] != "order"], ids=str
+)
 def test_a_missing_key_is_named(path: tuple[Any, ...]) -> None:
     """Catches a KeyError where half a journal line was read."""
     value = by_hand().to_json()
@@ -174,6 +178,20 @@ def test_a_missing_key_is_named(path: tuple[Any, ...]) -> None:
     del holder[path[-1]]
     with pytest.raises(SpecError, match=path[-1]):
         Plan.from_json(value)
+
+
+def test_a_plan_of_old_has_its_tokens_in_natural_order() -> None:
+    """Catches a journal that no longer opens because it was written before there was a choice."""
+    value = by_hand().to_json()
+    for micro_batch in value["micro_batches"]:
+        del micro_batch["order"]
+    assert Plan.from_json(value) == by_hand()
+
+
+def test_an_unknown_token_order_is_refused() -> None:
+    """Catches a word that the ranks would read as the other order: scores of other tokens."""
+    with pytest.raises(SpecError, match="token order of a micro-batch: got 'zig', wanted natural"):
+        replace(micro(0, 1), order="zig")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=str)

@@ -16,9 +16,11 @@ from headrace.spec.profile import ENDS, PROFILE_FORMAT, Profile, ProfilePoint
 seconds = st.floats(0, 10)
 count = st.one_of(st.none(), st.integers(0, 2**40))
 points = st.builds(
-    ProfilePoint, p=st.integers(1, 4), option=st.sampled_from(["local", "ulysses_z+full", ENDS]),
+    ProfilePoint, p=st.integers(1, 4),
+    option=st.sampled_from(["local", "ulysses_z+full", "attention:metp+attention", ENDS]),
     lengths=st.lists(st.integers(1, 9999), min_size=1, max_size=5).map(tuple),
     forward_s=seconds, backward_s=seconds, kept_bytes=count, transient_bytes=count,
+    order=st.sampled_from(["natural", "zigzag"]), fetched=st.sampled_from([0.0, 0.5, 1.0]),
 )  # fmt: skip
 sizes = st.integers(1, 9)
 profiles = st.builds(
@@ -31,6 +33,8 @@ profiles = st.builds(
         sizes, st.fixed_dictionaries({"whole": sizes, "sharded": sizes}), max_size=3
     ),
     gather_s=st.dictionaries(sizes, st.tuples(seconds, seconds), max_size=3),
+    element_bytes=st.sampled_from([2, 4, 8]),
+    feed_forwards=st.sampled_from([{}, {"megatron_cz": "ulysses_z"}]),
     measured_in_s=seconds,
 )  # fmt: skip
 
@@ -43,6 +47,20 @@ def _json() -> dict[str, Any]:
         exchange_s={"pull_s": 0.0}, state_bytes=1, working_bytes={1: {"whole": 2, "sharded": 1}},
         gather_s={1: (0.0, 0.0)},
     ).to_json()  # fmt: skip
+
+
+def test_branches_are_told_from_layers() -> None:
+    """Catches a branch that is taken for a layer of its own, and a branch that nobody has."""
+
+    def branch(option: str) -> tuple[str, str] | None:
+        return ProfilePoint(p=1, option=option, lengths=(1,), forward_s=0, backward_s=0).branch
+
+    assert branch("attention:metp") == ("attention", "metp")
+    assert branch("feed_forward:metp+attention") == ("feed_forward", "metp+attention")
+    assert branch("metp+attention") is None
+    assert branch(ENDS) is None
+    with pytest.raises(SpecError, match="got head:metp, wanted attention or feed_forward"):
+        branch("head:metp")
 
 
 @given(profiles)
@@ -69,6 +87,9 @@ def test_a_missing_key_is_named(key: str) -> None:
 JUNK: list[dict[str, Any]] = [
     {"points": 3}, {"points": [3]}, {"points": [{"p": 1}]}, {"points": [{"lengths": 3}]},
     {"points": [{**_json()["points"][0], "colour": "red"}]},
+    {"points": [{**_json()["points"][0], "order": "zig"}]},
+    {"points": [{**_json()["points"][0], "fetched": 2.0}]},
+    {"feed_forwards": 3},
     {"architecture": None}, {"architecture": {"layers": 1}}, {"cluster": {"colour": "red"}},
     {"exchange_s": 3}, {"working_bytes": []}, {"working_bytes": {"one": {}}},
     {"gather_s": {"1": [0.0]}}, {"gather_s": {"1": None}},

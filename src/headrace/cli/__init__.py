@@ -230,14 +230,17 @@ def verify(
     steps: int = 3,
     seed: int = 0,
     tolerance: float = 1e-10,
+    methods: Annotated[list[str], Parameter(consume_multiple=True, negative="")] = [],  # noqa: B006
 ) -> int:
     """Prove that what runs here is exact, or that a checkpoint is whole.
 
-    ``native`` runs random plans (mixed group sizes, packing, recompute) in fp64 on several ranks
-    and compares the loss and every gradient with one plain process; ``checkpoint`` reads every
-    file of a checkpoint and compares checksums:
+    ``native`` runs random plans (mixed group sizes, methods, token orders, packing, recompute) in
+    fp64 on several ranks and compares the loss and every gradient with one plain process;
+    ``checkpoint`` reads every file of a checkpoint and compares checksums:
 
         headrace verify native --ranks 2 4
+        headrace verify native --methods all --ranks 2 4
+        headrace verify native --methods metp megatron_ts
         headrace verify checkpoint runs/python-sources/checkpoints
 
     Parameters
@@ -254,10 +257,14 @@ def verify(
         Seed of weights, documents and plans.
     tolerance
         Largest relative error; above it the exit code is 1.
+    methods
+        Methods to verify one by one, "all" for each; a mix of all is always verified.
     """
     from headrace.cli.verify import verify as run
 
-    return run(what, path, ranks=ranks, steps=steps, seed=seed, tolerance=tolerance)
+    return run(
+        what, path, ranks=ranks, steps=steps, seed=seed, tolerance=tolerance, methods=methods
+    )
 
 
 @app.command

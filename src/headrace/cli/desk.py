@@ -45,6 +45,7 @@ class Desk:
     ratio: float = 1.0
     observed: int = 0
     _problem: Problem = field(init=False)
+    _before: Plan | None = None
 
     def __post_init__(self) -> None:
         self._problem = make_problem(self.costs, self.options)
@@ -55,6 +56,8 @@ class Desk:
         start = time.perf_counter()
         problem = self._problem.rescaled(self.ratio)
         chosen = self._choose(problem, lengths)
+        if self.options.smoothing:
+            self._before = chosen
         planning_s = time.perf_counter() - start
         return Planned(
             plan=chosen,
@@ -79,7 +82,9 @@ class Desk:
 
     def state(self) -> dict[str, Any]:
         """Costs, correction and seed: what a resumed run needs to plan alike."""
+        before = {"before": self._before.to_json()} if self._before else {}
         return {
+            **before,
             "costs": self.costs.to_json(),
             "ratio": self.ratio,
             "observed": self.observed,
@@ -87,14 +92,16 @@ class Desk:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take the correction of an earlier run."""
+        """Take the correction of an earlier run, and its last plan where plans are smoothed."""
+        if "before" in state:
+            self._before = Plan.from_json(state["before"])
         self.ratio, self.observed = float(state["ratio"]), int(state["observed"])
 
     def _choose(self, problem: Problem, lengths: Lengths) -> Plan:
         if self.options.name == "static":
             assert self.options.static_size is not None, "checked by the configuration"
             return static_plan(problem, lengths, self.options.static_size)
-        return plan(problem, lengths, seed=self.seed)
+        return plan(problem, lengths, seed=self.seed, previous=self._before)
 
     def _timeline(self, chosen: Plan) -> Timeline:
         programs = compile_plan(chosen, bucket_count(self.costs.architecture))

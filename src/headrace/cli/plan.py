@@ -157,8 +157,10 @@ def _prepare(
         architecture = data.architecture
         drawn = tuple(batch.lengths for batch in data.sampler.peek(batches))
     else:
-        vocabulary = make_tokenizer(config.data.tokenizer).vocabulary
-        architecture = config.model.architecture(vocabulary, config.data.context)
+        tokenizer = make_tokenizer(config.data.tokenizer)
+        architecture = config.model.architecture(
+            tokenizer.vocabulary, config.data.context, tokenizer.mask_id
+        )
         drawn = _drawn(config, lengths, batches, seed)
     model, source = _costs(config, architecture, costs)
     if source:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from headrace.cli.display import Stopwatch, tell
+from headrace.cli.methods import considered
 from headrace.cli.wiring import Data, open_data, profile_path, remember_costs
 from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.launch import World, join, start, under_torchrun
 from headrace.comm.mesh import Groups
 from headrace.config import Config
-from headrace.costs import CostModel, fingerprint_of, group_sizes_of
+from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.from_profile import costs_from_profile
 from headrace.errors import ConfigError, SpecError
-from headrace.methods.registry import METHODS
 from headrace.runtime.machine import available_bytes, machine_facts
 from headrace.runtime.profiler import ProfileOptions, Profiler
 from headrace.runtime.storage import AdamW, Storage
@@ -140,16 +140,11 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
 def _profiler(rank: Rank) -> Profiler:
     config = rank.config
     longest = config.profile.longest or config.data.context
-    a = rank.storage.architecture
-    sizes = tuple(
-        p
-        for p in group_sizes_of(rank.world.ranks)
-        if any(m.supports(a, p) is None for m in METHODS.values())
-    )
+    sizes, methods = considered(config.planner, rank.storage.architecture, rank.world.ranks)
     return Profiler(
         rank.storage, rank.groups,
         ProfileOptions(
-            sizes=sizes, longest=longest, rung_s=config.profile.rung_s,
+            sizes=sizes, longest=longest, methods=methods, rung_s=config.profile.rung_s,
             levels=config.planner.recompute, repeats=config.profile.repeats,
         ),
         dtype=rank.dtype, device=rank.world.device,
@@ -159,6 +154,7 @@ def _profiler(rank: Rank) -> Profiler:
 
 def _fingerprint(rank: Rank) -> str:
     machine, config = rank.machine, rank.config
+    _, methods = considered(config.planner, rank.storage.architecture, rank.world.ranks)
     return fingerprint_of(
         model=rank.storage.architecture,
         ranks=rank.world.ranks,
@@ -171,6 +167,7 @@ def _fingerprint(rank: Rank) -> str:
         longest=config.profile.longest or config.data.context,
         rung_s=config.profile.rung_s,
         levels=",".join(config.planner.recompute),
+        methods=",".join(methods),
     )
 
 

@@ -122,7 +122,8 @@ class _Run:
         rank, config, o = self.rank, self.config, self.config.optimizer
         executor = Executor(
             rank.storage, rank.groups, seed=config.run.seed, dtype=rank.dtype,
-            device=rank.world.device, entered=rank.world.watcher.enter,
+            device=rank.world.device, checked=config.run.check_finite,
+            entered=rank.world.watcher.enter,
         )  # fmt: skip
         trainer = Trainer(
             executor=executor, groups=rank.groups, planner=self.desk,

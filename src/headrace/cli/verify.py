@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.display import tell
+from headrace.cli.methods import methods_by_size
 from headrace.comm.collectives import all_gather_rows
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
 from headrace.errors import CheckpointError, ConfigError
+from headrace.methods.registry import METHODS, method
+from headrace.models.objective import objective_of
 from headrace.models.plain import plain_loss, whole_weights
 from headrace.planning.drawn import random_plan
 from headrace.runtime import checkpoint
@@ -38,7 +40,20 @@ _MODELS = {
         layers=2, hidden=48, heads=8, kv_heads=1, ffn=40, vocabulary=53, tied=False
     ),
     "gpt": Architecture(
-        layers=2, hidden=32, heads=4, kv_heads=4, ffn=64, vocabulary=61, kind="gpt", positions=64
+        layers=2, hidden=32, heads=4, kv_heads=4, ffn=80, vocabulary=61, kind="gpt", positions=640
+    ),
+    "bert": Architecture(
+        layers=2,
+        hidden=32,
+        heads=4,
+        kv_heads=4,
+        ffn=80,
+        vocabulary=61,
+        kind="bert",
+        positions=640,
+        causal=False,
+        norm_eps=1e-12,
+        mask_id=60,
     ),
 }
 
@@ -49,11 +64,20 @@ class _Case:
     ranks: int
     steps: int
     seed: int
+    methods: tuple[str, ...]
+
+
+_Errors = dict[str, dict[str, float]]
+"""By method: the largest relative errors of loss and gradient."""
+
+_MIXED = "mixed"
+_LONG = 600  # long enough to be folded over four ranks
 
 
 def verify(
-    what: str, path: Path | None, *, ranks: Sequence[int], steps: int, seed: int, tolerance: float
-) -> int:
+    what: str, path: Path | None, *, ranks: Sequence[int], steps: int, seed: int, tolerance: float,
+    methods: Sequence[str],
+) -> int:  # fmt: skip
     """Run one of the verifications; the exit code is 1 when it fails."""
     if what == "checkpoint":
         return _verify_checkpoint(path)
@@ -61,8 +85,9 @@ def verify(
         raise ConfigError("verify native", got=f"a path {path}", wanted="none")
     if steps < 1 or not ranks or min(ranks) < 1:
         raise ConfigError("verify", got=f"ranks {list(ranks)}, steps {steps}", wanted=">= 1 each")
+    names = tuple(METHODS) if "all" in methods else tuple(method(name).name for name in methods)
     cases = [
-        _Case(model=model, ranks=count, steps=steps, seed=seed)
+        _Case(model=model, ranks=count, steps=steps, seed=seed, methods=(*names, _MIXED))
         for model in _MODELS
         for count in ranks
     ]
@@ -85,7 +110,7 @@ def _verify_checkpoint(path: Path | None) -> int:
     return 0
 
 
-def _errors_of(case: _Case) -> dict[str, float] | None:
+def _errors_of(case: _Case) -> _Errors | None:
     """Largest relative errors of a case, None when its ranks failed."""
     tell(f"{case.model} on {case.ranks} ranks")
     with tempfile.TemporaryDirectory() as folder:
@@ -100,24 +125,39 @@ def _errors_of(case: _Case) -> dict[str, float] | None:
         code = start(main, ranks=case.ranks, threads=1)
         if code != 0 or not result.exists():
             return None
-        values: dict[str, float] = json.loads(result.read_text())
+        values: _Errors = json.loads(result.read_text())
     return values
 
 
-def _compare(case: _Case) -> dict[str, float]:
+def _compare(case: _Case) -> _Errors:
+    """The errors of each method of the case that some group of its ranks can run; ``mixed`` draws
+    from all of them for every branch of every layer."""
     a, groups = _MODELS[case.model], Groups()
     storage = Storage(
         a, groups, seed=case.seed, dtype=torch.float64, options=AdamW(clip=0.0, decay=0.0)
     )
     executor = Executor(storage, groups, seed=case.seed, dtype=torch.float64)
-    rng = np.random.default_rng((case.seed, case.ranks))
+    found: _Errors = {}
+    for name in case.methods:
+        names = tuple(METHODS) if name == _MIXED else (name,)
+        by_size = methods_by_size(names, a, groups.ranks)
+        if len(by_size) > 1 or name in ("local", _MIXED):
+            found[name] = _worst(case, executor, by_size)
+    return found
+
+
+def _worst(case: _Case, executor: Executor, methods: dict[int, list[str]]) -> dict[str, float]:
+    """Largest errors of random plans whose layers use ``methods`` of each group size."""
+    storage, groups = executor.storage, executor.groups
+    a, rng = storage.architecture, np.random.default_rng((case.seed, case.ranks))
     worst = {"loss": 0.0, "gradient": 0.0}
     for step in range(case.steps):
-        lengths = Lengths.of(rng.integers(1, 50, size=int(rng.integers(2, 10))))
+        short = rng.integers(1, 50, size=int(rng.integers(2, 10))).tolist()
+        lengths = Lengths.of([_LONG, *short] if step == 0 else short)
         tokens = tuple(rng.integers(a.vocabulary, size=n).astype(np.int32) for n in lengths.tokens)
-        plan = random_plan(lengths, groups.ranks, a.layers, rng, largest=a.heads)
+        plan = random_plan(lengths, groups.ranks, a.layers, rng, methods=methods)
         result = executor.run(plan, tokens, step=step, lr=0.0)
-        loss, grads = _plain_step(tokens, a, case.seed)
+        loss, grads = _plain_step(tokens, lengths, a, case.seed, step)
         worst["loss"] = max(worst["loss"], abs(result.loss - loss) / max(abs(loss), 1e-12))
         for name, wanted in grads.items():
             sizes = [len(part) for part in storage.partitions[name].parts]
@@ -129,30 +169,38 @@ def _compare(case: _Case) -> dict[str, float]:
 
 
 def _plain_step(
-    tokens: tuple[np.ndarray, ...], a: Architecture, seed: int
+    tokens: tuple[np.ndarray, ...], lengths: Lengths, a: Architecture, seed: int, step: int
 ) -> tuple[float, dict[str, torch.Tensor]]:
+    objective = objective_of(a, seed=seed, step=step)
+    examples = [objective.example(t, i) for t, i in zip(tokens, lengths.ids, strict=True)]
+    ids, labels = (
+        torch.from_numpy(np.concatenate(parts).astype(np.int64))
+        for parts in zip(*examples, strict=True)
+    )
     weights = {n: w.requires_grad_() for n, w in whole_weights(a, seed, torch.float64).items()}
-    ids = torch.from_numpy(np.concatenate(tokens).astype(np.int64))
-    lengths = [len(t) for t in tokens]
-    loss = plain_loss(ids, lengths, weights, a, sum(lengths) - len(lengths))
+    loss = plain_loss(ids, labels, lengths.tokens, weights, a, objective.count(lengths))
     loss.backward()
     zero = {n: torch.zeros_like(w) for n, w in weights.items()}
     return float(loss.detach()), {n: w.grad if w.grad is not None else zero[n]
                                   for n, w in weights.items()}  # fmt: skip
 
 
-def _print(rows: list[tuple[_Case, dict[str, float] | None]], tolerance: float) -> int:
+def _print(rows: list[tuple[_Case, _Errors | None]], tolerance: float) -> int:
     table = Table(box=None, pad_edge=False)
-    for name in ("model", "ranks", "loss error", "gradient error", "verdict"):
-        table.add_column(name, justify="left" if name == "model" else "right")
+    for name in ("model", "ranks", "methods", "loss error", "gradient error", "verdict"):
+        table.add_column(name, justify="left" if name in ("model", "methods") else "right")
     good = True
     for case, found in rows:
-        fine = found is not None and max(found.values()) <= tolerance
-        good &= fine
-        shown = [f"{found[k]:.1e}" for k in ("loss", "gradient")] if found else ["-", "-"]
-        verdict: Any = "exact" if fine else "WRONG" if found else "FAILED"
-        table.add_row(case.model, str(case.ranks), *shown, verdict)
-    width = max(80, int(os.get_terminal_size().columns)) if os.isatty(1) else 100
+        if found is None:
+            good = False
+            table.add_row(case.model, str(case.ranks), "", "-", "-", "FAILED")
+        for name, errors in (found or {}).items():
+            fine = max(errors.values()) <= tolerance
+            good &= fine
+            shown = [f"{errors[key]:.1e}" for key in ("loss", "gradient")]
+            verdict = "exact" if fine else "WRONG"
+            table.add_row(case.model, str(case.ranks), name, *shown, verdict)
+    width = max(80, int(os.get_terminal_size().columns)) if os.isatty(1) else 110
     Console(highlight=False, width=width).print(table)
     print(f"tolerance {tolerance:.0e}: " + ("all exact" if good else "FAILED"))
     return 0 if good else 1

@@ -22,6 +22,7 @@ __all__ = [
     "Data",
     "best_static",
     "formula_costs",
+    "listed_methods",
     "make_problem",
     "newest_costs",
     "open_data",
@@ -61,7 +62,7 @@ def open_data(config: Config, progress: Progress | None = None) -> Data:
     )  # fmt: skip
     cache = Path(options.cache).expanduser() / "corpora"
     corpus = open_corpus(source, tokenizer, cache=cache, progress=progress)
-    architecture = config.model.architecture(corpus.vocabulary, options.context)
+    architecture = config.model.architecture(corpus.vocabulary, options.context, tokenizer.mask_id)
     sampler = Sampler(
         corpus,
         SamplerOptions(
@@ -131,9 +132,20 @@ def make_problem(costs: CostModel, options: PlannerConfig) -> Problem:
         costs=costs,
         devices=costs.cluster.devices,
         sizes=options.group_sizes or None,
+        methods=("local", *options.candidates) if options.candidates else None,
+        layers=listed_methods(options),
         recompute=options.recompute,
+        smoothing=options.smoothing,
         holding=("whole", "sharded") if options.working == "auto" else (options.working,),
     )
+
+
+def listed_methods(options: PlannerConfig) -> tuple[str, ...] | None:
+    """The methods that a configuration fixes, one for all layers or one for each; None where the
+    choice is the planner's."""
+    if options.methods == "auto":
+        return None
+    return (options.methods,) if isinstance(options.methods, str) else options.methods
 
 
 def best_static(problem: Problem, lengths: Lengths) -> Plan | None:

@@ -54,7 +54,7 @@ class Arriving:
         if self._work is not None:
             self._work.wait()
         result = self._result()
-        self._work, self._keep = None, None
+        del self._work, self._keep, self._result  # the buffers of a sum too
         return result
 
 

@@ -49,6 +49,9 @@ Natural = Annotated[int, Field(ge=0)]
 Count = Annotated[int, BeforeValidator(_number(parse_count)), Field(ge=1)]
 """A number, or a text such as ``"32Ki"``."""
 
+MethodText = Annotated[str, Field(pattern=r"^[a-z_]+(/[a-z_]+)?(\+[a-z]+)?$")]
+"""``METHOD``, ``ATTENTION/FEED_FORWARD``, either with ``+LEVEL``."""
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -68,6 +71,10 @@ class RunConfig(_Section):
 
     steps: Positive = 100
     """Optimizer steps to take in all."""
+
+    check_finite: bool = False
+    """Look for values that are not finite after every layer, forward and backward, and stop with
+    the layer's number and method; costs a pass over each activation."""
 
 
 class DataConfig(_Section):
@@ -138,8 +145,9 @@ class ModelConfig(_Section):
     preset: str | None = None
     """A named architecture; the other keys change it."""
 
-    kind: Literal["llama", "gpt"] | None = None
-    """Block: RMSNorm, SwiGLU and rotary positions, or LayerNorm, GELU and learned positions."""
+    kind: Literal["llama", "gpt", "bert"] | None = None
+    """Block: RMSNorm, SwiGLU and rotary positions (llama), or LayerNorm, GELU and learned positions
+    (gpt); bert has the norms after the sums, sees both sides and learns to guess masked tokens."""
 
     layers: Positive | None = None
     """Transformer layers."""
@@ -154,16 +162,18 @@ class ModelConfig(_Section):
     """Key-value heads (``heads`` when left out; fewer is grouped-query attention)."""
 
     ffn: Positive | None = None
-    """Features of the feed-forward (8/3 of ``hidden`` for llama, 4 times for gpt by default)."""
+    """Features of the feed-forward (8/3 of ``hidden`` for llama, 4 times for gpt and bert by
+    default)."""
 
     vocabulary: Positive | None = None
-    """Rows of the embedding; the tokenizer's size when left out."""
+    """Rows of the embedding; the tokenizer's size when left out, and one more for bert when the
+    tokenizer has no mask token."""
 
     tied: bool | None = None
     """Whether the head uses the embedding's weights."""
 
     causal: bool | None = None
-    """Whether a token sees only earlier ones."""
+    """Whether a token sees only earlier ones (never for bert, by default for the others)."""
 
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Rate of dropout on both branches of each layer."""
@@ -171,20 +181,27 @@ class ModelConfig(_Section):
     rope_theta: Annotated[float, Field(gt=0)] | None = None
     """Base of the rotary positions."""
 
-    def architecture(self, vocabulary: int, context: int) -> Architecture:
+    def architecture(
+        self, vocabulary: int, context: int, mask_id: int | None = None
+    ) -> Architecture:
         """The architecture for a tokenizer of ``vocabulary`` ids and sequences of ``context``.
 
-        Raises SpecError when the shape contradicts itself, is incomplete, or the vocabulary is
-        too small for the tokenizer.
+        ``mask_id`` is the tokenizer's mask token; a model that needs one where there is none has
+        an id of its own for it, the first that the tokenizer does not use. Raises SpecError when
+        the shape contradicts itself, is incomplete, or the vocabulary is too small.
         """
         given = {k: v for k, v in self.model_dump(exclude={"preset"}).items() if v is not None}
-        if given.setdefault("vocabulary", vocabulary) < vocabulary:
-            raise SpecError(
-                "model.vocabulary", got=given["vocabulary"],
-                wanted=f"at least the tokenizer's {vocabulary}",
-            )  # fmt: skip
         kind = given.get("kind") or (PRESETS[self.preset].kind if self.preset in PRESETS else None)
-        if (kind or "llama") == "gpt":
+        wanted, needed = f"at least the tokenizer's {vocabulary}", vocabulary
+        given["mask_id"] = None
+        if kind == "bert":
+            given.setdefault("causal", False)
+            given["mask_id"] = vocabulary if mask_id is None else mask_id
+            if mask_id is None:
+                wanted, needed = f"{wanted} and one for the mask", vocabulary + 1
+        if given.setdefault("vocabulary", needed) < needed:
+            raise SpecError("model.vocabulary", got=given["vocabulary"], wanted=wanted)
+        if kind in ("gpt", "bert"):
             given["positions"] = context
         if self.preset is not None:
             return Architecture.preset(self.preset, **given)
@@ -195,7 +212,7 @@ class ModelConfig(_Section):
             )
         given.setdefault("kv_heads", given["heads"])
         hidden = given["hidden"]
-        wide = 4 * hidden if kind == "gpt" else -(-8 * hidden // 3 // 64) * 64
+        wide = 4 * hidden if kind in ("gpt", "bert") else -(-8 * hidden // 3 // 64) * 64
         given.setdefault("ffn", wide)
         return Architecture(**given)
 
@@ -277,6 +294,19 @@ class PlannerConfig(_Section):
     group_sizes: tuple[Positive, ...] = ()
     """Group sizes to consider; all from one to the number of ranks when empty."""
 
+    methods: Literal["auto"] | MethodText | tuple[MethodText, ...] = "auto"
+    """How layers are spread over the ranks of a group: ``auto`` chooses for each layer of each
+    micro-batch; one method (``"megatron_ts"``, or ``"ATTENTION/FEED_FORWARD"``) serves all layers;
+    a list gives one for each layer. ``+none``, ``+attention`` or ``+full`` fixes the recompute
+    level too. Groups that some layer's method cannot run on are not used."""
+
+    candidates: tuple[MethodText, ...] = ()
+    """Methods that ``auto`` measures and chooses among; all but ``colossal_z`` when empty."""
+
+    smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of a micro-batch's time that may be lost to keep the layer options of the step before;
+    0 always takes the quickest."""
+
     recompute: tuple[Literal["none", "attention", "full"], ...] = ("none", "attention", "full")
     """Recompute levels to consider."""
 
@@ -291,6 +321,10 @@ class PlannerConfig(_Section):
     def _static(self) -> PlannerConfig:
         if (self.name == "static") != (self.static_size is not None):
             raise ValueError("planner 'static' and static_size go together")
+        if self.candidates and self.methods != "auto":
+            raise ValueError("candidates are chosen from when methods is 'auto'")
+        if self.methods == ():
+            raise ValueError("methods needs one entry for each layer")
         if not self.recompute:
             raise ValueError("recompute needs at least one level")
         return self

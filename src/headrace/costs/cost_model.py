@@ -20,11 +20,11 @@ from headrace.errors import CostError, HeadraceError
 from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster
 from headrace.spec.method import LayerOption, LayerPlan
-from headrace.spec.plan import Working
+from headrace.spec.plan import TokenOrder, Working
 
 __all__ = ["FORMAT", "MOST_TOKENS", "CostModel"]
 
-FORMAT = 1
+FORMAT = 2
 MOST_TOKENS = 2**40
 """What :meth:`CostModel.max_tokens` answers when memory does not grow with tokens."""
 
@@ -40,7 +40,9 @@ class CostModel:
     embedding, head and loss together. ``state_bytes`` is what a rank always holds (stored weights,
     optimizer, gradients); ``working_bytes[p]["whole" | "sharded"]`` what it holds in addition to
     work in groups of p. ``gather_s[p]`` is what ``sharded`` adds to one layer's (forward, backward)
-    seconds without recompute, nothing where absent.
+    seconds without recompute where it fetches all weights, nothing where absent.
+    ``feed_forwards`` names for every method without a feed-forward of its own the method whose it
+    uses: of equal options only one is listed.
 
     ``scale`` multiplies all seconds: a correction learnt while training, which cannot change which
     plan is best. ``memory_margin`` is the fraction of the memory kept free.
@@ -56,6 +58,7 @@ class CostModel:
     state_bytes: int
     working_bytes: Mapping[int, Mapping[Working, int]]
     gather_s: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    feed_forwards: Mapping[str, str] = field(default_factory=dict)
     scale: float = 1.0
     memory_margin: float = 0.0
 
@@ -96,18 +99,38 @@ class CostModel:
 
     def option(self, p: int, option: LayerOption) -> OptionCost:
         """The costs of one layer. Raises CostError when it has not been measured."""
-        try:
-            return self.options[p][str(option)]
-        except KeyError:
-            known = ", ".join(self.options.get(p, ())) or f"sizes {self.group_sizes}"
+        options = self.options.get(p, {})
+        found = options.get(str(option)) or options.get(str(self.named(option)))
+        if found is None:
+            known = ", ".join(options) or f"sizes {self.group_sizes}"
             raise CostError(f"costs of {option} on cp{p}", got="none", hint=f"known are {known}")
+        return found
+
+    def named(self, option: LayerOption) -> LayerOption:
+        """The name under which the costs of an option are listed: a feed-forward that several
+        methods share is called after the option's attention, or else after its owner."""
+        own = self.feed_forwards
+        owner = own.get(option.feed_forward, option.feed_forward)
+        same = own.get(option.attention, option.attention) == owner
+        return replace(option, feed_forward=option.attention if same else owner)
+
+    def order_of(self, p: int, layers: LayerPlan) -> TokenOrder:
+        """The token order of a micro-batch with these layers on p ranks: zigzag when any of them
+        is fastest in it, as others hardly care."""
+        if p == 1:
+            return "natural"
+        orders = {self.option(p, option).order for option, _ in layers.counts}
+        return "zigzag" if "zigzag" in orders else "natural"
 
     def gather_seconds(self, p: int, option: LayerOption, working: Working) -> tuple[float, float]:
         """What holding weights sharded adds to one layer's (forward, backward): a layer that is
         computed again in the backward gathers its weights once more."""
-        forward, backward = self.gather_s.get(p, (0.0, 0.0)) if working == "sharded" else (0.0, 0.0)
+        if working == "whole" or p not in self.gather_s:
+            return 0.0, 0.0
+        forward, backward = self.gather_s[p]
         again = forward if option.recompute != "none" else 0.0
-        return forward, backward + again
+        fetched = self.option(p, option).fetched
+        return forward * fetched, (backward + again) * fetched
 
     def layer_seconds(
         self, lengths: Iterable[int], p: int, option: LayerOption, working: Working = "whole"
@@ -234,6 +257,7 @@ class CostModel:
             "state_bytes": self.state_bytes,
             "working_bytes": {str(p): dict(held) for p, held in self.working_bytes.items()},
             "gather_s": {str(p): list(seconds) for p, seconds in self.gather_s.items()},
+            "feed_forwards": dict(self.feed_forwards),
             "scale": self.scale,
             "memory_margin": self.memory_margin,
         }
@@ -245,6 +269,8 @@ class CostModel:
         Raises CostError when the value is malformed, of another format, or, where ``fingerprint``
         is given, of another set-up.
         """
+        if isinstance(value, Mapping) and value.get("format") == 1:
+            value = {**value, "format": FORMAT, "feed_forwards": {}}
         if not isinstance(value, Mapping) or value.get("format") != FORMAT:
             got = value.get("format") if isinstance(value, Mapping) else type(value).__name__
             raise CostError("format of a profile", got=got, wanted=FORMAT, hint="profile again")
@@ -265,6 +291,7 @@ class CostModel:
                 state_bytes=value["state_bytes"],
                 working_bytes={int(p): dict(held) for p, held in value["working_bytes"].items()},
                 gather_s={int(p): (f, b) for p, (f, b) in value["gather_s"].items()},
+                feed_forwards=dict(value["feed_forwards"]),
                 scale=value["scale"],
                 memory_margin=value["memory_margin"],
             )

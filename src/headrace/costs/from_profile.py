@@ -1,4 +1,8 @@
-"""From measurements to a cost model: a quadratic per part, a line per kind of memory."""
+"""From measurements to a cost model: a quadratic per part, a line per kind of memory.
+
+A profile may hold whole layers, branches of layers (:mod:`headrace.costs.branches` puts them
+together), or both; what was measured as a whole counts.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from headrace.costs.branches import composed
 from headrace.costs.cost_model import CostModel
 from headrace.costs.option import Exchange, OptionCost
 from headrace.costs.quadratic import FitError, Linear, Quadratic, fit_linear, fit_quadratic
 from headrace.errors import CostError
-from headrace.spec.profile import ENDS, Profile, ProfilePoint
+from headrace.spec.profile import ENDS, Branch, Profile, ProfilePoint
 
 __all__ = ["FittedPart", "costs_from_profile", "fit_parts", "reconciled"]
 
@@ -52,7 +57,8 @@ def costs_from_profile(profile: Profile) -> CostModel:
     """The cost model of a profile: every option's forward and backward by a relative least
     squares quadratic (Hydraulis, appendix C), its bytes by lines.
 
-    Raises CostError when a ladder has too few points, naming lengths to add.
+    Raises CostError when a ladder has too few points, naming lengths to add, or when the branches
+    of a group size do not belong together.
     """
     curves = {(f.p, f.option, f.part): f.curve for f in fit_parts(profile)}
     costs: dict[int, dict[str, OptionCost]] = {}
@@ -65,18 +71,52 @@ def costs_from_profile(profile: Profile) -> CostModel:
             backward=curves[p, option, "backward"],
             kept=_bytes_line(points, "kept_bytes"),
             transient=_bytes_line(points, "transient_bytes"),
+            order=_agreed_on(points, "order"),
+            fetched=_agreed_on(points, "fetched"),
         )
     return CostModel(
         architecture=profile.architecture,
         cluster=profile.cluster,
         fingerprint=profile.fingerprint,
-        options={p: {o: c for o, c in by.items() if o != ENDS} for p, by in costs.items()},
+        options={p: _options(profile, p, by) for p, by in costs.items()},
         ends={p: by[ENDS] for p, by in costs.items()},
         exchange_s=_exchange(profile),
         state_bytes=profile.state_bytes,
         working_bytes=profile.working_bytes,
         gather_s=profile.gather_s,
+        feed_forwards=profile.feed_forwards,
     )
+
+
+def _options(profile: Profile, p: int, costs: Mapping[str, OptionCost]) -> dict[str, OptionCost]:
+    """The layer options of a group size: those measured whole, before those put together."""
+    whole: dict[str, OptionCost] = {}
+    branches: dict[Branch, dict[str, OptionCost]] = {}
+    for point in profile.points:
+        if point.p != p or point.option == ENDS:
+            continue
+        if point.branch is None:
+            whole[point.option] = costs[point.option]
+        else:
+            branch, text = point.branch
+            branches.setdefault(branch, {})[text] = costs[point.option]
+    if not branches:
+        return whole
+    return {
+        **composed(branches, profile.feed_forwards, profile.architecture, p, profile.element_bytes),
+        **whole,
+    }
+
+
+def _agreed_on(points: Sequence[ProfilePoint], name: str) -> Any:
+    """What all points of a ladder say alike. Raises CostError when they do not."""
+    values = {getattr(point, name) for point in points}
+    if len(values) > 1:
+        raise CostError(
+            f"{name} of {points[0].option} on cp{points[0].p}",
+            got=", ".join(map(str, sorted(values))), wanted="one", hint="profile again",
+        )  # fmt: skip
+    return values.pop()
 
 
 def _exchange(profile: Profile) -> Exchange:
@@ -111,7 +151,8 @@ def fit_parts(profile: Profile) -> list[FittedPart]:
 
 
 def reconciled(points: Sequence[ProfilePoint]) -> list[ProfilePoint]:
-    """Points in which the recompute levels of one method agree on what they share.
+    """Points in which the recompute levels of one method, or of one branch, agree on what they
+    share.
 
     Levels run the same forward, ``full`` runs it again before the backward of ``none``, and
     ``attention`` runs a part of it again (DCP, Eq. 4 and 5). A busy machine only ever adds time,

@@ -35,6 +35,6 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
 
 COLOSSAL_Z = Method(
     name="colossal_z", attention=attention, feed_forward=gathered_feed_forward,
-    attention_rule=any_group, feed_forward_rule=any_group, of="local", order="zigzag",
+    attention_rule=any_group, feed_forward_rule=any_group, of="ulysses_z", order="zigzag",
     automatic=False,
 )  # fmt: skip

@@ -165,13 +165,19 @@ def _tensor_groups(a: Architecture, ranks: int) -> tuple[Members, ...]:
     return mesh.blocks + mesh.rings
 
 
+def _tensor_fetched(a: Architecture, ranks: int) -> float:
+    """A rank holds 1 / R of the rows and needs 1 / U of them."""
+    inner = _tensor_inner(a, ranks) or ranks
+    return (1 / inner - 1 / ranks) / (1 - 1 / ranks)
+
+
 ULYSSES_RING = Method(
     name="ulysses_ring", attention=ulysses_ring, feed_forward=gathered_feed_forward,
-    attention_rule=_ulysses_rule, feed_forward_rule=any_group, of="local", order="zigzag",
+    attention_rule=_ulysses_rule, feed_forward_rule=any_group, of="ulysses_z", order="zigzag",
     attention_groups=_ulysses_groups,
 )  # fmt: skip
 TENSOR_RING = Method(
     name="tensor_ring", attention=tensor_ring, feed_forward=tensor_feed_forward,
     attention_rule=_tensor_rule, feed_forward_rule=_tensor_rule, of="tensor_ring", order="zigzag",
-    attention_groups=_tensor_groups, feed_forward_groups=_tensor_groups,
+    attention_groups=_tensor_groups, feed_forward_groups=_tensor_groups, fetched=_tensor_fetched,
 )  # fmt: skip

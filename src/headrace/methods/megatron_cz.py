@@ -66,9 +66,9 @@ def any_group(architecture: Architecture, ranks: int) -> str | None:
 
 MEGATRON_CZ = Method(
     name="megatron_cz", attention=ring_attention, feed_forward=gathered_feed_forward,
-    attention_rule=any_group, feed_forward_rule=any_group, of="local", order="zigzag",
+    attention_rule=any_group, feed_forward_rule=any_group, of="ulysses_z", order="zigzag",
 )  # fmt: skip
 MEGATRON_CZ_GATHER = Method(
     name="megatron_cz_gather", attention=gather_attention, feed_forward=gathered_feed_forward,
-    attention_rule=any_group, feed_forward_rule=any_group, of="local", order="zigzag",
+    attention_rule=any_group, feed_forward_rule=any_group, of="ulysses_z", order="zigzag",
 )  # fmt: skip

@@ -152,7 +152,12 @@ def _feed_forward_rule(architecture: Architecture, ranks: int) -> str | None:
     return f"megatron_ts runs on at most {blocks} ranks, one per block of the feed-forward"
 
 
+def _nothing(architecture: Architecture, ranks: int) -> float:
+    return 0.0
+
+
 MEGATRON_TS = Method(
     name="megatron_ts", attention=attention, feed_forward=feed_forward,
     attention_rule=_attention_rule, feed_forward_rule=_feed_forward_rule, of="megatron_ts",
+    fetched=_nothing,
 )  # fmt: skip

@@ -30,6 +30,10 @@ Groups = Callable[[Architecture, int], tuple[Members, ...]]
 """The groups within a group of so many ranks that a method needs."""
 
 
+def _all_rows(architecture: Architecture, ranks: int) -> float:
+    return 1.0
+
+
 def _no_groups(architecture: Architecture, ranks: int) -> tuple[Members, ...]:
     return ()
 
@@ -41,7 +45,8 @@ class Method:
     ``order`` is the token order in which it is fastest (it is right in any). ``*_groups`` are the
     groups within the group that a branch needs. ``automatic`` methods are considered when the
     choice is left to the planner. ``of`` names the method whose feed-forward this one uses, its
-    own name where it has one.
+    own name where it has one. ``fetched`` is the share of the weight rows it lacks that a rank
+    fetches where weights are held sharded.
     """
 
     name: str
@@ -53,6 +58,7 @@ class Method:
     order: TokenOrder = "natural"
     attention_groups: Groups = _no_groups
     feed_forward_groups: Groups = _no_groups
+    fetched: Callable[[Architecture, int], float] = _all_rows
     automatic: bool = True
 
     def rule(self, branch: Branch, architecture: Architecture, ranks: int) -> str | None:

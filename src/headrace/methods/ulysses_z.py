@@ -122,5 +122,5 @@ def _a_head_each(architecture: Architecture, ranks: int) -> str | None:
 
 ULYSSES_Z = Method(
     name="ulysses_z", attention=attention, feed_forward=gathered_feed_forward,
-    attention_rule=_a_head_each, feed_forward_rule=any_group, of="local",
+    attention_rule=_a_head_each, feed_forward_rule=any_group, of="ulysses_z",
 )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 
 from headrace.methods.block import normalise
 from headrace.methods.context import Context
+from headrace.methods.method import BRANCHES, Branch
 from headrace.methods.registry import branch
 from headrace.methods.weights import State
 from headrace.ops.linear import embed, linear
@@ -69,11 +70,17 @@ class Transformer:
     def _layer(
         self, x: torch.Tensor, option: LayerOption, state: State, context: Context
     ) -> torch.Tensor:
-        a, ranks = self.architecture, context.ranks
-        attention = branch(option.attention, "attention", a, ranks)
-        feed_forward = branch(option.feed_forward, "feed_forward", a, ranks)
-        x = self._sum(x, attention(x, state, context), 0, state, context)
-        return self._sum(x, feed_forward(x, state, context), 1, state, context)
+        for part in BRANCHES:
+            x = self.branch(x, part, option, state, context)
+        return x
+
+    def branch(
+        self, x: torch.Tensor, part: Branch, option: LayerOption, state: State, context: Context
+    ) -> torch.Tensor:
+        """One half of a layer with its residual sum: x [T / R, h] to [T / R, h]."""
+        name = option.attention if part == "attention" else option.feed_forward
+        run = branch(name, part, self.architecture, context.ranks)
+        return self._sum(x, run(x, state, context), BRANCHES.index(part), state, context)
 
     def _sum(
         self, x: torch.Tensor, y: torch.Tensor, place: int, state: State, context: Context

@@ -6,6 +6,9 @@ of this rank's shard of a matrix. Rows of whole length T stand in the order of t
 A chunk is the same share of every rank's tokens. The next one is on its way while one is
 multiplied: two chunks of gathered activations are alive and never all of them, where Megatron-LM's
 sequence parallelism holds R local activations in passing.
+
+[Note: map] Chunks go through ``map``, which lets go of one before it asks for the next; variables
+of a loop or a generator, ``enumerate`` and ``zip`` hold it on, and a third would be alive.
 """
 
 from __future__ import annotations
@@ -59,9 +62,9 @@ class Spread:
         coming: Arriving | None = self._issue(x, 0)
         for chunk in range(self.chunks):
             assert coming is not None
-            rows = coming.wait()
+            arrived = [coming.wait()]
             coming = self._issue(x, chunk + 1) if chunk + 1 < self.chunks else None
-            yield rows
+            yield arrived.pop()
 
     def _issue(self, x: torch.Tensor, chunk: int) -> Arriving:
         return issue_all_gather(x[self.mine(chunk)], self.counts(chunk), self.group)
@@ -96,12 +99,12 @@ class Spread:
     def scattered(self, chunks: Iterator[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """This rank's rows of the sum over ranks of all chunks [T_c, h]; ``like`` is [t_r, h]."""
         out, before = torch.empty_like(like), Arriving.there(like[:0])
-        for chunk, rows in enumerate(chunks):
-            coming = issue_reduce_scatter(rows, self.counts(chunk), self.group)
-            del rows
+        for chunk in range(self.chunks):
+            rows = next(chunks)
             if chunk:
                 out[self.mine(chunk - 1)] = before.wait()
-            before = coming
+            before = issue_reduce_scatter(rows, self.counts(chunk), self.group)
+            del rows
         out[self.mine(self.chunks - 1)] = before.wait()
         return out
 
@@ -139,7 +142,11 @@ class _GatherLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *stats)
         ctx.rest = (weight, bias, norm, spread)
         matrix = weight.rows()
-        return spread.whole(_product(rows, matrix.t(), bias) for rows in spread.gathered(y))
+
+        def part(rows: torch.Tensor) -> torch.Tensor:
+            return _product(rows, matrix.t(), bias)
+
+        return spread.whole(map(part, spread.gathered(y)))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -148,13 +155,12 @@ class _GatherLinear(torch.autograd.Function):
         matrix = weight.rows()
         y = x if norm is None else norm.again(x, tuple(stats))
 
-        def chunks() -> Iterator[torch.Tensor]:
-            for chunk, rows in enumerate(spread.gathered(y)):
-                dy = spread.take(grad, chunk)
-                weight.add_product(dy, rows)
-                yield dy @ matrix
+        def part(chunk: int, rows: torch.Tensor) -> torch.Tensor:
+            dy = spread.take(grad, chunk)
+            weight.add_product(dy, rows)
+            return dy @ matrix
 
-        dx = spread.scattered(chunks(), y)
+        dx = spread.scattered(map(part, range(spread.chunks), spread.gathered(y)), y)
         if bias is not None:
             bias.add(grad.sum(0))
         return dx if norm is None else norm.backward(dx, x, tuple(stats)), None, None, None, None
@@ -194,12 +200,11 @@ class _LinearScatter(torch.autograd.Function):
         weight, bias, spread = ctx.rest
         matrix = weight.rows()
 
-        def chunks() -> Iterator[torch.Tensor]:
-            for chunk, rows in enumerate(spread.gathered(grad)):
-                weight.add_product(spread.take(y, chunk), rows)
-                yield rows @ matrix.t()
+        def part(chunk: int, rows: torch.Tensor) -> torch.Tensor:
+            weight.add_product(spread.take(y, chunk), rows)
+            return rows @ matrix.t()
 
-        dy = spread.whole(chunks())
+        dy = spread.whole(map(part, range(spread.chunks), spread.gathered(grad)))
         if bias is not None:
             bias.add(grad.sum(0))
         return dy, None, None, None, None
@@ -237,11 +242,11 @@ class _SpreadFeedForward(torch.autograd.Function):
         ctx.save_for_backward(x, *stats)
         ctx.rest = (parts, spread)
         into, out = parts.matrix_in.rows(), parts.matrix_out.rows()
-        chunks = (
-            parts.activation.forward(_product(rows, into.t(), parts.bias_in)) @ out
-            for rows in spread.gathered(y)
-        )
-        return _plus(spread.scattered(chunks, x), parts.bias_out)
+
+        def part(rows: torch.Tensor) -> torch.Tensor:
+            return parts.activation.forward(_product(rows, into.t(), parts.bias_in)) @ out
+
+        return _plus(spread.scattered(map(part, spread.gathered(y)), x), parts.bias_out)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -250,17 +255,16 @@ class _SpreadFeedForward(torch.autograd.Function):
         y = x if parts.norm is None else parts.norm.again(x, tuple(stats))
         into, out = parts.matrix_in.rows(), parts.matrix_out.rows()
 
-        def chunks() -> Iterator[torch.Tensor]:
-            for rows, dz in zip(spread.gathered(y), spread.gathered(grad), strict=True):
-                wide = _product(rows, into.t(), parts.bias_in)
-                parts.matrix_out.add_product(parts.activation.forward(wide), dz)
-                dwide = parts.activation.backward(dz @ out.t(), wide)
-                parts.matrix_in.add_product(dwide, rows)
-                if parts.bias_in is not None:
-                    parts.bias_in.add(dwide.sum(0))
-                yield dwide @ into
+        def part(rows: torch.Tensor, dz: torch.Tensor) -> torch.Tensor:
+            wide = _product(rows, into.t(), parts.bias_in)
+            parts.matrix_out.add_product(parts.activation.forward(wide), dz)
+            dwide = parts.activation.backward(dz @ out.t(), wide)
+            parts.matrix_in.add_product(dwide, rows)
+            if parts.bias_in is not None:
+                parts.bias_in.add(dwide.sum(0))
+            return dwide @ into
 
-        dx = spread.scattered(chunks(), y)
+        dx = spread.scattered(map(part, spread.gathered(y), spread.gathered(grad)), y)
         if parts.bias_out is not None:
             parts.bias_out.add(grad.sum(0))
         if parts.norm is not None:

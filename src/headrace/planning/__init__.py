@@ -4,5 +4,6 @@ from headrace.planning.baselines import max_length_static, static_plan
 from headrace.planning.layers import best_layers
 from headrace.planning.planner import plan
 from headrace.planning.problem import Problem
+from headrace.planning.selection import StrategySelector
 
-__all__ = ["Problem", "best_layers", "max_length_static", "plan", "static_plan"]
+__all__ = ["Problem", "StrategySelector", "best_layers", "max_length_static", "plan", "static_plan"]

@@ -1,4 +1,5 @@
-"""A lower bound of every plan's step: what no dispatch, packing or order can beat.
+"""A lower bound of every plan's step: what no dispatch, packing or order can beat, with layer plans
+of the frontiers.
 
 Claim. Let a plan of the free semantics take tau seconds between pull and push. For every sequence
 i and group size p let ``alone``, ``work`` and ``spread`` be as in :mod:`headrace.planning.sizing`.

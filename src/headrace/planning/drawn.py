@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
+from headrace.errors import SpecError
 from headrace.spec.lengths import Lengths
 from headrace.spec.method import RECOMPUTE, LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
@@ -15,12 +18,24 @@ __all__ = ["random_plan"]
 def random_plan(
     lengths: Lengths, devices: int, layers: int, rng: np.random.Generator, *,
     largest: int | None = None, working: Working | None = None,
+    methods: Mapping[int, Sequence[str]] | None = None,
 ) -> Plan:  # fmt: skip
     """Each sequence on a random aligned block of a random size of at most ``largest`` ranks,
-    packed at random, every layer with a random recompute level; larger groups come first."""
+    packed at random, its tokens in a random order, every layer with a random attention,
+    feed-forward and recompute level; larger groups come first.
+
+    ``methods`` names for every size that may be drawn the methods that groups of it support;
+    without, one rank is ``local`` and larger groups are ``ulysses_z``.
+    """
+    most = min(devices, largest or devices)
+    if methods is None:
+        methods = {size: ("local" if size == 1 else "ulysses_z",) for size in range(1, most + 1)}
+    sizes = [size for size in sorted(methods) if size <= most and methods[size]]
+    if not sizes:
+        raise SpecError("methods of a random plan", got=dict(methods), wanted="some on few ranks")
     jobs: dict[tuple[int, int], list[list[int]]] = {}
     for i in rng.permutation(len(lengths)):
-        size = int(rng.integers(1, min(devices, largest or devices) + 1))
+        size = sizes[int(rng.integers(len(sizes)))]
         block = int(rng.integers(devices // size))
         packs = jobs.setdefault((size, block), [[]])
         if packs[-1] and rng.random() < 0.4:
@@ -35,7 +50,8 @@ def random_plan(
             MicroBatch(
                 pipeline=len(pipelines) - 1,
                 sequences=tuple(pack),
-                layers=_random_layers("local" if size == 1 else "ulysses_z", layers, rng),
+                layers=_random_layers(methods[size], layers, rng),
+                order="zigzag" if size > 1 and rng.random() < 0.5 else "natural",
             )
             for pack in packs
         ]
@@ -52,6 +68,16 @@ def random_plan(
     )
 
 
-def _random_layers(method: str, layers: int, rng: np.random.Generator) -> LayerPlan:
-    levels = rng.integers(len(RECOMPUTE), size=layers)
-    return LayerPlan(options=tuple(LayerOption.of(method, RECOMPUTE[level]) for level in levels))
+def _random_layers(methods: Sequence[str], layers: int, rng: np.random.Generator) -> LayerPlan:
+    names = rng.integers(len(methods), size=(layers, 2)).tolist()
+    levels = rng.integers(len(RECOMPUTE), size=layers).tolist()
+    return LayerPlan(
+        options=tuple(
+            LayerOption(
+                attention=methods[attention],
+                feed_forward=methods[feed_forward],
+                recompute=RECOMPUTE[level],
+            )
+            for (attention, feed_forward), level in zip(names, levels, strict=True)
+        )
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,13 +32,17 @@ def reasons(
     candidates: Sequence[Candidate],
     static: Solution,
 ) -> tuple[str, ...]:
-    """Two to four reasons for the first of ``candidates`` (best first): what binds, what the best
-    static plan would cost, the runner-up, and what is recomputed."""
+    """Two to five reasons for the first of ``candidates`` (best first): what binds, what the best
+    static plan would cost, the runner-up, the methods where there was a choice, and what is
+    recomputed."""
     best = candidates[0].solution
     texts = [_binding(problem, batch, bound, best), _static(problem, best, static)]
     runner_up = _runner_up(problem, candidates, static)
     if runner_up:
         texts.append(runner_up)
+    layers = _layers(problem, best)
+    if layers:
+        texts.append(layers)
     texts.append(_recomputed(best))
     return tuple(texts)
 
@@ -92,6 +97,25 @@ def _runner_up(problem: Problem, candidates: Sequence[Candidate], static: Soluti
                 f"(+{percent_text(_ratio(there_s, here_s) - 1)})"
             )
     return None
+
+
+def _layers(problem: Problem, best: Solution) -> str | None:
+    """The layers of the micro-batches on every size where methods could be chosen, the most
+    frequent of them."""
+    texts = list[str]()
+    for p in sorted({p for p, _ in best.packs}):
+        if len({(o.attention, o.feed_forward) for o in problem.options[p]}) > 1:
+            frontier = best.arena.frontiers[p]
+            used = Counter(
+                str(frontier.layer_plan(index))
+                for (size, _), packed in best.packs.items()
+                if size == p
+                for index in packed.plans
+            )
+            most, count = min(used.items(), key=lambda item: (-item[1], item[0]))
+            share = "" if len(used) == 1 else f" in {count} of {used.total()}"
+            texts.append(f"cp{p} {most}{share}")
+    return f"layers: {', '.join(texts)}" if texts else None
 
 
 def _recomputing(best: Solution) -> dict[str, int]:

@@ -8,7 +8,6 @@ from typing import get_args
 from headrace.errors import InfeasiblePlan
 from headrace.planning.problem import Problem
 from headrace.planning.sizing import Batch, SizeTable
-from headrace.spec import LayerPlan
 from headrace.spec.plan import Working
 from headrace.units import bytes_text
 
@@ -58,11 +57,11 @@ def _least_bytes(problem: Problem, tokens: int, sizes: tuple[int, ...]) -> tuple
     """The thriftiest way to hold a sequence: (bytes, in words, group size)."""
     costs, found = problem.costs, list[tuple[int, int, str]]()
     for p in sizes:
-        for option in problem.options[p]:
-            layers = LayerPlan.uniform(option, costs.architecture.layers)
+        for layers in problem.uniform_layers(p):
+            name = str(layers.options[0]) if len(layers.counts) == 1 else str(layers)
             for working in get_args(Working):
                 needed = costs.micro_batch_bytes(tokens, p, layers, working)
-                found.append((needed, p, f"cp{p} with {option} and {working} weights"))
+                found.append((needed, p, f"cp{p} with {name} and {working} weights"))
     needed, p, where = min(found)
     return needed, where, p
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
-from headrace.planning.layers import Frontier
+from headrace.planning.frontier import Frontier
 
 __all__ = ["Packed", "pack"]
 
@@ -43,8 +43,9 @@ def pack(tokens: Sequence[int], frontier: Frontier) -> Packed:
     if total <= frontier.caps[0] and frontier.rules[0]:
         a, b, c = frontier.rows[0]
         return Packed(a * squares + b * total + c, (tuple(range(len(tokens))),), (0,))
-    tries = [_first_fit(tokens, frontier.caps[0]), _first_fit(tokens, frontier.most_tokens)]
-    for count in _counts(len(tokens), total, squares, frontier):
+    quick = frontier.quickest_cap(squares, total)
+    tries = [_first_fit(tokens, quick), _first_fit(tokens, frontier.most_tokens)]
+    for count in _counts(len(tokens), total, squares, quick, frontier):
         filled = _fill(tokens, count, frontier.most_tokens)
         if filled is not None:
             tries.append(filled)
@@ -61,10 +62,13 @@ def _priced(bins: Bins, tokens: Sequence[int], frontier: Frontier) -> Packed:
     return Packed(seconds, tuple(map(tuple, bins)), tuple(plans))
 
 
-def _counts(sequences: int, total: int, squares: float, frontier: Frontier) -> list[int]:
-    """Numbers of micro-batches worth trying, by the cost of an even split."""
+def _counts(
+    sequences: int, total: int, squares: float, quick: int, frontier: Frontier
+) -> list[int]:
+    """Numbers of micro-batches worth trying, by the cost of an even split, up to one more than
+    the quickest plan, which holds ``quick`` tokens, takes."""
     least = -(-total // frontier.most_tokens)
-    most = min(sequences, max(least, -(-total // frontier.caps[0])) + 1)
+    most = min(sequences, max(least, -(-total // quick)) + 1)
     step = (most / least) ** (1 / _COUNTS_RANKED)
     grid = {round(least * step**k) for k in range(_COUNTS_RANKED + 1)} | {least + 1}
     ranked = []

@@ -48,10 +48,14 @@ _CLOSE_ENOUGH = 1 + 5e-4  # of the bound: no search beyond it
 Rows = NDArray[np.int64]
 
 
-def plan(problem: Problem, lengths: Lengths, *, seed: int = 0) -> Plan:
+def plan(
+    problem: Problem, lengths: Lengths, *, seed: int = 0, previous: Plan | None = None
+) -> Plan:
     """The quickest plan found for one batch.
 
-    Deterministic in ``lengths`` and ``seed``, which feeds the local search. Raises InfeasiblePlan
+    Deterministic in ``lengths``, ``seed``, which feeds the local search, and ``previous``, the
+    plan of the step before: where the problem smooths, its layers stay if others would hardly be
+    quicker (:mod:`headrace.planning.smoothing`). Raises InfeasiblePlan
     when a sequence fits no group of ranks, saying by how much and what would help.
     """
     batch = Batch.of(lengths)
@@ -69,7 +73,7 @@ def plan(problem: Problem, lengths: Lengths, *, seed: int = 0) -> Plan:
     why = reasons(problem, batch, bound, found, static)
     return planned(
         problem, found[0].solution, batch, bound_s=bound.seconds, planner="adaptive", seed=seed,
-        why=why,
+        why=why, previous=previous,
     )  # fmt: skip
 
 
@@ -80,7 +84,7 @@ def _arenas(problem: Problem, batch: Batch) -> Iterator[Arena]:
     whole = problem.arena("whole", sizes)
     if whole.most_tokens >= longest:
         yield whole
-        if all(f.rules[0] and f.caps[0] >= sum(batch.tokens) for f in whole.frontiers.values()):
+        if all(f.caps[0] >= sum(batch.tokens) for f in whole.frontiers.values()):
             return
     costs = problem.costs
     for pair in combinations(sizes, 2):

@@ -9,8 +9,11 @@ from functools import cached_property
 
 from headrace.costs import CostModel
 from headrace.errors import SpecError, did_you_mean
-from headrace.planning.layers import Frontier, layer_frontier
-from headrace.spec import LayerOption
+from headrace.planning.frontier import Frontier
+from headrace.planning.layers import layer_frontier, layer_table
+from headrace.planning.listed import listed_frontier
+from headrace.planning.method_list import ListedLayer, parse_layers
+from headrace.spec import LayerOption, LayerPlan
 from headrace.spec.method import RECOMPUTE, Recompute
 from headrace.spec.plan import Semantics, Working
 
@@ -42,8 +45,12 @@ class Problem:
     ``semantics``: this planner makes plans whose groups start when their ranks are free.
     ``sizes``, ``methods``, ``recompute`` and ``holding`` restrict the group sizes, the layers'
     methods, what they may recompute and how groups may hold weights; everything with costs by
-    default. One problem serves many batches: it keeps what it has worked out. Raises SpecError
-    for choices that do not exist.
+    default. ``layers`` gives every layer's methods instead, as ``METHOD`` or
+    ``ATTENTION/FEED_FORWARD``, with ``+LEVEL`` also what it recomputes: one entry for each layer
+    or one for all. On one rank there is nothing to spread, so only the levels count there.
+    ``smoothing`` is the share of a micro-batch's seconds that may be lost to keep the layers of
+    the step before. One problem serves many batches: it keeps what it has worked out. Raises
+    SpecError for choices that do not exist.
     """
 
     costs: CostModel
@@ -51,8 +58,10 @@ class Problem:
     semantics: Semantics = "free"
     sizes: tuple[int, ...] | None = None
     methods: tuple[str, ...] | None = None
+    layers: tuple[str, ...] | None = None
     recompute: tuple[Recompute, ...] = RECOMPUTE
     holding: tuple[Working, ...] = ("whole", "sharded")
+    smoothing: float = 0.0
     _arenas: dict[tuple[Working, tuple[int, ...], bool], Arena] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -78,21 +87,47 @@ class Problem:
         if min(self.sizes or self.costs.group_sizes) > self.devices:
             known = ", ".join(map(str, self.costs.group_sizes))
             raise SpecError("group sizes", got=known, wanted=f"one of at most {self.devices} ranks")
-        known_methods = {m for p in self.costs.group_sizes for m in self._methods(p)}
+        if not 0 <= self.smoothing < 1:
+            raise SpecError("smoothing", got=self.smoothing, wanted="0 <= smoothing < 1")
+        if self.methods is not None and self.layers is not None:
+            raise SpecError("methods and layers", got="both", wanted="one of them")
         for method in self.methods or ():
-            if method not in known_methods:
-                known = f"known are {', '.join(sorted(known_methods))}"
-                hint = did_you_mean(method, known_methods) or known
+            if method not in self._known:
+                known = f"known are {', '.join(sorted(self._known))}"
+                hint = did_you_mean(method, self._known) or known
                 raise SpecError("method", got=repr(method), wanted="one with costs", hint=hint)
         if not self.group_sizes:
             raise SpecError(
-                "choices of a problem", got=f"methods {self.methods}, recompute {self.recompute}",
-                wanted="at least one layer option with costs",
+                "choices of a problem", got=self._choices, hint=self._missing(),
+                wanted="at least one layer option with costs"
+                + (" for every layer" if self.layers else ""),
             )  # fmt: skip
 
-    def _methods(self, p: int) -> set[str]:
-        options = map(LayerOption.parse, self.costs.options[p])
-        return {method for o in options for method in (o.attention, o.feed_forward)}
+    @property
+    def _choices(self) -> str:
+        chosen = f"layers {self.layers}" if self.layers else f"methods {self.methods}"
+        return f"{chosen}, recompute {self.recompute}"
+
+    def _missing(self) -> str:
+        """What a list of layers lacks on every size."""
+        texts = []
+        for p, slots in self.slots.items() if self.layers else ():
+            layer = next(i for i, slot in enumerate(slots) if not slot)
+            texts.append(f"layer {layer} cannot run {self._listed[layer]} on cp{p}")
+        return ", ".join(texts[:4])
+
+    @cached_property
+    def _known(self) -> set[str]:
+        """Methods with costs on some size."""
+        found = set(self.costs.feed_forwards)
+        for p in self.costs.group_sizes:
+            for option in map(LayerOption.parse, self.costs.options[p]):
+                found |= {option.attention, option.feed_forward}
+        return found
+
+    @cached_property
+    def _listed(self) -> tuple[ListedLayer, ...]:
+        return parse_layers(self.layers or (), self.costs.architecture.layers, self._known)
 
     @cached_property
     def group_sizes(self) -> tuple[int, ...]:
@@ -101,18 +136,45 @@ class Problem:
 
     @cached_property
     def options(self) -> dict[int, tuple[LayerOption, ...]]:
-        """Layer options that may be used on every size of at most all devices."""
-        methods = None if self.methods is None else set(self.methods)
+        """Layer options that may be used on every size of at most all devices; none where some
+        layer cannot be run."""
         return {
-            p: tuple(
-                option
-                for option in map(LayerOption.parse, self.costs.options[p])
-                if option.recompute in self.recompute
-                and (methods is None or {option.attention, option.feed_forward} <= methods)
+            p: tuple(dict.fromkeys(option for slot in slots for option in slot))
+            if all(slots) else ()
+            for p, slots in self.slots.items()
+        }  # fmt: skip
+
+    @cached_property
+    def slots(self) -> dict[int, tuple[tuple[LayerOption, ...], ...]]:
+        """For every size the options of each layer, or of all layers in one where they are free."""
+        sizes = [p for p in sorted(set(self.sizes or self.costs.group_sizes)) if p <= self.devices]
+        return {p: self._slots(p, self._levels(p)) for p in sizes}
+
+    def _levels(self, p: int) -> tuple[LayerOption, ...]:
+        options = map(LayerOption.parse, self.costs.options[p])
+        return tuple(option for option in options if option.recompute in self.recompute)
+
+    def _slots(
+        self, p: int, options: tuple[LayerOption, ...]
+    ) -> tuple[tuple[LayerOption, ...], ...]:
+        if self.layers is not None:
+            slots = tuple(
+                tuple(o for o in options if listed.allows(o, self.costs, p))
+                for listed in self._listed
             )
-            for p in sorted(set(self.sizes or self.costs.group_sizes))
-            if p <= self.devices
-        }
+            return slots[:1] if len(set(slots)) == 1 else slots
+        if self.methods is None:
+            return (options,)
+        owners = self.costs.feed_forwards
+        owned = {owners.get(method, method) for method in self.methods}
+        return (
+            tuple(
+                o
+                for o in options
+                if o.attention in self.methods
+                and owners.get(o.feed_forward, o.feed_forward) in owned
+            ),
+        )
 
     def rescaled(self, scale: float) -> Problem:
         """The same problem with another ``scale`` of its seconds; what is worked out is kept, as
@@ -127,9 +189,35 @@ class Problem:
         held = self.costs.held_bytes({p, *sizes}, working)
         key = (p, working, held)
         if key not in self._frontiers:
-            unscaled = self.costs.replace(scale=1.0)
-            self._frontiers[key] = layer_frontier(unscaled, p, working, sizes, self.options[p])
+            self._frontiers[key] = self._frontier(p, working, sizes)
         return self._frontiers[key]
+
+    def _frontier(self, p: int, working: Working, sizes: Collection[int]) -> Frontier:
+        unscaled, options = self.costs.replace(scale=1.0), self.options[p]
+        if len(self.slots[p]) == 1:
+            return layer_frontier(unscaled, p, working, sizes, options)
+        table = layer_table(unscaled, p, working, sizes, options)
+        return listed_frontier(table, self.slots[p])
+
+    def uniform_layers(self, p: int) -> list[LayerPlan]:
+        """Layer plans of size p of equal layers, or of one level where their methods are given:
+        the thriftiest plan keeps about as much as the thriftiest of them."""
+        slots = self.slots[p]
+        if len(slots) == 1:
+            return [LayerPlan.uniform(o, self.costs.architecture.layers) for o in slots[0]]
+        return [
+            LayerPlan(options=tuple(_at_level(slot, level) for slot in slots))
+            for level in self.recompute
+        ]
+
+    def allows(self, p: int, layers: LayerPlan) -> bool:
+        """Whether a micro-batch on p ranks may have these layers, memory aside."""
+        slots, number = self.slots.get(p, ()), self.costs.architecture.layers
+        if len(layers.options) != number:
+            return False
+        each = slots * number if len(slots) == 1 else slots
+        named = map(self.costs.named, layers.options)
+        return bool(each) and all(o in slot for o, slot in zip(named, each, strict=True))
 
     def arena(self, working: Working, sizes: tuple[int, ...], *, mixed: bool = True) -> Arena:
         """The arena in which ranks work in groups of all ``sizes``, or, not ``mixed``, of one of
@@ -141,3 +229,7 @@ class Problem:
             fits = {p: frontier for p, frontier in found.items() if frontier.most_tokens}
             self._arenas[key] = Arena(working=working, sizes=tuple(fits), frontiers=fits)
         return self._arenas[key]
+
+
+def _at_level(slot: tuple[LayerOption, ...], level: Recompute) -> LayerOption:
+    return next((option for option in slot if option.recompute == level), slot[0])

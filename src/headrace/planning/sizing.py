@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.planning.layers import Frontier
+from headrace.planning.frontier import Frontier
 from headrace.spec import Lengths
 
 __all__ = ["Batch", "SizeTable"]
@@ -97,16 +97,19 @@ def _lowest(frontier: Frontier, lengths: Floats) -> Floats:
     first = np.searchsorted(caps, lengths)
     fits = first < len(caps)
     out = np.full((3, len(lengths)), np.inf)
-    for row, (b, c, ruling) in enumerate(frontier.shares):
+    for row, share in enumerate(frontier.shares):
+        b, c = share.b, share.c
         # Where the first plan that holds a sequence is the quickest of all later ones, take it.
         quick = fits.copy()
-        quick[fits] = ruling[first[fits]]
+        quick[fits] = share.rules[first[fits]]
         at, some = first[quick], lengths[quick]
         out[row, quick] = a[at] * some**2 + b[at] * some + c[at]
-        slow = np.flatnonzero(fits & ~quick)
-        if len(slow):
-            some = lengths[slow]
-            values = np.outer(a, some**2) + np.outer(b, some) + c[:, None]
-            values[caps[:, None] < some] = np.inf
-            out[row, slow] = values.min(axis=0)
+        slow = fits & ~quick
+        every = np.arange(len(caps))
+        for rows, which in ((share.quickest, slow & (first == 0)), (every, slow & (first > 0))):
+            some = lengths[which]
+            if len(some):
+                values = np.outer(a[rows], some**2) + np.outer(b[rows], some) + c[rows][:, None]
+                values[caps[rows][:, None] < some] = np.inf
+                out[row, which] = values.min(axis=0)
     return out

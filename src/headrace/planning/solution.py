@@ -8,6 +8,7 @@ from headrace.planning.dispatch import Block, Members, finish_times, order_of
 from headrace.planning.packing import Packed, pack
 from headrace.planning.problem import Arena, Problem
 from headrace.planning.sizing import Batch
+from headrace.planning.smoothing import smoothed
 from headrace.simulator import step_s
 from headrace.spec import MicroBatch, Pipeline, Plan, Scheme, Strategy
 
@@ -75,12 +76,14 @@ def planned(
     planner: str,
     seed: int = 0,
     why: tuple[str, ...] = (),
+    previous: Plan | None = None,
 ) -> Plan:
     """The plan of a solution, larger groups first, timed by the simulator. ``bound_s`` is that
-    of the time between pull and push, without the costs' scale."""
+    of the time between pull and push, without the costs' scale. Layers of ``previous``, the plan
+    of the step before, are kept where the problem smooths."""
     costs = problem.costs
     step_bound_s = (bound_s + costs.exchange_s.total_s) * costs.scale
-    pipelines, micro_batches = _shape(solution, batch)
+    pipelines, micro_batches = _shape(problem, solution, batch)
     plan = Plan(
         lengths=batch.lengths,
         devices=problem.devices,
@@ -95,20 +98,28 @@ def planned(
     )
     predicted_s = step_s(plan, costs)
     assert step_bound_s <= predicted_s * (1 + 1e-9), "a bound is below every plan"
+    if previous is not None and problem.smoothing > 0:
+        # Layers of another frontier, which are kept, may be quicker than any of this one.
+        plan = smoothed(problem, solution.arena, plan, previous)
+        predicted_s = step_s(plan, costs)
     return plan.replace(predicted_s=predicted_s, lower_bound_s=min(step_bound_s, predicted_s))
 
 
-def _shape(solution: Solution, batch: Batch) -> tuple[tuple[Pipeline, ...], tuple[MicroBatch, ...]]:
+def _shape(
+    problem: Problem, solution: Solution, batch: Batch
+) -> tuple[tuple[Pipeline, ...], tuple[MicroBatch, ...]]:
     pipelines: list[Pipeline] = []
     micro_batches: list[MicroBatch] = []
     for p, k in order_of(solution.members):
         held, packed = solution.members[p, k], solution.packs[p, k]
         for pack_, index in zip(packed.bins, packed.plans, strict=True):
+            layers = solution.arena.frontiers[p].layer_plan(index)
             micro_batches.append(
                 MicroBatch(
                     pipeline=len(pipelines),
                     sequences=tuple(batch.order[held[i]] for i in pack_),
-                    layers=solution.arena.frontiers[p].layer_plan(index),
+                    layers=layers,
+                    order=problem.costs.order_of(p, layers),
                 )
             )
         ranks = tuple(range(k * p, (k + 1) * p))

@@ -52,13 +52,14 @@ def sources(
 
 
 def layer_states(weights: State, layers: int) -> tuple[State, ...]:
-    """The weights of each layer by short name."""
+    """The weights of each of the first ``layers`` layers by short name."""
     states: tuple[dict[str, Weight], ...] = tuple({} for _ in range(layers))
     for name, weight in weights.items():
         head, _, rest = name.partition(".")
         if head == "layers":
             index, _, short = rest.partition(".")
-            states[int(index)][short] = weight
+            if int(index) < layers:
+                states[int(index)][short] = weight
     return states
 
 

@@ -1,11 +1,13 @@
-"""The profiler: seconds and bytes of one layer from two layers, in seconds.
+"""The profiler: seconds and bytes of a layer's branches from two layers, in seconds.
 
-For each group size and recompute level it runs packs of growing length through two layers of the
-model, as the executor would, and takes the second layer's forward and backward (the first warms
-up); embedding, last norm, head and loss are taken apart as ``ends``. All groups of a size run at
-the same time, as they will in training, and the slowest rank counts. Layers are alike, so one
-layer's cost times their number plus the ends is the model's (DCP, section 3.5, where the whole
-second layer is timed too; the constant part is measured here instead of being subtracted).
+For each group size, method and recompute level it runs packs of growing length through one branch
+of two layers of the model, as the executor would, and takes the second layer's forward and backward
+(the first warms up). Embedding, last norm, head and loss are measured apart as ``ends``. All groups
+of a size run at the same time, as they will in training, and the slowest rank counts. Layers are
+alike, so one layer's cost times their number plus the ends is the model's (DCP, section 3.5, where
+the whole second layer is timed too; the constant part is measured here instead of being
+subtracted). A method is measured in the token order that suits it, a feed-forward that several
+methods share once. The level ``full`` is not measured: it follows from ``none``.
 
 What a rank learns is agreed before the next rung of the ladder, so all ranks climb alike.
 """
@@ -21,18 +23,20 @@ import torch
 
 from headrace.comm.collectives import gather_floats
 from headrace.comm.mesh import Groups
+from headrace.errors import SpecError
 from headrace.layouts.layout import group_shards
-from headrace.methods.registry import METHODS
+from headrace.methods.method import BRANCHES, Branch
+from headrace.methods.registry import METHODS, methods_for, subgroups
 from headrace.methods.weights import Shard, Weight
 from headrace.models.transformer import Transformer
-from headrace.runtime.counted import ByteCounter
 from headrace.runtime.executor import Executor
 from headrace.runtime.micro_batch import MicroBatchRun, sources
+from headrace.runtime.pieces import BranchPiece, EndsPiece, Piece, count, measure
 from headrace.runtime.storage import Storage
 from headrace.spec.cluster import Cluster
 from headrace.spec.lengths import Lengths
 from headrace.spec.method import RECOMPUTE, LayerOption, LayerPlan, Recompute
-from headrace.spec.plan import MicroBatch, Pipeline, Plan
+from headrace.spec.plan import MicroBatch, Pipeline, Plan, TokenOrder
 from headrace.spec.plan import Working as HowHeld
 from headrace.spec.profile import ENDS, Profile, ProfilePoint
 from headrace.spec.scheme import Scheme
@@ -43,7 +47,8 @@ __all__ = ["ProfileOptions", "Profiler"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """What to measure: group sizes, recompute levels, the longest pack in tokens.
+    """What to measure: group sizes, methods (those that a size supports), recompute levels, the
+    longest pack in tokens.
 
     ``rung_s`` ends a ladder: no rung is climbed that is expected to take longer (seconds of one
     forward and backward of two layers). ``repeats`` timings per point, the least counts.
@@ -51,9 +56,35 @@ class ProfileOptions:
 
     sizes: tuple[int, ...]
     longest: int
+    methods: tuple[str, ...] = tuple(m.name for m in METHODS.values() if m.automatic)
     levels: tuple[Recompute, ...] = RECOMPUTE
     rung_s: float = 1.0
     repeats: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ladder:
+    """One branch of one method and level, or the ends (``part`` None), on groups of p."""
+
+    p: int
+    part: Branch | None
+    method: str
+    level: Recompute
+
+    @property
+    def option(self) -> LayerOption:
+        """The layer option whose branch is measured."""
+        return LayerOption.of(self.method, self.level)
+
+    @property
+    def text(self) -> str:
+        """The option text of its points."""
+        return ENDS if self.part is None else f"{self.part}:{self.option}"
+
+    @property
+    def order(self) -> TokenOrder:
+        """How the tokens lie while it is measured."""
+        return METHODS[self.method].order if self.p > 1 and self.part == "attention" else "natural"
 
 
 class Profiler:
@@ -79,15 +110,23 @@ class Profiler:
         self._model = Transformer(self._two)
 
     def profile(self, fingerprint: str, cluster: Cluster) -> Profile:
-        """Run all ladders. Collective: every rank calls it alike."""
+        """Run all ladders. Collective: every rank calls it alike.
+
+        Raises SpecError when a group size is supported by none of the methods.
+        """
         started = time.perf_counter()
-        self._groups.prepare(ranks for p in self._options.sizes for ranks in self._blocks(p))
+        ladders = [ladder for p in self._options.sizes for ladder in self._ladders(p)]
+        self._groups.prepare(
+            tuple(ranks[member] for member in members)
+            for ladder in ladders for ranks in self._blocks(ladder.p)
+            for members in (tuple(range(ladder.p)),
+                            *subgroups(ladder.option, self._two, ladder.p))
+        )  # fmt: skip
         points: list[ProfilePoint] = []
         self._warm_up()
-        ladders = [(p, level) for p in self._options.sizes for level in self._options.levels]
-        for done, (p, level) in enumerate(ladders):
-            self._progress(f"profile cp{p} {level}", done, len(ladders))
-            points += self._ladder(p, level)
+        for done, ladder in enumerate(ladders):
+            self._progress(f"profile cp{ladder.p} {ladder.text}", done, len(ladders))
+            points += self._climb(ladder)
         self._progress("profile", len(ladders), len(ladders))
         return Profile(
             fingerprint=fingerprint,
@@ -98,24 +137,48 @@ class Profiler:
             state_bytes=self._agreed_max(self._storage.bytes_held()),
             working_bytes={p: self._working_bytes(p) for p in self._options.sizes},
             gather_s={p: self._gather(p) for p in self._options.sizes if p > 1},
+            element_bytes=torch.empty(0, dtype=self._dtype).element_size(),
+            feed_forwards={m.name: m.of for m in METHODS.values() if m.of != m.name},
             measured_in_s=self._slowest([time.perf_counter() - started])[0],
         )
+
+    def _ladders(self, p: int) -> list[_Ladder]:
+        """The ends, the attention of every method, and every feed-forward once."""
+        wanted = ("local",) if p == 1 else self._options.methods
+        a = self._two
+        attention = [n for n in methods_for(a, p, "attention") if n in wanted]
+        feed = [n for n in methods_for(a, p, "feed_forward") if n in wanted]
+        owners = dict.fromkeys(METHODS[name].of for name in feed)
+        if not attention or not owners:
+            rules = "; ".join(
+                rule for name in wanted if (rule := METHODS[name].supports(a, p)) is not None
+            )
+            raise SpecError(f"methods on groups of {p}", got=", ".join(wanted), wanted=rules)
+        levels = [level for level in RECOMPUTE[:-1] if level in {"none", *self._options.levels}]
+        parts: tuple[tuple[Branch, list[str]], ...] = (
+            ("attention", attention), ("feed_forward", list(owners))
+        )  # fmt: skip
+        return [_Ladder(p=p, part=None, method=attention[0], level="none")] + [
+            _Ladder(p=p, part=part, method=name, level=level)
+            for part, names in parts for name in names for level in levels
+        ]  # fmt: skip
 
     def _warm_up(self) -> None:
         """One small pack through everything: first calls load and allocate."""
         lengths = (min(256, self._options.longest),)
-        option = self._option(1, "none")
-        self._measure((self._groups.rank,), option, lengths, self._tokens(lengths))
+        alone = (self._groups.rank,)
+        for part in (None, *BRANCHES):
+            ladder = _Ladder(p=1, part=part, method="local", level="none")
+            measure(self._piece(alone, ladder, lengths), self._clock)
+
+    def _clock(self) -> float:
+        if self._device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def _blocks(self, p: int) -> list[tuple[int, ...]]:
         ranks = self._groups.ranks
         return [tuple(range(k * p, (k + 1) * p)) for k in range(ranks // p)]
-
-    def _option(self, p: int, level: Recompute) -> LayerOption:
-        name = next(
-            m.name for m in METHODS.values() if m.supports(self._storage.architecture, p) is None
-        )
-        return LayerOption.of(name, level)
 
     def _packs(self, p: int) -> Iterator[tuple[tuple[int, ...], bool]]:
         """Single documents of growing length, the first rungs also as packs of eight short ones;
@@ -129,19 +192,18 @@ class Profiler:
             length, rung = 2 * length, rung + 1
         yield (longest,), rung < 5
 
-    def _ladder(self, p: int, level: Recompute) -> list[ProfilePoint]:
-        option, points = self._option(p, level), list[ProfilePoint]()
+    def _climb(self, ladder: _Ladder) -> list[ProfilePoint]:
+        points = list[ProfilePoint]()
         counted, last_s, last_tokens = 0, 0.0, 1
-        for lengths, count in self._packs(p):
+        for lengths, counting in self._packs(ladder.p):
             growth = sum(lengths) / last_tokens
             slow = last_s * growth * max(1.0, growth) > self._options.rung_s
             if counted >= 2 and slow:
                 break
-            layer, ends = self._point(p, option, lengths, self._tokens(lengths), count=count)
-            counted += count
-            last_s = 2 * (layer.forward_s + layer.backward_s) + ends.forward_s + ends.backward_s
+            points.append(self._point(ladder, lengths, counting=counting))
+            counted += counting
+            last_s = 2 * (points[-1].forward_s + points[-1].backward_s)
             last_tokens = sum(lengths)
-            points += [layer, ends] if level == self._options.levels[0] else [layer]
         return points
 
     def _tokens(self, lengths: Sequence[int]) -> tuple[np.ndarray, ...]:
@@ -149,53 +211,52 @@ class Profiler:
         vocabulary = self._two.vocabulary
         return tuple(rng.integers(vocabulary, size=n).astype(np.int32) for n in lengths)
 
-    def _point(
-        self, p: int, option: LayerOption, lengths: tuple[int, ...],
-        tokens: tuple[np.ndarray, ...], *, count: bool,
-    ) -> tuple[ProfilePoint, ProfilePoint]:  # fmt: skip
-        """Agreed measurements of a layer and of the ends."""
-        mine = [b for b in self._blocks(p) if self._groups.rank in b]
-        seconds, counts = [0.0] * 4, [0] * 4
+    def _point(self, ladder: _Ladder, lengths: tuple[int, ...], *, counting: bool) -> ProfilePoint:
+        """Agreed measurements of one ladder's piece."""
+        mine = [b for b in self._blocks(ladder.p) if self._groups.rank in b]
+        piece = self._piece(mine[0], ladder, lengths) if mine else None
+        seconds, counts = [float("inf")] * 2, [float("inf")] * 2
         spent_s, repeat = 0.0, 0
         # Short packs are noisy and cheap: they are timed more often.
         while repeat < self._options.repeats or (repeat < 6 and spent_s < 0.05):
-            local = self._measure(mine[0], option, lengths, tokens) if mine else [0.0] * 4
-            local = self._slowest(local)
-            seconds = local if repeat == 0 else [min(x) for x in zip(seconds, local, strict=True)]
+            local = self._slowest(measure(piece, self._clock) if piece else [0.0] * 2)
+            seconds = [min(x) for x in zip(seconds, local, strict=True)]
             spent_s, repeat = spent_s + sum(local), repeat + 1
-        if count:
-            local_counts = self._count(mine[0], option, lengths, tokens) if mine else counts
-            counts = [int(x) for x in self._slowest(list(map(float, local_counts)))]
-
-        def point(name: str, at: int) -> ProfilePoint:
-            return ProfilePoint(
-                p=p, option=name, lengths=lengths, forward_s=seconds[at],
-                backward_s=seconds[at + 1], kept_bytes=counts[at] if count else None,
-                transient_bytes=counts[at + 1] if count else None,
-            )  # fmt: skip
-
-        return point(str(option), 0), point(ENDS, 2)
-
-    def _run(
-        self, ranks: tuple[int, ...], option: LayerOption, lengths: tuple[int, ...],
-        tokens: tuple[np.ndarray, ...],
-    ) -> MicroBatchRun:  # fmt: skip
-        plan = self._plan(ranks, lengths, LayerPlan.uniform(option, self._two.layers))
-        weights = self._sources(plan, ranks)
-        return MicroBatchRun.of(
-            self._model, plan, plan.micro_batches[0], tokens, weights, self._groups,
-            seed=0, step=0, dtype=self._dtype, device=self._device,
+        # A buffer that gloo frees late is counted too: of several counts the least is right.
+        for _ in range(0 if not counting else 1 if ladder.p == 1 else 2):
+            local = self._slowest(list(map(float, count(piece) if piece else [0, 0])))
+            counts = [min(x) for x in zip(counts, local, strict=True)]
+        fetched = METHODS[ladder.method].fetched(self._two, ladder.p) if ladder.p > 1 else 1.0
+        return ProfilePoint(
+            p=ladder.p, option=ladder.text, lengths=lengths,
+            forward_s=seconds[0], backward_s=seconds[1],
+            kept_bytes=int(counts[0]) if counting else None,
+            transient_bytes=int(counts[1]) if counting else None,
+            order=ladder.order, fetched=fetched,
         )  # fmt: skip
+
+    def _piece(self, ranks: tuple[int, ...], ladder: _Ladder, lengths: tuple[int, ...]) -> Piece:
+        layers = LayerPlan.uniform(ladder.option, self._two.layers)
+        plan = self._plan(ranks, lengths, layers, ladder.order)
+        run = MicroBatchRun.of(
+            self._model, plan, plan.micro_batches[0], self._tokens(lengths),
+            self._sources(plan, ranks), self._groups, seed=0, step=0, dtype=self._dtype,
+            device=self._device,
+        )  # fmt: skip
+        if ladder.part is None:
+            return EndsPiece(run)
+        return BranchPiece(run, ladder.part, ladder.option, segments=self._two.layers)
 
     def _plan(
         self, ranks: tuple[int, ...], lengths: tuple[int, ...], layers: LayerPlan,
-        working: HowHeld = "whole",
+        order: TokenOrder = "natural",
     ) -> Plan:  # fmt: skip
-        micro = MicroBatch(pipeline=0, sequences=tuple(range(len(lengths))), layers=layers)
+        sequences = tuple(range(len(lengths)))
+        micro = MicroBatch(pipeline=0, sequences=sequences, layers=layers, order=order)
         return Plan(
             lengths=Lengths(tokens=lengths), devices=self._groups.ranks,
             pipelines=(Pipeline(scheme=Scheme(context=len(ranks)), ranks=ranks),),
-            micro_batches=(micro,), predicted_s=0.0, lower_bound_s=0.0, working=working,
+            micro_batches=(micro,), predicted_s=0.0, lower_bound_s=0.0,
         )  # fmt: skip
 
     def _sources(self, plan: Plan, ranks: tuple[int, ...]) -> dict[str, Weight]:
@@ -222,46 +283,12 @@ class Profiler:
             predicted_s=0.0, lower_bound_s=0.0,
         )  # fmt: skip
 
-    def _measure(
-        self, ranks: tuple[int, ...], option: LayerOption, lengths: tuple[int, ...],
-        tokens: tuple[np.ndarray, ...],
-    ) -> list[float]:  # fmt: skip
-        """[layer forward, layer backward, ends forward, ends backward] in seconds."""
-        marks: list[float] = []
-
-        def mark() -> None:
-            if self._device != "cpu":
-                torch.cuda.synchronize()
-            marks.append(time.perf_counter())
-
-        run = self._run(ranks, option, lengths, tokens)
-        run.forward(passed=mark)
-        run.backward(passed=mark)
-        return _split_marks(np.diff(marks).tolist(), self._two.layers)
-
-    def _count(
-        self, ranks: tuple[int, ...], option: LayerOption, lengths: tuple[int, ...],
-        tokens: tuple[np.ndarray, ...],
-    ) -> list[int]:  # fmt: skip
-        """[layer kept, layer transient, ends kept, ends transient] in bytes."""
-        seen: list[tuple[int, int]] = []
-        with ByteCounter() as counter:
-
-            def passed() -> None:
-                seen.append((counter.current_bytes, counter.peak_bytes))
-                counter.reset_peak()
-
-            run = self._run(ranks, option, lengths, tokens)
-            run.forward(passed=passed)
-            run.backward(passed=passed)
-        return _split_counts(seen, self._two.layers)
-
     def _exchange(self) -> dict[str, float]:
         """Seconds of pull, push and update of the whole model, from two nearly empty steps."""
         executor = Executor(
             self._storage, self._groups, seed=0, dtype=self._dtype, device=self._device
         )
-        plan = self._everyone(self._plan((0,), (1,), LayerPlan.uniform(self._option(1, "none"), 1)))
+        plan = self._everyone(self._plan((0,), (1,), LayerPlan.uniform(LayerOption.of("local"), 1)))
         tokens = tuple(np.zeros(1, np.int32) for _ in range(self._groups.ranks))
         kinds = ("pull", "push", "update")
         best = [float("inf")] * len(kinds)
@@ -322,23 +349,3 @@ class Profiler:
 
     def _agreed_max(self, value: int) -> int:
         return int(self._slowest([float(value)])[0])
-
-
-def _split_marks(parts: list[float], layers: int) -> list[float]:
-    """Differences between marks: forward (embedding, layers, end), backward (end, layers,
-    embedding); the measured layer is the last, the first to go backward is the same one."""
-    forward, backward = parts[: layers + 2], parts[layers + 2 :]
-    return [forward[layers], backward[1], forward[0] + forward[-1], backward[0] + backward[-1]]
-
-
-def _split_counts(seen: list[tuple[int, int]], layers: int) -> list[int]:
-    """From (alive, peak since the last mark) at each mark, as in ``_split_marks`` with the first
-    mark before the embedding."""
-    forward, backward = seen[: layers + 3], seen[layers + 3 :]
-    before, after = forward[layers], forward[layers + 1]
-    kept = after[0] - before[0]
-    layer_back = backward[1]
-    transient = max(after[1] - after[0], layer_back[1] - backward[0][0])
-    ends_kept = forward[1][0] - forward[0][0] + forward[-1][0] - forward[-2][0]
-    ends_transient = max(forward[-1][1] - forward[-1][0], backward[0][1] - forward[-1][0])
-    return [max(0, x) for x in (kept, transient, ends_kept, ends_transient)]

@@ -14,9 +14,10 @@ from headrace.spec.scheme import Scheme
 from headrace.spec.strategy import Strategy
 from headrace.units import percent_text, seconds_text
 
-__all__ = ["MicroBatch", "Pipeline", "Plan", "Semantics", "Working"]
+__all__ = ["MicroBatch", "Pipeline", "Plan", "Semantics", "TokenOrder", "Working"]
 
 Semantics = Literal["free", "lockstep"]
+TokenOrder = Literal["natural", "zigzag"]
 Working = Literal["whole", "sharded"]
 
 
@@ -39,11 +40,24 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One packed run through one pipeline: indices into the batch's lengths, in pack order."""
+    """One packed run through one pipeline: indices into the batch's lengths, in pack order.
+
+    ``order`` says how the pack's tokens lie on the ranks of a group: in ``natural`` order each
+    rank holds one run of the pack; in ``zigzag`` order every long document is cut into twice as
+    many pieces as ranks, and rank r holds piece r from the front and piece r from the back.
+    """
 
     pipeline: int
     sequences: tuple[int, ...]
     layers: LayerPlan
+    order: TokenOrder = "natural"
+
+    def __post_init__(self) -> None:
+        if self.order not in get_args(TokenOrder):
+            raise SpecError(
+                "token order of a micro-batch", got=repr(self.order),
+                wanted=" or ".join(get_args(TokenOrder)),
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +188,7 @@ class Plan:
                     "pipeline": m.pipeline,
                     "sequences": list(m.sequences),
                     "layers": str(m.layers),
+                    "order": m.order,
                 }
                 for m in self.micro_batches
             ],
@@ -202,6 +217,7 @@ class Plan:
                         pipeline=m["pipeline"],
                         sequences=tuple(m["sequences"]),
                         layers=LayerPlan.parse(m["layers"]),
+                        order=m.get("order", "natural"),  # plans of old had no other
                     )
                     for m in value["micro_batches"]
                 ),

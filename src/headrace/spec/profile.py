@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from headrace.errors import SpecError
 from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster
-from headrace.spec.plan import Working
+from headrace.spec.plan import TokenOrder, Working
 
-__all__ = ["ENDS", "PROFILE_FORMAT", "Profile", "ProfilePoint"]
+__all__ = ["ENDS", "PROFILE_FORMAT", "Branch", "Profile", "ProfilePoint"]
 
 ENDS = "ends"
 """The option name of embedding, last norm, head and loss together."""
 
-PROFILE_FORMAT = 1
+Branch = Literal["attention", "feed_forward"]
+
+PROFILE_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilePoint:
-    """One measurement of one layer (or the ends) on groups of ``p`` ranks over one pack.
+    """One measurement of one layer, one branch of it or the ends on groups of ``p`` ranks over
+    one pack.
 
-    ``option`` is a layer option's text or ``ends``; ``lengths`` the documents of the pack;
-    seconds are the slowest rank's. ``kept_bytes`` is what one rank keeps for the backward,
+    ``option`` is a layer option's text, a branch's (``attention:METHOD[+LEVEL]``,
+    ``feed_forward:METHOD[+LEVEL]``, where ``full`` is no level of a branch) or ``ends``;
+    ``lengths`` the documents of the pack; ``order`` how its tokens lay on the ranks; seconds are
+    the slowest rank's. ``kept_bytes`` is what one rank keeps for the backward,
     ``transient_bytes`` what it needs in passing on top; None where only time was measured.
+    ``fetched`` is the share of the weights' rows that a rank fetches where they are held sharded:
+    all of what it lacks, or nothing where a method works with the shards as they lie.
     """
 
     p: int
@@ -35,6 +42,28 @@ class ProfilePoint:
     backward_s: float
     kept_bytes: int | None = None
     transient_bytes: int | None = None
+    order: TokenOrder = "natural"
+    fetched: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.order not in get_args(TokenOrder):
+            raise SpecError(
+                "token order of a point", got=repr(self.order),
+                wanted=" or ".join(get_args(TokenOrder)),
+            )  # fmt: skip
+        if not 0 <= self.fetched <= 1:
+            raise SpecError("fetched share of a point", got=self.fetched, wanted="0 to 1")
+
+    @property
+    def branch(self) -> tuple[Branch, str] | None:
+        """(branch, ``METHOD[+LEVEL]``) of a measured branch, None for whole layers and ends."""
+        name, colon, rest = self.option.partition(":")
+        if not colon:
+            return None
+        for branch in get_args(Branch):
+            if name == branch:
+                return branch, rest
+        raise SpecError("option of a point", got=self.option, wanted=" or ".join(get_args(Branch)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +73,9 @@ class Profile:
     ``fingerprint`` names everything that changes what would be measured. ``exchange_s`` are the
     step's constants: pull, push, update. ``gather_s[p]`` is what weights held sharded add to one
     layer's (forward, backward). ``state_bytes`` is a rank's storage; ``working_bytes`` what
-    working weights and their gradients add, by group size and kind.
+    working weights and their gradients add, by group size and kind. ``element_bytes`` are those
+    of one element of the activations. ``feed_forwards`` names for every method without a
+    feed-forward of its own the method whose it uses, so that equal ones are measured once.
     """
 
     fingerprint: str
@@ -55,6 +86,8 @@ class Profile:
     state_bytes: int
     working_bytes: Mapping[int, Mapping[Working, int]]
     gather_s: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    element_bytes: int = 4
+    feed_forwards: Mapping[str, str] = field(default_factory=dict)
     measured_in_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -69,6 +102,8 @@ class Profile:
             "state_bytes": self.state_bytes,
             "working_bytes": {str(p): dict(held) for p, held in self.working_bytes.items()},
             "gather_s": {str(p): list(pair) for p, pair in self.gather_s.items()},
+            "element_bytes": self.element_bytes,
+            "feed_forwards": dict(self.feed_forwards),
             "measured_in_s": self.measured_in_s,
         }
 
@@ -87,6 +122,8 @@ class Profile:
                 state_bytes=value["state_bytes"],
                 working_bytes={int(p): dict(held) for p, held in value["working_bytes"].items()},
                 gather_s={int(p): (f, b) for p, (f, b) in value["gather_s"].items()},
+                element_bytes=value["element_bytes"],
+                feed_forwards=dict(value["feed_forwards"]),
                 measured_in_s=value["measured_in_s"],
             )
         except (KeyError, TypeError, ValueError, AttributeError, SpecError) as error:

@@ -71,7 +71,7 @@ def test_native_runs_are_exact() -> None:
     code, out, err = run("verify", "native", "--ranks", 1, 2, "--steps", 1)
     assert code == 0, out + err
     rows = [line for line in out.splitlines() if line.endswith("exact") and "tolerance" not in line]
-    assert len(rows) == 6, "three models on one and on two ranks"
+    assert len(rows) == 2 * len(verify._MODELS), "each model on one and on two ranks"
     assert "tolerance 1e-10: all exact" in out
     for row in rows:
         assert all(float(word) <= 1e-10 for word in row.split()[-3:-1])

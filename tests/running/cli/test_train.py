@@ -157,6 +157,7 @@ def test_torchrun_starts_and_resumes(whole, tmp_path):
 
 OTHER = {
     "gpt with dropout": "model.kind=gpt model.kv_heads=4 model.dropout=0.1",
+    "bert": "model.kind=bert model.kv_heads=4 model.dropout=0.1",
     "json lines": "data.kind=jsonl data.paths=['d.jsonl'] data.patterns=[]",
     "fasta": "data.kind=fasta data.paths=['g.fa'] data.patterns=[] data.tokenizer=kmer:3",
     "curriculum, sharded": "data.curriculum=short-to-long data.curriculum_steps=3 "

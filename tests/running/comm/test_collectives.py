@@ -10,12 +10,17 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm.collectives import (
+    Arriving,
     agree,
     all_gather_rows,
     all_to_all_rows,
     gather_bytes,
     gather_floats,
     group_size,
+    issue_all_gather,
+    issue_all_to_all,
+    issue_reduce_scatter,
+    issue_shift,
     reduce_scatter_rows,
 )
 from headrace.errors import PlanMismatch
@@ -128,6 +133,104 @@ def test_all_to_all_with_counts_exchanged_is_its_adjoint(ranks: int) -> None:
         assert left == pytest.approx(right, rel=1e-12, abs=1e-12)
 
 
+def _under_way(ranks: int) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
+    """For each case the results of all collectives, one after the other and all at once."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    torch.manual_seed(rank)
+    out = []
+    for sizes, counts in zip(SIZES[ranks], _matrices(ranks), strict=False):
+        send, receive = counts[rank].tolist(), counts[:, rank].tolist()
+        x = torch.randn(sum(send), 3, 2, dtype=torch.float64).transpose(1, 2)
+        mine, whole = (torch.randn(n, 3, dtype=torch.float64) for n in (sizes[rank], sum(sizes)))
+        one_by_one = [
+            all_to_all_rows(x, send, receive, group), all_gather_rows(mine, sizes, group),
+            reduce_scatter_rows(whole, sizes, group), all_gather_rows(2 * mine, sizes, group),
+        ]  # fmt: skip
+        coming = [
+            issue_all_to_all(x, send, receive, group), issue_all_gather(mine, sizes, group),
+            issue_reduce_scatter(whole, sizes, group), issue_all_gather(2 * mine, sizes, group),
+        ]  # fmt: skip
+        order = [(2, 0, 3, 1), (3, 2, 1, 0), (1, 3, 0, 2)][rank]  # each rank waits in its own
+        arrived = {i: coming[i].wait() for i in order}
+        out.append(([t.numpy() for t in one_by_one], [arrived[i].numpy() for i in range(4)]))
+    return out
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_under_way_are_those_waited_for_at_once(ranks: int) -> None:
+    """Would catch results that belong to the order of the waits instead of that of the issues,
+    and a sum over ranks taken before all of them are there."""
+    for cases in run_ranks(ranks, _under_way, ranks):
+        assert len(cases) == len(SIZES[ranks])
+        for one_by_one, at_once in cases:
+            for wanted, got in zip(one_by_one, at_once, strict=True):
+                np.testing.assert_array_equal(got, wanted)
+
+
+def _dropped_buffers() -> bool:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    rows, coming = 20_000, []
+    for i in range(8):
+        x = torch.full((3, rows), float(10 * rank + i)).t()  # a copy is sent, which we never see
+        coming.append(issue_shift(x, rows, group))
+        del x
+        torch.full((rows, 3), -1.0)  # takes the place of what is freed
+    before = 10 * ((rank - 1) % 2)
+    return all(bool((c.wait() == before + i).all()) for i, c in enumerate(coming))
+
+
+def test_what_is_sent_lives_until_it_is_sent() -> None:
+    """Would catch a message whose buffer is freed under way: gloo loses or garbles it."""
+    assert run_ranks(2, _dropped_buffers) == [True, True]
+
+
+def _shifted(ranks: int) -> list[tuple[np.ndarray, ...]]:
+    """x, what came, and its transpose: rows like those that came, sent the other way."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    out = []
+    for sizes in SIZES[ranks]:
+        torch.manual_seed(rank + 3 * sum(sizes))
+        before, after = (rank - 1) % ranks, (rank + 1) % ranks
+        x = torch.randn(sizes[rank], 3, 2, dtype=torch.float64)
+        came = issue_shift(x, sizes[before], group).wait()
+        y = torch.randn_like(came)
+        send, receive = [0] * ranks, [0] * ranks
+        send[before], receive[after] = len(y), len(x)
+        back = all_to_all_rows(y, send, receive, group)
+        out.append(tuple(t.numpy() for t in (x, came, y, back)))
+    return out
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_shift_is_one_hop_of_the_ring(ranks: int) -> None:
+    """Would catch a ring that turns the other way (the same on two ranks), a hop of two, and rows
+    cut to the size of the receiver; and that the way back is its transpose."""
+    results = run_ranks(ranks, _shifted, ranks)
+    for case in range(len(SIZES[ranks])):
+        for rank in range(ranks):
+            np.testing.assert_array_equal(results[rank][case][1], results[rank - 1][case][0])
+        left = sum(float((r[case][1] * r[case][2]).sum()) for r in results)
+        right = sum(float((r[case][0] * r[case][3]).sum()) for r in results)
+        assert left == pytest.approx(right, rel=1e-12, abs=1e-12)
+
+
+def _half_sums() -> list[tuple[torch.dtype, list[float]]]:
+    """Sums of 256 (2048), 1 and 1: 258 (2050) is a value of bf16 (fp16), 257 (2049) is none."""
+    group, out = dist.group.WORLD, []
+    for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
+        x = torch.full((4, 1), large if dist.get_rank() == 0 else 1.0, dtype=dtype)
+        got = reduce_scatter_rows(x, (2, 1, 1), group)
+        out.append((got.dtype, got.flatten().tolist()))
+    return out
+
+
+def test_half_types_are_summed_in_single_precision() -> None:
+    """Would catch a sum kept in bf16: both ones would be rounded away, one after the other."""
+    for rank, got in enumerate(run_ranks(3, _half_sums)):
+        count = (2, 1, 1)[rank]
+        assert got == [(torch.bfloat16, [258.0] * count), (torch.float16, [2050.0] * count)]
+
+
 def _summed() -> tuple[np.ndarray, np.ndarray]:
     x = _uneven_magnitudes()[dist.get_rank()]
     first = reduce_scatter_rows(x, (4, 2, 2), dist.group.WORLD)
@@ -223,6 +326,11 @@ def test_a_single_rank_communicates_nothing() -> None:
     assert all_to_all_rows(x, [3], [3], None) is x
     assert all_gather_rows(x, [3], None) is x
     assert reduce_scatter_rows(x, [3], None) is x
+    assert issue_all_to_all(x, [3], [3], None).wait() is x
+    assert issue_all_gather(x, [3], None).wait() is x
+    assert issue_reduce_scatter(x, [3], None).wait() is x
+    assert issue_shift(x, 3, None).wait() is x
+    assert Arriving.there(x).wait() is x
     assert gather_bytes(b"me", None) == [b"me"]
     assert gather_floats((1.5, 2.5), None) == [[1.5, 2.5]]
     agree("anything", "alone", None)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace.ops.linear import embed, linear, linear_inputs
+from headrace.ops.norm import LayerNorm, Norm, RMSNorm, normalised
+from headrace.runtime.counted import ByteCounter
 
 
 @dataclass
@@ -105,6 +107,45 @@ def test_half_precision_keeps_its_type(ours: Map, shape: tuple[int, int], plain:
     assert y.dtype == x.grad.dtype == torch.bfloat16
     wanted = plain(x.detach().double(), weight.double(), bias.double())
     torch.testing.assert_close(y.double(), wanted, rtol=0.02, atol=0.02)
+
+
+def _norm(kind: str) -> tuple[Norm, list[Held]]:
+    """A norm of 3 features, and its weights."""
+    weight, bias = Held(_randn(3)), Held(_randn(3))
+    if kind == "rms":
+        return RMSNorm(weight=weight, eps=1e-3), [weight]
+    return LayerNorm(weight=weight, bias=bias, eps=1e-3), [weight, bias]
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_a_norm_within_is_the_norm_before(kind: str, tokens: int) -> None:
+    """Would catch the weight's gradient taken at x instead of its norm, and a gradient of the norm
+    left out or added twice."""
+    results = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        norm, held = _norm(kind)
+        weight, bias = Held(_randn(5, 3)), Held(_randn(5))
+        x, grad = _randn(tokens, 3).requires_grad_(), _randn(tokens, 5)
+        if inside:
+            y = linear(x, weight, bias, norm)
+        else:
+            y = linear(normalised(x, norm), weight, bias)
+        y.backward(grad)
+        results.append([y, x.grad, *(source.grad for source in (weight, bias, *held))])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+def test_a_norm_within_keeps_the_input_and_no_copy() -> None:
+    """Would catch norm(x) kept for the backward beside x: a local activation more per product."""
+    x = _randn(64, 3).requires_grad_()
+    norm, _ = _norm("layer")
+    weight = Held(_randn(1, 3))
+    with ByteCounter() as counter:
+        y = linear(x, weight, None, norm)
+        assert counter.current_bytes == y.nbytes + 2 * 64 * 8  # mean and deviation of each token
 
 
 def test_embedding_adds_the_gradients_of_a_word_that_comes_twice() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headrace.methods.context import Whole
-from headrace.ops.norm import layer_norm, rms_norm
+from headrace.methods.weights import Whole
+from headrace.ops.norm import LayerNorm, Norm, RMSNorm, normalised
+from headrace.runtime.counted import ByteCounter
 
 EPS = 1e-3
 KINDS = ["rms", "layer"]
@@ -20,14 +21,20 @@ def _source(value: torch.Tensor) -> Whole:
     return Whole(value=value, grad=torch.zeros_like(value))
 
 
-def _ours(kind: str, x: torch.Tensor, weight: Whole, bias: Whole, eps: float = EPS) -> torch.Tensor:
-    return rms_norm(x, weight, eps) if kind == "rms" else layer_norm(x, weight, bias, eps)
-
-
-def _plain(kind: str, x: Any, weight: Any, bias: Any, eps: float = EPS) -> torch.Tensor:
+def _norm(kind: str, weight: Whole, bias: Whole) -> Norm:
     if kind == "rms":
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+        return RMSNorm(weight=weight, eps=EPS)
+    return LayerNorm(weight=weight, bias=bias, eps=EPS)
+
+
+def _ours(kind: str, x: torch.Tensor, weight: Whole, bias: Whole) -> torch.Tensor:
+    return normalised(x, _norm(kind, weight, bias))
+
+
+def _plain(kind: str, x: Any, weight: Any, bias: Any) -> torch.Tensor:
+    if kind == "rms":
+        return F.rms_norm(x, (x.shape[-1],), weight, EPS)
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, EPS)
 
 
 def _draw(tokens: int, features: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -119,3 +126,25 @@ def test_a_rank_without_tokens_is_no_cause_for_a_warning(kind: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert _ours(kind, x, _source(weight), _source(bias)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_result_made_again_has_the_same_bits(kind: str, dtype: torch.dtype) -> None:
+    """Would catch a gradient of a fused linear map taken at another norm of x than the one that
+    the forward multiplied."""
+    x, weight, bias, _ = _draw(7, 12, dtype)
+    norm = _norm(kind, _source(weight), _source(bias))
+    y, stats = norm.forward(x)
+    assert torch.equal(norm.again(x, stats), y)
+
+
+@pytest.mark.parametrize(("kind", "statistics"), [("rms", 1), ("layer", 2)])
+def test_only_the_input_and_statistics_are_kept(kind: str, statistics: int) -> None:
+    """Would catch the normalised features kept beside x: a local activation more per norm."""
+    x, weight, bias, _ = _draw(64, 32, torch.float32)
+    x.requires_grad_()
+    w, b = _source(weight), _source(bias)
+    with ByteCounter() as counter:
+        y = _ours(kind, x, w, b)
+        assert counter.current_bytes == y.nbytes + statistics * 64 * 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.methods.context import Whole
+from headrace.methods.weights import Whole
 from headrace.ops.linear import linear
 from headrace.ops.random import DropoutKey, dropout
 from headrace.ops.recompute import region

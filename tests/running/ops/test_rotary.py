@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.ops.rotary import rotary_tables, rotate_and_sort
+from headrace.ops.rotary import (
+    rotary_tables,
+    rotate_and_sort,
+    rotated_and_sorted,
+    unrotated_and_unsorted,
+)
 
 THETA = 100.0
 SHAPES = {"mha": (3, 1), "gqa": (2, 3), "mqa": (1, 4)}  # KV groups, query heads of each
@@ -99,3 +104,26 @@ def test_no_tokens() -> None:
     out.backward(torch.zeros_like(out))
     assert out.shape == (0, 10, 6)
     assert qkv.grad.shape == qkv.shape
+
+
+@each_shape
+@pytest.mark.parametrize("rotated", [True, False])
+def test_without_autograd_the_pair_is_the_same(groups: int, m: int, rotated: bool) -> None:
+    """Would catch two versions of the rotation that drift apart, and a gradient changed in place:
+    a rotation is undone by its transpose, so the pair gives back what went in."""
+    tables = rotary_tables(torch.tensor([3, 0, 9]), 6, THETA, torch.float64) if rotated else None
+    qkv = _draw(3, groups, m)
+    out = rotated_and_sorted(qkv, tables)
+    assert torch.equal(out, rotate_and_sort(qkv, tables))
+    before = out.clone()
+    again = unrotated_and_unsorted(out, groups * m, groups, tables)
+    assert torch.equal(out, before)
+    torch.testing.assert_close(again, qkv, rtol=0, atol=1e-14)
+
+
+def test_no_heads() -> None:
+    """Would catch a division by zero on a rank whose shard holds no KV group."""
+    tables = rotary_tables(torch.tensor([3, 0]), 6, THETA, torch.float64)
+    out = rotated_and_sorted(_draw(2, 0, 3), tables)
+    assert out.shape == (2, 0, 6)
+    assert unrotated_and_unsorted(out, 0, 0, tables).shape[:2] == (2, 0)

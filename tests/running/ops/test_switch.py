@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import SpecError
-from headrace.ops.switch import Columns, switch, switch_back
+from headrace.ops.switch import Columns, reordered, switch, switch_back
+from headrace.runtime.counted import TrafficCounter
 from ranks import run_ranks
 
 FEATURES = 2
@@ -49,34 +50,20 @@ def _mine(sizes: tuple[int, ...], rank: int, whole: Any) -> Any:
     return whole[start : start + sizes[rank]]
 
 
-class Wire:
-    """Counts the elements that this process sends to other ranks."""
-
-    def __init__(self) -> None:
-        self.sent, self._real = 0, dist.all_to_all_single
-        dist.all_to_all_single = self._counted
-
-    def _counted(self, out: Any, x: Any, receive: Any, send: Any, group: Any) -> Any:
-        row = x[:1].numel()
-        self.sent += row * sum(n for r, n in enumerate(send) if r != dist.get_rank(group))
-        return self._real(out, x, receive, send, group=group)
-
-
 def _switched(ranks: int) -> list[dict[str, Any]]:
     rank, group, out = dist.get_rank(), dist.group.WORLD, []
     for case, (sizes, columns) in enumerate(CASES[ranks]):
         tokens, heads = _draw(sizes, columns, case)
         x = _mine(sizes, rank, tokens).clone().requires_grad_()
         y = heads[rank].clone().requires_grad_()
-        wire = Wire()
-        to_heads = switch(x, sizes, columns, group)
-        sent = wire.sent
+        with TrafficCounter() as wire:
+            to_heads = switch(x, sizes, columns, group)
         to_tokens = switch_back(y, sizes, columns, group)
         # The transposes are asked for with what the other direction is drawn from.
         to_heads.backward(heads[rank])
         to_tokens.backward(_mine(sizes, rank, tokens))
         values = {"heads": to_heads, "tokens": to_tokens, "dx": x.grad, "dy": y.grad}
-        out.append({n: v.detach().numpy() for n, v in values.items()} | {"sent": sent})
+        out.append({n: v.detach().numpy() for n, v in values.items()} | {"sent": wire.sent_bytes})
     return out
 
 
@@ -126,7 +113,7 @@ def test_backward_is_the_transpose(ranks: int) -> None:
 def test_bytes_of_an_even_switch(ranks: int) -> None:
     """Would catch all columns gathered and most thrown away: V C T / R elements are sent."""
     sizes, columns = CASES[ranks][EVEN]
-    wanted = (ranks - 1) * sum(sizes) * columns.total * FEATURES // ranks**2
+    wanted = 8 * (ranks - 1) * sum(sizes) * columns.total * FEATURES // ranks**2
     assert [r[EVEN]["sent"] for r in run_ranks(ranks, _switched, ranks)] == [wanted] * ranks
 
 
@@ -166,3 +153,14 @@ def test_one_rank_takes_its_columns_without_a_group() -> None:
     other = Columns(total=4, of=((2, 0),))
     assert torch.equal(switch(x, (3,), other, None), x[:, [2, 0]])
     torch.autograd.gradcheck(lambda x: switch(x, (3,), other, None), x)
+
+
+def test_rows_in_another_order_and_back() -> None:
+    """Would catch the order applied where its inverse belongs: the two are the same for pairs
+    that change places, so this order has a cycle of three."""
+    order = torch.tensor([2, 0, 1, 4, 3, 5])
+    back = torch.argsort(order)
+    x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(reordered(x, order, back), x[order])
+    assert torch.equal(reordered(reordered(x, order, back), back, order), x)
+    assert torch.autograd.gradcheck(lambda x: reordered(x, order, back), x)

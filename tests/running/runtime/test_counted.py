@@ -1,11 +1,20 @@
-"""Bytes that the counter says are alive, against sizes known by hand."""
+"""Bytes that the counters say are alive or sent, against sizes known by hand."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from headrace.runtime.counted import ByteCounter
+from headrace.comm.collectives import (
+    all_gather_rows,
+    all_to_all_rows,
+    gather_floats,
+    issue_shift,
+    reduce_scatter_rows,
+)
+from headrace.runtime.counted import ByteCounter, TrafficCounter
+from ranks import run_ranks
 
 
 def test_storages_count_once_and_until_the_last_view_is_gone() -> None:
@@ -89,3 +98,69 @@ def test_memory_freed_later_is_still_taken_off() -> None:
     assert counter.current_bytes == 40
     del x, y
     assert counter.current_bytes == 0
+
+
+SPLITS = [  # counts[sender][receiver]
+    [[1, 2, 3], [4, 0, 1], [0, 5, 2]],
+    [[0, 0, 0], [2, 1, 0], [0, 0, 3]],  # rank 0 sends nothing, the others little
+    [[7, 0, 0], [0, 7, 0], [0, 0, 7]],  # all of it stays where it is
+    [[0, 0, 0], [0, 0, 0], [0, 0, 0]],
+]
+
+
+def _exchanged() -> list[int]:
+    rank, group, out = dist.get_rank(), dist.group.WORLD, []
+    with TrafficCounter() as wire:
+        for counts in SPLITS:
+            send, receive = counts[rank], [row[rank] for row in counts]
+            for dtype in (torch.float64, torch.bfloat16):
+                all_to_all_rows(torch.zeros(sum(send), 2, 5, dtype=dtype), send, receive, group)
+                out.append(wire.take())
+    return out
+
+
+def test_an_exchange_counts_what_leaves_the_rank() -> None:
+    """Would catch a rank's own rows counted, rows received taken for rows sent, and a row's size
+    lost where a rank sends nothing."""
+    for rank, sent in enumerate(run_ranks(3, _exchanged)):
+        rows = [sum(n for to, n in enumerate(c[rank]) if to != rank) for c in SPLITS]
+        assert sent == [10 * size * n for n in rows for size in (8, 2)]
+
+
+def _collected() -> dict[str, int]:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    sent, even, uneven = {}, (2, 2, 2), (3, 0, 1)
+    with TrafficCounter() as wire:
+        for name, sizes in (("even", even), ("uneven", uneven)):
+            all_gather_rows(torch.zeros(sizes[rank], 4), sizes, group)
+            sent[f"{name} gather"] = wire.take()
+            reduce_scatter_rows(torch.zeros(sum(sizes), 4), sizes, group)
+            sent[f"{name} scatter"] = wire.take()
+        issue_shift(torch.zeros(uneven[rank], 4), uneven[rank - 1], group).wait()
+        sent["shift"] = wire.take()
+        gather_floats([1.0, 2.0], group)
+        all_to_all_rows(torch.zeros(5), [5], [5], None)
+        sent["floats, and nothing for one rank"] = wire.take()
+        (torch.zeros(8, 8) @ torch.ones(8, 8)).sum()
+        sent["a product"] = wire.take()
+    all_gather_rows(torch.zeros(2), even, group)  # outside
+    sent["outside"] = wire.sent_bytes
+    return sent
+
+
+def test_gathers_and_scatters_count_what_leaves_the_rank() -> None:
+    """Would catch an all-gather counted once instead of once for each other rank, and one that
+    changed its operator: every docstring about bytes is tested with this counter."""
+    row = 4 * 4
+    for rank, sent in enumerate(run_ranks(3, _collected)):
+        mine = (3, 0, 1)[rank]
+        assert sent == {
+            "even gather": 2 * 2 * row,
+            "even scatter": 2 * 2 * row,
+            "uneven gather": 2 * mine * row,
+            "uneven scatter": (4 - mine) * row,
+            "shift": mine * row,
+            "floats, and nothing for one rank": 2 * 2 * 8,
+            "a product": 0,
+            "outside": 0,
+        }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from headrace.comm.mesh import Groups
 from headrace.layouts import transfer as transfer_module
 from headrace.layouts.layout import storage_partition
-from headrace.runtime import micro_batch as micro_batch_module
+from headrace.models import objective as objective_module
 from headrace.runtime.executor import Executor
 from headrace.runtime.storage import AdamW, Storage
 from headrace.spec import Architecture, Lengths, weight_table
@@ -28,6 +29,10 @@ def _one_thread():
 
 
 LLAMA = Architecture(layers=3, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=61)
+BERT = Architecture(
+    layers=2, hidden=32, heads=4, kv_heads=4, ffn=64, vocabulary=61, kind="bert", causal=False,
+    positions=40, norm_eps=1e-12, mask_id=60,
+)  # fmt: skip
 MODELS = {
     "llama": LLAMA,
     "llama-mqa-untied": Architecture(
@@ -40,6 +45,8 @@ MODELS = {
     "bidirectional": Architecture(
         layers=2, hidden=32, heads=4, kv_heads=2, ffn=32, vocabulary=61, causal=False
     ),
+    "bert": BERT,
+    "bert-untied": replace(BERT, tied=False, kv_heads=2),
 }
 
 
@@ -79,7 +86,7 @@ def test_gradients_equal_one_process(model, ranks):
     rng = np.random.default_rng(seed)
     for step in range(3):
         documents = random_documents(rng, a.vocabulary, int(rng.integers(1, 9)), 37)
-        loss, grads = reference_step(list(documents), weights, a)
+        loss, grads = reference_step(list(documents), weights, a, seed=seed, step=step)
         for result in results:
             assert result[0][step][0] == pytest.approx(loss, rel=1e-10)
         for name, wanted in grads.items():
@@ -88,12 +95,16 @@ def test_gradients_equal_one_process(model, ranks):
             np.testing.assert_allclose(got, wanted.numpy(), rtol=0, atol=1e-10 * scale)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_ten_steps_equal_one_process(ranks):
-    """Would catch state that a plan leaves behind: stale partial sums, an update per group."""
+@pytest.mark.parametrize(
+    ("a", "ranks"), [*((LLAMA, ranks) for ranks in (1, 2, 3, 4)), *((BERT, r) for r in (1, 2, 3))],
+    ids=lambda value: getattr(value, "kind", str(value)),
+)  # fmt: skip
+def test_ten_steps_equal_one_process(a, ranks):
+    """Would catch state that a plan leaves behind: stale partial sums, an update per group; and
+    masks of one step that are those of another."""
     options = AdamW(eps=1e-3, decay=0.1, clip=0.5)
-    results = run_ranks(ranks, _steps, LLAMA, torch.float64, 5, 10, options, 0.01)
-    weights = full_weights(LLAMA, 5, torch.float64)
+    results = run_ranks(ranks, _steps, a, torch.float64, 5, 10, options, 0.01)
+    weights = full_weights(a, 5, torch.float64)
     reference = {n: torch.nn.Parameter(w.clone()) for n, w in weights.items()}
     decayed = [w for w in reference.values() if w.dim() > 1]
     plain = [w for w in reference.values() if w.dim() == 1]
@@ -103,16 +114,16 @@ def test_ten_steps_equal_one_process(ranks):
     )  # fmt: skip
     rng = np.random.default_rng(5)
     for step in range(10):
-        documents = random_documents(rng, LLAMA.vocabulary, int(rng.integers(1, 9)), 37)
+        documents = random_documents(rng, a.vocabulary, int(rng.integers(1, 9)), 37)
         current = {n: w.detach() for n, w in reference.items()}
-        loss, grads = reference_step(list(documents), current, LLAMA)
-        assert results[0][0][step][0] == pytest.approx(loss, rel=1e-9)
+        loss, grads = reference_step(list(documents), current, a, seed=5, step=step)
+        assert results[0][0][step][0] == pytest.approx(loss, rel=1e-10)
         for name, parameter in reference.items():
             parameter.grad = grads[name].clone()
         torch.nn.utils.clip_grad_norm_(list(reference.values()), options.clip)
         optimizer.step()
     for name, wanted in reference.items():
-        got = _whole(results, lambda r: r[1], name, LLAMA, ranks)
+        got = _whole(results, lambda r: r[1], name, a, ranks)
         np.testing.assert_allclose(got, wanted.detach().numpy(), rtol=1e-8, atol=1e-8)
 
 
@@ -131,8 +142,8 @@ def test_single_precision_agrees():
             np.testing.assert_allclose(got, wanted.numpy(), rtol=0, atol=1e-5 * scale)
 
 
-def _dropped(ranks):
-    a = Architecture(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=61, dropout=0.2)
+def _dropped(a, ranks):
+    a = replace(a, dropout=0.2)
     results = run_ranks(ranks, _steps, a, torch.float64, 3, 2, AdamW(clip=0.0))
     losses = [step[0] for step in results[0][0]]
     last = {w.name: _whole(results, lambda r: r[0][-1][1], w.name, a, ranks)
@@ -140,13 +151,14 @@ def _dropped(ranks):
     return losses, last
 
 
-def test_dropout_does_not_depend_on_the_plan():
+@pytest.mark.parametrize("a", [LLAMA, BERT], ids=["llama", "bert"])
+def test_dropout_does_not_depend_on_the_plan(a):
     """Would catch randomness keyed by rank, pack position or call order."""
-    losses, grads = _dropped(1)
-    without = run_ranks(1, _steps, LLAMA, torch.float64, 3, 2, AdamW(clip=0.0))[0][0]
+    losses, grads = _dropped(a, 1)
+    without = run_ranks(1, _steps, a, torch.float64, 3, 2, AdamW(clip=0.0))[0][0]
     assert losses[0] != pytest.approx(without[0][0], rel=1e-6)
     for ranks in (2, 3):
-        other, other_grads = _dropped(ranks)
+        other, other_grads = _dropped(a, ranks)
         assert other == pytest.approx(losses, rel=1e-10)
         for name, grad in grads.items():
             np.testing.assert_allclose(other_grads[name], grad, atol=1e-12)
@@ -162,7 +174,9 @@ def _faulty(fault, *args):
     elif fault == "token count":
         Lengths.predicted = property(lambda self: self.total)
     elif fault == "label at the border":
-        micro_batch_module._shifted = lambda d: np.append(d[1:], d[:1])
+        objective_module.NextToken.example = lambda self, d, sample: (d, np.append(d[1:], d[:1]))
+    elif fault == "count of the masks":
+        objective_module.Masked.count = lambda self, lengths: round(self.share * lengths.total)
     elif fault == "sum of the push":
         transfer_module._view = _lose_one_weight(transfer_module._view)
     return _steps(*args)
@@ -177,19 +191,28 @@ def _lose_one_weight(view):
 
 
 @pytest.mark.parametrize(
-    "fault", ["switch backward", "token count", "label at the border", "sum of the push"]
+    ("fault", "a"),
+    [
+        ("switch backward", LLAMA),
+        ("token count", LLAMA),
+        ("label at the border", LLAMA),
+        ("sum of the push", LLAMA),
+        ("sum of the push", BERT),
+        ("count of the masks", BERT),
+    ],
+    ids=lambda value: getattr(value, "kind", value),
 )
-def test_a_planted_fault_is_noticed(fault):
+def test_a_planted_fault_is_noticed(fault, a):
     """The exactness test itself: it must fail when the runtime is wrong."""
-    results = run_ranks(2, _faulty, fault, LLAMA, torch.float64, 5, 2, AdamW(clip=0.0))
-    weights = full_weights(LLAMA, 5, torch.float64)
+    results = run_ranks(2, _faulty, fault, a, torch.float64, 5, 2, AdamW(clip=0.0))
+    weights = full_weights(a, 5, torch.float64)
     rng = np.random.default_rng(5)
     worst = 0.0
     for step in range(2):
-        documents = random_documents(rng, LLAMA.vocabulary, int(rng.integers(1, 9)), 37)
-        _, grads = reference_step(list(documents), weights, LLAMA)
+        documents = random_documents(rng, a.vocabulary, int(rng.integers(1, 9)), 37)
+        _, grads = reference_step(list(documents), weights, a, seed=5, step=step)
         for name, wanted in grads.items():
-            got = _whole(results, lambda r, s=step: r[0][s][1], name, LLAMA, 2)
-            error = np.abs(got - wanted.numpy()).max() / float(wanted.abs().max())
+            got = _whole(results, lambda r, s=step: r[0][s][1], name, a, 2)
+            error = np.abs(got - wanted.numpy()).max() / max(float(wanted.abs().max()), 1e-3)
             worst = max(worst, error)
     assert worst > 1e-6

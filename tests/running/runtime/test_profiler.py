@@ -11,27 +11,36 @@ import torch
 
 from headrace.comm.mesh import Groups
 from headrace.costs.from_profile import costs_from_profile
+from headrace.methods import branch
 from headrace.runtime.executor import Executor
 from headrace.runtime.profiler import ProfileOptions, Profiler
 from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Cluster, Lengths
-from headrace.spec.method import RECOMPUTE
-from headrace.spec.profile import ENDS, Profile
+from headrace.spec.method import RECOMPUTE, LayerOption
+from headrace.spec.profile import ENDS, Profile, ProfilePoint
 from headrace.spec.weights import parameter_count
 from plans import random_documents, random_plan
 from ranks import run_ranks
 
-MODEL = Architecture(layers=3, hidden=32, heads=4, kv_heads=2, ffn=64, vocabulary=50)
+MODEL = Architecture(layers=3, hidden=32, heads=4, kv_heads=2, ffn=96, vocabulary=50)
 LONGEST = 64
-OPTIONS = {1: "local", 2: "ulysses_z", 3: "ulysses_z"}
+BRANCHES = {  # group size: attention methods and feed-forwards that are measured
+    1: (("local",), ("local",)),
+    2: (("ulysses_z", "megatron_cz", "megatron_ts"), ("ulysses_z", "megatron_ts")),
+    3: (("ulysses_z", "megatron_cz"), ("ulysses_z", "megatron_ts")),
+}
+METHODS = ("ulysses_z", "megatron_cz", "megatron_ts", "ulysses_ring")
+LEVELS = ("none", "attention")
 
 
-def _profiled(sizes: tuple[int, ...], model: Architecture) -> dict[str, Any]:
+def _profiled(
+    sizes: tuple[int, ...], model: Architecture, methods: tuple[str, ...] = METHODS
+) -> dict[str, Any]:
     groups = Groups()
     storage, told = Storage(model, groups, seed=2), []
     before = {name: master.clone() for name, master in storage.masters.items()}
     profiler = Profiler(
-        storage, groups, ProfileOptions(sizes=sizes, longest=LONGEST, repeats=1),
+        storage, groups, ProfileOptions(sizes=sizes, longest=LONGEST, repeats=1, methods=methods),
         progress=lambda what, done, of: told.append((what, done, of)),
     )  # fmt: skip
     cluster = Cluster(devices=groups.ranks, memory_bytes=2**30)
@@ -75,17 +84,25 @@ def test_every_rank_gets_the_same_profile(results: list[dict[str, Any]]) -> None
     assert results[0]["profile"]["state_bytes"] == max(r["state"] for r in results)
 
 
-def test_points_for_every_size_and_level(profile: Profile) -> None:
-    """Would catch a ladder left out, ends measured once per level, and packs that shrink."""
-    options = {
-        (p, f"{name}+{level}" if level != "none" else name)
-        for p, name in OPTIONS.items()
-        for level in RECOMPUTE
-    }
-    ladders: dict[tuple[int, str], list[Any]] = {}
+def _ladders(profile: Profile) -> dict[tuple[int, str], list[ProfilePoint]]:
+    ladders: dict[tuple[int, str], list[ProfilePoint]] = {}
     for point in profile.points:
         ladders.setdefault((point.p, point.option), []).append(point)
-    assert ladders.keys() == options | {(p, ENDS) for p in OPTIONS}
+    return ladders
+
+
+def test_points_for_every_size_branch_and_level(profile: Profile) -> None:
+    """Would catch a ladder left out, a shared feed-forward measured again for each method, a
+    method measured where the heads do not allow it, and packs that shrink."""
+    options = {
+        (p, f"{part}:{name}" + ("" if level == "none" else f"+{level}"))
+        for p, parts in BRANCHES.items()
+        for part, names in zip(("attention", "feed_forward"), parts, strict=True)
+        for name in names
+        for level in LEVELS
+    }
+    ladders = _ladders(profile)
+    assert ladders.keys() == options | {(p, ENDS) for p in BRANCHES}
     for points in ladders.values():
         tokens = [sum(point.lengths) for point in points]
         assert tokens == sorted(tokens)
@@ -98,41 +115,64 @@ def test_points_for_every_size_and_level(profile: Profile) -> None:
         assert len(set(packs)) == len(packs)
 
 
+def test_points_say_what_they_hold_for(profile: Profile) -> None:
+    """Would catch a ring measured in natural order, and shards that are said to be fetched where
+    a method uses them as they lie."""
+    for (p, text), points in _ladders(profile).items():
+        ring = p > 1 and text.startswith("attention:megatron_cz")
+        assert {point.order for point in points} == {"zigzag" if ring else "natural"}
+        assert {point.fetched for point in points} == {0.0 if "megatron_ts" in text else 1.0}
+
+
 def test_levels_keep_less_the_more_they_run_again(profile: Profile) -> None:
-    """Would catch bytes counted at the wrong mark, or of the layer before: ``full`` keeps the
-    layer's output and nothing else. In groups a buffer that gloo frees late may be counted too,
-    so there the median counts."""
-    kept: dict[tuple[bool, str], list[float]] = {}
-    for point in profile.points:
-        if point.kept_bytes is not None and point.option != ENDS:
-            level = point.option.partition("+")[2] or "none"
-            local_tokens = -(-sum(point.lengths) // point.p)
-            per_token = kept.setdefault((point.p == 1, level), [])
-            per_token.append(point.kept_bytes / local_tokens)
-    for alone in (True, False):
-        none, attention, full = (kept[alone, level] for level in RECOMPUTE)
-        assert median(none) > median(attention) > median(full)
-        assert median(full) == MODEL.hidden * 4
-        assert len(full) >= 3 * (1 if alone else 2)
-    assert set(kept[True, "full"]) == {MODEL.hidden * 4}
+    """Would catch bytes counted at the wrong mark, or of the layer before: a feed-forward that is
+    computed again keeps its result and the norm's statistics and nothing else."""
+    kept: dict[tuple[int, str], float] = {}
+    for (p, text), points in _ladders(profile).items():
+        counted = [x for x in points if x.kept_bytes is not None]
+        kept[p, text] = median(x.kept_bytes / -(-sum(x.lengths) // p) for x in counted)
+    for p, (_, names) in BRANCHES.items():
+        for name in names:
+            none, again = kept[p, f"feed_forward:{name}"], kept[p, f"feed_forward:{name}+attention"]
+            assert none > again
+            assert again == pytest.approx(4 * MODEL.hidden + 4, rel=0.05)
+    assert kept[1, "attention:local"] > kept[1, "attention:local+attention"]
 
 
 def test_a_profile_can_be_fitted(profile: Profile) -> None:
-    """Would catch a ladder too short to tell squares, tokens and constants apart."""
+    """Would catch a ladder too short to tell squares, tokens and constants apart, branches that do
+    not make layers, and a shared feed-forward under a name that the group cannot run."""
     costs = costs_from_profile(profile)
-    for p in OPTIONS:
-        for level in RECOMPUTE:
-            name = OPTIONS[p] if level == "none" else f"{OPTIONS[p]}+{level}"
-            option = costs.options[p][name]
-            assert option.forward((LONGEST,)) > 0
-            assert option.kept(LONGEST) > 0
+    for p, (attention, feed) in BRANCHES.items():
+        for name in attention:
+            for other in feed:
+                for level in RECOMPUTE:
+                    option = LayerOption(attention=name, feed_forward=other, recompute=level)
+                    cost = costs.option(p, option)
+                    assert cost.forward((LONGEST,)) > 0
+                    assert cost.kept(LONGEST) > 0
+        for text in costs.options[p]:
+            option = LayerOption.parse(text)
+            for part, name in (
+                ("attention", option.attention),
+                ("feed_forward", option.feed_forward),
+            ):
+                assert branch(name, part, MODEL, p) is not None
+    full = costs.option(1, LayerOption.of("local", "full"))
+    assert full.kept.slope == MODEL.hidden * 4
+
+
+def test_methods_that_no_size_supports_are_told() -> None:
+    """Would catch an empty ladder that fails where costs are fitted, without the reason."""
+    with pytest.raises(AssertionError, match="methods on groups of 3: got ulysses_ring, wanted"):
+        run_ranks(3, _profiled, (1, 3), MODEL, ("ulysses_ring",))
 
 
 def test_constants_of_the_step(profile: Profile) -> None:
     """Would catch bytes of gradients forgotten beside those of working weights, and gathers
     timed for groups of one."""
     whole = 2 * 4 * parameter_count(MODEL)
-    for p in OPTIONS:
+    for p in BRANCHES:
         held = profile.working_bytes[p]
         assert held["whole"] == whole
         assert held["sharded"] >= whole / p
@@ -153,9 +193,9 @@ def test_nothing_is_left_behind(results: list[dict[str, Any]]) -> None:
 def test_progress_is_told_once_per_ladder(results: list[dict[str, Any]]) -> None:
     """Would catch a bar that never ends."""
     told = results[0]["told"]
-    assert [done for _, done, _ in told] == list(range(10))
-    assert {of for *_, of in told} == {9}
-    assert told[0][0] == "profile cp1 none"
+    assert [done for _, done, _ in told] == list(range(26))
+    assert {of for *_, of in told} == {25}
+    assert told[0][0] == "profile cp1 ends"
 
 
 def test_one_rank_can_be_profiled() -> None:

@@ -1,0 +1,235 @@
+"""What one layer costs by formulas: every method's attention and feed-forward, on p > 1 ranks.
+
+Per rank, for a pack of T tokens (h hidden, n heads of d features, g key-value heads, k = g / n,
+f features of the feed-forward, m = 3 matrices of it when gated, else 2, e bytes of an element,
+r = 4 / e for what is summed in fp32, V = (p - 1) / p, u = T h e / p bytes of one local activation):
+
+    linear FLOPs      4 h (h + g d) T / p and 2 m h f T / p
+    attention FLOPs   4 h l^2 / p of every sequence of l tokens, half of it when causal
+    backward          twice the FLOPs of the forward, plus what is recomputed: attention: the
+                      linear FLOPs; full: the whole forward but the traffic at its end
+
+    attention           bytes sent forward      backward            buffers / u
+    ulysses_z           V (2 + 2 k) u           the same            2 (1 + 2 k)
+    megatron_ts         2 V p u                 3 V p u             2 + 2 (1 + 2 k)
+    megatron_cz         2 V p k u               2 (1 + r) V p k u   4 k + r (1 + 4 k)
+    megatron_cz_gather  2 V p k u               2 (1 + r) V p k u   2 (1 + r) p k
+    metp                2 V p k u               2 (1 + r) V p k u   2 r + (2 + 8 k + 4 k r) / p
+
+    feed-forward                                                    buffers / u
+    gathered (all but two) nothing              nothing             2 f / h
+    megatron_ts         2 V p u                 3 V p u             2 + 2 f / h
+    metp                nothing                 nothing             r + 2 m f / (h p)
+
+    kept     none: (3 + 2 k) u and (1 + m f / h) u; attention: 2 u and u; full: u of the layer.
+             metp never keeps more than attention does: linear parts run again in its backward
+    passing  the buffers of both branches, and what was recomputed
+
+By heads: the busiest rank of ulysses_z has ceil(n / p) of n heads, of megatron_ts ceil(g / p) of
+g groups, so a size that does not divide them costs more; metp deals out groups as well. Methods
+that keep tokens in place need them in zigzag order to be even, which the costs of causal models
+take for granted. Collectives and hops start after a latency; metp launches p times as much.
+
+Left out: colossal_z, whose scores grow with the square of the tokens, which a line cannot say;
+composites, whose groups are a choice of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from headrace.costs.branches import attention_share
+from headrace.costs.option import OptionCost
+from headrace.costs.quadratic import Linear, Quadratic
+from headrace.costs.speeds import Speeds
+from headrace.spec.architecture import Architecture
+from headrace.spec.method import RECOMPUTE, LayerOption, Recompute
+from headrace.spec.plan import TokenOrder
+
+__all__ = ["FORMULA_METHODS", "feed_forwards_of", "layer_options"]
+
+FORMULA_METHODS = (
+    "local", "ulysses_z", "megatron_ts", "megatron_cz", "megatron_cz_gather", "metp",
+)  # fmt: skip
+"""Methods with formulas."""
+
+_NOTHING = Quadratic()
+_GATHERED = "ulysses_z"
+_IN_PLACE = ("megatron_cz", "megatron_cz_gather")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One branch: seconds of its GEMMs, of its attention, of its traffic before, after and in the
+    backward, of GEMMs that always run again; units of u kept and in passing; launches."""
+
+    linear: Quadratic
+    core: Quadratic = _NOTHING
+    there: Quadratic = _NOTHING
+    home: Quadratic = _NOTHING
+    back: Quadratic = _NOTHING
+    again: Quadratic = _NOTHING
+    kept: float
+    kept_attention: float
+    buffers: float
+    launches: int = 1
+    order: TokenOrder = "natural"
+    fetched: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """An architecture on p ranks of some speeds."""
+
+    a: Architecture
+    s: Speeds
+    p: int
+
+    @property
+    def k(self) -> float:
+        """Key-value features for each feature."""
+        return self.a.kv_heads * self.a.head_features / self.a.hidden
+
+    @property
+    def r(self) -> float:
+        """Elements that one fp32 sum takes the place of."""
+        return 4 / self.s.element_bytes
+
+    def gemms(self, weights: float, share: float) -> Quadratic:
+        """``share`` of the FLOPs of all tokens through matrices of ``weights`` elements."""
+        return Quadratic(b=2 * weights * share / self.s.flops_per_s)
+
+    def traffic(self, units: float, starts: int) -> Quadratic:
+        """Seconds to send ``units`` u in ``starts`` messages."""
+        sent = units * self.a.hidden * self.s.element_bytes / self.p / self.s.link_bytes_per_s
+        return Quadratic(b=sent, c=0.0 if self.p == 1 else starts * self.s.latency_s)
+
+
+def feed_forwards_of(methods: Iterable[str]) -> dict[str, str]:
+    """Of ``methods`` those without a feed-forward of their own, with the method whose they use."""
+    return {method: _GATHERED for method in methods if method in _IN_PLACE}
+
+
+def layer_options(
+    a: Architecture, s: Speeds, p: int, methods: tuple[str, ...] | None
+) -> dict[str, OptionCost]:
+    """The layer options of a group size by their names, at every recompute level; those of
+    ``local`` on one rank, of ``ulysses_z`` without ``methods``."""
+    group = _Group(a=a, s=s, p=p)
+    if p == 1:
+        attentions, owners = ["local"], ["local"]
+    elif methods is None:
+        attentions, owners = [_GATHERED], [_GATHERED]
+    else:
+        shared = feed_forwards_of(methods)
+        attentions = [m for m in methods if _supports(m, a, p)]
+        owners = list(dict.fromkeys(shared.get(m, m) for m in methods if m != "local"))
+        owners = [m for m in owners if m == _GATHERED or _supports(m, a, p)]
+    found: dict[str, OptionCost] = {}
+    for attention in attentions:
+        for owner in owners:
+            own = owner == (_GATHERED if attention in _IN_PLACE else attention)
+            for level in RECOMPUTE:
+                option = LayerOption(
+                    attention=attention,
+                    feed_forward=attention if own else owner,
+                    recompute=level,
+                )
+                parts = _attention(group, attention), _feed_forward(group, owner)
+                found[str(option)] = _layer(group, *parts, level)
+    return found
+
+
+def _supports(method: str, a: Architecture, p: int) -> bool:
+    """Whether a group of p > 1 can run a method's attention."""
+    heads = {"ulysses_z": a.heads, "megatron_ts": a.kv_heads, "metp": a.kv_heads}
+    return method != "local" and p <= heads.get(method, p)
+
+
+def _attention(g: _Group, method: str) -> _Part:
+    a, p, k, r = g.a, g.p, g.k, g.r
+    spread = (p - 1) / p
+    weights = 2 * a.hidden * a.hidden * (1 + k)
+    whole = Quadratic(a=(2 if a.causal else 4) * a.hidden / g.s.flops_per_s)
+    even = _Part(
+        linear=g.gemms(weights, 1 / p), core=whole * (1 / p), kept=3 + 2 * k, kept_attention=2.0,
+        buffers=0.0,
+    )  # fmt: skip
+    if method in ("local", _GATHERED):
+        there, home = g.traffic(spread * (1 + 2 * k), 1), g.traffic(spread, 1)
+        return replace(
+            even, core=whole * (-(-a.heads // p) / a.heads), there=there, home=home,
+            back=there + home, buffers=2 * (1 + 2 * k),
+        )  # fmt: skip
+    if method == "megatron_ts":
+        by_groups = -(-a.kv_heads // p) / a.kv_heads
+        gather = g.traffic(spread * p, 1)
+        return replace(
+            even, linear=g.gemms(weights, by_groups), core=whole * by_groups,
+            there=gather, home=gather, back=gather * 3, buffers=2 + 2 * (1 + 2 * k), fetched=0.0,
+        )  # fmt: skip
+    rings = p if method == "metp" else 1
+    hops = 1 if method == "megatron_cz_gather" else rings * (p - 1)
+    moved = 2 * spread * p * k
+    placed = replace(
+        even, there=g.traffic(moved, hops), back=g.traffic((1 + r) * moved, 2 * hops),
+        order="zigzag" if a.causal else "natural",
+    )  # fmt: skip
+    if method == "megatron_cz_gather":
+        return replace(placed, buffers=2 * (1 + r) * p * k)
+    if method == "megatron_cz":
+        return replace(placed, buffers=4 * k + r * (1 + 4 * k))
+    # Of the two GEMMs the first is run again.
+    projected = g.gemms(weights * (1 + 2 * k) / (2 + 2 * k), 1 / p)
+    return replace(
+        placed, again=projected, kept=2.0, launches=p,
+        buffers=2 * r + (2 + 8 * k + 4 * k * r) / p,
+    )  # fmt: skip
+
+
+def _feed_forward(g: _Group, owner: str) -> _Part:
+    a, p = g.a, g.p
+    matrices = 3 if a.gated else 2
+    wide = a.ffn / a.hidden
+    linear = g.gemms(matrices * a.hidden * a.ffn, 1 / p)
+    gathered = _Part(
+        linear=linear, kept=1 + matrices * wide, kept_attention=1.0, buffers=2 * wide
+    )  # fmt: skip
+    if owner == "megatron_ts":
+        gather = g.traffic(p - 1, 1)
+        return replace(
+            gathered, there=gather, home=gather, back=gather * 3, buffers=2 + 2 * wide,
+            fetched=0.0,
+        )  # fmt: skip
+    if owner == "metp":
+        return replace(
+            gathered, again=linear * ((matrices - 1) / matrices), kept=1.0, launches=p,
+            buffers=g.r + 2 * matrices * wide / p,
+        )  # fmt: skip
+    return gathered
+
+
+def _layer(g: _Group, attention: _Part, follower: _Part, level: Recompute) -> OptionCost:
+    forward, backward = Quadratic(), Quadratic()
+    kept, most, buffers = 0.0, 0.0, 0.0
+    for part in (attention, follower):
+        launch = Quadratic(c=part.launches * g.s.launch_s / 2)
+        forward += part.linear + part.core + part.there + part.home + launch
+        backward += (part.linear + part.core) * 2 + part.back + part.again + launch * 2
+        if level == "attention" and part.kept > part.kept_attention:
+            backward += part.linear + launch * 0.5
+        elif level == "full":
+            backward += part.linear + part.core + part.there + launch
+        most += part.kept
+        kept += part.kept if level == "none" else part.kept_attention
+        buffers += part.buffers
+    kept = 1.0 if level == "full" else kept
+    unit = g.a.hidden * g.s.element_bytes / g.p
+    share = attention_share(g.a)
+    return OptionCost(
+        forward=forward, backward=backward,
+        kept=Linear(slope=kept * unit), transient=Linear(slope=(buffers + most - kept) * unit),
+        order=attention.order,
+        fetched=share * attention.fetched + (1 - share) * follower.fetched,
+    )  # fmt: skip

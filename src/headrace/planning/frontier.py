@@ -1,0 +1,170 @@
+"""The layer plans of one group size: as many as are worth keeping of all that were tried.
+
+The seconds of a pack depend on it through sum(l^2) and sum(l), and the capacity of a layer plan
+bounds sum(l). So the plans together are quadratics, each with the most tokens that its layers
+hold. Up to a thousand of them are reduced to those that no other beats in every coefficient and
+in capacity, which loses nothing. More are *thinned*: for packs of several shapes those are kept
+that are quickest among all that hold as much, in steps of a thousandth of the seconds. Of packs
+of those shapes the quickest kept is thus within a thousandth of the quickest tried, and what
+holds the most tokens is always kept.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.spec import LayerOption, LayerPlan
+
+__all__ = ["Frontier", "Share", "worth_keeping"]
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+_EXACT = 1000
+"""As many plans are compared with one another."""
+
+_STEP = 1e-3
+
+_PACKS = [(length, length * many) for length in (64, 1024, 16_384, 262_144) for many in (1, 64)]
+"""(tokens of a sequence, tokens of a pack of such sequences) for which plans are thinned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Coefficients of the plans of a frontier when a sequence bears some of the constant; which
+    plans rule all later ones, and which are quickest for some sequence if memory is no matter."""
+
+    b: Floats
+    c: Floats
+    rules: NDArray[np.bool_]
+    quickest: Counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontier:
+    """Layer plans of one group size, smallest capacity first.
+
+    Plan i takes ``a[i] sum(l^2) + b[i] sum(l) + c[i]`` seconds, forward and backward, and holds
+    ``caps[i]`` tokens; its layer j is ``options[layers[i, j]]``.
+    """
+
+    options: tuple[LayerOption, ...]
+    a: Floats
+    b: Floats
+    c: Floats
+    caps: tuple[int, ...]
+    layers: Counts
+    _plans: dict[int, LayerPlan] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that the thriftiest plan holds, 0 when nothing fits."""
+        return self.caps[-1] if self.caps else 0
+
+    @cached_property
+    def rows(self) -> list[tuple[float, float, float]]:
+        """(a, b, c) of every plan."""
+        return list(zip(self.a.tolist(), self.b.tolist(), self.c.tolist(), strict=True))
+
+    @cached_property
+    def rules(self) -> list[bool]:
+        """Whether plan i is at least as quick as every later one whatever the pack."""
+        return [bool(rule) for rule in _ruling(self.a, self.b, self.c)]
+
+    @cached_property
+    def limits(self) -> Floats:
+        """``caps`` as an array."""
+        return np.array(self.caps, dtype=np.float64)
+
+    @cached_property
+    def shares(self) -> tuple[Share, ...]:
+        """Three ways to charge a sequence of a pack for the constant: all of it, nothing, and by
+        tokens, of which a pack holds at most the plan's capacity."""
+        zero, spread = np.zeros_like(self.c), self.b + self.c / self.limits
+        return tuple(
+            Share(
+                b=b,
+                c=c,
+                rules=_ruling(self.a, b, c),
+                quickest=_unbeaten(np.column_stack([self.a, b, c]), zero),
+            )
+            for b, c in ((self.b, self.c), (self.b, zero), (spread, zero))
+        )
+
+    def best(self, squares: float, tokens: int) -> tuple[float, int] | None:
+        """(seconds, plan) of the quickest plan that holds a pack of sum(l^2) ``squares`` and
+        sum(l) ``tokens``; None when not even the thriftiest does."""
+        first = bisect_left(self.caps, tokens)
+        if first == len(self.caps):
+            return None
+        if not self.rules[first]:
+            seconds = self.a[first:] * squares + self.b[first:] * tokens + self.c[first:]
+            first += int(seconds.argmin())
+        a, b, c = self.rows[first]
+        return a * squares + b * tokens + c, first
+
+    def quickest_cap(self, squares: float, tokens: int) -> int:
+        """Capacity of the plan that would be quickest for a pack if memory were no matter."""
+        if self.rules[0]:
+            return self.caps[0]
+        return self.caps[int((self.a * squares + self.b * tokens + self.c).argmin())]
+
+    def layer_plan(self, index: int) -> LayerPlan:
+        """The layer plan of one entry."""
+        if index not in self._plans:
+            chosen = self.layers[index].tolist()
+            self._plans[index] = LayerPlan(options=tuple(self.options[o] for o in chosen))
+        return self._plans[index]
+
+
+def worth_keeping(seconds: Floats, caps: Floats) -> Counts:
+    """Which of many plans to keep, smallest capacity first, by their coefficients ``seconds``
+    [plans, 3] and capacities; of equal ones the first."""
+    found = np.flatnonzero(caps >= 1)
+    if len(found) > _EXACT:
+        found = found[_thinned(seconds[found], caps[found])]
+    found = found[_unbeaten(seconds[found], caps[found])]
+    order = np.lexsort((seconds[found].sum(axis=1), caps[found]))
+    kept: Counts = found[order].astype(np.int64)
+    return kept
+
+
+def _ruling(a: Floats, b: Floats, c: Floats) -> NDArray[np.bool_]:
+    """Which rows no later row beats in any coefficient."""
+    table = np.column_stack([a, b, c])
+    least = np.minimum.accumulate(table[::-1], axis=0)[::-1]
+    ruling: NDArray[np.bool_] = np.logical_and.reduce(table <= least, axis=1)
+    return ruling
+
+
+def _unbeaten(seconds: Floats, caps: Floats) -> Counts:
+    """Plans that no other beats in every coefficient and in capacity."""
+    table = np.column_stack([seconds, -caps])
+    no_worse = np.ones((len(table), len(table)), dtype=np.bool_)
+    for column in table.T:
+        no_worse &= column[:, None] <= column[None, :]
+    first = np.arange(len(table))
+    beats = no_worse & (~no_worse.T | (first[:, None] < first[None, :]))
+    unbeaten: Counts = np.flatnonzero(~beats.any(axis=0)).astype(np.int64)
+    return unbeaten
+
+
+def _thinned(seconds: Floats, caps: Floats) -> Counts:
+    """For every shape of pack the quickest of all that hold as much, in steps of seconds."""
+    falling = np.argsort(-caps, kind="stable")
+    table = seconds[falling]
+    kept = np.zeros(len(table), dtype=np.bool_)
+    for length, tokens in _PACKS:
+        per_token = table @ np.array([length, 1.0, 1.0 / tokens])
+        least = np.minimum.accumulate(per_token)
+        better = np.flatnonzero(np.append(True, per_token[1:] < least[:-1]))
+        steps = np.floor(np.log(np.maximum(per_token[better], 1e-300)) / _STEP)
+        kept[better[np.append(True, steps[1:] != steps[:-1])]] = True
+        kept[better[-1]] = True
+    thinned: Counts = np.sort(falling[kept]).astype(np.int64)
+    return thinned

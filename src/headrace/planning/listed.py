@@ -1,0 +1,115 @@
+"""Layer plans where every layer's methods are given: only what is recomputed is open.
+
+The layers stand as the list has them, so the peak is that of the list's order, and layers of the
+same methods differ in their place. Among them the levels with the larger transient come first,
+where the least is kept yet. Counts of levels are chosen for every kind of layer apart, all of
+them while that makes no more than twenty thousand plans, in coarser steps beyond. With so many
+kinds that not even the plans of one level for each are that few, levels change along the list
+instead: the first layers take one, the next another, whatever their kind. Plans in which all
+layers take the same level are always among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import comb, prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.costs.cost_model import MOST_TOKENS
+from headrace.planning.frontier import Frontier, worth_keeping
+from headrace.planning.mixtures import Table
+from headrace.spec import LayerOption
+from headrace.spec.method import RECOMPUTE
+
+__all__ = ["listed_frontier"]
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+Kind = tuple[int, ...]
+
+_TRIED = 20_000
+
+
+def listed_frontier(table: Table, slots: Sequence[tuple[LayerOption, ...]]) -> Frontier:
+    """The layer plans that take for layer j one of the options ``slots[j]`` of a table."""
+    kinds = [_falling(table, slot) for slot in slots]
+    distinct = list(dict.fromkeys(kinds))
+    if prod(len(kind) for kind in distinct) <= _TRIED:
+        layers = _by_kind(kinds, distinct)
+    else:
+        layers = _along(table, kinds)
+    seconds = table.seconds[layers].sum(axis=1) + table.seconds[-1]
+    caps = _caps(table, layers)
+    kept = worth_keeping(seconds, caps)
+    a, b, c = seconds[kept].T
+    return Frontier(
+        options=table.options, a=a.copy(), b=b.copy(), c=c.copy(),
+        caps=tuple(int(cap) for cap in caps[kept]), layers=layers[kept],
+    )  # fmt: skip
+
+
+def _falling(table: Table, slot: Sequence[LayerOption]) -> Kind:
+    """Options of one layer as indices, the largest transient first."""
+    found = [table.options.index(option) for option in slot]
+    passing = table.passing.tolist()
+    return tuple(sorted(found, key=lambda o: (-passing[o][0], -passing[o][1], o)))
+
+
+def _by_kind(kinds: Sequence[Kind], distinct: Sequence[Kind]) -> Counts:
+    """Rows of one option for every layer: all counts of levels of all kinds, or coarser ones."""
+    numbers = [kinds.count(kind) for kind in distinct]
+    steps = max(numbers)
+    while prod(comb(min(steps, n) + len(k) - 1, len(k) - 1)
+               for n, k in zip(numbers, distinct, strict=True)) > _TRIED and steps > 1:  # fmt: skip
+        steps -= 1
+    blocks = [
+        np.array([np.repeat(kind, counts) for counts in _counts(n, len(kind), min(steps, n))])
+        for n, kind in zip(numbers, distinct, strict=True)
+    ]
+    places = [[i for i, kind in enumerate(kinds) if kind == one] for one in distinct]
+    picks = np.array(list(product(*(range(len(block)) for block in blocks))), dtype=np.int64)
+    layers = np.zeros((len(picks), len(kinds)), dtype=np.int64)
+    for block, place, pick in zip(blocks, places, picks.T, strict=True):
+        layers[:, place] = block[pick]
+    return layers
+
+
+def _counts(total: int, parts: int, steps: int) -> list[tuple[int, ...]]:
+    """Counts >= 0 of ``parts`` that sum to ``total``, in ``steps`` steps."""
+    marks = [round(total * step / steps) for step in range(steps + 1)]
+    inner = product(marks, repeat=parts - 1)
+    ends = [(0, *cut, total) for cut in inner if list(cut) == sorted(cut)]
+    return [tuple(np.diff(row).tolist()) for row in ends]
+
+
+def _along(table: Table, kinds: Sequence[Kind]) -> Counts:
+    """Rows in which the levels change twice along the list; a layer for which a level is not open
+    takes its first option."""
+    levels = [option.recompute for option in table.options]
+    by_level = np.array(
+        [
+            [next((o for o in kind if levels[o] == level), kind[0]) for kind in kinds]
+            for level in reversed(RECOMPUTE)
+        ],
+        dtype=np.int64,
+    )
+    rows = [np.repeat(range(len(RECOMPUTE)), counts)
+            for counts in _counts(len(kinds), len(RECOMPUTE), len(kinds))]  # fmt: skip
+    return by_level[np.array(rows), np.arange(len(kinds))]
+
+
+def _caps(table: Table, layers: Counts) -> Floats:
+    """Tokens that fit when the layers stand as they do."""
+    most = np.full(len(layers), float(MOST_TOKENS))
+    slope = np.full(len(layers), table.kept[-1, 0])
+    constant = np.full(len(layers), table.kept[-1, 1])
+    for o in layers.T:
+        slope = slope + table.kept[o, 0]
+        constant = constant + table.kept[o, 1]
+        here = table.tokens(slope + table.passing[o, 0], constant + table.passing[o, 1])
+        most = np.minimum(most, here)
+    last = table.tokens(slope + table.passing[-1, 0], constant + table.passing[-1, 1])
+    return np.floor(np.minimum(most, last))

@@ -1,0 +1,220 @@
+"""Mixtures: how many layers take which of at most three options, and what they then hold.
+
+[Note: what is tried] First the options go that another beats in everything: swapping the better
+one in never takes longer nor more memory. Of what is left all single options, all pairs with all
+counts and, where that makes no more than sixty thousand, all triples with all counts are tried:
+then nothing is missing but mixtures of four. Else triples are tried with counts of which two come
+from a geometric row, beginning with 1 (near the memory's end single layers matter), and all
+counts of those triples that turned out worth keeping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, permutations, product
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.costs import CostModel, Linear
+from headrace.costs.cost_model import MOST_TOKENS
+from headrace.planning.frontier import Frontier, worth_keeping
+from headrace.spec import LayerOption
+from headrace.spec.plan import Working
+
+__all__ = ["Table", "mixed_frontier"]
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+_TRIED = 60_000
+_REFINED = 40_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """What options cost as arrays: ``seconds`` [options, 3] of one layer's forward and backward,
+    ``kept`` and ``passing`` [options, 2], slope and constant of its bytes; the same of the ends in
+    a last row. ``room`` is the memory left for activations."""
+
+    options: tuple[LayerOption, ...]
+    seconds: Floats
+    kept: Floats
+    passing: Floats
+    room: int
+
+    @classmethod
+    def of(
+        cls, costs: CostModel, p: int, working: Working, options: Sequence[LayerOption], room: int
+    ) -> Table:
+        """The table of group size p."""
+        layers = [*(costs.option(p, option) for option in options), costs.ends[p]]
+        gathers = [*(sum(costs.gather_seconds(p, option, working)) for option in options), 0.0]
+        both = [layer.forward + layer.backward for layer in layers]
+        rows = [(x.a, x.b, x.c + gather) for x, gather in zip(both, gathers, strict=True)]
+        return cls(
+            options=tuple(options),
+            seconds=np.array(rows, dtype=np.float64) * costs.scale,
+            kept=_lines([layer.kept for layer in layers]),
+            passing=_lines([layer.transient for layer in layers]),
+            room=room,
+        )
+
+    def pruned(self) -> Table:
+        """Without the options that another beats, the largest transient first."""
+        table = np.hstack([self.seconds, self.kept, self.passing])[:-1]
+        no_worse = (table[:, None] <= table[None, :]).all(axis=2)
+        first = np.arange(len(table))
+        beats = no_worse & (~no_worse.T | (first[:, None] < first[None, :]))
+        left = np.flatnonzero(~beats.any(axis=0))
+        left = left[np.lexsort((-self.passing[left, 1], -self.passing[left, 0]))]
+        rows = [*left.tolist(), len(self.options)]
+        return Table(
+            options=tuple(self.options[i] for i in left),
+            seconds=self.seconds[rows], kept=self.kept[rows], passing=self.passing[rows],
+            room=self.room,
+        )  # fmt: skip
+
+    def tokens(self, slope: Floats, constant: Floats) -> Floats:
+        """Tokens of which ``slope * tokens + constant`` bytes fit; one thousandth of a byte is
+        rounding."""
+        free = self.room - constant
+        per_token = np.where(slope > 0, slope, 1.0)
+        some = np.where(slope > 0, (free + 1e-3) / per_token, float(MOST_TOKENS))
+        return np.where(free < 0, 0.0, np.minimum(some, float(MOST_TOKENS)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mixtures:
+    """Rows of ``counts`` of the options of the same row of ``chosen``, in the order of the layers,
+    with their seconds and capacities."""
+
+    chosen: Counts
+    counts: Counts
+    seconds: Floats
+    caps: Floats
+
+
+def mixed_frontier(table: Table, layers: int) -> Frontier:
+    """The layer plans of ``layers`` layers that mix at most three options of a table."""
+    table = table.pruned()
+    options = len(table.options)
+    tried = [
+        _of_all(table, _subsets(options, size), _compositions(layers, size))
+        for size in range(1, min(3, options, layers) + 1)
+        if size < 3 or comb(options, 3) * comb(layers - 1, 2) <= _TRIED
+    ]
+    if len(tried) == 2 and min(options, layers) >= 3:
+        coarse = _of_all(table, _subsets(options, 3), _coarse(layers, comb(options, 3)))
+        triples = _promising([*tried, coarse], layers)
+        tried += [coarse, _of_all(table, triples, _compositions(layers, 3))]
+    seconds = np.vstack([mixtures.seconds for mixtures in tried])
+    caps = np.concatenate([mixtures.caps for mixtures in tried])
+    kept = worth_keeping(seconds, caps)
+    a, b, c = seconds[kept].T
+    return Frontier(
+        options=table.options, a=a.copy(), b=b.copy(), c=c.copy(),
+        caps=tuple(int(cap) for cap in caps[kept]),
+        layers=_layers(tried, kept, layers),
+    )  # fmt: skip
+
+
+def _lines(lines: Sequence[Linear]) -> Floats:
+    return np.array([(line.slope, line.constant) for line in lines], dtype=np.float64)
+
+
+def _subsets(options: int, size: int) -> Counts:
+    return np.array(list(combinations(range(options), size)), dtype=np.int64).reshape(-1, size)
+
+
+def _compositions(total: int, parts: int) -> Counts:
+    """All rows of ``parts`` counts >= 1 that sum to ``total``."""
+    before = list(product(range(1, total + 1), repeat=parts - 1))
+    grid = np.array(before, dtype=np.int64).reshape(len(before), parts - 1)
+    last = total - grid.sum(axis=1)
+    return np.column_stack([grid, last])[last >= 1]
+
+
+def _coarse(total: int, subsets: int) -> Counts:
+    """Rows of three counts, two of them from a geometric row as fine as the budget allows."""
+    found = _of_row(total, (1, max(1, total - 2)))
+    for marks in range(3, total):
+        finer = _of_row(total, np.geomspace(1, total - 2, marks).round().astype(int).tolist())
+        if len(finer) * subsets > _TRIED:
+            break
+        found = finer
+    return np.array(found, dtype=np.int64)
+
+
+def _of_row(total: int, row: Sequence[int]) -> list[tuple[int, int, int]]:
+    pairs = [(x, y, total - x - y) for x in set(row) for y in set(row) if x + y < total]
+    return sorted({(x, y, z) for pair in pairs for x, y, z in permutations(pair)})
+
+
+def _of_all(table: Table, subsets: Counts, counts: Counts) -> _Mixtures:
+    """Every row of counts for every subset, in the order of layers that holds the most tokens."""
+    chosen, counts = np.repeat(subsets, len(counts), axis=0), np.tile(counts, (len(subsets), 1))
+    seconds = np.tile(table.seconds[-1], (len(chosen), 1))
+    for o, number in zip(chosen.T, counts.T, strict=True):
+        seconds += table.seconds[o] * number[:, None]
+    caps = _caps(table, chosen, counts)
+    # Options stand with the larger transient first. Where that depends on the tokens, as one has
+    # the larger slope and the other the larger constant, other orders may hold more.
+    passing = table.passing[chosen, 1]
+    unclear = np.flatnonzero((np.diff(passing, axis=1) > 0).any(axis=1))
+    if len(unclear):
+        first = chosen[unclear].copy(), counts[unclear].copy()
+        for order in list(permutations(range(chosen.shape[1])))[1:]:
+            other = first[0][:, order], first[1][:, order]
+            here = _caps(table, *other)
+            better = here > caps[unclear]
+            rows = unclear[better]
+            chosen[rows], counts[rows], caps[rows] = (
+                other[0][better],
+                other[1][better],
+                here[better],
+            )
+    return _Mixtures(chosen=chosen, counts=counts, seconds=seconds, caps=caps)
+
+
+def _caps(table: Table, chosen: Counts, counts: Counts) -> Floats:
+    """Tokens that fit when the options stand in the order of the columns."""
+    slope = np.full(len(chosen), table.kept[-1, 0])
+    constant = np.full(len(chosen), table.kept[-1, 1])
+    most = np.full(len(chosen), float(MOST_TOKENS))
+    for o, number in zip(chosen.T, counts.T, strict=True):
+        slope = slope + number * table.kept[o, 0]
+        constant = constant + number * table.kept[o, 1]
+        here = table.tokens(slope + table.passing[o, 0], constant + table.passing[o, 1])
+        most = np.minimum(most, here)
+    last = table.tokens(slope + table.passing[-1, 0], constant + table.passing[-1, 1])
+    return np.floor(np.minimum(most, last))
+
+
+def _promising(tried: Sequence[_Mixtures], layers: int) -> Counts:
+    """The triples among the mixtures worth keeping, those found most often first, as many as may
+    be tried with all counts."""
+    kept = worth_keeping(
+        np.vstack([mixtures.seconds for mixtures in tried]),
+        np.concatenate([mixtures.caps for mixtures in tried]),
+    )
+    before = sum(len(mixtures.caps) for mixtures in tried[:-1])
+    triples = np.sort(tried[-1].chosen[kept[kept >= before] - before], axis=1)
+    found, often = np.unique(triples, axis=0, return_counts=True)
+    most = max(1, _REFINED // comb(layers - 1, 2))
+    return found[np.argsort(-often, kind="stable")[:most]]
+
+
+def _layers(tried: Sequence[_Mixtures], kept: Counts, layers: int) -> Counts:
+    """The option of every layer [kept, layers]."""
+    rows = np.zeros((len(kept), layers), dtype=np.int64)
+    start = 0
+    for mixtures in tried:
+        inside = np.flatnonzero((kept >= start) & (kept < start + len(mixtures.caps)))
+        for at in inside:
+            row = kept[at] - start
+            rows[at] = np.repeat(mixtures.chosen[row], mixtures.counts[row])
+        start += len(mixtures.caps)
+    return rows

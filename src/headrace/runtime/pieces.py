@@ -1,0 +1,132 @@
+"""The pieces of a model that are measured by themselves: a branch of a layer, and the ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from headrace.methods.method import Branch
+from headrace.runtime.counted import ByteCounter
+from headrace.runtime.micro_batch import MicroBatchRun
+from headrace.spec.method import LayerOption
+
+__all__ = ["BranchPiece", "EndsPiece", "Piece", "count", "measure"]
+
+Passed = Callable[[], None]
+Segment = tuple[torch.Tensor, torch.Tensor]
+
+
+class Piece(Protocol):
+    """Something with a forward and a backward of ``segments`` equal parts, of which the last to
+    go forward and the last to go backward count: the first warms up."""
+
+    segments: int
+
+    def forward(self, passed: Passed) -> None:
+        """Run forward; ``passed`` before the first segment and after each."""
+
+    def backward(self, passed: Passed) -> None:
+        """Run backward; ``passed`` after each segment."""
+
+
+@dataclass(slots=True)
+class BranchPiece:
+    """The same branch of two layers, one after the other, as a micro-batch would run it."""
+
+    run: MicroBatchRun
+    part: Branch
+    option: LayerOption
+    segments: int = 2
+    _done: list[Segment] | None = None
+
+    def forward(self, passed: Passed) -> None:
+        """Both branches forward."""
+        context, done = self.run.context, list[Segment]()
+        shape = (len(self.run.ids), context.architecture.hidden)
+        x = torch.randn(shape, dtype=context.place.dtype, device=self.run.ids.device)
+        passed()
+        for index in range(self.segments):
+            entry = x.detach().requires_grad_()
+            inner = replace(context, recompute=self.option.recompute, layer=index)
+            state = self.run.states[index]
+            x = self.run.model.branch(entry, self.part, self.option, state, inner)
+            done.append((entry, x))
+            passed()
+        self._done = done
+
+    def backward(self, passed: Passed) -> None:
+        """Both branches backward."""
+        done, self._done = self._done or [], None
+        grad = torch.randn_like(done[-1][1])
+        while done:
+            entry, out = done.pop()
+            out.backward(grad)
+            grad = entry.grad if entry.grad is not None else grad
+            del entry, out
+            passed()
+
+
+@dataclass(slots=True)
+class EndsPiece:
+    """Embedding, last norm, head and loss of a micro-batch, without its layers."""
+
+    run: MicroBatchRun
+    segments: int = 1
+    _done: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    _last: torch.Tensor | None = None
+
+    def forward(self, passed: Passed) -> None:
+        """Embedding, then head and loss with its gradient."""
+        run = self.run
+        passed()
+        x = run.model.embedding(run.ids, run.weights, run.context)
+        entry = x.detach().requires_grad_()
+        ending, labels = run.model.ending(entry, run.labels, run.weights)
+        _, self._last = run.model.head(ending.detach(), labels, run.weights, run.scale)
+        self._done = (x, entry, ending)
+        passed()
+
+    def backward(self, passed: Passed) -> None:
+        """The same backward."""
+        assert self._done is not None
+        x, entry, ending = self._done
+        self._done = None
+        ending.backward(self._last)
+        del ending
+        self._last = None
+        x.backward(entry.grad)
+        passed()
+
+
+def measure(piece: Piece, clock: Callable[[], float]) -> list[float]:
+    """[forward, backward] in the clock's seconds."""
+    marks: list[float] = []
+    piece.forward(lambda: marks.append(clock()))
+    forward_s = marks[-1] - marks[-2]
+    marks.clear()
+    marks.append(clock())
+    piece.backward(lambda: marks.append(clock()))
+    return [forward_s, marks[-1] - marks[-2]]
+
+
+def count(piece: Piece) -> list[int]:
+    """[kept, transient] in bytes: what is alive after a segment's forward and was not before, and
+    what was alive on top of it while the segment ran forward or backward."""
+    seen: list[tuple[int, int]] = []
+    with ByteCounter() as counter:
+
+        def passed() -> None:
+            seen.append((counter.current_bytes, counter.peak_bytes))
+            counter.reset_peak()
+
+        piece.forward(passed)
+        before, after = seen[-2], seen[-1]
+        start = counter.current_bytes
+        piece.backward(passed)
+    # Going backward the last segment is the first, and everything kept is alive as it starts.
+    first_back = seen[len(seen) - piece.segments]
+    transient = max(after[1] - after[0], first_back[1] - start)
+    return [max(0, after[0] - before[0]), max(0, transient)]
