@@ -9,7 +9,7 @@ import pytest
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.errors import SpecError
 from headrace.planning import Problem, plan
-from headrace.spec import LayerPlan, Lengths, Plan
+from headrace.spec import LayerPlan, Lengths
 from headrace.units import GIB
 
 
@@ -69,10 +69,6 @@ def several(memory_gib: float = 40, layers: int = 4) -> CostModel:
     return synthetic_costs(
         4, layers, memory_bytes=int(memory_gib * GIB), methods=FORMULA_METHODS, sizes=(1, 2, 4)
     )
-
-
-def layers_of(made: Plan, p: int) -> set[LayerPlan]:
-    return {m.layers for m in made.micro_batches if len(made.pipelines[m.pipeline].ranks) == p}
 
 
 def test_allowed_methods_are_allowed_to_either_branch() -> None:

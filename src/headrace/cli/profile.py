@@ -56,14 +56,13 @@ def _print(costs: CostModel, measured: Profile) -> None:
     for i, name in enumerate(columns):
         table.add_column(name, justify="left" if i < 2 else "right")
     for fit in fit_parts(measured):
-        known = {**costs.options[fit.p], "ends": costs.ends[fit.p]}
-        option = known[fit.option]
+        forward = fit.part == "forward"
         table.add_row(
             f"cp{fit.p}", f"{fit.option} {fit.part}",
             seconds_text(fit.curve([1024])), seconds_text(fit.curve([4096])),
             percent_text(fit.error.median),
-            f"{bytes_text(option.kept.slope)}/token" if fit.part == "forward" else "",
-            f"{bytes_text(option.transient.slope)}/token" if fit.part == "forward" else "",
+            f"{bytes_text(fit.kept.slope)}/token" if forward else "",
+            f"{bytes_text(fit.transient.slope)}/token" if forward else "",
         )  # fmt: skip
     out.print(table)
     s = costs.exchange_s

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headrace.config import Config, load_config
 from headrace.config.model import PlannerConfig
-from headrace.costs import CostModel, synthetic_costs
+from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.data import Corpus, Sampler, SamplerOptions, Source, make_tokenizer, open_corpus
 from headrace.errors import ConfigError, CostError, InfeasiblePlan
 from headrace.planning import Problem, static_plan
@@ -110,8 +110,10 @@ def formula_costs(config: Config, architecture: Architecture, ranks: int) -> Cos
     """Costs from formulas, for planning where nothing was measured."""
     memory = config.devices.memory_bytes
     if memory is None:
-        return synthetic_costs(ranks, architecture=architecture)
-    return synthetic_costs(ranks, architecture=architecture, memory_bytes=memory)
+        return synthetic_costs(ranks, architecture=architecture, methods=FORMULA_METHODS)
+    return synthetic_costs(
+        ranks, architecture=architecture, methods=FORMULA_METHODS, memory_bytes=memory
+    )
 
 
 def _latest_name(architecture: Architecture, ranks: int) -> str:

@@ -301,7 +301,8 @@ class PlannerConfig(_Section):
     level too. Groups that some layer's method cannot run on are not used."""
 
     candidates: tuple[MethodText, ...] = ()
-    """Methods that ``auto`` measures and chooses among; all but ``colossal_z`` when empty."""
+    """Methods that ``auto`` measures and chooses among; when empty all but ``colossal_z``
+    and the composites ``ulysses_ring`` and ``tensor_ring``."""
 
     smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of a micro-batch's time that may be lost to keep the layer options of the step before;

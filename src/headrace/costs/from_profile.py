@@ -37,6 +37,16 @@ class FittedPart:
         """What was measured of this part at a point."""
         return point.forward_s if self.part == "forward" else point.backward_s
 
+    @property
+    def kept(self) -> Linear:
+        """Bytes kept, as counted at the points. Raises CostError for too few."""
+        return _bytes_line(self.points, "kept_bytes")
+
+    @property
+    def transient(self) -> Linear:
+        """Bytes needed in passing, likewise."""
+        return _bytes_line(self.points, "transient_bytes")
+
     def to_json(self) -> list[dict[str, Any]]:
         """One JSON object per point: what was measured and what the fit says."""
         return [

@@ -15,7 +15,9 @@ Elements sent per rank and layer, T tokens of the pack, V_n = (n - 1) / n, C = R
     tensor_ring    4 V_U T h / C forward and 6 V_U T h / C backward, the same ring; sharded weights
                    (1 / U - 1 / R) W at each use and for each gradient
 
-Kept as the inner method's. ``tensor_ring`` needs U <= g, ``ulysses_ring`` U <= n.
+They are measured and chosen when named in the configuration: on one node they seldom win, and each
+more method makes a profile longer. Kept as the inner method's. ``tensor_ring`` needs U <= g,
+``ulysses_ring`` U <= n.
 """
 
 from __future__ import annotations
@@ -174,10 +176,11 @@ def _tensor_fetched(a: Architecture, ranks: int) -> float:
 ULYSSES_RING = Method(
     name="ulysses_ring", attention=ulysses_ring, feed_forward=gathered_feed_forward,
     attention_rule=_ulysses_rule, feed_forward_rule=any_group, of="ulysses_z", order="zigzag",
-    attention_groups=_ulysses_groups,
+    attention_groups=_ulysses_groups, automatic=False,
 )  # fmt: skip
 TENSOR_RING = Method(
     name="tensor_ring", attention=tensor_ring, feed_forward=tensor_feed_forward,
     attention_rule=_tensor_rule, feed_forward_rule=_tensor_rule, of="tensor_ring", order="zigzag",
     attention_groups=_tensor_groups, feed_forward_groups=_tensor_groups, fetched=_tensor_fetched,
+    automatic=False,
 )  # fmt: skip

@@ -12,7 +12,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from headrace.spec import Architecture, Plan, Timeline
+from headrace.spec import Architecture, LayerPlan, Plan, Timeline
 
 __all__ = [
     "Corpus",
@@ -128,13 +128,17 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchRow:
-    """One micro-batch that ran: ``ranks`` shared ``tokens`` tokens of ``sequences`` sequences."""
+    """One micro-batch that ran: ``ranks`` shared ``tokens`` tokens of ``sequences`` sequences.
+
+    ``layers`` is the text of its layer plan, ``order`` its token order.
+    """
 
     ranks: int
     tokens: int
     longest: int
     sequences: int
-    layers: str
+    layers: str = "unknown"
+    order: str = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +188,8 @@ class Run:
 
     ``assigned[(length bin, ranks)]`` counts sequences over all lines of the metrics; bin ``b``
     holds the lengths in ``(2**(b - 1), 2**b]``. ``recomputed[(length bin, level)]`` sums layers
-    over the sequences of sampled plans. ``plan`` is the plan of the step with the longest
+    over the sequences of sampled plans. ``layer_plans`` holds every layer plan by its text: runs
+    have few of them, and thousands of micro-batches. ``plan`` is the plan of the step with the longest
     sequence. ``notes`` says what could not be read.
     """
 
@@ -193,6 +198,7 @@ class Run:
     steps: tuple[Step, ...]
     assigned: Mapping[tuple[int, int], int] = field(default_factory=dict)
     recomputed: Mapping[tuple[int, str], int] = field(default_factory=dict)
+    layer_plans: Mapping[str, LayerPlan] = field(default_factory=dict)
     recorded: RecordedStep | None = None
     plan: Plan | None = None
     notes: tuple[str, ...] = ()

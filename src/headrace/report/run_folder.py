@@ -26,7 +26,7 @@ from headrace.report.records import (
     Run,
     Step,
 )
-from headrace.spec import Architecture, Plan, Row, Timeline
+from headrace.spec import Architecture, LayerPlan, Plan, Row, Timeline
 
 __all__ = ["FORMAT", "length_bin", "read_run"]
 
@@ -49,12 +49,13 @@ def read_run(folder: Path) -> Run:
     notes: list[str] = []
     facts = _facts(read_object(_required(folder, "run.json")))
     assigned: Counter[tuple[int, int]] = Counter()
-    steps = _steps(_required(folder, "metrics.jsonl"), assigned, notes)
+    layer_plans: dict[str, LayerPlan] = {}
+    steps = _steps(_required(folder, "metrics.jsonl"), assigned, layer_plans, notes)
     longest = max(steps, key=lambda step: (step.longest, step.step))
     plan, recomputed = _plans(folder / "plans.jsonl", longest, len(steps), notes)
     return Run(
         folder=folder, facts=facts, steps=steps, assigned=dict(assigned), recomputed=recomputed,
-        recorded=_recorded(folder / "timelines.jsonl", steps, notes), plan=plan,
+        layer_plans=layer_plans, recorded=_recorded(folder / "timelines.jsonl", steps, notes), plan=plan,
         notes=tuple(notes),
     )  # fmt: skip
 
@@ -147,12 +148,15 @@ def _cost_point(value: Fields) -> CostPoint:
     )  # fmt: skip
 
 
-def _steps(path: Path, assigned: Counter[tuple[int, int]], notes: list[str]) -> tuple[Step, ...]:
+def _steps(
+    path: Path, assigned: Counter[tuple[int, int]], layer_plans: dict[str, LayerPlan],
+    notes: list[str],
+) -> tuple[Step, ...]:  # fmt: skip
     """All steps in order; a step that a resumed run did again counts once, the last time."""
     steps: dict[int, Step] = {}
     again = 0
     for line in read_lines(path, notes):
-        step = _step(line)
+        step = _step(line, layer_plans)
         again += step.step in steps
         steps[step.step] = step
         assigned.update(_assignments(line))
@@ -179,7 +183,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _step(line: Fields) -> Step:
+def _step(line: Fields, layer_plans: dict[str, LayerPlan]) -> Step:
     tokens, seconds = line.integer("tokens"), line.positive("step_s")
     return Step(
         step=line.integer("step"), loss=line.number("loss", signed=True), tokens=tokens,
@@ -187,17 +191,27 @@ def _step(line: Fields) -> Step:
         lr=line.number("lr"), grad_norm=line.number("grad_norm"), step_s=seconds,
         tokens_per_s=line.number("tokens_per_s", tokens / seconds), idle=line.number("idle"),
         mfu=line.number("mfu"), peak_bytes=line.numbers("peak_bytes"),
-        micro_batches=tuple(map(_micro_batch, line.objects("micro_batches"))),
+        micro_batches=tuple(_micro_batch(m, layer_plans) for m in line.objects("micro_batches")),
         planned=_planned(line),
     )  # fmt: skip
 
 
-def _micro_batch(value: Fields) -> MicroBatchRow:
+def _micro_batch(value: Fields, layer_plans: dict[str, LayerPlan]) -> MicroBatchRow:
+    layers = value.text("layers")
+    if layers not in layer_plans and value.values.get("layers") is not None:
+        layer_plans[layers] = _layer_plan(layers, value.place)
     return MicroBatchRow(
         ranks=value.integer("ranks", least=1), tokens=value.integer("tokens", 0),
         longest=value.integer("longest", 0), sequences=value.integer("sequences", 0),
-        layers=value.text("layers"),
+        layers=layers, order=value.text("order"),
     )  # fmt: skip
+
+
+def _layer_plan(text: str, place: str) -> LayerPlan:
+    try:
+        return LayerPlan.parse(text)
+    except HeadraceError as error:
+        raise DataError(f"{place}, layers", got=repr(text)[:60], wanted=str(error))
 
 
 def _planned(line: Fields) -> Planned:

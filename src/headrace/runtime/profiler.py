@@ -81,11 +81,6 @@ class _Ladder:
         """The option text of its points."""
         return ENDS if self.part is None else f"{self.part}:{self.option}"
 
-    @property
-    def order(self) -> TokenOrder:
-        """How the tokens lie while it is measured."""
-        return METHODS[self.method].order if self.p > 1 and self.part == "attention" else "natural"
-
 
 class Profiler:
     """Measures a storage's model on the ranks of ``groups``; every rank gets the same profile.
@@ -232,12 +227,17 @@ class Profiler:
             forward_s=seconds[0], backward_s=seconds[1],
             kept_bytes=int(counts[0]) if counting else None,
             transient_bytes=int(counts[1]) if counting else None,
-            order=ladder.order, fetched=fetched,
+            order=self._order(ladder), fetched=fetched,
         )  # fmt: skip
+
+    def _order(self, ladder: _Ladder) -> TokenOrder:
+        """How the tokens lie while a ladder is measured: only causal work is uneven otherwise."""
+        uneven = ladder.p > 1 and ladder.part == "attention" and self._two.causal
+        return METHODS[ladder.method].order if uneven else "natural"
 
     def _piece(self, ranks: tuple[int, ...], ladder: _Ladder, lengths: tuple[int, ...]) -> Piece:
         layers = LayerPlan.uniform(ladder.option, self._two.layers)
-        plan = self._plan(ranks, lengths, layers, ladder.order)
+        plan = self._plan(ranks, lengths, layers, self._order(ladder))
         run = MicroBatchRun.of(
             self._model, plan, plan.micro_batches[0], self._tokens(lengths),
             self._sources(plan, ranks), self._groups, seed=0, step=0, dtype=self._dtype,

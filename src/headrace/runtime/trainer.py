@@ -186,6 +186,7 @@ class Trainer:
                     "longest": max(plan.tokens_of(m)),
                     "sequences": len(m.sequences),
                     "layers": str(m.layers),
+                    "order": m.order,
                 }
                 for m in plan.micro_batches
             ],

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from headrace.costs import CostModel
+from headrace.methods import METHODS
 from headrace.spec import Plan
 from headrace.spec.profile import Profile
 from running.cli.jobs import run, write_job
@@ -60,8 +61,8 @@ def test_the_table_of_a_profile(trained: tuple[Path, Path], capsys, monkeypatch)
     profile._print(CostModel.load(latest), Profile.from_json(json.loads(measured.read_text())))
     out = capsys.readouterr().out
     assert re.search(r"^each step: pull .* push .* update .* a rank stores ", out, re.MULTILINE)
-    for group, option in (("cp1", "local"), ("cp1", "local+full"), ("cp2", "ulysses_z+attention"),
-                          ("cp2", "ends")):  # fmt: skip
+    for group, option in (("cp1", "attention:local"), ("cp2", "feed_forward:ulysses_z+attention"),
+                          ("cp2", "attention:metp+attention"), ("cp2", "ends")):  # fmt: skip
         for part in ("forward", "backward"):
             assert re.search(rf"^{group} +{re.escape(option)} {part} .* %", out, re.MULTILINE)
 
@@ -77,10 +78,27 @@ def test_native_runs_are_exact() -> None:
         assert all(float(word) <= 1e-10 for word in row.split()[-3:-1])
 
 
+def test_every_method_is_verified_by_name() -> None:
+    """Catches a method that is named and not run, and one that no group of the ranks can run and
+    is called exact all the same."""
+    code, out, err = run("verify", "native", "--methods", "all", "--ranks", 2, "--steps", 1)
+    assert code == 0, out + err
+    rows = [
+        line.split() for line in out.splitlines() if re.search(r"e-\d+ +exact$|e\+00 +exact$", line)
+    ]
+    named = {(row[-5], row[-4]) for row in rows}
+    assert named >= {("2", name) for name in METHODS if "_ring" not in name} | {("2", "mixed")}
+    assert not {name for _, name in named if "_ring" in name}, "they need four ranks"
+    code, out, err = run("verify", "native", "--methods", "metpp", "--ranks", 2)
+    assert (code, out) == (2, "")
+    assert "did you mean 'metp'?" in err
+
+
 def test_what_is_not_exact_fails(capsys) -> None:
     """Catches an exit code of success for a wrong gradient, or for ranks that gave no answer."""
-    case = verify._Case(model="gpt", ranks=2, steps=1, seed=0)
-    good, wrong = {"loss": 0.0, "gradient": 1e-12}, {"loss": 0.0, "gradient": 2e-10}
+    case = verify._Case(model="gpt", ranks=2, steps=1, seed=0, methods=("mixed",))
+    good = {"mixed": {"loss": 0.0, "gradient": 1e-12}}
+    wrong = {"metp": {"loss": 0.0, "gradient": 2e-10}, **good}
     for rows, code, word in (([good], 0, "all exact"), ([good, wrong], 1, "WRONG"),
                              ([None, good], 1, "FAILED")):  # fmt: skip
         assert verify._print([(case, found) for found in rows], 1e-10) == code
