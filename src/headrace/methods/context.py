@@ -39,8 +39,12 @@ class Place:
     dtype: torch.dtype
     device: str | torch.device = "cpu"
     subgroup: Callable[[Members], dist.ProcessGroup | None] = lambda members: None
-    _tables: dict[Members, Tables | None] = field(default_factory=dict)
-    _orders: dict[Members, tuple[torch.Tensor, torch.Tensor] | None] = field(default_factory=dict)
+    _tables: dict[Members, Tables | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _orders: dict[Members, tuple[torch.Tensor, torch.Tensor] | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def everyone(self) -> Members:

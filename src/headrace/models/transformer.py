@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from headrace.errors import SpecError
 from headrace.methods.block import normalise
 from headrace.methods.context import Context
 from headrace.methods.method import BRANCHES, Branch
@@ -77,7 +78,16 @@ class Transformer:
     def branch(
         self, x: torch.Tensor, part: Branch, option: LayerOption, state: State, context: Context
     ) -> torch.Tensor:
-        """One half of a layer with its residual sum: x [T / R, h] to [T / R, h]."""
+        """One half of a layer with its residual sum: x [T / R, h] to [T / R, h].
+
+        Raises SpecError when x is not what this rank holds, or the group cannot run the method.
+        """
+        wanted = (context.tokens.sizes[context.member], self.architecture.hidden)
+        if x.shape != wanted:
+            raise SpecError(
+                f"activations of layer {context.layer} on member {context.member}",
+                got=list(x.shape), wanted=list(wanted),
+            )  # fmt: skip
         name = option.attention if part == "attention" else option.feed_forward
         run = branch(name, part, self.architecture, context.ranks)
         return self._sum(x, run(x, state, context), BRANCHES.index(part), state, context)

@@ -8,6 +8,7 @@ from math import isfinite
 import numpy as np
 
 from headrace.report.headline import headline, warm
+from headrace.report.layer_use import layer_use
 from headrace.report.records import Corpus, Run
 from headrace.report.series import finite, median
 from headrace.report.wording import known, share_text
@@ -17,9 +18,11 @@ __all__ = [
     "cost_fit_caption",
     "gantt_caption",
     "gap_caption",
+    "layers_caption",
     "lengths_caption",
     "loss_caption",
     "memory_caption",
+    "options_caption",
     "placement_caption",
     "ratio_caption",
     "scatter_caption",
@@ -87,6 +90,38 @@ def placement_caption(run: Run) -> str:
 def _share(run: Run, b: int, size: int) -> float:
     total = sum(count for (at, _), count in run.assigned.items() if at == b)
     return run.assigned.get((b, size), 0) / total if total else 0.0
+
+
+def layers_caption(run: Run) -> str:
+    """In which option the layers differ most, and how often a micro-batch changes methods."""
+    use = layer_use(run)
+    shares = [{o: n / sum(tokens.values()) for o, n in tokens.items()} for tokens in use.tokens]
+    if len(use.shares) == 1:
+        return f"Every layer used {next(iter(use.shares))} for all of its tokens."
+    by_option = {o: [layer.get(o, 0.0) for layer in shares] for o in use.shares}
+    option, found = max(by_option.items(), key=lambda item: max(item[1]) - min(item[1]))
+    low, high = min(found), max(found)
+    text = "All layers used the same mix"
+    if high - low >= 0.005:
+        text = (
+            f"Layers differ most in {option}: {share_text(low)} of the tokens in layer "
+            f"{found.index(low)}, {share_text(high)} in layer {found.index(high)}"
+        )
+    times = {0: "never", 1: "once"}.get(use.between_layers, f"{use.between_layers:,} times")
+    return f"{text}; methods changed between neighbouring layers of a micro-batch: {times}."
+
+
+def options_caption(run: Run) -> str:
+    """Which option did most of the work, and how often steps changed methods."""
+    use = layer_use(run)
+    option, share = next(iter(use.shares.items()))
+    text = f"{option} did {share_text(share)} of all token-layers (tokens times layers)"
+    if len(run.steps) == 1:
+        return text + "."
+    return (
+        f"{text}; in {use.between_steps:,} of {len(run.steps) - 1:,} steps after the first some "
+        "layer ran other methods than in the step before."
+    )
 
 
 def loss_caption(run: Run) -> str:

@@ -97,9 +97,10 @@ def config_rows(config: Mapping[str, Any], prefix: str = "") -> Rows:
 
 
 def plan_rows(step: Step, limit: int = 40) -> list[tuple[str, ...]]:
-    """The micro-batches of a step, longest first: ranks, sequences, longest, tokens, layers."""
+    """The micro-batches of a step, longest first: ranks, sequences, longest, tokens, order,
+    layers."""
     order = sorted(step.micro_batches, key=lambda m: (-m.longest, -m.tokens))
     return [
-        (str(m.ranks), f"{m.sequences:,}", f"{m.longest:,}", f"{m.tokens:,}", m.layers)
+        (str(m.ranks), f"{m.sequences:,}", f"{m.longest:,}", f"{m.tokens:,}", m.order, m.layers)
         for m in order[:limit]
     ]

@@ -137,8 +137,8 @@ class MicroBatchRow:
     tokens: int
     longest: int
     sequences: int
-    layers: str = "unknown"
-    order: str = "unknown"
+    layers: str
+    order: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,9 +188,9 @@ class Run:
 
     ``assigned[(length bin, ranks)]`` counts sequences over all lines of the metrics; bin ``b``
     holds the lengths in ``(2**(b - 1), 2**b]``. ``recomputed[(length bin, level)]`` sums layers
-    over the sequences of sampled plans. ``layer_plans`` holds every layer plan by its text: runs
-    have few of them, and thousands of micro-batches. ``plan`` is the plan of the step with the longest
-    sequence. ``notes`` says what could not be read.
+    over the sequences of sampled plans. ``layer_plans[text]`` is what the ``layers`` of the
+    micro-batches mean; without those of runs that did not write any. ``plan`` is the plan of the
+    step with the longest sequence. ``notes`` says what could not be read.
     """
 
     folder: Path

@@ -55,8 +55,8 @@ def read_run(folder: Path) -> Run:
     plan, recomputed = _plans(folder / "plans.jsonl", longest, len(steps), notes)
     return Run(
         folder=folder, facts=facts, steps=steps, assigned=dict(assigned), recomputed=recomputed,
-        layer_plans=layer_plans, recorded=_recorded(folder / "timelines.jsonl", steps, notes), plan=plan,
-        notes=tuple(notes),
+        layer_plans=layer_plans, plan=plan,
+        recorded=_recorded(folder / "timelines.jsonl", steps, notes), notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def _layer_plan(text: str, place: str) -> LayerPlan:
     try:
         return LayerPlan.parse(text)
     except HeadraceError as error:
-        raise DataError(f"{place}, layers", got=repr(text)[:60], wanted=str(error))
+        raise DataError(f"{place}, layers", got=str(error), wanted="the text of a layer plan")
 
 
 def _planned(line: Fields) -> Planned:

@@ -9,6 +9,7 @@ import numpy as np
 
 from headrace.report.facts import started_text
 from headrace.report.headline import Headline, headline, warnings
+from headrace.report.layer_use import layer_use
 from headrace.report.records import Run
 from headrace.report.run_folder import read_run
 from headrace.report.series import finite
@@ -17,9 +18,12 @@ from headrace.units import bytes_text, count_text, seconds_text
 
 __all__ = ["summary_text"]
 
+_NAMED = 3
+"""Layer options that are named; the rest is told in one number."""
+
 
 def summary_text(run: Path) -> str:
-    """What the run in a folder did, in about ten lines of a name and a text; needs no extra
+    """What the run in a folder did, in about eleven lines of a name and a text; needs no extra
     package. Raises DataError when the folder cannot be read."""
     return _summary(read_run(run))
 
@@ -37,6 +41,7 @@ def _summary(run: Run) -> str:
                   + known(top.mfu, lambda mfu: f"  MFU {share_text(mfu)}", "")),
         ("plans", f"most often {top.strategy} ({share_text(top.strategy_share)} of steps)  "
                   f"gap to the bound {known(top.gap, share_text)}"),
+        ("methods", _methods(run)),
         ("best static", _static(top)),
         ("predictions", f"{known(top.error, share_text)} off in a typical step"),
         ("memory", _memory(run, top)),
@@ -48,7 +53,8 @@ def _summary(run: Run) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def _corpus(run: Run) -> str:
@@ -66,6 +72,20 @@ def _loss(run: Run) -> str:
         return "never a number"
     last = float(np.median(losses[-max(1, losses.size // 10) :]))
     return f"{losses[0]:.3f} -> {last:.3f}"
+
+
+def _methods(run: Run) -> str:
+    use = layer_use(run)
+    if not use.shares:
+        return "not recorded"
+    shares = list(use.shares.items())
+    parts = [f"{option} {share_text(share)}" for option, share in shares[:_NAMED]]
+    if len(shares) > _NAMED:
+        rest = sum(share for _, share in shares[_NAMED:])
+        parts.append(f"{_count(len(shares) - _NAMED, 'other')} {share_text(rest)}")
+    layers, steps = use.between_layers, use.between_steps
+    switches = f"{_count(layers, 'switch')} between layers, {steps:,} between steps"
+    return f"{', '.join(parts)} of token-layers; {switches if layers + steps else 'no switches'}"
 
 
 def _static(top: Headline) -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm.mesh import Groups
-from headrace.errors import NotFinite
+from headrace.errors import NotFinite, PlanMismatch
 from headrace.layouts.layout import group_shards, works_whole
 from headrace.layouts.tokens import TokenPlan
 from headrace.methods.context import Context, Place
@@ -35,9 +35,9 @@ def sources(
     whole = works_whole(plan)
     gathered = not all(whole[rank] for rank in ranks)
     ranks = tuple(sorted(ranks))
+    member = _member(groups.rank, ranks)
     group = groups.get(ranks)
     views: dict[str, Weight] = {}
-    member = ranks.index(groups.rank)
     for weight in table:
         value, grad = working.values[weight.name], working.partials[weight.name]
         if gathered and weight.unit is not None and group is not None:
@@ -49,6 +49,13 @@ def sources(
         else:
             views[weight.name] = Whole(value=value, grad=grad, member=member, unit=weight.unit or 1)
     return views
+
+
+def _member(rank: int, ranks: tuple[int, ...]) -> int:
+    """A rank's place in its process group. Raises PlanMismatch when it is not in it."""
+    if rank not in ranks:
+        raise PlanMismatch(f"rank {rank}", got="outside the group", wanted=f"one of {ranks}")
+    return ranks.index(rank)
 
 
 def layer_states(weights: State, layers: int) -> tuple[State, ...]:
@@ -92,7 +99,7 @@ class MicroBatchRun:
         """The run of ``micro`` on this rank; ``tokens[i]`` are the ids of the batch's sequence i
         (int32), cut here to this rank's part of the pack."""
         ranks = tuple(sorted(plan.pipelines[micro.pipeline].ranks))
-        member = ranks.index(groups.rank)  # the place in the process group
+        member = _member(groups.rank, ranks)
         pack = TokenPlan(lengths=plan.tokens_of(micro), ranks=len(ranks), order=micro.order)
         samples = np.array([plan.lengths.ids[i] for i in micro.sequences], dtype=np.int64)
         objective = objective_of(model.architecture, seed=seed, step=step)

@@ -28,9 +28,7 @@ def _packs(draw: st.DrawFn, most_ranks: int = 4) -> TokenPlan:
     most = 2 if ranks <= 4 else 0
     folded = draw(st.lists(st.integers(long, long + 2 * ranks), max_size=most))
     lengths = draw(st.permutations([*short, *folded, *([] if short or folded else [1])]))
-    return TokenPlan(
-        lengths=tuple(lengths), ranks=ranks, order=draw(st.sampled_from(ORDERS))
-    )
+    return TokenPlan(lengths=tuple(lengths), ranks=ranks, order=draw(st.sampled_from(ORDERS)))
 
 
 @settings(deadline=None)
@@ -111,9 +109,7 @@ def _owners(pack: TokenPlan) -> np.ndarray:
 def test_long_documents_are_folded(pack: TokenPlan, ranks: int) -> None:
     """Would catch pieces given round in a circle instead of back and forth: the last rank would
     hold the most expensive rows. Each rank has the r-th piece from the front and from the back."""
-    pack = TokenPlan(
-        lengths=(*pack.lengths, 2 * ranks * PIECE + 5), ranks=ranks, order="zigzag"
-    )
+    pack = TokenPlan(lengths=(*pack.lengths, 2 * ranks * PIECE + 5), ranks=ranks, order="zigzag")
     owners = _owners(pack)
     start = pack.total - pack.lengths[-1]
     of_document = owners[start:]

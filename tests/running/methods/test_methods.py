@@ -620,6 +620,15 @@ def test_every_method_says_what_it_is() -> None:
             assert rule is None or name in rule
 
 
+def test_activations_of_another_shape_are_refused() -> None:
+    """Would catch a shape that goes on into a kernel and comes out as an obscure error there."""
+    case = Case(model="gqa", layers="1*local", held="whole", pack=EVEN)
+    sources, context = _sources(case, None, 0, 1), _context(case, None)
+    wanted = r"activations of layer 0 on member 0: got \[11, 24\], wanted \[12, 24\]"
+    with pytest.raises(SpecError, match=wanted):
+        _layers(case, torch.zeros(11, 24, dtype=torch.float64), sources, context)
+
+
 def test_looking_a_method_up_costs_next_to_nothing() -> None:
     """A change of method between two layers is a dictionary look-up: would catch a search, a
     parse or an import in it; the time is far above the machine's noise."""

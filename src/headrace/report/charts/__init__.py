@@ -4,6 +4,7 @@ Importing this package needs the packages of the extra ``report``.
 """
 
 from headrace.report.charts.gantt import gantt
+from headrace.report.charts.layers import layer_options, options_over_steps
 from headrace.report.charts.lengths import length_histogram, placement_map
 from headrace.report.charts.predictions import (
     cost_fit,
@@ -16,9 +17,11 @@ __all__ = [
     "cost_fit",
     "gantt",
     "gap_to_bound",
+    "layer_options",
     "length_histogram",
     "loss_curve",
     "memory_by_rank",
+    "options_over_steps",
     "placement_map",
     "predicted_against_measured",
     "ratio_over_steps",

@@ -8,6 +8,7 @@ from math import isfinite
 
 from headrace.report import captions, charts
 from headrace.report.charts.theme import Drawing
+from headrace.report.layer_use import layer_use
 from headrace.report.records import Run
 
 __all__ = ["FIGURES", "Figure"]
@@ -35,6 +36,10 @@ def _predicted(run: Run) -> bool:
     return any(isfinite(step.ratio) for step in run.steps)
 
 
+def _known_layers(run: Run) -> bool:
+    return bool(layer_use(run).shares)
+
+
 def _gantt(run: Run) -> Drawing:
     recorded = run.recorded
     assert recorded is not None, "drawn only when a step was recorded"
@@ -43,6 +48,7 @@ def _gantt(run: Run) -> Drawing:
 
 
 _STEP, _DATA = "One step, every rank", "The data and where it ran"
+_LAYERS = "Which layers used what"
 _SPEED, _TRUST = "How the run went", "How far to trust the predictions"
 
 FIGURES: tuple[Figure, ...] = (
@@ -59,6 +65,14 @@ FIGURES: tuple[Figure, ...] = (
         name="placement", title="Which lengths ran on how many ranks", section=_DATA,
         draw=charts.placement_map, caption=captions.placement_caption,
         known=lambda run: bool(run.assigned),
+    ),
+    Figure(
+        name="layers", title="Layer options", section=_LAYERS, draw=charts.layer_options,
+        caption=captions.layers_caption, known=_known_layers,
+    ),
+    Figure(
+        name="options", title="Layer options, step by step", section=_LAYERS,
+        draw=charts.options_over_steps, caption=captions.options_caption, known=_known_layers,
     ),
     Figure(
         name="throughput", title="Speed and idle time", section=_SPEED,

@@ -1,7 +1,9 @@
 """One look for all figures: colours that mean the same everywhere, fonts, units of axes.
 
 The categorical colours are those of Okabe and Ito (2008), which stay apart under the common kinds
-of colour blindness; group sizes follow viridis, whose lightness falls as groups grow.
+of colour blindness; layer options, which a run may have many of, take those of Paul Tol's "muted"
+scheme, so that none looks like a kind of action; group sizes follow viridis, whose lightness falls
+as groups grow.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ __all__ = [
     "KINDS",
     "MEASURED",
     "MUTED",
+    "OPTIONS",
+    "OTHERS",
     "PREDICTED",
     "RECOMPUTE",
     "STATIC",
@@ -61,6 +65,10 @@ KINDS = {
     "idle": "#e4e7eb",
 }
 RECOMPUTE = {"none": "#cfe3f1", "attention": "#56B4E9", "full": "#0072B2"}
+OPTIONS = (
+    "#332288", "#88CCEE", "#DDCC77", "#CC6677", "#117733", "#AA4499", "#44AA99", "#661100",
+)  # fmt: skip
+OTHERS = "#dfe3e8"
 _VIRIDIS = ("#7ad151", "#22a884", "#2a788e", "#414487", "#440154")
 _FONT = "system-ui, 'Segoe UI', 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 

@@ -1,0 +1,132 @@
+"""Figures of the layer plans: which layers used what, over the run and step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import altair as alt
+
+from headrace.report.charts.theme import (
+    FIT,
+    HALF,
+    OPTIONS,
+    OTHERS,
+    Drawing,
+    data,
+    legend,
+    styled,
+)
+from headrace.report.layer_use import layer_use, spans
+from headrace.report.records import Run
+from headrace.spec import LayerOption
+
+__all__ = ["layer_options", "options_over_steps"]
+
+_SPANS = 200
+"""Bars over the steps that stay apart from each other in half a row."""
+
+_LETTER, _SYMBOL = 6.6, 36
+"""About the width of a letter and of what stands around a name in the legend, in pixels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Palette:
+    """The options that have a colour of their own, most used first, and the name of the rest."""
+
+    names: Mapping[LayerOption, str]
+    others: str
+
+    @classmethod
+    def of(cls, run: Run) -> _Palette:
+        options = list(layer_use(run).shares)
+        rest = len(options) - len(OPTIONS)
+        return cls(
+            names={option: str(option) for option in options[: len(OPTIONS)]},
+            others=f"{rest} other{'' if rest == 1 else 's'}" if rest > 0 else "",
+        )
+
+    @property
+    def shown(self) -> list[str]:
+        """The names in the order of the stack."""
+        return [*self.names.values(), *([self.others] if self.others else [])]
+
+    def stacked(self, counts: Mapping[LayerOption, int]) -> list[tuple[str, int, float, float]]:
+        """(name, count, low, high) of each share in a stack from 0 to 1, in order."""
+        sums = dict.fromkeys(self.shown, 0)
+        for option, count in counts.items():
+            sums[self.names.get(option, self.others)] += count
+        total, below = sum(sums.values()), 0
+        rows = []
+        for name, count in sums.items():
+            if count:
+                rows.append((name, count, below / total, (below + count) / total))
+            below += count
+        return rows
+
+    def color(self) -> alt.Color:
+        """The same colours and legend in both figures."""
+        colors = [*OPTIONS[: len(self.names)], *([OTHERS] if self.others else [])]
+        return alt.Color(
+            "option:N", scale=alt.Scale(domain=self.shown, range=colors),
+            legend=legend(symbolType="square", columns=self.columns, labelLimit=HALF - 50),
+        )  # fmt: skip
+
+    @property
+    def columns(self) -> int:
+        """Names side by side in the legend, so that none is cut off."""
+        widest = _SYMBOL + _LETTER * max(map(len, self.shown))
+        return max(1, min(len(self.shown), int((HALF - 50) // widest)))
+
+    @property
+    def height(self) -> int:
+        """Of a figure, legend and all."""
+        return 250 + 17 * -(-len(self.shown) // self.columns)
+
+
+def layer_options(run: Run) -> Drawing:
+    """A bar per layer: the shares of the tokens that passed it by layer option."""
+    palette = _Palette.of(run)
+    rows = [
+        {"layer": layer, "option": name, "tokens": tokens, "share": high - low,
+         "low": low, "high": high}
+        for layer, counts in enumerate(layer_use(run).tokens)
+        for name, tokens, low, high in palette.stacked(counts)
+    ]  # fmt: skip
+    x = alt.X("layer:O", axis=alt.Axis(labelAngle=0, labelOverlap=True, grid=False, ticks=False))
+    chart = alt.Chart(data(rows)).mark_bar().encode(
+        x=x, y=_share("tokens"), y2="high:Q", color=palette.color(),
+        tooltip=["layer:O", "option:N", alt.Tooltip("tokens:Q", format=","), _SHARE],
+    )  # fmt: skip
+    return styled(chart.properties(width=HALF, height=palette.height, autosize=FIT))
+
+
+def options_over_steps(run: Run) -> Drawing:
+    """A bar per step, or per run of steps when there are many: the shares of its token-layers by
+    layer option."""
+    palette = _Palette.of(run)
+    rows = [
+        {"from": span.first, "to": span.last, "left": span.first - 0.5, "right": span.last + 0.5,
+         "option": name, "count": count, "share": high - low, "low": low, "high": high}
+        for span in spans(run, _SPANS)
+        for name, count, low, high in palette.stacked(span.token_layers)
+    ]  # fmt: skip
+    ends = [run.steps[0].step - 0.5, run.steps[-1].step + 0.5]
+    axis = alt.Axis(format=",d", tickMinStep=1, grid=False)
+    x = alt.X("left:Q", title="step", axis=axis, scale=alt.Scale(domain=ends, nice=False))
+    few = len(run.steps) <= _SPANS // 4
+    bars = alt.Chart(data(rows)).mark_rect(stroke="white", strokeWidth=1 if few else 0)
+    chart = bars.encode(
+        x=x, x2="right:Q", y=_share("token-layers"), y2="high:Q", color=palette.color(),
+        tooltip=["from:Q", "to:Q", "option:N",
+                 alt.Tooltip("count:Q", title="token-layers", format=","), _SHARE],
+    )  # fmt: skip
+    return styled(chart.properties(width=HALF, height=palette.height, autosize=FIT))
+
+
+_SHARE = alt.Tooltip("share:Q", format=".1%")
+
+
+def _share(what: str) -> alt.Y:
+    axis = alt.Axis(format=".0%", values=[0, 0.25, 0.5, 0.75, 1], grid=False)
+    return alt.Y("low:Q", title=f"share of {what}", scale=alt.Scale(domain=[0, 1]), axis=axis)

@@ -1,0 +1,121 @@
+"""Methods as a configuration asks for them: what is measured, refused, run and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.desk import Desk
+from headrace.cli.methods import considered, methods_by_size
+from headrace.config.model import PlannerConfig
+from headrace.costs import FORMULA_METHODS, synthetic_costs
+from headrace.errors import ConfigError, SpecError
+from headrace.methods import METHODS
+from headrace.spec import Architecture, Lengths
+from headrace.spec.method import LayerPlan
+from running.cli.jobs import metrics, run, write_job
+
+MODEL = Architecture(layers=4, hidden=64, heads=8, kv_heads=2, ffn=192, vocabulary=50)
+
+
+def _planner(**keys: object) -> PlannerConfig:
+    return PlannerConfig.model_validate(keys)
+
+
+def test_auto_considers_every_size_and_the_automatic_methods() -> None:
+    """Would catch a size left out because one method of many cannot run on it, and methods that
+    are for comparison only in every profile."""
+    sizes, methods = considered(_planner(), MODEL, 4)
+    assert sizes == (1, 2, 3, 4)
+    assert set(methods) == {name for name, m in METHODS.items() if m.automatic}
+    assert not {"colossal_z", "ulysses_ring", "tensor_ring"} & set(methods)
+    assert considered(_planner(candidates=["metp"]), MODEL, 4) == ((1, 2), ("metp",))
+
+
+def test_what_is_fixed_must_run_in_every_layer() -> None:
+    """Would catch a size on which one layer of the list cannot run, and a feed-forward that is
+    judged by the attention's rule."""
+    fixed = _planner(methods=["ulysses_z", "megatron_ts", "metp/ulysses_z", "megatron_cz+full"])
+    sizes, methods = considered(fixed, MODEL, 4)
+    assert sizes == (1, 2)
+    assert methods == ("megatron_cz", "megatron_ts", "metp", "ulysses_z")
+    assert considered(_planner(methods="megatron_cz/megatron_ts"), MODEL, 4)[0] == (1, 2, 3)
+    assert considered(_planner(methods="local"), MODEL, 4) == ((1,), ("local",))
+    assert considered(_planner(methods="megatron_ts"), MODEL, 1)[0] == (1,)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "text"),
+    [
+        ({"methods": "ulyses_z"}, SpecError, "did you mean 'ulysses_z'"),
+        ({"candidates": ["metpp"]}, SpecError, "did you mean 'metp'"),
+        (
+            {"methods": "ulysses_ring"},
+            ConfigError,
+            "on groups of 2 these would do: ulysses_z, mega",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused(keys: dict[str, object], error: type, text: str) -> None:
+    """Would catch a profile of hours that ends in a plan without groups."""
+    with pytest.raises(error, match=text):
+        considered(_planner(**keys), MODEL, 3)
+
+
+def test_methods_by_size_are_those_of_both_branches() -> None:
+    """Would catch a plan drawn with a method that its group cannot run."""
+    found = methods_by_size(tuple(METHODS), MODEL, 4)
+    assert found[1] == ["local"]
+    assert "megatron_ts" in found[2]
+    assert "megatron_ts" not in found[3]
+    assert "tensor_ring" in found[4]
+    assert methods_by_size(("tensor_ring",), MODEL, 3) == {1: ["local"]}
+
+
+def test_smoothed_plans_go_on_where_a_run_stopped() -> None:
+    """Would catch a resumed run that forgets the plan before and chooses other layers."""
+    costs = synthetic_costs(4, architecture=MODEL, methods=FORMULA_METHODS, memory_bytes=2**24)
+    desk = Desk(costs=costs, options=_planner(smoothing=0.9), compare=False)
+    batches = [Lengths.of(range(1, 400, step)) for step in (3, 7, 5)]
+    plans = [desk.plan(batch).plan for batch in batches[:2]]
+    other = Desk(costs=costs, options=_planner(smoothing=0.9), compare=False)
+    other.restore(desk.state())
+    assert desk.plan(batches[2]).plan == other.plan(batches[2]).plan
+    fresh = Desk(costs=costs, options=_planner(), compare=False)
+    assert "before" not in fresh.state()
+    assert fresh.plan(batches[0]).plan.hash == plans[0].hash
+
+
+def test_a_run_uses_the_methods_of_its_list(tmp_path: Path) -> None:
+    """Would catch a list that is read and not obeyed, a method that trains to another loss, and a
+    report that says nothing of it."""
+    config = write_job(tmp_path, steps=3)
+    common = ("--set", "model.ffn=96", "--set", "planner.group_sizes=[2]")
+    listed = ("--set", 'planner.methods=["megatron_ts+none", "metp/ulysses_z"]')
+    code, _, err = run("train", config, "--out", tmp_path / "listed", *common, *listed)
+    assert code == 0, err
+    code, _, err = run("train", config, "--out", tmp_path / "auto", *common,
+                       "--set", "run.check_finite=true")  # fmt: skip
+    assert code == 0, err
+    used = {m["layers"] for row in metrics(tmp_path / "listed") for m in row["micro_batches"]}
+    for text in used:
+        first, second = LayerPlan.parse(text).options
+        assert str(first) == "megatron_ts"
+        assert (second.attention, second.feed_forward) == ("metp", "ulysses_z")
+    losses = [[row["loss"] for row in metrics(tmp_path / name)] for name in ("listed", "auto")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    code, out, err = run("report", tmp_path / "listed")
+    assert code == 0, err
+    assert "megatron_ts" in out + err + (tmp_path / "listed" / "report.html").read_text()
+
+
+def test_a_method_that_no_group_can_run_is_told_at_once(tmp_path: Path) -> None:
+    """Would catch a traceback of a rank, or training on single ranks without a word."""
+    config = write_job(tmp_path, steps=3)
+    code, out, err = run("train", config, "--out", tmp_path / "run", "--set",
+                         'planner.methods="megatron_ts"')  # fmt: skip
+    assert (code, out) == (2, "")
+    assert "planner.methods: got megatron_ts, wanted megatron_ts runs on at most 1 ranks" in err
+    assert "these would do" in err
+    assert "Traceback" not in err
