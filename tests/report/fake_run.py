@@ -20,12 +20,16 @@ from headrace.spec import (
     Scheme,
     Timeline,
 )
+from headrace.spec.method import Recompute
+from headrace.spec.plan import TokenOrder
 
 __all__ = ["fake_run"]
 
 _CONTEXT = 16384
 _MODEL = Architecture.preset("llama-tiny", hidden=256, layers=8, heads=8, kv_heads=2, ffn=768)
 _CAPACITY = 2 * 2**30
+_RINGS = ("megatron_cz", "megatron_cz_gather", "ulysses_ring", "tensor_ring")
+"""Methods that keep tokens in place, so that long documents lie in zigzag order."""
 
 
 def fake_run(
@@ -39,8 +43,12 @@ def fake_run(
     plans: bool = True,
     nan_at: tuple[int, ...] = (),
     corpus: str = "stories",
+    methods: tuple[str, ...] = ("ulysses_z", "megatron_cz"),
 ) -> Path:
-    """Write ``steps`` steps on ``ranks`` ranks, timelines for ``recorded`` of them."""
+    """Write ``steps`` steps on ``ranks`` ranks, timelines for ``recorded`` of them.
+
+    Groups of several ranks run ``methods``: every third step the first layers take the next one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     chance = random.Random(seed)
     documents = [_length(chance) for _ in range(4000)]
@@ -53,7 +61,7 @@ def fake_run(
         (folder / "plans.jsonl").open("w") as planned,
     ):
         for step in range(steps):
-            plan, metric, timeline = _step(step, steps, ranks, chance, step in nan_at)
+            plan, metric, timeline = _step(step, steps, ranks, methods, chance, step in nan_at)
             metrics.write(json.dumps(metric) + "\n")
             if every and (step % every == every - 1 or steps == 1):
                 timelines.write(json.dumps(timeline) + "\n")
@@ -100,12 +108,25 @@ def _packs(lengths: list[int], ranks: int, choose: Any) -> list[tuple[tuple[int,
     return packs
 
 
-def _layers(tokens: int, p: int) -> LayerPlan:
-    method = "local" if p == 1 else "ulysses_z"
+def _layers(step: int, tokens: int, p: int, methods: tuple[str, ...]) -> LayerPlan:
+    """The first three layers in the method of the step, the others in the first of ``methods``,
+    whose feed-forward all layers of short packs take; long packs recompute from the front."""
     again = 0 if tokens / p < 1200 else 4 if tokens / p < 2200 else 8
-    level = "attention" if again == 4 else "full"
-    recomputed = (LayerOption.of(method, level),) * again
-    return LayerPlan(options=recomputed + (LayerOption.of(method),) * (8 - again))
+    usual, turn = ("local", "local") if p == 1 else (methods[0], methods[step // 3 % len(methods)])
+    attention = (turn,) * 3 + (usual,) * 5
+    feed_forward = (usual,) * 8 if tokens / p < 1700 else attention
+    level: Recompute = "attention" if again == 4 else "full"
+    return LayerPlan(
+        options=tuple(
+            LayerOption(attention=a, feed_forward=f, recompute=level if i < again else "none")
+            for i, (a, f) in enumerate(zip(attention, feed_forward, strict=True))
+        )
+    )
+
+
+def _order(layers: LayerPlan) -> TokenOrder:
+    rings = any(option.attention in _RINGS for option in layers.options)
+    return "zigzag" if rings else "natural"
 
 
 def _timeline(
@@ -146,17 +167,20 @@ def _row(
     )
 
 
-def _plan(packs: Any, lengths: list[int], ranks: int, predicted: float, bound: float) -> Plan:
+def _plan(
+    packs: Any, layers: list[LayerPlan], lengths: list[int], ranks: int, predicted: float,
+    bound: float,
+) -> Plan:  # fmt: skip
     groups = list(dict.fromkeys(group for group, _ in packs))
     return Plan(
         lengths=Lengths.of(lengths), devices=ranks, predicted_s=predicted, lower_bound_s=bound,
         pipelines=tuple(Pipeline(scheme=Scheme(context=len(g)), ranks=g) for g in groups),
         micro_batches=tuple(
             MicroBatch(
-                pipeline=groups.index(group), sequences=tuple(members),
-                layers=_layers(sum(lengths[i] for i in members), len(group)),
+                pipeline=groups.index(group), sequences=tuple(members), layers=chosen,
+                order=_order(chosen),
             )
-            for group, members in packs
+            for (group, members), chosen in zip(packs, layers, strict=True)
         ),
         why=(
             f"the longest sequence ({max(lengths):,} tokens) does not fit fewer ranks",
@@ -166,7 +190,7 @@ def _plan(packs: Any, lengths: list[int], ranks: int, predicted: float, bound: f
 
 
 def _step(
-    step: int, steps: int, ranks: int, chance: random.Random, lost: bool
+    step: int, steps: int, ranks: int, methods: tuple[str, ...], chance: random.Random, lost: bool
 ) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
     lengths = [_length(chance) for _ in range(4 * ranks)]
     packs = _packs(lengths, ranks, lambda tokens: _choose(tokens, ranks))
@@ -178,7 +202,8 @@ def _step(
     static_packs = _packs(lengths, ranks, lambda _: widest)
     static = _timeline(static_packs, lengths, ranks, "predicted", lambda: 1.0)
     bound = predicted.seconds * (1 - predicted.idle) + 2e-3
-    plan = _plan(packs, lengths, ranks, predicted.seconds, min(bound, predicted.seconds))
+    layers = [_layers(step, sum(lengths[i] for i in m), len(g), methods) for g, m in packs]
+    plan = _plan(packs, layers, lengths, ranks, predicted.seconds, min(bound, predicted.seconds))
     metric = _metric(step, steps, plan, measured, static.seconds, f"{ranks // widest}*cp{widest}",
                      chance)  # fmt: skip
     metric["loss"] = float("nan") if lost else metric["loss"]
@@ -213,7 +238,7 @@ def _metric(
             {
                 "ranks": len(plan.pipelines[m.pipeline].ranks),
                 "tokens": sum(plan.tokens_of(m)), "longest": max(plan.tokens_of(m)),
-                "sequences": len(m.sequences), "layers": str(m.layers),
+                "sequences": len(m.sequences), "layers": str(m.layers), "order": m.order,
             }
             for m in plan.micro_batches
         ],

@@ -118,10 +118,10 @@ def _exchange(s: Speeds, weights: int, devices: int) -> Exchange:
 def _ends(a: Architecture, s: Speeds, p: int) -> OptionCost:
     """Embedding, last norm, head and loss of whole tokens on each rank; fp32 logits and their
     gradient live together."""
-    head = Quadratic(b=2 * a.hidden * a.vocabulary / p / s.flops_per_s)
+    head = Quadratic(b=2 * a.hidden * a.vocabulary * a.head_share / p / s.flops_per_s)
     return OptionCost(
         forward=head + Quadratic(c=s.launch_s),
         backward=head * 2 + Quadratic(c=2 * s.launch_s),
         kept=Linear(slope=a.hidden * s.element_bytes / p),
-        transient=Linear(slope=8 * a.vocabulary / p),
+        transient=Linear(slope=8 * a.vocabulary * a.head_share / p),
     )

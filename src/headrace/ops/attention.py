@@ -72,7 +72,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        attend_blocks_backward(grad, q, k, v, out, lse, ctx.blocks, dq, dk, dv, fresh=True)
+        attend_blocks_backward(grad, q, k, v, out, lse, ctx.blocks, dq, dk, dv, fresh_q=True, fresh_kv=True)
         return dq, dk, dv, None
 
 
@@ -164,7 +164,7 @@ class Partial:
 def attend_blocks_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     out: torch.Tensor, lse: torch.Tensor, blocks: Iterable[Block],
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, fresh: bool,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, fresh_q: bool, fresh_kv: bool,
 ) -> None:  # fmt: skip
     """Add the gradients through the scores in ``blocks``, without autograd.
 
@@ -174,12 +174,13 @@ def attend_blocks_backward(
         dq           [Q, N, D]           of any strides, perhaps wider than q
         dk, dv       [K, G, D]           likewise
 
-    ``fresh``: dq, dk and dv hold nothing yet and are written whole.
+    ``fresh_q``: dq holds nothing yet and is written whole; ``fresh_kv``: dk and dv.
     """  # fmt: skip
     backend = _backend(q)
     queries, keys = Rows(), Rows()
-    if not fresh:
+    if not fresh_q:
         queries.mark(0, q.shape[0])
+    if not fresh_kv:
         keys.mark(0, k.shape[0])
     for run in runs_of(blocks, backend.documents) if q.shape[1] else ():
         at, of = run.queries, run.keys

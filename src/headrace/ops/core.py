@@ -68,7 +68,7 @@ class PackCore:
         dqkv = torch.empty_like(qkv, dtype=_sum_dtype(qkv, self.blocks))
         attend_blocks_backward(
             grad, *self.heads.split(qkv), out, saved[0], self.blocks, *self.heads.split(dqkv),
-            fresh=True,
+            fresh_q=True, fresh_kv=True,
         )  # fmt: skip
         return dqkv.to(qkv.dtype)
 

@@ -55,7 +55,7 @@ class GatheredCore:
         dkv = torch.empty_like(kv, dtype=dqkv.dtype)
         attend_blocks_backward(
             grad, qkv[:, :n], kv[:, :g], kv[:, g:], out, saved[0], self.blocks,
-            dqkv[:, :n], dkv[:, :g], dkv[:, g:], fresh=True,
+            dqkv[:, :n], dkv[:, :g], dkv[:, g:], fresh_q=True, fresh_kv=True,
         )  # fmt: skip
         del kv
         if self.back is not None:

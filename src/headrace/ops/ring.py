@@ -106,19 +106,14 @@ class RingCore:
     ) -> torch.Tensor:
         """dqkv [t, N + 2 G, D]."""
         n, g = self.heads.queries, self.heads.keys
-        q, dqkv = qkv[:, :n], torch.empty_like(qkv, dtype=wide_dtype(qkv.dtype))
-        dq, dkv = dqkv[:, :n], torch.empty_like(qkv[:, n:], dtype=dqkv.dtype)
+        dqkv = torch.empty_like(qkv, dtype=wide_dtype(qkv.dtype))
 
         def add(kv: torch.Tensor, source: int, into: torch.Tensor) -> None:
-            first = source == self.ring.member
-            here = dq if first else torch.empty_like(dq)
             attend_blocks_backward(
-                grad, q, kv[:, :g], kv[:, g:], out, saved[0], self.blocks(source),
-                here, into[:, :g], into[:, g:], fresh=True,
+                grad, qkv[:, :n], kv[:, :g], kv[:, g:], out, saved[0], self.blocks(source),
+                dqkv[:, :n], into[:, :g], into[:, g:],
+                fresh_q=source == self.ring.member, fresh_kv=True,
             )  # fmt: skip
-            if not first:
-                dq.add_(here)
 
-        self.ring.sums(qkv[:, n:].contiguous(), dkv, add)
-        dqkv[:, n:] = dkv
+        self.ring.sums(qkv[:, n:].contiguous(), dqkv[:, n:], add)
         return dqkv.to(qkv.dtype)

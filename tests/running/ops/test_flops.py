@@ -46,7 +46,7 @@ def test_blocks(n: int, g: int) -> None:
         out, lse = attend_blocks(q, k, v, blocks)
     grads = [torch.empty_like(x) for x in (q, k, v)]
     with flop_counter() as backward:
-        attend_blocks_backward(q, q, k, v, out, lse, blocks, *grads, fresh=True)
+        attend_blocks_backward(q, q, k, v, out, lse, blocks, *grads, fresh_q=True, fresh_kv=True)
     assert forward.get_total_flops() == 4 * n * D * scores_of(blocks)
     assert backward.get_total_flops() == 10 * n * D * scores_of(blocks)
 
