@@ -72,7 +72,9 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        attend_blocks_backward(grad, q, k, v, out, lse, ctx.blocks, dq, dk, dv, fresh_q=True, fresh_kv=True)
+        attend_blocks_backward(
+            grad, q, k, v, out, lse, ctx.blocks, dq, dk, dv, fresh_q=True, fresh_kv=True
+        )
         return dq, dk, dv, None
 
 

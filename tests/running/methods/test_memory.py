@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor  # before the fake mode, which its import would meet otherwise
-from ranks import run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -23,6 +22,7 @@ from headrace.ops.random import DropoutKey
 from headrace.runtime.counted import ByteCounter
 from headrace.spec import Architecture, weight_table
 from headrace.spec.method import RECOMPUTE, LayerOption
+from ranks import run_ranks
 
 RANKS, MEMBER, TOKENS = 8, 3, 65536
 GPT = Architecture(
@@ -88,7 +88,8 @@ def _layer(option: LayerOption, world: dist.ProcessGroup) -> Bytes:
         kept, forward = counter.current_bytes, counter.peak_bytes
         counter.reset_peak()
         y.backward(torch.empty_like(y))
-    assert x.grad is not None and x.grad.shape == x.shape
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
     unit = x.nbytes
     return Bytes(kept=kept / unit, forward=forward / unit, backward=counter.peak_bytes / unit)
 

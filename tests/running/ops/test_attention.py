@@ -226,7 +226,9 @@ def test_any_cover_gives_the_whole_result(
     attend_blocks_backward(grad, q, k, v, out, lse, blocks, *at_once, fresh_q=True, fresh_kv=True)
     by_one = [torch.zeros_like(x) for x in (q, k, v)]
     for block in blocks:
-        attend_blocks_backward(grad, q, k, v, out, lse, (block,), *by_one, fresh_q=False, fresh_kv=False)
+        attend_blocks_backward(
+            grad, q, k, v, out, lse, (block,), *by_one, fresh_q=False, fresh_kv=False
+        )
     _close(at_once, wanted[1:])
     _close(by_one, wanted[1:])
 
@@ -250,8 +252,9 @@ def test_queries_and_keys_of_different_ranks(backend: Backend) -> None:
     dq, dk, dv = torch.zeros_like(out), torch.zeros_like(k), torch.zeros_like(v)
     for keys, blocks in ((slice(0, 7), first), (slice(7, 11), own)):
         attend_blocks_backward(
-            grad, q[7:], k[keys], v[keys], out, lse, blocks, dq, dk[keys], dv[keys], fresh_q=False, fresh_kv=False
-        )
+            grad, q[7:], k[keys], v[keys], out, lse, blocks, dq, dk[keys], dv[keys],
+            fresh_q=False, fresh_kv=False,
+        )  # fmt: skip
     _close((dq, dk, dv), (wanted[1][7:], wanted[2], wanted[3]))
 
 
@@ -306,13 +309,14 @@ def test_rows_of_no_block(backend: Backend, dtype: torch.dtype) -> None:
         assert (scale[:, idle] == -math.inf).all()
         assert got.isfinite().all()
     grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
-    attend_blocks_backward(torch.ones_like(q), q, k, v, out, lse, some, *grads, fresh_q=True, fresh_kv=True)
+    ones = torch.ones_like(q)
+    attend_blocks_backward(ones, q, k, v, out, lse, some, *grads, fresh_q=True, fresh_kv=True)
     assert not grads[0][idle].any()
     assert not grads[1][unseen].any()
     assert not grads[2][unseen].any()
     assert all(x.isfinite().all() for x in grads)
     kept = [x.clone() for x in grads]
-    attend_blocks_backward(torch.ones_like(q), q, k, v, out, lse, (), *grads, fresh_q=False, fresh_kv=False)
+    attend_blocks_backward(ones, q, k, v, out, lse, (), *grads, fresh_q=False, fresh_kv=False)
     assert all(torch.equal(one, other) for one, other in zip(grads, kept, strict=True))
 
 

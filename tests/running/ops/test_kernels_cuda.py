@@ -235,7 +235,9 @@ def test_parts_of_documents_on_a_gpu(dtype: torch.dtype, tolerance: float) -> No
     partial.add(q, k, v, rest)
     out, lse = partial.result(dtype)
     grads = [torch.empty(x.shape, dtype=lse.dtype, device="cuda") for x in (q, k, v)]
-    attend_blocks_backward(grad, q, k, v, out, lse, (*cuts, *rest), *grads, fresh_q=True, fresh_kv=True)
+    attend_blocks_backward(
+        grad, q, k, v, out, lse, (*cuts, *rest), *grads, fresh_q=True, fresh_kv=True
+    )
     again = attend_blocks(q, k, v, (*rest, *cuts))[0]
     wanted = _one_by_one(*(x.double() for x in tensors), (lengths, lengths), True)
     pairs = ((out, wanted[0]), (again, wanted[0]), *zip(grads, wanted[2:], strict=True))
