@@ -2,7 +2,8 @@
 
 All sides run in the same processes, one thread each, round after round in rotating order, so that
 a busy machine hurts all alike. Before anything is timed, each side's output, input gradient and
-weight gradients are compared with one process; what is not equal is not reported.
+weight gradients are compared with one process; what is not equal is not reported. No side is
+compiled, and each runs with the defaults of its library.
 
     one process       the block as torch's user would write it; ``local`` is headrace's
     tensor            DTensor tensor + sequence parallelism;  megatron_ts, metp

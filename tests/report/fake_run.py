@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from headrace.spec import (
 from headrace.spec.method import Recompute
 from headrace.spec.plan import TokenOrder
 
-__all__ = ["fake_run"]
+__all__ = ["fake_run", "layered_run"]
 
 _CONTEXT = 16384
 _MODEL = Architecture.preset("llama-tiny", hidden=256, layers=8, heads=8, kv_heads=2, ffn=768)
@@ -67,6 +68,22 @@ def fake_run(
                 timelines.write(json.dumps(timeline) + "\n")
             if plans:
                 planned.write(json.dumps({"step": step} | plan.to_json()) + "\n")
+    return folder
+
+
+def layered_run(folder: Path, *steps: Sequence[tuple[str | None, int]]) -> Path:
+    """Write a run of one rank whose steps have just these micro-batches, each a layer plan (None:
+    the run did not write it) and tokens."""
+    path = fake_run(folder, steps=len(steps), ranks=1, recorded=0, plans=False) / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    with path.open("w") as metrics:
+        for row, step in zip(rows, steps, strict=True):
+            row["micro_batches"] = [
+                {"ranks": 1, "tokens": tokens, "longest": tokens, "sequences": 1}
+                | ({} if layers is None else {"layers": layers, "order": "natural"})
+                for layers, tokens in step
+            ]
+            metrics.write(json.dumps(row) + "\n")
     return folder
 
 

@@ -15,14 +15,16 @@ import pytest
 from headrace.report.records import Run
 from headrace.report.run_folder import read_run
 from headrace.spec import Row, Timeline
-from report.fake_run import fake_run
+from report.fake_run import fake_run, layered_run
 
 pytest.importorskip("altair")
 from headrace.report import charts
+from headrace.report.captions import layers_caption, options_caption
 from headrace.report.charts.figures import FIGURES
 from headrace.report.charts.gantt import bars
 from headrace.report.charts.lengths import bin_label
-from headrace.report.charts.theme import KINDS, group_scale, log_ticks, second_unit
+from headrace.report.charts.theme import KINDS, OPTIONS, OTHERS, group_scale, log_ticks, second_unit
+from headrace.report.layer_use import layer_use
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,181 @@ def test_every_length_is_placed_once(run: Run) -> None:
     cells = next(rows for rows in datasets if "share" in rows[0])
     for label in {row["length"] for row in cells}:
         assert sum(row["share"] for row in cells if row["length"] == label) == pytest.approx(1)
+
+
+LAYER_FIGURES = (charts.layer_options, charts.options_over_steps)
+
+
+def rows_of(drawing: Any) -> list[dict[str, Any]]:
+    """The only data set of a figure."""
+    (rows,) = drawing.to_dict()["datasets"].values()
+    return rows  # type: ignore[no-any-return]
+
+
+def colors_of(drawing: Any) -> dict[str, str]:
+    """Colours by option, in the order of the legend."""
+    scale = drawing.to_dict()["encoding"]["color"]["scale"]
+    return dict(zip(scale["domain"], scale["range"], strict=True))
+
+
+def text_of(layers: int) -> str:
+    """A layer plan of as many options, the first of them most used."""
+    return " ".join(f"{2 * layers - i}*m{i:02}" for i in range(layers))
+
+
+@pytest.mark.parametrize(
+    ("draw", "column"), [(charts.layer_options, "layer"), (charts.options_over_steps, "from")]
+)
+def test_options_are_stacked_to_the_whole(run: Run, draw: Any, column: str) -> None:
+    """Catches holes and overlaps in a bar, and a stack in another order than the legend."""
+    rows, order = rows_of(draw(run)), list(colors_of(draw(run)))
+    places = {row[column] for row in rows}
+    assert places == set(range(8 if column == "layer" else 40))
+    for place in places:
+        bar = [row for row in rows if row[column] == place]
+        ends = [0.0, *(row["high"] for row in bar)]
+        assert [row["low"] for row in bar] == ends[:-1]
+        assert ends[-1] == 1
+        assert [row["share"] for row in bar] == pytest.approx(np.diff(ends))
+        assert sorted(bar, key=lambda row: order.index(row["option"])) == bar
+
+
+def test_layer_bars_hold_the_tokens_of_the_run(run: Run) -> None:
+    """Catches bars of the wrong option or layer."""
+    rows = rows_of(charts.layer_options(run))
+    drawn = {(row["layer"], row["option"]): row["tokens"] for row in rows}
+    use = layer_use(run)
+    palette = colors_of(charts.layer_options(run))
+    for layer, tokens in enumerate(use.tokens):
+        for option, count in tokens.items():
+            if str(option) in palette:
+                assert drawn[layer, str(option)] == count
+    assert sum(drawn.values()) == 8 * sum(step.tokens for step in run.steps)
+
+
+def test_both_layer_figures_colour_an_option_alike(run: Run) -> None:
+    """Catches colours given by first appearance."""
+    first, second = map(colors_of, (draw(run) for draw in LAYER_FIGURES))
+    assert first == second
+    assert list(first)[:8] == [str(option) for option in layer_use(run).shares][:8]
+
+
+@pytest.mark.parametrize(
+    ("options", "others"), [(7, ""), (8, ""), (9, "1 other"), (12, "4 others")]
+)
+@pytest.mark.parametrize("draw", LAYER_FIGURES)
+def test_options_beyond_the_palette_are_one(
+    tmp_path: Path, draw: Any, options: int, others: str
+) -> None:
+    """Catches colours that repeat, tokens left out, and a grey name without any option."""
+    text = text_of(options)
+    run = read_run(layered_run(tmp_path / "run", [(text, 5)], [(text, 7)]))
+    colors = colors_of(draw(run))
+    wanted = {f"m{i:02}": OPTIONS[i] for i in range(min(options, 8))}
+    assert list(colors.items()) == [*wanted.items(), *([(others, OTHERS)] if others else [])]
+    rows = rows_of(draw(run))
+    assert {row["option"] for row in rows} == set(colors)
+    count = "tokens" if draw is charts.layer_options else "count"
+    layers = sum(2 * options - i for i in range(options))
+    assert sum(row[count] for row in rows) == 12 * layers
+
+
+def test_layers_of_different_depth_have_whole_bars(tmp_path: Path) -> None:
+    """Catches shares taken over the tokens of the run, of which few reach the last layers."""
+    run = read_run(layered_run(tmp_path / "run", [("1*a", 6), ("3*b", 2)]))
+    rows = rows_of(charts.layer_options(run))
+    drawn = [(row["layer"], row["option"], row["tokens"], row["low"], row["high"]) for row in rows]
+    assert drawn == [(0, "a", 6, 0, 0.5 + 0.25), (0, "b", 2, 0.75, 1), (1, "b", 2, 0, 1),
+                     (2, "b", 2, 0, 1)]  # fmt: skip
+
+
+def test_steps_of_a_long_run_share_bars(tmp_path: Path) -> None:
+    """Catches bars too thin to see, and steps beside the axis."""
+    run = read_run(layered_run(tmp_path / "run", [("2*a", 3)], [("2*b", 5)]))
+    steps = tuple(replace(run.steps[i % 2], step=i) for i in range(1000))
+    long = replace(run, steps=steps)
+    rows = rows_of(charts.options_over_steps(long))
+    lefts = sorted({row["left"] for row in rows})
+    assert lefts == [5 * i - 0.5 for i in range(200)]
+    assert [row["right"] for row in rows] == [row["left"] + 5 for row in rows]
+    domain = charts.options_over_steps(long).to_dict()["encoding"]["x"]["scale"]["domain"]
+    assert domain == [-0.5, 999.5]
+    assert sum(row["count"] for row in rows) == 2 * (3 + 5) * 500
+
+
+def test_few_steps_have_a_tick_each(tmp_path: Path) -> None:
+    """Catches an axis that counts from -1 to 1 under the only step."""
+    run = read_run(layered_run(tmp_path / "run", [("2*a", 3)]))
+    axis = charts.options_over_steps(run).to_dict()["encoding"]["x"]["axis"]
+    assert axis["values"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("1*a 1*b 1*c 1*d", 4),
+        ("1*megatron_cz_gather/megatron_ts+attention 1*ulysses_ring/tensor_ring+attention", 1),
+        ("1*megatron_cz_gather/megatron_ts+attention 1*ulysses_z+attention 1*metp+attention", 2),
+        ("1*megatron_cz_gather/megatron_ts+attention 1*a 1*b", 3),
+    ],
+)
+def test_a_legend_is_as_wide_as_its_names(tmp_path: Path, text: str, columns: int) -> None:
+    """Catches names cut off, and names in one tall column that would fit beside each other."""
+    run = read_run(layered_run(tmp_path / "run", [(text, 3)]))
+    heights = set()
+    for draw in LAYER_FIGURES:
+        spec = draw(run).to_dict()
+        assert spec["encoding"]["color"]["legend"]["columns"] == columns
+        heights.add(spec["height"])
+    assert len(heights) == 1
+
+
+def test_captions_of_layers_by_hand(tmp_path: Path) -> None:
+    """Catches shares of the wrong layer, and changes of steps told as changes of layers."""
+    steps = [[("1*a+full 2*a", 30), ("1*a 2*b", 10)], [("3*a", 40)], [("3*a", 20)]]
+    run = read_run(layered_run(tmp_path / "run", *steps))  # type: ignore[arg-type]
+    assert layers_caption(run) == (
+        "Layers differ most in a+full: 0 % of the tokens in layer 1, 30 % in layer 0; methods "
+        "changed once between layers of a micro-batch."
+    )
+    assert options_caption(run) == (
+        "a did 83 % of all token-layers (tokens times layers); in 1 of 2 steps after the first "
+        "some layer ran other methods than in the step before."
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "caption"),
+    [
+        ([("4*a", 3)], "Every layer used a for all of its tokens."),
+        (
+            [("2*a", 3), ("2*b", 1)],
+            "All layers used the same mix; methods never changed between layers of a micro-batch.",
+        ),
+        (
+            [("1*a 1*b 1*a", 1)] * 600,
+            "Layers differ most in a: 0 % of the tokens in layer 1, 100 % in layer 0; methods "
+            "changed 1,200 times between layers of a micro-batch.",
+        ),
+    ],
+)
+def test_captions_of_simple_runs(tmp_path: Path, step: Any, caption: str) -> None:
+    """Catches a sentence about differences where there are none."""
+    assert layers_caption(read_run(layered_run(tmp_path / "run", step))) == caption
+
+
+def test_caption_of_one_step_does_not_speak_of_others(tmp_path: Path) -> None:
+    """Catches '0 of 0 steps'."""
+    run = read_run(layered_run(tmp_path / "run", [("1*a 3*b", 2)]))
+    assert options_caption(run) == "b did 75 % of all token-layers (tokens times layers)."
+
+
+def test_runs_without_layer_plans_have_no_layer_figures(tmp_path: Path) -> None:
+    """Catches empty figures, and a crash on runs of before layers were written."""
+    run = read_run(layered_run(tmp_path / "run", [(None, 2)]))
+    names = {figure.name for figure in FIGURES if figure.known(run)}
+    assert not {"layers", "options"} & names
+    assert {"loss", "throughput"} <= names
 
 
 def test_bins_are_named_by_their_upper_end() -> None:
@@ -202,9 +379,12 @@ _BLIND = {
 
 
 @pytest.mark.parametrize("eye", _BLIND)
-def test_kinds_stay_apart_for_the_colour_blind(eye: str) -> None:
+@pytest.mark.parametrize(
+    "colors", [tuple(KINDS.values()), (*OPTIONS, OTHERS)], ids=["kinds", "layer options"]
+)
+def test_colours_stay_apart_for_the_colour_blind(eye: str, colors: tuple[str, ...]) -> None:
     """Catches a new colour that some readers cannot tell from another."""
-    labs = [_lab(color, np.array(_BLIND[eye])) for color in KINDS.values()]
+    labs = [_lab(color, np.array(_BLIND[eye])) for color in colors]
     apart = min(np.linalg.norm(a - b) for i, a in enumerate(labs) for b in labs[:i])
     assert apart > 12
 

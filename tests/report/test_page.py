@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from headrace.errors import DataError, MissingExtra
 from headrace.report import summary_text, write_report
 from headrace.report.facts import started_text
 from headrace.report.run_folder import read_run
-from report.fake_run import fake_run
+from report.fake_run import fake_run, layered_run
 
 pytest.importorskip("altair")
 from headrace.report.charts.figures import FIGURES
@@ -104,13 +105,17 @@ def test_texts_of_the_run_are_only_text(tmp_path: Path, evil: str) -> None:
     facts["machine"]["host_cpu"] = evil
     (there / "run.json").write_text(json.dumps(facts))
     rows = [json.loads(line) for line in (there / "metrics.jsonl").read_text().splitlines()]
-    rows[1]["strategy"] = evil
+    rows[1]["strategy"] = rows[1]["micro_batches"][0]["order"] = evil
+    rows[1]["micro_batches"][0]["layers"] = "8*" + "".join(evil.split())
+    for row in rows:
+        row["longest"] = row["step"]  # the plan of the last step is shown
     (there / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     html = write_report(there, pictures=False).read_text()
     parsed = Tags(html)
     assert not [tag for tag, attributes in parsed.tags if tag == "img" or "onerror" in attributes]
     assert sum(tag == "script" for tag, _ in parsed.tags) == len(FIGURES) + 2
-    assert parsed.text.count(evil) >= 3
+    assert parsed.text.count(evil) >= 4
+    assert "8*" + "".join(evil.split()) in parsed.text
 
 
 def test_pictures_stand_beside_the_page(page: Path, folder: Path, tmp_path: Path) -> None:
@@ -183,6 +188,51 @@ def test_summary_tells_the_run_in_lines(folder: Path, tmp_path: Path) -> None:
     small = summary_text(fake_run(tmp_path / "run", steps=1, ranks=1, nan_at=(0,)))
     assert "1 step on 1 rank" in small
     assert "never a number" in small
+
+
+@pytest.mark.parametrize(
+    ("steps", "line"),
+    [
+        ([[(None, 4)]], "not recorded"),
+        ([[("4*a+full", 4)]], "a+full 100 % of token-layers; no switches"),
+        (
+            [[("3*a 1*b", 4)], [("4*a/b", 12)]],
+            "a/b 75 %, a 19 %, b 6.2 % of token-layers; 1 switch between layers, 1 between steps",
+        ),
+        ([[("4*a", 1)], [("4*b", 1)]], "a 50 %, b 50 % of token-layers; 0 switches between "
+         "layers, 1 between steps"),
+        (
+            [[("4*a 3*b 2*c 1*d", 1)]],
+            "a 40 %, b 30 %, c 20 %, 1 other 10 % of token-layers; 3 switches between layers, 0 "
+            "between steps",
+        ),
+        (
+            [[("5*a 4*b 3*c 2*d 2*e+full", 1)]],
+            "a 31 %, b 25 %, c 19 %, 2 others 25 % of token-layers; 4 switches between layers, 0 "
+            "between steps",
+        ),
+    ],
+)  # fmt: skip
+def test_summary_names_the_methods(tmp_path: Path, steps: Any, line: str) -> None:
+    """Catches shares of micro-batches instead of tokens, and switches mixed up."""
+    text = summary_text(layered_run(tmp_path / "run", *steps))
+    assert [row for row in text.splitlines() if row.startswith("methods")] == [
+        f"methods       {line}"
+    ]
+
+
+def test_the_plan_is_shown_with_orders_and_layers(page: Path, folder: Path) -> None:
+    """Catches columns under the heading of another, and numbers set as text."""
+    html, longest = page.read_text(), read_run(folder).longest_step
+    table = html[html.index('<table class="batches">') :].split("</table>")[0]
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in table.split("<tr>")[1:]]
+    assert rows[0] == ["ranks", "sequences", "longest", "tokens", "order", "layers"]
+    wanted = [
+        [str(m.ranks), str(m.sequences), f"{m.longest:,}", f"{m.tokens:,}", m.order, m.layers]
+        for m in longest.micro_batches
+    ]
+    assert sorted(rows[1:]) == sorted(wanted)
+    assert table.count('<td class="number">') == 4 * len(wanted)
 
 
 def chromium(page: Path, profile: Path) -> str:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import DataError
 from headrace.report.run_folder import length_bin, read_run
-from report.fake_run import fake_run
+from report.fake_run import fake_run, layered_run
 
 FILES = ("run.json", "metrics.jsonl", "plans.jsonl", "timelines.jsonl")
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -48,6 +48,28 @@ def test_values_are_those_of_the_files(folder: Path) -> None:
     assert run.facts.corpus.counts == tuple(facts["corpus"]["histogram"]["counts"])
     assert run.facts.costs.points[3].measured_s == facts["costs"]["points"][3]["measured_s"]
     assert run.notes == ()
+
+
+def test_layers_and_orders_are_those_of_the_micro_batches(folder: Path) -> None:
+    """Catches plans swapped between micro-batches, and a plan under the text of another."""
+    run, rows = read_run(folder), lines_of(folder / "metrics.jsonl")
+    for step, row in zip(run.steps, rows, strict=True):
+        read = [(m.layers, m.order, m.tokens) for m in step.micro_batches]
+        assert read == [(m["layers"], m["order"], m["tokens"]) for m in row["micro_batches"]]
+    texts = {m["layers"] for row in rows for m in row["micro_batches"]}
+    assert run.layer_plans.keys() == texts
+    assert all(str(plan) == text for text, plan in run.layer_plans.items())
+    orders = {m.order for step in run.steps for m in step.micro_batches}
+    assert orders == {"natural", "zigzag"}
+
+
+def test_a_run_without_layer_plans_can_be_read(tmp_path: Path) -> None:
+    """Catches a report that refuses runs of before layers were written, or parses 'unknown'."""
+    run = read_run(layered_run(tmp_path / "run", [(None, 7)], [("2*local", 5), (None, 7)]))
+    assert list(run.layer_plans) == ["2*local"]
+    said = [[(m.layers, m.order) for m in step.micro_batches] for step in run.steps]
+    unknown = ("unknown", "unknown")
+    assert said == [[unknown], [("2*local", "natural"), unknown]]
 
 
 def test_assignments_and_recompute_are_counted_by_brute_force(folder: Path) -> None:
@@ -186,6 +208,24 @@ def test_a_lost_loss_is_nan(folder: Path, tmp_path: Path, loss: float | None) ->
         ("metrics.jsonl", {"assignment": [[4]]}, "assignment: got .* wanted"),
         ("metrics.jsonl", {"micro_batches": [3]}, "micro_batches: got .* a list of objects"),
         ("metrics.jsonl", {"peak_bytes": ["a"]}, "peak_bytes: got .* wanted numbers"),
+        (
+            "metrics.jsonl",
+            {"micro_batches": [{"ranks": 1, "layers": "8*a"}, {"ranks": 1, "layers": "8 a"}]},
+            "metrics.jsonl line 1, micro_batches, layers: got layer plan: got '8'.* COUNT",
+        ),
+        ("metrics.jsonl", {"micro_batches": [{"ranks": 1, "layers": "0*a"}]}, "a count >= 1"),
+        ("metrics.jsonl", {"micro_batches": [{"ranks": 1, "layers": ""}]}, "layers: .*no layers"),
+        (
+            "metrics.jsonl",
+            {"micro_batches": [{"ranks": 1, "layers": "8*a+ful"}]},
+            "layers: .*recompute level.*'ful'",
+        ),
+        (
+            "metrics.jsonl",
+            {"micro_batches": [{"ranks": 1, "layers": ["8*a"]}]},
+            "layers: got .* wanted a text",
+        ),
+        ("metrics.jsonl", {"micro_batches": [{"ranks": 1, "order": 1}]}, "order: got 1, wanted"),
         ("plans.jsonl", {"micro_batches": None}, "plans.jsonl line 1"),
         ("timelines.jsonl", {"measured": {"devices": 1, "rows": 1}}, "line 1, measured, rows"),
         (

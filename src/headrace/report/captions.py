@@ -107,8 +107,9 @@ def layers_caption(run: Run) -> str:
             f"Layers differ most in {option}: {share_text(low)} of the tokens in layer "
             f"{found.index(low)}, {share_text(high)} in layer {found.index(high)}"
         )
-    times = {0: "never", 1: "once"}.get(use.between_layers, f"{use.between_layers:,} times")
-    return f"{text}; methods changed between neighbouring layers of a micro-batch: {times}."
+    times = {0: "never changed", 1: "changed once"}
+    changed = times.get(use.between_layers, f"changed {use.between_layers:,} times")
+    return f"{text}; methods {changed} between layers of a micro-batch."
 
 
 def options_caption(run: Run) -> str:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["ByteCounter", "TrafficCounter"]
+__all__ = ["ByteCounter", "DeviceBytes", "TrafficCounter", "sent_bytes"]
 
 
 class ByteCounter(TorchDispatchMode):
@@ -60,6 +60,31 @@ class ByteCounter(TorchDispatchMode):
         self.current_bytes -= count
 
 
+class DeviceBytes:
+    """The CUDA allocator's own counters, in the place of a :class:`ByteCounter`."""
+
+    def __enter__(self) -> Self:
+        self.reset_peak()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes of live tensors."""
+        return torch.cuda.memory_allocated()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most since the last reset."""
+        return torch.cuda.max_memory_allocated()
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is alive now."""
+        torch.cuda.reset_peak_memory_stats()
+
+
 class TrafficCounter(TorchDispatchMode):
     """``with TrafficCounter() as counter``: bytes that collectives inside send to other ranks."""
 
@@ -75,14 +100,26 @@ class TrafficCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.c10d.alltoall_base_.default:
-            out, x, group, received, sent = args[:5]
-            own = sent[dist.ProcessGroup.unbox(group).rank()]
-            self.sent_bytes += (sum(sent) - own) * _row_bytes(x, out, sum(sent), sum(received))
-        elif func is torch.ops.c10d._allgather_base_.default:
-            ranks = dist.ProcessGroup.unbox(args[2]).size()
-            self.sent_bytes += args[1].nbytes * (ranks - 1)
+        sent = sent_bytes(func, args)
+        if sent is not None:
+            self.sent_bytes += sent[0]
         return func(*args, **(kwargs or {}))
+
+
+def sent_bytes(
+    func: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[int, dist.ProcessGroup] | None:
+    """(bytes that leave this rank, the group) when an operator is one of the collectives of
+    :mod:`headrace.comm.collectives`, else None."""
+    if func is torch.ops.c10d.alltoall_base_.default:
+        out, x, boxed, received, sent = args[:5]
+        group = dist.ProcessGroup.unbox(boxed)
+        own = sent[group.rank()]
+        return (sum(sent) - own) * _row_bytes(x, out, sum(sent), sum(received)), group
+    if func is torch.ops.c10d._allgather_base_.default:
+        group = dist.ProcessGroup.unbox(args[2])
+        return args[1].nbytes * (group.size() - 1), group
+    return None
 
 
 def _row_bytes(x: torch.Tensor, out: torch.Tensor, sent: int, received: int) -> int:

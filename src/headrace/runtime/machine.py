@@ -16,6 +16,7 @@ import torch
 
 __all__ = [
     "available_bytes",
+    "is_out_of_memory",
     "machine_facts",
     "matmul_flops_per_s",
     "peak_bytes",
@@ -44,6 +45,13 @@ def available_bytes(device: str) -> int:
     limit = _cgroup_limit()
     free = int(psutil.virtual_memory().available)
     return min(free, limit) if limit else free
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had, on a device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def matmul_flops_per_s(device: str, dtype: torch.dtype, size: int = 768) -> float:

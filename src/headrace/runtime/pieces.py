@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from headrace.methods.method import Branch
-from headrace.runtime.counted import ByteCounter
+from headrace.runtime.clocks import Clock, HostClock
+from headrace.runtime.counted import ByteCounter, DeviceBytes
 from headrace.runtime.micro_batch import MicroBatchRun
 from headrace.spec.method import LayerOption
 
-__all__ = ["BranchPiece", "EndsPiece", "Piece", "count", "measure"]
+__all__ = [
+    "BranchPiece",
+    "EndsPiece",
+    "Piece",
+    "count",
+    "measure",
+]
 
 Passed = Callable[[], None]
 Segment = tuple[torch.Tensor, torch.Tensor]
@@ -101,32 +109,45 @@ class EndsPiece:
         passed()
 
 
-def measure(piece: Piece, clock: Callable[[], float]) -> list[float]:
-    """[forward, backward] in the clock's seconds."""
-    marks: list[float] = []
-    piece.forward(lambda: marks.append(clock()))
-    forward_s = marks[-1] - marks[-2]
-    marks.clear()
-    marks.append(clock())
-    piece.backward(lambda: marks.append(clock()))
-    return [forward_s, marks[-1] - marks[-2]]
+def observe(
+    piece: Piece, clock: Clock, counter: ByteCounter | DeviceBytes | None = None
+) -> tuple[list[float], list[int]]:
+    """([forward, backward] seconds, [kept, transient] bytes) of the segments that count.
 
-
-def count(piece: Piece) -> list[int]:
-    """[kept, transient] in bytes: what is alive after a segment's forward and was not before, and
-    what was alive on top of it while the segment ran forward or backward."""
+    Kept is what is alive after a segment's forward and was not before; transient what was alive on
+    top of it while the segment ran forward or backward. Without a counter both are 0; with one the
+    seconds are those of the counting too, unless the clock is a model.
+    """
+    marks: list[Any] = []
     seen: list[tuple[int, int]] = []
-    with ByteCounter() as counter:
 
-        def passed() -> None:
+    def passed() -> None:
+        marks.append(clock.mark())
+        if counter is not None:
             seen.append((counter.current_bytes, counter.peak_bytes))
             counter.reset_peak()
 
+    with counter or nullcontext():
         piece.forward(passed)
-        before, after = seen[-2], seen[-1]
-        start = counter.current_bytes
+        forward_s = clock.between(marks[-2], marks[-1])
+        start_bytes = counter.current_bytes if counter is not None else 0
+        marks.append(clock.mark())
         piece.backward(passed)
+    seconds = [forward_s, clock.between(marks[-2], marks[-1])]
+    if not seen:
+        return seconds, [0, 0]
     # Going backward the last segment is the first, and everything kept is alive as it starts.
-    first_back = seen[len(seen) - piece.segments]
-    transient = max(after[1] - after[0], first_back[1] - start)
-    return [max(0, after[0] - before[0]), max(0, transient)]
+    before, after = seen[piece.segments - 1], seen[piece.segments]
+    first_back = seen[piece.segments + 1]
+    transient = max(after[1] - after[0], first_back[1] - start_bytes)
+    return seconds, [max(0, after[0] - before[0]), max(0, transient)]
+
+
+def measure(piece: Piece, clock: Clock) -> list[float]:
+    """[forward, backward] seconds of the segments that count."""
+    return observe(piece, clock)[0]
+
+
+def count(piece: Piece, counter: ByteCounter | DeviceBytes) -> list[int]:
+    """[kept, transient] bytes of the segments that count."""
+    return observe(piece, HostClock(), counter)[1]

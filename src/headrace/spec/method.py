@@ -14,6 +14,10 @@ Recompute = Literal["none", "attention", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
+_MOST_LAYERS = 100_000
+"""More in one run of a layer plan's text is a mistake: it would only fill memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class LayerOption:
     """One layer's attention method, feed-forward method and recompute level.
@@ -86,7 +90,8 @@ class LayerPlan:
         options: list[LayerOption] = []
         for word in text.split():
             count, star, option = word.partition("*")
-            if not star or not count.isdecimal() or int(count) < 1:
-                raise SpecError("layer plan", got=repr(word), wanted="COUNT*OPTION, a count >= 1")
+            if not star or not count.isdecimal() or not 1 <= int(count) <= _MOST_LAYERS:
+                wanted = f"COUNT*OPTION, a count >= 1 and <= {_MOST_LAYERS}"
+                raise SpecError("layer plan", got=repr(word), wanted=wanted)
             options += [LayerOption.parse(option)] * int(count)
         return cls(options=tuple(options))

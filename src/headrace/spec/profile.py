@@ -11,14 +11,14 @@ from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster
 from headrace.spec.plan import TokenOrder, Working
 
-__all__ = ["ENDS", "PROFILE_FORMAT", "Branch", "Profile", "ProfilePoint"]
+__all__ = ["ENDS", "PROFILE_FORMAT", "Branch", "NotFitting", "Profile", "ProfilePoint"]
 
 ENDS = "ends"
 """The option name of embedding, last norm, head and loss together."""
 
 Branch = Literal["attention", "feed_forward"]
 
-PROFILE_FORMAT = 2
+PROFILE_FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,16 @@ class ProfilePoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotFitting:
+    """A pack of ``tokens`` for which two layers of an option, or the ends, on groups of ``p``
+    ranks need more memory than a rank has; longer ones were not tried."""
+
+    p: int
+    option: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """All measurements of one model on one set of devices.
 
@@ -76,6 +86,8 @@ class Profile:
     working weights and their gradients add, by group size and kind. ``element_bytes`` are those
     of one element of the activations. ``feed_forwards`` names for every method without a
     feed-forward of its own the method whose it uses, so that equal ones are measured once.
+    ``links[p]`` is (seconds to start, bytes per second that leave a rank) of collectives in groups
+    of p. ``not_fitting`` are the packs at which memory ran out.
     """
 
     fingerprint: str
@@ -88,6 +100,8 @@ class Profile:
     gather_s: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     element_bytes: int = 4
     feed_forwards: Mapping[str, str] = field(default_factory=dict)
+    links: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    not_fitting: tuple[NotFitting, ...] = ()
     measured_in_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -104,6 +118,8 @@ class Profile:
             "gather_s": {str(p): list(pair) for p, pair in self.gather_s.items()},
             "element_bytes": self.element_bytes,
             "feed_forwards": dict(self.feed_forwards),
+            "links": {str(p): list(pair) for p, pair in self.links.items()},
+            "not_fitting": [asdict(pack) for pack in self.not_fitting],
             "measured_in_s": self.measured_in_s,
         }
 
@@ -124,6 +140,8 @@ class Profile:
                 gather_s={int(p): (f, b) for p, (f, b) in value["gather_s"].items()},
                 element_bytes=value["element_bytes"],
                 feed_forwards=dict(value["feed_forwards"]),
+                links={int(p): (s, b) for p, (s, b) in value["links"].items()},
+                not_fitting=tuple(NotFitting(**pack) for pack in value["not_fitting"]),
                 measured_in_s=value["measured_in_s"],
             )
         except (KeyError, TypeError, ValueError, AttributeError, SpecError) as error:

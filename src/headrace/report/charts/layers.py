@@ -26,8 +26,11 @@ __all__ = ["layer_options", "options_over_steps"]
 _SPANS = 200
 """Bars over the steps that stay apart from each other in half a row."""
 
-_LETTER, _SYMBOL = 6.6, 36
-"""About the width of a letter and of what stands around a name in the legend, in pixels."""
+_TICKS = 10
+"""Steps that each have a tick; of more Vega picks some."""
+
+_LEGEND, _LETTER, _SYMBOL = HALF - 50, 6.2, 31
+"""Widths in pixels: of a legend, and about of a letter and of what stands around a name in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +72,18 @@ class _Palette:
         colors = [*OPTIONS[: len(self.names)], *([OTHERS] if self.others else [])]
         return alt.Color(
             "option:N", scale=alt.Scale(domain=self.shown, range=colors),
-            legend=legend(symbolType="square", columns=self.columns, labelLimit=HALF - 50),
+            legend=legend(
+                symbolType="square", symbolStrokeWidth=0, columns=self.columns, labelLimit=_LEGEND
+            ),
         )  # fmt: skip
 
     @property
     def columns(self) -> int:
         """Names side by side in the legend, so that none is cut off."""
-        widest = _SYMBOL + _LETTER * max(map(len, self.shown))
-        return max(1, min(len(self.shown), int((HALF - 50) // widest)))
+        widths = [_SYMBOL + _LETTER * len(name) for name in self.shown]
+        counts = range(len(widths), 1, -1)
+        fits = (n for n in counts if sum(max(widths[i::n]) for i in range(n)) <= _LEGEND)
+        return next(fits, 1)
 
     @property
     def height(self) -> int:
@@ -112,8 +119,10 @@ def options_over_steps(run: Run) -> Drawing:
         for name, count, low, high in palette.stacked(span.token_layers)
     ]  # fmt: skip
     ends = [run.steps[0].step - 0.5, run.steps[-1].step + 0.5]
-    axis = alt.Axis(format=",d", tickMinStep=1, grid=False)
-    x = alt.X("left:Q", title="step", axis=axis, scale=alt.Scale(domain=ends, nice=False))
+    ticks = [step.step for step in run.steps] if len(run.steps) <= _TICKS else alt.Undefined
+    axis = alt.Axis(format=",d", values=ticks, tickMinStep=1, grid=False)
+    scale = alt.Scale(domain=ends, nice=False, round=True)  # no seams between bars
+    x = alt.X("left:Q", title="step", axis=axis, scale=scale)
     few = len(run.steps) <= _SPANS // 4
     bars = alt.Chart(data(rows)).mark_rect(stroke="white", strokeWidth=1 if few else 0)
     chart = bars.encode(

@@ -1,0 +1,207 @@
+"""How far cost models are off where they were not fitted, on whole steps, and how fast they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from headrace.costs import CostModel, Speeds, synthetic_costs
+from headrace.costs.formulas import FORMULA_METHODS
+from headrace.costs.from_profile import costs_from_profile, ladders
+from headrace.costs.held_out import HeldOut, held_out, relative_errors, split
+from headrace.costs.hybrid import HybridModel, fit_hybrid
+from headrace.costs.shared_forest import SharedForest, fit_shared_forest
+from headrace.costs.targets import TARGETS, measured
+from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.profile import ENDS, Profile, ProfilePoint
+
+__all__ = ["SHARED", "against_step", "all_errors", "layered", "microseconds", "without_held"]
+
+SHARED, FORMULAS = "hybrid, shared", "formulas"
+
+
+def layered(profile: Profile) -> Profile:
+    """The same with whole layers in place of branches, so that all models can be asked alike:
+    seconds and kept bytes add up, of the bytes in passing the larger count."""
+    found = {
+        key: {x.lengths: x for x in points if len(x.lengths) == 1}
+        for key, points in ladders(profile).items()
+    }
+    made: list[ProfilePoint] = []
+    for (p, option), own in found.items():
+        part, colon, text = option.partition(":")
+        if not colon:
+            made += own.values()
+        if part != "attention":
+            continue
+        method, plus, level = text.partition("+")
+        owner = profile.feed_forwards.get(method, method)
+        others = found.get((p, f"feed_forward:{owner}{plus}{level}"), {})
+        made += [_joined(own[n], others[n], text) for n in own if n in others]
+    return replace(profile, points=tuple(made))
+
+
+def _joined(attention: ProfilePoint, follower: ProfilePoint, option: str) -> ProfilePoint:
+    def counted(name: str, together: Callable[[int, int], int]) -> int | None:
+        pair = getattr(attention, name), getattr(follower, name)
+        return None if None in pair else together(*pair)
+
+    return replace(
+        attention, option=option,
+        forward_s=attention.forward_s + follower.forward_s,
+        backward_s=attention.backward_s + follower.backward_s,
+        kept_bytes=counted("kept_bytes", lambda x, y: x + y),
+        transient_bytes=counted("transient_bytes", max),
+    )  # fmt: skip
+
+
+def without_held(profile: Profile) -> Profile:
+    """The points that models are fitted to."""
+    return _chosen(profile, held=False)
+
+
+def _chosen(profile: Profile, *, held: bool) -> Profile:
+    points: list[ProfilePoint] = []
+    for own in ladders(profile).values():
+        out = {n for lengths in split(x.lengths[0] for x in own).values() for n in lengths}
+        points += [x for x in own if (x.lengths[0] in out) == held]
+    return replace(profile, points=tuple(points))
+
+
+def all_errors(profiles: list[Profile]) -> tuple[list[list[HeldOut]], SharedForest]:
+    """For each profile (of whole layers) the errors of all models; the forest that they share."""
+    shared = fit_shared_forest([without_held(profile) for profile in profiles])
+    errors = []
+    for profile in profiles:
+        hybrid = fit_hybrid(without_held(profile), shared)
+        errors.append([*held_out(profile), *_of_shared(profile, hybrid), *_of_formulas(profile)])
+    return errors, shared
+
+
+def _of_shared(profile: Profile, hybrid: HybridModel) -> Iterator[HeldOut]:
+    for (p, option), target, lengths, values, most in _asked(profile):
+        if target in hybrid.pairs[p][option]:
+            found = hybrid.predict(p, option, target, lengths)
+            yield from _rows(profile, p, option, target, SHARED, lengths, values, found, most)
+
+
+def _of_formulas(profile: Profile) -> Iterator[HeldOut]:
+    """Formulas of a made-up device; one factor for all seconds makes it as fast as this one."""
+    p = max(point.p for point in profile.points)
+    names = {x.option.partition("+")[0] for x in profile.points}
+    methods = tuple(m for m in FORMULA_METHODS if m in names and m != "local")
+    costs = synthetic_costs(
+        p, architecture=profile.architecture, methods=methods or None,
+        sizes=tuple(sorted({x.p for x in profile.points})),
+        speeds=Speeds(element_bytes=profile.element_bytes),
+    )  # fmt: skip
+    ratios = [
+        (x.forward_s + x.backward_s) / sum(curves[name](x.lengths[0]) for name in TARGETS[:2])
+        for x in without_held(profile).points
+        if (curves := _formula(costs, x.p, x.option))
+    ]
+    for (p, option), target, lengths, values, most in _asked(profile):
+        curves = _formula(costs, p, option)
+        if curves and ratios:
+            factor = median(ratios) if target.endswith("_s") else 1.0
+            found = np.array([curves[target](n) for n in lengths]) * factor
+            yield from _rows(profile, p, option, target, FORMULAS, lengths, values, found, most)
+
+
+def _formula(costs: CostModel, p: int, option: str) -> dict[str, Callable[[int], float]]:
+    named = None if option == ENDS else LayerOption.parse(option)
+    if named is None or str(costs.named(named)) not in costs.options.get(p, {}):
+        return {}
+    cost = costs.option(p, named)
+    return {
+        "forward_s": lambda n: cost.forward((n,)), "backward_s": lambda n: cost.backward((n,)),
+        "kept_bytes": cost.kept, "transient_bytes": cost.transient,
+    }  # fmt: skip
+
+
+def _asked(profile: Profile) -> Iterator[tuple[Any, ...]]:
+    """(ladder, target, held-out lengths, values there, the largest value of the ladder)."""
+    held, everything = ladders(_chosen(profile, held=True)), ladders(profile)
+    for key, points in held.items():
+        for target in TARGETS:
+            lengths, values = measured(points, target)
+            if lengths:
+                yield key, target, lengths, values, max(measured(everything[key], target)[1])
+
+
+def _rows(
+    profile: Profile, p: int, option: str, target: Any, model: str, lengths: list[int],
+    values: list[float], found: np.ndarray, most: float,
+) -> Iterator[HeldOut]:  # fmt: skip
+    errors = dict(zip(lengths, relative_errors(found, values, most), strict=True))
+    own = [x for x in profile.points if (x.p, x.option) == (p, option)]
+    for where, out in split(x.lengths[0] for x in own).items():
+        asked = tuple(n for n in lengths if n in out)
+        if asked:
+            yield HeldOut(
+                p=p, option=option, target=target, model=model, where=where, lengths=asked,
+                errors=tuple(errors[n] for n in asked),
+            )  # fmt: skip
+
+
+def against_step(
+    profile: Profile, costs: CostModel, hybrid: HybridModel, step: dict[str, Any]
+) -> dict[str, Any]:
+    """What quadratic and hybrid say of a measured step, from the profile of two layers."""
+    a, p, tokens = profile.architecture, profile.cluster.devices, step["tokens"]
+    option = LayerOption.parse(step["option"])
+    layers, once = LayerPlan.uniform(option, a.layers), costs.exchange_s.total_s
+    fixed = costs.state_bytes + costs.held_bytes([p], "whole")
+
+    def ask(target: Any) -> tuple[float, float]:
+        return (
+            float(hybrid.layer(p, option, target, tokens)),
+            float(hybrid.predict(p, ENDS, target, tokens)),
+        )
+
+    parts = {target: ask(target) for target in TARGETS}
+    seconds = sum(a.layers * parts[x][0] + parts[x][1] for x in ("forward_s", "backward_s"))
+    kept = a.layers * parts["kept_bytes"][0] + parts["kept_bytes"][1]
+    return {
+        **step,
+        "quadratic_s": sum(costs.micro_batch_s([tokens], p, layers)) + once,
+        "hybrid_s": seconds + once,
+        "quadratic_bytes": costs.micro_batch_bytes(tokens, p, layers) - fixed,
+        "hybrid_bytes": kept + max(parts["transient_bytes"]),
+    }
+
+
+def microseconds(profile: Profile, lengths: np.ndarray) -> dict[str, float]:
+    """Per length: one at a time and all at once, of the first option's forward."""
+    from sklearn.ensemble import RandomForestRegressor
+
+    (p, option), points = next(x for x in ladders(profile).items() if x[0][1] != ENDS)
+    known, values = measured(points, "forward_s")
+    pair = fit_hybrid(profile).pairs[p][option]["forward_s"]
+    curve = costs_from_profile(profile).options[p][option].forward
+    forest = RandomForestRegressor(50, max_depth=10, random_state=42)
+    forest.fit(np.array(known)[:, None], values)
+    some = lengths[:: max(1, len(lengths) // 200)]
+    return {
+        "quadratic, one at a time": _each_us(lambda: [curve((n,)) for n in some.tolist()], some),
+        "hybrid, one at a time": _each_us(lambda: [pair(n) for n in some.tolist()], some),
+        "hybrid, all at once": _each_us(lambda: pair(lengths), lengths),
+        "scikit-learn, one at a time": _each_us(
+            lambda: [forest.predict([[n]]) for n in some[:20].tolist()], some[:20]
+        ),
+        "scikit-learn, all at once": _each_us(lambda: forest.predict(lengths[:, None]), lengths),
+    }  # fmt: skip
+
+
+def _each_us(work: Callable[[], Any], lengths: Iterable[Any]) -> float:
+    count, best = len(list(lengths)), float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - began)
+    return best / count * 1e6

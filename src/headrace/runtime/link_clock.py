@@ -1,0 +1,196 @@
+"""Clocks of one rank that plays its part without partners.
+
+The collectives of a fake process group take no time. A clock sees every operator that the rank
+runs and adds what a collective would have cost, overlap included:
+
+    issue      starts when the link is free and what it sends has arrived;
+               lasts what the network model says of the bytes that leave this rank
+    first use  of what it delivers: the rank waits until then (a view of it is no use)
+
+Partners are taken to be as quick as this rank, so no time is lost on waiting for a slow one.
+
+    Timed      operators run, and take the time that they take
+    Modelled   operators have shapes only, and take what a roofline says:
+               the most of FLOPs over the attained peak, bytes in and out over the attained memory
+               bandwidth, and the launch of a kernel
+"""
+
+# ruff: noqa: SLF001  a storage is known by its address
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from headrace.errors import SpecError
+from headrace.ops.flops import FLOPS
+from headrace.runtime.counted import sent_bytes
+from headrace.spec.hardware import Hardware
+
+__all__ = ["LinkClock", "Modelled", "Timed"]
+
+
+class LinkClock(TorchDispatchMode):
+    """``with`` it, :meth:`now` grows by what operators and collectives take.
+
+    ``comm_s`` are seconds that the link was busy, ``stalled_s`` those that the rank waited for it.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        super().__init__()
+        self.hardware = hardware
+        self.comm_s = 0.0
+        self.stalled_s = 0.0
+        self._link_free_s = 0.0
+        self._arrives: dict[int, float] = {}
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+        raise NotImplementedError
+
+    def mark(self) -> float:
+        """Now."""
+        return self.now()
+
+    def between(self, start: float, end: float) -> float:
+        """Seconds from one mark to a later one."""
+        return end - start
+
+    def _ran(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
+        """An operator has run that makes or changes tensors."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        rest = kwargs or {}
+        sent = sent_bytes(func, args)
+        if sent is not None:
+            return self._collective(func, args, rest, sent)
+        known = {x.untyped_storage()._cdata for x in _tensors((args, rest))}
+        out = func(*args, **rest)
+        if not _is_view(func, out, known):
+            self._wait(known)
+            self._ran(func, args, rest, out)
+        return out
+
+    def _collective(
+        self, func: Any, args: tuple[Any, ...], rest: Any, sent: tuple[int, Any]
+    ) -> Any:
+        count, group = sent
+        link = self.hardware.link(dist.get_process_group_ranks(group))
+        delivered, given = args[0], args[1]
+        ready = [self._arrives.get(x.untyped_storage()._cdata, 0.0) for x in _tensors(given)]
+        seconds = link.seconds(count)
+        start = max(self.now(), self._link_free_s, *ready)
+        self._link_free_s = start + seconds
+        self.comm_s += seconds
+        for x in _tensors(delivered):
+            storage = x.untyped_storage()
+            self._arrives[storage._cdata] = self._link_free_s
+            weakref.finalize(storage, self._arrives.pop, storage._cdata, None)
+        return func(*args, **rest)
+
+    def _wait(self, used: set[int]) -> None:
+        late = [self._arrives.pop(key) for key in used & self._arrives.keys()]
+        if late:
+            self._stall(max(0.0, max(late) - self.now()))
+
+    def _stall(self, seconds: float) -> None:
+        self.stalled_s += seconds
+
+
+class Timed(LinkClock):
+    """Operators take the time that they take on ``device``."""
+
+    def __init__(self, hardware: Hardware, device: str = "cpu") -> None:
+        super().__init__(hardware)
+        self._device = device
+        self._began = time.perf_counter()
+
+    def now(self) -> float:
+        """Seconds since the clock was made, waits for the link included."""
+        if self._device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter() - self._began + self.stalled_s
+
+
+class Modelled(LinkClock):
+    """Operators take what the hardware's roofline says; for tensors of shapes only.
+
+    Raises SpecError at the first product of a type that the device has no peak for.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        super().__init__(hardware)
+        self._now_s = 0.0
+        self._flops = {**flop_registry, **FLOPS}
+
+    def now(self) -> float:
+        """Seconds of all operators so far, waits for the link included."""
+        return self._now_s
+
+    def _stall(self, seconds: float) -> None:
+        super()._stall(seconds)
+        self._now_s += seconds
+
+    def _ran(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
+        if func.namespace != "aten" or _allocates(func):
+            return
+        device = self.hardware.device
+        tensors = [*_tensors((args, kwargs)), *(x for x in _tensors(out))]
+        moved = sum(x.nbytes for x in _distinct(tensors))
+        memory_s = moved / (device.memory_bytes_per_s * device.attained_memory)
+        self._now_s += max(device.launch_s, memory_s, self._compute_s(func, args, kwargs, out))
+
+    def _compute_s(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> float:
+        packet = func._overloadpacket
+        formula = self._flops.get(packet)
+        if formula is None:
+            return 0.0
+        device, dtype = self.hardware.device, str(args[0].dtype).removeprefix("torch.")
+        peak = device.flops_per_s.get(dtype)
+        if peak is None:
+            raise SpecError(
+                f"products of {dtype} on {device.name}", got="no peak known",
+                wanted=f"one of {', '.join(device.flops_per_s)}",
+            )  # fmt: skip
+        share = device.attained_attention if packet in FLOPS else device.attained_matmul
+        return float(formula(*args, **kwargs, out_val=out)) / (peak * share)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
+
+
+def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each storage once, by the largest part of it that an operator touches."""
+    found: dict[int, torch.Tensor] = {}
+    for x in tensors:
+        key = x.untyped_storage()._cdata
+        if key not in found or found[key].nbytes < x.nbytes:
+            found[key] = x
+    return list(found.values())
+
+
+def _is_view(func: Any, out: Any, known: set[int]) -> bool:
+    """Whether an operator only looks at tensors in another way, or asks something of them."""
+    if func._schema.is_mutable:
+        return False
+    made = [x.untyped_storage()._cdata for x in _tensors(out)]
+    return all(key in known for key in made)
+
+
+def _allocates(func: Any) -> bool:
+    """Whether an operator only sets memory aside."""
+    return func._schema.name.split("::")[1] in _ALLOCATING
+
+
+_ALLOCATING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
