@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from headrace.costs import CostModel, Speeds, synthetic_costs
 from headrace.costs.formulas import FORMULA_METHODS
 from headrace.costs.from_profile import costs_from_profile, ladders
 from headrace.costs.held_out import HeldOut, held_out, relative_errors, split
-from headrace.costs.hybrid import HybridModel, fit_hybrid
+from headrace.costs.hybrid import HybridModel, fit_hybrid, fit_pair
 from headrace.costs.shared_forest import SharedForest, fit_shared_forest
 from headrace.costs.targets import TARGETS, measured
 from headrace.spec.method import LayerOption, LayerPlan
@@ -91,26 +90,42 @@ def _of_shared(profile: Profile, hybrid: HybridModel) -> Iterator[HeldOut]:
 
 
 def _of_formulas(profile: Profile) -> Iterator[HeldOut]:
-    """Formulas of a made-up device; one factor for all seconds makes it as fast as this one."""
-    p = max(point.p for point in profile.points)
+    """Formulas of a made-up device, made as fast as this one by two factors for all seconds: of
+    what grows with the work, and of launches and latencies."""
+    work = _formulas(profile, launch_s=0.0, latency_s=0.0)
+    whole = _formulas(profile)
+
+    def parts(x: ProfilePoint) -> tuple[float, float]:
+        grows, both = (_formula(costs, x.p, x.option)["step_s"](x.lengths[0])
+                       for costs in (work, whole))  # fmt: skip
+        return grows, both - grows
+
+    known = [x for x in without_held(profile).points if _formula(whole, x.p, x.option)]
+    if not known:
+        return
+    factors = _non_negative(
+        np.array([parts(x) for x in known]), np.array([x.forward_s + x.backward_s for x in known])
+    )
+    for (p, option), target, lengths, values, most in _asked(profile):
+        if not _formula(whole, p, option):
+            continue
+        grows, both = (
+            np.array([_formula(costs, p, option)[target](n) for n in lengths])
+            for costs in (work, whole)
+        )
+        seconds = grows * factors[0] + (both - grows) * factors[1]
+        found = seconds if target.endswith("_s") else both
+        yield from _rows(profile, p, option, target, FORMULAS, lengths, values, found, most)
+
+
+def _formulas(profile: Profile, **speeds: float) -> CostModel:
     names = {x.option.partition("+")[0] for x in profile.points}
     methods = tuple(m for m in FORMULA_METHODS if m in names and m != "local")
-    costs = synthetic_costs(
-        p, architecture=profile.architecture, methods=methods or None,
-        sizes=tuple(sorted({x.p for x in profile.points})),
-        speeds=Speeds(element_bytes=profile.element_bytes),
+    sizes = tuple(sorted({x.p for x in profile.points}))
+    return synthetic_costs(
+        max(sizes), architecture=profile.architecture, methods=methods or None, sizes=sizes,
+        speeds=Speeds(element_bytes=profile.element_bytes, **speeds),
     )  # fmt: skip
-    ratios = [
-        (x.forward_s + x.backward_s) / sum(curves[name](x.lengths[0]) for name in TARGETS[:2])
-        for x in without_held(profile).points
-        if (curves := _formula(costs, x.p, x.option))
-    ]
-    for (p, option), target, lengths, values, most in _asked(profile):
-        curves = _formula(costs, p, option)
-        if curves and ratios:
-            factor = median(ratios) if target.endswith("_s") else 1.0
-            found = np.array([curves[target](n) for n in lengths]) * factor
-            yield from _rows(profile, p, option, target, FORMULAS, lengths, values, found, most)
 
 
 def _formula(costs: CostModel, p: int, option: str) -> dict[str, Callable[[int], float]]:
@@ -120,8 +135,21 @@ def _formula(costs: CostModel, p: int, option: str) -> dict[str, Callable[[int],
     cost = costs.option(p, named)
     return {
         "forward_s": lambda n: cost.forward((n,)), "backward_s": lambda n: cost.backward((n,)),
+        "step_s": lambda n: cost.forward((n,)) + cost.backward((n,)),
         "kept_bytes": cost.kept, "transient_bytes": cost.transient,
     }  # fmt: skip
+
+
+def _non_negative(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Two factors >= 0 with the least relative squares."""
+    scaled = features / seconds[:, None]
+    found, *_ = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)
+    if (found >= 0).all():
+        return found
+    alone = [column.sum() / max(column @ column, 1e-300) for column in scaled.T]
+    left = [((column * x - 1) ** 2).sum() for column, x in zip(scaled.T, alone, strict=True)]
+    best = int(np.argmin(left))
+    return np.array([alone[i] if i == best else 0.0 for i in range(2)])
 
 
 def _asked(profile: Profile) -> Iterator[tuple[Any, ...]]:
@@ -182,7 +210,7 @@ def microseconds(profile: Profile, lengths: np.ndarray) -> dict[str, float]:
 
     (p, option), points = next(x for x in ladders(profile).items() if x[0][1] != ENDS)
     known, values = measured(points, "forward_s")
-    pair = fit_hybrid(profile).pairs[p][option]["forward_s"]
+    pair = fit_pair(known, values)
     curve = costs_from_profile(profile).options[p][option].forward
     forest = RandomForestRegressor(50, max_depth=10, random_state=42)
     forest.fit(np.array(known)[:, None], values)

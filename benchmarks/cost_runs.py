@@ -48,19 +48,18 @@ class Dense(Profiler):
 
 
 class Peak:
-    """The most bytes made and alive in the forward and backward of a step; what is there before
-    (weights) and what comes later (the update) is left out."""
+    """The most bytes alive in the forward and backward of a step that were made in it. Pulled rows
+    are freed as the forward begins; what comes later (pushes, the update) is left out."""
 
     def __init__(self, counter: ByteCounter) -> None:
-        self._counter, self._before, self.bytes = counter, 0, 0
+        self._counter, self.bytes = counter, 0
 
     def entered(self, action: str) -> None:
         """Told every action before it starts."""
         if "F" in action:
-            self._before = self._counter.current_bytes
             self._counter.reset_peak()
         elif action[0] in "GU" and not self.bytes:
-            self.bytes = self._counter.peak_bytes - self._before
+            self.bytes = self._counter.peak_bytes
 
 
 def profiled(world: World, a: Architecture, o: argparse.Namespace, groups: Groups) -> Profile:
@@ -119,11 +118,15 @@ def _step(storage: Storage, groups: Groups, plan: Plan, o: argparse.Namespace) -
         slowest = [max(c) for c in zip(*gather_floats(here, groups.world), strict=True)]
         if number:  # the first makes buffers and groups
             best = [min(x) for x in zip(best, slowest, strict=True)]
-    with ByteCounter() as counter:
-        peak = Peak(counter)
-        Executor(storage, groups, seed=0, entered=peak.entered).run(plan, documents, step=0, lr=0.0)
-    most = max(row[0] for row in gather_floats([float(peak.bytes)], groups.world))
-    return {"step_s": best[0], "micro_batch_s": best[1], "bytes": most}
+    counts = [float("inf")]
+    for _ in range(1 if groups.ranks == 1 else 2):  # gloo's threads may free late
+        with ByteCounter() as counter:
+            peak = Peak(counter)
+            Executor(storage, groups, seed=0, entered=peak.entered).run(
+                plan, documents, step=0, lr=0.0
+            )
+        counts.append(max(row[0] for row in gather_floats([float(peak.bytes)], groups.world)))
+    return {"step_s": best[0], "micro_batch_s": best[1], "bytes": min(counts)}
 
 
 def runs_on(ranks: int, a: Architecture, o: argparse.Namespace) -> dict[str, Any]:

@@ -9,7 +9,7 @@ model is fitted to the rest and asked for both, "beyond" and "inside" the profil
     forest          50 random trees of depth 10
     hybrid          the forest within, the polynomial beyond (ParaDySe)
     hybrid, shared  one forest for all options and profiles, the polynomials beyond
-    formulas        of a made-up device, made as fast as this one by one factor for all seconds
+    formulas        of a made-up device, made as fast as this one by two factors for all seconds
 
 Then whole steps of the whole model (all its layers, embedding, loss, weights pulled and pushed,
 AdamW) against what the profile of two layers says, and what a prediction takes.
@@ -231,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
         if world["steps"]:
             console.print(steps_table(world))
     for line in closing_lines(worlds, shared):
-        console.print(line)
+        console.print(line, soft_wrap=True)
     if o.json:
         o.json.parent.mkdir(parents=True, exist_ok=True)
         importances = {target: shared.importances(target) for target in shared.forests}

@@ -193,3 +193,24 @@ def test_noise_does_not_make_a_thrifty_level_fast() -> None:
     assert (full.forward_s, full.backward_s) == (1.0, 3.0)
     alone = [point("attention", 1.0, 2.5)]
     assert reconciled(alone) == alone
+
+
+def test_measurements_that_fall_are_flagged_and_counted() -> None:
+    """Catches a note on noise below a tenth, one on a pack of short documents, and a point that is
+    dropped because it was flagged."""
+    found = points(1, "local")
+    changed = {(256,): 0.95, (1024,): 0.25}
+    sunk = [
+        replace(x, forward_s=found[i - 1].forward_s * share)
+        if (share := changed.get(x.lengths)) else x
+        for i, x in enumerate(found)
+    ]  # fmt: skip
+    sunk = [replace(x, kept_bytes=7) if x.lengths == (4096,) else x for x in sunk]
+    forward, backward = fit_parts(profile(sunk))
+    assert backward.notes == ()
+    seconds, kept = forward.notes
+    assert seconds.startswith("cp1 local forward: seconds of 1,024 tokens up to ")
+    assert seconds.endswith(" below a shorter document")
+    assert kept.startswith("cp1 local forward: bytes kept of 4,096 tokens up to 100 % below")
+    assert forward.points == tuple(sunk)
+    assert all(fit.notes == () for fit in fit_parts(profile()))

@@ -87,6 +87,7 @@ def plan(
     ranks: int | None = None,
     lengths: str | None = None,
     costs: Path | None = None,
+    hardware: str | None = None,
     seed: int = 0,
     json: Json = False,
     changes: Changes = [],  # noqa: B006
@@ -94,9 +95,10 @@ def plan(
     """Plan batches of a configuration and say why; needs no torch and no devices.
 
     Costs are those measured for this configuration by profile or train; without them, a formula
-    (and the output says so):
+    (and the output says so), or the roofline of hardware that is not at hand:
 
         headrace plan examples/python-sources.toml --ranks 8
+        headrace plan examples/python-sources.toml --ranks 64 --hardware h100
         headrace plan examples/python-sources.toml --ranks 64 --lengths "lognormal:median=700,sigma=1.5,max=8192"
 
     Parameters
@@ -111,14 +113,17 @@ def plan(
         Draw lengths from a distribution instead of reading the corpus.
     costs
         A cost model, as written by profile --json.
+    hardware
+        Devices and links to plan for, DEVICE[+INSIDE][+ACROSS], by data sheets: h100,
+        a100-80g+pcie4 (devices.hardware).
     seed
         Seed of the drawn lengths.
     """  # noqa: E501
     from headrace.cli.plan import plan as run
 
     return run(
-        config, batches=batches, ranks=ranks, lengths=lengths, costs=costs, seed=seed,
-        as_json=json, changes=changes,
+        config, batches=batches, ranks=ranks, lengths=lengths, costs=costs, hardware=hardware,
+        seed=seed, as_json=json, changes=changes,
     )  # fmt: skip
 
 
@@ -130,6 +135,7 @@ def simulate(
     ranks: int | None = None,
     lengths: str | None = None,
     costs: Path | None = None,
+    hardware: str | None = None,
     trace: Path | None = None,
     programs: Annotated[bool, Parameter(negative="")] = False,
     seed: int = 0,
@@ -154,6 +160,9 @@ def simulate(
         Draw lengths from a distribution instead of reading the corpus.
     costs
         A cost model, as written by profile --json.
+    hardware
+        Devices and links to plan for, DEVICE[+INSIDE][+ACROSS], by data sheets: h100,
+        a100-80g+pcie4 (devices.hardware).
     trace
         Write a Chrome trace of all batches (opens in Perfetto).
     programs
@@ -164,8 +173,8 @@ def simulate(
     from headrace.cli.plan import simulate as run
 
     return run(
-        source, batches=batches, ranks=ranks, lengths=lengths, costs=costs, trace=trace,
-        programs=programs, seed=seed, as_json=json, changes=changes,
+        source, batches=batches, ranks=ranks, lengths=lengths, costs=costs, hardware=hardware,
+        trace=trace, programs=programs, seed=seed, as_json=json, changes=changes,
     )  # fmt: skip
 
 
@@ -175,14 +184,17 @@ def profile(
     *,
     ranks: int | None = None,
     fresh: Annotated[bool, Parameter(negative="")] = False,
+    hybrid: Annotated[bool, Parameter(negative="")] = False,
     json: Json = False,
     changes: Changes = [],  # noqa: B006
 ) -> int:
     """Measure what a layer costs on these devices, per group size and recompute level.
 
-    The result is cached; train measures the same when it starts:
+    Ends with the longest documents that fit (MaxLen) and the shortest that keep a group busy
+    (UtilLen). The result is cached; train measures the same when it starts:
 
         headrace profile examples/python-sources.toml
+        headrace profile examples/python-sources.toml --hybrid
         headrace profile examples/python-sources.toml --ranks 4 --json > costs.json
 
     Parameters
@@ -193,10 +205,73 @@ def profile(
         Processes to start (devices.ranks).
     fresh
         Measure again even when a profile is cached.
+    hybrid
+        Fit random forests within the profiled lengths and polynomials beyond them too, and compare
+        them with the quadratics on lengths held out (needs scikit-learn).
     """
     from headrace.cli.profile import profile as run
 
-    return run(config, ranks=ranks, fresh=fresh, as_json=json, changes=changes)
+    return run(
+        config, ranks=ranks, fresh=fresh, hybrid=hybrid, as_json=json, changes=changes
+    )  # fmt: skip
+
+
+@app.command
+def rehearse(
+    config: Path,
+    *,
+    ranks: int | None = None,
+    rank: int = 0,
+    sizes: tuple[int, ...] = (),
+    length: str | None = None,
+    hardware: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    costs: Path | None = None,
+    json: Json = False,
+    changes: Changes = [],  # noqa: B006
+) -> int:
+    """Play one rank of a job without the others: how long a sequence fits, how long a step takes.
+
+    Methods run with tensors that have shapes only: bytes are counted exactly, seconds are a
+    roofline of the hardware. With --device, kernels really run there and only collectives are
+    modelled. The costs can be planned with:
+
+        headrace rehearse examples/llama-8b.toml --ranks 8
+        headrace rehearse examples/llama-8b.toml --ranks 16 --hardware a100-80g --length 1Mi
+        headrace rehearse examples/llama-8b.toml --sizes 1 --sizes 8 --costs costs.json
+        headrace rehearse examples/python-sources.toml --ranks 4 --device cpu
+
+    Parameters
+    ----------
+    config
+        The configuration, a TOML file.
+    ranks
+        Ranks of the job (devices.ranks).
+    rank
+        The one to play.
+    sizes
+        Group sizes to play; all ranks in one group when left out.
+    length
+        A sequence in tokens (128Ki) whose time and memory are shown (data.context).
+    hardware
+        Devices and links, DEVICE[+INSIDE][+ACROSS]: h100, a100-80g+pcie4 (devices.hardware; the
+        cpu when that is left out).
+    dtype
+        Type of activations and working weights: bfloat16 where the hardware knows it.
+    device
+        Run kernels and hold memory here: cpu or cuda.
+    costs
+        Write the cost model to a file that plan and simulate read.
+    """
+    from headrace.cli.rehearse import RehearseOptions
+    from headrace.cli.rehearse import rehearse as run
+
+    options = RehearseOptions(
+        ranks=ranks, rank=rank, sizes=sizes, length=length, hardware=hardware, dtype=dtype,
+        device=device, costs=costs, as_json=json,
+    )  # fmt: skip
+    return run(config, options, changes)
 
 
 @app.command

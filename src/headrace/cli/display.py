@@ -19,7 +19,7 @@ from rich.progress import (
 
 from headrace.units import count_text, percent_text, seconds_text
 
-__all__ = ["StepDisplay", "Stopwatch", "step_line", "tell"]
+__all__ = ["StepDisplay", "Stopwatch", "out_console", "step_line", "tell"]
 
 _QUIET_S = 2.0
 """Work shorter than this shows no progress."""
@@ -29,6 +29,11 @@ def tell(text: str) -> None:
     """One line to stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def out_console() -> Console:
+    """Standard output, as wide as the terminal; where there is none rows are not cut at 80."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 class Stopwatch:

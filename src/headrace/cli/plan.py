@@ -51,10 +51,10 @@ class _Work:
 
 def plan(
     config_path: Path, *, batches: int, ranks: int | None, lengths: str | None,
-    costs: Path | None, seed: int, as_json: bool, changes: list[str],
+    costs: Path | None, hardware: str | None, seed: int, as_json: bool, changes: list[str],
 ) -> int:  # fmt: skip
     """Plan batches; a table for people or JSON for programs."""
-    work = _prepare(config_path, batches, ranks, lengths, costs, seed, changes)
+    work = _prepare(config_path, batches, ranks, lengths, costs, hardware, seed, changes)
     found = []
     for number, (batch, chosen, planning_s) in enumerate(_plans(work)):
         if as_json:
@@ -77,11 +77,11 @@ def plan(
 
 def simulate(
     config_path: Path, *, batches: int, ranks: int | None, lengths: str | None,
-    costs: Path | None, trace: Path | None, programs: bool, seed: int, as_json: bool,
-    changes: list[str],
+    costs: Path | None, hardware: str | None, trace: Path | None, programs: bool, seed: int,
+    as_json: bool, changes: list[str],
 ) -> int:  # fmt: skip
     """Run the programs of planned batches on a clock; draw what every rank does."""
-    work = _prepare(config_path, batches, ranks, lengths, costs, seed, changes)
+    work = _prepare(config_path, batches, ranks, lengths, costs, hardware, seed, changes)
     events: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
     began_s = 0.0
@@ -147,11 +147,13 @@ def _plans(work: _Work) -> Iterator[tuple[Lengths, Plan, float]]:
 
 def _prepare(
     config_path: Path, batches: int, ranks: int | None, lengths: str | None, costs: Path | None,
-    seed: int, changes: list[str],
+    hardware: str | None, seed: int, changes: list[str],
 ) -> _Work:  # fmt: skip
     if batches < 1:
         raise ConfigError("--batches", got=batches, wanted=">= 1")
-    config = read_config(config_path, changes, ranks=ranks)
+    if costs is not None and hardware is not None:
+        raise ConfigError("--hardware", got="--costs too", wanted="one of them")
+    config = read_config(config_path, changes, ranks=ranks, hardware=hardware)
     if lengths is None:
         data = open_data(config, Stopwatch())
         architecture = data.architecture
@@ -194,6 +196,10 @@ def _costs(config: Config, architecture: Architecture, path: Path | None) -> tup
         if costs.cluster.devices != ranks:
             raise CostError(f"costs {path}", got=f"{costs.cluster.devices} ranks", wanted=ranks)
         return costs, ""
+    if config.devices.hardware is not None:
+        made = formula_costs(config, architecture, ranks)
+        what = f"roofline of {config.devices.hardware} in {config.devices.dtype}"
+        return made, f"costs: {what}, by data sheets and formulas, not measured"
     measured = newest_costs(config, architecture, ranks)
     if measured is not None:
         return measured, ""

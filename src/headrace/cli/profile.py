@@ -8,23 +8,39 @@ import tempfile
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from headrace.cli.profile_tables import fits_table, held_out_lines, hybrid_table, limits_table
 from headrace.cli.ranks import launch, measured_costs, open_rank
 from headrace.cli.wiring import read_config
 from headrace.comm.launch import World
 from headrace.costs import CostModel
+from headrace.costs.forest import need_scikit_learn
 from headrace.costs.from_profile import fit_parts
+from headrace.costs.held_out import HeldOut, held_out
+from headrace.costs.hybrid import HybridModel, fit_hybrid
+from headrace.errors import CostError
 from headrace.spec.profile import Profile
-from headrace.units import bytes_text, percent_text, seconds_text
+from headrace.units import bytes_text, seconds_text
 
 __all__ = ["profile"]
 
 
 def profile(
-    config_path: Path, *, ranks: int | None, fresh: bool, as_json: bool, changes: list[str]
+    config_path: Path,
+    *,
+    ranks: int | None,
+    fresh: bool,
+    hybrid: bool,
+    as_json: bool,
+    changes: list[str],
 ) -> int:
-    """Measure (or read the cached profile) and print the fits, or the cost model as JSON."""
+    """Measure (or read the cached profile) and print the fits, or the cost model as JSON.
+
+    ``hybrid`` fits hybrid costs too: a table of their own, or the key "hybrid" of the JSON. Raises
+    MissingExtra before anything is measured when they cannot be fitted here.
+    """
+    if hybrid:
+        need_scikit_learn()
     config = read_config(config_path, changes, ranks=ranks)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -40,34 +56,46 @@ def profile(
         if code != 0 or not result.exists():
             return code
         costs_json, profile_json = json.loads(result.read_text())
+    measured = Profile.from_json(profile_json)
+    model = fit_hybrid(measured) if hybrid else None
     if as_json:
-        print(json.dumps(costs_json))
+        extra = {} if model is None else {"hybrid": model.to_json()}
+        print(json.dumps({**costs_json, **extra}))
     else:
-        _print(CostModel.from_json(costs_json), Profile.from_json(profile_json))
+        _print(CostModel.from_json(costs_json), measured, model)
     return 0
 
 
-def _print(costs: CostModel, measured: Profile) -> None:
+def _print(costs: CostModel, measured: Profile, model: HybridModel | None = None) -> None:
     # Rows are not cut where nobody's terminal sets the width.
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     out.print(f"{measured.architecture} on {costs.cluster}")
-    table = Table(box=None, pad_edge=False)
-    columns = ("group", "part", "1K tokens", "4K tokens", "error", "kept", "in passing")
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i < 2 else "right")
-    for fit in fit_parts(measured):
-        forward = fit.part == "forward"
-        table.add_row(
-            f"cp{fit.p}", f"{fit.option} {fit.part}",
-            seconds_text(fit.curve([1024])), seconds_text(fit.curve([4096])),
-            percent_text(fit.error.median),
-            f"{bytes_text(fit.kept.slope)}/token" if forward else "",
-            f"{bytes_text(fit.transient.slope)}/token" if forward else "",
-        )  # fmt: skip
-    out.print(table)
+    fits = fit_parts(measured)
+    out.print(fits_table(fits))
+    for fit in fits:
+        for note in fit.notes:
+            out.print(f"flagged: {note}", soft_wrap=True)
+    out.print()
+    out.print(limits_table(costs))
+    out.print()
+    if model is not None:
+        _print_hybrid(out, model, measured)
     s = costs.exchange_s
     out.print(
         f"each step: pull {seconds_text(s.pull_s)}, push {seconds_text(s.push_s)}, "
         f"update {seconds_text(s.update_s)}; a rank stores {bytes_text(costs.state_bytes)}; "
         f"measured in {seconds_text(measured.measured_in_s)}"
     )
+
+
+def _print_hybrid(out: Console, model: HybridModel, measured: Profile) -> None:
+    rows: list[HeldOut] = []
+    try:
+        rows = held_out(measured)
+    except CostError as error:
+        out.print(f"held out: nothing ({error})", soft_wrap=True)
+    out.print("medians of errors at lengths held out, inside and beyond: hybrid beside quadratic")
+    out.print(hybrid_table(model, rows))
+    for line in held_out_lines(rows):
+        out.print(line, soft_wrap=True)
+    out.print()

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from headrace.config import Config, load_config
 from headrace.config.model import PlannerConfig
-from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
+from headrace.costs import FORMULA_METHODS, CostModel, roofline_costs, synthetic_costs
 from headrace.data import Corpus, Sampler, SamplerOptions, Source, make_tokenizer, open_corpus
 from headrace.errors import ConfigError, CostError, InfeasiblePlan
 from headrace.planning import Problem, static_plan
 from headrace.spec.architecture import Architecture
+from headrace.spec.hardware import Hardware
 from headrace.spec.lengths import Lengths
 from headrace.spec.plan import Plan
 
@@ -33,13 +34,21 @@ __all__ = [
 
 Progress = Callable[[str, int, int], None]
 
+_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
 
 def read_config(
-    path: Path, changes: list[str], *, ranks: int | None = None, steps: int | None = None
+    path: Path,
+    changes: list[str],
+    *,
+    ranks: int | None = None,
+    steps: int | None = None,
+    hardware: str | None = None,
 ) -> Config:
     """The configuration with the command line's changes."""
     extra = [f"devices.ranks={ranks}"] if ranks is not None else []
     extra += [f"run.steps={steps}"] if steps is not None else []
+    extra += [f"devices.hardware={hardware}"] if hardware is not None else []
     return load_config(path, [*changes, *extra])
 
 
@@ -107,13 +116,29 @@ def remember_costs(config: Config, costs: CostModel) -> None:
 
 
 def formula_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel:
-    """Costs from formulas, for planning where nothing was measured."""
-    memory = config.devices.memory_bytes
+    """Costs from formulas, for planning where nothing was measured: the roofline of the hardware
+    that the configuration names, or those of a made-up device."""
+    options = config.devices
+    memory = options.memory_bytes
+    if options.hardware is not None:
+        hardware = Hardware.parse(options.hardware)
+        margin = config.planner.memory_margin
+        if margin is None:
+            margin = memory_margin_of(hardware.device.name)
+        return roofline_costs(
+            hardware, ranks, architecture, element_bytes=_ELEMENT_BYTES[options.dtype],
+            memory_bytes=memory,
+        ).replace(memory_margin=margin)  # fmt: skip
     if memory is None:
         return synthetic_costs(ranks, architecture=architecture, methods=FORMULA_METHODS)
     return synthetic_costs(
         ranks, architecture=architecture, methods=FORMULA_METHODS, memory_bytes=memory
     )
+
+
+def memory_margin_of(device: str) -> float:
+    """The part of the memory of a kind of device that plans leave free unless told."""
+    return 0.3 if device == "cpu" else 0.1
 
 
 def _latest_name(architecture: Architecture, ranks: int) -> str:

@@ -16,6 +16,7 @@ from pydantic import (
 
 from headrace.errors import HeadraceError, SpecError
 from headrace.spec.architecture import PRESETS, Architecture
+from headrace.spec.hardware import Hardware
 from headrace.units import parse_bytes, parse_count
 
 __all__ = [
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 
-def _number(parse: Callable[[str], int]) -> Callable[[Any], Any]:
+def _number(parse: Callable[[str], object]) -> Callable[[Any], Any]:
     """Reads a text by ``parse``, its error as pydantic wants it; leaves other values alone."""
 
     def read(value: Any) -> Any:
@@ -260,6 +261,10 @@ class DevicesConfig(_Section):
     memory: str = "auto"
     """What one rank may use (``"2GiB"``); ``auto`` is 80 % of its share of what is free."""
 
+    hardware: str | None = None
+    """Plan and simulate for devices that are not at hand, ``DEVICE[+INSIDE][+ACROSS]`` such as
+    ``"h100"`` or ``"a100-80g+pcie4"``, by their data sheets; training takes those it finds."""
+
     dtype: Literal["float32", "float64"] = "float32"
     """Type of weights, activations and gradients."""
 
@@ -275,6 +280,11 @@ class DevicesConfig(_Section):
         if value != "auto" and _number(parse_bytes)(value) < 1:
             raise ValueError("wanted at least one byte")
         return value
+
+    @field_validator("hardware")
+    @classmethod
+    def _hardware(cls, value: str | None) -> str | None:
+        return None if value is None else str(_number(Hardware.parse)(value))
 
     @property
     def memory_bytes(self) -> int | None:

@@ -5,6 +5,7 @@ from headrace.costs.fingerprint import fingerprint_difference, fingerprint_of
 from headrace.costs.formulas import FORMULA_METHODS
 from headrace.costs.option import Exchange, OptionCost
 from headrace.costs.quadratic import FitError, Linear, Quadratic, fit_linear, fit_quadratic
+from headrace.costs.roofline import roofline_costs
 from headrace.costs.speeds import Speeds
 from headrace.costs.synthetic import group_sizes_of, synthetic_costs
 
@@ -22,5 +23,6 @@ __all__ = [
     "fit_linear",
     "fit_quadratic",
     "group_sizes_of",
+    "roofline_costs",
     "synthetic_costs",
 ]

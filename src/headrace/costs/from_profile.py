@@ -16,10 +16,14 @@ from headrace.costs.option import Exchange, OptionCost
 from headrace.costs.quadratic import FitError, Linear, Quadratic, fit_linear, fit_quadratic
 from headrace.errors import CostError
 from headrace.spec.profile import ENDS, Branch, Profile, ProfilePoint
+from headrace.units import percent_text
 
-__all__ = ["FittedPart", "costs_from_profile", "fit_parts", "reconciled"]
+__all__ = ["FittedPart", "costs_from_profile", "fit_parts", "ladders", "reconciled"]
 
 Part = Literal["forward", "backward"]
+
+_FALL = 0.1
+"""The share by which a longer document must be below a shorter one to be noted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,21 @@ class FittedPart:
         """Bytes needed in passing, likewise."""
         return _bytes_line(self.points, "transient_bytes")
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where measurements fall as documents grow, at most one note for each thing measured.
+
+        They count as all others: a fit cannot know which of two is wrong, but a reader should.
+        Bytes are noted with the forward.
+        """
+        found = [_falls("seconds", [(x, self.measured_s(x)) for x in self.points])]
+        if self.part == "forward":
+            found += [
+                _falls("bytes kept", [(x, x.kept_bytes) for x in self.points]),
+                _falls("bytes in passing", [(x, x.transient_bytes) for x in self.points]),
+            ]
+        return tuple(f"cp{self.p} {self.option} {self.part}: {note}" for note in found if note)
+
     def to_json(self) -> list[dict[str, Any]]:
         """One JSON object per point: what was measured and what the fit says."""
         return [
@@ -63,6 +82,22 @@ class FittedPart:
         ]
 
 
+def _falls(what: str, values: Sequence[tuple[ProfilePoint, float | None]]) -> str:
+    """A note on single documents that measured at least a tenth less than a shorter one."""
+    alone = [(x.lengths[0], v) for x, v in values if len(x.lengths) == 1 and v is not None]
+    lengths, most, share = list[int](), 0.0, 0.0
+    for length, value in sorted(alone):
+        if value < most * (1 - _FALL):
+            lengths.append(length)
+            share = max(share, 1 - value / most)
+        most = max(most, value)
+    if not lengths:
+        return ""
+    named = ", ".join(f"{length:,}" for length in lengths[:4])
+    rest = f" and {len(lengths) - 4} other lengths" if len(lengths) > 4 else ""
+    return f"{what} of {named}{rest} tokens up to {percent_text(share)} below a shorter document"
+
+
 def costs_from_profile(profile: Profile) -> CostModel:
     """The cost model of a profile: every option's forward and backward by a relative least
     squares quadratic (Hydraulis, appendix C), its bytes by lines.
@@ -72,8 +107,7 @@ def costs_from_profile(profile: Profile) -> CostModel:
     """
     curves = {(f.p, f.option, f.part): f.curve for f in fit_parts(profile)}
     costs: dict[int, dict[str, OptionCost]] = {}
-    for p, option in _ladders(profile):
-        points = _points(profile, p, option)
+    for (p, option), points in ladders(profile).items():
         if (p, ENDS, "forward") not in curves:
             raise CostError(f"profile of cp{p}", got=f"no {ENDS}", hint="profile again")
         costs.setdefault(p, {})[option] = OptionCost(
@@ -142,8 +176,7 @@ def _exchange(profile: Profile) -> Exchange:
 def fit_parts(profile: Profile) -> list[FittedPart]:
     """Every curve of a profile with its error."""
     fits = []
-    for p, option in _ladders(profile):
-        points = _points(profile, p, option)
+    for (p, option), points in ladders(profile).items():
         packs = [point.lengths for point in points]
         parts: tuple[Part, Part] = ("forward", "backward")
         for part in parts:
@@ -195,13 +228,12 @@ def _agreed(
     return replace(point, forward_s=forward, backward_s=backward)
 
 
-def _ladders(profile: Profile) -> list[tuple[int, str]]:
-    return list(dict.fromkeys((point.p, point.option) for point in profile.points))
-
-
-def _points(profile: Profile, p: int, option: str) -> list[ProfilePoint]:
-    points = [x for x in reconciled(profile.points) if x.p == p]
-    return [point for point in points if point.option == option]
+def ladders(profile: Profile) -> dict[tuple[int, str], list[ProfilePoint]]:
+    """The points of every (group size, option), reconciled, in the order of their measurement."""
+    found: dict[tuple[int, str], list[ProfilePoint]] = {}
+    for point in reconciled(profile.points):
+        found.setdefault((point.p, point.option), []).append(point)
+    return found
 
 
 def _bytes_line(points: Sequence[ProfilePoint], name: str) -> Linear:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from headrace.errors import CostError
 from headrace.units import percent_text
 
-__all__ = ["FitError", "Linear", "Quadratic", "fit_linear", "fit_quadratic"]
+__all__ = ["FitError", "Linear", "Quadratic", "check_points", "fit_linear", "fit_quadratic"]
 
 Floats = NDArray[np.float64]
 Pack = int | Sequence[int]
@@ -112,7 +112,7 @@ def fit_quadratic(lengths: Sequence[Pack], seconds: Sequence[float]) -> tuple[Qu
     not determine three coefficients, naming lengths to add.
     """
     packs = [(pack,) if isinstance(pack, int) else tuple(pack) for pack in lengths]
-    _check_points("fit of seconds", packs, seconds, zero_allowed=False)
+    check_points("fit of seconds", packs, seconds, zero_allowed=False)
     features = np.array(
         [[sum(n * n for n in pack), sum(pack), 1.0] for pack in packs], dtype=np.float64
     ).reshape(-1, 3)
@@ -137,7 +137,7 @@ def fit_linear(tokens: Sequence[int], byte_counts: Sequence[float]) -> tuple[Lin
     that are not finite or are negative, and for fewer than two different token counts.
     """
     packs = [(count,) for count in tokens]
-    _check_points("fit of bytes", packs, byte_counts, zero_allowed=True)
+    check_points("fit of bytes", packs, byte_counts, zero_allowed=True)
     features = np.array([[count, 1.0] for count in tokens], dtype=np.float64).reshape(-1, 2)
     if _rank(features) < 2:
         raise CostError(
@@ -151,9 +151,10 @@ def fit_linear(tokens: Sequence[int], byte_counts: Sequence[float]) -> tuple[Lin
     return line, _error(features @ found, np.maximum(measured, floor), measured)
 
 
-def _check_points(
+def check_points(
     what: str, packs: Sequence[Sequence[int]], values: Sequence[float], *, zero_allowed: bool
 ) -> None:
+    """Raise CostError unless every pack has lengths and a finite value >= 0, or > 0."""
     if len(packs) != len(values):
         raise CostError(what, got=f"{len(packs)} packs and {len(values)} values", wanted="a pair")
     for pack, value in zip(packs, values, strict=True):

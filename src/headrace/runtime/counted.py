@@ -8,6 +8,7 @@ appear and when they are freed. On a CUDA device the allocator's own counters ar
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Self
@@ -21,13 +22,26 @@ __all__ = ["ByteCounter", "DeviceBytes", "TrafficCounter", "sent_bytes"]
 
 
 class ByteCounter(TorchDispatchMode):
-    """``with ByteCounter() as counter``: bytes of storages made inside and still alive."""
+    """``with ByteCounter() as counter``: bytes of storages made inside and still alive.
 
-    def __init__(self) -> None:
+    ``settle_s`` is waited before each look: gloo's threads let go of what they have sent a moment
+    after it arrived.
+    """
+
+    def __init__(self, *, settle_s: float = 0.0) -> None:
         super().__init__()
+        self._settle_s = settle_s
         self.current_bytes = 0
         self.peak_bytes = 0
         self._alive: set[int] = set()
+
+    def look(self) -> tuple[int, int]:
+        """(bytes alive, the most since the last look)."""
+        if self._settle_s:
+            time.sleep(self._settle_s)
+        seen = self.current_bytes, self.peak_bytes
+        self.peak_bytes = self.current_bytes
+        return seen
 
     def reset_peak(self) -> None:
         """Start a new peak from what is alive now."""
@@ -64,25 +78,17 @@ class DeviceBytes:
     """The CUDA allocator's own counters, in the place of a :class:`ByteCounter`."""
 
     def __enter__(self) -> Self:
-        self.reset_peak()
+        torch.cuda.reset_peak_memory_stats()
         return self
 
     def __exit__(self, *exc: object) -> None:
         return None
 
-    @property
-    def current_bytes(self) -> int:
-        """Bytes of live tensors."""
-        return torch.cuda.memory_allocated()
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most since the last reset."""
-        return torch.cuda.max_memory_allocated()
-
-    def reset_peak(self) -> None:
-        """Start a new peak from what is alive now."""
+    def look(self) -> tuple[int, int]:
+        """(bytes of live tensors, the most since the last look)."""
+        seen = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
+        return seen
 
 
 class TrafficCounter(TorchDispatchMode):

@@ -124,13 +124,12 @@ def observe(
     def passed() -> None:
         marks.append(clock.mark())
         if counter is not None:
-            seen.append((counter.current_bytes, counter.peak_bytes))
-            counter.reset_peak()
+            seen.append(counter.look())
 
     with counter or nullcontext():
         piece.forward(passed)
         forward_s = clock.between(marks[-2], marks[-1])
-        start_bytes = counter.current_bytes if counter is not None else 0
+        start_bytes = counter.look()[0] if counter is not None else 0
         marks.append(clock.mark())
         piece.backward(passed)
     seconds = [forward_s, clock.between(marks[-2], marks[-1])]
@@ -148,6 +147,10 @@ def measure(piece: Piece, clock: Clock) -> list[float]:
     return observe(piece, clock)[0]
 
 
-def count(piece: Piece, counter: ByteCounter | DeviceBytes) -> list[int]:
-    """[kept, transient] bytes of the segments that count."""
-    return observe(piece, HostClock(), counter)[1]
+def count(
+    piece: Piece, counter: Callable[[], ByteCounter | DeviceBytes], times: int = 1
+) -> list[int]:
+    """[kept, transient] bytes of the segments that count: of several ``times`` the middle one of
+    what is kept, and the least in passing, as buffers that are let go late come on top."""
+    seen = [observe(piece, HostClock(), counter())[1] for _ in range(times)]
+    return [sorted(kept for kept, _ in seen)[times // 2], min(passing for _, passing in seen)]

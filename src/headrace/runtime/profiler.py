@@ -47,6 +47,9 @@ _RISKY = 0.5
 """The part of the memory above which a rung is tried alone first."""
 
 
+_SETTLE_S = 2e-3
+
+
 class Profiler:
     """Measures a storage's model on the ranks of ``groups``; every rank gets the same profile.
 
@@ -176,17 +179,14 @@ class Profiler:
         """Agreed measurements of one ladder's piece."""
         mine = block(self._groups, ladder.p)
         piece = self._stand.piece(self._groups, mine, ladder, lengths) if mine else None
-        seconds, counts = [float("inf")] * 2, [float("inf")] * 2
+        seconds = [float("inf")] * 2
         spent_s, repeat = 0.0, 0
         # Short packs are noisy and cheap: they are timed more often.
         while repeat < self._options.repeats or (repeat < 6 and spent_s < 0.05):
             local = slowest(self._groups, measure(piece, self._clock) if piece else [0.0] * 2)
             seconds = [min(x) for x in zip(seconds, local, strict=True)]
             spent_s, repeat = spent_s + sum(local), repeat + 1
-        # A buffer that gloo frees late is counted too: of several counts the least is right.
-        for _ in range(0 if not counting else 1 if ladder.p == 1 else 2):
-            local = slowest(self._groups, self._count(piece))
-            counts = [min(x) for x in zip(counts, local, strict=True)]
+        counts = slowest(self._groups, self._count(piece, ladder.p)) if counting else []
         return ProfilePoint(
             p=ladder.p, option=ladder.text, lengths=lengths,
             forward_s=seconds[0], backward_s=seconds[1],
@@ -195,11 +195,14 @@ class Profiler:
             order=ladder.order(self._stand.two), fetched=ladder.fetched(self._stand.two),
         )  # fmt: skip
 
-    def _count(self, piece: Piece | None) -> list[float]:
+    def _count(self, piece: Piece | None, p: int) -> list[float]:
         if piece is None:
             return [0.0, 0.0]
-        return list(map(float, count(piece, ByteCounter() if self._device == "cpu" else
-                                     DeviceBytes())))  # fmt: skip
+        if self._device != "cpu":
+            return list(map(float, count(piece, DeviceBytes)))
+        settle_s = _SETTLE_S if p > 1 else 0.0
+        times = 3 if p > 1 else 1
+        return list(map(float, count(piece, lambda: ByteCounter(settle_s=settle_s), times)))
 
     def _agreed_max(self, value: int) -> int:
         return int(slowest(self._groups, [float(value)])[0])

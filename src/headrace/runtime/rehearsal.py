@@ -155,7 +155,7 @@ class Rehearsal:
                 seconds, (kept, transient) = observe(piece, clock, ByteCounter())
         else:
             seconds = self._seconds(piece)
-            kept, transient = count(piece, ByteCounter() if self.device == "cpu" else DeviceBytes())
+            kept, transient = count(piece, ByteCounter if self.device == "cpu" else DeviceBytes)
         return ProfilePoint(
             p=ladder.p, option=ladder.text, lengths=(tokens,),
             forward_s=seconds[0], backward_s=seconds[1],

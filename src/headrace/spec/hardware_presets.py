@@ -3,8 +3,8 @@
 Peaks are those of the vendors' data sheets. Bytes of memory are what torch reports as total on such
 a device where known, else what the data sheet says. Attained fractions are what is usual of cuBLAS
 (or rocBLAS), of flash attention 2 and of collectives of tens of megabytes; those of A100 and A800
-are calibrated (``benchmarks/roofline.py`` says against what, and how far off the rest is then). Two
-cores of a common server are measured, not promised.
+are calibrated (``benchmarks/roofline.py`` says against what, and how far off the rest is then).
+``cpu``, one core of a common server, is measured, not promised.
 
 Links between nodes count one port for each device: where devices share a port, divide.
 """
@@ -42,15 +42,15 @@ def _nvidia(
 
 _DEVICES = (
     _nvidia(
-        "a100-80g", 312e12, 19.5e12, 81_252 * MIB, 2.039e12, 0.55,
+        "a100-80g", 312e12, 19.5e12, 81_252 * MIB, 2.039e12, 0.59,
         "NVIDIA A100 data sheet (SXM 80 GB); memory as torch reports it",
     ),
     _nvidia(
-        "a100-40g", 312e12, 19.5e12, 40_536 * MIB, 1.555e12, 0.55,
+        "a100-40g", 312e12, 19.5e12, 40_536 * MIB, 1.555e12, 0.59,
         "NVIDIA A100 data sheet (SXM 40 GB); memory as torch reports it",
     ),
     _nvidia(
-        "a800", 312e12, 19.5e12, 81_252 * MIB, 2.039e12, 0.55,
+        "a800", 312e12, 19.5e12, 81_252 * MIB, 2.039e12, 0.59,
         "NVIDIA A800 data sheet (SXM 80 GB); memory as torch reports it",
     ),
     _nvidia(

@@ -1,0 +1,264 @@
+"""``headrace rehearse``: how long a sequence fits and how long it takes, without the cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from headrace.cli.display import Stopwatch, out_console, tell
+from headrace.cli.methods import considered
+from headrace.cli.wiring import make_problem, read_config
+from headrace.config import Config
+from headrace.costs import CostModel, fingerprint_of
+from headrace.costs.from_profile import costs_from_profile
+from headrace.costs.memory import MemoryParts, memory_parts
+from headrace.data import make_tokenizer
+from headrace.errors import ConfigError, InfeasiblePlan
+from headrace.planning import plan
+from headrace.runtime.rehearsal import Rehearsal
+from headrace.spec.cluster import Cluster
+from headrace.spec.hardware import Hardware
+from headrace.spec.lengths import Lengths
+from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.plan import Plan, Working
+from headrace.units import bytes_text, parse_count, seconds_text
+
+__all__ = ["RehearseOptions", "rehearse"]
+
+_MARGIN = 0.1
+"""Left free of a device that was never asked: its context, buffers of collectives, fragments."""
+
+_BAR = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearseOptions:
+    """The options of the command, as given."""
+
+    ranks: int | None
+    rank: int
+    sizes: tuple[int, ...]
+    length: str | None
+    hardware: str | None
+    dtype: str | None
+    device: str | None
+    costs: Path | None
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """One method and level on groups of p."""
+
+    p: int
+    option: LayerOption
+    kept_bytes: float
+    transient_bytes: float
+    longest: int
+    working: Working
+    forward_s: float
+    backward_s: float
+    peak_bytes: int
+
+
+def rehearse(config_path: Path, options: RehearseOptions, changes: list[str]) -> int:
+    """Play one rank, and print what was learnt."""
+    config = read_config(config_path, changes, ranks=options.ranks, hardware=options.hardware)
+    played = _played(config, options)
+    length = parse_count(options.length) if options.length else config.data.context
+    tell(
+        f"rehearsing rank {played.rank} of {played.ranks} on {played.hardware}: "
+        + ("shapes only, seconds from a roofline" if played.device is None else
+           f"kernels run on {played.device}, collectives are modelled")
+    )  # fmt: skip
+    cluster = Cluster(
+        devices=played.ranks, device=played.hardware.device.name,
+        memory_bytes=config.devices.memory_bytes or played.hardware.device.memory_bytes,
+    )  # fmt: skip
+    profile = played.profile(_fingerprint(played), cluster, Stopwatch())
+    margin = config.planner.memory_margin
+    costs = costs_from_profile(profile).replace(memory_margin=_MARGIN if margin is None else margin)
+    if options.costs is not None:
+        costs.save(options.costs)
+        tell(f"costs for headrace plan in {options.costs}")
+    rows = sorted(_rows(costs, length), key=lambda row: (row.p, row.forward_s + row.backward_s))
+    chosen = _chosen(costs, config, length)
+    parts = _parts(costs, chosen, length) if chosen else None
+    if options.as_json:
+        print(json.dumps(_json(played, costs, length, rows, chosen, parts)))
+    else:
+        _print(played, costs, length, rows, chosen, parts)
+    return 0
+
+
+def _played(config: Config, options: RehearseOptions) -> Rehearsal:
+    tokenizer = make_tokenizer(config.data.tokenizer)
+    a = config.model.architecture(tokenizer.vocabulary, config.data.context, tokenizer.mask_id)
+    ranks = config.devices.ranks
+    if not 0 <= options.rank < ranks:
+        raise ConfigError("--rank", got=options.rank, wanted=f"0 to {ranks - 1}")
+    wrong = [p for p in options.sizes if not 1 <= p <= ranks]
+    if wrong:
+        raise ConfigError("--sizes", got=wrong[0], wanted=f"1 to {ranks}")
+    hardware = Hardware.parse(config.devices.hardware or "cpu")
+    _, methods = considered(config.planner, a, ranks)
+    length = parse_count(options.length) if options.length else 0
+    return Rehearsal(
+        architecture=a, hardware=hardware, ranks=ranks, rank=options.rank,
+        sizes=tuple(sorted(set(options.sizes))) or (ranks,),
+        longest=max(length, config.data.context), methods=methods,
+        levels=config.planner.recompute, dtype=_dtype(options, config, hardware),
+        device=_device(options.device),
+    )  # fmt: skip
+
+
+def _dtype(options: RehearseOptions, config: Config, hardware: Hardware) -> torch.dtype:
+    known = hardware.device.flops_per_s
+    usual = config.devices.dtype if hardware.device.name == "cpu" else "bfloat16"
+    name = options.dtype or (usual if usual in known else config.devices.dtype)
+    if name not in known:
+        raise ConfigError("--dtype", got=repr(name), wanted=f"one of {', '.join(known)}")
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), "peaks are known by torch's names"
+    return dtype
+
+
+def _device(name: str | None) -> str | None:
+    if name not in (None, "cpu", "cuda"):
+        raise ConfigError("--device", got=repr(name), wanted="cpu or cuda, or left out")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device", got="cuda without a CUDA device", hint="leave it out")
+    return name
+
+
+def _fingerprint(played: Rehearsal) -> str:
+    return fingerprint_of(
+        source="rehearsal", model=played.architecture, ranks=played.ranks, rank=played.rank,
+        hardware=played.hardware, dtype=str(played.dtype).removeprefix("torch."),
+        device=played.device or "none", torch=torch.__version__,
+    )  # fmt: skip
+
+
+def _rows(costs: CostModel, length: int) -> Iterator[_Row]:
+    """Every method for attention and feed-forward alike, at every level."""
+    a = costs.architecture
+    for p, options in costs.options.items():
+        for text, cost in options.items():
+            option = LayerOption.parse(text)
+            if option.attention != option.feed_forward:
+                continue
+            layers = LayerPlan.uniform(option, a.layers)
+            fits: dict[Working, int] = {
+                working: costs.max_tokens(p, layers, working) for working in ("whole", "sharded")
+            }
+            working: Working = "whole" if fits["whole"] >= length else "sharded"
+            forward_s, backward_s = costs.micro_batch_s([length], p, layers, working)
+            yield _Row(
+                p=p, option=option, kept_bytes=cost.kept.slope,
+                transient_bytes=cost.transient.slope, longest=max(fits.values()), working=working,
+                forward_s=forward_s, backward_s=backward_s,
+                peak_bytes=costs.micro_batch_bytes(length, p, layers, working),
+            )  # fmt: skip
+
+
+def _chosen(costs: CostModel, config: Config, length: int) -> Plan | None:
+    """The plan of a step of one sequence; None when it fits nowhere."""
+    try:
+        problem = make_problem(costs, config.planner.model_copy(update={"group_sizes": ()}))
+        return plan(problem, Lengths(tokens=(length,)))
+    except InfeasiblePlan:
+        return None
+
+
+def _parts(costs: CostModel, chosen: Plan, length: int) -> MemoryParts:
+    micro = chosen.micro_batches[0]
+    p = len(chosen.pipelines[micro.pipeline].ranks)
+    return memory_parts(costs, length, p, micro.layers, chosen.working)
+
+
+def _json(
+    played: Rehearsal, costs: CostModel, length: int, rows: list[_Row], chosen: Plan | None,
+    parts: MemoryParts | None,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "architecture": played.architecture.to_json(),
+        "hardware": str(played.hardware), "ranks": played.ranks, "rank": played.rank,
+        "dtype": str(played.dtype).removeprefix("torch."), "device": played.device,
+        "capacity_bytes": costs.capacity_bytes, "length": length,
+        "options": [asdict(replace(row)) | {"option": str(row.option)} for row in rows],
+        "plan": chosen.to_json() if chosen else None,
+        "memory_bytes": asdict(parts) | {"peak": parts.peak} if parts else None,
+    }  # fmt: skip
+
+
+def _print(
+    played: Rehearsal, costs: CostModel, length: int, rows: list[_Row], chosen: Plan | None,
+    parts: MemoryParts | None,
+) -> None:  # fmt: skip
+    out = out_console()
+    dtype = str(played.dtype).removeprefix("torch.")
+    out.print(f"{played.architecture} in {dtype}")
+    out.print(
+        f"rank {played.rank} of {played.ranks} on {played.hardware}, "
+        f"{bytes_text(costs.capacity_bytes)} to use of {bytes_text(costs.cluster.memory_bytes)}"
+    )
+    out.print(_table(rows, length))
+    if chosen is None or parts is None:
+        longest = max(rows, key=lambda row: row.longest)
+        out.print(
+            f"{length:,} tokens do not fit; the longest sequence is {longest.longest:,} tokens "
+            f"({longest.option} on cp{longest.p})"
+        )
+        return
+    _print_step(out, costs, chosen, length)
+    _print_memory(out, parts)
+
+
+def _table(rows: list[_Row], length: int) -> Table:
+    table = Table(box=None, pad_edge=False)
+    names = ("group", "layers", "kept/token", "passing/token", "longest", "weights", "forward",
+             "backward", "peak")  # fmt: skip
+    for i, name in enumerate(names):
+        right = i > 1 and name != "weights"
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    table.title, table.title_justify = f"longest sequence, and one of {length:,} tokens", "left"
+    for row in rows:
+        table.add_row(
+            f"cp{row.p}", str(row.option), bytes_text(row.kept_bytes),
+            bytes_text(row.transient_bytes), f"{row.longest:,}", row.working,
+            seconds_text(row.forward_s), seconds_text(row.backward_s), bytes_text(row.peak_bytes),
+        )  # fmt: skip
+    return table
+
+
+def _print_step(out: Console, costs: CostModel, chosen: Plan, length: int) -> None:
+    micro, s = chosen.micro_batches[0], costs.exchange_s
+    out.print(
+        f"\na step of one sequence of {length:,} tokens: {seconds_text(chosen.predicted_s)} on "
+        f"{chosen.strategy}, {micro.layers}, weights {chosen.working} (pull "
+        f"{seconds_text(s.pull_s)}, push {seconds_text(s.push_s)}, update "
+        f"{seconds_text(s.update_s)})"
+    )
+
+
+def _print_memory(out: Console, parts: MemoryParts) -> None:
+    named = {
+        "stored weights, gradients, optimizer": parts.stored,
+        "working weights and gradients": parts.working,
+        "kept by the layers": parts.layers,
+        "kept by the ends": parts.ends,
+        "in passing": parts.passing,
+        "free": max(0, parts.free),
+    }
+    total = max(1, sum(named.values()))
+    for name, count in named.items():
+        cells = round(_BAR * count / total)
+        bar = ("." if name == "free" else "#") * cells
+        out.print(f"{name:<38}{bytes_text(count):>10}  {bar}", markup=False)

@@ -1,0 +1,161 @@
+"""How long documents can be and should be on a group: MaxLen and UtilLen (Hydraulis, appendices C
+and D).
+
+    MaxLen(P)     the most tokens of a micro-batch that fit into memory
+    UtilLen(P)    the least tokens with which P works at 0.85 of its best tokens per second
+
+Between them lie the packs worth making: V micro-batches of U documents with
+sum(l) / MaxLen <= V <= sum(l) / UtilLen.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from headrace.costs.cost_model import MOST_TOKENS, CostModel
+from headrace.costs.quadratic import Quadratic
+from headrace.errors import CostError
+from headrace.spec.method import RECOMPUTE, LayerOption, LayerPlan, Recompute
+from headrace.spec.plan import Working
+
+__all__ = [
+    "THRESHOLD",
+    "Limits",
+    "fastest_option",
+    "limits_of",
+    "max_length",
+    "util_length",
+    "util_tokens",
+    "whole_curve",
+]
+
+THRESHOLD = 0.85
+"""Hydraulis' share of the best tokens per second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """One scheme: groups of ``p`` with all layers by ``option``. ``max_length`` is 0 where nothing
+    fits, MOST_TOKENS where memory sets no limit; ``util_length`` is None where nothing fits."""
+
+    p: int
+    option: LayerOption
+    working: Working
+    max_length: int
+    util_length: int | None
+
+
+def max_length(costs: CostModel, p: int, layers: LayerPlan, working: Working = "whole") -> int:
+    """MaxLen: the longest document that fits on p ranks, as :meth:`CostModel.max_tokens`."""
+    return costs.max_tokens(p, layers, working)
+
+
+def util_length(
+    costs: CostModel,
+    p: int,
+    layers: LayerPlan,
+    working: Working = "whole",
+    *,
+    threshold: float = THRESHOLD,
+) -> int | None:
+    """UtilLen: the least tokens of a document that p ranks train at ``threshold`` of the most
+    tokens per second that they reach with any document that fits; None when none does."""
+    longest = max_length(costs, p, layers, working)
+    if longest < 1:
+        return None
+    return util_tokens(whole_curve(costs, p, layers, working), threshold, longest=longest)
+
+
+def util_tokens(
+    curve: Quadratic, threshold: float = THRESHOLD, *, longest: int = MOST_TOKENS
+) -> int:
+    """The least l of 1 to ``longest`` with l / T(l) >= threshold * the largest l / T(l).
+
+    With T(l) = a l^2 + b l + c a token takes f(l) = T(l) / l = a l + b + c / l, which is convex
+    and least at l* = sqrt(c / a). So of whole lengths the best is l* rounded down or up, or
+    ``longest`` when that comes first; let g be f there. Wanted is the least l with
+    f(l) <= g / threshold, which is
+
+        a l^2 - h l + c <= 0,    h = g / threshold - b > 0.
+
+    The lengths that satisfy it are those between the two roots, and the best length is one of
+    them, so the least whole length is the smaller root rounded up:
+
+        l = 2 c / (h + sqrt(h^2 - 4 a c)),
+
+    written so that nothing cancels and a = 0 needs no case of its own. Raises CostError unless
+    0 < threshold <= 1 and longest >= 1.
+    """
+    if not 0 < threshold <= 1:
+        raise CostError("share of the best speed", got=threshold, wanted="0 < share <= 1")
+    if longest < 1:
+        raise CostError("longest document", got=longest, wanted=">= 1 token")
+    a, b, c = curve.a, curve.b, curve.c
+    if c == 0:
+        return 1  # f does not fall
+    best = min(longest, MOST_TOKENS if a == 0 else max(1, math.floor(math.sqrt(c / a))))
+    g = min(_token_s(curve, tokens) for tokens in {best, min(best + 1, longest)})
+    h = g / threshold - b
+    # All of the best speed of a curve that hardly bends is lost in rounding.
+    root = 2 * c / (h + math.sqrt(max(0.0, h * h - 4 * a * c))) if h > 0 else best
+    tokens = min(max(1, math.ceil(root)), best)
+    # The root is a rounded number: one step back or on may be due.
+    if tokens > 1 and _token_s(curve, tokens - 1) <= g / threshold:
+        return tokens - 1
+    if tokens < longest and _token_s(curve, tokens) > g / threshold:
+        return tokens + 1
+    return tokens
+
+
+def _token_s(curve: Quadratic, tokens: int) -> float:
+    return curve.a * tokens + curve.b + curve.c / tokens
+
+
+def whole_curve(
+    costs: CostModel, p: int, layers: LayerPlan, working: Working = "whole"
+) -> Quadratic:
+    """T(l, P): forward and backward seconds of a whole micro-batch."""
+    ends = costs.ends[p]
+    found = ends.forward + ends.backward
+    for option, count in layers.counts:
+        cost, gather = costs.option(p, option), costs.gather_seconds(p, option, working)
+        found += (cost.forward + cost.backward + Quadratic(c=sum(gather))) * count
+    return found * costs.scale
+
+
+def fastest_option(costs: CostModel, p: int, recompute: Recompute, tokens: int) -> str | None:
+    """The option of one level that is fastest for a document of ``tokens``; None without any."""
+    found = [text for text in costs.options[p] if LayerOption.parse(text).recompute == recompute]
+    return min(
+        found,
+        key=lambda text: sum(costs.layer_seconds([tokens], p, LayerOption.parse(text))),
+        default=None,
+    )
+
+
+def limits_of(
+    costs: CostModel,
+    working: Working = "whole",
+    *,
+    tokens: int = 4096,
+    threshold: float = THRESHOLD,
+) -> list[Limits]:
+    """Both lengths by scheme: every group size, and for each recompute level the option that is
+    fastest for a document of ``tokens``."""
+    found: list[Limits] = []
+    for p in costs.group_sizes:
+        for level in RECOMPUTE:
+            text = fastest_option(costs, p, level, tokens)
+            if text is None:
+                continue
+            option = LayerOption.parse(text)
+            layers = LayerPlan.uniform(option, costs.architecture.layers)
+            found.append(
+                Limits(
+                    p=p, option=option, working=working,
+                    max_length=max_length(costs, p, layers, working),
+                    util_length=util_length(costs, p, layers, working, threshold=threshold),
+                )
+            )  # fmt: skip
+    return found

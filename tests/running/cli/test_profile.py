@@ -1,0 +1,79 @@
+"""``headrace profile``: what it adds to the fits."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from headrace.cli import main
+from headrace.costs import CostModel
+from headrace.costs.from_profile import costs_from_profile
+from headrace.costs.hybrid import HybridModel, fit_hybrid
+from profiles import made_up
+from running.cli.jobs import run, write_job
+
+# In the package this name is the command.
+profile = importlib.import_module("headrace.cli.profile")
+
+
+def test_limits_and_flagged_points_are_shown(capsys) -> None:
+    """Catches notes that nobody sees, and a profile that ends before its limits."""
+    measured = made_up()
+    points = list(measured.points)
+    points[5] = replace(points[5], forward_s=1e-6)
+    profile._print(costs_from_profile(measured), replace(measured, points=tuple(points)))
+    out = capsys.readouterr().out
+    assert "flagged: cp1 ends forward: seconds of" in out
+    assert "MaxLen whole" in out
+    for level in ("", "+attention", "+full"):
+        assert f"cp1    local{level} " in out
+    assert "forest" not in out
+
+
+def test_hybrid_costs_are_compared(capsys) -> None:
+    """Catches a comparison with itself, and ladders too short to hold anything out that fail."""
+    pytest.importorskip("sklearn")
+    measured = made_up()
+    profile._print(costs_from_profile(measured), measured, fit_hybrid(measured))
+    out = capsys.readouterr().out
+    assert "forest to" in out
+    assert "seconds held out inside: hybrid median " in out
+    assert "; quadratic median 0 %, worst 0 % of" in out
+    short = made_up([64, 128, 256])
+    profile._print(costs_from_profile(short), short, fit_hybrid(short))
+    out = capsys.readouterr().out
+    assert "held out: nothing (" in out
+    assert "1,024 tokens too" in out
+
+
+def test_without_scikit_learn(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Catches minutes of measuring before a package is missed."""
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert main(["profile", str(tmp_path / "none.toml"), "--hybrid"]) == 2
+    err = capsys.readouterr().err
+    assert "scikit-learn" in err
+    assert "headrace[forest]" in err
+
+
+@pytest.mark.slow
+def test_hybrid_costs_of_a_job(tmp_path) -> None:
+    """Catches JSON from which costs or hybrid costs cannot be read, and pairs left out."""
+    pytest.importorskip("sklearn")
+    command = ["profile", write_job(tmp_path), "--hybrid", "--ranks", 1]
+    command += ["--set", "profile.rung_s=2"]
+    code, out, err = run(*command, "--json")
+    assert code == 0, err
+    value = json.loads(out)
+    costs, model = CostModel.from_json(value), HybridModel.from_json(value["hybrid"])
+    assert model.fingerprint == costs.fingerprint
+    assert set(model.pairs) == {1}
+    assert {option.partition("+")[0] for option in model.pairs[1]} == {
+        "ends", "attention:local", "feed_forward:local",
+    }  # fmt: skip
+    code, out, err = run(*command)
+    assert code == 0, err
+    assert "seconds held out beyond: hybrid median" in out
