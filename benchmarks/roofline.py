@@ -10,9 +10,12 @@
 
 What is attained of an A100's products and attention (and of an A800's, which has the same units),
 and the seconds of a launch on NVIDIA devices, are calibrated on the seconds of FlexSP alone
-(``--calibrate`` does it again, the presets round it); the other sources judge them. On the fits of
-``hydraulis-7b`` instead, attention would attain 0.87 of the peak, more than any kernel does there.
-Data-Centric Parallel and DSP publish ratios, from which no time or length follows.
+(``--calibrate`` does it again, the presets round it). The other sources are a check, though not a
+blind one: on the fits of ``hydraulis-7b``, tried first, attention would attain 0.87 of the peak,
+more than any kernel does there, so FlexSP was taken, with all errors in sight; values set by hand
+before (0.70, 0.55, 5 us) were off by 1.5 % on FlexSP and 5.7 to 14 % on Hydraulis. What the texts
+leave open and was assumed stands in each source's file, under ``assumed``. No step time or length
+of Data-Centric Parallel or DSP could be compared.
 
 examples:
     python benchmarks/roofline.py

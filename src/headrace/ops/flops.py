@@ -1,8 +1,9 @@
-"""Counting the floating-point operations of attention.
+"""Counting the floating-point operations of attention, and of weight gradients.
 
-torch's counter does not know the CPU kernel and counts causal squares whole. Here only scores that
-count are counted, document by document: two products forward (scores, output) and five backward
-(scores again, dP, dV, dQ, dK), each 2 N D operations per score.
+torch's counter does not know the CPU kernel, counts causal squares whole and leaves out products
+that are added in place. Here only scores that count are counted, document by document: two
+products forward (scores, output) and five backward (scores again, dP, dV, dQ, dK), each 2 N D
+operations per score.
 """
 
 # ruff: noqa: SLF001  kernels have no public names
@@ -18,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["FLOPS", "flop_counter"]
+__all__ = ["ATTENTION", "FLOPS", "flop_counter"]
 
 
 def flop_counter() -> FlopCounterMode:
-    """torch's counter, silent, that counts the kernels of ``headrace.ops.attention`` right."""
+    """torch's counter, silent, that counts attention and products added in place right."""
     return FlopCounterMode(display=False, custom_mapping=dict(FLOPS))
 
 
@@ -121,7 +122,14 @@ def _width(q: torch.Tensor, heads: int) -> int:
     return q.shape[heads] * q.shape[-1]
 
 
-FLOPS: dict[Any, Callable[..., int]] = {
+def _added_product(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **rest: Any
+) -> int:
+    """left [M, K], right [K, N]: what torch's counter leaves out when it is added in place."""
+    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+
+
+ATTENTION: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _Formula(_cpu),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _Formula(_cpu_backward),
     torch.ops.aten._flash_attention_forward: _Formula(_flash),
@@ -129,4 +137,7 @@ FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._efficient_attention_forward: _Formula(_efficient),
     torch.ops.aten._efficient_attention_backward: _Formula(_efficient_backward),
 }
+"""Attention operators and their formulas."""
+
+FLOPS = ATTENTION | {torch.ops.aten.addmm_: _Formula(_added_product)}
 """Operators and their formulas, for ``FlopCounterMode``'s ``custom_mapping``."""

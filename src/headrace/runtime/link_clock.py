@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from headrace.errors import SpecError
-from headrace.ops.flops import FLOPS
+from headrace.ops.flops import ATTENTION, FLOPS
 from headrace.runtime.counted import sent_bytes
 from headrace.spec.hardware import Hardware
 
@@ -162,7 +162,7 @@ class Modelled(LinkClock):
                 f"products of {dtype} on {device.name}", got="no peak known",
                 wanted=f"one of {', '.join(device.flops_per_s)}",
             )  # fmt: skip
-        share = device.attained_attention if packet in FLOPS else device.attained_matmul
+        share = device.attained_attention if packet in ATTENTION else device.attained_matmul
         return float(formula(*args, **kwargs, out_val=out)) / (peak * share)
 
 

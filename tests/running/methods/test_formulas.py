@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.comm.mesh import Groups
 from headrace.costs import FORMULA_METHODS, CostModel, roofline_costs
@@ -18,7 +17,7 @@ from headrace.layouts.tokens import TokenPlan
 from headrace.methods import Context, Place, Shard, Whole
 from headrace.methods.weights import Weight
 from headrace.models.transformer import Transformer
-from headrace.ops.flops import FLOPS
+from headrace.ops.flops import flop_counter
 from headrace.ops.random import DropoutKey
 from headrace.runtime.counted import TrafficCounter
 from headrace.runtime.micro_batch import layer_states
@@ -42,16 +41,6 @@ MODELS = {
 }  # fmt: skip
 
 
-def _added(into: Any, left: Any, right: Any, *rest: Any, **more: Any) -> int:
-    return 2 * left[0] * left[1] * right[1]
-
-
-def _flop_counter() -> FlopCounterMode:
-    """Counts products that are added in place too: torch's counter does not know them."""
-    mapping = {**FLOPS, torch.ops.aten.addmm_: _added}
-    return FlopCounterMode(display=False, custom_mapping=mapping)
-
-
 def _costs(
     architecture: Architecture, p: int, *, flops: float = NEVER, sent: float = NEVER
 ) -> CostModel:
@@ -71,7 +60,7 @@ def _counted(model: str, text: str, groups: Groups | None) -> dict[str, tuple[fl
     found = {}
     for held in ("whole", "sharded"):
         layer, dy = _layer(model, text, held, groups)
-        with TrafficCounter() as wire, _flop_counter() as flops:
+        with TrafficCounter() as wire, flop_counter() as flops:
             out = layer()
             forward = wire.take(), flops.get_total_flops()
             out.backward(dy)

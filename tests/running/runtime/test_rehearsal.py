@@ -195,10 +195,8 @@ def _modelled_flops() -> tuple[float, float]:
         for ladder in _ladders(2):
             groups.prepare(stand.groups_of(ladder, everyone))
             piece = stand.piece(groups, everyone, ladder, (TOKENS,))
-            with (
-                flop_counter() as counter,
-                Modelled(replace(H100, device=device, inside=link)) as c,
-            ):
+            clock = Modelled(replace(H100, device=device, inside=link))
+            with flop_counter() as counter, clock:
                 piece.forward(lambda: None)
                 piece.backward(lambda: None)
             total, counted = total + clock.now(), counted + counter.get_total_flops()
