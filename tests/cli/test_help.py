@@ -14,7 +14,8 @@ import headrace
 from headrace.cli import app, main
 
 COMMANDS = [
-    "train", "plan", "simulate", "profile", "report", "verify", "export", "doctor", "config",
+    "train", "plan", "simulate", "profile", "rehearse", "report", "verify", "export", "doctor",
+    "config",
 ]  # fmt: skip
 
 

@@ -107,6 +107,13 @@ class StepDisplay:
             self._said = now
             tell(line)
 
+    def notice(self, text: str) -> None:
+        """Show a line that is no step, at once."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        else:
+            tell(text)
+
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._bar is not None:

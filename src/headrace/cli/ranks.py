@@ -11,14 +11,22 @@ import torch
 
 from headrace.cli.display import Stopwatch, tell
 from headrace.cli.methods import considered
-from headrace.cli.wiring import Data, open_data, profile_path, remember_costs
-from headrace.comm.collectives import agree, gather_floats
+from headrace.cli.wiring import (
+    Data,
+    calibration_path,
+    memory_margin_of,
+    open_data,
+    profile_path,
+    remember_costs,
+)
+from headrace.comm.collectives import agree, gather_bytes, gather_floats
 from headrace.comm.launch import World, join, start, under_torchrun
 from headrace.comm.mesh import Groups
 from headrace.config import Config
 from headrace.costs import CostModel, fingerprint_of
+from headrace.costs.calibration import Calibration
 from headrace.costs.from_profile import costs_from_profile
-from headrace.errors import ConfigError, SpecError
+from headrace.errors import ConfigError, CostError, SpecError
 from headrace.runtime.machine import available_bytes, machine_facts
 from headrace.runtime.profiler import ProfileOptions, Profiler
 from headrace.runtime.storage import AdamW, Storage
@@ -26,9 +34,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.profile import Profile
 from headrace.units import bytes_text, seconds_text
 
-__all__ = ["Rank", "launch", "measured_costs", "open_rank"]
-
-_CPU_MARGIN, _DEVICE_MARGIN = 0.3, 0.1
+__all__ = ["Rank", "launch", "learnt", "measured_costs", "open_rank"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +134,29 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
     agree("profile", text, rank.groups.world)
     margin = rank.config.planner.memory_margin
     if margin is None:
-        margin = _CPU_MARGIN if rank.world.device == "cpu" else _DEVICE_MARGIN
+        margin = memory_margin_of(rank.cluster.device)
     costs = costs_from_profile(profile).replace(cluster=rank.cluster, memory_margin=margin)
     if rank.first:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         remember_costs(rank.config, costs)
     return costs, profile
+
+
+def learnt(rank: Rank, fingerprint: str) -> Calibration:
+    """What earlier runs learnt about the costs of a fingerprint, as the first rank's file says.
+
+    Collective. A damaged file is told and counts as none.
+    """
+    found = Calibration(fingerprint=fingerprint)
+    if rank.first:
+        try:
+            path = calibration_path(rank.config, fingerprint)
+            found = Calibration.load(path, fingerprint=fingerprint)
+        except CostError as error:
+            tell(f"what earlier runs learnt is not readable and is learnt again ({error})")
+    payload = json.dumps(found.to_json()).encode()
+    return Calibration.from_json(json.loads(gather_bytes(payload, rank.groups.world)[0]))
 
 
 def _profiler(rank: Rank) -> Profiler:

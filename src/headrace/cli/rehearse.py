@@ -89,6 +89,7 @@ def rehearse(config_path: Path, options: RehearseOptions, changes: list[str]) ->
         costs.save(options.costs)
         tell(f"costs for headrace plan in {options.costs}")
     rows = sorted(_rows(costs, length), key=lambda row: (row.p, row.forward_s + row.backward_s))
+    _check_that_something_fits(costs, rows)
     chosen = _chosen(costs, config, length)
     parts = _parts(costs, chosen, length) if chosen else None
     if options.as_json:
@@ -166,6 +167,18 @@ def _rows(costs: CostModel, length: int) -> Iterator[_Row]:
                 forward_s=forward_s, backward_s=backward_s,
                 peak_bytes=costs.micro_batch_bytes(length, p, layers, working),
             )  # fmt: skip
+
+
+def _check_that_something_fits(costs: CostModel, rows: list[_Row]) -> None:
+    if any(row.longest for row in rows):
+        return
+    least = min(costs.state_bytes + costs.held_bytes((p,), "sharded") for p in costs.group_sizes)
+    raise InfeasiblePlan(
+        f"no sequence fits on {costs.cluster}",
+        got=f"{bytes_text(least)} for weights, gradients and optimizer alone",
+        wanted=f"less than {bytes_text(costs.capacity_bytes)}",
+        hint="more ranks, larger groups (--sizes), or hardware with more memory",
+    )
 
 
 def _chosen(costs: CostModel, config: Config, length: int) -> Plan | None:

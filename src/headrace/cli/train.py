@@ -11,16 +11,18 @@ from typing import Any
 import headrace
 from headrace.cli.desk import Desk
 from headrace.cli.display import StepDisplay, tell
-from headrace.cli.ranks import Rank, launch, measured_costs, open_rank
+from headrace.cli.ranks import Rank, launch, learnt, measured_costs, open_rank
 from headrace.cli.run_folder import choose_folder
-from headrace.cli.wiring import read_config
+from headrace.cli.wiring import calibration_path, read_config, remember_costs
 from headrace.comm.collectives import agree, gather_bytes
 from headrace.comm.launch import World
 from headrace.config import Config
 from headrace.costs import CostModel
+from headrace.costs.calibration import Calibration
+from headrace.costs.drift import Drift
 from headrace.costs.from_profile import fit_parts
 from headrace.data import Reader, summarise
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, CostError
 from headrace.runtime import checkpoint
 from headrace.runtime.executor import Executor
 from headrace.runtime.journal import Journal
@@ -33,7 +35,7 @@ from headrace.spec.architecture import Architecture
 from headrace.spec.measurement import Timeline
 from headrace.spec.profile import Profile
 from headrace.spec.weights import parameter_count
-from headrace.units import bytes_text, count_text
+from headrace.units import bytes_text, count_text, percent_text
 
 __all__ = ["train"]
 
@@ -86,8 +88,11 @@ class _Run:
     def train(self, resume: bool) -> int:
         rank, steps = self.rank, self.config.run.steps
         path, saved = self._saved() if resume else (None, {})
-        costs, profile = self._costs(saved)
-        self.desk = Desk(costs=costs, options=self.config.planner, seed=self.config.run.seed)
+        costs, profile, known = self._costs(saved)
+        self.desk = Desk(
+            costs=costs, options=self.config.planner, seed=self.config.run.seed,
+            calibration=known, drift=Drift() if rank.first else None,
+        )  # fmt: skip
         first = 0
         if path is not None:
             # After the costs: measuring them uses the storage and resets its optimizer.
@@ -96,6 +101,7 @@ class _Run:
         self._announce(first)
         longest = int(rank.data.corpus.lengths.max())
         self.desk.check(min(longest, self.config.data.context))
+        self._tell_margin(costs)
         if first >= steps:
             rank.say(f"the run has taken {first} of {steps} steps: raise run.steps to go on")
             return 0
@@ -108,15 +114,35 @@ class _Run:
             self._finish()
         return 0
 
-    def _costs(self, saved: Mapping[str, Any]) -> tuple[CostModel, Profile | None]:
-        """The costs the run was planned with, so that it goes on with the same plans; measured
-        anew on another number of ranks."""
-        rank = self.rank
+    def _costs(self, saved: Mapping[str, Any]) -> tuple[CostModel, Profile | None, Calibration]:
+        """The costs the run was planned with, so that it goes on with the same plans, and what was
+        learnt about them; measured anew on another number of ranks."""
+        rank, margin = self.rank, self.config.planner.memory_margin
         if saved:
             costs = CostModel.from_json(saved["planner"]["costs"])
             if costs.cluster.devices == rank.world.ranks:
-                return costs.replace(cluster=rank.cluster), None
-        return measured_costs(rank)
+                margin = costs.memory_margin if margin is None else margin
+                known = Calibration(fingerprint=costs.fingerprint)
+                return costs.replace(cluster=rank.cluster, memory_margin=margin), None, known
+        costs, profile = measured_costs(rank)
+        known = learnt(rank, costs.fingerprint)
+        if margin is None:
+            costs = costs.replace(memory_margin=known.peaks.margin(costs.memory_margin))
+            if rank.first:
+                remember_costs(self.config, costs)
+        return costs, profile, known
+
+    def _tell_margin(self, begun: CostModel) -> None:
+        """Say how much memory plans leave free, when that was learnt."""
+        margin, peaks = self.desk.costs.memory_margin, self.desk.calibration.peaks
+        if self.config.planner.memory_margin is not None or not peaks.usual.count:
+            return
+        lowered = ", lowered so that the longest sequence fits"
+        self.rank.say(
+            f"memory        {percent_text(margin)} kept free: peaks of {peaks.usual.count:,} steps "
+            f"were up to {peaks.high:.2f} of what was predicted"
+            f"{lowered if margin < begun.memory_margin else ''}"
+        )
 
     def _loop(self, first: int, steps: int) -> None:
         rank, config, o = self.rank, self.config, self.config.optimizer
@@ -137,14 +163,18 @@ class _Run:
 
     def _finished(self, step: Step, batch: TrainingBatch) -> None:
         done, steps = step.number + 1, self.config.run.steps
+        notices = self.desk.learn(step)
         if self.journal is not None and self.display is not None:
-            self.journal.metrics(dict(step.metrics))
+            told = {"notices": list(notices)} if notices else {}
+            self.journal.metrics(dict(step.metrics) | told)
             self.journal.plan({"step": step.number} | step.plan.to_json())
             if self._records(step.number):
                 self.journal.timelines(_timelines(step))
             for tracker in self.trackers:
                 tracker.log(step.metrics)
             self.display.step(step.metrics)
+            for notice in notices:
+                self.display.notice(notice)
         every = self.config.checkpoint.every
         if done == steps or (every and done % every == 0):
             self._save(done, batch.state_after)
@@ -174,6 +204,18 @@ class _Run:
             rank=rank.world.rank, keep=self.config.checkpoint.keep,
             gather=lambda payload: gather_bytes(payload, rank.groups.world),
         )  # fmt: skip
+        self._keep_learnt()
+
+    def _keep_learnt(self) -> None:
+        """Write what was learnt, for the report of this run and for those to come."""
+        known = self.desk.calibration
+        if self.journal is None:
+            return
+        try:
+            known.save(self.folder / "calibration.json")
+            known.save(calibration_path(self.config, known.fingerprint))
+        except CostError as error:
+            tell(f"what was learnt about costs is not kept ({error})")
 
     def _shards(self) -> list[Shard]:
         storage, me = self.rank.storage, self.rank.world.rank

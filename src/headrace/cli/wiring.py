@@ -22,9 +22,11 @@ from headrace.spec.plan import Plan
 __all__ = [
     "Data",
     "best_static",
+    "calibration_path",
     "formula_costs",
     "listed_methods",
     "make_problem",
+    "memory_margin_of",
     "newest_costs",
     "open_data",
     "profile_path",
@@ -99,6 +101,12 @@ def profile_path(config: Config, fingerprint: str) -> Path:
     return _costs_folder(config) / f"{name}.json"
 
 
+def calibration_path(config: Config, fingerprint: str) -> Path:
+    """What runs learnt about the costs of a fingerprint, beside its cached profile."""
+    profile = profile_path(config, fingerprint)
+    return profile.with_name(f"calibration-{profile.name}")
+
+
 def newest_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel | None:
     """The costs last measured for this model on as many ranks, on this machine; None if never."""
     index = _costs_folder(config) / _latest_name(architecture, ranks)
@@ -155,11 +163,12 @@ def make_problem(costs: CostModel, options: PlannerConfig) -> Problem:
             "planner.group_sizes", got=unknown[0],
             wanted=f"one of {', '.join(map(str, costs.group_sizes))}",
         )  # fmt: skip
+    alone = ("local",) if 1 in costs.group_sizes else ()
     return Problem(
         costs=costs,
         devices=costs.cluster.devices,
         sizes=options.group_sizes or None,
-        methods=("local", *options.candidates) if options.candidates else None,
+        methods=(*alone, *options.candidates) if options.candidates else None,
         layers=listed_methods(options),
         recompute=options.recompute,
         smoothing=options.smoothing,

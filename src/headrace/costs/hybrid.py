@@ -7,8 +7,9 @@ For a document of s tokens (Eq. 9; T seconds, M bytes):
 
 one pair for each group size, measured option (a layer, a branch of it, the ends) and target. The
 forest follows whatever kernels do at some lengths and not at others, which no quadratic can, and
-pays for it between lengths that were profiled far apart, as it is flat there. It is stored as the
-steps that it is, so neither asking nor reading it back needs the library that grew it.
+pays for it between lengths that were profiled far apart, and below the shortest, as it is flat
+there. It is stored as the steps that it is, so neither asking nor reading it back needs the library
+that grew it.
 
 Packs are not modelled: a pair knows documents that are alone.
 """

@@ -16,6 +16,9 @@ __all__ = ["BADLY", "Card", "Headline", "cards", "headline", "warm", "warnings"]
 BADLY = 0.25
 """A step is predicted badly when predicted and measured seconds differ by more than this."""
 
+_TOLD = 6
+"""Notices that are listed; the earlier ones are counted."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
@@ -119,7 +122,7 @@ def _of_capacity(top: Headline, capacity: float) -> str:
 def warnings(run: Run) -> list[str]:
     """What a reader must know before trusting the figures, most serious first."""
     found = [_lost_losses(run), _over_capacity(run), _bad_predictions(run), _bad_fits(run)]
-    found += [_skipped(run), _waits(run)]
+    found += [*_notices(run), _skipped(run), _waits(run)]
     return [text for text in found if text] + list(run.notes)
 
 
@@ -152,6 +155,13 @@ def _bad_fits(run: Run) -> str:
     bad = [f"{part} {case} ({share_text(worst)})"
            for part, case, _, worst in run.facts.costs.errors if worst > BADLY]  # fmt: skip
     return f"the cost model's worst errors are large: {', '.join(bad[:6])}" if bad else ""
+
+
+def _notices(run: Run) -> list[str]:
+    """What the run told of drift and memory while it trained, the latest first."""
+    told = list(reversed(run.notices))
+    more = len(told) - _TOLD
+    return told[:_TOLD] + ([f"{more:,} earlier notices are in metrics.jsonl"] if more > 0 else [])
 
 
 def _skipped(run: Run) -> str:

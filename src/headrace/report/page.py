@@ -16,6 +16,7 @@ from headrace.report.facts import config_rows, fact_groups, plan_rows, started_t
 from headrace.report.headline import cards, headline, warnings
 from headrace.report.records import Run
 from headrace.report.run_folder import read_run
+from headrace.report.trust import TRUST_HEADING, trust_rows, trust_text
 
 __all__ = ["write_report"]
 
@@ -80,7 +81,8 @@ def _page(run: Run, drawn: list[tuple[Any, dict[str, Any]]], converter: ModuleTy
     return environment.get_template("page.html.j2").render(
         facts=run.facts, started=started_text(run), steps=len(run.steps),
         cards=cards(run, top), warnings=warnings(run), sections=_sections(run, drawn),
-        groups=fact_groups(run), config=config,
+        groups=fact_groups(run), config=config, trust=trust_rows(run), trust_text=trust_text(run),
+        trust_heading=TRUST_HEADING,
         longest=run.longest_step, plan=run.plan, micro_batches=plan_rows(run.longest_step),
         bundle=converter.javascript_bundle(vl_version=_VEGA_LITE),
     )  # fmt: skip

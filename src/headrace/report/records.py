@@ -12,6 +12,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+from headrace.costs.calibration import Calibration
 from headrace.spec import Architecture, LayerPlan, Plan, Timeline
 
 __all__ = [
@@ -190,7 +191,9 @@ class Run:
     holds the lengths in ``(2**(b - 1), 2**b]``. ``recomputed[(length bin, level)]`` sums layers
     over the sequences of sampled plans. ``layer_plans[text]`` is what the ``layers`` of the
     micro-batches mean; without those of runs that did not write any. ``plan`` is the plan of the
-    step with the longest sequence. ``notes`` says what could not be read.
+    step with the longest sequence. ``calibration`` is what was learnt about the costs until the
+    last checkpoint. ``notices`` is what the run told while it trained (drift, a raised margin),
+    ``notes`` what could not be read.
     """
 
     folder: Path
@@ -201,6 +204,8 @@ class Run:
     layer_plans: Mapping[str, LayerPlan] = field(default_factory=dict)
     recorded: RecordedStep | None = None
     plan: Plan | None = None
+    calibration: Calibration | None = None
+    notices: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

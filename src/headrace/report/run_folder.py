@@ -1,4 +1,5 @@
-"""Reads the folder of a run: ``run.json``, ``metrics.jsonl``, ``timelines.jsonl``, ``plans.jsonl``.
+"""Reads the folder of a run: ``run.json``, ``metrics.jsonl``, ``timelines.jsonl``, ``plans.jsonl``
+and ``calibration.json``.
 
 The first two must be there; without the others the report leaves out what they would show.
 """
@@ -12,7 +13,8 @@ from math import nan
 from pathlib import Path
 from typing import Literal
 
-from headrace.errors import DataError, HeadraceError
+from headrace.costs.calibration import Calibration
+from headrace.errors import CostError, DataError, HeadraceError
 from headrace.report.json_lines import Fields, read_lines, read_object
 from headrace.report.records import (
     Corpus,
@@ -47,16 +49,19 @@ def read_run(folder: Path) -> Run:
     and noted.
     """
     notes: list[str] = []
+    notices: list[str] = []
     facts = _facts(read_object(_required(folder, "run.json")))
     assigned: Counter[tuple[int, int]] = Counter()
     layer_plans: dict[str, LayerPlan] = {}
-    steps = _steps(_required(folder, "metrics.jsonl"), assigned, layer_plans, notes)
+    steps = _steps(_required(folder, "metrics.jsonl"), assigned, layer_plans, notices, notes)
     longest = max(steps, key=lambda step: (step.longest, step.step))
     plan, recomputed = _plans(folder / "plans.jsonl", longest, len(steps), notes)
     return Run(
         folder=folder, facts=facts, steps=steps, assigned=dict(assigned), recomputed=recomputed,
         layer_plans=layer_plans, plan=plan,
-        recorded=_recorded(folder / "timelines.jsonl", steps, notes), notes=tuple(notes),
+        recorded=_recorded(folder / "timelines.jsonl", steps, notes),
+        calibration=_calibration(folder / "calibration.json", notes), notices=tuple(notices),
+        notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -150,7 +155,7 @@ def _cost_point(value: Fields) -> CostPoint:
 
 def _steps(
     path: Path, assigned: Counter[tuple[int, int]], layer_plans: dict[str, LayerPlan],
-    notes: list[str],
+    notices: list[str], notes: list[str],
 ) -> tuple[Step, ...]:  # fmt: skip
     """All steps in order; a step that a resumed run did again counts once, the last time."""
     steps: dict[int, Step] = {}
@@ -160,6 +165,7 @@ def _steps(
         again += step.step in steps
         steps[step.step] = step
         assigned.update(_assignments(line))
+        notices += [text for text in line.array("notices") if isinstance(text, str)]
     if not steps:
         raise DataError(
             str(path), got="no complete step", wanted="at least one",
@@ -258,6 +264,16 @@ def _levels(plan: Plan) -> Counter[tuple[int, str]]:
             for option, layers in micro.layers.counts:
                 levels[length_bin(tokens), option.recompute] += layers
     return levels
+
+
+def _calibration(path: Path, notes: list[str]) -> Calibration | None:
+    if not path.is_file():
+        return None
+    try:
+        return Calibration.from_json(dict(read_object(path).values))
+    except (DataError, CostError) as error:
+        notes.append(f"{path.name} is damaged: what was learnt of the costs is not shown ({error})")
+        return None
 
 
 def _recorded(path: Path, steps: tuple[Step, ...], notes: list[str]) -> RecordedStep | None:

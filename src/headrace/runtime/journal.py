@@ -4,6 +4,7 @@ run.json          the run's facts, once
 metrics.jsonl     one line per step
 plans.jsonl       the plan of each step
 timelines.jsonl   measured and predicted rows of some steps
+calibration.json  what was learnt about the costs, written by the command that trains
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from headrace.report import captions, charts
 from headrace.report.charts.theme import Drawing
 from headrace.report.layer_use import layer_use
 from headrace.report.records import Run
+from headrace.report.trust import TRUST_HEADING
 
 __all__ = ["FIGURES", "Figure"]
 
@@ -49,7 +50,7 @@ def _gantt(run: Run) -> Drawing:
 
 _STEP, _DATA = "One step, every rank", "The data and where it ran"
 _LAYERS = "Which layers used what"
-_SPEED, _TRUST = "How the run went", "How far to trust the predictions"
+_SPEED = "How the run went"
 
 FIGURES: tuple[Figure, ...] = (
     Figure(
@@ -93,16 +94,16 @@ FIGURES: tuple[Figure, ...] = (
         known=lambda run: any(step.peak_bytes for step in run.steps),
     ),
     Figure(
-        name="scatter", title="Seconds of a step, predicted and measured", section=_TRUST,
+        name="scatter", title="Seconds of a step, predicted and measured", section=TRUST_HEADING,
         draw=charts.predicted_against_measured, caption=captions.scatter_caption,
         known=_predicted,
     ),
     Figure(
-        name="ratio", title="Predicted over measured, step by step", section=_TRUST,
+        name="ratio", title="Predicted over measured, step by step", section=TRUST_HEADING,
         draw=charts.ratio_over_steps, caption=captions.ratio_caption, known=_predicted,
     ),
     Figure(
-        name="costs", title="The cost model against its profile", section=_TRUST, wide=True,
+        name="costs", title="The cost model against its profile", section=TRUST_HEADING, wide=True,
         draw=charts.cost_fit, caption=captions.cost_fit_caption,
         known=lambda run: bool(run.facts.costs.points),
     ),
