@@ -10,10 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.costs import CostModel, Linear, OptionCost, Quadratic
-from headrace.costs.from_profile import costs_from_profile, fit_parts, reconciled
+from headrace.costs.from_profile import (
+    costs_from_profile,
+    fit_parts,
+    not_fitting_notes,
+    reconciled,
+)
 from headrace.errors import CostError
 from headrace.spec import Architecture, Cluster
-from headrace.spec.profile import ENDS, Profile, ProfilePoint
+from headrace.spec.profile import ENDS, NotFitting, Profile, ProfilePoint
+from profiles import OPTIONS, made_up
 
 PACKS = ((64,), (256,), (1024,), (4096,), (64,) * 16, (1024, 256, 64))
 
@@ -214,3 +220,22 @@ def test_measurements_that_fall_are_flagged_and_counted() -> None:
     assert kept.startswith("cp1 local forward: bytes kept of 4,096 tokens up to 100 % below")
     assert forward.points == tuple(sunk)
     assert all(fit.notes == () for fit in fit_parts(profile()))
+
+
+def test_what_did_not_fit_is_kept_free() -> None:
+    """Catches memory that was promised and is not there, and a margin where all is as it was
+    counted."""
+    profile = made_up()
+    option = "attention:local"
+    costs = costs_from_profile(profile)
+    assert costs.memory_margin == 0
+    tokens = 10**6
+    needs = 2 * 100 * tokens * (1 + OPTIONS.index(option)) + 77 * tokens + 640
+    over = (NotFitting(p=1, option=option, tokens=tokens),)
+    for memory, share in ((needs // 2, 1.0), (2 * needs, 0.5), (1000 * needs, 0.1)):
+        cluster = Cluster(devices=1, memory_bytes=memory + profile.state_bytes)
+        found = costs_from_profile(replace(profile, cluster=cluster, not_fitting=over))
+        assert found.memory_margin == pytest.approx(1 - share, abs=1e-6)
+    assert not_fitting_notes(replace(profile, not_fitting=over)) == [
+        "cp1 attention:local: two layers of 1,000,000 tokens do not fit"
+    ]

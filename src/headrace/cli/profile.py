@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 
 from rich.console import Console
 
+from headrace.cli.display import out_console
 from headrace.cli.profile_tables import fits_table, held_out_lines, hybrid_table, limits_table
 from headrace.cli.ranks import launch, measured_costs, open_rank
 from headrace.cli.wiring import read_config
 from headrace.comm.launch import World
 from headrace.costs import CostModel
 from headrace.costs.forest import need_scikit_learn
-from headrace.costs.from_profile import fit_parts
+from headrace.costs.from_profile import fit_parts, not_fitting_notes
 from headrace.costs.held_out import HeldOut, held_out
 from headrace.costs.hybrid import HybridModel, fit_hybrid
 from headrace.errors import CostError
@@ -67,14 +67,19 @@ def profile(
 
 
 def _print(costs: CostModel, measured: Profile, model: HybridModel | None = None) -> None:
-    # Rows are not cut where nobody's terminal sets the width.
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    out = out_console()
     out.print(f"{measured.architecture} on {costs.cluster}")
     fits = fit_parts(measured)
     out.print(fits_table(fits))
     for fit in fits:
         for note in fit.notes:
             out.print(f"flagged: {note}", soft_wrap=True)
+    for note in not_fitting_notes(measured):
+        out.print(f"memory: {note}", soft_wrap=True)
+    for p, (start_s, speed) in measured.links.items():
+        out.print(
+            f"link in groups of {p}: {seconds_text(start_s)} + bytes at {bytes_text(speed)}/s"
+        )
     out.print()
     out.print(limits_table(costs))
     out.print()

@@ -18,12 +18,23 @@ from headrace.errors import CostError
 from headrace.spec.profile import ENDS, Branch, Profile, ProfilePoint
 from headrace.units import percent_text
 
-__all__ = ["FittedPart", "costs_from_profile", "fit_parts", "ladders", "reconciled"]
+__all__ = [
+    "FittedPart",
+    "costs_from_profile",
+    "fit_parts",
+    "ladders",
+    "not_fitting_notes",
+    "reconciled",
+]
 
 Part = Literal["forward", "backward"]
 
 _FALL = 0.1
 """The share by which a longer document must be below a shorter one to be noted."""
+
+
+_MOST_MARGIN = 0.9
+"""More than this is never kept free, whatever failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +140,31 @@ def costs_from_profile(profile: Profile) -> CostModel:
         working_bytes=profile.working_bytes,
         gather_s=profile.gather_s,
         feed_forwards=profile.feed_forwards,
+        memory_margin=_margin(profile, costs),
     )
+
+
+def not_fitting_notes(profile: Profile) -> list[str]:
+    """A sentence for each ladder that ended where memory ran out."""
+    return [
+        f"cp{pack.p} {pack.option}: two layers of {pack.tokens:,} tokens do not fit"
+        for pack in profile.not_fitting
+    ]
+
+
+def _margin(profile: Profile, costs: Mapping[int, Mapping[str, OptionCost]]) -> float:
+    """The part of the memory to keep free for the costs to agree with what did not fit.
+
+    A pack of T tokens at which memory ran out needs 2 kept(T) + transient(T) by its lines; where
+    that is a share s < 1 of the memory beside what is stored, 1 - s of it was not to be had.
+    """
+    room = profile.cluster.memory_bytes - profile.state_bytes
+    shares = [1.0]
+    for pack in profile.not_fitting:
+        cost = costs.get(pack.p, {}).get(pack.option)
+        if cost is not None and room > 0:
+            shares.append((2 * cost.kept(pack.tokens) + cost.transient(pack.tokens)) / room)
+    return min(1 - min(shares), _MOST_MARGIN)
 
 
 def _options(profile: Profile, p: int, costs: Mapping[str, OptionCost]) -> dict[str, OptionCost]:

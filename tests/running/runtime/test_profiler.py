@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -9,11 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.comm.collectives import gather_floats
 from headrace.comm.mesh import Groups
 from headrace.costs.from_profile import costs_from_profile
+from headrace.errors import InfeasiblePlan
 from headrace.methods import branch
+from headrace.runtime.counted import ByteCounter
 from headrace.runtime.executor import Executor
 from headrace.runtime.profiler import ProfileOptions, Profiler
+from headrace.runtime.stand import Stand
 from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Cluster, Lengths
 from headrace.spec.method import RECOMPUTE, LayerOption
@@ -207,3 +212,85 @@ def test_one_rank_can_be_profiled() -> None:
     assert profile.working_bytes == {1: {"whole": 0, "sharded": 0}}
     assert profile.gather_s == {}
     costs_from_profile(profile)
+
+
+class _Exhausted(ByteCounter):
+    """Memory that runs out at ``limit`` bytes of live tensors made inside."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self._limit = limit
+        self.raised = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.current_bytes > self._limit:
+            self.raised += 1
+            raise torch.OutOfMemoryError("injected")
+        return out
+
+
+def _starved(limit_share: float) -> tuple[dict[str, Any], int, int]:
+    """A profile on ranks of which the last has less memory than it says."""
+    groups, wide = Groups(), replace(MODEL, ffn=1024)
+    storage = Storage(wide, groups, seed=2)
+    options = ProfileOptions(sizes=(2,), longest=2048, repeats=1, methods=("megatron_cz",))
+    profiler = Profiler(storage, groups, options)
+    held = max(int(n) for (n,) in gather_floats([storage.bytes_held()], groups.world))
+    room = 40_000_000
+    memory = held + Stand(wide).bytes_held + room
+    last = groups.rank == groups.ranks - 1
+    starving = _Exhausted(limit_share * room if last else float("inf"))
+    with starving:
+        profile = profiler.profile("f", Cluster(devices=2, memory_bytes=memory))
+    return profile.to_json(), starving.raised, room
+
+
+def test_memory_that_runs_out_on_one_rank_ends_the_ladder_on_all() -> None:
+    """Would catch a rank that waits for one that has failed, a failure that ends the job, and
+    ranks that go on measuring different packs."""
+    (one, calm, room), (other, raised, _) = run_ranks(2, _starved, 0.6, timeout_s=60)
+    assert one == other
+    assert (calm, raised > 0) == (0, True)
+    profile = Profile.from_json(one)
+    over = {(pack.p, pack.option): pack.tokens for pack in profile.not_fitting}
+    assert (2, "feed_forward:ulysses_z") in over
+    for (p, text), points in _ladders(profile).items():
+        tokens = max(sum(point.lengths) for point in points)
+        if (p, text) in over:
+            assert tokens < over[p, text] <= 2048
+        else:
+            assert tokens == 2048
+        counted = [point for point in points if point.kept_bytes is not None]
+        assert all(2 * (c.kept_bytes or 0) < 0.6 * room for c in counted)
+
+
+def test_what_cannot_fit_is_not_tried() -> None:
+    """Would catch a rung that fills the memory of a machine that then kills the process."""
+    (one, calm, _), (_, raised, _) = run_ranks(2, _starved, 1.2, timeout_s=60)
+    assert (calm, raised) == (0, 0)
+    assert Profile.from_json(one).not_fitting
+
+
+def _too_large() -> str:
+    groups = Groups()
+    storage = Storage(MODEL, groups, seed=2)
+    options = ProfileOptions(sizes=(1,), longest=64)
+    try:
+        Profiler(storage, groups, options).profile("f", Cluster(devices=2, memory_bytes=1000))
+    except InfeasiblePlan as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_leaves_no_memory_is_said() -> None:
+    """Would catch a division of nothing, and ranks that wait for one that stops."""
+    texts = run_ranks(2, _too_large)
+    assert texts[0] == texts[1]
+    assert "for stored weights and two layers to measure, wanted less than 0.977 KiB" in texts[0]
+
+
+def test_links_are_measured(profile: Profile) -> None:
+    """Would catch a link of another size's groups, and speeds that no planner could divide by."""
+    assert profile.links.keys() == {2, 3}
+    assert all(start >= 0 and speed > 0 for start, speed in profile.links.values())
