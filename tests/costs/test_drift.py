@@ -83,8 +83,8 @@ def test_everything_slower_is_told_of_all_ranks() -> None:
     )  # fmt: skip
     texts = [text for texts in told.values() for text in texts]
     assert len(texts) == 1
-    found = re.fullmatch(r"all ranks have been (1\.\d\d)x slower than at the start since step (\d+)",
-                         texts[0])  # fmt: skip
+    wanted = r"all ranks have been (1\.\d\d)x slower than at the start since step (\d+)"
+    found = re.fullmatch(wanted, texts[0])
     assert found, texts
     assert float(found[1]) == pytest.approx(1.4, abs=0.07)
     assert abs(int(found[2]) - 250) <= 3

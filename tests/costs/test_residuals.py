@@ -16,6 +16,7 @@ from headrace.costs.residuals import (
 from headrace.spec import LayerPlan, Lengths, MicroBatch, Pipeline, Plan, Row, Scheme, Timeline
 
 COSTS = synthetic_costs(2, layers=2)
+LAYERS = LayerPlan.parse("1*ulysses_z+full 1*ulysses_z")
 PLAN = Plan(
     lengths=Lengths.of([300, 40]), devices=2, predicted_s=1.0, lower_bound_s=0.5,
     pipelines=(
@@ -23,7 +24,7 @@ PLAN = Plan(
         Pipeline(scheme=Scheme(context=1), ranks=(1,)),
     ),
     micro_batches=(
-        MicroBatch(pipeline=0, sequences=(0,), layers=LayerPlan.parse("1*ulysses_z+full 1*ulysses_z")),
+        MicroBatch(pipeline=0, sequences=(0,), layers=LAYERS),
         MicroBatch(pipeline=1, sequences=(1,), layers=LayerPlan.parse("2*local")),
     ),
 )  # fmt: skip
@@ -65,8 +66,7 @@ def test_a_group_is_as_slow_as_its_last_member_not_as_its_first() -> None:
 def test_shares_are_those_of_predicted_layer_seconds() -> None:
     """Would catch a residual laid to all options alike, or counted by layers."""
     first, second = micro_batch_residuals(PLAN, PREDICTED, PREDICTED, COSTS)
-    options = PLAN.micro_batches[0].layers.options
-    full, none = (sum(COSTS.layer_seconds((300,), 2, option)) for option in options)
+    full, none = (sum(COSTS.layer_seconds((300,), 2, option)) for option in LAYERS.options)
     assert full > none
     assert first.shares == pytest.approx(
         {"cp2 ulysses_z+full": full / (full + none), "cp2 ulysses_z": none / (full + none)}

@@ -132,10 +132,11 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
         rank.say(f"measured {len(profile.points)} points in {seconds_text(profile.measured_in_s)}")
     text = json.dumps(profile.to_json())
     agree("profile", text, rank.groups.world)
+    costs = costs_from_profile(profile)
     margin = rank.config.planner.memory_margin
     if margin is None:
-        margin = memory_margin_of(rank.cluster.device)
-    costs = costs_from_profile(profile).replace(cluster=rank.cluster, memory_margin=margin)
+        margin = max(costs.memory_margin, memory_margin_of(rank.cluster.device))
+    costs = costs.replace(cluster=rank.cluster, memory_margin=margin)
     if rank.first:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

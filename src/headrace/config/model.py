@@ -325,8 +325,9 @@ class PlannerConfig(_Section):
     """How groups hold weights: each rank all of them, its shard, or whatever fits."""
 
     memory_margin: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Part of a rank's memory that plans leave free; left out, 0.3 on a CPU, whose allocator holds
-    up to that much more than what is alive, and 0.1 on a device."""
+    """Part of a rank's memory that plans leave free; left out, what earlier runs with the same
+    costs learnt. The first begins with 0.3 on a CPU, whose allocator holds up to that much more
+    than what is alive, and 0.1 on a device; a peak too near to the limit raises it."""
 
     @model_validator(mode="after")
     def _static(self) -> PlannerConfig:

@@ -101,9 +101,10 @@ def util_tokens(
     root = 2 * c / (h + math.sqrt(max(0.0, h * h - 4 * a * c))) if h > 0 else best
     tokens = min(max(1, math.ceil(root)), best)
     # The root is a rounded number: one step back or on may be due.
-    if tokens > 1 and _token_s(curve, tokens - 1) <= g / threshold:
+    enough = g / threshold * (1 + 1e-12)
+    if tokens > 1 and _token_s(curve, tokens - 1) <= enough:
         return tokens - 1
-    if tokens < longest and _token_s(curve, tokens) > g / threshold:
+    if tokens < longest and _token_s(curve, tokens) > enough:
         return tokens + 1
     return tokens
 

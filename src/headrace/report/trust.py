@@ -19,12 +19,13 @@ _FEWEST, _REMEMBERED = 15, 50  # values to speak of a rank; values that an estim
 
 def trust_rows(run: Run) -> list[tuple[str, str, str, str]]:
     """What was predicted, in how many steps, how far off it was usually, and how much that
-    scattered: whole steps first, then the options used most, relative to their steps."""
+    scattered: all micro-batches of a step first, then the options used most, relative to their
+    steps."""
     learnt = run.calibration
     if learnt is None or not learnt.whole.count:
         return []
     options = sorted(learnt.options.items(), key=lambda item: (-item[1].count, item[0]))
-    return [_row("whole steps", learnt.whole)] + [_row(*item) for item in options[:_ROWS]]
+    return [_row("all of a step", learnt.whole)] + [_row(*item) for item in options[:_ROWS]]
 
 
 def _row(name: str, estimate: Estimate) -> tuple[str, str, str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import dataclass, replace
 from itertools import product
@@ -267,6 +268,8 @@ def test_a_layer_equals_one_process(ranks: int) -> None:
         for pack in (packs[(len(name) + len(level) + i) % 3], LONG)
         if pack != LONG or (order == "zigzag" and level != "full")
     ]  # fmt: skip
+    if ranks > 2:  # on two cores they are slow, and most of it was seen on two
+        cases = random.Random(0).sample(cases, len(cases) // 2)
     assert not _wrong(cases, ranks)
 
 
@@ -423,8 +426,8 @@ def test_one_rank_sends_nothing() -> None:
 def _settled(counter: ByteCounter) -> int:
     """Bytes alive, once gloo's threads have let go of the buffers of what is done."""
     counts = []
-    for _ in range(10):
-        time.sleep(0.01)
+    for _ in range(6):
+        time.sleep(0.005)
         counts.append(counter.current_bytes)
     return min(counts)
 
@@ -493,7 +496,7 @@ def test_kept_bytes_are_the_formula(ranks: int, monkeypatch: pytest.MonkeyPatch)
     cases = [
         Case(model=model, layers=f"1*{name}+{level}", held="sharded", pack=KEPT_PACK, order=order,
              dtype=torch.float32)
-        for model in KEPT_MODELS
+        for model in list(KEPT_MODELS)[: 4 // ranks]
         for name, level in product(_usable(model, ranks), RECOMPUTE)
         for order in (ORDERS if (name, level) == ("megatron_ts", "none") else ORDERS[:1])
     ]  # fmt: skip
