@@ -30,7 +30,8 @@ w = f / h):
 
     kept     none: (3 + 2 k) u and (1 + m f / h) u; attention: 2 u and u; full: u of the layer.
              metp never keeps more than attention does: its first products run again in every
-             backward; megatron_ts keeps q, k and v at attention, or would gather again
+             backward; megatron_ts keeps q, k and v at attention, or would gather again, and
+             ulysses_z (4 + 2 k) u at both, the heads before and after they are switched back
     passing  the buffers of both branches, and what was recomputed
 
 By heads: the busiest rank of ulysses_z has ceil(n / p) of n heads, of megatron_ts ceil(g / p) of
@@ -193,9 +194,10 @@ def _attention(g: _Group, method: str) -> _Part:
     if method in ("local", _GATHERED):
         core, core_back = g.core(-(-a.heads // p) / a.heads)
         switch = g.traffic(spread * (2 + 2 * k), 2, "exchange")
+        kept = (even.kept, even.kept_attention) if p == 1 else (4 + 2 * k, 4 + 2 * k)
         return replace(
             even, core=core, core_back=core_back, sent=switch, back=switch,
-            buffers=2 * (1 + 2 * k),
+            kept=kept[0], kept_attention=kept[1], buffers=2 * (1 + 2 * k),
         )  # fmt: skip
     if method == "megatron_ts":
         by_groups = -(-a.kv_heads // p) / a.kv_heads

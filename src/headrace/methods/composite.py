@@ -108,11 +108,7 @@ def ulysses_ring(x: torch.Tensor, state: State, context: Context) -> torch.Tenso
     block = mesh.blocks[context.member // mesh.inner]
     sizes, group = tuple(context.tokens.sizes[m] for m in block), place.subgroup(block)
     split = split_heads(a.heads, a.kv_heads, mesh.inner)
-
-    def part(x: torch.Tensor) -> torch.Tensor:
-        return queries_keys_values(x, state, context)
-
-    qkv = switch(context.linear_part(part, x), sizes, split.columns, group)
+    qkv = switch(queries_keys_values(x, state, context), sizes, split.columns, group)
     order = place.order(block)
     if order is not None:
         qkv = reordered(qkv, *order)
@@ -176,11 +172,11 @@ def _tensor_fetched(a: Architecture, ranks: int) -> float:
 ULYSSES_RING = Method(
     name="ulysses_ring", attention=ulysses_ring, feed_forward=gathered_feed_forward,
     attention_rule=_ulysses_rule, feed_forward_rule=any_group, of="ulysses_z", order="zigzag",
-    attention_groups=_ulysses_groups, automatic=False,
+    attention_groups=_ulysses_groups, unlevelled=("attention",), automatic=False,
 )  # fmt: skip
 TENSOR_RING = Method(
     name="tensor_ring", attention=tensor_ring, feed_forward=tensor_feed_forward,
     attention_rule=_tensor_rule, feed_forward_rule=_tensor_rule, of="tensor_ring", order="zigzag",
     attention_groups=_tensor_groups, feed_forward_groups=_tensor_groups, fetched=_tensor_fetched,
-    automatic=False,
+    unlevelled=("attention",), automatic=False,
 )  # fmt: skip

@@ -159,5 +159,5 @@ def _nothing(architecture: Architecture, ranks: int) -> float:
 MEGATRON_TS = Method(
     name="megatron_ts", attention=attention, feed_forward=feed_forward,
     attention_rule=_attention_rule, feed_forward_rule=_feed_forward_rule, of="megatron_ts",
-    fetched=_nothing,
+    fetched=_nothing, unlevelled=("attention",),
 )  # fmt: skip

@@ -46,7 +46,8 @@ class Method:
     groups within the group that a branch needs. ``automatic`` methods are considered when the
     choice is left to the planner. ``of`` names the method whose feed-forward this one uses, its
     own name where it has one. ``fetched`` is the share of the weight rows it lacks that a rank
-    fetches where weights are held sharded.
+    fetches where weights are held sharded. ``unlevelled`` branches do the same at the levels
+    ``none`` and ``attention``.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Method:
     attention_groups: Groups = _no_groups
     feed_forward_groups: Groups = _no_groups
     fetched: Callable[[Architecture, int], float] = _all_rows
+    unlevelled: tuple[Branch, ...] = ()
     automatic: bool = True
 
     def rule(self, branch: Branch, architecture: Architecture, ranks: int) -> str | None:

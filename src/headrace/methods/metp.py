@@ -264,4 +264,5 @@ def _feed_forward_rule(architecture: Architecture, ranks: int) -> str | None:
 METP = Method(
     name="metp", attention=attention, feed_forward=feed_forward, attention_rule=_attention_rule,
     feed_forward_rule=_feed_forward_rule, of="metp", order="zigzag",
+    unlevelled=("attention", "feed_forward"),
 )  # fmt: skip

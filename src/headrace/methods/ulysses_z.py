@@ -95,14 +95,11 @@ def local_heads(qkv: torch.Tensor, split: HeadSplit, member: int) -> tuple[torch
 
 def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     """Norm, projection, switch, attention over local heads, switch back, output projection:
-    x [T / R, h] to [T / R, h]. At level ``attention`` what the switch brought is kept."""
+    x [T / R, h] to [T / R, h]. At level ``attention`` what the switch brought is kept, and so
+    nothing is left to compute again."""
     a, place, sizes = context.architecture, context.place, context.tokens.sizes
     split = split_heads(a.heads, a.kv_heads, context.ranks)
-
-    def part(x: torch.Tensor) -> torch.Tensor:
-        return queries_keys_values(x, state, context)
-
-    qkv = switch(context.linear_part(part, x), sizes, split.columns, context.group)
+    qkv = switch(queries_keys_values(x, state, context), sizes, split.columns, context.group)
     order = place.order(place.everyone)
     if order is not None:
         qkv = reordered(qkv, *order)
@@ -123,4 +120,5 @@ def _a_head_each(architecture: Architecture, ranks: int) -> str | None:
 ULYSSES_Z = Method(
     name="ulysses_z", attention=attention, feed_forward=gathered_feed_forward,
     attention_rule=_a_head_each, feed_forward_rule=any_group, of="ulysses_z",
+    unlevelled=("attention",),
 )  # fmt: skip

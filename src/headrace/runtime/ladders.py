@@ -2,13 +2,14 @@
 
 A ladder is one branch of one method at one recompute level, or the ends, on groups of one size;
 its rungs are packs of growing length. Attention is measured for every method, a feed-forward that
-several methods share once, and the level ``full`` never: it follows from ``none``.
+several methods share once, a level that changes nothing not again, and the level ``full`` never: it
+follows from ``none``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.errors import SpecError
 from headrace.methods.method import Branch
@@ -18,7 +19,7 @@ from headrace.spec.method import RECOMPUTE, LayerOption, Recompute
 from headrace.spec.plan import TokenOrder
 from headrace.spec.profile import ENDS, ProfilePoint
 
-__all__ = ["Ladder", "ProfileOptions", "climb", "ladders"]
+__all__ = ["Ladder", "ProfileOptions", "climb", "ladders", "with_twins"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,20 @@ def ladders(a: Architecture, p: int, options: ProfileOptions) -> list[Ladder]:
     return [Ladder(p=p, part=None, method=attention[0], level="none")] + [
         Ladder(p=p, part=part, method=name, level=level)
         for part, names in parts for name in names for level in levels
+        if level == "none" or part not in METHODS[name].unlevelled
     ]  # fmt: skip
+
+
+def with_twins(
+    ladder: Ladder, points: list[ProfilePoint], options: ProfileOptions
+) -> list[ProfilePoint]:
+    """The points of a ladder, and the same as those of level ``attention`` where its branch does
+    the same there."""
+    same = ladder.part is not None and ladder.part in METHODS[ladder.method].unlevelled
+    if not same or "attention" not in {"none", *options.levels}:
+        return points
+    twin = replace(ladder, level="attention").text
+    return points + [replace(point, option=twin) for point in points]
 
 
 def _packs(p: int, longest: int) -> Iterator[tuple[tuple[int, ...], bool]]:

@@ -32,7 +32,7 @@ from headrace.methods.registry import METHODS
 from headrace.runtime.clocks import Clock, EventClock, HostClock
 from headrace.runtime.constants import Constants, block, blocks, slowest, working_bytes
 from headrace.runtime.counted import ByteCounter, DeviceBytes
-from headrace.runtime.ladders import Ladder, ProfileOptions, climb, ladders
+from headrace.runtime.ladders import Ladder, ProfileOptions, climb, ladders, with_twins
 from headrace.runtime.machine import is_out_of_memory
 from headrace.runtime.pieces import Piece, count, measure
 from headrace.runtime.stand import Stand
@@ -92,7 +92,7 @@ class Profiler:
         over: list[NotFitting] = []
         for done, ladder in enumerate(found):
             self._progress(f"profile cp{ladder.p} {ladder.text}", done, len(found))
-            points += self._climb(ladder, over)
+            points += with_twins(ladder, self._climb(ladder, over), self._options)
         self._progress("profile", len(found), len(found))
         constants = Constants(self._storage, self._stand, self._groups, self._clock)
         return Profile(

@@ -27,7 +27,7 @@ from headrace.comm.mesh import Groups
 from headrace.methods.registry import METHODS
 from headrace.runtime.constants import working_bytes
 from headrace.runtime.counted import ByteCounter, DeviceBytes
-from headrace.runtime.ladders import Ladder, ProfileOptions, ladders
+from headrace.runtime.ladders import Ladder, ProfileOptions, ladders, with_twins
 from headrace.runtime.link_clock import LinkClock, Modelled, Timed
 from headrace.runtime.pieces import Piece, count, measure, observe
 from headrace.runtime.stand import Stand
@@ -87,7 +87,9 @@ class Rehearsal:
             groups.prepare(self._wanted(stand, found))
             for done, ladder in enumerate(found):
                 progress(f"rehearse cp{ladder.p} {ladder.text}", done, len(found))
-                points += [self._point(stand, groups, ladder, n) for n in self._lengths(ladder.p)]
+                lengths = self._lengths(ladder.p)
+                climbed = [self._point(stand, groups, ladder, n) for n in lengths]
+                points += with_twins(ladder, climbed, options)
             for p in self.sizes:
                 if p > 1:
                     gathers[p] = self._gather(stand, groups, p)
