@@ -36,6 +36,12 @@ candidates = ["megatron_cz", "ulysses_z"]
 """
 
 
+LITTLE = (
+    "--set", 'planner.candidates=["megatron_cz"]', "--set", 'planner.recompute=["none", "full"]'
+)  # fmt: skip
+"""One method at two levels."""
+
+
 def _config(folder: Path, memory: str = "64MiB") -> Path:
     path = folder / "job.toml"
     path.write_text(CONFIG.format(memory=memory))
@@ -103,10 +109,10 @@ def test_the_costs_can_be_planned_with(folder: Path, found: dict[str, Any]) -> N
 
 def test_people_get_tables(folder: Path) -> None:
     """Would catch data on stderr, and an answer without the step and its memory."""
-    code, out, err = run("rehearse", _config(folder), "--length", "1Ki", "--rank", "7")
+    code, out, err = run("rehearse", _config(folder), "--length", "1Ki", "--rank", "7", *LITTLE)
     assert code == 0, err
     assert "rank 7 of 8 on h100" in out
-    assert "megatron_cz+attention" in out
+    assert "megatron_cz+full" in out
     assert "a step of one sequence of 1,024 tokens" in out
     assert "stored weights, gradients, optimizer" in out
     assert "shapes only" in err
@@ -114,15 +120,15 @@ def test_people_get_tables(folder: Path) -> None:
 
 def test_what_does_not_fit_is_said(folder: Path) -> None:
     """Would catch a plan for a sequence that no option can hold."""
-    code, out, err = run("rehearse", _config(folder), "--length", "4Mi")
+    code, out, err = run("rehearse", _config(folder, "16MiB"), "--length", "256Ki", *LITTLE)
     assert code == 0, err
-    assert "4,194,304 tokens do not fit; the longest sequence is" in out
+    assert "262,144 tokens do not fit; the longest sequence is" in out
 
 
 def test_kernels_can_really_run(folder: Path) -> None:
     """Would catch a device that is ignored: real seconds differ from one call to the next."""
     words = (_config(folder), "--device", "cpu", "--hardware", "cpu", "--length", "64",
-             "--set", "data.context=256", "--ranks", "2")  # fmt: skip
+             "--set", "data.context=256", "--ranks", "2", *LITTLE)  # fmt: skip
     first, second = _json(*words), _json(*words)
     assert first["dtype"] == "float32"
     assert first["device"] == "cpu"
@@ -145,7 +151,7 @@ def test_kernels_can_really_run(folder: Path) -> None:
 )
 def test_bad_options_are_one_clear_message(folder: Path, words: tuple[str, ...], text: str) -> None:
     """Would catch a traceback, and a job that cannot be."""
-    code, _, err = run("rehearse", _config(folder), *words)
+    code, _, err = run("rehearse", _config(folder), *words, *LITTLE)
     assert code == 2
     assert text in err
     assert "Traceback" not in err

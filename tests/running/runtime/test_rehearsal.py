@@ -64,7 +64,7 @@ def _profile(**changes: Any) -> dict[str, Any]:
     """A rehearsal in shapes only, in a process of its own."""
     dist.destroy_process_group()
     rehearsal = Rehearsal(
-        architecture=MODEL, hardware=H100, ranks=4, sizes=(4,), longest=4096, methods=METHODS
+        architecture=MODEL, hardware=H100, ranks=4, sizes=(4,), longest=1024, methods=METHODS
     )
     cluster = Cluster(devices=4, memory_bytes=2**30, device="h100")
     return replace(rehearsal, **changes).profile("rehearsed", cluster).to_json()
@@ -91,10 +91,11 @@ def shapes() -> Profile:
 
 def test_shapes_hold_half_the_bytes_of_twice_the_width(shapes: Profile) -> None:
     """Would catch bytes that do not follow the type, or that grow with anything but the tokens."""
-    (wide,) = run_ranks(1, lambda: _profile(dtype=torch.float32), timeout_s=100)
+    few = ("megatron_cz", "megatron_ts")
+    (wide,) = run_ranks(1, lambda: _profile(dtype=torch.float32, methods=few), timeout_s=100)
     kept = {(p.option, p.lengths): p.kept_bytes for p in Profile.from_json(wide).points}
     for point in shapes.points:
-        if point.lengths[0] == 4096 and "metp" not in point.option:
+        if point.lengths[0] == 1024 and (point.option, point.lengths) in kept:
             assert kept[point.option, point.lengths] == pytest.approx(
                 2 * (point.kept_bytes or 0), rel=0.05
             ), point.option
@@ -124,10 +125,13 @@ def test_a_device_twice_as_slow_takes_longer(shapes: Profile) -> None:
         H100.inside, latency_s=2 * H100.inside.latency_s, bytes_per_s=H100.inside.bytes_per_s / 2
     )
     slow = replace(H100, device=device, inside=link)
-    (found,) = run_ranks(1, lambda: _profile(hardware=slow), timeout_s=100)
-    for fast, half in zip(shapes.points, Profile.from_json(found).points, strict=True):
-        assert half.forward_s == pytest.approx(2 * fast.forward_s, rel=1e-6), fast.option
-        assert half.backward_s == pytest.approx(2 * fast.backward_s, rel=1e-6), fast.option
+    few = ("megatron_cz", "ulysses_z")
+    (found,) = run_ranks(1, lambda: _profile(hardware=slow, methods=few), timeout_s=100)
+    fast = {(point.option, point.lengths): point for point in shapes.points}
+    for half in Profile.from_json(found).points:
+        once = fast[half.option, half.lengths]
+        assert half.forward_s == pytest.approx(2 * once.forward_s, rel=1e-6), half.option
+        assert half.backward_s == pytest.approx(2 * once.backward_s, rel=1e-6), half.option
 
 
 def _clocked() -> dict[str, float]:

@@ -1,0 +1,138 @@
+"""Sequence-parallel sizing: what the planners of groups make of long-tailed batches, and how fast.
+
+Synthetic batches (log-normal, median 700 tokens, sigma 1.5, at most 32,768) of 100 thousand, 1 and
+4 million tokens, three of each, on 8, 64 and 256 devices, under both step semantics, with the
+published costs of a GPT 7B on A100 (FlexSP). All planners run in this process, one after the other:
+headrace's, and those of others as their authors describe them.
+
+    ratio   seconds of a plan over the plain bound: all work shared by all devices and one constant,
+            or the quickest launch of the longest sequence; mean of the batches
+    gap     headrace's seconds over its own, closer bound, less one
+    ms      planning, processor time of one core, median of the batches and rounds
+
+examples:
+    python benchmarks/planner_groups.py
+    python benchmarks/planner_groups.py --tokens 1000k --devices 64 --rounds 5 --json groups.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from headrace.cli.display import tell
+from headrace.costs.group_costs import GroupCosts
+from headrace.planning.groups import GROUP_PLANNERS, GroupPlan, plan_groups
+from headrace.planning.groups.clock import Semantics
+
+_FOLDER = Path(__file__).parent
+_TOKENS = ("100k", "1000k", "4000k")
+
+
+def plain_bound_s(costs: GroupCosts, lengths: Sequence[int], devices: int) -> float:
+    longest = max(lengths)
+    sizes = [p for p in costs.sizes if p <= devices and p * costs.cap_tokens >= longest]
+    work = sum(costs.a_s * n * n + costs.b_s * n for n in lengths)
+    return max(work / devices + costs.c_s, min(costs.seconds([longest], p) for p in sizes))
+
+
+def timed(
+    costs: GroupCosts, lengths: Sequence[int], devices: int, semantics: Semantics, planner: str,
+    rounds: int,
+) -> tuple[GroupPlan, list[float]]:  # fmt: skip
+    """The plan, and the seconds of every round of making it."""
+    found = list[float]()
+    while True:
+        began = time.process_time()
+        plan = plan_groups(costs, lengths, devices, semantics=semantics, planner=planner)
+        found.append(time.process_time() - began)
+        if len(found) >= rounds:
+            return plan, found
+
+
+def cell(
+    costs: GroupCosts, batches: Sequence[list[int]], devices: int, semantics: Semantics,
+    planner: str, rounds: int,
+) -> dict[str, Any]:  # fmt: skip
+    """One planner on the batches of one size."""
+    ratios, gaps, planning = list[float](), list[float](), list[float]()
+    for lengths in batches:
+        plan, seconds = timed(costs, lengths, devices, semantics, planner, rounds)
+        ratios.append(plan.predicted_s / plain_bound_s(costs, lengths, devices))
+        gaps.append(plan.gap)
+        planning += seconds
+    return {
+        "planner": planner, "ratio": mean(ratios), "ratios": ratios, "gap": mean(gaps),
+        "planning_ms": 1e3 * median(planning), "slowest_ms": 1e3 * max(planning),
+    }  # fmt: skip
+
+
+def cells(o: argparse.Namespace, costs: GroupCosts) -> Iterator[dict[str, Any]]:
+    timed(costs, [4096, 64], 8, "free", "headrace", 1)  # what is loaded late is loaded now
+    for tokens in o.tokens:
+        path = _FOLDER / f"fixtures/longtail-32k-{tokens}.json"
+        batches = json.loads(path.read_text())["iterations"]
+        for devices in o.devices:
+            for semantics in o.semantics:
+                tell(f"{tokens} tokens on {devices} devices, {semantics}")
+                yield {
+                    "tokens": tokens, "devices": devices, "semantics": semantics,
+                    "sequences": [len(lengths) for lengths in batches],
+                    "planners": [
+                        cell(costs, batches, devices, semantics, planner, o.rounds)
+                        for planner in o.planners
+                    ],
+                }  # fmt: skip
+
+
+def show(found: Sequence[dict[str, Any]], planners: Sequence[str]) -> None:
+    console = Console(width=150 if not sys.stdout.isatty() else None)
+    table = Table(title="seconds over the plain bound")
+    for name in ("tokens", "devices", "semantics"):
+        table.add_column(name, justify="right")
+    for name in ("gap", "ms", *planners):
+        table.add_column(name, justify="right")
+    for row in found:
+        own = next((x for x in row["planners"] if x["planner"] == "headrace"), None)
+        table.add_row(
+            row["tokens"], str(row["devices"]), row["semantics"],
+            f"{100 * own['gap']:.1f} %" if own else "", f"{own['planning_ms']:.0f}" if own else "",
+            *(f"{x['ratio']:.3f}" for x in row["planners"]),
+        )  # fmt: skip
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", nargs="+", choices=_TOKENS, default=list(_TOKENS))
+    parser.add_argument("--devices", nargs="+", type=int, default=[8, 64, 256])
+    parser.add_argument("--semantics", nargs="+", choices=get_args(Semantics),
+                        default=list(get_args(Semantics)))  # fmt: skip
+    parser.add_argument("--planners", nargs="+", choices=GROUP_PLANNERS,
+                        default=list(GROUP_PLANNERS))  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3, help="plans of every batch, for the ms")
+    parser.add_argument("--json", type=Path, help="write all numbers there")
+    o = parser.parse_args()
+    costs = GroupCosts.load(_FOLDER / "published/flexsp-7b-a100.json")
+    found = list(cells(o, costs))
+    show(found, o.planners)
+    if o.json:
+        o.json.parent.mkdir(parents=True, exist_ok=True)
+        value = {"costs": costs.to_json(), "rounds": o.rounds, "cells": found}
+        o.json.write_text(json.dumps(value, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

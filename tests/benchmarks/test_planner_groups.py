@@ -1,0 +1,23 @@
+"""The benchmark of sizing runs, and its numbers are those of the goals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.scripts import run
+
+
+def test_planners_are_compared_in_one_cell(tmp_path: Path) -> None:
+    """Would catch a ratio below one, a planner left out, or JSON without its numbers."""
+    ran = run(
+        "planner_groups.py", "--tokens", "1000k", "--devices", 64, "--semantics", "free",
+        "--rounds", 1, json_in=tmp_path,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "seconds over the plain bound" in ran.out
+    assert ran.numbers is not None
+    (cell,) = ran.numbers["cells"]
+    ratios = {x["planner"]: x["ratio"] for x in cell["planners"]}
+    assert 1 <= ratios["headrace"] <= 1.03
+    assert min(ratios.values()) == ratios["headrace"]
+    assert len(ratios) == 9
