@@ -209,7 +209,7 @@ def test_kept_costs_are_those_of_the_model(config: Path, capsys, tmp_path, chang
 
 BAD: dict[str, tuple[list[str], str]] = {
     "no file": (["plan", "nowhere.toml"], "nowhere.toml: got No such file"),
-    "no configuration": (["plan"], "requires an argument"),
+    "no configuration": (["plan"], "wanted a CONFIG"),
     "unknown command": (["plam", "{config}"], 'Did you mean "plan"?'),
     "unknown flag": (["plan", "{config}", "--batchs", "2"], "Did you mean --batches?"),
     "no number": (["plan", "{config}", "--batches", "two"], '"two" into int'),

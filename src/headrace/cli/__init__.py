@@ -81,18 +81,22 @@ def train(
 
 @app.command
 def plan(
-    config: Path,
+    config: Path | None = None,
     *,
     batches: int = 1,
     ranks: int | None = None,
     lengths: str | None = None,
     costs: Path | None = None,
     hardware: str | None = None,
+    devices: int | None = None,
+    planner: str | None = None,
+    semantics: str | None = None,
+    picture: Path | None = None,
     seed: int = 0,
     json: Json = False,
     changes: Changes = [],  # noqa: B006
 ) -> int:
-    """Plan batches of a configuration and say why; needs no torch and no devices.
+    """Plan batches and say why; needs no torch and no devices.
 
     Costs are those measured for this configuration by profile or train; without them, a formula
     (and the output says so), or the roofline of hardware that is not at hand:
@@ -101,30 +105,68 @@ def plan(
         headrace plan examples/python-sources.toml --ranks 64 --hardware h100
         headrace plan examples/python-sources.toml --ranks 64 --lengths "lognormal:median=700,sigma=1.5,max=8192"
 
+    Without a configuration, costs and lengths come from files: costs of pipelines of schemes, or
+    of groups of ranks; --json writes a plan file that anyone can check:
+
+        headrace plan --costs costs.json --lengths lengths.json --devices 64 --json > plan.json
+        headrace plan --costs groups.json --lengths lengths.json --devices 8 --semantics lockstep
+
     Parameters
     ----------
     config
-        The configuration, a TOML file.
+        The configuration, a TOML file; left out, --costs, --lengths and --devices are needed.
     batches
         How many batches to plan.
     ranks
         Devices to plan for (devices.ranks).
     lengths
-        Draw lengths from a distribution instead of reading the corpus.
+        Draw lengths from a distribution instead of reading the corpus; without a configuration a
+        JSON file of lengths.
     costs
-        A cost model, as written by profile --json.
+        A cost model, as written by profile --json; without a configuration a JSON file of kind
+        pipelines or groups.
     hardware
         Devices and links to plan for, DEVICE[+INSIDE][+ACROSS], by data sheets: h100,
         a100-80g+pcie4 (devices.hardware).
+    devices
+        Devices to plan for, without a configuration.
+    planner
+        Without a configuration: headrace, or one of those it is compared with.
+    semantics
+        Without a configuration, for groups: free (a group starts when its ranks are) or lockstep.
+    picture
+        Without a configuration: draw the iteration that takes longest to a .svg, .png or .json
+        file (devices over time, lengths by scheme).
     seed
-        Seed of the drawn lengths.
+        Seed of the drawn lengths, and of planners that draw.
     """  # noqa: E501
     from headrace.cli.plan import plan as run
 
+    if config is None:
+        from headrace.cli.plan_files import PlanFiles, plan_files
+
+        return plan_files(
+            PlanFiles(
+                costs=costs, lengths=lengths, devices=devices, planner=planner,
+                semantics=semantics, picture=picture, seed=seed, as_json=json,
+            )
+        )  # fmt: skip
+    _only_without_a_config(devices=devices, planner=planner, semantics=semantics, picture=picture)
     return run(
         config, batches=batches, ranks=ranks, lengths=lengths, costs=costs, hardware=hardware,
         seed=seed, as_json=json, changes=changes,
     )  # fmt: skip
+
+
+def _only_without_a_config(**flags: object) -> None:
+    from headrace.errors import ConfigError
+
+    for name, value in flags.items():
+        if value is not None:
+            raise ConfigError(
+                f"--{name}", got=repr(str(value)), wanted="no configuration beside it",
+                hint="with one, --set changes it (planner.name, devices.ranks)",
+            )  # fmt: skip
 
 
 @app.command

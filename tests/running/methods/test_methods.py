@@ -365,7 +365,8 @@ def _sent(case: Case, ranks: int) -> tuple[float, float]:
             continue
         held = sum(weights[matrix] for matrix in matrices)
         forward, backward = forward + held, backward + 2 * held
-    if option.recompute == "attention" and option.attention not in (*gathers, "metp"):
+    same = (*gathers, "metp", "ulysses_z", "ulysses_ring")  # as at the level none
+    if option.recompute == "attention" and option.attention not in same:
         backward += weights["qkv"]  # the projection is run again, and its weight gathered again
     if option.recompute == "full":
         backward += forward

@@ -1,0 +1,180 @@
+"""What a micro-batch costs one stage of a pipeline, by parallel scheme (Hydraulis, appendix C).
+
+    t = sum_i (a l_i^2 + b l_i) + c
+
+for sequences of l_i tokens packed into one micro-batch, forward and backward. A pipeline of P
+stages that works on micro-batches j takes sum_j t_j + (P - 1) max_j t_j.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import CostError, HeadraceError
+from headrace.spec.scheme import Scheme
+
+__all__ = ["PipelineCosts", "SchemeCost"]
+
+KIND = "pipelines"
+# Tables of tokens that fit are made in steps of this many.
+_TOKEN_STEP = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemeCost:
+    """Seconds and room of one scheme. ``name`` is how its file writes it (``tp1-pp4``).
+
+    ``max_length[N]`` is how many tokens a micro-batch may hold in a cluster of N devices: the more
+    devices share the optimizer's state, the more. Nothing fits where it is zero or negative.
+    Beyond ``util_length`` tokens a micro-batch keeps its devices busy.
+    """
+
+    scheme: Scheme
+    a_s: float
+    b_s: float
+    c_s: float
+    max_length: Mapping[int, int]
+    util_length: int = 1
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", str(self.scheme))
+        for name in ("a_s", "b_s", "c_s"):
+            value = getattr(self, name)
+            real = isinstance(value, int | float) and not isinstance(value, bool)
+            if not real or not math.isfinite(value) or value < 0:
+                raise CostError(f"{name} of {self.name}", got=repr(value), wanted="a number >= 0")
+        if self.a_s == 0 and self.b_s == 0:
+            raise CostError(f"costs of {self.name}", got="a_s = b_s = 0", wanted="one above 0")
+        if not self.max_length:
+            raise CostError(f"max_length of {self.name}", got="none", wanted="tokens by devices")
+        for devices, tokens in self.max_length.items():
+            if isinstance(tokens, bool) or not isinstance(tokens, int) or devices < 1:
+                what = f"max_length of {self.name} at {devices} devices"
+                raise CostError(what, got=repr(tokens), wanted="an int, at one device or more")
+        util = self.util_length
+        if isinstance(util, bool) or not isinstance(util, int) or util < 0:
+            raise CostError(f"util_length of {self.name}", got=repr(util), wanted="an int >= 0")
+
+    def sequence_s(self, tokens: int) -> float:
+        """Seconds that a sequence adds to its micro-batch."""
+        return (self.a_s * tokens + self.b_s) * tokens
+
+    def micro_batch_s(self, tokens: Sequence[int]) -> float:
+        """Seconds of one stage for sequences packed together."""
+        return sum(map(self.sequence_s, tokens)) + self.c_s
+
+    def most_tokens(self, devices: int) -> int | None:
+        """Tokens of a micro-batch in a cluster of ``devices``; None below the smallest listed.
+
+        What a device holds besides activations is A + B / N, with A of the scheme and B the state
+        that all N devices share. So between two listed clusters the room is linear in 1 / N; it
+        is rounded down as the listed ones are. Above the largest, the largest's is taken: there is
+        room for at least that much. Below the smallest nothing is promised.
+        """
+        if devices in self.max_length:
+            return self.max_length[devices]
+        known = sorted(self.max_length)
+        if devices < known[0]:
+            return None
+        if devices > known[-1]:
+            return self.max_length[known[-1]]
+        low, high = next(pair for pair in pairwise(known) if pair[0] < devices < pair[1])
+        share = (1 / low - 1 / devices) / (1 / low - 1 / high)
+        room = self.max_length[low] + share * (self.max_length[high] - self.max_length[low])
+        return math.floor(room / _TOKEN_STEP) * _TOKEN_STEP
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that :meth:`from_json` reads back."""
+        scheme = self.scheme
+        return {
+            "scheme": self.name, "tensor": scheme.tensor, "context": scheme.context,
+            "pipeline": scheme.pipeline, "devices": scheme.devices,
+            "a_s": self.a_s, "b_s": self.b_s, "c_s": self.c_s,
+            "max_length": {str(devices): tokens for devices, tokens in self.max_length.items()},
+            "util_length": self.util_length,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> SchemeCost:
+        """The inverse of :meth:`to_json`. Raises CostError when a degree contradicts the name."""
+        scheme = Scheme.parse(value["scheme"])
+        for name in ("tensor", "context", "pipeline", "devices"):
+            if value.get(name, getattr(scheme, name)) != getattr(scheme, name):
+                raise CostError(
+                    f"{name} of {value['scheme']}", got=value[name], wanted=getattr(scheme, name)
+                )
+        return cls(
+            scheme=scheme, a_s=value["a_s"], b_s=value["b_s"], c_s=value["c_s"],
+            max_length={int(n): tokens for n, tokens in value["max_length"].items()},
+            util_length=value.get("util_length", 1), name=value["scheme"],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineCosts:
+    """Costs of every scheme that a pipeline may have. ``facts`` are words about where they come
+    from, carried along."""
+
+    schemes: tuple[SchemeCost, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.schemes:
+            raise CostError("schemes of the costs", got="none", wanted="at least one")
+        schemes = [cost.scheme for cost in self.schemes]
+        twice = next((scheme for scheme in schemes if schemes.count(scheme) > 1), None)
+        if twice is not None:
+            raise CostError(f"costs of {twice}", got="two entries", wanted="one")
+
+    @property
+    def known_devices(self) -> tuple[int, ...]:
+        """Sizes of clusters that some scheme lists, smallest first."""
+        return tuple(sorted({n for cost in self.schemes for n in cost.max_length}))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that :meth:`from_json` reads back."""
+        return {"kind": KIND, **self.facts, "schemes": [cost.to_json() for cost in self.schemes]}
+
+    @classmethod
+    def from_json(cls, value: Any) -> PipelineCosts:
+        """The inverse of :meth:`to_json`. Raises CostError that names the entry at fault."""
+        kind = value.get("kind") if isinstance(value, Mapping) else type(value).__name__
+        if kind != KIND:
+            raise CostError("kind of the costs", got=repr(kind), wanted=repr(KIND))
+        entries = value.get("schemes")
+        if not isinstance(entries, list):
+            raise CostError("schemes of the costs", got=type(entries).__name__, wanted="a list")
+        schemes = list[SchemeCost]()
+        for number, entry in enumerate(entries):
+            what = f"scheme {number} of the costs"
+            if not isinstance(entry, Mapping):
+                raise CostError(what, got=type(entry).__name__, wanted="an object")
+            try:
+                schemes.append(SchemeCost.from_json(entry))
+            except KeyError as error:
+                raise CostError(what, got=f"no {error}", wanted="scheme, a_s, b_s, c_s, max_length")
+            except CostError as error:
+                raise CostError(f"{what}: {error}")
+            except (HeadraceError, TypeError, ValueError, AttributeError) as error:
+                raise CostError(what, got=f"{error}", wanted="its JSON form")
+        facts = {name: fact for name, fact in value.items() if name not in ("kind", "schemes")}
+        return cls(schemes=tuple(schemes), facts=facts)
+
+    @classmethod
+    def load(cls, path: Path) -> PipelineCosts:
+        """Read a file. Raises CostError as :meth:`from_json`, or when it cannot be read."""
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CostError(f"costs {path}", got=error.strerror, wanted="a readable file")
+        except (ValueError, RecursionError) as error:
+            raise CostError(f"costs {path}", got=f"no JSON ({error})")
+        return cls.from_json(value)

@@ -1,0 +1,6 @@
+"""Plans for tensor x context x pipeline worlds: which pipelines, and which sequences on each."""
+
+from headrace.planning.pipelines.plan import Iteration, PipelinePlan, PlannedPipeline
+from headrace.planning.pipelines.planner import PLANNERS, plan_pipelines
+
+__all__ = ["PLANNERS", "Iteration", "PipelinePlan", "PlannedPipeline", "plan_pipelines"]

@@ -1,0 +1,33 @@
+"""Numbers in sets of like sums: Karmarkar and Karp's largest differencing method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+__all__ = ["differenced"]
+
+Sets = list[tuple[float, list[int]]]
+
+
+def differenced(weights: Sequence[float], parts: int) -> list[list[int]]:
+    """Numbers of the weights in ``parts`` sets of like sums (largest differencing method): the
+    two partitions with the largest differences are joined, the heaviest set of one with the
+    lightest of the other, until one is left. Sets that are still empty are not written."""
+    heap: list[tuple[float, int, Sets]] = [
+        (-weight, i, [(weight, [i])]) for i, weight in enumerate(weights)
+    ]
+    heapify(heap)
+    while len(heap) > 1:
+        _, first, one = heappop(heap)
+        _, _, other = heappop(heap)
+        apart = max(0, parts - len(other))
+        joined = one[:apart]
+        for (heavy, held), (light, more) in zip(one[apart:], reversed(other), strict=False):
+            joined.append((heavy + light, held + more))
+        joined += other[: len(other) - max(0, len(one) - apart)]
+        joined.sort(key=lambda item: (-item[0], item[1]))
+        spread = joined[0][0] - (joined[-1][0] if len(joined) == parts else 0)
+        heappush(heap, (-spread, first, joined))
+    sets = [held for _, held in heap[0][2]] if heap else []
+    return sets + [[] for _ in range(parts - len(sets))]

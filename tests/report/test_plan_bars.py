@@ -1,0 +1,97 @@
+"""Pictures of plans of pipelines and of groups."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from headrace.costs.group_costs import GroupCosts
+from headrace.costs.pipeline_costs import PipelineCosts
+from headrace.errors import ConfigError
+from headrace.planning.groups import plan_groups
+from headrace.planning.pipelines import plan_pipelines
+from headrace.report.plan_bars import PlanBars, bars_of_groups, bars_of_pipelines
+
+PIPELINES = PipelineCosts.from_json({
+    "kind": "pipelines", "name": "small", "model": "", "device": "", "source": "", "meaning": "",
+    "architecture": {"layers": 4, "hidden": 64, "vocabulary": 100},
+    "schemes": [
+        {"scheme": "tp2", "tensor": 2, "pipeline": 1, "devices": 2, "a_s": 2e-9, "b_s": 2e-4,
+         "c_s": 0.02, "max_length": {"8": 4000}, "util_length": 500},
+        {"scheme": "tp2-pp2", "tensor": 2, "pipeline": 2, "devices": 4, "a_s": 5e-10,
+         "b_s": 8e-5, "c_s": 0.02, "max_length": {"8": 9000}, "util_length": 500},
+    ],
+})  # fmt: skip
+GROUPS = GroupCosts.from_json({
+    "kind": "groups", "name": "small", "model": "", "device": "", "source": "", "meaning": "",
+    "a_s": 5e-9, "b_s": 2e-4, "c_s": 0.02, "cap_tokens": 4000,
+    "kappa_s": {"1": 0.0, "2": 1e-5, "4": 2e-5},
+})  # fmt: skip
+LENGTHS = [300, 7000, 40, 700, 700, 1500, 20, 3000]
+
+
+def _checked(plan: PlanBars) -> None:
+    """No device does two things at once, all lengths are placed, and it ends when it should."""
+    for one, other in combinations(plan.bars, 2):
+        if one.first <= other.last and other.first <= one.last:
+            assert one.end_s <= other.start_s + 1e-12 or other.end_s <= one.start_s + 1e-12
+    assert max(bar.end_s for bar in plan.bars) == pytest.approx(plan.seconds)
+    assert all(0 <= bar.first <= bar.last < plan.devices for bar in plan.bars)
+    placed = [length for lengths in plan.placed.values() for length in lengths]
+    assert sorted(placed) == sorted(LENGTHS)
+
+
+def test_pipelines_end_when_the_plan_says() -> None:
+    """Catches a pipeline without the time that its last stage is behind, and shared devices."""
+    plan = plan_pipelines(PIPELINES, [LENGTHS], 8)
+    found = bars_of_pipelines(PIPELINES, plan.iterations[0], LENGTHS, 8)
+    _checked(found)
+    behind = [bar for bar in found.bars if not bar.longest]
+    assert len(behind) == sum("pp" in p.scheme and bool(p.micro_batches)
+                              for p in plan.iterations[0].pipelines)  # fmt: skip
+    assert behind, "the long sequence fits on two stages only"
+
+
+@pytest.mark.parametrize("semantics", ["free", "lockstep"])
+def test_groups_end_when_the_plan_says(semantics: Literal["free", "lockstep"]) -> None:
+    """Catches waves that start before the one before has ended."""
+    plan = plan_groups(GROUPS, LENGTHS, 6, semantics=semantics)
+    found = bars_of_groups(GROUPS, plan)
+    if semantics == "free":
+        _checked(found)
+    else:  # the last wave may be short where others are
+        assert max(bar.end_s for bar in found.bars) <= found.seconds * (1 + 1e-9)
+    assert sum(bar.last - bar.first + 1 for bar in found.bars) == sum(
+        len(launch.ranks) for launch in plan.launches
+    )
+
+
+@pytest.mark.parametrize("ending", [".svg", ".png", ".json"])
+def test_pictures_are_written(tmp_path: Path, ending: str) -> None:
+    """Catches a picture in another format than its name says."""
+    pytest.importorskip("altair")
+    from headrace.report.plan_picture import write_plan_picture
+
+    plan = plan_groups(GROUPS, LENGTHS, 6)
+    path = tmp_path / f"plan{ending}"
+    write_plan_picture(bars_of_groups(GROUPS, plan), "a plan", path)
+    start = path.read_bytes()[:4]
+    assert start.startswith({".svg": b"<svg", ".png": b"\x89PNG", ".json": b"{"}[ending])
+    if ending == ".json":
+        assert "nan" not in path.read_text().lower()
+        assert json.loads(path.read_text())["vconcat"]
+
+
+def test_other_endings_and_places_are_refused(tmp_path: Path) -> None:
+    """Catches a file of an unknown format, and a traceback of the file system."""
+    pytest.importorskip("altair")
+    from headrace.report.plan_picture import write_plan_picture
+
+    bars = bars_of_groups(GROUPS, plan_groups(GROUPS, [5], 1))
+    for name in ("plan.bmp", "plan", "no/such/folder/plan.svg"):
+        with pytest.raises(ConfigError, match="picture"):
+            write_plan_picture(bars, "a plan", tmp_path / name)
