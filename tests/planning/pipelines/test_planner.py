@@ -200,3 +200,13 @@ def test_an_unknown_planner() -> None:
     """Catches a typing error that falls back to something."""
     with pytest.raises(SpecError, match="did you mean 'headrace'"):
         plan_pipelines(published("hydraulis-7b"), [[5]], 8, planner="headrase")
+
+
+def test_rooms_of_one_token_beside_large_ones() -> None:
+    """Catches loops that count micro-batches one by one, and constants that outweigh all work."""
+    costs = costs_of(("cp1", 1e-12, 1e-7, 0.0, 1), ("tp2", 0.0, 1e-4, 50.0, 2_000_000))
+    lengths = [1_000_000, *[1] * 50, 20_000]
+    before = time.process_time()
+    made = plan_pipelines(costs, [lengths], 16)
+    assert time.process_time() - before < 5
+    assert faults(costs, lengths, made.to_json()["iterations"][0], 16) == []
