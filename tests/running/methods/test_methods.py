@@ -499,6 +499,7 @@ def test_kept_bytes_are_the_formula(ranks: int, monkeypatch: pytest.MonkeyPatch)
              dtype=torch.float32)
         for model in KEPT_MODELS
         for name, level in product(_usable(model, ranks), RECOMPUTE)
+        if model == "llama" or level == "none"
         for order in (ORDERS if (name, level) == ("megatron_ts", "none") else ORDERS[:1])
     ]  # fmt: skip
     kept = np.mean(run_ranks(ranks, _kept, cases, timeout_s=240), axis=0)
