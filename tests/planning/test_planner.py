@@ -211,3 +211,24 @@ def test_a_batch_is_not_planned_with_what_an_earlier_one_left() -> None:
     batches_ = [log_normal(20, seed, longest=20_000) for seed in range(4)]
     first = [plan(problem, lengths) for lengths in batches_]
     assert [plan(problem, lengths) for lengths in reversed(batches_)] == first[::-1]
+
+
+@pytest.mark.parametrize("sizes", [(8,), (1, 8), (2, 4, 8)])
+def test_shards_are_tried_where_whole_weights_leave_little(sizes: tuple[int, ...]) -> None:
+    """Catches whole weights kept because they fit, and everything computed again for the room
+    that is left, where shards of one group size are quicker."""
+    roomy = synthetic_costs(8, layers=32, sizes=sizes)
+    whole = roomy.working_bytes[8]["whole"]
+    slower = 0
+    for share, longest in ((1.3, 20_000), (1.5, 20_000), (1.5, 30_000)):
+        memory = int(share * whole) + roomy.state_bytes
+        costs = synthetic_costs(8, layers=32, sizes=sizes, memory_bytes=memory)
+        both, *each = (
+            plan(
+                Problem(costs=costs, devices=8, holding=holding), Lengths(tokens=(longest,))
+            ).predicted_s
+            for holding in (("whole", "sharded"), ("whole",), ("sharded",))
+        )
+        assert both <= min(each) * (1 + 1e-9)
+        slower += each[0] > each[1]
+    assert slower == 2

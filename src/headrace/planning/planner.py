@@ -78,8 +78,9 @@ def plan(
 
 
 def _arenas(problem: Problem, batch: Batch) -> Iterator[Arena]:
-    """Whole weights with all sizes; then, where memory binds, shards with two sizes. A rank holds
-    the shards of every size in which it works, so more sizes soon hold as much as whole weights."""
+    """Whole weights with all sizes; then, where memory binds, shards with one size or two. A rank
+    holds the shards of every size in which it works, so more sizes soon hold as much as whole
+    weights."""
     sizes, longest = problem.group_sizes, batch.tokens[0]
     whole = problem.arena("whole", sizes)
     if whole.most_tokens >= longest:
@@ -87,11 +88,11 @@ def _arenas(problem: Problem, batch: Batch) -> Iterator[Arena]:
         if all(f.caps[0] >= sum(batch.tokens) for f in whole.frontiers.values()):
             return
     costs = problem.costs
-    for pair in combinations(sizes, 2):
-        if pair[1] % pair[0] == 0 and (
-            costs.held_bytes(pair, "sharded") < costs.held_bytes(pair, "whole")
+    for few in (*((p,) for p in sizes if p > 1), *combinations(sizes, 2)):
+        if few[-1] % few[0] == 0 and (
+            costs.held_bytes(few, "sharded") < costs.held_bytes(few, "whole")
         ):
-            sharded = problem.arena("sharded", pair)
+            sharded = problem.arena("sharded", few)
             if sharded.most_tokens >= longest:
                 yield sharded
 
