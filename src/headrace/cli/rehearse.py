@@ -71,8 +71,12 @@ class _Row:
 def rehearse(config_path: Path, options: RehearseOptions, changes: list[str]) -> int:
     """Play one rank, and print what was learnt."""
     config = read_config(config_path, changes, ranks=options.ranks, hardware=options.hardware)
-    played = _played(config, options)
     length = parse_count(options.length) if options.length else config.data.context
+    if length < 1:
+        raise ConfigError("--length", got=length, wanted=">= 1 token")
+    if options.costs is not None and not options.costs.absolute().parent.is_dir():
+        raise ConfigError("--costs", got=options.costs, wanted="a file in a folder that exists")
+    played = _played(config, options)
     tell(
         f"rehearsing rank {played.rank} of {played.ranks} on {played.hardware}: "
         + ("shapes only, seconds from a roofline" if played.device is None else

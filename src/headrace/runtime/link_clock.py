@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,7 +39,7 @@ from headrace.spec.hardware import Hardware
 __all__ = ["LinkClock", "Modelled", "Timed"]
 
 
-class LinkClock(TorchDispatchMode):
+class LinkClock(TorchDispatchMode, ABC):
     """``with`` it, :meth:`now` grows by what operators and collectives take.
 
     ``comm_s`` are seconds that the link was busy, ``stalled_s`` those that the rank waited for it.
@@ -52,9 +53,9 @@ class LinkClock(TorchDispatchMode):
         self._link_free_s = 0.0
         self._arrives: dict[int, float] = {}
 
+    @abstractmethod
     def now(self) -> float:
         """Seconds since some moment."""
-        raise NotImplementedError
 
     def mark(self) -> float:
         """Now."""

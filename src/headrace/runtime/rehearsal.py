@@ -147,8 +147,8 @@ class Rehearsal:
 
     def _lengths(self, p: int) -> list[int]:
         """Three packs: enough for a square, a line and a constant."""
-        least = max(8 * p, self.longest // 16)
-        return sorted({max(least, self.longest // k) for k in (16, 4, 1)})
+        longest = max(self.longest, 32 * p)
+        return [max(2 * p, longest // k) for k in (16, 4, 1)]
 
     def _point(self, stand: Stand, groups: Groups, ladder: Ladder, tokens: int) -> ProfilePoint:
         piece = stand.piece(groups, self._members(ladder.p), ladder, (tokens,))

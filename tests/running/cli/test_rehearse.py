@@ -147,6 +147,8 @@ def test_kernels_can_really_run(folder: Path) -> None:
         (("--device", "tpu"), "--device: got 'tpu'"),
         (("--hardware", "h1000"), "did you mean"),
         (("--length", "many"), "many"),
+        (("--length", "0"), "--length: got 0, wanted >= 1 token"),
+        (("--costs", "/no/where.json"), "--costs: got /no/where.json"),
         (("--set", "devices.memory=1KiB"), "no sequence fits"),
     ],
 )
