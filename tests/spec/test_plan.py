@@ -14,8 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import SpecError
-from headrace.planning.drawn import random_plan
-from headrace.spec import LayerPlan, Lengths, MicroBatch, Pipeline, Plan, Scheme, Strategy
+from headrace.spec import (
+    LayerPlan,
+    Lengths,
+    MicroBatch,
+    Pipeline,
+    Plan,
+    Scheme,
+    Stage,
+    Strategy,
+)
+from plans import random_plan, random_staged_plan
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TWO = LayerPlan.parse("2*local")
@@ -23,6 +32,11 @@ TWO = LayerPlan.parse("2*local")
 
 def pipe(*ranks: int) -> Pipeline:
     return Pipeline(scheme=Scheme(context=len(ranks)), ranks=ranks)
+
+
+def staged(*ranks: int, shares: tuple[int, ...] = (), width: int = 1) -> Pipeline:
+    scheme = Scheme(tensor=width, pipeline=len(ranks) // width)
+    return Pipeline(scheme=scheme, ranks=ranks, shares=shares)
 
 
 def micro(pipeline: int, *sequences: int) -> MicroBatch:
@@ -47,7 +61,11 @@ def by_hand(**changes: Any) -> Plan:
 def drawn(draw: st.DrawFn) -> Plan:
     lengths = Lengths.of(draw(st.lists(st.integers(1, 9999), min_size=1, max_size=20)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    plan = random_plan(lengths, draw(st.integers(1, 9)), draw(st.integers(1, 5)), rng)
+    devices, layers = draw(st.integers(1, 9)), draw(st.integers(1, 5))
+    if draw(st.booleans()):
+        plan = random_staged_plan(rng, devices, layers, draw(st.integers(1, 9)))
+    else:
+        plan = random_plan(lengths, devices, layers, rng)
     return plan.replace(predicted_s=draw(st.floats(0, 9)), why=("a", "b"), seed=7)
 
 
@@ -74,6 +92,8 @@ OTHERS: list[dict[str, Any]] = [
     {"devices": 4},
     {"pipelines": (pipe(1, 0), pipe(2), pipe(0))},
     {"pipelines": (pipe(1, 2), pipe(2), pipe(0))},
+    {"pipelines": (staged(0, 1), pipe(2))},
+    {"pipelines": (staged(0, 1, shares=(1, 1)), pipe(2))},
     {"micro_batches": (micro(0, 1), micro(1, 0, 2))},
     {"micro_batches": (micro(1, 2, 0), micro(0, 1))},
     {"micro_batches": (micro(0, 1), micro(2, 2, 0))},
@@ -90,6 +110,14 @@ OTHERS: list[dict[str, Any]] = [
 def test_the_hash_is_over_every_decision(changes: dict[str, Any]) -> None:
     """Catches ranks that run different plans and hang."""
     assert by_hand(**changes).hash != by_hand().hash
+
+
+def test_shares_alone_change_the_hash() -> None:
+    """Catches ranks that hold other layers than their neighbours send them activations for."""
+    plans = [
+        by_hand(pipelines=(staged(0, 1, shares=shares), pipe(2))) for shares in ((), (1, 2), (2, 1))
+    ]
+    assert len({plan.hash for plan in plans}) == 3
 
 
 def test_what_a_plan_says_of_itself() -> None:
@@ -152,6 +180,45 @@ def test_ranks_of_a_pipeline() -> None:
     for ranks in ((1, 1), (0, -1)):
         with pytest.raises(SpecError, match="distinct ranks >= 0"):
             Pipeline(scheme=Scheme(context=2), ranks=ranks)
+
+
+@pytest.mark.parametrize("shares", [(1,), (1, 1, 1), (2, 0), (3, -1)], ids=str)
+def test_shares_are_one_count_for_each_stage(shares: tuple[int, ...]) -> None:
+    """Catches a stage without layers, and layers without a stage."""
+    with pytest.raises(SpecError, match=r"layers of the stages of a pp2 pipeline: got \("):
+        staged(0, 1, shares=shares)
+
+
+def test_stages_of_a_pipeline() -> None:
+    """Catches layers that two stages hold, and ranks of a stage that are not neighbours in the
+    pipeline's list. Members stand by rank: every rank of a group lists it in one order."""
+    pipeline = staged(5, 1, 0, 4, 2, 3, width=2)
+    first, middle, last = pipeline.stages(7)
+    assert first == Stage(index=0, count=3, ranks=(1, 5), start=0, stop=2)
+    assert middle == Stage(index=1, count=3, ranks=(0, 4), start=2, stop=5)
+    assert last == Stage(index=2, count=3, ranks=(2, 3), start=5, stop=7)
+    assert pipeline.stage_of(4, 7) == middle
+    with pytest.raises(SpecError, match="rank 6: got outside the pipeline"):
+        pipeline.stage_of(6, 7)
+    assert pipe(3, 1).stages(2) == (Stage(index=0, count=1, ranks=(1, 3), start=0, stop=2),)
+
+
+def test_stages_follow_the_shares() -> None:
+    """Catches shares that are stored but not used, or used for another model."""
+    pipeline = staged(0, 1, 2, shares=(1, 4, 2))
+    assert [(s.start, s.stop) for s in pipeline.stages(7)] == [(0, 1), (1, 5), (5, 7)]
+    with pytest.raises(SpecError, match=r"got \(1, 4, 2\), wanted 8 in sum"):
+        pipeline.stages(8)
+    with pytest.raises(SpecError, match="stages of a pipeline: got 3 for 2 layers"):
+        staged(0, 1, 2).stages(2)
+
+
+def test_a_pipeline_without_shares_is_stored_as_before() -> None:
+    """Catches a hash that changes for plans without stages, and plans of old that do not open."""
+    for stored in by_hand().to_json()["pipelines"]:
+        assert set(stored) == {"scheme", "ranks"}
+    stored = by_hand(pipelines=(staged(0, 1, shares=(2, 1)), pipe(2))).to_json()["pipelines"][0]
+    assert stored == {"scheme": "pp2", "ranks": [0, 1], "shares": [2, 1]}
 
 
 def _paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

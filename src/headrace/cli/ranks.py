@@ -93,7 +93,7 @@ def _device(config: Config) -> str:
 
 def open_rank(world: World, config: Config) -> Rank:
     """Open the corpus, agree on it, and make this rank's storage."""
-    groups = Groups()
+    groups = Groups(connections=world.reunion.connections)
     dtype = torch.float64 if config.devices.dtype == "float64" else torch.float32
     data = open_data(config, Stopwatch() if world.rank == 0 else None)
     agree("fingerprint of the corpus", data.corpus.fingerprint, groups.world)

@@ -27,6 +27,7 @@ from headrace.runtime import checkpoint
 from headrace.runtime.executor import Executor
 from headrace.runtime.journal import Journal
 from headrace.runtime.machine import matmul_flops_per_s
+from headrace.runtime.recovery import Recovery
 from headrace.runtime.schedule import Schedule
 from headrace.runtime.shards import Shard
 from headrace.runtime.trackers import Tracker, make_trackers
@@ -147,7 +148,7 @@ class _Run:
     def _loop(self, first: int, steps: int) -> None:
         rank, config, o = self.rank, self.config, self.config.optimizer
         executor = Executor(
-            rank.storage, rank.groups, seed=config.run.seed, dtype=rank.dtype,
+            rank.storage, rank.groups, seed=config.run.seed,
             device=rank.world.device, checked=config.run.check_finite,
             entered=rank.world.watcher.enter,
         )  # fmt: skip
@@ -156,7 +157,8 @@ class _Run:
             schedule=Schedule(lr=o.lr, steps=steps, warmup_steps=o.warmup_steps, floor=o.floor),
             device=rank.world.device,
             peak_flops_per_s=matmul_flops_per_s(rank.world.device, rank.dtype),
-            finished=self._finished,
+            finished=self._finished, tell=rank.say,
+            recovery=Recovery(reunion=rank.world.reunion, groups=rank.groups),
         )  # fmt: skip
         with Reader(rank.data.corpus, rank.data.sampler, ahead=config.data.read_ahead) as batches:
             trainer.train(iter(batches), first, steps)

@@ -136,7 +136,7 @@ def _compare(case: _Case) -> _Errors:
     storage = Storage(
         a, groups, seed=case.seed, dtype=torch.float64, options=AdamW(clip=0.0, decay=0.0)
     )
-    executor = Executor(storage, groups, seed=case.seed, dtype=torch.float64)
+    executor = Executor(storage, groups, seed=case.seed)
     found: _Errors = {}
     for name in case.methods:
         names = tuple(METHODS) if name == _MIXED else (name,)

@@ -6,6 +6,7 @@
     done          how many ranks have finished
     finished      set when all have
     left          how many ranks will not use the store again
+    again/{n}     set when the n-th meeting anew is wanted: some rank cannot go on with its groups
     dead          the first failure of the job; it is set once and ends all ranks
 
 Nothing here waits for a key: a client that waits holds its connection against other threads.
@@ -129,6 +130,14 @@ class Board:
     def left(self) -> int:
         """How many ranks need the store no longer."""
         return self._store.add("left", 0)
+
+    def ask_again(self, number: int) -> None:
+        """Ask all ranks to leave their groups and to meet anew, for the ``number``-th time."""
+        self._store.set(f"again/{number}", "1")
+
+    def asked_again(self, number: int) -> bool:
+        """Whether some rank asked so."""
+        return self._store.check([f"again/{number}"])
 
     def declare(self, death: Death) -> Death:
         """Declare a failure; returns the one that counts, which is the first."""

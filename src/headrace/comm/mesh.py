@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
+from headrace.comm.messages import Messages
+from headrace.comm.sockets import Connections
 from headrace.errors import PlanMismatch
 
 __all__ = ["Groups"]
@@ -17,25 +19,55 @@ class Groups:
     ``world`` is the group of links; the groups of methods are their own, so that a collective
     inside a layer is never matched with one of a link. Every rank must call :meth:`prepare` with
     the same sets of ranks: groups made in different orders on different ranks hang at first use.
-    ``backend`` of the groups: the world's where it is None.
+    ``messages`` between stages have a group of their own, made when first prepared for.
+    ``backend`` of the groups: the world's where it is None. ``connections`` remember theirs.
     """
 
-    def __init__(self, *, backend: str | None = None) -> None:
+    def __init__(
+        self, *, backend: str | None = None, connections: Connections | None = None
+    ) -> None:
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
+        self._backend = backend
+        self._connections = connections or Connections()
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew in a new world: the groups of the old one are forgotten."""
         world = dist.group.WORLD
         assert world is not None, "torch.distributed is initialised"
         self.world: dist.ProcessGroup = world
-        self._backend = backend
         self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._messages: Messages | None = None
+
+    def forget(self) -> None:
+        """Let go of all groups: the world is about to end."""
+        self._made, self._messages = {}, None
+        del self.world
 
     def prepare(self, wanted: Iterable[tuple[int, ...]]) -> None:
         """Make the groups of ``wanted`` that do not exist yet. Collective: all ranks call it
         alike. Groups of one rank need no communicator and are skipped."""
         for ranks in sorted({r for r in wanted if len(r) > 1} - self._made.keys()):
-            made = dist.new_group(list(ranks), backend=self._backend)
+            with self._connections.opening():
+                made = dist.new_group(list(ranks), backend=self._backend)
             member = self.rank in ranks and isinstance(made, dist.ProcessGroup)
             self._made[ranks] = made if member else None
+
+    def prepare_messages(self) -> None:
+        """Make the group of messages unless it exists. Collective."""
+        if self._messages is None and self.ranks > 1:
+            with self._connections.opening():
+                made = dist.new_group(list(range(self.ranks)), backend=self._backend)
+            assert isinstance(made, dist.ProcessGroup), "every rank is in the world"
+            self._messages = Messages(made)
+
+    @property
+    def messages(self) -> Messages:
+        """Messages between stages. Raises PlanMismatch when they were never prepared."""
+        if self._messages is None:
+            raise PlanMismatch("messages", got="never prepared", wanted="prepared by all ranks")
+        return self._messages
 
     def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of ``ranks``, None for a single rank. Raises PlanMismatch when it was never

@@ -8,17 +8,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from headrace.comm.board import Board
 from headrace.comm.last_words import say, say_traceback
+from headrace.comm.reunion import Reunion
 from headrace.comm.watcher import Watcher
 from headrace.errors import HeadraceError, LaunchError
 
-__all__ = ["Place", "Settings", "World", "run_rank"]
+__all__ = ["Place", "Settings", "World", "is_broken_connection", "run_rank"]
 
 _NOTICE_S = 1.5  # a broken connection is a consequence: this long for its cause to become known
 _BROKEN = ("gloo", "Connection closed by peer", "Connection reset", "Application timeout caused")
@@ -60,7 +60,8 @@ class World:
     """What a rank knows of its job; torch.distributed is initialised.
 
     ``attempt`` counts restarts from 0; ``device`` is "cpu" or "cuda:K" and has been made current;
-    ``watcher`` is told each action; ``timeout_s`` is that of collectives.
+    ``watcher`` is told each action; ``timeout_s`` is that of collectives. ``reunion`` lets ranks
+    whose groups are of no use any more meet anew.
     """
 
     rank: int
@@ -71,6 +72,7 @@ class World:
     device: str
     watcher: Watcher
     timeout_s: float
+    reunion: Reunion
 
 
 def run_rank(
@@ -115,19 +117,18 @@ def _join(place: Place, settings: Settings, store: dist.Store, watcher: Watcher)
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(settings.threads or max(1, cores // place.local_ranks))
     device = "cpu" if settings.device == "cpu" else _take_gpu(place)
-    dist.init_process_group(
-        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+    reunion = Reunion(
         # The store outlives a failed attempt, and so would the addresses of dead processes in it.
         store=dist.PrefixStore(f"attempt{place.attempt}/groups", store),
-        rank=place.rank,
-        world_size=place.ranks,
-        timeout=timedelta(seconds=settings.timeout_s),
-    )
+        rank=place.rank, ranks=place.ranks, timeout_s=settings.timeout_s, watcher=watcher,
+        backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+    )  # fmt: skip
+    reunion.meet()
     watcher.leave()
     return World(
         rank=place.rank, ranks=place.ranks, local_rank=place.local_rank,
         local_ranks=place.local_ranks, attempt=place.attempt, device=device, watcher=watcher,
-        timeout_s=settings.timeout_s,
+        timeout_s=settings.timeout_s, reunion=reunion,
     )  # fmt: skip
 
 
@@ -154,7 +155,7 @@ def _failed(error: BaseException, rank: int, watcher: Watcher) -> int:
     if isinstance(error, HeadraceError):
         watcher.refuse(str(error))
         return 2
-    if _is_broken_connection(error):
+    if is_broken_connection(error):
         time.sleep(_NOTICE_S)  # the watcher ends the process when the cause is told
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     death = watcher.fail(f"raised {text}")
@@ -165,7 +166,7 @@ def _failed(error: BaseException, rank: int, watcher: Watcher) -> int:
     return 1
 
 
-def _is_broken_connection(error: BaseException) -> bool:
+def is_broken_connection(error: BaseException) -> bool:
     """Whether an error is what a rank sees when another has gone: never the cause itself."""
     cause: BaseException | None = error
     while cause is not None:

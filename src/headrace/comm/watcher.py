@@ -40,7 +40,7 @@ class Watcher:
     def __init__(
         self, board: Board, *, rank: int, ranks: int, heartbeat_s: float = 0.2, hang_s: float = 3.0
     ) -> None:
-        self._board, self._rank, self._ranks = board, rank, ranks
+        self.board, self._rank, self._ranks = board, rank, ranks
         self._heartbeat_s, self._hang_s = heartbeat_s, hang_s
         self._count = 0
         self._asleep_s = 0.0
@@ -49,6 +49,8 @@ class Watcher:
         self._before: tuple[Beat, float] | None = None
         self._ending = False
         self._obeyed: dict[signal.Signals, Any] = {}  # and the handlers before
+        self._again: tuple[int, Callable[[], object]] | None = None
+        self._again_lock = threading.Lock()
         self._wake, self._waker = os.pipe()
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
 
@@ -64,6 +66,17 @@ class Watcher:
         job ends.
         """
         self._action = (action, self._clock(), limit_s)
+
+    def free(self, number: int, cut: Callable[[], object]) -> None:
+        """From now on ``cut`` what the rank may be waiting for, as soon as some rank asks for the
+        ``number``-th meeting anew."""
+        with self._again_lock:
+            self._again = (number, cut)
+
+    def keep(self) -> None:
+        """Cut nothing any more; what was about to be cut has been when this returns."""
+        with self._again_lock:
+            self._again = None
 
     def leave(self) -> None:
         """The rank has ended its action and begun no other."""
@@ -87,7 +100,7 @@ class Watcher:
         text = f"{' '.join(text.split())} ({self._beat().where})"
         mine = Death(rank=self._rank, how=text, code=code, quiet=quiet)
         try:
-            return self._board.declare(mine)
+            return self.board.declare(mine)
         except RuntimeError:  # the store is gone: nobody is left to tell
             return mine
 
@@ -96,12 +109,12 @@ class Watcher:
         the lowest rank that raises within ``wait_s``. The caller then ends the process."""
         self._ending = True
         try:
-            self._board.note_raised(self._rank)
-            _poll(lambda: self._board.raised() == self._ranks, wait_s)
-            if self._rank > self._board.lowest_raised():
-                _poll(lambda: self._board.death() is not None, wait_s)
+            self.board.note_raised(self._rank)
+            _poll(lambda: self.board.raised() == self._ranks, wait_s)
+            if self._rank > self.board.lowest_raised():
+                _poll(lambda: self.board.death() is not None, wait_s)
                 return
-            everyone = self._board.raised() == self._ranks
+            everyone = self.board.raised() == self._ranks
         except RuntimeError:
             everyone = False
         if self.fail(f"refused: {text}", code=code, quiet=True).rank == self._rank:
@@ -111,13 +124,13 @@ class Watcher:
         """Wait until every rank is done. Without this the end of one rank breaks connections that
         slower ones still read from. A death meanwhile ends the process as ever."""
         self.enter("the end, waiting for the other ranks")
-        if self._board.done() == self._ranks:
-            self._board.finish()
-        _poll(self._board.finished)
+        if self.board.done() == self._ranks:
+            self.board.finish()
+        _poll(self.board.finished)
         self._ending = True
-        left = self._board.leave()
+        left = self.board.leave()
         if self._rank == 0 and left < self._ranks:  # the store may be rank 0's own: it goes last
-            _poll(lambda: self._board.left() == self._ranks, limit_s=2.0)
+            _poll(lambda: self.board.left() == self._ranks, limit_s=2.0)
 
     def close(self) -> None:
         """Say that this rank has left, and end the thread."""
@@ -142,7 +155,7 @@ class Watcher:
 
     def _publish(self, *, left: bool = False) -> None:
         self._count += 1
-        self._board.put(self._rank, self._beat(left=left))
+        self.board.put(self._rank, self._beat(left=left))
 
     def _run(self) -> None:
         try:
@@ -160,7 +173,7 @@ class Watcher:
         heard = os.read(self._wake, 64)
         for number in self._obeyed:
             if number in heard:  # torchrun's when another rank failed, which may have said how
-                if death := self._board.death():
+                if death := self.board.death():
                     self._obey_death(death, code=128 + number)
                 self._stop(number.name, code=128 + number)
         return 0 in heard
@@ -173,8 +186,11 @@ class Watcher:
         self._publish()
         if self._ending:
             return
-        if death := self._board.death():
+        if death := self.board.death():
             self._obey_death(death)
+        with self._again_lock:
+            if self._again is not None and self.board.asked_again(self._again[0]):
+                self._again[1]()
         self._check_before()
         self._check_limit()
 
@@ -186,7 +202,7 @@ class Watcher:
     def _check_before(self) -> None:
         """Has the rank before this one beaten since the last round?"""
         before = (self._rank - 1) % self._ranks
-        beat = self._board.last(before) if before != self._rank else None
+        beat = self.board.last(before) if before != self._rank else None
         if beat is None:  # it may not have started: the launcher sees to that
             return
         if self._before is None or self._before[0].count != beat.count:
@@ -194,7 +210,7 @@ class Watcher:
         elif self._clock() - self._before[1] > self._hang_s:
             silent = f"gave no sign of life for {seconds_text(self._clock() - self._before[1])}"
             how = f"{silent} (last heard of {beat.where})"
-            self._obey_death(self._board.declare(Death(rank=before, how=how, code=STOPPED)))
+            self._obey_death(self.board.declare(Death(rank=before, how=how, code=STOPPED)))
 
     def _check_limit(self) -> None:
         beat, limit_s = self._beat(), self._action[2]
@@ -203,8 +219,8 @@ class Watcher:
         mine = Death(
             rank=self._rank, how=f"was {beat}, limit {seconds_text(limit_s)}", code=STOPPED
         )
-        if (counts := self._board.declare(mine)) == mine:
-            say(f"no progress: {self._board.everyone(self._ranks)}")
+        if (counts := self.board.declare(mine)) == mine:
+            say(f"no progress: {self.board.everyone(self._ranks)}")
             end(STOPPED)
         self._obey_death(counts)
 

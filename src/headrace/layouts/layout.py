@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from headrace.layouts.intervals import Partition, Rows, split_rows
-from headrace.spec.plan import Plan
+from headrace.spec.plan import Pipeline, Plan, Working
+from headrace.spec.stage import Stage
 from headrace.spec.weights import WeightSpec
 
-__all__ = ["group_shards", "storage_partition", "working_partition", "works_whole"]
+__all__ = [
+    "group_shards",
+    "stage_parts",
+    "stage_rows",
+    "storage_partition",
+    "used_in",
+    "working_partition",
+    "works_whole",
+]
 
 
 def storage_partition(weight: WeightSpec, ranks: int) -> Partition:
@@ -24,13 +33,33 @@ def group_shards(weight: WeightSpec, ranks: int) -> tuple[Rows, ...]:
     return split_rows(weight.rows, ranks, weight.unit)
 
 
+def stage_parts(pipeline: Pipeline, working: Working) -> int:
+    """Parts into which the ranks of a stage cut the rows of a weight: its tensor degree, whose
+    blocks of neighbours are replicas of each other, or all ranks of the stage when ``sharded``."""
+    scheme = pipeline.scheme
+    return scheme.tensor * (scheme.context if working == "sharded" else 1)
+
+
+def used_in(weight: WeightSpec, stage: Stage) -> bool:
+    """Whether a stage works with a weight: it has the segment, or another one that uses it too."""
+    return weight.bucket in stage.buckets or weight.also in stage.buckets
+
+
+def stage_rows(weight: WeightSpec, stage: Stage, parts: int) -> tuple[Rows, ...]:
+    """The rows that each member of a stage works with; none of other stages' weights."""
+    if not used_in(weight, stage):
+        return (Rows(0, 0),) * len(stage.ranks)
+    shards = group_shards(weight, parts)
+    return tuple(shards[member % parts] for member in range(len(stage.ranks)))
+
+
 def works_whole(plan: Plan) -> tuple[bool, ...]:
-    """For each rank whether it holds all rows of every weight while ``plan`` propagates: always
-    when it works alone in some micro-batch, or when the plan says ``whole``."""
+    """For each rank whether it holds all rows of the weights that it works with while ``plan``
+    propagates: when some pipeline of it cuts none."""
     whole = [False] * plan.devices
     for pipeline in _used(plan):
-        if plan.working == "whole" or len(pipeline) == 1:
-            for rank in pipeline:
+        if stage_parts(pipeline, plan.working) == 1:
+            for rank in pipeline.ranks:
                 whole[rank] = True
     return tuple(whole)
 
@@ -41,17 +70,16 @@ def working_partition(weight: WeightSpec, plan: Plan) -> Partition:
     A rank in several sharded groups holds the smallest interval that contains its part of each.
     """
     parts: list[Rows] = [Rows(0, 0)] * plan.devices
-    whole = works_whole(plan)
     for pipeline in _used(plan):
-        for rank, shard in zip(pipeline, group_shards(weight, len(pipeline)), strict=True):
-            parts[rank] = Rows(0, weight.rows) if whole[rank] else _hull(parts[rank], shard)
+        count = stage_parts(pipeline, plan.working)
+        for stage in pipeline.stages(plan.layers):
+            for rank, rows in zip(stage.ranks, stage_rows(weight, stage, count), strict=True):
+                parts[rank] = _hull(parts[rank], rows)
     return Partition(rows=weight.rows, parts=tuple(parts))
 
 
-def _used(plan: Plan) -> Sequence[tuple[int, ...]]:
-    # In the order of their process group, which is rising whatever order the plan names.
-    used = sorted({m.pipeline for m in plan.micro_batches})
-    return [tuple(sorted(plan.pipelines[i].ranks)) for i in used]
+def _used(plan: Plan) -> Iterator[Pipeline]:
+    return (plan.pipelines[i] for i in sorted({m.pipeline for m in plan.micro_batches}))
 
 
 def _hull(one: Rows, other: Rows) -> Rows:

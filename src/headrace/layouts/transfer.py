@@ -66,10 +66,13 @@ class BucketLink:
         """Elements this rank sends to others in a pull, and receives from others in a push."""
         return sum(p.elements for p in self._serving if p.peer != self._rank)
 
-    def pull(self, storage: Tensors, working: Tensors) -> Pending:
-        """Issue the copy of ``storage`` rows into ``working``; both hold this rank's parts."""
+    def pull(self, storage: Tensors, working: Tensors, wire: torch.dtype | None = None) -> Pending:
+        """Issue the copy of ``storage`` rows into ``working``; both hold this rank's parts.
+
+        ``wire`` is the dtype in which they travel, that of ``storage`` unless told.
+        """
         _fill(self._serving, self._reading, self._rank, storage, self._owned, working, self._read)
-        sent = self._flatten(self._serving, storage, self._owned)
+        sent = self._flatten(self._serving, storage, self._owned, wire)
         received, work = self._exchange(sent, self._serving, self._reading)
 
         def finish() -> None:
@@ -78,13 +81,14 @@ class BucketLink:
 
         return Pending(work, finish, keep=(sent, received))
 
-    def push(self, gradients: Tensors, sums: Tensors) -> Pending:
-        """Issue the sum of all readers' ``gradients`` into their owners' ``sums``.
+    def push(self, gradients: Tensors, sums: Tensors, wire: torch.dtype | None = None) -> Pending:
+        """Issue the sum of all readers' ``gradients``, which travel as ``wire``, into their
+        owners' ``sums``.
 
         ``sums`` is overwritten: readers are added in rank order, so the same plan gives the same
         bits, and a rank that reads nothing contributes nothing.
         """
-        sent = self._flatten(self._reading, gradients, self._read)
+        sent = self._flatten(self._reading, gradients, self._read, wire)
         received, work = self._exchange(sent, self._reading, self._serving)
 
         def finish() -> None:
@@ -101,11 +105,17 @@ class BucketLink:
         return Pending(work, finish, keep=(sent, received))
 
     def _flatten(
-        self, pieces: Sequence[_Piece], source: Tensors, held: Mapping[str, Rows]
-    ) -> torch.Tensor:
-        parts = [_view(p, source, held).reshape(p.elements) for p in pieces if p.peer != self._rank]
+        self, pieces: Sequence[_Piece], source: Tensors, held: Mapping[str, Rows],
+        wire: torch.dtype | None,
+    ) -> torch.Tensor:  # fmt: skip
         like = next(iter(source.values()))
-        return torch.cat(parts) if parts else like.new_empty(0)
+        dtype = wire or like.dtype
+        parts = [
+            _view(p, source, held).reshape(p.elements).to(dtype)
+            for p in pieces
+            if p.peer != self._rank
+        ]
+        return torch.cat(parts) if parts else like.new_empty(0, dtype=dtype)
 
     def _exchange(
         self, sent: torch.Tensor, out: Sequence[_Piece], back: Sequence[_Piece]

@@ -4,8 +4,8 @@
                    tokens travel from block to block (USP; Hydraulis' and Megatron's a2a+p2p)
     tensor_ring    tensor parallelism with sequence parallelism inside a block, a ring across
 
-A group of R ranks is R / U blocks of U neighbours, U the largest proper divisor of R that the heads
-allow: put ranks of one node next to each other, and the heavy exchange stays inside nodes.
+A group of R ranks is R / U blocks of U neighbours: U the tensor degree of its scheme where it has
+one (``tensor_ring``), else the largest proper divisor of R that the heads allow: put ranks of one node next to each other, and the heavy exchange stays inside nodes.
 The ring of a block's rank runs over the ranks with its place in the other blocks.
 
 Elements sent per rank and layer, T tokens of the pack, V_n = (n - 1) / n, C = R / U blocks:
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.errors import SpecError
 from headrace.methods.block import (
     gathered_feed_forward,
     output,
@@ -76,8 +77,12 @@ def _ulysses_inner(a: Architecture, ranks: int) -> int | None:
     return _largest(ranks, a.kv_heads) or _largest(ranks, a.heads)
 
 
-def _tensor_inner(a: Architecture, ranks: int) -> int | None:
-    return _largest(ranks, min(a.kv_heads, a.ffn // a.ffn_block))
+def _tensor_inner(a: Architecture, ranks: int, tensor: int = 1) -> int | None:
+    """Ranks of a tensor block: those that hold the weights together where there are such."""
+    most = min(a.kv_heads, a.ffn // a.ffn_block)
+    if tensor == 1:
+        return _largest(ranks, most)
+    return tensor if tensor <= most else None
 
 
 def _mesh(ranks: int, inner: int | None) -> _Mesh:
@@ -120,7 +125,8 @@ def ulysses_ring(x: torch.Tensor, state: State, context: Context) -> torch.Tenso
 
 
 def _tensor(state: State, context: Context) -> tuple[Tensor, _Mesh]:
-    mesh = _mesh(context.ranks, _tensor_inner(context.architecture, context.ranks))
+    inner = _tensor_inner(context.architecture, context.ranks, context.place.tensor)
+    mesh = _mesh(context.ranks, inner)
     here = context.member // mesh.inner
     shards = tuple(member % mesh.inner for member in range(context.ranks))
     return Tensor(
@@ -153,13 +159,19 @@ def _tensor_rule(a: Architecture, ranks: int) -> str | None:
     return _rule("tensor_ring", ranks, _tensor_inner(a, ranks))
 
 
-def _ulysses_groups(a: Architecture, ranks: int) -> tuple[Members, ...]:
+def _ulysses_groups(a: Architecture, ranks: int, tensor: int) -> tuple[Members, ...]:
     mesh = _mesh(ranks, _ulysses_inner(a, ranks))
     return mesh.blocks + mesh.rings
 
 
-def _tensor_groups(a: Architecture, ranks: int) -> tuple[Members, ...]:
-    mesh = _mesh(ranks, _tensor_inner(a, ranks))
+def _tensor_groups(a: Architecture, ranks: int, tensor: int) -> tuple[Members, ...]:
+    inner = _tensor_inner(a, ranks, tensor)
+    if inner is None:
+        raise SpecError(
+            f"tensor_ring in blocks of {tensor}", wanted="at least a key-value head for each rank",
+            got=f"{a.kv_heads} key-value heads",
+        )  # fmt: skip
+    mesh = _mesh(ranks, inner)
     return mesh.blocks + mesh.rings
 
 

@@ -29,7 +29,9 @@ class Place:
     """One micro-batch's tokens on one rank, and what is worked out of them once for all layers.
 
     ``group`` is None for a single rank; ``subgroup(members)`` is the group of some of its ranks,
-    None for one. ``dtype`` is that of the activations.
+    None for one. ``dtype`` is that of the activations. ``tensor``: ranks of a tensor-parallel
+    block: neighbours that hold the rows of a weight together; 1 where the group is not one of
+    tensor parallelism.
     """
 
     architecture: Architecture
@@ -38,6 +40,7 @@ class Place:
     group: dist.ProcessGroup | None
     dtype: torch.dtype
     device: str | torch.device = "cpu"
+    tensor: int = 1
     subgroup: Callable[[Members], dist.ProcessGroup | None] = lambda members: None
     _tables: dict[Members, Tables | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -50,6 +53,12 @@ class Place:
     def everyone(self) -> Members:
         """All members of the group."""
         return tuple(range(self.tokens.ranks))
+
+    @property
+    def block(self) -> Members:
+        """The members of this rank's tensor-parallel block."""
+        first = self.member - self.member % self.tensor
+        return tuple(range(first, first + self.tensor))
 
     def tables(self, members: Members) -> Tables | None:
         """Rotary cosines and sines of what ``members`` hold together, in the order of the pack;

@@ -26,15 +26,16 @@ Rule = Callable[[Architecture, int], str | None]
 """None when a group of so many ranks can run a branch, else the rule it breaks."""
 
 
-Groups = Callable[[Architecture, int], tuple[Members, ...]]
-"""The groups within a group of so many ranks that a method needs."""
+Groups = Callable[[Architecture, int, int], tuple[Members, ...]]
+"""The groups within a group of so many ranks, in tensor-parallel blocks of so many, that a method
+needs."""
 
 
 def _all_rows(architecture: Architecture, ranks: int) -> float:
     return 1.0
 
 
-def _no_groups(architecture: Architecture, ranks: int) -> tuple[Members, ...]:
+def _no_groups(architecture: Architecture, ranks: int, tensor: int) -> tuple[Members, ...]:
     return ()
 
 

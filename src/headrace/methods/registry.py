@@ -54,10 +54,13 @@ def methods_for(architecture: Architecture, ranks: int, part: Branch) -> tuple[s
     return tuple(m.name for m in METHODS.values() if m.rule(part, architecture, ranks) is None)
 
 
-def subgroups(option: LayerOption, architecture: Architecture, ranks: int) -> tuple[Members, ...]:
-    """The groups within a group of ``ranks`` that a layer option needs."""
+def subgroups(
+    option: LayerOption, architecture: Architecture, ranks: int, tensor: int = 1
+) -> tuple[Members, ...]:
+    """The groups within a group of ``ranks`` that a layer option needs, where blocks of ``tensor``
+    neighbours hold the weights together. Raises SpecError when it cannot run in such blocks."""
     attention, feed_forward = method(option.attention), method(option.feed_forward)
     return (
-        *attention.attention_groups(architecture, ranks),
-        *feed_forward.feed_forward_groups(architecture, ranks),
+        *attention.attention_groups(architecture, ranks, tensor),
+        *feed_forward.feed_forward_groups(architecture, ranks, tensor),
     )

@@ -94,7 +94,9 @@ class Whole:
 class Shard:
     """A weight whose rows are spread over a group: fetched at each use, never kept.
 
-    ``value`` and ``grad`` are this rank's part [rows of ``shards[member]``, ...].
+    ``value`` and ``grad`` are this rank's part [rows of ``shards[member]``, ...]. ``group`` may be
+    a block of neighbours, of which the ``first`` is that member of the layer's group: other blocks
+    hold replicas, and what a member wants it gets within its block.
 
         rows         all_gather(value)                       bytes sent  V W
         add(grad)    grad_part += reduce_scatter(grad)       bytes sent  V W,  V = (R - 1) / R
@@ -105,6 +107,7 @@ class Shard:
     shards: tuple[Rows, ...]
     group: dist.ProcessGroup
     unit: int = 1
+    first: int = 0
 
     @property
     def _sizes(self) -> list[int]:
@@ -116,7 +119,8 @@ class Shard:
 
     def issue(self) -> Arriving:
         """All rows, issued."""
-        return self.part((Rows(0, self.shards[-1].stop),) * len(self.shards)).issue()
+        everything = (Rows(0, self.shards[-1].stop),) * len(self.shards)
+        return self._fetched(everything).issue()
 
     def add(self, grad: torch.Tensor) -> None:
         """Sum over the group, keep this rank's rows."""
@@ -132,9 +136,13 @@ class Shard:
 
     def part(self, wanted: Sequence[Rows]) -> Part:
         """This rank's shard itself where everybody wants their own, else fetched rows."""
-        if tuple(wanted) == self.shards:
+        block = tuple(wanted[self.first : self.first + len(self.shards)])
+        if block == self.shards:
             return Whole(value=self.value, grad=self.grad)
-        return _Fetched(shard=self, wanted=tuple(wanted), member=dist.get_rank(self.group))
+        return self._fetched(block)
+
+    def _fetched(self, wanted: tuple[Rows, ...]) -> _Fetched:
+        return _Fetched(shard=self, wanted=wanted, member=dist.get_rank(self.group))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,20 +13,27 @@ from dataclasses import replace
 
 import torch
 
+from headrace.comm.collectives import all_gather_rows
 from headrace.errors import SpecError
+from headrace.layouts.intervals import Rows
 from headrace.methods.block import normalise
 from headrace.methods.context import Context
 from headrace.methods.method import BRANCHES, Branch
 from headrace.methods.registry import branch
-from headrace.methods.weights import State
+from headrace.methods.weights import State, Weight
 from headrace.ops.linear import embed, linear
 from headrace.ops.loss import IGNORED, head_loss
 from headrace.ops.random import dropout
 from headrace.ops.recompute import region
+from headrace.ops.spread import Spread
+from headrace.ops.vocabulary import spread_embed, spread_head_loss
 from headrace.spec.architecture import Architecture
 from headrace.spec.method import LayerOption
 
 __all__ = ["Transformer"]
+
+_CHUNK_TOKENS = 2048
+"""Embeddings of a block are not cut further, as products of tensor methods are not."""
 
 
 class Transformer:
@@ -41,13 +48,15 @@ class Transformer:
         BERT adds the first of its types, that of single sequences, and ends with a norm.
         """
         a = self.architecture
-        anchor = torch.empty(0, device=ids.device, requires_grad=torch.is_grad_enabled())
-        x = embed(ids, weights["embed.weight"], anchor)
+        block = _block_sizes(context)
+        x = _embedded(ids, "embed.weight", weights, block, context)
         if a.learned_positions:
-            x = x + embed(context.dropout.positions, weights["positions.weight"], anchor)
+            positions = context.dropout.positions
+            x = x + _embedded(positions, "positions.weight", weights, block, context)
         if a.kind != "bert":
             return x
-        x = x + embed(ids.new_zeros(1), weights["types.weight"], anchor)  # one row for all tokens
+        row = (1,) * len(block)  # one for all tokens
+        x = x + _embedded(ids.new_zeros(1), "types.weight", weights, row, context)
         x = normalise(x, weights, "embed_norm", a)
         return dropout(x, self._rate(context), context.dropout, 2 * a.layers)
 
@@ -118,8 +127,68 @@ class Transformer:
         return normalise(y, weights, "head_norm", a), labels.index_select(0, guessed)
 
     def head(
-        self, x: torch.Tensor, labels: torch.Tensor, weights: State, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss [] and its gradient of what :meth:`ending` gave, [t, h]; see ops.head_loss."""
+        self, x: torch.Tensor, labels: torch.Tensor, weights: State, scale: float,
+        context: Context | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Loss [] and its gradient of what :meth:`ending` gave, [t, h]; see ops.head_loss.
+
+        The loss is that of this rank's tokens, also where a block holds the vocabulary together.
+        """
         name = "embed.weight" if self.architecture.tied else "head.weight"
-        return head_loss(x, labels, weights[name], scale, bias=weights.get("head.bias"))
+        bias = weights.get("head.bias")
+        if context is None or context.place.tensor == 1:
+            return head_loss(x, labels, weights[name], scale, bias=bias)
+        sizes = _block_sizes(context)
+        if self.architecture.masked:  # how many are guessed is known where the tokens are
+            sizes = _gathered_sizes(x, context)
+        cuts = _cuts(weights[name], context)
+        return spread_head_loss(
+            x, labels, weights[name].part(cuts), cuts[context.member].start, scale,
+            _spread(sizes, context), bias=None if bias is None else bias.part(cuts),
+        )  # fmt: skip
+
+
+def _embedded(
+    ids: torch.Tensor, name: str, weights: State, sizes: tuple[int, ...], context: Context
+) -> torch.Tensor:
+    """Rows ``ids`` [t] of a table, [t, h]; ``sizes`` are the ids of each rank of the block.
+
+    Raises SpecError for an id outside a table that a block holds together: none would have it.
+    """
+    weight = weights[name]
+    anchor = torch.empty(0, device=ids.device, requires_grad=torch.is_grad_enabled())
+    if context.place.tensor == 1:
+        return embed(ids, weight, anchor)
+    cuts = _cuts(weight, context)
+    rows = max(cut.stop for cut in cuts)
+    outside = ids[(ids < 0) | (ids >= rows)]
+    if len(outside):
+        raise SpecError(f"row of {name}", got=int(outside[0]), wanted=f"0 <= row < {rows}")
+    spread = _spread(sizes, context)
+    return spread_embed(ids, weight.part(cuts), cuts[context.member].start, anchor, spread)
+
+
+def _cuts(weight: Weight, context: Context) -> list[Rows]:
+    """The rows of each member of the group: those of its place in its block."""
+    tensor = context.place.tensor
+    cuts = weight.split(tensor)
+    return [cuts[member % tensor] for member in range(context.ranks)]
+
+
+def _spread(sizes: tuple[int, ...], context: Context) -> Spread:
+    """How ``sizes`` rows lie on the block."""
+    group = context.place.subgroup(context.place.block)
+    chunks = min(len(sizes), max(1, sum(sizes) // _CHUNK_TOKENS))
+    return Spread(sizes=sizes, group=group, chunks=chunks)
+
+
+def _block_sizes(context: Context) -> tuple[int, ...]:
+    return tuple(context.tokens.sizes[member] for member in context.place.block)
+
+
+def _gathered_sizes(x: torch.Tensor, context: Context) -> tuple[int, ...]:
+    """Rows of x on each rank of the block."""
+    block = context.place.block
+    mine = torch.tensor([len(x)], device=x.device)
+    sizes = all_gather_rows(mine, [1] * len(block), context.place.subgroup(block))
+    return tuple(sizes.tolist())

@@ -12,7 +12,7 @@ from headrace.spec.method import RECOMPUTE, LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
 from headrace.spec.scheme import Scheme
 
-__all__ = ["random_plan"]
+__all__ = ["random_plan", "random_strategy"]
 
 
 def random_plan(
@@ -65,6 +65,73 @@ def random_plan(
         lower_bound_s=0.0,
         working=working or held[int(rng.integers(2))],
         planner="random",
+    )
+
+
+def random_strategy(
+    lengths: Lengths, devices: int, layers: int, rng: np.random.Generator, *,
+    methods: Mapping[int, Sequence[str]], most_tensor: int = 1,
+) -> Plan:  # fmt: skip
+    """Pipelines of random tensor (at most ``most_tensor``), context and pipeline degrees side by
+    side, some ranks perhaps in none, stages of random numbers of layers; each sequence in a random
+    one, packed at random, every layer with a random attention, feed-forward and recompute level.
+
+    ``methods`` names for every number of ranks of a stage the methods that such a stage supports.
+    """
+    pipelines: list[Pipeline] = []
+    at = int(rng.random() < 0.2 and devices > 1)
+    while at < devices:
+        pipeline = _random_pipeline(at, devices - at, layers, rng, methods, most_tensor)
+        pipelines.append(pipeline)
+        at += pipeline.scheme.devices + int(rng.random() < 0.1)
+    packs: list[tuple[int, list[int]]] = []
+    for i in rng.permutation(len(lengths)):
+        chosen = int(rng.integers(len(pipelines)))
+        if packs and packs[-1][0] == chosen and rng.random() < 0.5:
+            packs[-1][1].append(int(i))
+        else:
+            packs.append((chosen, [int(i)]))
+    held: tuple[Working, ...] = ("whole", "sharded")
+    return Plan(
+        lengths=lengths, devices=devices, pipelines=tuple(pipelines),
+        micro_batches=tuple(
+            MicroBatch(
+                pipeline=chosen,
+                sequences=tuple(pack),
+                layers=_random_layers(methods[_width(pipelines[chosen])], layers, rng),
+                order="zigzag" if rng.random() < 0.5 else "natural",
+            )
+            for chosen, pack in packs
+        ),
+        predicted_s=0.0, lower_bound_s=0.0, working=held[int(rng.integers(2))],
+        planner="random",
+    )  # fmt: skip
+
+
+def _width(pipeline: Pipeline) -> int:
+    return pipeline.scheme.tensor * pipeline.scheme.context
+
+
+def _random_pipeline(
+    at: int, room: int, layers: int, rng: np.random.Generator,
+    methods: Mapping[int, Sequence[str]], most_tensor: int,
+) -> Pipeline:  # fmt: skip
+    """A pipeline on the ranks from ``at``, of at most ``room``."""
+    schemes = [
+        Scheme(tensor=tensor, context=width // tensor, pipeline=stages)
+        for width in sorted(methods)
+        if methods[width]
+        for tensor in range(1, most_tensor + 1)
+        if width % tensor == 0
+        for stages in range(1, min(layers, room // width) + 1)
+    ]
+    scheme = schemes[int(rng.integers(len(schemes)))]
+    cuts = sorted(rng.choice(layers - 1, scheme.pipeline - 1, replace=False) + 1)
+    edges = [0, *map(int, cuts), layers]
+    return Pipeline(
+        scheme=scheme,
+        ranks=tuple(range(at, at + scheme.devices)),
+        shares=tuple(b - a for a, b in zip(edges, edges[1:], strict=False)),
     )
 
 

@@ -93,9 +93,7 @@ class Constants:
         return {name: seconds * scale for name, seconds in best.items()}
 
     def _nearly_empty_steps(self, storage: Storage) -> dict[str, float]:
-        executor = Executor(
-            storage, self._groups, seed=0, dtype=self._stand.dtype, device=self._stand.device
-        )
+        executor = Executor(storage, self._groups, seed=0, device=self._stand.device)
         plan = self._everyone(storage.architecture.layers)
         tokens = tuple(np.zeros(1, np.int32) for _ in range(self._groups.ranks))
         best = dict.fromkeys(("pull", "push", "update"), float("inf"))

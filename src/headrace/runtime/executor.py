@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,17 +12,30 @@ import torch
 from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.mesh import Groups
 from headrace.errors import PlanMismatch
+from headrace.layouts.layout import stage_parts
 from headrace.layouts.transfer import Pending
 from headrace.methods.registry import subgroups
-from headrace.methods.weights import Weight
 from headrace.models.transformer import Transformer
 from headrace.runtime.micro_batch import MicroBatchRun, sources
-from headrace.runtime.storage import Storage, Working
+from headrace.runtime.step_state import StepState
+from headrace.runtime.storage import Storage
 from headrace.spec.checker import check_programs
 from headrace.spec.compiler import compile_plan
 from headrace.spec.measurement import Row
 from headrace.spec.plan import Plan
-from headrace.spec.program import Action, Backward, Forward, Program, Pull, Push, Update
+from headrace.spec.program import (
+    Action,
+    Backward,
+    Exchange,
+    Forward,
+    Program,
+    Pull,
+    Push,
+    Recv,
+    Send,
+    Update,
+)
+from headrace.spec.walk import messages_of
 from headrace.spec.weights import bucket_count
 
 __all__ = ["Executor", "StepResult"]
@@ -38,31 +51,13 @@ class StepResult:
     rows: tuple[Row, ...]
 
 
-@dataclass(slots=True, kw_only=True)
-class _Step:
-    """What one step holds while it runs."""
-
-    plan: Plan
-    tokens: tuple[np.ndarray, ...]
-    number: int
-    lr: float
-    working: Working
-    started_s: float
-    pulls: dict[int, Pending] = field(default_factory=dict)
-    pushes: dict[int, Pending] = field(default_factory=dict)
-    runs: dict[int, MicroBatchRun] = field(default_factory=dict)
-    views: dict[tuple[int, ...], dict[str, Weight]] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-    loss: float = 0.0
-    norm: float = 0.0
-
-
 class Executor:
     """Runs plans on this rank.
 
     ``entered`` is told each action before it starts (the watcher publishes it); ``checked`` looks
     for values that are not finite after each layer, and names the layer. Nothing of the
     storage is written before the update: a step that fails leaves the weights as they were.
+    ``action`` is where a step that failed was, ``written`` whether it had come to write.
     """
 
     def __init__(
@@ -71,7 +66,6 @@ class Executor:
         groups: Groups,
         *,
         seed: int,
-        dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         checked: bool = False,
         entered: Callable[[str], None] = lambda action: None,
@@ -79,8 +73,9 @@ class Executor:
         self.storage, self.groups = storage, groups
         self.model = Transformer(storage.architecture)
         self.buckets = bucket_count(storage.architecture)
-        self._seed, self._dtype, self._device, self._entered = seed, dtype, device, entered
+        self._seed, self._device, self._entered = seed, device, entered
         self._checked = checked
+        self.action, self.written = "", False
 
     def prepare(self, plan: Plan) -> Program:
         """Agree on the plan, check its programs, make its groups; returns this rank's program.
@@ -97,66 +92,94 @@ class Executor:
         programs = compile_plan(plan, self.buckets)
         check_programs(programs, plan, self.buckets)
         self.groups.prepare(self._groups_of(plan))
+        if any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines):
+            self.groups.prepare_messages()
         return programs[self.groups.rank]
 
     def _groups_of(self, plan: Plan) -> set[tuple[int, ...]]:
-        """The groups of all pipelines and those that methods need within them."""
-        wanted = {tuple(sorted(pipeline.ranks)) for pipeline in plan.pipelines}
+        """The groups of all stages, of their tensor blocks, and those that methods need."""
+        a, wanted = self.storage.architecture, set[tuple[int, ...]]()
         for micro in plan.micro_batches:
-            ranks = tuple(sorted(plan.pipelines[micro.pipeline].ranks))
-            for option in set(micro.layers.options):
-                for members in subgroups(option, self.storage.architecture, len(ranks)):
-                    wanted.add(tuple(ranks[member] for member in members))
+            pipeline = plan.pipelines[micro.pipeline]
+            parts = stage_parts(pipeline, plan.working)
+            for stage in pipeline.stages(a.layers):
+                ranks = stage.ranks
+                wanted.add(ranks)
+                for size in {parts, pipeline.scheme.tensor}:
+                    wanted |= {ranks[at : at + size] for at in range(0, len(ranks), size)}
+                for option in set(micro.layers.options[stage.start : stage.stop]):
+                    for members in subgroups(option, a, len(ranks), pipeline.scheme.tensor):
+                        wanted.add(tuple(ranks[member] for member in members))
         return wanted
 
     def run(
         self, plan: Plan, tokens: tuple[np.ndarray, ...], *, step: int, lr: float
     ) -> StepResult:
         """One optimizer step of ``plan`` at rate ``lr``; ``tokens[i]`` are sequence i's ids."""
+        self.written, self.action = False, "the agreement on the plan"
         program = self.prepare(plan)
         working = self.storage.working(plan)
         working.begin()
-        state = _Step(
+        state = StepState(
             plan=plan, tokens=tokens, number=step, lr=lr, working=working,
             started_s=time.perf_counter(),
         )  # fmt: skip
         for action in program.actions:
-            self._entered(str(action))
+            self.action = str(action)
+            self._entered(self.action)
             self._do(action, state)
         self._entered("between steps")
         return StepResult(loss=state.loss, gradient_norm=state.norm, rows=tuple(state.rows))
 
-    def _do(self, action: Action, state: _Step) -> None:
+    def _do(self, action: Action, state: StepState) -> None:
         match action:
             case Pull(bucket=bucket):
                 self._issue(state.pulls, bucket, state.working.pull(bucket))
             case Forward():
-                self._wait("P", state.pulls, state)
                 self._timed(action, state, lambda: self._forward(action, state))
-            case Backward(micro_batch=index):
-                self._timed(action, state, state.runs.pop(index).backward)
+            case Backward():
+                self._await(list(state.pulls), state)  # those that only others need
+                self._timed(action, state, lambda: self._backward(action, state))
             case Push(bucket=bucket):
-                self._wait("P", state.pulls, state)
                 self._issue(state.pushes, bucket, state.working.push(bucket))
+            case Send() | Recv() | Exchange():
+                self._timed(action, state, lambda: self._traffic(action, state))
             case Update():
-                self._wait("G", state.pushes, state)
+                self._await(list(state.pulls), state)
+                if self._staged(state.plan):
+                    self.groups.messages.settle()
+                self._wait("G", list(state.pushes), state.pushes, state)
                 self._timed(action, state, lambda: self._update(state))
+
+    @staticmethod
+    def _staged(plan: Plan) -> bool:
+        return any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines)
 
     @staticmethod
     def _issue(pending: dict[int, Pending], bucket: int, issued: Pending | None) -> None:
         if issued is not None:
             pending[bucket] = issued
 
-    def _wait(self, letter: str, pending: dict[int, Pending], state: _Step) -> None:
-        """Wait for all issued transfers, in the order of their issue; one row each."""
-        kind = "pull" if letter == "P" else "push"
-        for bucket in list(pending):
-            start = time.perf_counter()
-            pending.pop(bucket).wait()
-            self._record(f"{letter}{bucket}", kind, start, state, ranks=self.groups.ranks)
-
-    def _timed(self, action: Action, state: _Step, work: Callable[[], None]) -> None:
+    def _await(self, buckets: Sequence[int], state: StepState) -> None:
+        """Wait for pulls that are under way."""
         start = time.perf_counter()
+        self._wait("P", buckets, state.pulls, state)
+        state.waited_s += time.perf_counter() - start
+
+    def _wait(
+        self, letter: str, buckets: Sequence[int], pending: dict[int, Pending], state: StepState
+    ) -> None:
+        """Wait for issued transfers, in the order given; one row each."""
+        kind = "pull" if letter == "P" else "push"
+        for bucket in buckets:
+            if bucket in pending:
+                start = time.perf_counter()
+                pending.pop(bucket).wait()
+                self._record(f"{letter}{bucket}", kind, start, state, ranks=self.groups.ranks)
+
+    def _timed(self, action: Action, state: StepState, work: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        state.waited_s = 0.0
         work()
         if self._device != "cpu":
             torch.cuda.synchronize()
@@ -164,34 +187,74 @@ class Executor:
         if isinstance(action, Forward | Backward):
             tokens = sum(state.plan.tokens_of(state.plan.micro_batches[action.micro_batch]))
             ranks = len(action.group)
+        elif isinstance(action, Send | Recv | Exchange):
+            tokens, ranks = sum(message.rows for message in messages_of(action)), 2
         self._record(str(action), action.kind, start, state, tokens=tokens, ranks=ranks)
 
     def _record(
-        self, text: str, kind: str, start: float, state: _Step, *, tokens: int = 0, ranks: int = 1
+        self,
+        text: str,
+        kind: str,
+        start: float,
+        state: StepState,
+        *,
+        tokens: int = 0,
+        ranks: int = 1,
     ) -> None:
+        waited_s = state.waited_s if kind in ("forward", "backward") else 0.0
         state.rows.append(
             Row(
                 rank=self.groups.rank, action=text, kind=kind, start_s=start - state.started_s,
                 end_s=time.perf_counter() - state.started_s, tokens=tokens, ranks=ranks,
+                waited_s=waited_s,
             )
         )  # fmt: skip
 
-    def _forward(self, action: Forward, state: _Step) -> None:
-        micro = state.plan.micro_batches[action.micro_batch]
-        views = state.views.get(action.group)
-        if views is None:
-            views = sources(
-                self.storage.table, state.working, state.plan, action.group, self.groups
+    def _forward(self, action: Forward, state: StepState) -> None:
+        index = action.micro_batch
+        micro = state.plan.micro_batches[index]
+        if micro.pipeline not in state.views:
+            pipeline = state.plan.pipelines[micro.pipeline]
+            state.views[micro.pipeline] = sources(
+                self.storage.table, state.working, state.plan, pipeline, self.groups
             )
-            state.views[action.group] = views
         run = MicroBatchRun.of(
-            self.model, state.plan, micro, state.tokens, views, self.groups,
-            seed=self._seed, step=state.number, dtype=self._dtype, device=self._device,
-            checked=self._checked,
+            self.model, state.plan, micro, state.tokens, state.views[micro.pipeline], self.groups,
+            seed=self._seed, step=state.number, dtype=self.storage.working_dtype,
+            device=self._device, checked=self._checked,
         )  # fmt: skip
-        state.loss += run.forward()
-        state.runs[action.micro_batch] = run
+        run.forward(state.arrived.pop(index, None), lambda bucket: self._await([bucket], state))
+        state.loss += run.loss
+        state.runs[index] = run
 
-    def _update(self, state: _Step) -> None:
+    def _backward(self, action: Backward, state: StepState) -> None:
+        index, due = action.micro_batch, set(action.pushes)
+
+        def done(bucket: int) -> None:
+            if bucket in due:
+                self._issue(state.pushes, bucket, state.working.push(bucket))
+
+        run = state.runs[index]
+        run.backward(state.returned.pop(index, None), done)
+        if run.stage.first:
+            del state.runs[index]
+
+    def _traffic(self, action: Send | Recv | Exchange, state: StepState) -> None:
+        """Send what a micro-batch leaves, put what arrives where its next action finds it."""
+        messages, device = self.groups.messages, self._device
+        hidden, dtype = self.storage.architecture.hidden, self.storage.working_dtype
+        match action:
+            case Send(message=out):
+                messages.send(state.leaving(out), out.peer)
+            case Recv(message=back):
+                arrived = messages.receive((back.rows, hidden), dtype, device, back.peer)
+                state.arrive(back, arrived)
+            case Exchange(send=Send(message=out), recv=Recv(message=back)):
+                leaving = state.leaving(out)
+                state.arrive(back, messages.exchange(leaving, (back.rows, hidden), out.peer))
+
+    def _update(self, state: StepState) -> None:
         state.loss = sum(row[0] for row in gather_floats([state.loss], self.groups.world))
-        state.norm = self.storage.update(state.lr)
+        state.norm = self.storage.gradient_norm()
+        self.written = True  # every rank has come as far, so each will write
+        self.storage.update(state.lr, state.norm)

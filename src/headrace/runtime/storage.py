@@ -7,8 +7,13 @@
     partial  the gradient of the working rows, a partial sum over this rank's tokens
     sum      this rank's storage rows of the gradient, filled by the push
 
-Where storage and working layout are the same partition (one rank, say), working *is* master and
-partial *is* sum, and nothing moves.
+Where storage and working layout are the same partition (one rank, say) of the same dtype, working
+*is* master and partial *is* sum, and nothing moves.
+
+[Note: mixed precision] Masters, optimizer state and sums are wide (fp32 or fp64). Where working
+weights are of a half type, pull and push carry that type: owners round what they send, readers
+round the gradients that they send. A rank's partial sum over its micro-batches is wide, and so is
+the owner's sum over the readers: only one rounding lies between a token and the optimizer.
 """
 
 from __future__ import annotations
@@ -58,7 +63,9 @@ class Working:
         self._links: list[BucketLink | None] = []
         self._storage = storage
         for bucket in buckets(storage.architecture):
-            same = all(storage.partitions[w.name] == partitions[w.name] for w in bucket)
+            same = storage.working_dtype == storage.dtype and all(
+                storage.partitions[w.name] == partitions[w.name] for w in bucket
+            )
             for weight in bucket:
                 self._hold(weight, aliased=same)
             self._links.append(
@@ -73,7 +80,8 @@ class Working:
             self.values[name], self.partials[name] = storage.masters[name], storage.sums[name]
             return
         shape = (len(self.held[name]), *weight.shape[1:])
-        self.values[name] = storage.masters[name].new_full(shape, float("nan"))
+        master = storage.masters[name]
+        self.values[name] = master.new_full(shape, float("nan"), dtype=storage.working_dtype)
         self.partials[name] = storage.sums[name].new_zeros(shape)
 
     def begin(self) -> None:
@@ -84,7 +92,8 @@ class Working:
     def pull(self, bucket: int) -> Pending | None:
         """Issue the pull of a bucket; None when nothing moves."""
         link = self._links[bucket]
-        return link.pull(self._storage.masters, self.values) if link else None
+        wire = self._storage.working_dtype
+        return link.pull(self._storage.masters, self.values, wire=wire) if link else None
 
     def push(self, bucket: int) -> Pending | None:
         """Issue the push of a bucket; None when nothing moves."""
@@ -93,23 +102,27 @@ class Working:
             return None
         names = [w.name for w in buckets(self._storage.architecture)[bucket]]
         sums = {name: self._storage.sums[name] for name in names}
-        return link.push(self.partials, sums)
+        return link.push(self.partials, sums, wire=self._storage.working_dtype)
 
     @property
     def pull_bytes(self) -> int:
         """Bytes this rank receives from others in the pull of all buckets."""
-        size = next(iter(self.values.values())).element_size()
+        size = self._storage.working_dtype.itemsize
         return sum(link.pull_elements for link in self._links if link) * size
 
     @property
     def push_bytes(self) -> int:
         """Bytes this rank receives from others in the push of all buckets."""
-        size = next(iter(self.partials.values())).element_size()
+        size = self._storage.working_dtype.itemsize
         return sum(link.push_elements for link in self._links if link) * size
 
 
 class Storage:
-    """This rank's rows of every weight, of its gradient sum and of the optimizer's state."""
+    """This rank's rows of every weight, of its gradient sum and of the optimizer's state.
+
+    ``dtype`` is theirs, ``working_dtype`` (the same unless told) that of the weights with which
+    plans propagate.
+    """
 
     def __init__(
         self,
@@ -120,8 +133,10 @@ class Storage:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         options: AdamW | None = None,
+        working_dtype: torch.dtype | None = None,
     ) -> None:
         self.architecture, self.options = architecture, options or AdamW()
+        self.dtype, self.working_dtype = dtype, working_dtype or dtype
         self._groups = groups
         self.table = weight_table(architecture)
         self.partitions = {w.name: storage_partition(w, groups.ranks) for w in self.table}
@@ -162,15 +177,20 @@ class Storage:
             self._working = {key: Working(self, partitions, self._groups)}
         return self._working[key]
 
+    def forget_layouts(self) -> None:
+        """Let go of the working weights, and of the links over a world that is no more."""
+        self._working.clear()
+
     def gradient_norm(self) -> float:
         """The norm of the whole gradient: squares over disjoint rows, added in rank order."""
         local = sum(float(s.double().square().sum()) for s in self.sums.values())
         return sum(row[0] for row in gather_floats([local], self._groups.world)) ** 0.5
 
-    def update(self, lr: float) -> float:
-        """Clip by the global norm and take one optimizer step at rate ``lr``; returns the norm
-        before clipping. A norm that is not finite leaves everything as it was."""
-        norm = self.gradient_norm()
+    def update(self, lr: float, norm: float | None = None) -> float:
+        """Clip by the global norm of the gradient (``norm``, if it is known) and take one optimizer
+        step at rate ``lr``; returns the norm before clipping. A norm that is not finite leaves
+        everything as it was."""
+        norm = self.gradient_norm() if norm is None else norm
         if not norm < float("inf"):
             return norm
         factor = min(1.0, self.options.clip / (norm + 1e-6)) if self.options.clip > 0 else 1.0

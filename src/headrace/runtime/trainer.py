@@ -15,7 +15,8 @@ from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.errors import HeadraceError
 from headrace.runtime.executor import Executor, StepResult
-from headrace.runtime.machine import peak_bytes, reset_peak_bytes
+from headrace.runtime.machine import is_out_of_memory, peak_bytes, reset_peak_bytes
+from headrace.runtime.recovery import Exhausted, Recovery
 from headrace.runtime.schedule import Schedule
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Row, Timeline
@@ -61,6 +62,10 @@ class Planner(Protocol):
     def plan(self, lengths: Lengths) -> Planned:
         """The plan of the next step, the same on every rank."""
 
+    def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
+        """A thriftier plan of a batch whose plan ``failed`` ran out of memory, the same on every
+        rank. Raises InfeasiblePlan when there is none."""
+
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """A step's seconds, agreed by all ranks."""
 
@@ -85,7 +90,8 @@ class Trainer:
     """Trains until ``steps`` are done.
 
     ``finished`` is called on every rank after each step (progress, journal, checkpoints).
-    ``peak_flops_per_s`` of one device gives the utilisation; None leaves it out.
+    ``peak_flops_per_s`` of one device gives the utilisation; None leaves it out. With a
+    ``recovery`` a step that runs out of memory is planned and taken again, which ``tell`` says.
     """
 
     executor: Executor
@@ -95,6 +101,8 @@ class Trainer:
     device: str = "cpu"
     peak_flops_per_s: float | None = None
     finished: Callable[[Step, TrainingBatch], None] = lambda step, batch: None
+    recovery: Recovery | None = None
+    tell: Callable[[str], None] = lambda text: None
 
     def train(self, batches: Iterator[TrainingBatch], first_step: int, steps: int) -> None:
         """Take the steps ``first_step`` to ``steps - 1``.
@@ -112,9 +120,7 @@ class Trainer:
         held = self.executor.storage.bytes_now()
         other = reset_peak_bytes(self.device) - held
         start = time.perf_counter()
-        result = self.executor.run(
-            planned.plan, batch.tokens, step=number, lr=self.schedule.rate(number)
-        )
+        planned, result, retries = self._run(number, batch, planned)
         step_s = time.perf_counter() - start
         if not math.isfinite(result.loss) or not math.isfinite(result.gradient_norm):
             raise HeadraceError(
@@ -131,10 +137,34 @@ class Trainer:
         longest_s = max(rank["step_s"] for rank in everyone)
         self.planner.observe(planned.plan.predicted_s, longest_s)
         metrics = self._metrics(number, batch, planned, result, measured, everyone)
+        metrics["out_of_memory"] = retries
         return Step(
             number=number, metrics=metrics, plan=planned.plan, measured=measured,
             predicted=planned.predicted, facts=planned.facts,
         )  # fmt: skip
+
+    def _run(
+        self, number: int, batch: TrainingBatch, planned: Planned
+    ) -> tuple[Planned, StepResult, int]:
+        """The step, taken again with thriftier plans while it runs out of memory; the plan that
+        was run and how many failed before it."""
+        rate, retries = self.schedule.rate(number), 0
+        while True:
+            mine: str | None = None
+            try:
+                result = self.executor.run(planned.plan, batch.tokens, step=number, lr=rate)
+                return planned, result, retries
+            except Exception as error:
+                recovery = self.recovery
+                if recovery is None or not recovery.possible(error, self.executor):
+                    raise
+                if is_out_of_memory(error):
+                    mine = self.executor.action
+            # Out of the handler: what the failed step held is let go of before anything is made.
+            exhausted = recovery.meet(self.executor, mine)
+            planned = self.planner.replan(batch.lengths, planned.plan, exhausted)
+            retries += 1
+            self.tell(f"{exhausted} of step {number}: taken again as {planned.plan.strategy}")
 
     def _everyone(
         self, result: StepResult, step_s: float, waited_s: float, other_bytes: int

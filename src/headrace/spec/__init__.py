@@ -8,8 +8,21 @@ from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Row, Timeline
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
-from headrace.spec.program import Action, Backward, Forward, Program, Pull, Push, Update
+from headrace.spec.program import (
+    Action,
+    Backward,
+    Exchange,
+    Forward,
+    Message,
+    Program,
+    Pull,
+    Push,
+    Recv,
+    Send,
+    Update,
+)
 from headrace.spec.scheme import Scheme
+from headrace.spec.stage import Stage
 from headrace.spec.strategy import Strategy
 from headrace.spec.weights import WeightSpec, weight_table
 
@@ -18,18 +31,23 @@ __all__ = [
     "Architecture",
     "Backward",
     "Cluster",
+    "Exchange",
     "Forward",
     "LayerOption",
     "LayerPlan",
     "Lengths",
+    "Message",
     "MicroBatch",
     "Pipeline",
     "Plan",
     "Program",
     "Pull",
     "Push",
+    "Recv",
     "Row",
     "Scheme",
+    "Send",
+    "Stage",
     "Strategy",
     "Timeline",
     "Update",

@@ -3,130 +3,240 @@
 Rules, over the programs of all ranks of one plan:
 
 1. every rank issues the world's collectives (pulls, pushes, update) in one order;
-2. every group meets in the same sequence of actions on all its ranks;
-3. local order: a forward after all pulls, a backward after its forward, a push after the last
-   backward, the update last;
-4. every action exactly once, and every micro-batch of the plan forward and backward on each rank
-   of its pipeline;
-5. the lists run to their end when every meeting waits for all its members (the strict mode: a
-   sender waits for its receiver).
+2. every group meets in the same sequence of actions on all its ranks, and every two ranks send
+   and receive the same messages (what, micro-batch, rows) in the same order;
+3. local order: a forward after all pulls and after its activations have arrived, a backward after
+   its forward and after its gradients have arrived, a send after what it sends, the push of a
+   bucket within or after the last backward that works with it, the pushes within a backward in
+   the order in which its segments end, the update last;
+4. every action exactly once: every bucket pulled and pushed, every micro-batch of the plan forward
+   and backward on each rank of its pipeline, with a message wherever two stages meet;
+5. the lists run to their end when every meeting waits for all its members and every send waits for
+   its receiver (the strict mode: what runs in it runs with any transport).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from headrace.errors import ProgramError
+from headrace.spec.compiler import rows_of
 from headrace.spec.plan import Plan
-from headrace.spec.program import Action, Backward, Forward, Program, Pull, Push, Update
+from headrace.spec.program import (
+    Action,
+    Backward,
+    Exchange,
+    Forward,
+    Message,
+    Program,
+    Pull,
+    Push,
+    Recv,
+    Send,
+    Update,
+)
+from headrace.spec.stage import Stage
+from headrace.spec.walk import waiting
 
 __all__ = ["check_programs"]
 
+Parts = Sequence[tuple[Action, Action]]
+"""The parts of all actions of a program, each with the action it stands in."""
+
+Places = dict[Action, int]
+"""Where each part stands in its program, parts of one action one after the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One micro-batch on one rank: its backward in its ``stage`` of a pipeline; ``needs`` are all
+    its actions, each with those that come before it."""
+
+    stage: Stage
+    backward: Backward
+    needs: Sequence[tuple[Action, tuple[Action, ...]]]
+
 
 def check_programs(programs: Sequence[Program], plan: Plan, bucket_count: int) -> None:
-    """Raise ProgramError at the first rule that ``programs`` break for ``plan``."""
+    """Raise ProgramError at the first rule that ``programs`` break for ``plan``, over a model of
+    ``bucket_count`` - 2 layers."""
     if [program.rank for program in programs] != list(range(plan.devices)):
         raise ProgramError(
             "ranks of the programs", got=[program.rank for program in programs],
             wanted=f"0 to {plan.devices - 1}",
         )  # fmt: skip
-    for program in programs:
-        _check_once(program, plan, bucket_count)
-        _check_local_order(program)
-    _check_world_order(programs)
-    _check_runs_to_end(programs)
+    parts = [_parts(program) for program in programs]
+    for program, mine, jobs in zip(programs, parts, _jobs(plan, bucket_count - 2), strict=True):
+        _check_once(program.rank, mine, jobs, bucket_count)
+        _check_local_order(program.rank, mine, jobs)
+    _check_world_order(parts)
+    _check_messages(parts)
+    stuck = waiting(programs)
+    if stuck:
+        text = "; ".join(f"rank {rank} waits at {action}" for rank, action in stuck[:4])
+        raise ProgramError("rule 5, the programs deadlock", got=text)
 
 
-def _check_once(program: Program, plan: Plan, bucket_count: int) -> None:
-    wanted: Counter[str] = Counter()
-    for bucket in range(bucket_count):
-        wanted[str(Pull(bucket=bucket))] += 1
-        wanted[str(Push(bucket=bucket))] += 1
+def _parts(program: Program) -> Parts:
+    found: list[tuple[Action, Action]] = []
+    for action in program.actions:
+        match action:
+            case Exchange(send=send, recv=recv):
+                found += [(send, action), (recv, action)]
+            case Backward(stage=stage, micro_batch=index, group=group, pushes=pushes) if pushes:
+                found.append((Backward(stage=stage, micro_batch=index, group=group), action))
+                found += [(Push(bucket=bucket), action) for bucket in pushes]
+            case _:
+                found.append((action, action))
+    return found
+
+
+def _jobs(plan: Plan, layers: int) -> list[list[_Job]]:
+    """What the plan asks of each rank, in its order."""
+    used = {micro.pipeline for micro in plan.micro_batches}
+    stages = {index: plan.pipelines[index].stages(layers) for index in used}
+    jobs: list[list[_Job]] = [[] for _ in range(plan.devices)]
     for index, micro in enumerate(plan.micro_batches):
-        group = plan.pipelines[micro.pipeline].ranks
-        if program.rank in group:
-            wanted[str(Forward(stage=0, micro_batch=index, group=group))] += 1
-            wanted[str(Backward(stage=0, micro_batch=index, group=group))] += 1
-    wanted[str(Update())] += 1
-    got = Counter(map(str, program.actions))
-    for action in sorted(wanted.keys() | got.keys()):
-        if got[action] != wanted[action]:
+        tokens = sum(plan.tokens_of(micro))
+        for stage in stages[micro.pipeline]:
+            forward = Forward(stage=stage.index, micro_batch=index, group=stage.ranks)
+            backward = Backward(stage=stage.index, micro_batch=index, group=stage.ranks)
+            for member, rank in enumerate(stage.ranks):
+                rows = rows_of(tokens, len(stage.ranks), member)
+                ends = _ends(stage, stages[micro.pipeline], member)
+                needs = _needs(forward, backward, ends, rows)
+                jobs[rank].append(_Job(stage=stage, backward=backward, needs=needs))
+    return jobs
+
+
+def _ends(stage: Stage, stages: Sequence[Stage], member: int) -> tuple[int | None, int | None]:
+    """The ranks before and after a member of a stage."""
+    before = None if stage.first else stages[stage.index - 1].ranks[member]
+    after = None if stage.last else stages[stage.index + 1].ranks[member]
+    return before, after
+
+
+def _needs(
+    forward: Forward, backward: Backward, ends: tuple[int | None, int | None], rows: int
+) -> Sequence[tuple[Action, tuple[Action, ...]]]:
+    """Rules 3 and 4 for one micro-batch on a rank between ``ends``."""
+    index, (before, after) = forward.micro_batch, ends
+    arrived: tuple[Action, ...] = ()
+    returned: tuple[Action, ...] = ()
+    needs: list[tuple[Action, tuple[Action, ...]]] = []
+    if before is not None:
+        inputs = Message(what="a", micro_batch=index, peer=before, rows=rows)
+        gradients = Message(what="g", micro_batch=index, peer=before, rows=rows)
+        arrived = (Recv(message=inputs),)
+        needs += [(arrived[0], ()), (Send(message=gradients), (backward,))]
+    if after is not None:
+        outputs = Message(what="a", micro_batch=index, peer=after, rows=rows)
+        gradients = Message(what="g", micro_batch=index, peer=after, rows=rows)
+        returned = (Recv(message=gradients),)
+        needs += [(returned[0], ()), (Send(message=outputs), (forward,))]
+    return [(forward, arrived), (backward, (forward, *returned)), *needs]
+
+
+def _check_once(rank: int, parts: Parts, jobs: Sequence[_Job], bucket_count: int) -> None:
+    """Rule 4."""
+    wanted: set[Action] = {Update()}
+    for bucket in range(bucket_count):
+        wanted |= {Pull(bucket=bucket), Push(bucket=bucket)}
+    for job in jobs:
+        wanted.update(action for action, _ in job.needs)
+    got = Counter(part for part, _ in parts)
+    if len(parts) == len(wanted) and got.keys() == wanted:
+        return
+    for action in sorted(wanted | got.keys(), key=str):
+        if got[action] != (action in wanted):
             raise ProgramError(
-                f"rule 4, rank {program.rank}, action {action}", got=f"{got[action]} times",
-                wanted=f"{wanted[action]}",
+                f"rule 4, rank {rank}, action {action}", got=f"{got[action]} times",
+                wanted=f"{int(action in wanted)}",
             )  # fmt: skip
 
 
-def _check_local_order(program: Program) -> None:
-    def broken(action: Action, wanted: str) -> ProgramError:
-        return ProgramError(f"rule 3, rank {program.rank}, action {action}", wanted=wanted)
+def _check_local_order(rank: int, parts: Parts, jobs: Sequence[_Job]) -> None:
+    """Rule 3, after rule 4: every part stands at one place, later than all it needs."""
+    places = {part: at for at, (part, _) in enumerate(parts)}
 
-    pulls_open = sum(isinstance(action, Pull) for action in program.actions)
-    backwards_open = sum(isinstance(action, Backward) for action in program.actions)
-    done: set[int] = set()
-    for index, action in enumerate(program.actions):
-        match action:
-            case Pull():
-                pulls_open -= 1
-            case Forward():
-                if pulls_open:
-                    raise broken(action, "all pulls before it")
-                done.add(action.micro_batch)
-            case Backward():
-                if action.micro_batch not in done:
-                    raise broken(action, "its forward before it")
-                backwards_open -= 1
-            case Push():
-                if backwards_open:
-                    raise broken(action, "all backwards before it")
-            case Update():
-                if index != len(program.actions) - 1:
-                    raise broken(action, "nothing after it")
+    def check(part: Action, needed: Action) -> None:
+        if places[needed] > places[part]:
+            raise ProgramError(
+                f"rule 3, rank {rank}, action {parts[places[part]][1]}",
+                wanted=f"{needed} before {part}",
+            )
+
+    pulls = [part for part, _ in parts if isinstance(part, Pull)]
+    for part, _ in parts:
+        if isinstance(part, Forward):
+            check(part, pulls[-1])
+    for job in jobs:
+        for part, needed in job.needs:
+            for other in needed:
+                check(part, other)
+    for bucket, backward in _last_users(jobs, places).items():
+        check(Push(bucket=bucket), backward)
+    check(Update(), parts[-1][0])
+    _check_pushes_within(rank, parts, jobs)
 
 
-def _check_world_order(programs: Sequence[Program]) -> None:
-    def world(program: Program) -> list[str]:
-        return [str(a) for a in program.actions if isinstance(a, Pull | Push | Update)]
+def _last_users(jobs: Sequence[_Job], places: Places) -> dict[int, Backward]:
+    """The last backward that works with each bucket. A tied table belongs to the first stage and
+    is used by the last one too."""
+    latest: dict[Stage, Backward] = {}
+    for job in sorted(jobs, key=lambda job: places[job.backward]):
+        latest[job.stage] = job.backward
+    users: dict[int, Backward] = {}
+    for stage, backward in sorted(latest.items(), key=lambda item: places[item[1]]):
+        users |= dict.fromkeys((0, *stage.buckets) if stage.last else stage.buckets, backward)
+    return users
 
-    first = world(programs[0])
-    for program in programs[1:]:
-        for here, there in zip(first, world(program), strict=True):
+
+def _check_pushes_within(rank: int, parts: Parts, jobs: Sequence[_Job]) -> None:
+    """Rule 3 for the pushes of a backward: a bucket's segment ends before the one in front of
+    it."""
+    own = {job.backward.micro_batch: job.stage.buckets for job in jobs}
+    for _, action in parts:
+        if isinstance(action, Backward) and action.pushes:
+            wanted = tuple(b for b in reversed(own[action.micro_batch]) if b in action.pushes)
+            if action.pushes != wanted:
+                raise ProgramError(
+                    f"rule 3, rank {rank}, action {action}",
+                    got=f"pushes of buckets {action.pushes}",
+                    wanted="those of its stage, the last first",
+                )
+
+
+def _check_world_order(parts: Sequence[Parts]) -> None:
+    """Rule 1."""
+    orders = [[p for p, _ in mine if isinstance(p, Pull | Push | Update)] for mine in parts]
+    for rank, order in enumerate(orders):
+        for here, there in zip(orders[0], order, strict=True):
             if here != there:
                 raise ProgramError(
                     "rule 1, order of the world's collectives",
-                    got=f"{here} on rank 0 against {there} on rank {program.rank}",
+                    got=f"{here} on rank 0 against {there} on rank {rank}",
                     wanted="one order on all ranks",
                 )
 
 
-def _check_runs_to_end(programs: Sequence[Program]) -> None:
-    """Rules 2 and 5: move any rank whose head can run, until nothing moves."""
-    heads = [0] * len(programs)
-
-    def head(rank: int) -> Action | None:
-        actions = programs[rank].actions
-        return actions[heads[rank]] if heads[rank] < len(actions) else None
-
-    def members(action: Action, rank: int) -> tuple[int, ...]:
-        match action:
-            case Forward(group=group) | Backward(group=group):
-                return group
-            case Update():
-                return tuple(range(len(programs)))
-        return (rank,)
-
-    ready = list(range(len(programs)))
-    while ready:
-        rank = ready.pop()
-        while (action := head(rank)) is not None:
-            group = members(action, rank)
-            if any(head(other) != action for other in group):
-                break
-            for other in group:
-                heads[other] += 1
-            ready += [other for other in group if other != rank]
-    stuck = [rank for rank in range(len(programs)) if head(rank) is not None]
-    if stuck:
-        waits = "; ".join(f"rank {rank} waits at {head(rank)}" for rank in stuck[:4])
-        raise ProgramError("rule 5, the programs deadlock", got=waits)
+def _check_messages(parts: Sequence[Parts]) -> None:
+    """Rule 2 for messages: those sent from one rank to another are those received, in order."""
+    sent: dict[tuple[int, int], list[str]] = {}
+    received: dict[tuple[int, int], list[str]] = {}
+    for rank, mine in enumerate(parts):
+        for part, _ in mine:
+            if isinstance(part, Send | Recv):
+                m = part.message
+                sends = isinstance(part, Send)
+                side, pair = (sent, (rank, m.peer)) if sends else (received, (m.peer, rank))
+                side.setdefault(pair, []).append(f"{m.what}{m.micro_batch}*{m.rows}")
+    for (here, there), out in sorted(sent.items()):
+        for place, (sends, receives) in enumerate(zip(out, received[here, there], strict=True)):
+            if sends != receives:
+                raise ProgramError(
+                    f"rule 2, message {place} from rank {here} to rank {there}",
+                    got=f"{sends} sent, {receives} received", wanted="the same",
+                )  # fmt: skip

@@ -14,8 +14,10 @@ __all__ = ["Row", "Timeline"]
 class Row:
     """One action of one rank; seconds since the step began on that rank's clock.
 
-    ``kind`` is pull, forward, backward, push or update; ``tokens`` is the pack's size for forward
-    and backward (0 otherwise) and ``ranks`` the size of the group that met.
+    ``kind`` is that of the action: pull, forward, backward, send, recv, exchange, push or update;
+    ``tokens`` is the pack's size for forward and backward, the rows of messages (0 otherwise),
+    ``ranks`` the size of the group that met. ``waited_s`` are the seconds of a forward or backward
+    in which it waited for weights, which have rows of their own.
     """
 
     rank: int
@@ -25,6 +27,7 @@ class Row:
     end_s: float
     tokens: int = 0
     ranks: int = 1
+    waited_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.end_s < self.start_s:
@@ -52,7 +55,8 @@ class Timeline:
     @property
     def idle(self) -> float:
         """Fraction of all ranks' time in which no forward, backward or update ran."""
-        busy = sum(r.seconds for r in self.rows if r.kind in ("forward", "backward", "update"))
+        kinds = ("forward", "backward", "update")
+        busy = sum(row.seconds - row.waited_s for row in self.rows if row.kind in kinds)
         total = self.devices * self.seconds
         return max(0.0, 1 - busy / total) if total > 0 else 0.0
 

@@ -11,6 +11,7 @@ from headrace.errors import SpecError
 from headrace.spec.lengths import Lengths
 from headrace.spec.method import LayerPlan
 from headrace.spec.scheme import Scheme
+from headrace.spec.stage import Stage, share_layers
 from headrace.spec.strategy import Strategy
 from headrace.units import percent_text, seconds_text
 
@@ -23,10 +24,15 @@ Working = Literal["whole", "sharded"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """One pipeline: its scheme and the ranks that form it, in order."""
+    """One pipeline: its scheme and the ranks that form it, stage by stage.
+
+    Within a stage tensor ranks are neighbours. ``shares`` are the layers of each stage; without,
+    they are as even as can be.
+    """
 
     scheme: Scheme
     ranks: tuple[int, ...]
+    shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.ranks) != self.scheme.devices:
@@ -36,6 +42,36 @@ class Pipeline:
             )  # fmt: skip
         if len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
             raise SpecError("ranks of a pipeline", got=self.ranks, wanted="distinct ranks >= 0")
+        stages = self.scheme.pipeline
+        if self.shares and (len(self.shares) != stages or min(self.shares) < 1):
+            raise SpecError(
+                f"layers of the stages of a {self.scheme} pipeline", got=self.shares,
+                wanted=f"{stages} counts >= 1",
+            )  # fmt: skip
+
+    def stages(self, layers: int) -> tuple[Stage, ...]:
+        """Its stages over a model of so many layers. Raises SpecError when they do not add up."""
+        shares, count = self.shares or share_layers(layers, self.scheme.pipeline), len(self.ranks)
+        if sum(shares) != layers:
+            raise SpecError(
+                "layers of the stages of a pipeline", got=f"{shares}", wanted=f"{layers} in sum"
+            )
+        width, start = count // len(shares), 0
+        stages: list[Stage] = []
+        for index, share in enumerate(shares):
+            ranks = tuple(sorted(self.ranks[index * width : (index + 1) * width]))
+            stages.append(
+                Stage(index=index, count=len(shares), ranks=ranks, start=start, stop=start + share)
+            )
+            start += share
+        return tuple(stages)
+
+    def stage_of(self, rank: int, layers: int) -> Stage:
+        """The stage in which ``rank`` works. Raises SpecError when it is in none."""
+        for stage in self.stages(layers):
+            if rank in stage.ranks:
+                return stage
+        raise SpecError(f"rank {rank}", got="outside the pipeline", wanted=f"one of {self.ranks}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +169,11 @@ class Plan:
                     )  # fmt: skip
 
     @property
+    def layers(self) -> int:
+        """Layers of the model that it is for."""
+        return len(self.micro_batches[0].layers.options) if self.micro_batches else 0
+
+    @property
     def strategy(self) -> Strategy:
         """The schemes of the pipelines that have work."""
         used = {micro.pipeline for micro in self.micro_batches}
@@ -181,7 +222,9 @@ class Plan:
             "lengths": self.lengths.to_json(),
             "devices": self.devices,
             "pipelines": [
-                {"scheme": str(p.scheme), "ranks": list(p.ranks)} for p in self.pipelines
+                {"scheme": str(p.scheme), "ranks": list(p.ranks)}
+                | ({"shares": list(p.shares)} if p.shares else {})
+                for p in self.pipelines
             ],
             "micro_batches": [
                 {
@@ -209,7 +252,11 @@ class Plan:
                 lengths=Lengths.from_json(value["lengths"]),
                 devices=value["devices"],
                 pipelines=tuple(
-                    Pipeline(scheme=Scheme.parse(p["scheme"]), ranks=tuple(p["ranks"]))
+                    Pipeline(
+                        scheme=Scheme.parse(p["scheme"]),
+                        ranks=tuple(p["ranks"]),
+                        shares=tuple(p.get("shares", ())),
+                    )
                     for p in value["pipelines"]
                 ),
                 micro_batches=tuple(

@@ -29,12 +29,14 @@ __all__ = ["WeightSpec", "bucket_count", "buckets", "parameter_count", "weight_t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSpec:
     """One weight. ``bucket`` is the unit of pull and push: 0 the embedding, 1..L the layers,
-    L + 1 what follows them: the last norm, the head."""
+    L + 1 what follows them: the last norm, the head. ``also`` is the bucket of another segment
+    that works with it: a tied embedding is the head's matrix."""
 
     name: str
     shape: tuple[int, ...]
     unit: int | None
     bucket: int
+    also: int | None = None
 
     @property
     def rows(self) -> int:
@@ -57,15 +59,18 @@ def weight_table(architecture: Architecture) -> tuple[WeightSpec, ...]:
     a = architecture
     table: list[WeightSpec] = []
 
-    def add(bucket: int, name: str, *shape: int, unit: int | None = None) -> None:
-        table.append(WeightSpec(name=name, shape=shape, unit=unit, bucket=bucket))
+    def add(
+        bucket: int, name: str, *shape: int, unit: int | None = None, also: int | None = None
+    ) -> None:
+        table.append(WeightSpec(name=name, shape=shape, unit=unit, bucket=bucket, also=also))
 
     def add_norm(bucket: int, name: str) -> None:
         add(bucket, f"{name}.weight", a.hidden)
         if a.biased:
             add(bucket, f"{name}.bias", a.hidden)
 
-    add(0, "embed.weight", a.vocabulary, a.hidden, unit=1)
+    end = a.layers + 1
+    add(0, "embed.weight", a.vocabulary, a.hidden, unit=1, also=end if a.tied else None)
     if a.learned_positions:
         add(0, "positions.weight", a.positions, a.hidden, unit=1)
     if a.kind == "bert":
@@ -86,7 +91,6 @@ def weight_table(architecture: Architecture) -> tuple[WeightSpec, ...]:
             add(bucket, f"{at}.proj.bias", a.hidden)
             add(bucket, f"{at}.in.bias", gates * a.ffn)
             add(bucket, f"{at}.out.bias", a.hidden)
-    end = a.layers + 1
     if a.norm_first:
         add_norm(end, "norm")
     if a.masked:

@@ -14,13 +14,14 @@ from headrace.layouts.layout import (
     working_partition,
     works_whole,
 )
-from headrace.layouts.link import link
+from headrace.layouts.link import link, received_rows, sent_rows
 from headrace.spec import Architecture, Lengths, weight_table
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
 from headrace.spec.scheme import Scheme
 from headrace.spec.weights import WeightSpec
 from plans import random_plan
+from strategies import NAMED, laid_out
 
 LLAMA = Architecture(layers=2, hidden=48, heads=6, kv_heads=3, ffn=40, vocabulary=61, tied=False)
 GPT = Architecture(
@@ -50,6 +51,34 @@ def _random_plans(count: int) -> list[Plan]:
         lengths = Lengths.of(rng.integers(1, 20, size=int(rng.integers(1, 6))))
         plans.append(random_plan(lengths, devices, 2, rng))
     return plans
+
+
+@pytest.mark.parametrize("ranks", NAMED)
+def test_no_rank_receives_more_than_its_part_or_sends_more_than_all(ranks: int) -> None:
+    """Would catch a stage that pulls other stages' layers or more than its tensor share, and an
+    owner that sends rows twice (Hydraulis, appendix B.1: at most W / TP in, W out)."""
+    a = replace(LLAMA, heads=8, kv_heads=8, ffn=128, layers=3)
+    table = weight_table(a)
+    whole = sum(w.elements for w in table)
+    uncut = sum(w.elements for w in table if w.unit is None)
+    for text in NAMED[ranks]:
+        plan = laid_out(text, a, tuple(range(1, 20)), ranks)
+        received, sent = [0] * ranks, [0] * ranks
+        for w in table:
+            slices = link(storage_partition(w, ranks), working_partition(w, plan))
+            for rank in range(ranks):
+                received[rank] += received_rows(slices, rank) * w.row_elements
+                sent[rank] += sent_rows(slices, rank) * w.row_elements
+        for pipeline in plan.pipelines:
+            for stage in pipeline.stages(a.layers):
+                own = [w for w in table if {w.bucket, w.also} & set(stage.buckets)]
+                part = sum(w.elements for w in own if w.unit) / pipeline.scheme.tensor
+                unit = max(w.unit * w.row_elements for w in own if w.unit)
+                for rank in stage.ranks:
+                    assert received[rank] <= part + uncut + len(own) * unit, text
+                    assert received[rank] <= whole / pipeline.scheme.tensor + uncut, text
+        assert max(sent) <= whole, text
+        assert sum(sent) == sum(received)
 
 
 def _name(weight: WeightSpec, name: str) -> bool:

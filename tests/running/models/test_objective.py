@@ -127,7 +127,7 @@ def test_a_batch_of_which_nothing_is_picked() -> None:
 def _nothing_picked() -> tuple[float, float, bool]:
     groups = Groups()
     storage = Storage(BERT, groups, seed=1, dtype=torch.float64)
-    executor = Executor(storage, groups, seed=1, dtype=torch.float64)
+    executor = Executor(storage, groups, seed=1)
     lengths = Lengths(tokens=(1,))
     step = next(s for s in range(99) if objective_of(BERT, seed=1, step=s).example(
         np.zeros(1, np.int32), 0)[1][0] == IGNORED)  # fmt: skip

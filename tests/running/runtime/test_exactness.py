@@ -54,7 +54,7 @@ def _steps(a, dtype, seed, steps, options, lr=0.0):
     """Run ``steps`` random plans; per step this rank's loss and gradient rows, then weights."""
     groups = Groups()
     storage = Storage(a, groups, seed=seed, dtype=dtype, options=options)
-    executor = Executor(storage, groups, seed=seed, dtype=dtype)
+    executor = Executor(storage, groups, seed=seed)
     rng, plans = np.random.default_rng(seed), np.random.default_rng((seed, groups.ranks))
     out = []
     for step in range(steps):

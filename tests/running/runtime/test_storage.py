@@ -21,6 +21,7 @@ from headrace.spec.scheme import Scheme
 from headrace.spec.weights import bucket_count, parameter_count
 from oracles import full_weights
 from ranks import run_ranks
+from strategies import laid_out
 
 # 4 ranks divide every unit of every matrix, and the rows of the norms too.
 EVEN = Architecture(layers=2, hidden=32, heads=4, kv_heads=4, ffn=256, vocabulary=64)
@@ -50,6 +51,9 @@ PLANS = {
     "2*cp2 sharded": _plan(4, (0, 1), (2, 3), working="sharded"),
     "1*cp2 + 2*cp1 sharded": _plan(4, (0, 1), (2,), (3,), working="sharded"),
     "1*cp1": _plan(4, (2,)),
+    "1*tp2 + 2*cp1": laid_out("1*tp2 + 2*cp1", EVEN, (8,) * 3, 4),
+    "1*tp4": laid_out("1*tp4", EVEN, (8,), 4),
+    "1*pp2 + 1*tp2": laid_out("1*pp2 + 1*tp2", EVEN, (8,) * 2, 4),
 }
 
 
@@ -145,6 +149,8 @@ def test_bytes_are_the_formulas() -> None:
         "2*cp2 sharded": [quarter + m * matrices for m in (1 / 4, 1 / 2, 1 / 2, 1 / 4)],
         "1*cp2 + 2*cp1 sharded": [quarter + m * matrices for m in (1 / 4, 1 / 2, 3 / 4, 3 / 4)],
         "1*cp1": [0, 0, w * 3 / 4, 0],
+        "1*tp2 + 2*cp1": [quarter + m * matrices for m in (1 / 4, 1 / 2, 3 / 4, 3 / 4)],
+        "1*tp4": [quarter] * 4,
     }
     for name, received in wanted.items():
         assert [r[name]["told"][0] for r in results] == received, name

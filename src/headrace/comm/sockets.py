@@ -1,0 +1,59 @@
+"""The sockets of process groups, and how to cut them.
+
+A rank that waits in gloo waits for its whole timeout when the one it waits for will never answer:
+aborting or destroying the group from another thread returns at once and unblocks nobody. What does
+is to shut down the connections themselves. So the connections that appear while a group is made
+are remembered, and nothing else of the process (the store's, a tracker's) is ever cut.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+__all__ = ["Connections"]
+
+
+class Connections:
+    """The connections that groups of this process have opened, by the number of their inode:
+    numbers of files are used again once one is closed, inodes are not so soon."""
+
+    def __init__(self) -> None:
+        self._inodes: set[int] = set()
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Remember what is opened in the context, which makes a group."""
+        before = set(_sockets())
+        try:
+            yield
+        finally:
+            self._inodes |= set(_sockets()) - before
+
+    def cut(self) -> int:
+        """Shut all of them down: whoever waits for one, here or at its other end, gets an error.
+        From any thread. Returns how many were open."""
+        found = 0
+        for inode, number in _sockets().items():
+            if inode in self._inodes:
+                with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                    # gloo ends the process when what it listens on is gone.
+                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        connection.shutdown(socket.SHUT_RDWR)
+                        found += 1
+        self._inodes.clear()
+        return found
+
+
+def _sockets() -> dict[int, int]:
+    """File numbers of this process's sockets by inode; empty where the system does not tell."""
+    found: dict[int, int] = {}
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError, ValueError):
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith("socket:["):
+                    found[int(target[8:-1])] = int(name)
+    return found

@@ -1,0 +1,160 @@
+"""What a stage of a pipeline costs: the costs of a group of its width, for its layers only.
+
+A stage of width w = tensor x context works as a group of w ranks does. Its rows of the weights are
+those of its layers, cut into blocks of ``tensor`` ranks (all w when weights are held sharded); the
+head and the loss are in the last stage. So everything here follows from the costs of groups:
+
+    segment     seconds of one layer, or of the ends, forward and backward
+    message     what a stage sends to the next: rows of h features, at the speed of the exchange
+    held        working weights: the share of the whole weights' bytes that its rows are
+    activations bytes kept from forward to backward, and the peak while a micro-batch runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from headrace.costs.cost_model import CostModel
+from headrace.costs.quadratic import Linear
+from headrace.spec.architecture import Architecture
+from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.plan import Pipeline, Working
+from headrace.spec.scheme import Scheme
+from headrace.spec.stage import Stage
+from headrace.spec.weights import WeightSpec, weight_table
+
+__all__ = [
+    "held_bytes",
+    "kept_line",
+    "message_s",
+    "moments",
+    "parts_of",
+    "segment_seconds",
+    "stage_gather",
+]
+
+
+def parts_of(scheme: Scheme, working: Working) -> int:
+    """Parts into which the ranks of a stage cut the rows of its weights."""
+    return scheme.tensor * (scheme.context if working == "sharded" else 1)
+
+
+def stage_gather(
+    costs: CostModel, scheme: Scheme, option: LayerOption, working: Working
+) -> tuple[float, float]:
+    """What fetching weights adds to one layer's (forward, backward).
+
+    A tensor block that holds a layer together lacks nothing for methods that work with shards as
+    they lie; others fetch the rest, at most what a group of the whole width would.
+    """
+    width = scheme.tensor * scheme.context
+    parts = parts_of(scheme, working)
+    if parts == 1 or width not in costs.options:
+        return 0.0, 0.0
+    if parts < width and costs.option(width, option).fetched < 1:
+        return 0.0, 0.0
+    return costs.gather_seconds(width, option, "sharded")
+
+
+def segment_seconds(
+    costs: CostModel, tokens: Sequence[int], pipeline: Pipeline, stage: Stage, layers: LayerPlan,
+    working: Working,
+) -> tuple[tuple[float, float], ...]:  # fmt: skip
+    """Seconds of (forward, backward) of every segment of a stage for a pack of ``tokens``, in the
+    order of ``stage.buckets``. The ends are charged where the head is.
+
+    Raises CostError when the costs lack the width or an option.
+    """
+    width, found = len(stage.ranks), list[tuple[float, float]]()
+    squares, total = sum(n * n for n in tokens), sum(tokens)
+    of_option: dict[LayerOption, tuple[float, float]] = {}
+    for bucket in stage.buckets:
+        if bucket == 0:
+            found.append((0.0, 0.0))
+        elif bucket > stage.stop:
+            ends = costs.ends[width]
+            pair = ends.forward.of_sums(squares, total), ends.backward.of_sums(squares, total)
+            found.append((pair[0] * costs.scale, pair[1] * costs.scale))
+        else:
+            option = layers.options[bucket - 1]
+            if option not in of_option:
+                cost = costs.option(width, option)
+                gather = stage_gather(costs, pipeline.scheme, option, working)
+                of_option[option] = (
+                    (cost.forward.of_sums(squares, total) + gather[0]) * costs.scale,
+                    (cost.backward.of_sums(squares, total) + gather[1]) * costs.scale,
+                )
+            found.append(of_option[option])
+    return tuple(found)
+
+
+def message_s(costs: CostModel, rows: int) -> float:
+    """Seconds of a message of ``rows`` rows to a neighbouring stage.
+
+    Between ranks what the pull of a step moves in its seconds: (N - 1) / N of all weights to each
+    rank; 0 where costs know of no exchange.
+    """
+    n, a = costs.cluster.devices, costs.architecture
+    elements = sum(weight.elements for weight in weight_table(a)) * (n - 1) / n
+    if n == 1 or elements == 0:
+        return 0.0
+    return costs.exchange_s.pull_s * costs.scale * rows * a.hidden / elements
+
+
+@lru_cache(maxsize=4096)
+def _share(architecture: Architecture, stage_buckets: tuple[int, ...], parts: int) -> float:
+    """Of all elements the share that a rank of such a stage works with."""
+
+    def rows(weight: WeightSpec) -> float:
+        used = weight.bucket in stage_buckets or weight.also in stage_buckets
+        return weight.elements / (parts if weight.unit else 1) if used else 0.0
+
+    table = weight_table(architecture)
+    return sum(map(rows, table)) / sum(weight.elements for weight in table)
+
+
+def held_bytes(costs: CostModel, pipeline: Pipeline, working: Working) -> tuple[int, ...]:
+    """Bytes of working weights and their gradients on a rank of each stage.
+
+    Where storage and working layout may be one, as on a single rank, the costs say so: what whole
+    weights take is the measure.
+    """
+    scheme = pipeline.scheme
+    width, parts = scheme.tensor * scheme.context, parts_of(scheme, working)
+    if scheme.pipeline == 1 and parts in (1, width):
+        return (costs.working_bytes[width]["whole" if parts == 1 else "sharded"],)
+    whole = costs.working_bytes[width]["whole"]
+    return tuple(
+        round(whole * _share(costs.architecture, stage.buckets, parts))
+        for stage in pipeline.stages(costs.architecture.layers)
+    )
+
+
+def kept_line(costs: CostModel, stage: Stage, layers: LayerPlan) -> Linear:
+    """Bytes that a stage keeps of a micro-batch from its forward to its backward, over tokens."""
+    width = len(stage.ranks)
+    lines = [costs.option(width, o).kept for o in layers.options[stage.start : stage.stop]]
+    if stage.last:
+        lines.append(costs.ends[width].kept)
+    return Linear(
+        slope=sum(line.slope for line in lines), constant=sum(line.constant for line in lines)
+    )
+
+
+def moments(costs: CostModel, stage: Stage, layers: LayerPlan) -> list[Linear]:
+    """Bytes of a micro-batch's activations at every moment that can be its peak in a stage: what
+    is kept so far and what the current segment needs in passing."""
+    width = len(stage.ranks)
+    first = costs.ends[width].kept if stage.last else Linear()
+    slope, constant, found = first.slope, first.constant, list[Linear]()
+    for option in layers.options[stage.start : stage.stop]:
+        cost = costs.option(width, option)
+        slope, constant = slope + cost.kept.slope, constant + cost.kept.constant
+        found.append(
+            Linear(slope=slope + cost.transient.slope, constant=constant + cost.transient.constant)
+        )
+    if stage.last:
+        passing = costs.ends[width].transient
+        found.append(Linear(slope=slope + passing.slope, constant=constant + passing.constant))
+    return found

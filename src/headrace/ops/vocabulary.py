@@ -1,0 +1,159 @@
+"""The vocabulary over a tensor group: each rank looks up and multiplies the words it holds.
+
+Shape legend: t_r tokens on rank r of a tensor group of R, T in all, T_c in a chunk; h features;
+V words, of which this rank holds v from ``first`` on. t_r and v may be zero: every rank takes part
+in every collective.
+
+A chunk is that of ops.spread: the same share of every rank's tokens, one rank after the other, the
+next one on its way. A table or a matrix is never gathered, activations [T, h] neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headrace.comm.collectives import all_gather_rows
+from headrace.ops.linear import Source
+from headrace.ops.loss import IGNORED
+from headrace.ops.spread import Spread
+
+__all__ = ["spread_embed", "spread_head_loss"]
+
+
+def spread_embed(
+    ids: torch.Tensor, weight: Source, first: int, anchor: torch.Tensor, spread: Spread
+) -> torch.Tensor:
+    """Rows of an embedding table whose words are spread over a group.
+
+        ids       [t_r]      int64
+        weight    [v, h]     this rank's words, ``first`` and those after it
+        returns   [t_r, h] = reduce_scatter(E), E[t] = W[ids[t]] where the word is here, else 0
+        keeps     the places of the tokens of all ranks whose words are here
+        backward  dE = all_gather(dy);  dW[ids] += dE of those tokens
+        sends     V T h forward, V T h backward;  V = (R - 1) / R
+
+    ``anchor`` is any tensor that requires grad: ids do not, and every member of a group must run
+    the backward, tokens or not.
+    """  # fmt: skip
+    return _SpreadEmbed.apply(anchor, ids, weight, first, spread)  # type: ignore[no-any-return]
+
+
+class _SpreadEmbed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, weight: Source, first: int,
+        spread: Spread,
+    ) -> torch.Tensor:  # fmt: skip
+        table, kept = weight.rows(), list[torch.Tensor]()
+
+        def part(ids: torch.Tensor) -> torch.Tensor:
+            places, words = _held(ids, first, len(table))
+            kept.extend((places, words))
+            rows = table.new_zeros((len(ids), *table.shape[1:]))
+            return rows.index_copy_(0, places, table.index_select(0, words))
+
+        like = table.new_empty(()).expand(len(ids), *table.shape[1:])  # a shape without memory
+        out = spread.scattered(map(part, spread.gathered(ids)), like)
+        ctx.save_for_backward(*kept)
+        ctx.rest = (weight, table.shape, anchor, spread)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        kept = ctx.saved_tensors
+        weight, shape, anchor, spread = ctx.rest
+        sums = grad.new_zeros(shape, dtype=_wide(grad.dtype))
+
+        def add(rows: torch.Tensor, places: torch.Tensor, words: torch.Tensor) -> None:
+            sums.index_add_(0, words, rows.index_select(0, places).to(sums.dtype))
+
+        for _ in map(add, spread.gathered(grad), kept[::2], kept[1::2]):
+            pass
+        weight.add(sums)
+        return torch.zeros_like(anchor), None, None, None, None
+
+
+def spread_head_loss(
+    x: torch.Tensor, labels: torch.Tensor, weight: Source, first: int, scale: float,
+    spread: Spread, chunk: int = 2048, bias: Source | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Cross-entropy of the labels, and its gradient, of a head whose words are spread over a group.
+
+        x        [t_r, h]        after the last norm
+        labels   [t_r]           int64; IGNORED carries no loss
+        weight   [v, h], bias [v]    this rank's words, ``first`` and those after it
+        returns  loss []       = scale sum_t (n_t - z_t[label_t]) over this rank's own tokens, fp64
+                 dx   [t_r, h] = reduce_scatter(dZ W), dZ = scale (exp(Z - n) - onehot)
+        with     X = all_gather(x);  Z = X W^T + b [T_c, v] the logits of this rank's words
+                 n_t = logsumexp over ranks of logsumexp_v(Z_t)
+        and      dW += dZ^T X;  db += sum_T dZ
+        sends    V T h for X and V T h for dx; a token's sum and its label's logit to every rank
+
+    The losses of a group's ranks add up to that of ``head_loss``, which says more; ``chunk`` is
+    how many tokens of the group have logits at a time, about, in place of the spread's chunks.
+    All ranks take the sums from the same numbers in the same order, so they agree on every bit.
+    """  # fmt: skip
+    spread = replace(spread, chunks=max(1, -(-spread.total // chunk)))
+    matrix, wide = weight.rows(), _wide(x.dtype)
+    offset = None if bias is None else bias.rows().to(wide)
+    loss = torch.zeros((), dtype=torch.float64, device=x.device)
+    whole = torch.zeros_like(matrix, dtype=wide)
+    sums = whole.new_zeros(len(matrix))
+
+    def part(chunk: int, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = (rows @ matrix.t()).to(wide)
+        if offset is not None:
+            logits += offset
+        places, words = _held(targets, first, len(matrix))
+        normal, picked = _of_all_words(logits, places, words, spread.group)
+        kept = (targets != IGNORED).to(wide)
+        of_rank = ((normal - picked) * kept).split(spread.counts(chunk))
+        loss.add_(of_rank[_rank(spread)].double().sum())
+        logits.sub_(normal[:, None]).exp_()
+        logits[places, words] -= 1.0
+        logits.mul_((kept * scale)[:, None])
+        if bias is not None:
+            sums.add_(logits.sum(0))
+        dlogits = logits.to(x.dtype)
+        whole.addmm_(dlogits.t().to(wide), rows.to(wide))
+        return dlogits @ matrix
+
+    chunks = map(part, range(spread.chunks), spread.gathered(x), spread.gathered(labels))
+    dx = spread.scattered(chunks, x)
+    weight.add(whole)
+    if bias is not None:
+        bias.add(sums)
+    return loss * scale, dx
+
+
+def _held(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places in ``ids`` of words that are here, and those words counted from ``first``."""
+    places = ((ids >= first) & (ids < first + count)).nonzero().squeeze(1)
+    return places, ids.index_select(0, places) - first
+
+
+def _of_all_words(
+    logits: torch.Tensor, places: torch.Tensor, words: torch.Tensor,
+    group: dist.ProcessGroup | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Of each token [T_c] the logsumexp over the words of all ranks, and its label's logit.
+
+    One gather for both; a rank without words, or without a token's label, gives -inf and 0.
+    """
+    picked = logits.new_zeros(len(logits)).index_copy_(0, places, logits[places, words])
+    mine = torch.stack((logits.logsumexp(1), picked), 1)
+    ranks = 1 if group is None else dist.get_world_size(group)
+    parts = all_gather_rows(mine, [len(mine)] * ranks, group).view(ranks, len(mine), 2)
+    return parts[:, :, 0].logsumexp(0), parts[:, :, 1].sum(0)
+
+
+def _rank(spread: Spread) -> int:
+    return 0 if spread.group is None else dist.get_rank(spread.group)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32

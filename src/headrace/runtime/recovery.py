@@ -1,0 +1,72 @@
+"""Going on when a device runs out of memory in the middle of a step.
+
+Nothing is written before the update, so a step that failed before it can be taken again: all ranks
+leave what they wait in, meet anew, agree on who ran out, and get a thriftier plan of the same
+batch. Randomness is keyed by sample and step, so the loss is the one it would have been.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import dataclass
+
+from headrace.comm.collectives import gather_bytes
+from headrace.comm.mesh import Groups
+from headrace.comm.ranks import is_broken_connection
+from headrace.comm.reunion import Reunion
+from headrace.errors import HeadraceError
+from headrace.runtime.executor import Executor
+from headrace.runtime.machine import is_out_of_memory
+
+__all__ = ["Exhausted", "Recovery"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exhausted:
+    """Ranks that ran out of memory in one step, and in which action each; the same on all."""
+
+    actions: tuple[tuple[int, str], ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks."""
+        return tuple(rank for rank, _ in self.actions)
+
+    def __str__(self) -> str:
+        return ", ".join(f"rank {rank} ran out of memory in {text}" for rank, text in self.actions)
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovery:
+    """One rank's part in going on. ``recovered`` counts how often it did."""
+
+    reunion: Reunion
+    groups: Groups
+    recovered: int = 0
+
+    def possible(self, error: Exception, executor: Executor) -> bool:
+        """Whether the step that ended with ``error`` can be taken again: some rank ran out of
+        memory, this one or, as it seems from a connection that broke, another; and nothing was
+        written. Tells the others when it was this one."""
+        if executor.written or not self.reunion.possible:
+            return False
+        if is_out_of_memory(error):
+            self.reunion.ask()
+            return True
+        return is_broken_connection(error) and self.reunion.asked()
+
+    def meet(self, executor: Executor, mine: str | None) -> Exhausted:
+        """Meet the other ranks anew; ``mine`` is the action in which this rank ran out of memory,
+        None where it did not. No exception of the failed step may be alive: its frames hold what
+        the step held. Collective. Raises HeadraceError when it was nobody's memory."""
+        executor.storage.forget_layouts()
+        gc.collect()  # a transfer in a cycle would still wait in the old world
+        self.reunion.meet_anew(self.groups)
+        self.recovered += 1
+        said = gather_bytes(json.dumps(mine).encode(), self.groups.world)
+        told = [json.loads(text) for text in said]
+        found = Exhausted(actions=tuple((r, text) for r, text in enumerate(told) if text))
+        if not found.actions:
+            raise HeadraceError("step", got="a broken connection", wanted="ranks that all answer")
+        return found

@@ -1,0 +1,163 @@
+"""Walking programs: every rank stands at one action, and whoever can move moves.
+
+Every wait names fixed partners, so where the walk ends does not depend on who moves first. A send
+waits for its receiver here: it is done when both ranks stand at the message. An exchange posts both
+its messages on arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.spec.program import Action, Backward, Exchange, Forward, Program, Recv, Send, Update
+
+__all__ = ["Posted", "meeting", "meeting_key", "messages_of", "waiting"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posted:
+    """One message of an action: sent to ``peer`` or received from it."""
+
+    sends: bool
+    what: str
+    micro_batch: int
+    peer: int
+    rows: int
+
+    def key(self, rank: int) -> tuple[int, int, str, int]:
+        """(from, to, what, micro-batch) when ``rank`` posts it: equal at both ends."""
+        ends = (rank, self.peer) if self.sends else (self.peer, rank)
+        return (*ends, self.what, self.micro_batch)
+
+
+def messages_of(action: Action) -> tuple[Posted, ...]:
+    """The messages of an action."""
+    match action:
+        case Exchange(send=send, recv=recv):
+            return (*messages_of(send), *messages_of(recv))
+        case Send(message=m) | Recv(message=m):
+            return (
+                Posted(
+                    sends=isinstance(action, Send), what=m.what, micro_batch=m.micro_batch,
+                    peer=m.peer, rows=m.rows,
+                ),
+            )  # fmt: skip
+    return ()
+
+
+def meeting(action: Action, rank: int, world: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks that stand at the same action before any goes on."""
+    match action:
+        case Forward(group=group) | Backward(group=group):
+            return group
+        case Update():
+            return world
+    return (rank,)
+
+
+def meeting_key(action: Action) -> tuple[Any, ...]:
+    """What ranks that meet have in common. The pushes issued in a backward are not: each rank
+    issues its own in its own last backward."""
+    match action:
+        case Forward() | Backward():
+            return (action.kind, action.stage, action.micro_batch, action.group)
+    return (action.kind,)
+
+
+def waiting(programs: Sequence[Program]) -> list[tuple[int, Action]]:
+    """The (rank, action) where ranks wait for ever; empty when all lists run to their end.
+
+    First come ranks of which each waits for the next one, and the last for the first: the cause of
+    all others. No message may stand in a list twice.
+    """
+    walk = _Walk(programs)
+    walk.run()
+    heads = {rank: action for rank in walk.world if (action := walk.head(rank)) is not None}
+    circle = walk.circle(next(iter(heads))) if heads else []
+    return [(rank, heads[rank]) for rank in (*circle, *(r for r in heads if r not in circle))]
+
+
+class _Walk:
+    """Where every rank stands, who has come to which meeting, and which messages are posted."""
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self._programs, self.world = programs, tuple(range(len(programs)))
+        self._places = [0] * len(programs)
+        self._come: dict[tuple[Any, ...], set[int]] = {}
+        self._posted: set[tuple[bool, tuple[int, int, str, int]]] = set()
+        self._ready = list(self.world)
+
+    def head(self, rank: int) -> Action | None:
+        """The action at which ``rank`` stands; None at the end of its list."""
+        actions, place = self._programs[rank].actions, self._places[rank]
+        return actions[place] if place < len(actions) else None
+
+    def run(self) -> None:
+        """Move until nobody can."""
+        while self._ready:
+            self._move(self._ready.pop())
+
+    def circle(self, rank: int) -> list[int]:
+        """Who waits for whom, from ``rank`` on, until it goes round, from the lowest rank of the
+        circle; the whole way when it ends at a rank that waits for nobody."""
+        way: list[int] = []
+        at: int | None = rank
+        while at is not None and at not in way:
+            way.append(at)
+            at = self._partner(at)
+        if at is None:
+            return way
+        found = way[way.index(at) :]
+        first = found.index(min(found))
+        return found[first:] + found[:first]
+
+    def _partner(self, rank: int) -> int | None:
+        """One that ``rank`` waits for; None when it, or who it waits for, is at its end."""
+        action = self.head(rank)
+        if action is None:
+            return None
+        group, key = meeting(action, rank, self.world), meeting_key(action)
+        late = [other for other in group if other != rank and other not in self._come.get(key, ())]
+        late += [
+            message.peer
+            for message in messages_of(action)
+            if (not message.sends, message.key(rank)) not in self._posted
+        ]
+        stuck = [other for other in late if other in self.world and self.head(other) is not None]
+        return stuck[0] if stuck else None
+
+    def _move(self, rank: int) -> None:
+        """One action of ``rank``, with those who meet in it, if it waits for nobody any more."""
+        action = self.head(rank)
+        if action is None:
+            return
+        group = meeting(action, rank, self.world)
+        if group != (rank,) and not self._met(action, rank, group):
+            return
+        if self._delivered(action, rank):
+            for other in group:
+                self._places[other] += 1
+            self._ready += group
+
+    def _met(self, action: Action, rank: int, group: tuple[int, ...]) -> bool:
+        key = meeting_key(action)
+        come = self._come.setdefault(key, set())
+        come.add(rank)
+        if not come.issuperset(group):
+            return False
+        del self._come[key]
+        return True
+
+    def _delivered(self, action: Action, rank: int) -> bool:
+        """Post the messages of ``action``; whether all of them are posted at both ends."""
+        messages = messages_of(action)
+        if not messages:
+            return True
+        mine = {(message.sends, message.key(rank)) for message in messages}
+        if not self._posted.issuperset(mine):
+            self._posted |= mine
+            # A peer that waits for one of them may go on now.
+            self._ready += [m.peer for m in messages if 0 <= m.peer < len(self.world)]
+        return self._posted.issuperset((not sends, key) for sends, key in mine)
