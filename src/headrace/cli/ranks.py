@@ -94,7 +94,8 @@ def _device(config: Config) -> str:
 def open_rank(world: World, config: Config) -> Rank:
     """Open the corpus, agree on it, and make this rank's storage."""
     groups = Groups(connections=world.reunion.connections)
-    dtype = torch.float64 if config.devices.dtype == "float64" else torch.float32
+    dtype: torch.dtype = getattr(torch, config.devices.dtype)
+    stored = dtype if dtype.itemsize >= 4 else torch.float32
     data = open_data(config, Stopwatch() if world.rank == 0 else None)
     agree("fingerprint of the corpus", data.corpus.fingerprint, groups.world)
     free = available_bytes(world.device) if world.device == "cpu" else 0
@@ -105,7 +106,8 @@ def open_rank(world: World, config: Config) -> Rank:
     kind = "cpu" if world.device == "cpu" else torch.cuda.get_device_name()
     o = config.optimizer
     storage = Storage(
-        data.architecture, groups, seed=config.run.seed, dtype=dtype, device=world.device,
+        data.architecture, groups, seed=config.run.seed, dtype=stored, device=world.device,
+        working_dtype=dtype,
         options=AdamW(
             lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, decay=o.decay, clip=o.clip
         ),

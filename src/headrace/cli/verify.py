@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +24,13 @@ from headrace.errors import CheckpointError, ConfigError
 from headrace.methods.registry import METHODS, method
 from headrace.models.objective import objective_of
 from headrace.models.plain import plain_loss, whole_weights
-from headrace.planning.drawn import random_plan
+from headrace.planning.drawn import random_plan, random_strategy
 from headrace.runtime import checkpoint
 from headrace.runtime.executor import Executor
 from headrace.runtime.storage import AdamW, Storage
 from headrace.spec.architecture import Architecture
 from headrace.spec.lengths import Lengths
+from headrace.spec.plan import Plan
 
 __all__ = ["verify"]
 
@@ -71,6 +73,7 @@ _Errors = dict[str, dict[str, float]]
 """By method: the largest relative errors of loss and gradient."""
 
 _MIXED = "mixed"
+_STRATEGIES = "strategies"
 _LONG = 600  # long enough to be folded over four ranks
 
 
@@ -87,7 +90,7 @@ def verify(
         raise ConfigError("verify", got=f"ranks {list(ranks)}, steps {steps}", wanted=">= 1 each")
     names = tuple(METHODS) if "all" in methods else tuple(method(name).name for name in methods)
     cases = [
-        _Case(model=model, ranks=count, steps=steps, seed=seed, methods=(*names, _MIXED))
+        _Case(model=model, ranks=count, steps=steps, seed=seed, methods=(*names, _MIXED, _STRATEGIES))
         for model in _MODELS
         for count in ranks
     ]
@@ -131,7 +134,8 @@ def _errors_of(case: _Case) -> _Errors | None:
 
 def _compare(case: _Case) -> _Errors:
     """The errors of each method of the case that some group of its ranks can run; ``mixed`` draws
-    from all of them for every branch of every layer."""
+    from all of them for every branch of every layer, ``strategies`` also pipelines of random
+    tensor, context and pipeline degrees side by side."""
     a, groups = _MODELS[case.model], Groups()
     storage = Storage(
         a, groups, seed=case.seed, dtype=torch.float64, options=AdamW(clip=0.0, decay=0.0)
@@ -139,15 +143,19 @@ def _compare(case: _Case) -> _Errors:
     executor = Executor(storage, groups, seed=case.seed)
     found: _Errors = {}
     for name in case.methods:
-        names = tuple(METHODS) if name == _MIXED else (name,)
-        by_size = methods_by_size(names, a, groups.ranks)
-        if len(by_size) > 1 or name in ("local", _MIXED):
-            found[name] = _worst(case, executor, by_size)
+        together = name in (_MIXED, _STRATEGIES)
+        by_size = methods_by_size(tuple(METHODS) if together else (name,), a, groups.ranks)
+        if name == _STRATEGIES:
+            blocks = min(a.kv_heads, a.ffn // a.ffn_block)
+            draw = partial(random_strategy, methods=by_size, most_tensor=blocks)
+            found[name] = _worst(case, executor, draw)
+        elif len(by_size) > 1 or name in ("local", _MIXED):
+            found[name] = _worst(case, executor, partial(random_plan, methods=by_size))
     return found
 
 
-def _worst(case: _Case, executor: Executor, methods: dict[int, list[str]]) -> dict[str, float]:
-    """Largest errors of random plans whose layers use ``methods`` of each group size."""
+def _worst(case: _Case, executor: Executor, draw: Callable[..., Plan]) -> dict[str, float]:
+    """Largest errors of random plans that ``draw`` gives."""
     storage, groups = executor.storage, executor.groups
     a, rng = storage.architecture, np.random.default_rng((case.seed, case.ranks))
     worst = {"loss": 0.0, "gradient": 0.0}
@@ -155,7 +163,7 @@ def _worst(case: _Case, executor: Executor, methods: dict[int, list[str]]) -> di
         short = rng.integers(1, 50, size=int(rng.integers(2, 10))).tolist()
         lengths = Lengths.of([_LONG, *short] if step == 0 else short)
         tokens = tuple(rng.integers(a.vocabulary, size=n).astype(np.int32) for n in lengths.tokens)
-        plan = random_plan(lengths, groups.ranks, a.layers, rng, methods=methods)
+        plan = draw(lengths, groups.ranks, a.layers, rng)
         result = executor.run(plan, tokens, step=step, lr=0.0)
         loss, grads = _plain_step(tokens, lengths, a, case.seed, step)
         worst["loss"] = max(worst["loss"], abs(result.loss - loss) / max(abs(loss), 1e-12))

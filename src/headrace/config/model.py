@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
     field_validator,
     model_validator,
 )
 
-from headrace.errors import HeadraceError, SpecError
+from headrace.config.planner import PlannerConfig
+from headrace.config.section import Count, Natural, Positive, Section, number
+from headrace.errors import SpecError
 from headrace.spec.architecture import PRESETS, Architecture
 from headrace.spec.hardware import Hardware
-from headrace.units import parse_bytes, parse_count
+from headrace.spec.strategy import Strategy
+from headrace.units import parse_bytes
 
 __all__ = [
     "CheckpointConfig",
@@ -33,32 +32,7 @@ __all__ = [
 ]
 
 
-def _number(parse: Callable[[str], object]) -> Callable[[Any], Any]:
-    """Reads a text by ``parse``, its error as pydantic wants it; leaves other values alone."""
-
-    def read(value: Any) -> Any:
-        try:
-            return parse(value) if isinstance(value, str) else value
-        except HeadraceError as error:
-            raise ValueError(str(error)) from None
-
-    return read
-
-
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Count = Annotated[int, BeforeValidator(_number(parse_count)), Field(ge=1)]
-"""A number, or a text such as ``"32Ki"``."""
-
-MethodText = Annotated[str, Field(pattern=r"^[a-z_]+(/[a-z_]+)?(\+[a-z]+)?$")]
-"""``METHOD``, ``ATTENTION/FEED_FORWARD``, either with ``+LEVEL``."""
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class RunConfig(_Section):
+class RunConfig(Section):
     """The run as a whole."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
@@ -78,7 +52,7 @@ class RunConfig(_Section):
     the layer's number and method; costs a pass over each activation."""
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """What to train on."""
 
     kind: Literal["text", "jsonl", "parquet", "memmap", "fasta"] = "text"
@@ -140,7 +114,7 @@ class DataConfig(_Section):
         return self
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """The model: a preset with changes, or all of its shape."""
 
     preset: str | None = None
@@ -218,7 +192,7 @@ class ModelConfig(_Section):
         return Architecture(**given)
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """AdamW and its schedule: linear warm-up, then a cosine down to ``floor`` times ``lr``."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-3
@@ -246,7 +220,7 @@ class OptimizerConfig(_Section):
     """Last learning rate as a fraction of ``lr``."""
 
 
-class DevicesConfig(_Section):
+class DevicesConfig(Section):
     """The ranks and what each may use."""
 
     ranks: Positive = 2
@@ -265,8 +239,9 @@ class DevicesConfig(_Section):
     """Plan and simulate for devices that are not at hand, ``DEVICE[+INSIDE][+ACROSS]`` such as
     ``"h100"`` or ``"a100-80g+pcie4"``, by their data sheets; training takes those it finds."""
 
-    dtype: Literal["float32", "float64"] = "float32"
-    """Type of weights, activations and gradients."""
+    dtype: Literal["bfloat16", "float32", "float64"] = "float32"
+    """Of the weights and activations that ranks work with. Stored weights, optimizer state and
+    sums of gradients are float32 with ``bfloat16``, and of the same type otherwise."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Seconds that a collective may wait."""
@@ -277,14 +252,14 @@ class DevicesConfig(_Section):
     @field_validator("memory")
     @classmethod
     def _memory(cls, value: str) -> str:
-        if value != "auto" and _number(parse_bytes)(value) < 1:
+        if value != "auto" and number(parse_bytes)(value) < 1:
             raise ValueError("wanted at least one byte")
         return value
 
     @field_validator("hardware")
     @classmethod
     def _hardware(cls, value: str | None) -> str | None:
-        return None if value is None else str(_number(Hardware.parse)(value))
+        return None if value is None else str(number(Hardware.parse)(value))
 
     @property
     def memory_bytes(self) -> int | None:
@@ -292,57 +267,7 @@ class DevicesConfig(_Section):
         return None if self.memory == "auto" else parse_bytes(self.memory)
 
 
-class PlannerConfig(_Section):
-    """Who decides, and between what."""
-
-    name: Literal["adaptive", "static"] = "adaptive"
-    """``adaptive`` decides for each batch; ``static`` uses groups of ``static_size`` always."""
-
-    static_size: Positive | None = None
-    """Group size of the static planner."""
-
-    group_sizes: tuple[Positive, ...] = ()
-    """Group sizes to consider; all from one to the number of ranks when empty."""
-
-    methods: Literal["auto"] | MethodText | tuple[MethodText, ...] = "auto"
-    """How layers are spread over the ranks of a group: ``auto`` chooses for each layer of each
-    micro-batch; one method (``"megatron_ts"``, or ``"ATTENTION/FEED_FORWARD"``) serves all layers;
-    a list gives one for each layer. ``+none``, ``+attention`` or ``+full`` fixes the recompute
-    level too. Groups that some layer's method cannot run on are not used."""
-
-    candidates: tuple[MethodText, ...] = ()
-    """Methods that ``auto`` measures and chooses among; when empty all but ``colossal_z``
-    and the composites ``ulysses_ring`` and ``tensor_ring``."""
-
-    smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Part of a micro-batch's time that may be lost to keep the layer options of the step before;
-    0 always takes the quickest."""
-
-    recompute: tuple[Literal["none", "attention", "full"], ...] = ("none", "attention", "full")
-    """Recompute levels to consider."""
-
-    working: Literal["auto", "whole", "sharded"] = "auto"
-    """How groups hold weights: each rank all of them, its shard, or whatever fits."""
-
-    memory_margin: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Part of a rank's memory that plans leave free; left out, what earlier runs with the same
-    costs learnt. The first begins with 0.3 on a CPU, whose allocator holds up to that much more
-    than what is alive, and 0.1 on a device; a peak too near to the limit raises it."""
-
-    @model_validator(mode="after")
-    def _static(self) -> PlannerConfig:
-        if (self.name == "static") != (self.static_size is not None):
-            raise ValueError("planner 'static' and static_size go together")
-        if self.candidates and self.methods != "auto":
-            raise ValueError("candidates are chosen from when methods is 'auto'")
-        if self.methods == ():
-            raise ValueError("methods needs one entry for each layer")
-        if not self.recompute:
-            raise ValueError("recompute needs at least one level")
-        return self
-
-
-class ProfileConfig(_Section):
+class ProfileConfig(Section):
     """The measurement of costs before the first step."""
 
     longest: Count | None = None
@@ -355,7 +280,7 @@ class ProfileConfig(_Section):
     """Timings of each pack; the fastest counts."""
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """State on disk."""
 
     every: Natural = 50
@@ -365,7 +290,7 @@ class CheckpointConfig(_Section):
     """Checkpoints to keep."""
 
 
-class ReportConfig(_Section):
+class ReportConfig(Section):
     """What a run writes besides its checkpoints."""
 
     html: bool = True
@@ -381,7 +306,7 @@ class ReportConfig(_Section):
     """Also send scalars to Weights & Biases (``WANDB_MODE=offline`` keeps them here)."""
 
 
-class Config(_Section):
+class Config(Section):
     """A whole configuration."""
 
     run: RunConfig = RunConfig()
@@ -393,6 +318,16 @@ class Config(_Section):
     profile: ProfileConfig = ProfileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _ranks_of_strategies(self) -> Config:
+        for text in self.planner.strategies:
+            devices = Strategy.parse(text).devices
+            if not 1 <= devices <= self.devices.ranks:
+                raise ValueError(
+                    f"planner.strategies: {text!r} needs {devices} ranks of {self.devices.ranks}"
+                )
+        return self
 
     def to_json(self) -> dict[str, Any]:
         """All keys as a JSON object."""

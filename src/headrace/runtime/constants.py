@@ -51,9 +51,9 @@ def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> di
     """Bytes of working weights and gradients of a rank that works in groups of p among ``ranks``.
 
     Sharded: the shards of all weights, and in passing one layer's matrices, gathered, with their
-    gradients. Nothing on a single rank, whose working weights are the stored ones.
+    gradients. Nothing on a single rank whose working weights are the stored ones.
     """
-    if ranks == 1:
+    if ranks == 1 and dtype.itemsize >= 4:
         return {"whole": 0, "sharded": 0}
     each = dtype.itemsize + max(4, dtype.itemsize)
     whole = shards = gathered = 0
@@ -83,7 +83,10 @@ class Constants:
         dtype, device = self._stand.dtype, self._stand.device
         scale = 1.0
         if self._storage.bytes_held() + whole > _ROOMY * memory_bytes:
-            storage = Storage(self._stand.two, self._groups, seed=0, dtype=dtype, device=device)
+            storage = Storage(
+                self._stand.two, self._groups, seed=0, dtype=storage.dtype, working_dtype=dtype,
+                device=device,
+            )  # fmt: skip
             scale = parameter_count(self._storage.architecture) / parameter_count(self._stand.two)
         saved = {name: master.clone() for name, master in storage.masters.items()}
         best = self._nearly_empty_steps(storage)
