@@ -57,6 +57,7 @@ class Executor:
     ``entered`` is told each action before it starts (the watcher publishes it); ``checked`` looks
     for values that are not finite after each layer, and names the layer. Nothing of the
     storage is written before the update: a step that fails leaves the weights as they were.
+    Without ``overlap`` nothing is computed while weights arrive or gradients leave: for comparison.
     ``action`` is where a step that failed was, ``written`` whether it had come to write.
     """
 
@@ -68,13 +69,14 @@ class Executor:
         seed: int,
         device: str = "cpu",
         checked: bool = False,
+        overlap: bool = True,
         entered: Callable[[str], None] = lambda action: None,
     ) -> None:
         self.storage, self.groups = storage, groups
         self.model = Transformer(storage.architecture)
         self.buckets = bucket_count(storage.architecture)
         self._seed, self._device, self._entered = seed, device, entered
-        self._checked = checked
+        self._checked, self._overlap = checked, overlap
         self.action, self.written = "", False
 
     def prepare(self, plan: Plan) -> Program:
@@ -89,7 +91,7 @@ class Executor:
                 "plan", got=f"{plan.semantics} for {plan.devices} ranks",
                 wanted=f"free for {self.groups.ranks}",
             )  # fmt: skip
-        programs = compile_plan(plan, self.buckets)
+        programs = compile_plan(plan, self.buckets, overlap=self._overlap)
         check_programs(programs, plan, self.buckets)
         self.groups.prepare(self._groups_of(plan))
         if any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines):
@@ -132,6 +134,8 @@ class Executor:
         return StepResult(loss=state.loss, gradient_norm=state.norm, rows=tuple(state.rows))
 
     def _do(self, action: Action, state: StepState) -> None:
+        if not self._overlap and not isinstance(action, Pull):
+            self._await(list(state.pulls), state)
         match action:
             case Pull(bucket=bucket):
                 self._issue(state.pulls, bucket, state.working.pull(bucket))
@@ -182,7 +186,7 @@ class Executor:
         state.waited_s = 0.0
         work()
         if self._device != "cpu":
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()  # not transfers under way on others
         tokens, ranks = 0, self.groups.ranks
         if isinstance(action, Forward | Backward):
             tokens = sum(state.plan.tokens_of(state.plan.micro_batches[action.micro_batch]))

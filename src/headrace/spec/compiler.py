@@ -43,22 +43,29 @@ def rows_of(tokens: int, ranks: int, member: int) -> int:
     return tokens // ranks + (member < tokens % ranks)
 
 
-def compile_rank(plan: Plan, rank: int, bucket_count: int) -> Program:
+def compile_rank(plan: Plan, rank: int, bucket_count: int, *, overlap: bool = True) -> Program:
     """The program of ``rank``: all pulls, its micro-batches, the update; pushes from the last
     bucket to the first, those of its layers within its last backward.
 
     Ranks without work pull nothing but still issue every world collective: they own, serve and
-    update their part of the storage. Raises SpecError when a pipeline has more stages than the
-    model (of ``bucket_count`` - 2 layers) has layers.
+    update their part of the storage. Without ``overlap`` all pushes follow the last backward.
+    Raises SpecError when a pipeline has more stages than the model (of ``bucket_count`` - 2 layers)
+    has layers.
     """
     work = list(_work(plan, rank, bucket_count - 2))
-    actions = [*(Pull(bucket=b) for b in range(bucket_count)), *work]
-    return Program(rank=rank, actions=(*_with_pushes(plan, rank, actions, bucket_count), Update()))
+    actions: list[Action] = [*(Pull(bucket=b) for b in range(bucket_count)), *work]
+    if overlap:
+        actions = list(_with_pushes(plan, rank, actions, bucket_count))
+    else:
+        actions += [Push(bucket=bucket) for bucket in reversed(range(bucket_count))]
+    return Program(rank=rank, actions=(*actions, Update()))
 
 
-def compile_plan(plan: Plan, bucket_count: int) -> tuple[Program, ...]:
+def compile_plan(plan: Plan, bucket_count: int, *, overlap: bool = True) -> tuple[Program, ...]:
     """The programs of all ranks of a plan over a model of ``bucket_count`` weight buckets."""
-    return tuple(compile_rank(plan, rank, bucket_count) for rank in range(plan.devices))
+    return tuple(
+        compile_rank(plan, rank, bucket_count, overlap=overlap) for rank in range(plan.devices)
+    )
 
 
 def _work(plan: Plan, rank: int, layers: int) -> Iterator[Action]:

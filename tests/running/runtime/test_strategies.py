@@ -231,6 +231,24 @@ def test_every_message_is_told_and_measured() -> None:
         assert all(row[2] > 0 for row in messages)
 
 
+def _without_overlap(plan: Plan) -> Any:
+    groups = Groups()
+    storage = Storage(LLAMA, groups, seed=3, dtype=torch.float64, options=AdamW(clip=0.0))
+    executor = Executor(storage, groups, seed=3, overlap=False)
+    result = executor.run(plan, _documents(LLAMA, plan.lengths.tokens), step=0, lr=0.0)
+    pulls = max(r.end_s for r in result.rows if r.kind == "pull")
+    first = min((r.start_s for r in result.rows if r.kind in ("forward", "recv")), default=pulls)
+    return (result.loss, _gradients(storage)), pulls <= first
+
+
+def test_without_overlap_it_is_the_same() -> None:
+    """Would catch a comparison with something that computes another step, or that overlaps too."""
+    plan = laid_out("1*pp2 + 2*cp1", LLAMA, LENGTHS, 4)
+    results = run_ranks(4, _without_overlap, plan)
+    _compare([[found] for found, _ in results], LLAMA, [plan], 1e-10)
+    assert all(apart for _, apart in results)
+
+
 def _mixed(plan: Plan) -> Any:
     groups = Groups()
     storage = Storage(
