@@ -31,7 +31,7 @@ def test_planners_side_by_side(tmp_path: Path) -> None:
     small = steps["hydraulis-32b", 64, "commoncrawl-like-200k", "headrace"]
     assert small["mean_s"] <= 3.45
     large = steps["hydraulis-32b", 1024, "commoncrawl-like-3.2m", "headrace"]
-    assert large["mean_s"] <= 4.16
+    assert large["mean_s"] <= 4.155
     assert [row["devices"] for row in ended.numbers["growth"]] == [64, 256]
     assert "whole planners" in ended.out
 
@@ -48,7 +48,7 @@ def test_given_strategies_programs_and_proposals(tmp_path: Path) -> None:
     assert ended.numbers is not None
     for row in ended.numbers["given strategies"]:
         assert row["step_s"] <= row["greedy_s"], row["strategy"]
-        assert 0 <= row["gap_equation_2"] <= (0.09 if "pp" in row["strategy"] else 0.003)
+        assert 0 <= row["gap_equation_2"] <= (0.07 if "pp" in row["strategy"] else 0.003)
     for row in ended.numbers["integer programs"]:
         assert row["program_bound_s"] * (1 - 1e-6) <= row["ours_s"] <= row["program_s"] * 1.02
     assert ended.numbers["proposals"][0]["candidates"] > 2

@@ -137,6 +137,37 @@ def test_the_seed_draws_the_lengths(config: Path, capsys) -> None:
     assert first.lengths != other.lengths
 
 
+@pytest.mark.parametrize("ending", [".json", ".svg"])
+def test_a_picture_of_the_longest_batch(config: Path, capsys, tmp_path, ending: str) -> None:
+    """Catches a picture of another batch, one without all ranks or lengths, or JSON beside it that
+    cannot be read."""
+    pytest.importorskip("altair")
+    path = tmp_path / f"plan{ending}"
+    code, out, err = call(capsys, "plan", config, "--batches", 3, "--json", "--picture", path)
+    assert code == 0, err
+    found = plans(out)
+    longest = max(range(3), key=lambda i: found[i].predicted_s)
+    assert f"picture of batch {longest}, the longest" in " ".join(err.split())
+    if ending == ".svg":
+        assert path.read_text().startswith("<svg")
+        return
+    spec = json.loads(path.read_text())
+    [gantt, where] = spec["vconcat"]
+    rows = [spec["datasets"][chart["data"]["name"]] for chart in (gantt, where)]
+    assert gantt["title"].startswith(f"batch {longest}: ")
+    assert len(rows[1]) == len(found[longest].lengths)
+    bars = [bar for bar in rows[0] if bar["longest"]]
+    assert {rank for bar in bars for rank in range(bar["low"], bar["high"])} == {0, 1}
+
+
+def test_a_picture_without_a_place_is_refused(config: Path, capsys, tmp_path) -> None:
+    """Catches batches that are planned first."""
+    pytest.importorskip("altair")
+    code, out, err = call(capsys, "plan", config, "--picture", tmp_path / "no" / "plan.svg")
+    assert (code, out) == (2, "")
+    assert "no such folder" in " ".join(err.split())
+
+
 def test_the_static_planner_uses_one_size(config: Path, capsys) -> None:
     """Catches a planner that is chosen in the configuration and not used."""
     changes = ["--set", "planner.name=static", "--set", "planner.static_size=2"]
@@ -291,6 +322,10 @@ for command in ("plan", "simulate"):
     assert code == 0, code
     code = headrace.cli.main([command, sys.argv[1], "--lengths", sys.argv[2]])
     assert code == 0, code
+for kind, devices in (("hydraulis-7b", "32"), ("flexsp-7b-a100", "8")):
+    files = ["--costs", f"benchmarks/published/{kind}.json", "--devices", devices,
+             "--lengths", "benchmarks/fixtures/longtail-32k-100k.json"]
+    assert headrace.cli.main(["plan", *files]) == 0
 assert headrace.cli.main(["config"]) == 0
 for name in headrace.__all__:
     getattr(headrace, name)
@@ -301,7 +336,7 @@ assert "torch" not in sys.modules
 def python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[2],
     )  # fmt: skip
 
 

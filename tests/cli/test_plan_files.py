@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import pytest
 
 from headrace.cli import main
+from headrace.planning.groups import GROUP_PLANNERS
+from headrace.planning.pipelines.planner import PLANNERS
 
 SCHEMES = [
     {"scheme": "tp2", "tensor": 2, "pipeline": 1, "devices": 2, "a_s": 2e-9, "b_s": 2e-4,
@@ -140,6 +144,16 @@ def test_bad_lengths_name_the_entry(
         ({"schemes": []}, "schemes"),
         ({"schemes": [{**SCHEMES[0], "a_s": -1.0}]}, "a_s"),
         ({"schemes": [{k: v for k, v in SCHEMES[0].items() if k != "b_s"}]}, "b_s"),
+        ({"schemes": [{**SCHEMES[0], "a_s": float("nan")}]}, "a_s of tp2: got nan"),
+        ({"schemes": [{**SCHEMES[0], "c_s": 1e308}]}, "costs.json, tp2: got 1e+308 s for 1 tokens"),
+        ({"schemes": [{**SCHEMES[0], "b_s": 10**400}]}, "a number of 401 digits"),
+        ({"schemes": [{**SCHEMES[0], "c_s": "0"}]}, "c_s of tp2: got '0'"),
+        ({"schemes": [{**SCHEMES[0], "max_length": {"8": 1.5}}]}, "max_length of tp2 at 8 devices"),
+        ({"schemes": [{**SCHEMES[0], "max_length": [4000]}]}, "scheme 0"),
+        ({"schemes": [{**SCHEMES[0], "max_length": {"8": -1}}]}, "no scheme fits the devices"),
+        ({"schemes": [{**SCHEMES[0], "scheme": "tp"}]}, "scheme 0"),
+        ({"schemes": [5]}, "scheme 0"),
+        ({"kind": ["groups"]}, "kind: got ['groups']"),
     ],
 )
 def test_bad_costs_are_refused(
@@ -153,6 +167,137 @@ def test_bad_costs_are_refused(
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"a_s": float("inf")}, "a_s: got inf"),
+        ({"b_s": 1e308}, "costs.json, groups of 1: got 1e+308 s for 1 tokens"),
+        ({"c_s": 10**400}, "a number of 401 digits"),
+        ({"cap_tokens": 0}, "cap_tokens: got 0"),
+        ({"kappa_s": {}}, "at least one group size"),
+        ({"kappa_s": {"2": -1e-5}}, "kappa_s of 2: got -1e-05"),
+        ({"kappa_s": {"two": 0}}, "group size: got 'two'"),
+        ({"kappa_s": {"9" * 5000: 0.0}}, "costs.json"),
+        ({"kappa_s": {"16": 0.0}}, "devices: got 4, wanted at least 16"),
+        ({"kapa_s": {}}, "did you mean 'kappa_s'"),
+    ],
+)
+def test_bad_costs_of_groups_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], text: str
+) -> None:
+    """Catches a traceback where a number is too large to be summed, and sizes that are none."""
+    code, out, err = call(capsys, "plan", *files(tmp_path, {**GROUPS, **change}), "--devices", 4)
+    assert (code, out) == (2, "")
+    assert text in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("which", ["--costs", "--lengths"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x00\xff\xfe\x80", b'{"kind": "groups",', b"[" * 100_000, None],
+    ids=["empty", "binary", "cut off", "deep", "folder"],
+)  # fmt: skip
+def test_files_that_are_no_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], which: str, content: bytes | None
+) -> None:
+    """Catches a traceback of the decoder or of the file system."""
+    named = files(tmp_path, GROUPS)
+    bad = tmp_path / "bad.json"
+    if content is None:
+        bad.mkdir()
+    else:
+        bad.write_bytes(content)
+    named[named.index(which) + 1] = bad
+    code, out, err = call(capsys, "plan", *named, "--devices", 4)
+    assert (code, out) == (2, "")
+    assert f"file {bad}" in err
+    assert "Traceback" not in err
+
+
+def test_a_sequence_that_fits_nowhere_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches an error that says which sequence, and of which iteration it does not."""
+    for costs, devices, text in (
+        (PIPELINES, 8, "sequence 1 of iteration 1 fits no scheme: got 90,000 tokens"),
+        (GROUPS, 4, "iteration 1, sequence 1 of 90,000 tokens"),
+    ):
+        named = files(tmp_path, costs, {"iterations": [[5], [7, 90_000]]})
+        code, out, err = call(capsys, "plan", *named, "--devices", devices)
+        assert (code, out) == (2, "")
+        assert text in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("costs", "devices", "planner"),
+    [(PIPELINES, 64, name) for name in PLANNERS]
+    + [(GROUPS, devices, name) for name in GROUP_PLANNERS for devices in (3, 64)],
+)
+def test_every_planner_plans_few_sequences_on_many_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], costs: dict[str, Any], devices: int,
+    planner: str,
+) -> None:  # fmt: skip
+    """Catches lost or doubled sequences where there are more pipelines or groups than sequences,
+    or devices are left over."""
+    lengths = [[2000], [7, 7], [3000, 1, 1]]
+    named = files(tmp_path, costs, {"iterations": lengths})
+    words = ("plan", *named, "--devices", devices, "--planner", planner)
+    code, out, err = call(capsys, *words, "--json")
+    assert code == 0, err
+    for own, item in zip(lengths, json.loads(out)["iterations"], strict=True):
+        held = [ids for pipeline in item.get("pipelines", ()) for ids in pipeline["micro_batches"]]
+        held += [launch["sequences"] for launch in item.get("launches", ())]
+        assert sorted(i for ids in held for i in ids) == list(range(len(own)))
+        assert item["lower_bound_s"] <= item["predicted_s"] * (1 + 1e-9)
+
+
+def test_reasons_are_what_binds_and_the_runner_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a plan without an explanation, in the table or in the plan file."""
+    lengths = {"iterations": [[300, 2000, 40, 700, 700, 1500]]}
+    for costs, devices, texts in (
+        (PIPELINES, 8, ("bound ", "next of the candidates, ")),
+        (GROUPS, 4, ("bound by ", "best static: cp", "runner-up: ")),
+    ):
+        words = ("plan", *files(tmp_path, costs, lengths), "--devices", devices)
+        table = call(capsys, *words)[1]
+        [item] = json.loads(call(capsys, *words, "--json")[1])["iterations"]
+        for text in texts:
+            assert f"iteration 0: {text}" in table
+            assert any(reason.startswith(text) for reason in item["why"]), text
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["costs", "costs nothing"])
+def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], free: bool) -> None:
+    """Catches a picture of another iteration than the longest, and one divided by a bound of 0."""
+    pytest.importorskip("altair")
+    nothing = {"a_s": 0, "b_s": 0, "c_s": 0, "kappa_s": {"1": 0, "4": 0}} if free else {}
+    picture = tmp_path / "plan.json"
+    words = ("--devices", 4, "--picture", picture)
+    code, _, err = call(capsys, "plan", *files(tmp_path, {**GROUPS, **nothing}), *words)
+    assert code == 0, err
+    [gantt, where] = json.loads(picture.read_text())["vconcat"]
+    assert gantt["title"].startswith("iteration 0: ")
+    assert where["mark"]["type"] == "tick"
+
+
+def test_places_for_pictures_are_looked_at_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a plan that takes minutes and then cannot be drawn."""
+    pytest.importorskip("altair")
+    (tmp_path / "folder.svg").mkdir()
+    for name, text in (
+        ("plan.gif", "ending '.gif'"), ("no/plan.svg", "no such folder"),
+        ("folder.svg", "got a folder"),
+    ):  # fmt: skip
+        words = ("--costs", tmp_path / "no.json", "--lengths", "no.json", "--devices", 4)
+        code, out, err = call(capsys, "plan", *words, "--picture", tmp_path / name)
+        assert (code, out) == (2, ""), name
+        assert text in " ".join(err.split())
+
+
 def test_options_that_do_not_go_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +305,13 @@ def test_options_that_do_not_go_together(
     named = files(tmp_path, PIPELINES)
     for words, text in (
         (("plan", *named), "wanted a CONFIG, or all of --costs, --lengths and --devices"),
-        (("plan", *named, "--devices", 0), "--devices"),
+        (("plan", *named, "--devices", 0), "--devices: got 0, wanted 1 to 1,000,000"),
+        (("plan", *named, "--devices", 10**9), "--devices: got 1000000000"),
+        (("plan", *named, "--devices", 3), "devices: got 3, wanted at least 8"),
+        (("plan", *named, "--devices", 8, "--seed", -1), "--seed: got -1"),
+        (("plan", *named, "--devices", 8, "--planner", ""), "planner: got ''"),
+        (("plan", *named, "--devices", 8, "--ranks", 8), "--ranks: got '8', wanted a CONFIG"),
+        (("plan", *named, "--devices", 8, "--set", "run.seed=1"), "--set"),
         (("plan", *named, "--devices", 8, "--semantics", "lockstep"), "--semantics"),
         (("plan", *named, "--devices", 8, "--planner", "hydralis"), "did you mean 'hydraulis'"),
         (("plan", "job.toml", "--devices", 8), "--devices: got '8', wanted no configuration"),
@@ -169,3 +320,47 @@ def test_options_that_do_not_go_together(
         code, out, err = call(capsys, *words)
         assert (code, out) == (2, ""), words
         assert text in " ".join(err.split()), err
+
+
+def test_misspelt_words_for_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches names that are refused without saying which are known."""
+    named = files(tmp_path, GROUPS)
+    for words, text in (
+        (("--semantics", "lock-step"), "did you mean 'lockstep'?"),
+        (("--semantics", ""), "--semantics: got '', wanted free or lockstep"),
+        (("--planner", "best_static"), "did you mean 'best-static'?"),
+        (("--planner", "hydraulis"), "wanted one of headrace, static, best-static"),
+    ):
+        code, out, err = call(capsys, "plan", *named, "--devices", 4, *words)
+        assert (code, out) == (2, ""), words
+        assert text in " ".join(err.split()), err
+
+
+def test_help_names_every_planner(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a planner that nobody can find."""
+    code, out, _ = call(capsys, "plan", "--help")
+    assert code == 0
+    for name in {*PLANNERS, *GROUP_PLANNERS}:
+        assert name in out, name
+
+
+ROOT = Path(__file__).parents[2]
+SHOWN = re.findall(
+    r"^\$ (headrace plan --costs .+)$", (ROOT / "README.md").read_text(), re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_what_the_first_page_shows_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    """Catches files that have moved, on the page that a newcomer copies from."""
+    monkeypatch.chdir(ROOT)
+    code, out, err = call(capsys, *shlex.split(line)[1:])
+    assert code == 0, err
+    assert "bound" in out
+
+
+def test_the_first_page_shows_both_kinds() -> None:
+    """Catches a change of the page's form, after which the test above would run nothing."""
+    assert {"--json" in line for line in SHOWN} == {True, False}

@@ -13,6 +13,7 @@ import pytest
 from headrace.cli import main
 from headrace.costs import synthetic_costs
 from headrace.spec import Architecture, Plan, Program, Timeline, check_programs, compile_plan
+from headrace.spec.program import pushes_of
 
 CONFIG = """
 [data]
@@ -96,7 +97,9 @@ def test_json_reads_back(config: Path, capsys) -> None:
         programs = compile_plan(plan, BUCKETS)
         assert batch["programs"] == [str(program) for program in programs]
         ran = {(row.rank, row.action) for row in timeline.rows}
-        assert ran == {(p.rank, str(action)) for p in programs for action in p.actions}
+        acted = {(p.rank, str(a)) for p in programs for a in p.actions}
+        pushed = {(p.rank, f"G{b}") for p in programs for a in p.actions for b in pushes_of(a)}
+        assert ran == acted | pushed
         assert timeline.source == "predicted"
         assert timeline.seconds == pytest.approx(plan.predicted_s)
         assert len(batch["peak_bytes"]) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -31,7 +32,7 @@ PLAN = Plan(
 
 
 def row(rank: int, action: str, seconds: float) -> Row:
-    kind = {"F": "forward", "B": "backward", "P": "pull"}.get(action.strip("0")[0], "update")
+    kind = {"F": "forward", "B": "backward", "P": "pull"}.get(action.lstrip("01")[0], "update")
     return Row(rank=rank, action=action, kind=kind, start_s=1.0, end_s=1.0 + seconds)
 
 
@@ -49,6 +50,35 @@ def residual(ranks: tuple[int, ...], factor: float, predicted_s: float = 1.0) ->
     return Residual(
         ranks=ranks, predicted_s=predicted_s, measured_s=predicted_s * factor, shares={"x": 1.0}
     )
+
+
+def test_stages_add_up_and_waits_do_not_count() -> None:
+    """Would catch a wait for weights taken for slow work, members of a group told apart by the
+    pushes in their backwards, and stages of which only one counts."""
+    staged = PLAN.replace(
+        pipelines=(
+            Pipeline(scheme=Scheme(pipeline=2), ranks=(0, 1)),
+            Pipeline(scheme=Scheme(context=2), ranks=(2, 3)),
+        ),
+        devices=4,
+        micro_batches=(
+            MicroBatch(pipeline=0, sequences=(0,), layers=LayerPlan.parse("2*local")),
+            MicroBatch(pipeline=1, sequences=(1,), layers=LAYERS),
+        ),
+    )
+
+    def step(wait: float) -> Timeline:
+        first = replace(row(0, "0F0[0]", 2.0 + wait), waited_s=wait)
+        return timeline(
+            first, row(1, "1F0[1]", 1.0), row(1, "1B0[1]{3,2}", 2.0), row(0, "0B0[0]{1,0}", 4.0),
+            row(2, "0F1[2,3]", 1.0), row(3, "0F1[2,3]", 1.0), row(2, "0B1[2,3]", 2.5),
+            row(3, "0B1[2,3]{3,2,1,0}", 2.0),
+        )  # fmt: skip
+
+    first, second = micro_batch_residuals(staged, step(0.0), step(7.0), COSTS)
+    assert (first.predicted_s, first.measured_s) == (9.0, 9.0)
+    assert (second.predicted_s, second.measured_s) == (3.0, 3.0)
+    assert first.shares == {"cp1 local": 1.0}
 
 
 def test_a_group_is_as_slow_as_its_last_member_not_as_its_first() -> None:

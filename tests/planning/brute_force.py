@@ -19,8 +19,8 @@ def layer_plans(costs: CostModel, p: int) -> Iterator[LayerPlan]:
 
 
 def optimum_s(costs: CostModel, lengths: Sequence[int]) -> float | None:
-    """Seconds of the best step with whole weights over all sizes, blocks, packs, layer plans and
-    orders; None when nothing fits."""
+    """Seconds of the best step's computations with whole weights over all sizes, blocks, packs,
+    layer plans and orders; None when nothing fits."""
     devices = costs.cluster.devices
     sizes = [p for p in costs.group_sizes if p <= devices]
     blocks = [(p, k) for p in sizes for k in range(devices // p)]
@@ -56,7 +56,7 @@ def optimum_s(costs: CostModel, lengths: Sequence[int]) -> float | None:
             for order in set(permutations(runs)):
                 seconds = _last_s(devices, order)
                 best = seconds if best is None else min(best, seconds)
-    return None if best is None else best + costs.exchange_s.total_s * costs.scale
+    return best
 
 
 def partitions(items: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:

@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.costs import CostModel, synthetic_costs
+from headrace.costs import CostModel, Exchange, synthetic_costs
 from headrace.errors import InfeasiblePlan
-from headrace.planning import Problem
-from headrace.planning.bounds import lower_bound
+from headrace.planning import Problem, plan
+from headrace.planning.bounds import lower_bound, step_bound_s
+from headrace.planning.drawn import random_plan, random_strategy
 from headrace.planning.feasible import widest_table
 from headrace.planning.sizing import Batch, SizeTable
-from headrace.spec import Lengths
+from headrace.simulator import step_s
+from headrace.spec import Architecture, Lengths, Plan
 from headrace.units import GIB
 from planning.brute_force import optimum_s
 from planning.worlds import batches, worlds
@@ -22,7 +24,12 @@ from planning.worlds import batches, worlds
 def bound_s(costs: CostModel, lengths: list[int]) -> float:
     problem = Problem(costs=costs, devices=costs.cluster.devices)
     table = widest_table(problem, Batch.of(Lengths.of(lengths)))
-    return lower_bound(table, costs.cluster.devices).seconds + costs.exchange_s.total_s
+    return lower_bound(table, costs.cluster.devices).seconds
+
+
+def plan_alone(costs: CostModel, tokens: int) -> Plan:
+    """One sequence on one rank."""
+    return plan(Problem(costs=costs, devices=1), Lengths(tokens=(tokens,)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -80,3 +87,39 @@ def test_more_work_never_lowers_the_bound(costs: CostModel, lengths: Lengths) ->
     except InfeasiblePlan:
         return
     assert less <= more * (1 + 1e-9)
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32), staged=st.booleans())
+def test_no_step_beats_its_bound(seed: int, staged: bool) -> None:
+    """Catches pull and push charged in full beside the computations that hide them, and a bound
+    that misses the costs' scale."""
+    rng = np.random.default_rng(seed)
+    devices, layers = int(rng.integers(1, 9)), int(rng.integers(2, 7))
+    pull_s, push_s = 10 ** rng.uniform(-4, 0, 2)
+    costs = synthetic_costs(devices, layers).replace(
+        exchange_s=Exchange(pull_s=pull_s, push_s=push_s, update_s=0.01), scale=rng.uniform(0.5, 2)
+    )
+    methods = {p: ("local" if p == 1 else "ulysses_z",) for p in costs.group_sizes}
+    lengths = Lengths.of(rng.integers(1, 20_000, int(rng.integers(1, 14))).tolist())
+    draw = random_strategy if staged else random_plan
+    drawn = draw(lengths, devices, layers, rng, methods=methods)
+    compute_s = step_s(drawn, costs.replace(exchange_s=Exchange(), scale=1.0))
+    assert step_bound_s(costs, compute_s) <= step_s(drawn, costs) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("tokens", [1, 100_000])
+def test_the_bound_of_one_micro_batch_is_close(tokens: int) -> None:
+    """Catches a bound of computations alone, and one of the exchange alone."""
+    wide = Architecture(
+        layers=2, hidden=512, heads=8, kv_heads=8, ffn=2048, vocabulary=50_000
+    )  # fmt: skip
+    costs = synthetic_costs(1, architecture=wide).replace(
+        exchange_s=Exchange(pull_s=1e-2, push_s=2e-2, update_s=1e-3)
+    )
+    made = step_s(plan_alone(costs, tokens), costs)
+    compute_s = step_s(plan_alone(costs, tokens), costs.replace(exchange_s=Exchange()))
+    bound = step_bound_s(costs, compute_s)
+    assert bound <= made <= bound * 1.01
+    longer = (3e-2, compute_s)[tokens > 1] + 1e-3
+    assert bound > longer * 0.999

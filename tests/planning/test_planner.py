@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.costs import FORMULA_METHODS, CostModel, Speeds, synthetic_costs
+from headrace.costs import FORMULA_METHODS, CostModel, Exchange, Speeds, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
 from headrace.simulator import peak_bytes, simulate, step_s
@@ -19,6 +19,14 @@ from headrace.spec.weights import bucket_count
 from headrace.units import GIB
 from planning.brute_force import optimum_s
 from planning.worlds import batches, log_normal, statics, worlds
+
+
+def compute_s(made: Plan, costs: CostModel) -> float:
+    """When the last rank has nothing left to compute if all weights are there at once: what plans
+    are compared by. With pull, push and update it is an upper bound of the step."""
+    seconds = step_s(made, costs.replace(exchange_s=Exchange()))
+    assert made.predicted_s <= (seconds + costs.exchange_s.total_s * costs.scale) * (1 + 1e-9)
+    return seconds
 
 
 def check(made: Plan, costs: CostModel) -> None:
@@ -63,7 +71,7 @@ def test_any_batch_in_any_world(costs: CostModel, lengths: Lengths, seed: int) -
     assert 2 <= len(made.why) <= 5
     for static in statics(problem, lengths):
         check(static, costs)
-        assert made.predicted_s <= static.predicted_s * (1 + 1e-12)
+        assert compute_s(made, costs) <= compute_s(static, costs) * (1 + 1e-12)
     again = plan(Problem(costs=costs, devices=costs.cluster.devices), lengths, seed=seed)
     assert again == made
 
@@ -87,10 +95,9 @@ def test_close_to_the_optimum(
     if best_s is None:
         return
     made = plan(Problem(costs=costs, devices=devices), Lengths.of(lengths))
-    fixed_s = costs.exchange_s.total_s
-    assert made.predicted_s - fixed_s <= 1.05 * (best_s - fixed_s)
+    assert compute_s(made, costs) <= 1.05 * best_s
     if made.working == "whole":
-        assert made.predicted_s >= best_s * (1 - 1e-9)
+        assert compute_s(made, costs) >= best_s * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("devices", range(1, 9))

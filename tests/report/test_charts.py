@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.report.records import Run
+from headrace.report.records import RecordedStep, Run
 from headrace.report.run_folder import read_run
 from headrace.spec import Row, Timeline
 from report.fake_run import fake_run, layered_run
@@ -305,6 +305,29 @@ def test_bars_are_the_rows_over_grey_ground(run: Run) -> None:
     kinds = [bar["kind"] for bar in drawn[4:]]
     last_pull = max(i for i, kind in enumerate(kinds) if kind == "pull")
     assert last_pull < kinds.index("forward")
+
+
+def test_waits_and_messages_have_bars_of_their_own() -> None:
+    """Catches a wait for weights hidden below the forward that waits, and kinds without a
+    colour."""
+    rows = (
+        Row(rank=0, action="P0", kind="pull", start_s=1, end_s=2),
+        Row(rank=0, action="0F0[0]", kind="forward", start_s=0, end_s=4, waited_s=1),
+        Row(rank=0, action="Sa0>1*9", kind="send", start_s=4, end_s=5),
+        Row(rank=0, action="Rg0<1*9", kind="recv", start_s=5, end_s=7),
+        Row(rank=0, action="X(Sa1>1*9,Rg1<1*9)", kind="exchange", start_s=7, end_s=9),
+    )
+    timeline = Timeline(source="measured", rows=rows, devices=1)
+    drawn = [(bar["kind"], bar["from"], bar["to"]) for bar in bars(timeline, 100, 1.0)]
+    assert sorted(drawn) == [
+        ("forward", 0, 1), ("forward", 2, 4), ("idle", 0, 9), ("message", 4, 5),
+        ("message", 5, 7), ("message", 7, 9), ("pull", 1, 2),
+    ]  # fmt: skip
+    joined = bars(timeline, 5, 1.0)
+    assert ("message", 9) in [(bar["kind"], bar["to"]) for bar in joined]
+    spec = charts.gantt(RecordedStep(step=0, measured=timeline, predicted=timeline)).to_dict()
+    kinds = {row["kind"] for rows in spec["datasets"].values() for row in rows}
+    assert kinds <= set(KINDS)
 
 
 def many_rows(ranks: int, per_rank: int) -> Timeline:

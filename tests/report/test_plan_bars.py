@@ -9,12 +9,20 @@ from typing import Literal
 
 import pytest
 
+from headrace.costs import synthetic_costs
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import ConfigError
+from headrace.planning import Problem
+from headrace.planning import plan as make_plan
 from headrace.planning.groups import plan_groups
 from headrace.planning.pipelines import plan_pipelines
-from headrace.report.plan_bars import PlanBars, bars_of_groups, bars_of_pipelines
+from headrace.planning.pipelines.plan import Iteration, PlannedPipeline
+from headrace.report.plan_bars import PlanBars, bars_of_groups, bars_of_pipelines, bars_of_plan
+from headrace.simulator import simulate, without_waits
+from headrace.spec import Lengths
+from headrace.spec.compiler import compile_plan
+from headrace.spec.weights import bucket_count
 
 PIPELINES = PipelineCosts.from_json({
     "kind": "pipelines", "name": "small", "model": "", "device": "", "source": "", "meaning": "",
@@ -68,6 +76,40 @@ def test_groups_end_when_the_plan_says(semantics: Literal["free", "lockstep"]) -
     assert sum(bar.last - bar.first + 1 for bar in found.bars) == sum(
         len(launch.ranks) for launch in plan.launches
     )
+
+
+def test_strategies_in_turn_wait_for_the_change() -> None:
+    """Catches pipelines of a second strategy that start one after the other, or without the time
+    that changing takes."""
+    cost = next(cost for cost in PIPELINES.schemes if cost.name == "tp2")
+    long_s, short_s = cost.micro_batch_s([3000]), cost.micro_batch_s([40])
+    iteration = Iteration(
+        strategy="2*tp2 then 2*tp2", predicted_s=long_s + 0.5 + short_s, lower_bound_s=long_s,
+        switch_s=0.5,
+        pipelines=tuple(
+            PlannedPipeline(scheme="tp2", micro_batches=((i,),), seconds=seconds, phase=phase)
+            for i, seconds, phase in ((0, long_s, 0), (1, long_s, 0), (2, short_s, 1),
+                                      (3, short_s, 1))
+        ),
+    )  # fmt: skip
+    found = bars_of_pipelines(PIPELINES, iteration, [3000, 3000, 40, 40], 4)
+    assert [(bar.first, bar.last) for bar in found.bars] == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    assert [bar.start_s for bar in found.bars] == pytest.approx([0, 0, long_s + 0.5, long_s + 0.5])
+    assert max(bar.end_s for bar in found.bars) == pytest.approx(found.seconds)
+
+
+def test_plans_of_a_configuration_show_the_clock() -> None:
+    """Catches bars of other ranks than those that work, and micro-batches without their lengths."""
+    costs = synthetic_costs(4)
+    plan = make_plan(Problem(costs=costs, devices=4), Lengths(tokens=tuple(LENGTHS)))
+    programs = compile_plan(plan, bucket_count(costs.architecture))
+    timeline = simulate(programs, plan, costs)
+    found = bars_of_plan(plan, timeline)
+    _checked(found)
+    busy_s = sum((b.last - b.first + 1) * (b.end_s - b.start_s) for b in found.bars)
+    assert busy_s == pytest.approx(sum(row.seconds for row in without_waits(timeline.rows)))
+    shown = {bar.longest for bar in found.bars} - {0}
+    assert shown == {max(plan.tokens_of(micro)) for micro in plan.micro_batches}
 
 
 @pytest.mark.parametrize("ending", [".svg", ".png", ".json"])

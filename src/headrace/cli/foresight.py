@@ -45,6 +45,10 @@ def plan(
         headrace plan --costs costs.json --lengths lengths.json --devices 64 --json > plan.json
         headrace plan --costs groups.json --lengths lengths.json --devices 8 --semantics lockstep
 
+    Both draw the plan that takes longest, devices over time and lengths by scheme:
+
+        headrace plan --costs costs.json --lengths lengths.json --devices 64 --picture plan.svg
+
     Parameters
     ----------
     config
@@ -65,12 +69,13 @@ def plan(
     devices
         Devices to plan for, without a configuration.
     planner
-        Without a configuration: headrace, or one of those it is compared with.
+        Without a configuration: headrace, or one that it is compared with; for pipelines
+        hydraulis, static, max-length, token-balance or switching, for groups static, best-static,
+        karmarkar-karp, dp-balanced, hybrid-cp, bucket, packed or dcp.
     semantics
         Without a configuration, for groups: free (a group starts when its ranks are) or lockstep.
     picture
-        Without a configuration: draw the iteration that takes longest to a .svg, .png or .json
-        file (devices over time, lengths by scheme).
+        Draw the plan that takes longest to a .svg, .png or .json file.
     seed
         Seed of the drawn lengths, and of planners that draw.
     """  # noqa: E501
@@ -79,28 +84,31 @@ def plan(
     if config is None:
         from headrace.cli.plan_files import PlanFiles, plan_files
 
+        _only("a CONFIG", ranks=ranks, hardware=hardware, set=changes or None,
+              batches=None if batches == 1 else batches)  # fmt: skip
         return plan_files(
             PlanFiles(
                 costs=costs, lengths=lengths, devices=devices, planner=planner,
                 semantics=semantics, picture=picture, seed=seed, as_json=json,
             )
         )  # fmt: skip
-    _only_without_a_config(devices=devices, planner=planner, semantics=semantics, picture=picture)
+    _only(
+        "no configuration beside it", "with one, --set changes it (planner.name, devices.ranks)",
+        devices=devices, planner=planner, semantics=semantics,
+    )  # fmt: skip
     return run(
         config, batches=batches, ranks=ranks, lengths=lengths, costs=costs, hardware=hardware,
-        seed=seed, as_json=json, changes=changes,
+        picture=picture, seed=seed, as_json=json, changes=changes,
     )  # fmt: skip
 
 
-def _only_without_a_config(**flags: object) -> None:
+def _only(wanted: str, hint: str | None = None, /, **flags: object) -> None:
+    """Raise ConfigError for a flag that is given and would not be obeyed."""
     from headrace.errors import ConfigError
 
     for name, value in flags.items():
         if value is not None:
-            raise ConfigError(
-                f"--{name}", got=repr(str(value)), wanted="no configuration beside it",
-                hint="with one, --set changes it (planner.name, devices.ranks)",
-            )  # fmt: skip
+            raise ConfigError(f"--{name}", got=repr(str(value)), wanted=wanted, hint=hint)
 
 
 @app.command

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.display import Stopwatch, tell
+from headrace.cli.plan_picture import draw_picture, require_picture
 from headrace.cli.wiring import (
     best_static,
     formula_costs,
     make_problem,
+    make_strategist,
     newest_costs,
     open_data,
     read_config,
@@ -24,6 +26,8 @@ from headrace.data import draw_batches, make_tokenizer, parse_distribution
 from headrace.errors import ConfigError, CostError
 from headrace.planning import Problem, static_plan
 from headrace.planning import plan as make_plan
+from headrace.planning.strategies import Schemes
+from headrace.report.plan_bars import bars_of_plan
 from headrace.simulator import draw, peak_bytes
 from headrace.simulator import simulate as run_clock
 from headrace.spec.architecture import Architecture
@@ -32,6 +36,7 @@ from headrace.spec.compiler import compile_plan
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
 from headrace.spec.plan import Plan
+from headrace.spec.program import Program
 from headrace.spec.weights import bucket_count
 from headrace.units import bytes_text, seconds_text
 
@@ -51,12 +56,16 @@ class _Work:
 
 def plan(
     config_path: Path, *, batches: int, ranks: int | None, lengths: str | None,
-    costs: Path | None, hardware: str | None, seed: int, as_json: bool, changes: list[str],
+    costs: Path | None, hardware: str | None, picture: Path | None, seed: int, as_json: bool,
+    changes: list[str],
 ) -> int:  # fmt: skip
-    """Plan batches; a table for people or JSON for programs."""
+    """Plan batches; a table for people or JSON for programs, and a picture of the longest."""
+    if picture is not None:
+        require_picture(picture)
     work = _prepare(config_path, batches, ranks, lengths, costs, hardware, seed, changes)
-    found = []
+    found, made = list[dict[str, Any]](), list[Plan]()
     for number, (batch, chosen, planning_s) in enumerate(_plans(work)):
+        made.append(chosen)
         if as_json:
             found.append({"planning_s": planning_s} | chosen.to_json())
             continue
@@ -72,6 +81,11 @@ def plan(
             )
     if as_json:
         print(json.dumps({"costs": work.source, "plans": found}))
+    if picture is not None:
+        number = max(range(len(made)), key=lambda k: made[k].predicted_s)
+        actions = _programs(made[number], work.costs)
+        bars = bars_of_plan(made[number], run_clock(actions, made[number], work.costs))
+        draw_picture(bars, f"batch {number}", picture)
     return 0
 
 
@@ -86,9 +100,7 @@ def simulate(
     found: list[dict[str, Any]] = []
     began_s = 0.0
     for number, (_, chosen, _) in enumerate(_plans(work)):
-        count = bucket_count(work.costs.architecture)
-        actions = compile_plan(chosen, count)
-        check_programs(actions, chosen, count)
+        actions = _programs(chosen, work.costs)
         timeline = run_clock(actions, chosen, work.costs)
         later_us, began_s = began_s * 1e6, began_s + timeline.seconds
         for event in timeline.to_chrome_trace(step=number):
@@ -117,6 +129,14 @@ def simulate(
     return 0
 
 
+def _programs(chosen: Plan, costs: CostModel) -> tuple[Program, ...]:
+    """The checked programs of a plan."""
+    count = bucket_count(costs.architecture)
+    actions = compile_plan(chosen, count)
+    check_programs(actions, chosen, count)
+    return actions
+
+
 def _print_clock(number: int, chosen: Plan, timeline: Timeline, costs: CostModel) -> None:
     if number:
         print()
@@ -135,13 +155,21 @@ def _fits(chosen: Plan, costs: CostModel) -> str:
 
 
 def _plans(work: _Work) -> Iterator[tuple[Lengths, Plan, float]]:
-    options = work.config.planner
+    options, seed = work.config.planner, work.config.run.seed
+    schemes = Schemes(work.problem)
+    strategist = make_strategist(options, seed, lambda: [b.tokens for b in work.batches])
+    if options.name == "strategies" and not options.strategies:
+        known = strategist.candidates(schemes, work.batches[0])
+        tell(f"strategies    {len(known)} to choose among: {', '.join(map(str, known))}")
     for batch in work.batches:
         start = time.perf_counter()
-        if options.static_size is not None:
+        if options.name == "strategies":
+            chosen = strategist.plan(schemes, batch)
+            strategist.done()
+        elif options.static_size is not None:
             chosen = static_plan(work.problem, batch, options.static_size)
         else:
-            chosen = make_plan(work.problem, batch, seed=work.config.run.seed)
+            chosen = make_plan(work.problem, batch, seed=seed)
         yield batch, chosen, time.perf_counter() - start
 
 

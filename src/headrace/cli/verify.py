@@ -89,8 +89,9 @@ def verify(
     if steps < 1 or not ranks or min(ranks) < 1:
         raise ConfigError("verify", got=f"ranks {list(ranks)}, steps {steps}", wanted=">= 1 each")
     names = tuple(METHODS) if "all" in methods else tuple(method(name).name for name in methods)
+    names = (*names, _MIXED, _STRATEGIES)
     cases = [
-        _Case(model=model, ranks=count, steps=steps, seed=seed, methods=(*names, _MIXED, _STRATEGIES))
+        _Case(model=model, ranks=count, steps=steps, seed=seed, methods=names)
         for model in _MODELS
         for count in ranks
     ]

@@ -18,6 +18,7 @@ __all__ = [
     "agree",
     "all_gather_rows",
     "all_to_all_rows",
+    "from_first",
     "gather_bytes",
     "gather_floats",
     "group_size",
@@ -180,6 +181,21 @@ def gather_bytes(payload: bytes, group: dist.ProcessGroup | None) -> list[bytes]
     flat = bytes(all_gather_rows(mine, sizes, group).numpy())
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
     return [flat[start : start + n] for start, n in zip(starts, sizes, strict=True)]
+
+
+def from_first(payload: bytes, group: dist.ProcessGroup | None) -> bytes:
+    """The payload of the group's first rank, on all of them; the others' are not looked at."""
+    if group is None:
+        return payload
+    first, mine = dist.get_global_rank(group, 0), dist.get_rank(group) == 0
+    size = torch.tensor([len(payload)], dtype=torch.int64)
+    dist.broadcast(size, first, group=group)
+    flat = torch.empty(int(size), dtype=torch.uint8)
+    if mine and payload:
+        flat.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    if len(flat):
+        dist.broadcast(flat, first, group=group)
+    return bytes(flat.numpy())
 
 
 def gather_floats(values: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:

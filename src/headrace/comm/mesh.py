@@ -42,7 +42,8 @@ class Groups:
 
     def forget(self) -> None:
         """Let go of all groups: the world is about to end."""
-        self._made, self._messages = {}, None
+        self._made.clear()
+        self._messages = None
         del self.world
 
     def prepare(self, wanted: Iterable[tuple[int, ...]]) -> None:

@@ -120,8 +120,9 @@ class SchemeCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineCosts:
-    """Costs of every scheme that a pipeline may have. ``facts`` are words about where they come
-    from, carried along."""
+    """Costs of every scheme that a pipeline may have. A scheme may have several entries that trade
+    seconds for room, each with a name of its own; a file has one. ``facts`` are words about where
+    they come from, carried along."""
 
     schemes: tuple[SchemeCost, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -129,10 +130,7 @@ class PipelineCosts:
     def __post_init__(self) -> None:
         if not self.schemes:
             raise CostError("schemes of the costs", got="none", wanted="at least one")
-        schemes = [cost.scheme for cost in self.schemes]
-        twice = next((scheme for scheme in schemes if schemes.count(scheme) > 1), None)
-        if twice is not None:
-            raise CostError(f"costs of {twice}", got="two entries", wanted="one")
+        _once([cost.name for cost in self.schemes])
 
     @property
     def known_devices(self) -> tuple[int, ...]:
@@ -165,6 +163,7 @@ class PipelineCosts:
                 raise CostError(f"{what}: {error}")
             except (HeadraceError, TypeError, ValueError, AttributeError) as error:
                 raise CostError(what, got=f"{error}", wanted="its JSON form")
+        _once([str(cost.scheme) for cost in schemes])
         facts = {name: fact for name, fact in value.items() if name not in ("kind", "schemes")}
         return cls(schemes=tuple(schemes), facts=facts)
 
@@ -178,3 +177,10 @@ class PipelineCosts:
         except (ValueError, RecursionError) as error:
             raise CostError(f"costs {path}", got=f"no JSON ({error})")
         return cls.from_json(value)
+
+
+def _once(names: Sequence[str]) -> None:
+    """Raise CostError for a name that stands there twice."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise CostError(f"costs of {twice}", got="two entries", wanted="one")

@@ -42,7 +42,8 @@ def micro_batch_residuals(
 
     A member of a group that arrives early waits in the group's first collective, and its row is
     longer by that. The shortest row of a group is of its last member, which is when the simulator
-    lets the micro-batch start. A micro-batch that either timeline lacks is left out.
+    lets the micro-batch start. Waiting for weights is not counted. A micro-batch that either
+    timeline lacks is left out.
     """
     wanted, found = _seconds(predicted), _seconds(measured)
     return tuple(
@@ -56,21 +57,25 @@ def micro_batch_residuals(
 
 
 def _seconds(timeline: Timeline) -> dict[int, float]:
-    """Forward and backward of each micro-batch, by the last member of its group."""
-    shortest: dict[str, float] = {}
+    """Forward and backward of each micro-batch over its stages, by the last member of each."""
+    shortest: dict[tuple[str, int, int], float] = {}
     for row in timeline.rows:
-        if row.kind in ("forward", "backward"):
-            shortest[row.action] = min(row.seconds, shortest.get(row.action, math.inf))
-    sums: dict[int, float] = defaultdict(float)
-    for text, seconds in shortest.items():
-        action = parse_action(text)
+        if row.kind not in ("forward", "backward"):
+            continue
+        action = parse_action(row.action)
         if isinstance(action, Forward | Backward):
-            sums[action.micro_batch] += seconds
+            # Not by their text: each member's backward names its own pushes.
+            key = action.kind, action.stage, action.micro_batch
+            shortest[key] = min(row.seconds - row.waited_s, shortest.get(key, math.inf))
+    sums: dict[int, float] = defaultdict(float)
+    for (_, _, micro_batch), seconds in shortest.items():
+        sums[micro_batch] += seconds
     return sums
 
 
 def _shares(plan: Plan, micro: MicroBatch, costs: CostModel) -> dict[str, float]:
-    p, lengths = len(plan.pipelines[micro.pipeline].ranks), plan.tokens_of(micro)
+    scheme, lengths = plan.pipelines[micro.pipeline].scheme, plan.tokens_of(micro)
+    p = scheme.tensor * scheme.context
     seconds: dict[str, float] = defaultdict(float)
     for option, count in micro.layers.counts:
         seconds[f"cp{p} {option}"] += count * sum(

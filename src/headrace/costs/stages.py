@@ -96,10 +96,16 @@ def message_s(costs: CostModel, rows: int) -> float:
     rank; 0 where costs know of no exchange.
     """
     n, a = costs.cluster.devices, costs.architecture
-    elements = sum(weight.elements for weight in weight_table(a)) * (n - 1) / n
+    elements = _elements(a) * (n - 1) / n
     if n == 1 or elements == 0:
         return 0.0
     return costs.exchange_s.pull_s * costs.scale * rows * a.hidden / elements
+
+
+@lru_cache(maxsize=64)
+def _elements(architecture: Architecture) -> int:
+    """Of all weights."""
+    return sum(weight.elements for weight in weight_table(architecture))
 
 
 @lru_cache(maxsize=4096)

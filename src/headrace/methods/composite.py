@@ -5,7 +5,8 @@
     tensor_ring    tensor parallelism with sequence parallelism inside a block, a ring across
 
 A group of R ranks is R / U blocks of U neighbours: U the tensor degree of its scheme where it has
-one (``tensor_ring``), else the largest proper divisor of R that the heads allow: put ranks of one node next to each other, and the heavy exchange stays inside nodes.
+one (``tensor_ring``), else the largest proper divisor of R that the heads allow:
+put ranks of one node next to each other, and the heavy exchange stays inside nodes.
 The ring of a block's rank runs over the ranks with its place in the other blocks.
 
 Elements sent per rank and layer, T tokens of the pack, V_n = (n - 1) / n, C = R / U blocks:

@@ -1,8 +1,9 @@
 """A lower bound of every plan's step: what no dispatch, packing or order can beat, with layer plans
 of the frontiers.
 
-Claim. Let a plan of the free semantics take tau seconds between pull and push. For every sequence
-i and group size p let ``alone``, ``work`` and ``spread`` be as in :mod:`headrace.planning.sizing`.
+Claim. Let a plan of the free semantics be done with all forwards and backwards within tau seconds
+if every weight is there at once. For every sequence i and group size p let ``alone``, ``work`` and
+``spread`` be as in :mod:`headrace.planning.sizing`.
 
 1. Some size takes each sequence within the time: min_p alone[p, i] <= tau, since the micro-batch
    that holds i costs at least what i alone would cost with the same layers, which hold i.
@@ -19,7 +20,20 @@ i and group size p let ``alone``, ``work`` and ``spread`` be as in :mod:`headrac
 
 Hence f(tau) = max(W1(tau) / N, W0(tau) / N + c) <= tau. f falls while tau rises, as more sizes
 are allowed, so every plan takes at least the least tau with f(tau) <= tau that also satisfies 1;
-that tau is the bound. At the pull, the push and the update all ranks meet, so their seconds add.
+that tau is the bound of the computations.
+
+Pulls and pushes overlap with computations, so of the whole step
+
+4. No layer runs before its own and the embedding's weights are there, so before x = the pulls of
+   the first two buckets nothing runs. A pipeline's last computation is a backward of its first
+   layer, and only then are the gradients of that layer and the embedding complete, whose pushes
+   are the last two: y seconds. Waits in between make no rank quicker. Without the update, a step
+   takes at least x + tau + y.
+5. The loss needs the last pull, and the first push a gradient of the loss. Pulls move one after
+   the other, and so do pushes: without the update, a step takes at least pull + push.
+
+All ranks meet at the update, which adds. So max(x + tau + y, pull + push) + update is a bound. It
+holds for pipelines with stages too, with a tau of theirs.
 """
 
 from __future__ import annotations
@@ -28,9 +42,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.costs import CostModel
 from headrace.planning.sizing import SizeTable
+from headrace.simulator import exposed_s
 
-__all__ = ["Bound", "lower_bound"]
+__all__ = ["Bound", "lower_bound", "step_bound_s"]
 
 # The bound is a sum in another order than the prediction: this much relative error is rounding.
 _ROUNDING = 1e-12
@@ -38,7 +54,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Seconds between pull and push that no plan can beat, and why: ``longest_s`` is the longest
+    """Seconds of computation that no plan can beat, and why: ``longest_s`` is the longest
     sequence's quickest run, ``work_s`` all sequences' share of the ranks."""
 
     seconds: float
@@ -77,3 +93,11 @@ def lower_bound(table: SizeTable, devices: int) -> Bound:
         seconds = share_s(limits[low - 1])
         seconds = min(seconds, limits[low]) if low < len(limits) else seconds
     return Bound(seconds=seconds * (1 - _ROUNDING), longest_s=longest_s, work_s=share_s(seconds))
+
+
+def step_bound_s(costs: CostModel, compute_s: float) -> float:
+    """The bound of a whole step, scaled, from that of its computations, which is not."""
+    exchange = costs.exchange_s
+    moved_s = (exchange.pull_s + exchange.push_s) * (1 - _ROUNDING)
+    seconds = max(compute_s + exposed_s(costs) * (1 - _ROUNDING), moved_s) + exchange.update_s
+    return seconds * costs.scale

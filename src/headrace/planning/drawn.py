@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -131,7 +132,7 @@ def _random_pipeline(
     return Pipeline(
         scheme=scheme,
         ranks=tuple(range(at, at + scheme.devices)),
-        shares=tuple(b - a for a, b in zip(edges, edges[1:], strict=False)),
+        shares=tuple(b - a for a, b in pairwise(edges)),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.planning.bounds import step_bound_s
 from headrace.planning.dispatch import Block, Members, finish_times, order_of
 from headrace.planning.packing import Packed, pack
 from headrace.planning.problem import Arena, Problem
@@ -19,7 +20,9 @@ __all__ = ["Solution", "planned"]
 class Solution:
     """Blocks with their sequences (positions, longest first) and packs, and when ranks are free.
 
-    ``seconds`` is the last rank's time between pull and push, without the costs' scale.
+    ``seconds`` is when the last rank has nothing left to compute if all weights are there at once,
+    without the costs' scale. With pull, push and update it is more than the step takes, of which
+    it hides a part; so solutions are compared by it.
     """
 
     arena: Arena
@@ -79,30 +82,30 @@ def planned(
     previous: Plan | None = None,
 ) -> Plan:
     """The plan of a solution, larger groups first, timed by the simulator. ``bound_s`` is that
-    of the time between pull and push, without the costs' scale. Layers of ``previous``, the plan
-    of the step before, are kept where the problem smooths."""
+    of the computations, without the costs' scale. Layers of ``previous``, the plan of the step
+    before, are kept where the problem smooths."""
     costs = problem.costs
-    step_bound_s = (bound_s + costs.exchange_s.total_s) * costs.scale
+    least_s = step_bound_s(costs, bound_s)
     pipelines, micro_batches = _shape(problem, solution, batch)
     plan = Plan(
         lengths=batch.lengths,
         devices=problem.devices,
         pipelines=pipelines,
         micro_batches=micro_batches,
-        predicted_s=step_bound_s,
-        lower_bound_s=step_bound_s,
+        predicted_s=least_s,
+        lower_bound_s=least_s,
         working=solution.arena.working,
         planner=planner,
         seed=seed,
         why=why,
     )
     predicted_s = step_s(plan, costs)
-    assert step_bound_s <= predicted_s * (1 + 1e-9), "a bound is below every plan"
+    assert least_s <= predicted_s * (1 + 1e-9), "a bound is below every plan"
     if previous is not None and problem.smoothing > 0:
         # Layers of another frontier, which are kept, may be quicker than any of this one.
         plan = smoothed(problem, solution.arena, plan, previous)
         predicted_s = step_s(plan, costs)
-    return plan.replace(predicted_s=predicted_s, lower_bound_s=min(step_bound_s, predicted_s))
+    return plan.replace(predicted_s=predicted_s, lower_bound_s=min(least_s, predicted_s))
 
 
 def _shape(

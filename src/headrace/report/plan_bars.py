@@ -9,8 +9,12 @@ from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.planning.groups import GroupPlan
 from headrace.planning.pipelines.plan import Iteration
+from headrace.simulator import without_waits
+from headrace.spec.measurement import Timeline
+from headrace.spec.plan import Plan
+from headrace.spec.program import Backward, Forward, parse_action
 
-__all__ = ["PlanBars", "WorkBar", "bars_of_groups", "bars_of_pipelines"]
+__all__ = ["PlanBars", "WorkBar", "bars_of_groups", "bars_of_pipelines", "bars_of_plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,11 @@ class PlanBars:
     bars: tuple[WorkBar, ...]
     placed: dict[str, list[int]]
 
+    @property
+    def gap(self) -> float:
+        """How far above the lower bound it ends, as a fraction."""
+        return self.seconds / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
+
 
 def bars_of_pipelines(
     costs: PipelineCosts, iteration: Iteration, lengths: Sequence[int], devices: int
@@ -49,14 +58,17 @@ def bars_of_pipelines(
     """
     schemes = {scheme.name: scheme for scheme in costs.schemes}
     bars, placed, first = list[WorkBar](), dict[str, list[int]](), 0
-    phases: dict[int, int] = {}
+    phases, begun = dict[int, int](), dict[int, float]()
+    changes = max((pipeline.phase for pipeline in iteration.pipelines), default=0)
     for pipeline in iteration.pipelines:
         scheme = schemes[pipeline.scheme]
         first = phases.get(pipeline.phase, 0)
         last = first + scheme.scheme.devices - 1
         phases[pipeline.phase] = last + 1
-        before = max((bar.end_s for bar in bars), default=0.0) if pipeline.phase else 0.0
-        start, times = before, [0.0]
+        if pipeline.phase not in begun:
+            change_s = iteration.switch_s / changes if pipeline.phase else 0.0
+            begun[pipeline.phase] = max((bar.end_s for bar in bars), default=0.0) + change_s
+        start, times = begun[pipeline.phase], [0.0]
         for ids in pipeline.micro_batches:
             own = [lengths[i] for i in ids]
             times.append(scheme.micro_batch_s(own))
@@ -101,6 +113,35 @@ def bars_of_groups(costs: GroupCosts, plan: GroupPlan) -> PlanBars:
             free[rank] = start + took
     return PlanBars(
         devices=plan.devices, seconds=plan.predicted_s, lower_bound_s=plan.lower_bound_s,
+        bars=tuple(bars), placed=placed,
+    )  # fmt: skip
+
+
+def bars_of_plan(plan: Plan, timeline: Timeline) -> PlanBars:
+    """What the ranks do on the clock, forwards and backwards by their micro-batch; the rest (pull,
+    push, update) is nothing but waiting here."""
+    together: dict[tuple[str, float, float], list[int]] = {}
+    for row in without_waits(timeline.rows):
+        if row.end_s > row.start_s:
+            together.setdefault((row.action, row.start_s, row.end_s), []).append(row.rank)
+    bars, placed = list[WorkBar](), dict[str, list[int]]()
+    for (text, start_s, end_s), ranks in together.items():
+        action, own, where = parse_action(text), (), ""
+        if isinstance(action, Forward | Backward):
+            micro = plan.micro_batches[action.micro_batch]
+            own, where = plan.tokens_of(micro), str(plan.pipelines[micro.pipeline].scheme)
+        for first, last in _runs(sorted(ranks)):
+            bars.append(
+                WorkBar(
+                    first=first, last=last, start_s=start_s, end_s=end_s, where=where,
+                    longest=max(own, default=0), tokens=sum(own), sequences=len(own),
+                )
+            )  # fmt: skip
+    for micro in plan.micro_batches:
+        where = str(plan.pipelines[micro.pipeline].scheme)
+        placed.setdefault(where, []).extend(plan.tokens_of(micro))
+    return PlanBars(
+        devices=plan.devices, seconds=timeline.seconds, lower_bound_s=plan.lower_bound_s,
         bars=tuple(bars), placed=placed,
     )  # fmt: skip
 

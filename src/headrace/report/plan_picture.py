@@ -14,7 +14,7 @@ from headrace.report.charts.theme import FULL, KINDS, Drawing, data, log_axis, s
 from headrace.report.plan_bars import PlanBars
 from headrace.units import percent_text, seconds_text
 
-__all__ = ["FORMATS", "draw_plan", "write_plan_picture"]
+__all__ = ["FORMATS", "draw_plan", "require_place", "write_plan_picture"]
 
 FORMATS = (".svg", ".png", ".json")
 """By the ending of the file: pictures, and the Vega-Lite specification."""
@@ -52,7 +52,7 @@ def draw_plan(plan: PlanBars, title: str) -> Drawing:
     )  # fmt: skip
     head = (
         f"{title}: {seconds_text(plan.seconds)}, bound {seconds_text(plan.lower_bound_s)}, gap "
-        f"{percent_text(plan.seconds / plan.lower_bound_s - 1)}"
+        f"{percent_text(plan.gap)}"
     )
     gantt = bars.properties(width=FULL, height=_LANES, title=head)
     return styled(alt.vconcat(gantt, _map(plan, shortest, longest), spacing=14))
@@ -73,14 +73,22 @@ def _map(plan: PlanBars, shortest: int, longest: int) -> alt.Chart:
     return chart.encode(x=x, y=y).properties(width=FULL, height=24 * len(order))
 
 
-def write_plan_picture(plan: PlanBars, title: str, path: Path) -> None:
-    """Write the picture in the format of the file's ending.
-
-    Raises ConfigError for another ending, or a file that cannot be written.
-    """
+def require_place(path: Path) -> None:
+    """Raise ConfigError for another ending than those of FORMATS, and for no place for a file."""
     if path.suffix not in FORMATS:
         raise ConfigError(f"picture {path}", got=f"ending {path.suffix!r}",
                           wanted=", ".join(FORMATS))  # fmt: skip
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"picture {path}", got="a folder" if path.is_dir() else "no such folder",
+                          wanted="a file in a folder that is there")  # fmt: skip
+
+
+def write_plan_picture(plan: PlanBars, title: str, path: Path) -> None:
+    """Write the picture in the format of the file's ending.
+
+    Raises ConfigError as :func:`require_place`, or where the file cannot be written.
+    """
+    require_place(path)
     spec = draw_plan(plan, title).to_json()
     content: str | bytes = spec
     if path.suffix == ".svg":

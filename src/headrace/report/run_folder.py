@@ -321,4 +321,5 @@ def _row(value: Fields, devices: int) -> Row:
     return Row(
         rank=rank, action=value.text("action"), kind=value.text("kind"), start_s=start, end_s=end,
         tokens=value.integer("tokens", 0), ranks=value.integer("ranks", 1, least=1),
+        waited_s=value.number("waited_s", 0.0),
     )  # fmt: skip

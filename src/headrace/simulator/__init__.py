@@ -2,7 +2,18 @@
 
 from headrace.simulator.clock import step_s
 from headrace.simulator.draw import draw
+from headrace.simulator.exchange import exposed_s
 from headrace.simulator.memory import peak_bytes
+from headrace.simulator.seconds import check_costs
 from headrace.simulator.simulate import simulate
+from headrace.simulator.waits import without_waits
 
-__all__ = ["draw", "peak_bytes", "simulate", "step_s"]
+__all__ = [
+    "check_costs",
+    "draw",
+    "exposed_s",
+    "peak_bytes",
+    "simulate",
+    "step_s",
+    "without_waits",
+]

@@ -6,29 +6,34 @@ import re
 from string import ascii_lowercase
 
 from headrace.errors import SpecError
+from headrace.simulator.waits import without_waits
 from headrace.spec.measurement import Row, Timeline
 from headrace.units import percent_text, seconds_text
 
 __all__ = ["draw"]
 
-_MARKS = {"pull": "<", "push": ">", "update": "="}
+_MARKS = {"pull": "<", "push": ">", "update": "=", "send": "-", "recv": "-", "exchange": "-"}
 _MICRO_BATCH = re.compile(r"^\d+[FB](\d+)")
 
 
 def draw(timeline: Timeline, width: int = 80) -> str:
     """A Gantt chart of ``width`` columns per rank.
 
-    Micro-batches are letters in turn (small in forward, capital in backward), ``<`` pulls, ``>``
-    pushes (and waiting for the last rank), ``=`` the update, ``.`` is idle. A column shows what
-    took most of its time. Raises SpecError for fewer than ten columns.
+    Micro-batches are letters in turn (small in forward, capital in backward), ``<`` waits for
+    weights, ``>`` for gradients (and for the last rank), ``-`` for a message of another stage,
+    ``=`` is the update, ``.`` is idle. A column shows what took most of its time. Raises SpecError
+    for fewer than ten columns.
     """
     if width < 10:
         raise SpecError("columns of a chart", got=width, wanted=">= 10")
     ranks = len(str(timeline.devices - 1))
     columns = max(1, width - ranks - 2)
     total_s = timeline.seconds
+    rows: list[list[Row]] = [[] for _ in range(timeline.devices)]
+    for row in without_waits(timeline.rows):
+        rows[row.rank].append(row)
     lines = [
-        f"{rank:>{ranks}} |" + _line([r for r in timeline.rows if r.rank == rank], columns, total_s)
+        f"{rank:>{ranks}} |" + _line(rows[rank], columns, total_s)
         for rank in range(timeline.devices)
     ]
     lines.append(f"{seconds_text(total_s)}, idle {percent_text(timeline.idle)}")

@@ -2,33 +2,113 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from headrace.costs.cost_model import CostModel
-from headrace.simulator.clock import check_costs
-from headrace.spec.plan import Plan
+from headrace.costs.stages import held_bytes, kept_line, moments, parts_of
+from headrace.simulator.seconds import check_costs
+from headrace.spec.compiler import compile_rank
+from headrace.spec.plan import Pipeline, Plan
+from headrace.spec.program import Backward, Forward
+from headrace.spec.weights import bucket_count
 
 __all__ = ["peak_bytes"]
+
+# Peaks are sums of floats: this many bytes are forgiven as rounding.
+_ROUNDING_BYTES = 1e-3
 
 
 def peak_bytes(plan: Plan, costs: CostModel) -> tuple[int, ...]:
     """Peak bytes of each rank over one step of ``plan``.
 
-    A rank holds its state always, the working weights of every group size in which it works from
-    the pull to the push, and the activations of one micro-batch at a time. A rank without work
-    holds its state. Raises CostError for a scheme without costs.
+    A rank holds its state always, from the pull to the push the working weights of every stage in
+    which it works, and from forward to backward the activations of its micro-batches: of one at a
+    time without stages, of as many as are in flight with them. A rank without work holds its
+    state. Raises CostError for a scheme without costs.
     """
     check_costs(plan, costs)
-    sizes: list[set[int]] = [set() for _ in range(plan.devices)]
-    for micro in plan.micro_batches:
-        ranks = plan.pipelines[micro.pipeline].ranks
-        for rank in ranks:
-            sizes[rank].add(len(ranks))
-    peaks = [costs.state_bytes + costs.held_bytes(held, plan.working) for held in sizes]
-    for micro in plan.micro_batches:
-        ranks = plan.pipelines[micro.pipeline].ranks
-        tokens, size = sum(plan.tokens_of(micro)), len(ranks)
-        for held in {frozenset(sizes[rank]) for rank in ranks}:
-            peak = costs.micro_batch_bytes(tokens, size, micro.layers, plan.working, held)
-            for rank in ranks:
-                if sizes[rank] == held:
-                    peaks[rank] = max(peaks[rank], peak)
+    used: list[set[int]] = [set() for _ in range(plan.devices)]
+    for index in {micro.pipeline for micro in plan.micro_batches}:
+        for rank in plan.pipelines[index].ranks:
+            used[rank].add(index)
+    peaks = [costs.state_bytes] * plan.devices
+    flat: dict[tuple[int, ...], list[int]] = {}
+    activations = _Activations(plan, costs)
+    for rank, indices in enumerate(used):
+        pipelines = [plan.pipelines[index] for index in sorted(indices)]
+        if all(pipeline.scheme.context == len(pipeline.ranks) for pipeline in pipelines):
+            sizes = tuple(sorted({len(pipeline.ranks) for pipeline in pipelines}))
+            flat.setdefault(sizes, []).append(rank)
+        else:
+            held = _held(plan, costs, rank, pipelines)
+            passing = math.ceil(activations.peak(rank) - _ROUNDING_BYTES)
+            peaks[rank] += held + passing
+    for sizes, ranks in flat.items():
+        _flat(plan, costs, sizes, ranks, peaks)
     return tuple(peaks)
+
+
+def _flat(
+    plan: Plan, costs: CostModel, sizes: tuple[int, ...], ranks: Sequence[int], peaks: list[int]
+) -> None:
+    """The peaks of ``ranks`` that work in groups of all ``sizes``, neither in tensor blocks nor in
+    stages: state, weights and the largest micro-batch."""
+    for rank in ranks:
+        peaks[rank] += costs.held_bytes(sizes, plan.working)
+    for micro in plan.micro_batches:
+        members = plan.pipelines[micro.pipeline].ranks
+        here = [rank for rank in ranks if rank in members]
+        if here:
+            tokens = sum(plan.tokens_of(micro))
+            peak = costs.micro_batch_bytes(tokens, len(members), micro.layers, plan.working, sizes)
+            for rank in here:
+                peaks[rank] = max(peaks[rank], peak)
+
+
+def _held(plan: Plan, costs: CostModel, rank: int, pipelines: Sequence[Pipeline]) -> int:
+    """Bytes of the working weights of a rank: shards of several kinds add up, to at most the whole
+    weights."""
+    found: dict[tuple[int, int], int] = {}
+    for pipeline in pipelines:
+        stage = pipeline.stage_of(rank, costs.architecture.layers)
+        kind = len(stage.ranks), parts_of(pipeline.scheme, plan.working)
+        found[kind] = held_bytes(costs, pipeline, plan.working)[stage.index]
+    whole = max(costs.working_bytes[width]["whole"] for width, _ in found)
+    return max(*found.values(), min(sum(found.values()), whole))
+
+
+class _Activations:
+    """Bytes of activations, worked out once for every micro-batch and stage."""
+
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
+        self._plan, self._costs = plan, costs
+        self._known: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def peak(self, rank: int) -> float:
+        """The most that a rank holds at once, walking its program: every micro-batch in flight
+        keeps something, the running one needs more in passing, forward and backward alike."""
+        kept: dict[int, float] = {}
+        most = 0.0
+        for action in compile_rank(
+            self._plan, rank, bucket_count(self._costs.architecture)
+        ).actions:
+            if isinstance(action, Forward | Backward):
+                own, passing = self._of(action)
+                kept.pop(action.micro_batch, None)
+                most = max(most, sum(kept.values()) + passing)
+                if isinstance(action, Forward):
+                    kept[action.micro_batch] = own
+        return most
+
+    def _of(self, action: Forward | Backward) -> tuple[float, float]:
+        """What a micro-batch keeps in a stage, and its own peak there."""
+        key = action.micro_batch, action.stage
+        if key not in self._known:
+            plan, costs = self._plan, self._costs
+            micro = plan.micro_batches[action.micro_batch]
+            stages = plan.pipelines[micro.pipeline].stages(costs.architecture.layers)
+            stage, tokens = stages[action.stage], sum(plan.tokens_of(micro))
+            kept = kept_line(costs, stage, micro.layers)(tokens)
+            self._known[key] = kept, max(m(tokens) for m in moments(costs, stage, micro.layers))
+        return self._known[key]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+from itertools import accumulate, product
 from math import inf
 
 import pytest
@@ -16,8 +19,9 @@ from headrace.planning.pipelines.differencing import differenced
 from headrace.planning.pipelines.dispatch import dispatch, estimate_s
 from headrace.planning.pipelines.dynamic_program import proposed
 from headrace.planning.pipelines.fluid import fluid
+from headrace.planning.pipelines.head import opened
 from headrace.planning.pipelines.local import improve
-from headrace.planning.pipelines.packing import pack
+from headrace.planning.pipelines.packing import pack, pigeons_s
 from headrace.planning.pipelines.paper import greedy
 from headrace.planning.pipelines.programs import dispatch_program, packing_program
 from headrace.planning.pipelines.proposal import propose
@@ -96,6 +100,143 @@ def test_packing_holds_and_is_no_worse_than_its_bound(
     assert all(sum(batch.tokens[i] for i in own) <= pipe.cap for own in bins)
     times = [sum(batch.seconds(0)[i] for i in own) + pipe.c for own in bins]
     assert seconds == pytest.approx(sum(times) + (pipe.stages - 1) * max(times))
+
+
+@settings(max_examples=60, deadline=None)
+@given(costs=small_costs(1), lengths=batches(16, longest=3000), part=st.floats(0.9, 1.3))
+def test_packing_that_is_good_enough(costs: PipelineCosts, lengths: list[int], part: float) -> None:
+    """Catches a search that stops before it is good enough, and micro-batches that are not the
+    ones it tells the seconds of."""
+    world = World.of(costs, 4)
+    pipe = world.pipes[0]
+    batch = Batch(world, [min(tokens, pipe.cap) for tokens in lengths])
+    best_s, _ = pack(batch, 0, range(len(batch)))
+    seconds, bins = pack(batch, 0, range(len(batch)), enough_s=best_s * part)
+    assert seconds <= best_s * max(1.0, part) * (1 + 1e-9)
+    assert sorted(i for own in bins for i in own) == list(range(len(batch)))
+    times = [sum(batch.seconds(0)[i] for i in own) + pipe.c for own in bins]
+    assert seconds == pytest.approx(pipe.pipeline_s(times))
+
+
+def test_good_enough_by_hand() -> None:
+    """Catches an improvement that stops too soon or never: longest first is 17 and 13 seconds, two
+    of them at once 47; a move makes it 46, another 45."""
+    world = World.of(costs_of(("pp2", 0.0, 1e-2, 0.0, 2000)), 2)
+    two = World(devices=2, pipes=(replace(world.pipes[0], util=1500),))
+    batch = Batch(two, [800, 700, 600, 500, 400])
+    assert pack(batch, 0, range(5))[0] == pytest.approx(45)
+    assert pack(batch, 0, range(5), enough_s=47.01) == (pytest.approx(47), [[0, 3, 4], [1, 2]])
+    assert pack(batch, 0, range(5), enough_s=46.01)[0] < 46.02
+
+
+def test_runs_fill_pipelines_one_after_the_other() -> None:
+    """Catches pipelines that end later than they may or could have taken more, work and tokens
+    that are not their members', and sequences that nobody has."""
+    batch = Batch(BIG, log_normal(200_000, 2, longest=6000))
+    counts = counts_of(BIG, tp2_pp4=5)
+    [k] = [k for k, n in enumerate(counts) if n]
+    begun = opened(batch, counts, ((k, 0),))
+    left = begun.run(k, range(len(batch)), 4.0)
+    assert sorted([*left, *(i for own in begun.members for i in own)]) == list(range(len(batch)))
+    assert len(left) > 0
+    ends = dict((q, load) for load, q in begun.ready[k])
+    for q, own in enumerate(begun.members):
+        assert own == list(range(own[0], own[-1] + 1))
+        assert begun.work[q] == pytest.approx(sum(batch.seconds(k)[i] for i in own))
+        assert begun.held[q] == sum(batch.tokens[i] for i in own)
+        assert 3.4 < ends[q] <= 4.0
+        assert begun.load_with(q, own[-1] + 1) > 3.5
+
+
+@settings(max_examples=100, deadline=None)
+@given(weights=st.lists(st.integers(1, 99), min_size=1, max_size=6), v=st.integers(1, 4))
+def test_pigeons_are_a_bound(weights: list[int], v: int) -> None:
+    """Catches a count of pigeons that is one too many: no way to fill ``v`` micro-batches gets the
+    largest below it."""
+    weights.sort(reverse=True)
+    sums = [0.0, *accumulate(map(float, weights))]
+    least = min(
+        max(sum(w for w, home in zip(weights, homes, strict=True) if home == b) for b in range(v))
+        for homes in product(range(v), repeat=len(weights))
+    )
+    assert pigeons_s(sums, 0, len(weights), v) <= least
+
+
+def test_pigeons_by_hand() -> None:
+    """Catches a bound that is true and useless: five alike in two micro-batches are three in one;
+    in a run that begins later the sums before it play no part."""
+    assert pigeons_s([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], 0, 5, 2) == 6
+    assert pigeons_s([7.0, 11.0, 14.0, 16.0], 0, 3, 2) == 5
+    assert pigeons_s([1.0, 9.0, 13.0, 16.0, 18.0], 1, 4, 2) == 5
+    assert pigeons_s([0.0, 5.0], 0, 1, 1) == 0
+
+
+def test_a_run_of_whole_sequences() -> None:
+    """Catches runs told as if sequences could be cut: three of a second on two stages, where two
+    micro-batches are the most that keep devices busy, take 3 + 2, not 3 + 1.5."""
+    world = World.of(costs_of(("pp2", 0.0, 1e-3, 0.0, 2000)), 2)
+    pipe = replace(world.pipes[0], util=1500)
+    sums = [0.0, 1.0, 2.0, 3.0]
+    assert pipe.run_s(sums, 0, 3, 0.0, 3000, 1.0) == pytest.approx(5.0)
+    assert pipe.load_s(3.0, 3000, 1.0) == pytest.approx(4.5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(costs=small_costs(3), lengths=batches(30), numbers=st.tuples(*[st.integers(0, 3)] * 3))
+def test_a_strategy_is_not_ruled_out_by_what_it_does(
+    costs: PipelineCosts, lengths: list[int], numbers: tuple[int, int, int]
+) -> None:
+    """Catches a bound that closes a strategy at a time that a plan of it reaches: the others would
+    not be looked at where they are better."""
+    world = World.of(costs, 24)
+    counts = numbers[: len(world.pipes)]
+    batch = Batch(world, [min(tokens, world.pipes[0].cap) for tokens in lengths])
+    ours = solved(batch, counts, steps=20) if any(counts) else None
+    if ours is not None:
+        relaxation = Relaxation(batch)
+        assert not relaxation.closed(counts, relaxation.shares(ours.seconds * (1 + 1e-9)))
+
+
+def test_strategies_are_ruled_out() -> None:
+    """Catches a bound that closes nothing: one small pipeline cannot be as quick as sixteen, nor
+    can a single one hold all the long sequences in the time of four."""
+    batch = Batch(BIG, log_normal(200_000, 0))
+    relaxation = Relaxation(batch)
+    shares = relaxation.shares(4.0)
+    assert relaxation.closed(counts_of(BIG, tp16=4), shares)
+    assert not relaxation.closed(counts_of(BIG, tp16=1, tp4=12), shares)
+    long = Batch(BIG, [30_000] * 8 + [300] * 20)
+    relaxation = Relaxation(long)
+    assert relaxation.closed(counts_of(BIG, tp16=1, tp4=12), relaxation.shares(15.0))
+    assert not relaxation.closed(counts_of(BIG, tp16=4), relaxation.shares(15.0))
+
+
+def test_a_few_long_ones_among_very_many() -> None:
+    """Catches pipelines with stages that are filled by length only, one of them with all the short
+    sequences, where dealing them out is better."""
+    world = World.of(costs_of(("pp2", 1e-9, 1e-4, 0.0, 5000)), 64)
+    batch = Batch(world, [5000] * 3 + [1] * 3000)
+    ours = solved(batch, (32,), steps=0)
+    assert ours is not None
+    assert ours.seconds == pytest.approx(world.pipes[0].alone_s(5000))
+
+
+def test_pipelines_with_stages_are_planned_in_milliseconds() -> None:
+    """Catches packing that tries everything for every pipeline; the limits leave a factor of ten
+    for slow machines."""
+    for devices, tokens, limit_s in ((64, 200_000, 0.015), (1024, 3_200_000, 0.1)):
+        world = World.of(published("hydraulis-32b"), devices)
+        batch = Batch(world, log_normal(tokens, 1))
+        names = {"tp16": devices // 64, "tp2-pp4": devices // 64 * 6}
+        counts = tuple(names.get(pipe.name, 0) for pipe in world.pipes)
+        spent = list[float]()
+        for _ in range(3):
+            before = time.process_time()
+            ours = solved(batch, counts, steps=12)
+            spent.append(time.process_time() - before)
+        assert ours is not None
+        assert ours.seconds <= strategy_bound_s(batch, counts) * 1.1
+        assert min(spent) < limit_s
 
 
 @pytest.mark.parametrize("name", ["tp8", "tp4-pp2", "tp2-pp4"])

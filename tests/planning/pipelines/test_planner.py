@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import CostError, InfeasiblePlan, SpecError
-from headrace.planning.pipelines import PLANNERS, plan_pipelines
+from headrace.planning.pipelines import PLANNERS, phases_apart, plan_pipelines
 from headrace.planning.pipelines.world import World
 from planning.pipelines.checker import faults, optimum_s
-from planning.pipelines.worlds import batches, costs_of, log_normal, published, small_costs
+from planning.pipelines.worlds import (
+    batches,
+    costs_of,
+    log_normal,
+    published,
+    small_costs,
+    tiny_world,
+)  # fmt: skip
 
 OTHERS = sorted(set(PLANNERS) - {"headrace"})
 
@@ -62,8 +69,8 @@ def test_close_to_the_optimum(costs: PipelineCosts, devices: int, lengths: list[
 def test_no_other_planner_is_quicker(
     costs: PipelineCosts, devices: int, lengths: list[int]
 ) -> None:
-    """Catches instances on which simpler methods beat ours by more than chance, and plans of the
-    others that no checker would pass."""
+    """Catches instances on which a simpler method beats ours, and plans of the others that no
+    checker would pass."""
     fits = fitting(costs, devices, lengths)
     if fits is None:
         return
@@ -71,8 +78,45 @@ def test_no_other_planner_is_quicker(
     for name in OTHERS:
         theirs = plan_pipelines(costs, [fits], devices, planner=name)
         assert faults(costs, fits, theirs.to_json()["iterations"][0], devices) == [], name
-        # A hundred random trials may be lucky on a batch that is hard to level.
-        assert ours.mean_s <= theirs.mean_s * (1.02 if name == "hydraulis" else 1.001), name
+        assert ours.mean_s <= theirs.mean_s * (1 + 1e-9), name
+
+
+@pytest.mark.parametrize("seed", [126, 172, 206, 225, 246, 300, 308, 331])
+def test_no_lottery_is_lost(seed: int) -> None:
+    """Catches a plan that does not look at what the others make: on these, a hundred random trials
+    of the paper's greedy, or the best strategy of one scheme, beat our search by up to 0.3 %."""
+    costs, devices, lengths = tiny_world(seed, devices=13, sequences=113)
+    ours = plan_pipelines(costs, [lengths], devices, seed=seed)
+    for name in OTHERS:
+        theirs = plan_pipelines(costs, [lengths], devices, planner=name, seed=seed)
+        assert ours.mean_s <= theirs.mean_s * (1 + 1e-9), name
+
+
+@pytest.mark.parametrize("seed", [246, 300, 331])
+def test_each_iteration_is_no_worse_than_the_others(seed: int) -> None:
+    """Catches others that are looked at with the numbers of another iteration: their dice, and the
+    longest sequence of all."""
+    costs, devices, lengths = tiny_world(seed, devices=13, sequences=113)
+    iterations = [[512], lengths, [max(lengths)] * 3, lengths[:9]]
+    ours = plan_pipelines(costs, iterations, devices, seed=seed - 1)
+    for name in OTHERS:
+        theirs = plan_pipelines(costs, iterations, devices, planner=name, seed=seed - 1)
+        for mine, item in zip(ours.iterations, theirs.iterations, strict=True):
+            assert mine.predicted_s <= item.predicted_s * (1 + 1e-9), name
+
+
+def test_tiny_worlds_are_solved() -> None:
+    """Catches a search that misses the optimum where everything can be tried."""
+    over = list[float]()
+    for seed in range(150):
+        costs, devices, lengths = tiny_world(seed, devices=6, sequences=5, longest=8000)
+        best_s = optimum_s(World.of(costs, devices), lengths)
+        item = plan_pipelines(costs, [lengths], devices).iterations[0]
+        assert item.lower_bound_s <= best_s * (1 + 1e-9), seed
+        over.append(item.predicted_s / best_s - 1)
+    assert min(over) > -1e-9
+    assert max(over) < 0.02
+    assert sum(more > 1e-9 for more in over) <= 2
 
 
 @pytest.mark.parametrize("name", ["hydraulis-32b", "hydraulis-13b", "hydraulis-7b"])
@@ -155,6 +199,27 @@ def test_why_names_the_bound_the_last_and_the_next() -> None:
     assert "next of the candidates" in texts[2]
     alone = plan_pipelines(published("hydraulis-32b"), [[30_000, *[300] * 20]], 64)
     assert "the longest sequence, 30k tokens, alone takes" in alone.iterations[0].why[0]
+
+
+def test_phases_apart_are_plans_of_their_own() -> None:
+    """Catches strategies in turn written as if they ran at once, which need too many devices,
+    sequences numbered by the wrong list, and changes that nobody pays for."""
+    costs, devices = published("hydraulis-13b"), 32
+    iterations = [log_normal(700_000, seed, sigma=1.5) for seed in range(2)]
+    made = plan_pipelines(costs, iterations, devices, planner="switching")
+    assert any(len(item.phases) > 1 for item in made.iterations)
+    value = phases_apart(made, iterations)
+    parts = value["lengths"]["iterations"]
+    seconds, held = [0.0, 0.0], list[list[int]]([[], []])
+    for item, lengths, phase in zip(value["iterations"], parts, value["phases"], strict=True):
+        assert faults(costs, lengths, item, devices) == []
+        assert "phase" not in str(item["pipelines"])
+        number, sequences = phase["iteration"], phase["sequences"]
+        assert lengths == [iterations[number][i] for i in sequences]
+        seconds[number] += item["predicted_s"] + phase["switch_s"]
+        held[number] += sequences
+    assert seconds == pytest.approx([item.predicted_s for item in made.iterations])
+    assert [sorted(own) for own in held] == [list(range(len(own))) for own in iterations]
 
 
 def test_switching_pays_for_every_change() -> None:

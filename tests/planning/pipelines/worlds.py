@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import numpy as np
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from headrace.costs.pipeline_costs import PipelineCosts, SchemeCost
 from headrace.spec import Scheme
 
-__all__ = ["batches", "costs_of", "log_normal", "published", "small_costs"]
+__all__ = ["batches", "costs_of", "log_normal", "published", "small_costs", "tiny_world"]
 
 _PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "published"
 
@@ -53,6 +54,34 @@ def small_costs(draw: st.DrawFn, most: int = 4) -> PipelineCosts:
         room = draw(st.sampled_from([500, 2000, 6000])) * scheme.devices
         entries.append((text, a, b, c, room))
     return costs_of(*entries)
+
+
+def tiny_world(
+    seed: int, *, devices: int, sequences: int, longest: int = 3000
+) -> tuple[PipelineCosts, int, list[int]]:
+    """Costs, up to so many devices and up to so many lengths: any drawn by ``seed``, for a test of
+    many worlds that are always the same. Lengths fit; costs that fit no device are drawn again."""
+    random = Random(seed)
+    while True:
+        texts = ["cp1", "tp2", "tp3", "pp2", "pp3", "tp4", "tp2-pp2", "cp2"]
+        entries = list[Entry]()
+        for text in random.sample(texts, random.randint(1, 4)):
+            scheme = Scheme.parse(text)
+            loss = 1 + 0.15 * (scheme.devices / scheme.pipeline - 1)
+            a = random.choice([0.0, 1e-9, 1e-8]) / scheme.devices
+            b = 1e-4 * loss * random.uniform(1, 1.4) / scheme.devices
+            c = random.choice([0.0, 0.02, 0.2]) / scheme.pipeline
+            room = random.choice([500, 2000, 6000]) * scheme.devices
+            entries.append((text, a, b, c, room))
+        held = random.randint(1, devices)
+        rooms = [room for text, *_, room in entries if Scheme.parse(text).devices <= held]
+        if rooms:
+            break
+    lengths = [
+        min(max(rooms), random.choice([random.randint(1, 300), random.randint(1, longest), 512]))
+        for _ in range(random.randint(1, sequences))
+    ]
+    return costs_of(*entries), held, lengths
 
 
 def batches(most: int, longest: int = 8000) -> st.SearchStrategy[list[int]]:

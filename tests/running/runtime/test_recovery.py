@@ -97,7 +97,9 @@ def _train(world: World, faults: dict[int, tuple[int, str]], always: bool = Fals
             at["failed"].add(at["step"])
             raise torch.OutOfMemoryError("planted")
 
-    executor = Executor(storage, groups, seed=3, entered=entered if faults[0][1] else lambda a: None)
+    executor = Executor(
+        storage, groups, seed=3, entered=entered if faults[0][1] else lambda action: None
+    )
     seen: list[Any] = []
 
     def finished(step: Any, batch: Any) -> None:
@@ -178,7 +180,8 @@ def _once(world: World) -> int:
     executor = Executor(storage, groups, seed=3, entered=entered)
     trainer = Trainer(
         executor=executor, groups=groups, planner=Planner(most=1),
-        schedule=Schedule(lr=0.01, steps=1), recovery=Recovery(reunion=world.reunion, groups=groups),
+        schedule=Schedule(lr=0.01, steps=1),
+        recovery=Recovery(reunion=world.reunion, groups=groups),
     )  # fmt: skip
     trainer.train(_batches(1), 0, 1)
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
 
 from headrace.comm.mesh import Groups
 from headrace.costs import synthetic_costs
@@ -16,6 +15,7 @@ from headrace.simulator import simulate
 from headrace.spec import Architecture, Lengths, Plan, compile_plan
 from headrace.spec.weights import bucket_count
 from plans import random_documents
+from ranks import run_ranks
 
 TINY = Architecture(layers=3, hidden=32, heads=4, kv_heads=2, ffn=64, vocabulary=61)
 METHODS = {1: ["local"], 2: ["ulysses_z"], 3: ["ulysses_z"]}

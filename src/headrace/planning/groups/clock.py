@@ -13,12 +13,17 @@ from typing import Literal
 
 from headrace.planning.groups.work import Work
 
-__all__ = ["Job", "Semantics", "jobs_s", "launches_s"]
+__all__ = ["Job", "Semantics", "group_sizes", "jobs_s", "launches_s"]
 
 Semantics = Literal["free", "lockstep"]
 
 Job = tuple[tuple[int, ...], list[int]]
 """A launch while planning: its ranks, and the positions of its sequences."""
+
+
+def group_sizes(jobs: Iterable[Job]) -> tuple[int, ...]:
+    """The sizes of all launches, largest first."""
+    return tuple(sorted((len(ranks) for ranks, _ in jobs), reverse=True))
 
 
 def launches_s(

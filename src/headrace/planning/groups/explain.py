@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.planning.groups.bounds import Bound
-from headrace.planning.groups.clock import Job, Semantics, jobs_s
+from headrace.planning.groups.clock import Job, Semantics, group_sizes, jobs_s
+from headrace.planning.groups.plan import sizes_text
 from headrace.planning.groups.static import best_static_jobs
 from headrace.planning.groups.work import Work
 from headrace.units import percent_text, seconds_text
@@ -18,9 +19,12 @@ _MUCH = 0.25  # of the device-seconds: from here on constants are what binds
 
 
 def reasons(
-    work: Work, bound: Bound, jobs: Sequence[Job], seconds: float, semantics: Semantics
-) -> tuple[str, ...]:
-    """What binds, where the device-seconds go, and what the best static degree would cost."""
+    work: Work, bound: Bound, jobs: Sequence[Job], seconds: float, semantics: Semantics,
+    others: Sequence[Sequence[Job]] | None = None,
+) -> tuple[str, ...]:  # fmt: skip
+    """What binds, where the device-seconds go, what the best static degree would cost, and, where
+    a planner chose among ``others``, the best of those and of static degrees with groups of other
+    sizes."""
     texts = [_binding(work, bound, jobs), _spent(work, jobs, seconds)]
     row, static = best_static_jobs(work, semantics)
     static_s = jobs_s(work, static, semantics)
@@ -28,7 +32,28 @@ def reasons(
     texts.append(
         f"best static: cp{work.sizes[row]} everywhere, {seconds_text(static_s)} ({ratio:.3g}x)"
     )
+    if others is not None:
+        beside = [(jobs_s(work, other, semantics), other) for other in (*others, static) if other]
+        runner_up = _runner_up(jobs, seconds, beside)
+        if runner_up is None:
+            _, static = best_static_jobs(work, semantics, without=row)
+            if static:
+                runner_up = _runner_up(jobs, seconds, [(jobs_s(work, static, semantics), static)])
+        texts += [runner_up] if runner_up else []
     return tuple(texts)
+
+
+def _runner_up(
+    jobs: Sequence[Job], seconds: float, others: Sequence[tuple[float, Sequence[Job]]]
+) -> str | None:
+    """The quickest of some plans (and their seconds) whose launches are of other sizes."""
+    here = group_sizes(jobs)
+    found = [(took, group_sizes(other)) for took, other in others if group_sizes(other) != here]
+    if not found:
+        return None
+    took, sizes = min(found)
+    more = percent_text(max(0.0, took / seconds - 1)) if seconds > 0 else "0 %"
+    return f"runner-up: {sizes_text(sizes)}, {seconds_text(took)} (+{more})"
 
 
 def _constants_s(work: Work, jobs: Sequence[Job]) -> float:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from headrace.planning.groups.chains import chains
-from headrace.planning.groups.clock import Job, jobs_s
+from headrace.planning.groups.clock import Job, group_sizes, jobs_s
 from headrace.planning.groups.drafts import Members, by_deadline, by_target
 from headrace.planning.groups.filling import Filler
 from headrace.planning.groups.packing import packed
@@ -70,8 +70,9 @@ class _Pool:
             self.jobs, self.jobs_s = jobs, seconds
 
 
-def plan_free(filler: Filler, *, bound_s: float, seed: int) -> list[Job]:
-    """Launches for all sequences of the filler's batch."""
+def plan_free(filler: Filler, *, bound_s: float, seed: int) -> tuple[list[Job], list[Job]]:
+    """Launches for all sequences of the filler's batch, and the best of the drafts with groups of
+    other sizes (none, if there are no such)."""
     work, pool = filler.work, _Pool(work=filler.work)
     some = [
         rows for rows in chains(work.sizes)
@@ -88,7 +89,8 @@ def plan_free(filler: Filler, *, bound_s: float, seed: int) -> list[Job]:
         _deadlines(pool, rows, bound_s)
     if pool.seconds > bound_s * (_WAVES_GAP if len(work.tokens) > _FEW else _CLOSE_ENOUGH):
         _add_waves(pool, some, plan_waves(filler, bound_s=bound_s, seed=seed))
-    return _improved(pool, bound_s, Random(seed))
+    best = _improved(pool, bound_s, Random(seed))
+    return best, _other(pool, group_sizes(best))
 
 
 def _deadlines(pool: _Pool, rows: Sequence[int], bound_s: float) -> None:
@@ -139,6 +141,16 @@ def _improved(pool: _Pool, bound_s: float, random: Random) -> list[Job]:
         if best_s <= bound_s * _CLOSE_ENOUGH:
             break
     return best
+
+
+def _other(pool: _Pool, sizes: tuple[int, ...]) -> list[Job]:
+    """The quickest draft whose launches are not of these sizes."""
+    work = pool.work
+    others = sorted(pool.drafts, key=lambda draft: draft[:2])
+    found = next((d for d in others if group_sizes(_jobs(work, d[3])) != sizes), None)
+    if pool.jobs and group_sizes(pool.jobs) != sizes and (not found or pool.jobs_s < found[0]):
+        return pool.jobs
+    return _jobs(work, found[3]) if found else []
 
 
 def _jobs(work: Work, members: Members) -> list[Job]:

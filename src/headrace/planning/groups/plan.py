@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -12,7 +12,7 @@ from headrace.planning.groups.clock import Semantics
 from headrace.spec import Lengths
 from headrace.units import percent_text, seconds_text
 
-__all__ = ["GroupPlan", "Launch", "plans_to_json"]
+__all__ = ["GroupPlan", "Launch", "plans_to_json", "sizes_text"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,7 @@ class GroupPlan:
     @property
     def strategy(self) -> str:
         """Launches by group size, largest first: ``1*cp8 + 4*cp4``."""
-        sizes = Counter(len(launch.ranks) for launch in self.launches)
-        return " + ".join(f"{sizes[p]}*cp{p}" for p in sorted(sizes, reverse=True))
+        return sizes_text(len(launch.ranks) for launch in self.launches)
 
     def explain(self) -> str:
         """Why this plan, in words: one reason per line."""
@@ -87,6 +86,12 @@ class GroupPlan:
     def to_json(self, *, planning_s: float | None = None) -> dict[str, Any]:
         """A plan file of kind ``groups`` with one iteration; see :func:`plans_to_json`."""
         return plans_to_json([self], None if planning_s is None else [planning_s])
+
+
+def sizes_text(sizes: Iterable[int]) -> str:
+    """Launches of these sizes, largest first: ``1*cp8 + 4*cp4``."""
+    counts = Counter(sizes)
+    return " + ".join(f"{counts[p]}*cp{p}" for p in sorted(counts, reverse=True))
 
 
 def plans_to_json(

@@ -26,7 +26,7 @@ from headrace.planning.groups.filling import Filler
 from headrace.planning.groups.free import plan_free
 from headrace.planning.groups.plan import GroupPlan, Launch
 from headrace.planning.groups.wave import wave_jobs
-from headrace.planning.groups.waves import plan_waves
+from headrace.planning.groups.waves import search_waves
 from headrace.planning.groups.work import Work
 from headrace.spec import Lengths
 
@@ -57,9 +57,9 @@ def plan_groups(
     work = Work.of(costs, batch, devices)
     bound = lower_bound(work)
     if planner == "headrace":
-        jobs = _planned(work, semantics, bound.seconds, seed)
+        jobs, *others = _planned(work, semantics, bound.seconds, seed)
     else:
-        jobs = BASELINES[planner].jobs(work, semantics)
+        jobs, others = BASELINES[planner].jobs(work, semantics), None
     seconds = jobs_s(work, jobs, semantics)
     assert bound.seconds <= seconds * (1 + 1e-9), "a bound is below every plan"
     return GroupPlan(
@@ -74,22 +74,24 @@ def plan_groups(
         lower_bound_s=min(bound.seconds, seconds),
         planner=planner,
         seed=seed,
-        why=reasons(work, bound, jobs, seconds, semantics),
+        why=reasons(work, bound, jobs, seconds, semantics, others),
     )
 
 
-def _planned(work: Work, semantics: Semantics, bound_s: float, seed: int) -> list[Job]:
-    """The quickest launches found, by own planners and by those of others that could be quicker."""
+def _planned(work: Work, semantics: Semantics, bound_s: float, seed: int) -> list[list[Job]]:
+    """The quickest launches found, by own planners and by those of others that could be quicker;
+    then what else was found."""
     filler = Filler.of(work)
     if semantics == "free":
-        best = plan_free(filler, bound_s=bound_s, seed=seed)
+        best, other = plan_free(filler, bound_s=bound_s, seed=seed)
     else:
-        best = wave_jobs(work, plan_waves(filler, bound_s=bound_s, seed=seed))
-    best_s = jobs_s(work, best, semantics)
+        waves = search_waves(filler, bound_s=bound_s, seed=seed)
+        best, other = (wave_jobs(work, each) for each in waves)
+    best_s, found = jobs_s(work, best, semantics), [best, other]
     for baseline in BASELINES.values():
         if baseline.least_s(work) < best_s:
             jobs = baseline.jobs(work, semantics)
             seconds = jobs_s(work, jobs, semantics)
-            if seconds < best_s:
-                best_s, best = seconds, jobs
-    return best
+            found.insert(0 if seconds < best_s else 1, jobs)
+            best_s = min(best_s, seconds)
+    return found

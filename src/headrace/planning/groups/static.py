@@ -63,10 +63,14 @@ def interleaved(work: Work, p: int, taken: Sequence[Sequence[int]]) -> list[Job]
     return [(block_ranks(p, k), held) for _, k, held in sorted(jobs)]
 
 
-def best_static_jobs(work: Work, semantics: Semantics) -> tuple[int, list[Job]]:
-    """(row, launches) of the static degree with the least seconds (ties: the smaller). Sizes that
-    cannot beat what is found are left out."""
-    bounds = sorted((static_s(work, row), row) for row in range(fitting_row(work), len(work.sizes)))
+def best_static_jobs(
+    work: Work, semantics: Semantics, *, without: int | None = None
+) -> tuple[int, list[Job]]:
+    """(row, launches) of the static degree with the least seconds (ties: the smaller), but not of
+    the row ``without``; no launches if there is no other. Sizes that cannot beat what is found are
+    left out."""
+    rows = [row for row in range(fitting_row(work), len(work.sizes)) if row != without]
+    bounds = sorted((static_s(work, row), row) for row in rows)
     best_s, best = float("inf"), (0, list[Job]())
     for bound_s, row in bounds:
         if bound_s < best_s:

@@ -28,7 +28,7 @@ from headrace.planning.groups.openings import Opening, openings
 from headrace.planning.groups.wave import Wave, sorted_into_waves, waves_s
 from headrace.planning.groups.wave_counts import WaveCount
 
-__all__ = ["plan_waves"]
+__all__ = ["plan_waves", "search_waves"]
 
 Span = tuple[float, float]
 
@@ -46,6 +46,12 @@ _STEP = 0.998  # of the best: less gain is not worth a try
 
 def plan_waves(filler: Filler, *, bound_s: float, seed: int) -> list[Wave]:
     """Waves for all sequences of the filler's batch, longest wave first."""
+    return search_waves(filler, bound_s=bound_s, seed=seed)[0]
+
+
+def search_waves(filler: Filler, *, bound_s: float, seed: int) -> tuple[list[Wave], list[Wave]]:
+    """Waves for all sequences of the filler's batch, and the best that were met with groups of
+    other sizes (none, if there were no such)."""
     everyone = list(range(len(filler.work.tokens)))
     search = _Search(filler=filler, enough_s=bound_s * _CLOSE_ENOUGH)
     small = len(everyone) < _FEW
@@ -56,17 +62,19 @@ def plan_waves(filler: Filler, *, bound_s: float, seed: int) -> list[Wave]:
     if small:
         search.peeled(everyone, [])
         search.shuffled(np.random.default_rng(seed))
-    return search.best
+    return search.best, search.second
 
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """The best waves so far, and what may still be spent."""
+    """The best waves so far, the best of groups of other sizes, and what may still be spent."""
 
     filler: Filler
     enough_s: float
     best: list[Wave] = field(default_factory=list)
     seconds: float = float("inf")
+    second: list[Wave] = field(default_factory=list)
+    second_s: float = float("inf")
     effort: int = _EFFORT
 
     @property
@@ -141,7 +149,11 @@ class _Search:
     def _keep(self, waves: list[Wave]) -> None:
         seconds = waves_s(self.filler, waves)
         if seconds < self.seconds:
+            if _sizes(waves) != _sizes(self.best):
+                self.second_s, self.second = self.seconds, self.best
             self.seconds, self.best = seconds, waves
+        elif seconds < self.second_s and _sizes(waves) != _sizes(self.best):
+            self.second_s, self.second = seconds, waves
 
     def peeled(self, some: list[int], before: list[Wave]) -> None:
         """A first wave that takes as long as the longest of ``some`` does on some size, filled with
@@ -188,3 +200,8 @@ class _Search:
             if groups:
                 self._level(groups, [], count)
             tries += 1
+
+
+def _sizes(waves: Sequence[Wave]) -> list[int]:
+    """Rows of the sizes of all groups, sorted."""
+    return sorted(row for wave in waves for row, _ in wave)

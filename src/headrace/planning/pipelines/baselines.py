@@ -24,7 +24,7 @@ from headrace.planning.pipelines.plan import Iteration, iteration_of
 from headrace.planning.pipelines.solution import Solution, packed, solved
 from headrace.planning.pipelines.world import Counts, World
 
-__all__ = ["max_length", "static", "token_balance"]
+__all__ = ["by_cost", "by_length", "by_tokens", "max_length", "static", "token_balance"]
 
 Planned = tuple[tuple[str, ...], Callable[[int, Batch], Iteration]]
 Solve = Callable[[Batch, Counts], Solution | None]
@@ -32,43 +32,50 @@ Solve = Callable[[Batch, Counts], Solution | None]
 
 def static(world: World, iterations: Sequence[Sequence[int]], seed: int) -> Planned:
     """One homogeneous strategy, sequences dispatched by cost, longest first."""
-    return _best(world, iterations, lambda batch, counts: solved(batch, counts, steps=0))
+    return _best(world, iterations, by_cost)
 
 
 def max_length(world: World, iterations: Sequence[Sequence[int]], seed: int) -> Planned:
     """Packs as long as the longest sequence, dealt out evenly."""
     context = max(max(lengths) for lengths in iterations)
-
-    def solve(batch: Batch, counts: Counts) -> Solution | None:
-        k = _kind(batch, counts)
-        if k is None:
-            return None
-        packs = _as_they_come(batch, context)
-        dealt = [packs[q :: counts[k]] for q in range(counts[k])]
-        pipe, seconds = world.pipes[k], batch.seconds(k)
-        return Solution(
-            counts=counts, pipes=(k,) * counts[k],
-            micro_batches=tuple(tuple(tuple(own) for own in bins) for bins in dealt),
-            each_s=tuple(
-                pipe.pipeline_s([sum(seconds[i] for i in own) + pipe.c for own in bins])
-                for bins in dealt
-            ),
-        )  # fmt: skip
-
-    return _best(world, iterations, solve)
+    return _best(world, iterations, lambda batch, counts: by_length(batch, counts, context))
 
 
 def token_balance(world: World, iterations: Sequence[Sequence[int]], seed: int) -> Planned:
     """The same tokens for every pipeline of one homogeneous strategy."""
+    return _best(world, iterations, by_tokens)
 
-    def solve(batch: Batch, counts: Counts) -> Solution | None:
-        k = _kind(batch, counts)
-        if k is None:
-            return None
-        members = differenced(batch.tokens, counts[k])
-        return packed(batch, counts, Dispatch.of(batch, [k] * counts[k], members))
 
-    return _best(world, iterations, solve)
+def by_cost(batch: Batch, counts: Counts) -> Solution | None:
+    """What :func:`static` makes of one batch; None where the strategy cannot hold it."""
+    return solved(batch, counts, steps=0)
+
+
+def by_length(batch: Batch, counts: Counts, context: int) -> Solution | None:
+    """What :func:`max_length` makes of one batch with packs of up to ``context`` tokens."""
+    k = _kind(batch, counts)
+    if k is None or context > batch.world.pipes[k].cap:
+        return None
+    packs = _as_they_come(batch, context)
+    dealt = [packs[q :: counts[k]] for q in range(counts[k])]
+    pipe, seconds = batch.world.pipes[k], batch.seconds(k)
+    return Solution(
+        counts=counts, pipes=(k,) * counts[k],
+        micro_batches=tuple(tuple(tuple(own) for own in bins) for bins in dealt),
+        each_s=tuple(
+            pipe.pipeline_s([sum(seconds[i] for i in own) + pipe.c for own in bins])
+            for bins in dealt
+        ),
+    )  # fmt: skip
+
+
+def by_tokens(batch: Batch, counts: Counts) -> Solution | None:
+    """What :func:`token_balance` makes of one batch."""
+    k = _kind(batch, counts)
+    if k is None:
+        return None
+    members = differenced(batch.tokens, counts[k])
+    return packed(batch, counts, Dispatch.of(batch, [k] * counts[k], members))
 
 
 def _best(world: World, iterations: Sequence[Sequence[int]], solve: Solve) -> Planned:

@@ -39,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.planning.pipelines.batch import Batch
+from headrace.planning.pipelines.world import Counts
 
 __all__ = ["Relaxation", "Relaxed"]
 
@@ -70,7 +71,7 @@ class Relaxation:
 
     def __init__(self, batch: Batch) -> None:
         pipes, values = batch.world.pipes, batch.values
-        self.devices = batch.world.devices
+        self.devices, self.first = batch.world.devices, batch.first
         self.each = _column([pipe.devices for pipe in pipes])
         self.c = _column([pipe.c for pipe in pipes])
         self.bubbles = _column([pipe.stages - 1 for pipe in pipes])
@@ -119,6 +120,20 @@ class Relaxation:
             longest_s=self.longest_s,
             pipelines=self.pipelines(shares),
         )
+
+    def closed(self, counts: Counts, shares: Floats) -> bool:
+        """Whether no plan of a strategy, given the shares at a time, gets down to that time: what
+        only its roomiest pipes hold would take more devices than they have, or everything more
+        than all have."""
+        used = [k for k, n in enumerate(counts) if n]
+        least, devices = np.full(shares.shape[1], np.inf), 0.0
+        for k, after in zip(used, [*used[1:], None], strict=True):
+            least = np.minimum(least, shares[k])
+            devices += counts[k] * float(self.each[k, 0])
+            end = len(least) if after is None else self.first[after]
+            if float(least[:end].sum()) > devices * (1 + _ROUNDING):
+                return True
+        return False
 
     def start(self, seconds: float, kinds: Sequence[int]) -> tuple[float, ...]:
         """The relaxed optimum of a time with only the pipes ``kinds``, one of which holds every

@@ -19,10 +19,10 @@ from headrace.planning.pipelines.bounds import Relaxation, Relaxed
 from headrace.planning.pipelines.climb import climb, filled, rounded
 from headrace.planning.pipelines.dispatch import estimate_s
 from headrace.planning.pipelines.fluid import fluid
-from headrace.planning.pipelines.solution import Solution, alike, polished, solved
+from headrace.planning.pipelines.solution import FEW, Solution, alike, polished, solved
 from headrace.planning.pipelines.world import Counts, World
 
-__all__ = ["Chosen", "choose", "ranked"]
+__all__ = ["BALANCED", "Chosen", "choose", "ranked"]
 
 _TRIES = 60
 _TIMED = 3
@@ -31,24 +31,25 @@ _HEAD_COSTS = 1.5
 _STEPS = 12
 _STEPS_BEST = 300
 _STEPS_AT_LEAST = 40
-_FEW = 40
 _FEW_WORK = 3000  # sequences dispatched, all in all, where an iteration has few
 _STRATEGY_WORK = 10  # as many sequences does a strategy cost by itself
 _FEW_STARTS = 4
 _LEAST_TRIES = 3
 _FAR = 1.005
+_NEARLY = 1.007
 _FAR_FROM_BOUND = 1.03
-_BALANCED = 1000  # sequences; of more, no other way to balance gains anything
+BALANCED = 1000  # sequences; of more, no other way to balance gains anything
 _CLOSE_ENOUGH = 1 + 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
     """The solution of an iteration, its bound, and the next best strategy with its seconds
-    (estimated where it was not worth while to dispatch it)."""
+    (estimated where it was not worth while to dispatch it); ``relaxation`` is the bound's."""
 
     solution: Solution
     bound: Relaxed
+    relaxation: Relaxation
     runner_up: tuple[float, Counts] | None
 
 
@@ -75,10 +76,10 @@ def choose(
     relaxation = Relaxation(batch)
     bound = relaxation.bound()
     longest = batch.tokens[0]
-    if len(batch) <= _FEW or not any(world.pipes[k].cap >= longest for k in kinds):
+    if len(batch) <= FEW or not any(world.pipes[k].cap >= longest for k in kinds):
         kinds = range(len(world.pipes))
     start = rounded(world, relaxation.start(bound.seconds, kinds), longest)
-    within = inf if len(batch) <= _FEW else _RUNNER_UP
+    within = inf if len(batch) <= FEW else _RUNNER_UP
     order = ranked(batch, [start, *candidates], within=within)
     if not order:
         order = ranked(batch, world.homogeneous())
@@ -86,18 +87,20 @@ def choose(
     search = _Search(batch, target_s)
     for expected_s, counts in _searched(world, batch, order, kinds, bound.seconds):
         if not search.found or expected_s < search.best.seconds > target_s:
-            search.real_s(counts, inf)
+            search.real_s(counts, search.best.seconds if search.many and search.found else inf)
     if search.best.seconds > target_s:
         search.near(kinds, [counts for _, counts in order])
         search.other_kinds(kinds, bound.seconds)
         search.last_chances()
     best = search.best
     timed = [(solution.seconds, counts) for counts, solution in search.found.items()]
-    others = [item for item in (*timed, *order) if item[1] != best.counts]
+    # What is expected to take less was not placed, or not timed for that reason.
+    others = [x for x in (*timed, *order) if x[1] != best.counts and x[0] >= best.seconds]
     if not others:
         every = [counts for counts in (*candidates, *world.homogeneous()) if counts != best.counts]
         others = ranked(batch, every, within=1.0)
-    return Chosen(solution=best, bound=bound, runner_up=min(others, default=None))
+    runner_up = min(others, default=None)
+    return Chosen(solution=best, bound=bound, relaxation=relaxation, runner_up=runner_up)
 
 
 class _Search:
@@ -106,7 +109,7 @@ class _Search:
     def __init__(self, batch: Batch, target_s: float) -> None:
         self.batch, self.world, self.target_s = batch, batch.world, target_s
         self.found: dict[Counts, Solution] = {}
-        self.few = len(batch) <= _FEW
+        self.few, self.many = len(batch) <= FEW, len(batch) > BALANCED
 
     @property
     def best(self) -> Solution:
@@ -115,8 +118,11 @@ class _Search:
 
     def real_s(self, counts: Counts, below_s: float) -> float:
         """Seconds of a strategy. Where there are not so few sequences that the estimate misleads,
-        infinite when that does not get below ``below_s``."""
+        infinite when that does not get below ``below_s``; with many, whose dispatch takes long,
+        when the head cannot be placed in less."""
         if counts not in self.found:
+            if self.many and estimate_s(self.batch, counts, below_s) == inf:
+                return inf
             if not self.few and fluid(self.batch, counts, below_s=below_s).seconds == inf:
                 return inf
             solution = solved(self.batch, counts, steps=_STEPS, target_s=self.target_s)
@@ -157,10 +163,14 @@ class _Search:
         """More steps for the best, other ways to level pipelines that are all alike, and small
         pipelines on devices left over."""
         batch, best = self.batch, self.best
+        if self.many:
+            # Of those that come out nearly the same, the one that steps may bring lowest.
+            near = [x for x in self.found.values() if x.seconds <= best.seconds * _NEARLY]
+            best = min(near, key=lambda x: (fluid(batch, x.counts).seconds, x.counts))
         steps = min(_STEPS_BEST, _STEPS_AT_LEAST + len(batch) // 10)
         found = [polished(batch, best, steps=steps, target_s=self.target_s)]
-        if len(batch) <= _BALANCED:
-            found += alike(batch, best.counts, steps=_STEPS if len(batch) <= 2 * _FEW else 0)
+        if len(batch) <= BALANCED:
+            found += alike(batch, best.counts, steps=_STEPS if len(batch) <= 2 * FEW else 0)
         more = filled(self.world, best.counts, range(len(self.world.pipes)))
         if more != best.counts:
             self.real_s(more, inf)

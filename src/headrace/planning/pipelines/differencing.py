@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush
 __all__ = ["differenced"]
 
 Sets = list[tuple[float, list[int]]]
+"""Sums, less than nothing so that the heaviest set comes first, and the numbers."""
 
 
 def differenced(weights: Sequence[float], parts: int) -> list[list[int]]:
@@ -15,7 +16,7 @@ def differenced(weights: Sequence[float], parts: int) -> list[list[int]]:
     two partitions with the largest differences are joined, the heaviest set of one with the
     lightest of the other, until one is left. Sets that are still empty are not written."""
     heap: list[tuple[float, int, Sets]] = [
-        (-weight, i, [(weight, [i])]) for i, weight in enumerate(weights)
+        (-weight, i, [(-weight, [i])]) for i, weight in enumerate(weights)
     ]
     heapify(heap)
     while len(heap) > 1:
@@ -26,8 +27,8 @@ def differenced(weights: Sequence[float], parts: int) -> list[list[int]]:
         for (heavy, held), (light, more) in zip(one[apart:], reversed(other), strict=False):
             joined.append((heavy + light, held + more))
         joined += other[: len(other) - max(0, len(one) - apart)]
-        joined.sort(key=lambda item: (-item[0], item[1]))
-        spread = joined[0][0] - (joined[-1][0] if len(joined) == parts else 0)
+        joined.sort()
+        spread = (joined[-1][0] if len(joined) == parts else 0) - joined[0][0]
         heappush(heap, (-spread, first, joined))
     sets = [held for _, held in heap[0][2]] if heap else []
     return sets + [[] for _ in range(parts - len(sets))]

@@ -94,6 +94,7 @@ def dispatch(
     ends = [*(begin for _, begin in estimate.starts[1:]), len(batch)]
     for (k, begin), end in zip(estimate.starts, ends, strict=True):
         filling.run(k, max(begin, begun.placed), end)
+    filling.rest()
     return Dispatch.of(batch, begun.pipes, begun.members)
 
 
@@ -105,6 +106,7 @@ class _Filling:
         self.batch, self.world = begun.batch, begun.batch.world
         self.used = [k for k, _ in fluid.starts]
         self.taken = bytearray(len(self.batch))
+        self.left = list[int]()
 
     def gaps(self) -> None:
         """Fill what the head left of its pipelines, but for the last of it, with the longest
@@ -116,32 +118,39 @@ class _Filling:
             seconds, filled = self.batch.seconds(k), list[tuple[float, int]]()
             for load, q in self.begun.ready[k]:
                 room_s = self.limit_s - load
-                i = bisect_left(seconds, -room_s, lo=placed, key=neg)
-                while room_s > margin_s and i < len(seconds) and seconds[i] > margin_s / 2:
-                    if self.taken[i] or seconds[i] > room_s:
-                        i += 1
+                i = self.taken.find(0, bisect_left(seconds, -room_s, lo=placed, key=neg))
+                while room_s > margin_s and i >= 0 and seconds[i] > margin_s / 2:
+                    if seconds[i] > room_s:
+                        i = self.taken.find(0, i + 1)
                         continue
                     self.taken[i] = 1
                     self.begun.members[q].append(i)
                     room_s -= seconds[i]
-                    i = max(i + 1, bisect_left(seconds, -room_s, lo=placed, key=neg))
+                    following = bisect_left(seconds, -room_s, lo=placed, key=neg)
+                    i = self.taken.find(0, max(i + 1, following))
                 filled.append((self.limit_s - room_s, q))
             heapify(filled)
             self.begun.ready[k] = filled
 
     def run(self, k: int, begin: int, end: int) -> None:
-        """The sequences from ``begin`` to ``end``, meant for pipe ``k``."""
+        """The sequences from ``begin`` to ``end``, meant for pipe ``k``, after those that other
+        pipes with stages left over, if it has stages too."""
         heap, limit_s = self.begun.ready[k], self.limit_s
         others = [j for j in self.used if j != k]
+        places = [i for i in range(begin, end) if not self.taken[i]]
         if self.world.pipes[k].stages > 1:
-            for i in range(begin, end):
-                if not self.taken[i] and not self.begun.staged(k, i, limit_s):
+            first = self.batch.first[k]
+            fitting = [i for i in self.left if i >= first]
+            over = [i for i in self.left if i < first]
+            self.left = over + self.begun.run(k, fitting + places, limit_s)
+            after = self.used.index(k) + 1
+            if after < len(self.used) and self.world.pipes[self.used[after]].stages == 1:
+                for i in self.left:
                     self._elsewhere(i, others, k)
+                self.left = []
             return
         seconds, members = self.batch.seconds(k), self.begun.members
-        for i in range(begin, end):
-            if self.taken[i]:
-                continue
+        for i in places:
             load, q = heap[0]
             after = load + seconds[i]
             if after <= limit_s:
@@ -150,29 +159,52 @@ class _Filling:
             else:
                 self._elsewhere(i, others, k)
 
-    def _elsewhere(self, i: int, others: list[int], home: int) -> None:
-        """Put sequence i where it ends within the time, else where it ends first."""
-        begun, best = self.begun, None
-        for k in (*others, home):
-            pipe, ready = self.world.pipes[k], begun.ready[k]
-            if pipe.cap < self.batch.tokens[i]:
-                continue
-            at = begun.current[k] % len(ready)
-            load, q = ready[at]
-            staged = pipe.stages > 1
-            after = begun.load_with(q, i) if staged else load + self.batch.seconds(k)[i]
-            if best is None or after < best[0]:
-                best = after, q, at, k
-            if after <= self.limit_s:
-                break
-        assert best is not None, "the roomiest pipe holds every sequence"
-        after, q, at, k = best
-        ready = begun.ready[k]
+    def rest(self) -> None:
+        """What is left over goes where it should end first, all pipelines being full by then."""
+        begun, tokens = self.begun, self.batch.tokens
+        kinds = [(k, self.world.pipes[k], self.batch.seconds(k), begun.ready[k]) for k in self.used]
+        for i in self.left:
+            best: tuple[float, int] | None = None
+            for k, pipe, seconds, ready in kinds:
+                if pipe.cap >= tokens[i]:
+                    load, q = ready[begun.current[k] % len(ready)]
+                    rate = load / begun.work[q] if pipe.stages > 1 and begun.work[q] else 1.0
+                    after = load + rate * seconds[i]
+                    if best is None or after < best[0]:
+                        best = after, k
+            assert best is not None, "the roomiest pipe holds every sequence"
+            self._put(i, best[1])
+
+    def _put(self, i: int, k: int) -> None:
+        """Give sequence i to the pipeline of pipe ``k`` whose turn it is."""
+        begun, ready = self.begun, self.begun.ready[k]
+        at = begun.current[k] % len(ready)
+        load, q = ready[at]
         if self.world.pipes[k].stages > 1:
+            after = begun.load_with(q, i)
             begun.put(q, i)
         else:
+            after = load + self.batch.seconds(k)[i]
             begun.members[q].append(i)
         if self.world.pipes[k].stages == 1 or begun.current[k] == len(ready):
             heapreplace(ready, (after, q))
         else:
-            ready[at] = (after, q)
+            ready[at] = after, q
+
+    def _elsewhere(self, i: int, others: list[int], home: int) -> None:
+        """Put sequence i where it ends within the time, else where it ends first."""
+        begun = self.begun
+        best: tuple[float, int] | None = None
+        for k in (*others, home):
+            pipe, ready = self.world.pipes[k], begun.ready[k]
+            if pipe.cap < self.batch.tokens[i]:
+                continue
+            load, q = ready[begun.current[k] % len(ready)]
+            staged = pipe.stages > 1
+            after = begun.load_with(q, i) if staged else load + self.batch.seconds(k)[i]
+            if best is None or after < best[0]:
+                best = after, k
+            if after <= self.limit_s:
+                break
+        assert best is not None, "the roomiest pipe holds every sequence"
+        self._put(i, best[1])

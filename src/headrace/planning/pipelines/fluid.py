@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from math import ceil, inf, sqrt
+from math import ceil, inf
 
 from headrace.planning.pipelines.batch import Batch
 from headrace.planning.pipelines.world import Counts, Pipe
@@ -24,6 +24,7 @@ __all__ = ["Fluid", "fluid"]
 _FULL = 0.985  # what of a micro-batch's room can be filled with whole sequences
 _CHUNKS = 4  # groups of pipelined pipelines that take sequences of like length
 _STEPS = 24
+_STRAIGHT = 8  # of them on the line through both ends; jumps are found by halving
 _CLOSE = 5e-4
 _ROUNDING = 1e-12
 
@@ -64,11 +65,11 @@ def fluid(batch: Batch, counts: Counts, *, below_s: float = inf) -> Fluid:
     low = filling.short_of(low_s)
     if low <= 0:
         return Fluid(seconds=low_s, starts=filling.starts())
-    for _ in range(_STEPS):
+    for step in range(_STEPS):
         if high_s - low_s <= _CLOSE * high_s:
             break
         middle_s = (low_s + high_s) / 2
-        if low < inf and high < 0:
+        if low < inf and high < 0 and step < _STRAIGHT:
             guess_s = low_s + (high_s - low_s) * low / (low - high)
             edge_s = (high_s - low_s) / 16
             middle_s = min(max(guess_s, low_s + edge_s), high_s - edge_s)
@@ -134,16 +135,16 @@ class _Filling:
         done = work[i] + part * (work[i + 1] - work[i])
         held = sums[i] + part * (sums[i + 1] - sums[i])
         room = n * pipe.cap * _FULL
-        in_time = n * _usable(pipe, limit_s, longest_s, 1)
+        in_time = n * pipe.usable_s(limit_s, longest_s, 1)
         tokens = _at(sums, work, done + in_time) - held
         taken = in_time
         if tokens > room or pipe.stages > 1:
             count = max(1, ceil(tokens / room))
             fewer = _tokens_work(work, sums, held + room * (count - 1)) - done
-            in_time = n * _usable(pipe, limit_s, longest_s, count)
+            in_time = n * pipe.usable_s(limit_s, longest_s, count)
             taken = min(in_time, _tokens_work(work, sums, held + room * count) - done)
             if count > 1 and pipe.stages == 1 and fewer > taken:
-                in_time = n * _usable(pipe, limit_s, longest_s, count - 1)
+                in_time = n * pipe.usable_s(limit_s, longest_s, count - 1)
                 taken = min(fewer, in_time)
         if taken <= 0:
             return i, part, 0.0
@@ -160,26 +161,6 @@ def _groups(pipe: Pipe, n: int) -> tuple[int, ...]:
         return (n,)
     chunks = min(n, _CHUNKS)
     return tuple(n * (j + 1) // chunks - n * j // chunks for j in range(chunks))
-
-
-def _usable(pipe: Pipe, limit_s: float, longest_s: float, least: int) -> float:
-    """Work that a pipeline ends within ``limit_s`` in ``least`` micro-batches or more.
-
-    With V micro-batches, work + c V + (P - 1) (max(longest, work / V) + c) <= limit. More of them
-    help until the longest sequence fills one, or their constants cost more than the bubbles.
-    """
-    if pipe.stages == 1:
-        return limit_s - pipe.c * least
-    bubbles = pipe.stages - 1
-    rest_s = limit_s - bubbles * pipe.c
-    if rest_s <= 0:
-        return 0.0
-    count = (rest_s - bubbles * longest_s) / (longest_s + pipe.c)
-    if pipe.c > 0:
-        count = min(count, sqrt(limit_s * bubbles / pipe.c) - bubbles)
-    v = max(least, int(count + 0.5), 1)
-    by_count = (rest_s - pipe.c * v) * v / (v + bubbles)
-    return min(by_count, rest_s - pipe.c * v - bubbles * longest_s)
 
 
 def _at(sums: list[int], work: list[float], reach: float) -> float:

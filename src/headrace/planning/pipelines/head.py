@@ -10,8 +10,10 @@ first, and gives up after a while.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify
+from itertools import accumulate
 from math import ceil
 
 from headrace.planning.pipelines.batch import Batch
@@ -63,6 +65,49 @@ class Started:
             if self.current[k] == len(ready):
                 heapify(ready)
         return False
+
+    def run(self, k: int, places: Sequence[int], limit_s: float) -> list[int]:
+        """The same for a run of sequences, longest first: as many as end in time on one pipeline,
+        then on the next. Returns those for which none was left."""
+        ready, pipe, batch = self.ready[k], self.batch.world.pipes[k], self.batch
+        seconds, tokens, end = batch.seconds(k), batch.tokens, len(places)
+        if end == 0:
+            return []
+        sums = list(accumulate([seconds[i] for i in places], initial=0.0))
+        helds = list(accumulate([tokens[i] for i in places], initial=0))
+        at, left = 0, list[int]()
+        while at < end and self.current[k] < len(ready):
+            _, q = ready[self.current[k]]
+            own, before, held = self.members[q], self.work[q] - sums[at], self.held[q] - helds[at]
+            longest = seconds[own[0]] if own else seconds[places[at]]
+
+            def load_s(j: int) -> float:
+                return pipe.run_s(sums, at, j, before, held + helds[j], longest)  # noqa: B023
+
+            usable = pipe.usable_s(limit_s, longest)
+            j = min(end, max(at + 1, bisect_right(sums, usable - before) - 1))
+            step, load = 1, load_s(j)
+            while load > limit_s and j > at + 1:
+                j, step = max(at + 1, j - step), step * 2
+                load = load_s(j)
+            while step > 1:
+                step //= 2
+                if j + step <= end and (more := load_s(j + step)) <= limit_s:
+                    j, load = j + step, more
+            if load > limit_s and not own:
+                left.append(places[at])
+                at += 1
+                continue
+            if load <= limit_s:
+                own += places[at:j]
+                self.work[q], self.held[q] = before + sums[j], held + helds[j]
+                ready[self.current[k]] = load, q
+                at = j
+            if at < end:
+                self.current[k] += 1
+        if self.current[k] == len(ready):
+            heapify(ready)
+        return left + list(places[at:])
 
     def settle(self, starts: Starts, limit_s: float) -> None:
         """Add to the loads of pipelines with one stage the constants to come, if each is filled

@@ -8,6 +8,7 @@ included, so that a move can save one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from heapq import nsmallest
 from random import Random
@@ -20,8 +21,10 @@ __all__ = ["improve"]
 _OTHERS = 6
 _ENOUGH = 0.3  # of what two pipelines could gain by balancing
 _GAIN = 1e-6
+_GAIN_COARSE = 5e-4
 _SHAKEN = 3
 _GUESSES = 4
+_OF_MANY = 8  # sequences to move
 _GUESS_OFF = 1.02
 
 Change = tuple[float, int, int]
@@ -29,17 +32,19 @@ Change = tuple[float, int, int]
 
 
 def improve(
-    batch: Batch, found: Dispatch, *, steps: int, target_s: float, extra: Sequence[float] = ()
-) -> None:
+    batch: Batch, found: Dispatch, *, steps: int, target_s: float, extra: Sequence[float] = (),
+    coarse: bool = False,
+) -> None:  # fmt: skip
     """Change ``found`` in place, ``steps`` times at most, until it is down to ``target_s``.
-    ``extra[q]`` is what pipeline q takes beyond its load."""
+    ``extra[q]`` is what pipeline q takes beyond its load. ``coarse``: where stages and packing
+    hide small differences, look at some of the sequences only, and for more than small gains."""
     loads = found.loads
     if len(loads) < 2:
         return
     for _ in range(steps):
         ends = [load + more for load, more in zip(loads, extra, strict=True)] if extra else loads
         last = max(range(len(ends)), key=ends.__getitem__)
-        if ends[last] <= target_s or not _relieve(batch, found, last, ends):
+        if ends[last] <= target_s or not _relieve(batch, found, last, ends, coarse):
             return
 
 
@@ -69,15 +74,15 @@ def shaken(batch: Batch, found: Dispatch, *, rounds: int, steps: int, target_s: 
     return best
 
 
-def _relieve(batch: Batch, found: Dispatch, last: int, ends: Sequence[float]) -> bool:
+def _relieve(batch: Batch, found: Dispatch, last: int, ends: Sequence[float], coarse: bool) -> bool:
     """One change that makes the later of two pipelines, one of them the last, end earlier."""
-    others = nsmallest(_OTHERS + 1, range(len(ends)), key=ends.__getitem__)
+    others = _others(found.pipes, ends)
     best: tuple[float, int, int, int] | None = None
-    limit_s = ends[last] * (1 - _GAIN)
+    limit_s = ends[last] * (1 - (_GAIN_COARSE if coarse else _GAIN))
     for q in others:
         if q == last:
             continue
-        change = _best_change(batch, found, (last, q), ends, limit_s)
+        change = _best_change(batch, found, (last, q), ends, limit_s, coarse)
         if change is not None:
             limit_s, i, r = change
             best = limit_s, q, i, r
@@ -90,20 +95,36 @@ def _relieve(batch: Batch, found: Dispatch, last: int, ends: Sequence[float]) ->
     return True
 
 
+def _others(pipes: Sequence[int], ends: Sequence[float]) -> list[int]:
+    """The least loaded pipelines, one of every pipe among them, the least loaded first."""
+    order = sorted(range(len(ends)), key=ends.__getitem__)
+    found, rest = order[: _OTHERS + 1], order[_OTHERS + 1 :]
+    missing = set(pipes).difference([pipes[q] for q in found])
+    for q in rest if missing else ():
+        if pipes[q] in missing:
+            missing.remove(pipes[q])
+            found.append(q)
+            if not missing:
+                break
+    return found
+
+
 def _best_change(
-    batch: Batch, found: Dispatch, pair: tuple[int, int], ends: Sequence[float], limit_s: float
-) -> Change | None:
+    batch: Batch, found: Dispatch, pair: tuple[int, int], ends: Sequence[float], limit_s: float,
+    coarse: bool,
+) -> Change | None:  # fmt: skip
     """The best change between two pipelines, with a later end below ``limit_s``."""
     last, q = pair
     pipes = batch.world.pipes
     if pipes[found.pipes[last]].stages == pipes[found.pipes[q]].stages == 1:
         return _without_stages(batch, found, pair, ends, limit_s)
     here_s, there_s = found.work[last], max(found.work[q], 1e-9)
+    most = _OF_MANY if coarse else sys.maxsize
     slopes = found.loads[last] / here_s, max(1.0, found.loads[q] / there_s)
     guesses = [
         (max(ends[last] + slopes[0] * (here - here_s),
              ends[q] + slopes[1] * (there - found.work[q])), i, r, here, there)
-        for i, r, here, there in _options(batch, found, pair, ends)
+        for i, r, here, there in _options(batch, found, pair, ends, most)
     ]  # fmt: skip
     best = None
     for guess_s, i, r, here, there in nsmallest(_GUESSES, guesses):
@@ -115,17 +136,18 @@ def _best_change(
 
 
 def _options(
-    batch: Batch, found: Dispatch, pair: tuple[int, int], ends: Sequence[float]
-) -> Iterator[tuple[int, int, float, float]]:
+    batch: Batch, found: Dispatch, pair: tuple[int, int], ends: Sequence[float],
+    most: int = sys.maxsize,
+) -> Iterator[tuple[int, int, float, float]]:  # fmt: skip
     """(sequence over, sequence back or -1, work of the last then, work of the other then) of moves
-    and of the swaps that come closest to levelling the two."""
+    and of the swaps that come closest to levelling the two; of about ``most`` sequences over."""
     (last, q), tokens, pipes = pair, batch.tokens, batch.world.pipes
     k, j = found.pipes[last], found.pipes[q]
     ours, theirs = batch.seconds(k), batch.seconds(j)
     own, other, cap, room = found.members[last], found.members[q], pipes[j].cap, pipes[k].cap
     here, there = found.work[last], found.work[q]
     half_s, at = (ends[last] - ends[q]) / 2, 0
-    for i in own:
+    for i in own[:: len(own) // most + 1]:
         if tokens[i] > cap:
             continue
         here_s, there_s = here - ours[i], there + theirs[i]
@@ -144,20 +166,38 @@ def _without_stages(
 ) -> Change | None:
     """The same where both have one stage: loads are told here, as nothing runs more often."""
     (last, q), tokens, pipes = pair, batch.tokens, batch.world.pipes
-    ours, theirs = pipes[found.pipes[last]], pipes[found.pipes[q]]
-    more_here, more_there = ends[last] - found.loads[last], ends[q] - found.loads[q]
+    k, j = found.pipes[last], found.pipes[q]
+    pipe, there = pipes[k], pipes[j]
+    ours, theirs = batch.seconds(k), batch.seconds(j)
+    other = found.members[q]
+    # Seconds without any of the constants: nothing held, nothing taken.
+    bare_s = found.work[last] + ends[last] - found.loads[last]
+    there_s = found.work[q] + ends[q] - found.loads[q]
     held_here, held_there = found.held[last], found.held[q]
-    best = None
-    for i, r, here, there in _options(batch, found, pair, ends):
-        if here + more_here < limit_s and there + more_there < limit_s:
-            step = tokens[i] - (tokens[r] if r >= 0 else 0)
-            end_s = there + more_there - theirs.c * (-(held_there + step) // theirs.cap)
-            if end_s < limit_s:
-                # Nothing held, nothing taken: the work is then zero too.
-                here_s = here + more_here - ours.c * ((step - held_here) // ours.cap)
-                if here_s < limit_s:
-                    limit_s = max(end_s, here_s)
-                    best = limit_s, i, r
+    half_s, at, best = (ends[last] - ends[q]) / 2, 0, None
+    for i in found.members[last]:
+        length, ours_s = tokens[i], ours[i]
+        if length > there.cap:
+            continue
+        wanted_s = ours_s - half_s
+        while at < len(other) and ours[other[at]] > wanted_s:
+            at += 1
+        over_s, left_s = there_s + theirs[i], bare_s - ours_s
+        for r in (-1, *other[max(0, at - 1) : at + 1]):
+            step, then_s, here_s = length, over_s, left_s
+            if r >= 0:
+                step -= tokens[r]
+                then_s -= theirs[r]
+                here_s += ours[r]
+                if step <= 0 or tokens[r] > pipe.cap:
+                    continue
+            if then_s < limit_s and here_s < limit_s:
+                then_s -= there.c * (-(held_there + step) // there.cap)
+                if then_s < limit_s:
+                    here_s -= pipe.c * ((step - held_here) // pipe.cap)
+                    if here_s < limit_s:
+                        limit_s = max(then_s, here_s)
+                        best = limit_s, i, r
     return best
 
 

@@ -19,7 +19,7 @@ from headrace.planning.pipelines.plan import Iteration, iteration_of
 from headrace.planning.pipelines.solution import Solution, packed
 from headrace.planning.pipelines.world import Counts, World
 
-__all__ = ["greedy", "paper"]
+__all__ = ["by_greedy", "greedy", "paper", "paper_candidates"]
 
 _TRIALS = 100
 _MOST_CANDIDATES = 40
@@ -29,26 +29,32 @@ Planned = tuple[tuple[str, ...], Callable[[int, Batch], Iteration]]
 
 def paper(world: World, iterations: Sequence[Sequence[int]], seed: int) -> Planned:
     """The paper's planner: every candidate is dispatched and packed in every iteration."""
+    candidates = paper_candidates(world, iterations)
+
+    def one(number: int, batch: Batch) -> Iteration:
+        tried = [by_greedy(batch, counts, seed=seed + number) for counts in candidates]
+        found = [solution for solution in tried if solution is not None]
+        best = min(found, key=lambda solution: solution.seconds)  # the first holds any sequence
+        return iteration_of(batch, best, Relaxation(batch).bound())
+
+    return tuple(world.text(counts) for counts in candidates), one
+
+
+def paper_candidates(world: World, iterations: Sequence[Sequence[int]]) -> list[Counts]:
+    """The strategies that are dispatched in every iteration; the first holds any sequence."""
     every = [tokens for lengths in iterations for tokens in lengths]
     # The authors' lists begin with pipelines of one scheme that hold any sequence. Those that hold
     # the longest come last from the programs, and first here.
     found = [world.homogeneous()[0], *reversed(proposed(world, every, relaxed=False))]
     found += reversed(proposed(world, every, relaxed=True))
-    candidates = list(dict.fromkeys(found))[:_MOST_CANDIDATES]
+    return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
 
-    def one(number: int, batch: Batch) -> Iteration:
-        best: Solution | None = None
-        for counts in candidates:
-            if not _holds(world, counts, batch.tokens[0]):
-                continue
-            dispatched = greedy(batch, counts, seed=seed + number)
-            solution = packed(batch, counts, dispatched)
-            if best is None or solution.seconds < best.seconds:
-                best = solution
-        assert best is not None, "the first candidate holds any sequence"
-        return iteration_of(batch, best, Relaxation(batch).bound())
 
-    return tuple(world.text(counts) for counts in candidates), one
+def by_greedy(batch: Batch, counts: Counts, *, seed: int) -> Solution | None:
+    """What :func:`paper` makes of one batch and strategy; None where it cannot hold the batch."""
+    if not _holds(batch.world, counts, batch.tokens[0]):
+        return None
+    return packed(batch, counts, greedy(batch, counts, seed=seed))
 
 
 def greedy(batch: Batch, counts: Counts, *, seed: int, trials: int = _TRIALS) -> Dispatch:

@@ -37,7 +37,8 @@ class PlannedPipeline:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
     """The plan of one iteration. ``switch_s`` is the part of ``predicted_s`` that changing the
-    strategy within the iteration takes; ``why`` is for people."""
+    strategy within the iteration takes, ``phases`` are then the plans that run one after the
+    other; ``why`` is for people."""
 
     strategy: str
     pipelines: tuple[PlannedPipeline, ...]
@@ -46,6 +47,7 @@ class Iteration:
     planning_s: float = field(default=0.0, compare=False)
     switch_s: float = 0.0
     why: tuple[str, ...] = ()
+    phases: tuple[Iteration, ...] = ()
 
     @property
     def gap(self) -> float:

@@ -13,6 +13,7 @@ from headrace.planning.pipelines.choose import choose
 from headrace.planning.pipelines.paper import paper
 from headrace.planning.pipelines.plan import Iteration, PipelinePlan, iteration_of, reasons
 from headrace.planning.pipelines.proposal import propose
+from headrace.planning.pipelines.rivals import Rivals
 from headrace.planning.pipelines.switching import switching
 from headrace.planning.pipelines.world import World
 
@@ -25,10 +26,11 @@ Prepare = Callable[[World, Sequence[Sequence[int]], int], Planned]
 
 
 def _headrace(world: World, iterations: Sequence[Sequence[int]], seed: int) -> Planned:
-    proposal = propose(world, iterations, seed)
+    proposal, rivals = propose(world, iterations, seed), Rivals(world, iterations, seed)
 
-    def one(_: int, batch: Batch) -> Iteration:
+    def one(number: int, batch: Batch) -> Iteration:
         chosen = choose(world, batch, proposal.candidates, proposal.kinds)
+        chosen = rivals.best(number, batch, chosen)
         return iteration_of(batch, chosen.solution, chosen.bound, why=reasons(batch, chosen))
 
     return tuple(world.text(counts) for counts in proposal.candidates), one

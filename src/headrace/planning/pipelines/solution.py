@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -12,14 +12,19 @@ from headrace.planning.pipelines.dispatch import Dispatch, dispatch
 from headrace.planning.pipelines.fluid import Fluid, fluid
 from headrace.planning.pipelines.levelled import levelled
 from headrace.planning.pipelines.local import improve, shaken
-from headrace.planning.pipelines.packing import pack
+from headrace.planning.pipelines.packing import Packed, pack
 from headrace.planning.pipelines.world import Counts
 
-__all__ = ["Solution", "alike", "packed", "polished", "solved"]
+__all__ = ["FEW", "Solution", "alike", "packed", "polished", "solved"]
 
 _REPACKED = 3
+_REPACKED_FAST = 2
+_FAST = 12  # steps, and no more: a look at a strategy
 _LOOSE = (1.03, 1.1, 1.25, 1.6)  # longer times to fill up to, for few sequences
-_FEW = 40
+FEW = 40
+_SEVERAL = 1000
+_SHORT_OF = 1.02
+_MOSTLY = 0.5
 _ROUNDS = 8
 _OVERSHOOT = 1.001
 _HOPELESS = 1.05
@@ -50,7 +55,7 @@ def solved(batch: Batch, counts: Counts, *, steps: int, target_s: float = 0.0) -
         return None
     found = dispatch(batch, counts, estimate)
     expected_s = found.seconds
-    few = len(batch) <= _FEW
+    few = len(batch) <= FEW
     if few and found.seconds > target_s:
         for factor in _LOOSE:
             loose = Fluid(seconds=estimate.seconds * factor, starts=estimate.starts)
@@ -58,24 +63,34 @@ def solved(batch: Batch, counts: Counts, *, steps: int, target_s: float = 0.0) -
             if other.seconds < found.seconds:
                 found = other
     best = _improved(batch, counts, found, steps, target_s)
-    if few or _staged(batch, found) or best.seconds > expected_s * _OVERSHOOT:
-        other = _improved(batch, counts, levelled(batch, counts), steps, target_s)
-        if other.seconds < best.seconds:
-            best = other
+    # Loads tell what one stage takes, the estimate about what several do; nothing, a mixture.
+    staged = _staged(batch, found)
+    if staged:
+        expected_s = estimate.seconds * _SHORT_OF if staged > _MOSTLY else 0.0
+    if few or best.seconds > expected_s * _OVERSHOOT:
+        draft = levelled(batch, counts)
+        if few or draft.seconds < best.seconds * _HOPELESS:
+            other = _improved(batch, counts, draft, steps, target_s)
+            if other.seconds < best.seconds:
+                best = other
     return best
 
 
 def polished(batch: Batch, best: Solution, *, steps: int, target_s: float) -> Solution:
     """The best of other dispatches of the same strategy, with more steps of local search."""
-    estimate = fluid(batch, best.counts)
-    for draft in (
-        levelled(batch, best.counts),
-        dispatch(batch, best.counts, estimate, long_in_gaps=True),
-        dispatch(batch, best.counts, estimate),
-    ):
-        if best.seconds > target_s and draft.seconds < best.seconds * _HOPELESS:
-            other = _improved(batch, best.counts, draft, steps, target_s)
-            best = min(best, other, key=lambda solution: solution.seconds)
+    estimate, before_s = fluid(batch, best.counts), best.seconds
+
+    def better(draft: Dispatch, best: Solution) -> Solution:
+        if best.seconds <= target_s or draft.seconds >= best.seconds * _HOPELESS:
+            return best
+        other = _improved(batch, best.counts, draft, steps, target_s)
+        return min(best, other, key=lambda solution: solution.seconds)
+
+    best = better(levelled(batch, best.counts), best)
+    if len(estimate.starts) > 1:  # else there is no head and no gap
+        best = better(dispatch(batch, best.counts, estimate, long_in_gaps=True), best)
+    if best.seconds == before_s or len(batch) <= _SEVERAL:
+        best = better(dispatch(batch, best.counts, estimate), best)
     return best
 
 
@@ -95,9 +110,12 @@ def alike(batch: Batch, counts: Counts, *, steps: int) -> Iterator[Solution]:
 def _improved(
     batch: Batch, counts: Counts, found: Dispatch, steps: int, target_s: float
 ) -> Solution:
+    # Before packing, loads are not worth a search where most pipelines have stages.
+    if len(batch) > FEW and steps <= _FAST and _staged(batch, found) > _MOSTLY:
+        return _repacked(batch, counts, found, steps, target_s)
     before = [list(own) for own in found.members]
     improve(batch, found, steps=steps, target_s=target_s)
-    if len(batch) <= _FEW and steps:
+    if len(batch) <= FEW and steps:
         found = shaken(batch, found, rounds=_ROUNDS, steps=steps, target_s=target_s)
     expected_s = found.seconds
     best = packed(batch, counts, found, steps=steps)
@@ -114,30 +132,58 @@ def packed(batch: Batch, counts: Counts, found: Dispatch, *, steps: int = 0) -> 
     again."""
     packs = [pack(batch, k, own) for k, own in zip(found.pipes, found.members, strict=True)]
     best = _solution(counts, found, packs)
-    for _ in range(_REPACKED if steps else 0):
-        if best.seconds <= found.seconds * _OVERSHOOT:
-            break
-        extra = [max(0.0, s - load) for (s, _), load in zip(packs, found.loads, strict=True)]
-        before = [list(own) for own in found.members]
-        improve(batch, found, steps=steps, target_s=0.0, extra=extra)
-        changed = [q for q, own in enumerate(found.members) if own != before[q]]
-        if not changed:
-            break
-        for q in changed:
-            packs[q] = pack(batch, found.pipes[q], found.members[q])
-        again = _solution(counts, found, packs)
-        if again.seconds < best.seconds:
-            best = again
+    if steps and best.seconds > found.seconds * _OVERSHOOT:
+        coarse = len(batch) > _SEVERAL and steps <= _FAST
+        best = _moved(batch, counts, found, packs, best, _REPACKED, steps, coarse=coarse)
     return best
 
 
-def _staged(batch: Batch, found: Dispatch) -> bool:
-    return any(batch.world.pipes[k].stages > 1 for k in set(found.pipes))
-
-
-def _solution(
-    counts: Counts, found: Dispatch, packs: list[tuple[float, list[list[int]]]]
+def _repacked(
+    batch: Batch, counts: Counts, found: Dispatch, steps: int, target_s: float
 ) -> Solution:
+    """The same with stages, where only packing tells how long a pipeline takes: the last one
+    counts, so others need not be packed better than that."""
+    last_s = max(found.seconds, target_s)
+    packs: list[Packed] = [(0.0, [])] * len(found.pipes)
+    for q in sorted(range(len(packs)), key=found.loads.__getitem__, reverse=True):
+        packs[q] = pack(batch, found.pipes[q], found.members[q], enough_s=last_s)
+        last_s = max(last_s, packs[q][0])
+    best = _solution(counts, found, packs)
+    if steps and best.seconds > target_s:
+        best = _moved(batch, counts, found, packs, best, _REPACKED_FAST, steps, coarse=True)
+    return best
+
+
+def _moved(
+    batch: Batch, counts: Counts, found: Dispatch, packs: list[Packed], best: Solution, rounds: int,
+    steps: int, *, coarse: bool = False,
+) -> Solution:  # fmt: skip
+    """The best after moves that know what each pipeline takes beyond its load."""
+    for _ in range(rounds):
+        extra = [max(0.0, s - load) for (s, _), load in zip(packs, found.loads, strict=True)]
+        before = [list(own) for own in found.members]
+        improve(batch, found, steps=steps, target_s=0.0, extra=extra, coarse=coarse)
+        changed = [q for q, own in enumerate(found.members) if own != before[q]]
+        if not changed:
+            break
+        same_s = max((packs[q][0] for q in set(range(len(packs))).difference(changed)), default=0.0)
+        for q in changed:
+            packs[q] = pack(batch, found.pipes[q], found.members[q], enough_s=same_s)
+        again = _solution(counts, found, packs)
+        if again.seconds < best.seconds:
+            best = again
+        if best.seconds <= found.seconds * _OVERSHOOT:
+            break
+    return best
+
+
+def _staged(batch: Batch, found: Dispatch) -> float:
+    """The part of the pipelines that have stages."""
+    staged = {k for k in set(found.pipes) if batch.world.pipes[k].stages > 1}
+    return sum([k in staged for k in found.pipes]) / len(found.pipes)
+
+
+def _solution(counts: Counts, found: Dispatch, packs: Sequence[Packed]) -> Solution:
     return Solution(
         counts=counts,
         pipes=tuple(found.pipes),

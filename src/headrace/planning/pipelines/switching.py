@@ -70,6 +70,7 @@ def switching(world: World, iterations: Sequence[Sequence[int]], seed: int) -> P
             predicted_s=seconds,
             lower_bound_s=min(seconds, Relaxation(batch).bound().seconds),
             switch_s=changes_s,
+            phases=tuple(made) if len(made) > 1 else (),
         )
 
     return tuple(world.text(counts) for _, counts in best), one

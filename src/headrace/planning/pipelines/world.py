@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 
 from headrace.costs.pipeline_costs import PipelineCosts, SchemeCost
 from headrace.errors import CostError, InfeasiblePlan, SpecError
@@ -70,6 +70,49 @@ class Pipe:
             return work_s + self.c * max(1, -(-tokens // self.cap))
         v = self.count(work_s, tokens, longest_s)
         return work_s + self.c * v + (self.stages - 1) * (max(longest_s, work_s / v) + self.c)
+
+    def usable_s(self, limit_s: float, longest_s: float, least: int = 1) -> float:
+        """Seconds of work that end within ``limit_s`` in ``least`` micro-batches or more.
+
+        With V micro-batches, work + c V + (P - 1) (max(longest, work / V) + c) <= limit. More of
+        them help until the longest sequence fills one, or their constants cost more than the
+        bubbles.
+        """
+        if self.stages == 1:
+            return limit_s - self.c * least
+        bubbles = self.stages - 1
+        rest_s = limit_s - bubbles * self.c
+        if rest_s <= 0:
+            return 0.0
+        count = (rest_s - bubbles * longest_s) / (longest_s + self.c)
+        if self.c > 0:
+            count = min(count, sqrt(limit_s * bubbles / self.c) - bubbles)
+        v = max(least, int(count + 0.5), 1)
+        by_count = (rest_s - self.c * v) * v / (v + bubbles)
+        return min(by_count, rest_s - self.c * v - bubbles * longest_s)
+
+    def run_s(
+        self, sums: Sequence[float], begin: int, end: int, before: float, tokens: int,
+        longest_s: float,
+    ) -> float:  # fmt: skip
+        """:meth:`load_s` of a run of sequences, longest first, with the sums of their seconds
+        before each; ``before + sums[end]`` are all seconds of work, ``longest_s`` the longest's.
+
+        Sequences are whole: of the m V + 1 longest some micro-batch has m + 1, together no less
+        than the m + 1 shortest of them.
+        """
+        work_s, n, bubbles = before + sums[end], end - begin, self.stages - 1
+        middle = self.count(work_s, tokens, longest_s)
+        least, best = max(1, -(-tokens // self.cap)), inf
+        most = max(least, min(middle + 2, n, tokens // self.util))
+        for v in range(max(least, min(middle - 2, most)), most + 1):
+            level_s, several = max(longest_s, work_s / v), (n - 1) // v
+            if several:
+                last = begin + several * v + 1
+                level_s = max(level_s, sums[last] - sums[last - several - 1],
+                              sums[begin + v + 1] - sums[begin + v - 1])  # fmt: skip
+            best = min(best, work_s + self.c * v + bubbles * (level_s + self.c))
+        return best
 
     def pipeline_s(self, micro_batches: Sequence[float]) -> float:
         """Seconds of a pipeline whose micro-batches take these on each stage."""

@@ -21,6 +21,7 @@ from headrace.report.charts.theme import (
 )
 from headrace.report.records import RecordedStep
 from headrace.report.wording import share_text
+from headrace.simulator import without_waits
 from headrace.spec import Row, Timeline
 from headrace.units import seconds_text
 
@@ -30,7 +31,10 @@ BARS = 10_000
 """Bars that a figure holds at most; beyond, rows are aggregated."""
 
 _RANKS = 128
-_ORDER = {"idle": 0, "pull": 1, "push": 2, "update": 3, "forward": 4, "backward": 5}
+_ORDER = {
+    "idle": 0, "message": 1, "pull": 2, "push": 3, "update": 4, "forward": 5, "backward": 6,
+}  # fmt: skip
+_MESSAGES = ("send", "recv", "exchange")
 
 
 def gantt(recorded: RecordedStep, static_name: str = "") -> Drawing:
@@ -43,7 +47,7 @@ def gantt(recorded: RecordedStep, static_name: str = "") -> Drawing:
     unit = second_unit([end])
     limit = BARS // len(panels)
     domain = [0, end * unit.factor]
-    seen = {row.kind for _, timeline in panels for row in timeline.rows} | {"idle"}
+    seen = {_kind(row) for _, timeline in panels for row in timeline.rows} | {"idle"}
     drawn = [
         _panel(bars(timeline, limit, unit.factor), _title(name, timeline), seen).encode(
             x=_time(unit.name, domain, last=timeline is panels[-1][1])
@@ -71,15 +75,21 @@ def _title(name: str, timeline: Timeline) -> str:
 def bars(timeline: Timeline, limit: int, factor: float) -> list[dict[str, Any]]:
     """The bars of a timeline, at most ``limit``: a grey one over the whole step for each rank,
     then the actions, communication before (that is below) computation, so that what is seen of it
-    is what no computation hides. Times are in seconds times ``factor``."""
+    is what no computation hides; a forward that waits for weights has a bar for each part between.
+    Times are in seconds times ``factor``."""
     ranks = _drawn_ranks(timeline.devices)
     kept = set(ranks)
-    rows = [row for row in timeline.rows if row.rank in kept]
+    rows = without_waits(row for row in timeline.rows if row.rank in kept)
     if len(rows) + len(ranks) > limit:
         rows = _aggregated(rows, timeline.seconds, max(1, limit // len(ranks) - 1))
-    rows = sorted(rows, key=lambda row: _ORDER.get(row.kind, 0))
+    rows = sorted(rows, key=lambda row: _ORDER.get(_kind(row), 0))
     ground = [_idle_bar(timeline, rank, factor) for rank in ranks]
     return ground + [_bar(row, factor) for row in rows]
+
+
+def _kind(row: Row) -> str:
+    """What its bar is called: sending and receiving are one."""
+    return "message" if row.kind in _MESSAGES else row.kind
 
 
 def _drawn_ranks(devices: int) -> list[int]:
@@ -95,7 +105,7 @@ def _idle_bar(timeline: Timeline, rank: int, factor: float) -> dict[str, Any]:
 
 def _bar(row: Row, factor: float) -> dict[str, Any]:
     bar = {
-        "rank": row.rank, "kind": row.kind, "action": row.action,
+        "rank": row.rank, "kind": _kind(row), "action": row.action,
         "from": _short(row.start_s * factor), "to": _short(row.end_s * factor),
     }  # fmt: skip
     return bar | ({"tokens": row.tokens, "ranks": row.ranks} if row.tokens else {})
@@ -116,7 +126,7 @@ def _aggregated(rows: Sequence[Row], seconds: float, bins: int) -> list[Row]:
         first, last = int(row.start_s / width), min(bins - 1, int(row.end_s / width))
         for at in range(min(first, bins - 1), last + 1):
             overlap = min(row.end_s, (at + 1) * width) - max(row.start_s, at * width)
-            table[at, _ORDER.get(row.kind, 0)] += max(0.0, overlap)
+            table[at, _ORDER.get(_kind(row), 0)] += max(0.0, overlap)
     joined: list[Row] = []
     for rank, table in filled.items():
         table[:, 0] = np.maximum(0, width - table[:, 1:].sum(axis=1))

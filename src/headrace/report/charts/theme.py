@@ -61,6 +61,7 @@ KINDS = {
     "backward": "#56B4E9",
     "pull": "#E69F00",
     "push": "#D55E00",
+    "message": "#b8b8b8",
     "update": "#CC79A7",
     "idle": "#e4e7eb",
 }

@@ -1,0 +1,122 @@
+"""Strategies from the configuration to the trained model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.cli.desk import Desk
+from headrace.config.planner import PlannerConfig
+from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
+from headrace.errors import InfeasiblePlan
+from headrace.spec import Lengths
+from running.cli.jobs import losses, metrics, run, write_job
+
+TEXTS = ("1*tp2 + 2*cp1", "1*pp2 + 1*cp2", "1*tp2-pp2")
+BATCHES = [Lengths.of([4000 + 100 * step, *[300] * 20]) for step in range(6)]
+EXAMPLE = Path(__file__).parents[3] / "examples" / "heterogeneous.toml"
+
+
+def costs() -> CostModel:
+    return synthetic_costs(4, 4, methods=FORMULA_METHODS)
+
+
+def desk(**options: Any) -> Desk:
+    made = Desk(
+        costs=costs(), options=PlannerConfig(name="strategies", **options), compare=False,
+        samples=lambda: [lengths.tokens for lengths in BATCHES[:2]],
+    )  # fmt: skip
+    made.check(5000)
+    return made
+
+
+def hashes(planner: Desk, batches: list[Lengths]) -> list[str]:
+    found = []
+    for lengths in batches:
+        planned = planner.plan(lengths)
+        found.append(planned.plan.hash)
+        planner.observe(planned.plan.predicted_s, planned.plan.predicted_s)
+    return found
+
+
+def test_the_desk_takes_turns() -> None:
+    """Would catch strategies that are configured and not used, or in another order."""
+    planner = desk(strategies=TEXTS, rotate=True)
+    seen = []
+    for lengths in BATCHES:
+        planned = planner.plan(lengths)
+        seen.append(str(planned.plan.strategy))
+        assert planned.predicted.seconds == pytest.approx(planned.plan.predicted_s)
+        assert len(planned.peak_bytes) == 4
+        planner.observe(1.0, 1.0)
+    assert tuple(seen) == TEXTS + TEXTS
+
+
+@pytest.mark.parametrize("options", [{}, {"strategies": TEXTS}, {"strategies": TEXTS, "rotate": 1}])
+def test_a_resumed_run_plans_alike(options: dict[str, Any]) -> None:
+    """Would catch candidates or turns outside the checkpoint: other plans, other bits."""
+    whole = hashes(desk(**options), BATCHES)
+    begun = desk(**options)
+    first = hashes(begun, BATCHES[:2])
+    state = json.loads(json.dumps(begun.state()))
+    resumed = Desk(
+        costs=CostModel.from_json(state["costs"]), compare=False,
+        options=PlannerConfig(name="strategies", **options), samples=lambda: [[50] * 90],
+    )  # fmt: skip
+    resumed.restore(state)
+    assert first + hashes(resumed, BATCHES[2:]) == whole
+
+
+def test_a_strategy_that_cannot_hold_the_longest_is_refused_first() -> None:
+    """Would catch a run that stops in the middle, at the first long document."""
+    with pytest.raises(InfeasiblePlan, match="does not fit"):
+        desk(strategies=("4*cp1",)).check(10_000_000)
+    with pytest.raises(InfeasiblePlan, match="tp2-cp2"):
+        desk(strategies=("1*tp2-cp2",))
+
+
+@pytest.mark.slow
+def test_strategies_train_as_one_rank_does(tmp_path: Path) -> None:
+    """Would catch anything that depends on the shapes of pipelines: losses, samples, the order of
+    turns after a restart."""
+    config = write_job(tmp_path, steps=7)
+    changes = ["--set", "planner.name=strategies", "--set", f"planner.strategies={list(TEXTS)}",
+               "--set", "planner.rotate=true", "--set", "devices.memory=128MiB",
+               "--set", "planner.candidates=['megatron_ts', 'megatron_cz']",
+               "--set", "planner.recompute=['none']"]  # fmt: skip
+    wide = ["--set", "model.ffn=128"]  # of which two ranks can share the blocks
+    code, _, err = run("train", config, "--out", tmp_path / "one", "--ranks", "1", *wide)
+    assert code == 0, err
+    code, _, err = run(
+        "train", config, "--out", tmp_path / "four", "--ranks", "4", *changes, *wide, timeout_s=240
+    )
+    assert code == 0, err
+    np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "one"), rtol=2e-5)
+    rows = [json.loads(r) for r in (tmp_path / "four" / "plans.jsonl").read_text().splitlines()]
+    allowed = [set(text.replace("1*", "").replace("2*", "").split(" + ")) for text in TEXTS]
+    for step, row in enumerate(rows):
+        assert {p["scheme"] for p in row["pipelines"]} <= allowed[step % 3]
+    assert {p["scheme"] for row in rows for p in row["pipelines"]} >= {"tp2", "pp2", "tp2-pp2"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_example_trains_as_one_rank_does(tmp_path: Path) -> None:
+    """Would catch an example that is documented and does not run, or trains another model."""
+    changes = ["--set", "run.steps=6", "--set", f"data.cache={tmp_path / 'cache'}",
+               "--set", "report.html=false", "--set", "data.paths=['package:pydantic']",
+               "--set", "data.context=1024", "--set", "data.batch_tokens=4096",
+               "--set", "profile.rung_s=0.1"]  # fmt: skip
+    alone = ["--ranks", "1", "--set", "planner.strategies=", "--set", "planner.rotate=",
+             "--set", "planner.candidates=", "--set", "planner.name=adaptive"]  # fmt: skip
+    for name, more in (("four", []), ("one", alone)):
+        code, _, err = run(
+            "train", EXAMPLE, "--out", tmp_path / name, *changes, *more, timeout_s=400
+        )
+        assert code == 0, err
+    np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "one"), rtol=1e-5)
+    assert len({row["strategy"] for row in metrics(tmp_path / "four")}) >= 3
