@@ -1,37 +1,37 @@
 """The planning desk of a run: costs in, plans out, measurements back.
 
 It is the one place where the wing that plans and the wing that runs meet: the trainer asks it for
-plans as ``runtime.trainer.Planner`` and knows nothing of how they are made.
+plans as ``runtime.trainer.Planner`` and knows nothing of how they are made. Only the first rank has
+one; see :mod:`headrace.cli.shared`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headrace.cli.wiring import best_static, make_problem, memory_margin_of
+from headrace.cli.forecast import Asked, Forecast, Forecaster
+from headrace.cli.wiring import make_strategist, memory_margin_of
 from headrace.config.model import PlannerConfig
 from headrace.costs import CostModel
 from headrace.costs.calibration import Calibration
 from headrace.costs.drift import Drift
 from headrace.costs.peaks import raised_margin
 from headrace.costs.residuals import micro_batch_residuals
-from headrace.errors import InfeasiblePlan
-from headrace.planning import Problem, plan, static_plan
+from headrace.planning.ahead import PlanAhead
+from headrace.runtime.recovery import Exhausted
 from headrace.runtime.trainer import Planned, Step
-from headrace.simulator import peak_bytes, simulate
-from headrace.spec.compiler import compile_plan
+from headrace.simulator import peak_bytes
 from headrace.spec.lengths import Lengths
-from headrace.spec.measurement import Timeline
 from headrace.spec.plan import Plan
-from headrace.spec.weights import bucket_count
 from headrace.units import bytes_text, percent_text
 
 __all__ = ["Desk"]
 
 _MEMORY = 0.9  # of the old ratio, at each step
+_THRIFTIER = 0.9  # of what a plan that ran out of memory was expected to take
+_HIGHEST_MARGIN = 0.95
 _FINER = 0.05  # by which a margin is lowered until the longest sequence fits
 
 
@@ -47,6 +47,8 @@ class Desk:
     memory. It is part of the costs in :meth:`state`.
 
     ``calibration`` takes the residuals of every step; ``drift``, where there is one, watches them.
+    ``samples`` gives lengths of batches to come, from which strategies are proposed; ``tell`` gets
+    a line when a process that plans has died.
     """
 
     costs: CostModel
@@ -57,36 +59,81 @@ class Desk:
     observed: int = 0
     calibration: Calibration = field(default_factory=lambda: Calibration(fingerprint=""))
     drift: Drift | None = None
-    _problem: Problem = field(init=False)
-    _before: Plan | None = None
+    samples: Callable[[], Sequence[Sequence[int]]] = tuple
+    tell: Callable[[str], None] = lambda text: None
+    forecaster: Forecaster = field(init=False)
+    _step: int = 0
+    _ahead: PlanAhead[Asked, Forecast] | None = None
+    _began: int | None = None
     _planned_ratio: float = 1.0
     _warm: bool = False
     _longest: int = 0
     _refused: float = 0.0
 
     def __post_init__(self) -> None:
-        self._problem = make_problem(self.costs, self.options)
+        strategist = None
+        if self.options.name == "strategies":
+            strategist = make_strategist(self.options, self.seed, self.samples)
+        self.forecaster = Forecaster(
+            costs=self.costs, options=self.options, seed=self.seed, compare=self.compare,
+            strategist=strategist,
+        )  # fmt: skip
         if not self.calibration.fingerprint:
             self.calibration = Calibration(fingerprint=self.costs.fingerprint)
 
     def plan(self, lengths: Lengths) -> Planned:
         """The plan of a batch, what its ranks' clocks and memories are expected to show, and the
-        best static plan beside it."""
-        start = time.perf_counter()
-        problem = self._problem.rescaled(self.ratio)
-        chosen = self._choose(problem, lengths)
+        best static plan beside it: made ahead, if it was for this batch and this margin."""
+        asked = self._asked(lengths)
+        found = next(self._ahead, None) if self._ahead is not None else None
+        if found is None or (found.asked.lengths, found.asked.margin) != (lengths, asked.margin):
+            found = self.forecaster(asked)
+        self._planned_ratio = found.asked.ratio
+        self._step += 1
+        return _planned(found)
+
+    def plan_ahead(self, coming: Iterable[Lengths], *, depth: int) -> None:
+        """Have the plans of the batches to come made by a process of their own, at most ``depth``
+        ahead. Where plans are smoothed each waits for the one before: they are made here."""
         if self.options.smoothing:
-            self._before = chosen
-        planning_s = time.perf_counter() - start
-        self._planned_ratio = self.ratio
-        return Planned(
-            plan=chosen,
-            predicted=self._timeline(chosen),
-            peak_bytes=peak_bytes(chosen, self.costs),
-            planning_s=planning_s,
-            facts={"memory_margin": self.costs.memory_margin}
-            | (self._static(problem, lengths) if self.compare else {}),
-        )
+            return
+        strategist = self.forecaster.strategist
+        if strategist is not None and not strategist.strategies:
+            batch = Lengths(tokens=(max(1, self._longest),))
+            strategist.candidates(self.forecaster.schemes, batch)  # once, for all processes
+        made = replace(self.forecaster)
+        if strategist is not None:
+            made.strategist = replace(strategist, samples=tuple)
+        items = (self._asked(lengths, ahead) for ahead, lengths in enumerate(coming))
+        self._ahead = PlanAhead(made, items, depth=depth, tell=self.tell)
+
+    def close(self) -> None:
+        """End the process that plans ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def _asked(self, lengths: Lengths, number: int | None = None) -> Asked:
+        """What is asked for the next step, or for the one that comes ``number``-th from where the
+        plans ahead began."""
+        if number is not None and self._began is None:
+            self._began = self._step
+        step = self._step if number is None else (self._began or 0) + number
+        return Asked(lengths=lengths, step=step, ratio=self.ratio, margin=self.costs.memory_margin)
+
+    def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
+        """A plan of the same batch that is expected to take a tenth less memory than ``failed`` did
+        where it ran out; the margin stays as high for the rest of the run, and is learnt."""
+        memory, predicted = self.costs.cluster.memory_bytes, peak_bytes(failed, self.costs)
+        most = max(predicted[rank] for rank in exhausted.ranks)
+        measured = [memory if r in exhausted.ranks else p for r, p in enumerate(predicted)]
+        self.calibration.peaks = self.calibration.peaks.after(predicted, measured, memory)
+        margin = max(1 - _THRIFTIER * most / memory, self.costs.memory_margin + _FINER)
+        self._use_margin(min(margin, _HIGHEST_MARGIN))
+        self._step -= 1  # the same step
+        found = self.forecaster(self._asked(lengths))
+        self._step += 1
+        return _planned(found)
 
     def check(self, longest: int) -> None:
         """Raise InfeasiblePlan now when a sequence of ``longest`` tokens will fit nowhere.
@@ -97,13 +144,15 @@ class Desk:
         self._longest = longest
         usual = memory_margin_of(self.costs.cluster.device)
         while self.options.memory_margin is None and self.costs.memory_margin > usual:
-            if self._fits(self.costs.memory_margin):
+            if self.forecaster.fits(longest, self.costs.memory_margin):
                 return
             self._use_margin(max(usual, self.costs.memory_margin - _FINER))
-        self._choose(self._problem, Lengths(tokens=(longest,)))
+        self.forecaster.require(longest)
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """Take a finished step into the running mean."""
+        if self.forecaster.strategist is not None:
+            self.forecaster.strategist.steps = self._step
         if predicted_s <= 0 or measured_s <= 0:
             return
         seen = self.ratio * measured_s / predicted_s
@@ -134,9 +183,10 @@ class Desk:
 
     def state(self) -> dict[str, Any]:
         """Costs, correction, seed and what was learnt: what a resumed run needs to plan alike."""
-        before = {"before": self._before.to_json()} if self._before else {}
+        before, strategist = self.forecaster.before, self.forecaster.strategist
         return {
-            **before,
+            **({"before": before.to_json()} if before else {}),
+            **({"strategist": strategist.state()} if strategist else {}),
             "costs": self.costs.to_json(),
             "ratio": self.ratio,
             "observed": self.observed,
@@ -145,10 +195,14 @@ class Desk:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take the correction of an earlier run, what it learnt of these costs, and its last plan
-        where plans are smoothed."""
+        """Take the correction of an earlier run, what it learnt of these costs, its last plan
+        where plans are smoothed, and the strategies it chose among."""
         if "before" in state:
-            self._before = Plan.from_json(state["before"])
+            self.forecaster.before = Plan.from_json(state["before"])
+        strategist = self.forecaster.strategist
+        if "strategist" in state and strategist is not None:
+            strategist.restore(state["strategist"], self.costs.cluster.devices)
+            self._step = strategist.steps
         self.ratio, self.observed = float(state["ratio"]), int(state["observed"])
         if "calibration" in state:
             learnt = Calibration.from_json(state["calibration"])
@@ -165,7 +219,8 @@ class Desk:
         if self.options.memory_margin is not None or wanted <= max(old, self._refused):
             return ()
         margin = wanted
-        while margin > old and not self._fits(margin):
+        longest = max(1, self._longest)
+        while margin > old and not self.forecaster.fits(longest, margin):
             self._refused, margin = wanted, max(old, margin - _FINER)
         if margin == old:
             return ()
@@ -178,33 +233,12 @@ class Desk:
         )
 
     def _use_margin(self, margin: float) -> None:
-        self.costs = self.costs.replace(memory_margin=margin)
-        self._problem = make_problem(self.costs, self.options)
+        self.forecaster.use_margin(margin)
+        self.costs = self.forecaster.costs
 
-    def _fits(self, margin: float) -> bool:
-        problem = make_problem(self.costs.replace(memory_margin=margin), self.options)
-        try:
-            self._choose(problem, Lengths(tokens=(max(1, self._longest),)))
-        except InfeasiblePlan:
-            return False
-        return True
 
-    def _choose(self, problem: Problem, lengths: Lengths) -> Plan:
-        if self.options.name == "static":
-            assert self.options.static_size is not None, "checked by the configuration"
-            return static_plan(problem, lengths, self.options.static_size)
-        return plan(problem, lengths, seed=self.seed, previous=self._before)
-
-    def _timeline(self, chosen: Plan) -> Timeline:
-        programs = compile_plan(chosen, bucket_count(self.costs.architecture))
-        return simulate(programs, chosen, self.costs.replace(scale=self.ratio))
-
-    def _static(self, problem: Problem, lengths: Lengths) -> dict[str, Any]:
-        best = best_static(problem, lengths)
-        if best is None:
-            return {}
-        return {
-            "best_static": str(best.strategy),
-            "best_static_s": best.predicted_s,
-            "static_timeline": self._timeline(best),
-        }
+def _planned(found: Forecast) -> Planned:
+    return Planned(
+        plan=found.plan, predicted=found.predicted, peak_bytes=found.peak_bytes,
+        planning_s=found.planning_s, facts=found.facts,
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +13,7 @@ from headrace.cli.desk import Desk
 from headrace.cli.display import StepDisplay, tell
 from headrace.cli.ranks import Rank, launch, learnt, measured_costs, open_rank
 from headrace.cli.run_folder import choose_folder
+from headrace.cli.shared import SharedPlanner
 from headrace.cli.wiring import calibration_path, read_config, remember_costs
 from headrace.comm.collectives import agree, gather_bytes
 from headrace.comm.launch import World
@@ -33,12 +34,15 @@ from headrace.runtime.shards import Shard
 from headrace.runtime.trackers import Tracker, make_trackers
 from headrace.runtime.trainer import Step, Trainer, TrainingBatch
 from headrace.spec.architecture import Architecture
+from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
 from headrace.spec.profile import Profile
 from headrace.spec.weights import parameter_count
 from headrace.units import bytes_text, count_text, percent_text
 
 __all__ = ["train"]
+
+_SAMPLES = 4  # batches ahead from which strategies are proposed
 
 
 def train(
@@ -75,7 +79,8 @@ class _Run:
     folder: Path
     journal: Journal | None = None
     display: StepDisplay | None = None
-    desk: Desk = field(init=False)
+    desk: Desk | None = None
+    planner: SharedPlanner = field(init=False)
     trackers: list[Tracker] = field(default_factory=list)
 
     @property
@@ -90,18 +95,17 @@ class _Run:
         rank, steps = self.rank, self.config.run.steps
         path, saved = self._saved() if resume else (None, {})
         costs, profile, known = self._costs(saved)
-        self.desk = Desk(
-            costs=costs, options=self.config.planner, seed=self.config.run.seed,
-            calibration=known, drift=Drift() if rank.first else None,
-        )  # fmt: skip
+        self.desk = self._make_desk(costs, known) if rank.first else None
+        self.planner = SharedPlanner(groups=rank.groups, desk=self.desk)
         first = 0
         if path is not None:
             # After the costs: measuring them uses the storage and resets its optimizer.
             first = self._restore(path, saved)
-            self.desk.restore(saved["planner"])
+            if self.desk is not None:
+                self.desk.restore(saved["planner"])
         self._announce(first)
         longest = int(rank.data.corpus.lengths.max())
-        self.desk.check(min(longest, self.config.data.context))
+        self.planner.check(min(longest, self.config.data.context))
         self._tell_margin(costs)
         if first >= steps:
             rank.say(f"the run has taken {first} of {steps} steps: raise run.steps to go on")
@@ -114,6 +118,14 @@ class _Run:
         if rank.first:
             self._finish()
         return 0
+
+    def _make_desk(self, costs: CostModel, known: Calibration) -> Desk:
+        sampler = self.rank.data.sampler
+        return Desk(
+            costs=costs, options=self.config.planner, seed=self.config.run.seed,
+            calibration=known, drift=Drift(), tell=tell,
+            samples=lambda: [batch.lengths.tokens for batch in sampler.peek(_SAMPLES)],
+        )  # fmt: skip
 
     def _costs(self, saved: Mapping[str, Any]) -> tuple[CostModel, Profile | None, Calibration]:
         """The costs the run was planned with, so that it goes on with the same plans, and what was
@@ -135,6 +147,8 @@ class _Run:
 
     def _tell_margin(self, begun: CostModel) -> None:
         """Say how much memory plans leave free, when that was learnt."""
+        if self.desk is None:
+            return
         margin, peaks = self.desk.costs.memory_margin, self.desk.calibration.peaks
         if self.config.planner.memory_margin is not None or not peaks.usual.count:
             return
@@ -153,19 +167,26 @@ class _Run:
             entered=rank.world.watcher.enter,
         )  # fmt: skip
         trainer = Trainer(
-            executor=executor, groups=rank.groups, planner=self.desk,
+            executor=executor, groups=rank.groups, planner=self.planner,
             schedule=Schedule(lr=o.lr, steps=steps, warmup_steps=o.warmup_steps, floor=o.floor),
             device=rank.world.device,
             peak_flops_per_s=matmul_flops_per_s(rank.world.device, rank.dtype),
             finished=self._finished, tell=rank.say,
             recovery=Recovery(reunion=rank.world.reunion, groups=rank.groups),
         )  # fmt: skip
+        if self.desk is not None and config.planner.ahead:
+            self.desk.plan_ahead(self._coming(steps - first), depth=config.planner.ahead)
         with Reader(rank.data.corpus, rank.data.sampler, ahead=config.data.read_ahead) as batches:
             trainer.train(iter(batches), first, steps)
 
+    def _coming(self, steps: int) -> Iterator[Lengths]:
+        """The lengths of the batches to come, from a sampler of its own."""
+        sampler = self.rank.data.sampler.copy()
+        return (sampler.next_batch().lengths for _ in range(steps))
+
     def _finished(self, step: Step, batch: TrainingBatch) -> None:
         done, steps = step.number + 1, self.config.run.steps
-        notices = self.desk.learn(step)
+        notices = self.desk.learn(step) if self.desk is not None else ()
         if self.journal is not None and self.display is not None:
             told = {"notices": list(notices)} if notices else {}
             self.journal.metrics(dict(step.metrics) | told)
@@ -197,7 +218,7 @@ class _Run:
                 "step": done,
                 "updates": rank.storage.updates,
                 "sampler": dict(sampler),
-                "planner": self.desk.state(),
+                "planner": self.planner.state(),
                 "architecture": rank.storage.architecture.to_json(),
                 "config": self.config.to_json(),
                 "ranks": rank.world.ranks,
@@ -210,9 +231,9 @@ class _Run:
 
     def _keep_learnt(self) -> None:
         """Write what was learnt, for the report of this run and for those to come."""
-        known = self.desk.calibration
-        if self.journal is None:
+        if self.journal is None or self.desk is None:
             return
+        known = self.desk.calibration
         try:
             known.save(self.folder / "calibration.json")
             known.save(calibration_path(self.config, known.fingerprint))
@@ -289,6 +310,8 @@ class _Run:
         self.display = StepDisplay(first, self.config.run.steps)
 
     def _close(self) -> None:
+        if self.desk is not None:
+            self.desk.close()
         if self.journal is not None:
             self.journal.close()
         if self.display is not None:
@@ -297,6 +320,7 @@ class _Run:
             tracker.close()
 
     def _facts(self, profile: Profile | None) -> dict[str, Any]:
+        assert self.desk is not None, "the first rank writes"
         rank, summary = self.rank, summarise(self.rank.data.corpus)
         fits = fit_parts(profile) if profile else []
         errors: dict[str, dict[str, dict[str, float]]] = {"forward": {}, "backward": {}}

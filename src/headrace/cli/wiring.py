@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +14,12 @@ from headrace.costs import FORMULA_METHODS, CostModel, roofline_costs, synthetic
 from headrace.data import Corpus, Sampler, SamplerOptions, Source, make_tokenizer, open_corpus
 from headrace.errors import ConfigError, CostError, InfeasiblePlan
 from headrace.planning import Problem, static_plan
+from headrace.planning.strategies import Strategist
 from headrace.spec.architecture import Architecture
 from headrace.spec.hardware import Hardware
 from headrace.spec.lengths import Lengths
 from headrace.spec.plan import Plan
+from headrace.spec.strategy import Strategy
 
 __all__ = [
     "Data",
@@ -26,6 +28,7 @@ __all__ = [
     "formula_costs",
     "listed_methods",
     "make_problem",
+    "make_strategist",
     "memory_margin_of",
     "newest_costs",
     "open_data",
@@ -174,6 +177,17 @@ def make_problem(costs: CostModel, options: PlannerConfig) -> Problem:
         smoothing=options.smoothing,
         holding=("whole", "sharded") if options.working == "auto" else (options.working,),
     )
+
+
+def make_strategist(
+    options: PlannerConfig, seed: int, samples: Callable[[], Sequence[Sequence[int]]]
+) -> Strategist:
+    """Who decides the strategies of a run; candidates come from ``samples`` of its batches unless
+    the configuration lists them."""
+    return Strategist(
+        strategies=tuple(map(Strategy.parse, options.strategies)), rotate=options.rotate,
+        seed=seed, samples=samples,
+    )  # fmt: skip
 
 
 def listed_methods(options: PlannerConfig) -> tuple[str, ...] | None:

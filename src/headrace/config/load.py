@@ -95,7 +95,8 @@ def _problem(error: dict[str, Any]) -> str:
         return f"{at}: missing"
     text = str(error["msg"]).removeprefix("Value error, ")
     shown = "" if isinstance(error["input"], dict) else f" (got {error['input']!r})"
-    return f"{at}: {text[:1].lower()}{text[1:]}{shown}"
+    said = f"{text[:1].lower()}{text[1:]}{shown}"
+    return f"{at}: {said}" if at else said
 
 
 def _keys(loc: Sequence[str | int]) -> list[str]:

@@ -1,0 +1,199 @@
+"""Strategies measured on ranks of this machine: where a step's time goes, and what was predicted.
+
+A model is trained for some steps by each of several strategies on the same batches, side by side in
+one run and in turns. For every strategy, of the slowest rank and the middle step:
+
+    P      propagation: forwards, backwards and messages, without what they wait for weights
+    O      optimization: the update
+    O-P    what is left of the step: pulls and pushes that are not hidden, and waiting for others
+    E2E    the step
+
+with weights and gradients moved beside compute, and apart from it (Hydraulis, Table 1). The
+simulator's step is set beside the measured one; its costs were profiled in the same run. ``factor``
+is the one that a training run learns from its steps: errors are shown with it and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from headrace.cli.display import tell
+from headrace.comm.collectives import gather_floats
+from headrace.comm.launch import World, start
+from headrace.comm.mesh import Groups
+from headrace.costs import CostModel
+from headrace.costs.from_profile import costs_from_profile
+from headrace.planning import Problem
+from headrace.planning.strategies import Schemes, plan_strategy
+from headrace.runtime.executor import Executor
+from headrace.runtime.profiler import ProfileOptions, Profiler
+from headrace.runtime.storage import Storage
+from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy
+from headrace.spec.measurement import Row
+from headrace.units import percent_text, seconds_text
+
+__all__ = ["rank_tables", "ranks"]
+
+STRATEGIES = (
+    "4*cp1", "2*tp2", "2*cp2", "2*pp2", "1*tp2 + 2*cp1", "1*pp2 + 2*cp1", "1*pp2 + 1*cp2",
+    "1*tp2-pp2",
+)  # fmt: skip
+HOMOGENEOUS = "2*tp2"
+GIB = 2**30
+
+
+def ranks(o: argparse.Namespace) -> dict[str, Any]:
+    """The JSON value of this section."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+
+        def main(world: World) -> int:
+            found = _measured(world, o)
+            if world.rank == 0:
+                result.write_text(json.dumps(found))
+            return 0
+
+        code = start(main, ranks=4, threads=1)
+        if code:
+            raise SystemExit(code)
+        value: dict[str, Any] = json.loads(result.read_text())
+    return value
+
+
+def _architecture(quick: bool) -> Architecture:
+    hidden = 64 if quick else 256
+    return Architecture(
+        layers=4, hidden=hidden, heads=8, kv_heads=4, ffn=3 * hidden, vocabulary=4096
+    )
+
+
+def _batches(o: argparse.Namespace) -> list[Lengths]:
+    """Log-normal lengths, as of text: many short ones, one of 1,024 tokens."""
+    rng = np.random.default_rng(o.seed)
+    longest, count = (256, 8) if o.quick else (1024, 16)
+    found = []
+    for _ in range(1 if o.quick else 2):
+        drawn = np.clip(rng.lognormal(np.log(longest / 12), 0.9, size=count), 8, longest)
+        found.append(Lengths.of([longest, *drawn.astype(int).tolist()]))
+    return found
+
+
+def _measured(world: World, o: argparse.Namespace) -> dict[str, Any]:
+    say = tell if world.rank == 0 else lambda text: None
+    a, groups, batches = _architecture(o.quick), Groups(), _batches(o)
+    storage = Storage(a, groups, seed=0)
+    costs = _profiled(storage, groups, batches[0].longest, say)
+    problem = Problem(costs=costs, devices=groups.ranks)
+    schemes = Schemes(problem)
+    found: dict[str, Any] = {"architecture": str(a), "batches": [b.total for b in batches]}
+    found["strategies"] = {}
+    sides = {True: Executor(storage, groups, seed=0),
+             False: Executor(storage, groups, seed=0, overlap=False)}  # fmt: skip
+    for text in STRATEGIES:
+        say(f"{text}: {len(batches)} batches, with and without overlap")
+        plans = [
+            plan_strategy(problem, lengths, strategies=(Strategy.parse(text),), schemes=schemes)
+            for lengths in batches
+        ]
+        found["strategies"][text] = _strategy(sides, plans, groups, 2 if o.quick else 3)
+    return found
+
+
+def _profiled(storage: Storage, groups: Groups, longest: int, say: Any) -> CostModel:
+    profiler = Profiler(
+        storage, groups,
+        ProfileOptions(sizes=(1, 2), longest=longest, methods=("local", "ulysses_z", "megatron_ts"),
+                       levels=("none",)),
+        progress=lambda what, done, of: say(f"{what}, {done}/{of}") if done == 0 else None,
+    )  # fmt: skip
+    cluster = Cluster(devices=groups.ranks, memory_bytes=4 * GIB, device="cpu")
+    return costs_from_profile(profiler.profile("benchmark", cluster))
+
+
+def _strategy(
+    sides: dict[bool, Executor], plans: list[Plan], groups: Groups, repeats: int
+) -> dict[str, Any]:
+    """Parts of the middle step of each side, and predicted and measured seconds of each batch."""
+    parts: dict[bool, list[list[float]]] = {True: [], False: []}
+    measured: list[float] = []
+    for plan in plans:
+        rng = np.random.default_rng(plan.lengths.total)
+        tokens = tuple(rng.integers(4096, size=n).astype(np.int32) for n in plan.lengths.tokens)
+        steps: dict[bool, list[list[float]]] = {True: [], False: []}
+        for number in range(repeats + 1):
+            for side, executor in sides.items():
+                rows = executor.run(plan, tokens, step=0, lr=1e-4).rows
+                if number:  # the first makes groups and buffers
+                    steps[side].append(_slowest(rows, groups))
+        for side, several in steps.items():
+            parts[side].append(sorted(several)[len(several) // 2])
+        measured.append(parts[True][-1][0])
+    names = ("E2E", "P", "O", "O-P")
+    return {
+        "overlap": dict(zip(names, map(median, zip(*parts[True], strict=True)), strict=True)),
+        "apart": dict(zip(names, map(median, zip(*parts[False], strict=True)), strict=True)),
+        "measured_s": measured,
+        "predicted_s": [plan.predicted_s for plan in plans],
+    }
+
+
+def _slowest(rows: tuple[Row, ...], groups: Groups) -> list[float]:
+    """[E2E, P, O, O-P] of the rank that computed the longest; E2E of the last one."""
+    total = max(row.end_s for row in rows)
+    work = ("forward", "backward", "send", "recv", "exchange")
+    inner = sum(row.seconds - row.waited_s for row in rows if row.kind in work)
+    update = sum(row.seconds for row in rows if row.kind == "update")
+    everyone = gather_floats([total, inner, update], groups.world)
+    end = max(row[0] for row in everyone)
+    _, longest, least = max(everyone, key=lambda row: row[1])
+    return [end, longest, least, max(0.0, end - longest - least)]
+
+
+def rank_tables(found: dict[str, Any]) -> list[Table]:
+    """Tables for people."""
+    return [_breakdown(found), _predictions(found)]
+
+
+def _breakdown(found: dict[str, Any]) -> Table:
+    table = Table(title=f"measured on 4 ranks of this machine: {found['architecture']}", box=None)
+    for name in ("strategy", "P", "O", "O-P apart", "O-P", "E2E apart", "E2E", "of homogeneous"):
+        table.add_column(name, justify="left" if name == "strategy" else "right")
+    base = found["strategies"][HOMOGENEOUS]["overlap"]["E2E"]
+    for text, one in found["strategies"].items():
+        with_, apart = one["overlap"], one["apart"]
+        table.add_row(
+            text, *(seconds_text(with_[name]) for name in ("P", "O")), seconds_text(apart["O-P"]),
+            seconds_text(with_["O-P"]), seconds_text(apart["E2E"]), seconds_text(with_["E2E"]),
+            f"{with_['E2E'] / base:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def _predictions(found: dict[str, Any]) -> Table:
+    pairs = {t: list(zip(one["predicted_s"], one["measured_s"], strict=True))
+             for t, one in found["strategies"].items()}  # fmt: skip
+    factor = median(m / p for several in pairs.values() for p, m in several)
+    table = Table(title="predicted step against measured", box=None)
+    for name in ("strategy", "predicted", "measured", "off", "off with factor"):
+        table.add_column(name, justify="left" if name == "strategy" else "right")
+    for text, several in pairs.items():
+        predicted, measured = (median(values) for values in zip(*several, strict=True))
+        off = median(abs(p / m - 1) for p, m in several)
+        corrected = median(abs(p * factor / m - 1) for p, m in several)
+        table.add_row(text, seconds_text(predicted), seconds_text(measured), percent_text(off),
+                      percent_text(corrected))  # fmt: skip
+    everything = [pair for several in pairs.values() for pair in several]
+    table.add_row(
+        f"median of all (factor {factor:.2f})", "", "",
+        percent_text(median(abs(p / m - 1) for p, m in everything)),
+        percent_text(median(abs(p * factor / m - 1) for p, m in everything)),
+    )  # fmt: skip
+    return table

@@ -1,0 +1,86 @@
+"""One planner for all ranks: the first rank plans, the others are told.
+
+What is planned, learnt and remembered is the first rank's business alone, so ranks cannot differ,
+and a cluster plans once and not as often as it has ranks. Every rank asks in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.cli.desk import Desk
+from headrace.comm.collectives import from_first
+from headrace.comm.mesh import Groups
+from headrace.errors import InfeasiblePlan
+from headrace.runtime.recovery import Exhausted
+from headrace.runtime.trainer import Planned
+from headrace.spec.lengths import Lengths
+from headrace.spec.measurement import Timeline
+from headrace.spec.plan import Plan
+
+__all__ = ["SharedPlanner"]
+
+
+@dataclass(slots=True, kw_only=True)
+class SharedPlanner:
+    """Passes on what the first rank's ``desk`` decides; other ranks have none.
+
+    On those a plan comes without what is expected of it, which only the first rank writes down.
+    """
+
+    groups: Groups
+    desk: Desk | None
+
+    def plan(self, lengths: Lengths) -> Planned:
+        """The plan of the next step. Raises InfeasiblePlan on every rank when there is none."""
+        return self._shared(lambda desk: desk.plan(lengths))
+
+    def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
+        """A thriftier plan of the same batch, likewise."""
+        return self._shared(lambda desk: desk.replan(lengths, failed, exhausted))
+
+    def observe(self, predicted_s: float, measured_s: float) -> None:
+        """Take a finished step into what the first rank knows."""
+        if self.desk is not None:
+            self.desk.observe(predicted_s, measured_s)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to plan alike; nothing on other ranks than the first."""
+        return {} if self.desk is None else self.desk.state()
+
+    def check(self, longest: int) -> None:
+        """Raise InfeasiblePlan on every rank when so long a sequence will fit nowhere."""
+        error: InfeasiblePlan | None = None
+        if self.desk is not None:
+            try:
+                self.desk.check(longest)
+            except InfeasiblePlan as found:
+                error = found
+        self._told(b"" if error is None else json.dumps({"refused": str(error)}).encode())
+
+    def _shared(self, decide: Callable[[Desk], Planned]) -> Planned:
+        planned, payload = None, b""
+        if self.desk is not None:
+            try:
+                planned = decide(self.desk)
+                payload = json.dumps(planned.plan.to_json()).encode()
+            except InfeasiblePlan as error:
+                payload = json.dumps({"refused": str(error)}).encode()
+        value = self._told(payload)
+        if planned is not None:
+            return planned
+        plan = Plan.from_json(value)
+        nothing = Timeline(source="predicted", rows=(), devices=plan.devices)
+        return Planned(plan=plan, predicted=nothing, peak_bytes=(0,) * plan.devices, planning_s=0.0)
+
+    def _told(self, payload: bytes) -> dict[str, Any]:
+        """What the first rank says, on every rank."""
+        group = self.groups.world if self.groups.ranks > 1 else None
+        said = from_first(payload, group)
+        value: dict[str, Any] = json.loads(said) if said else {}
+        if "refused" in value:
+            raise InfeasiblePlan(value["refused"])
+        return value

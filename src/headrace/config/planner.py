@@ -1,0 +1,93 @@
+"""The planner's keys of a configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from headrace.config.section import Positive, Section, number
+from headrace.spec.strategy import Strategy
+
+__all__ = ["PlannerConfig"]
+
+
+def _strategy(value: Any) -> Any:
+    """A strategy as it writes itself."""
+    return str(number(Strategy.parse)(value)) if isinstance(value, str) else value
+
+
+MethodText = Annotated[str, Field(pattern=r"^[a-z_]+(/[a-z_]+)?(\+[a-z]+)?$")]
+"""``METHOD``, ``ATTENTION/FEED_FORWARD``, either with ``+LEVEL``."""
+
+StrategyText = Annotated[str, BeforeValidator(_strategy)]
+"""``COUNT*SCHEME + ...``."""
+
+
+class PlannerConfig(Section):
+    """Who decides, and between what."""
+
+    name: Literal["adaptive", "static", "strategies"] = "adaptive"
+    """``adaptive`` decides for each batch in groups of any size; ``static`` uses groups of
+    ``static_size`` always; ``strategies`` works in pipelines of different shapes side by side,
+    tensor, context and pipeline parallel, proposed from the corpus."""
+
+    strategies: tuple[StrategyText, ...] = ()
+    """The strategies to choose among for each batch, such as ``"1*tp2 + 2*cp1"`` or
+    ``"1*tp2-pp2"``, in place of proposed ones."""
+
+    rotate: bool = False
+    """Take the ``strategies`` in turn, one each step, instead of choosing."""
+
+    static_size: Positive | None = None
+    """Group size of the static planner."""
+
+    group_sizes: tuple[Positive, ...] = ()
+    """Group sizes to consider; all from one to the number of ranks when empty."""
+
+    methods: Literal["auto"] | MethodText | tuple[MethodText, ...] = "auto"
+    """How layers are spread over the ranks of a group: ``auto`` chooses for each layer of each
+    micro-batch; one method (``"megatron_ts"``, or ``"ATTENTION/FEED_FORWARD"``) serves all layers;
+    a list gives one for each layer. ``+none``, ``+attention`` or ``+full`` fixes the recompute
+    level too. Groups that some layer's method cannot run on are not used."""
+
+    candidates: tuple[MethodText, ...] = ()
+    """Methods that ``auto`` measures and chooses among; when empty all but ``colossal_z``
+    and the composites ``ulysses_ring`` and ``tensor_ring``."""
+
+    smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of a micro-batch's time that may be lost to keep the layer options of the step before;
+    0 always takes the quickest."""
+
+    recompute: tuple[Literal["none", "attention", "full"], ...] = ("none", "attention", "full")
+    """Recompute levels to consider."""
+
+    working: Literal["auto", "whole", "sharded"] = "auto"
+    """How groups hold weights: each rank all of them, its shard, or whatever fits."""
+
+    ahead: Annotated[int, Field(ge=0)] = 2
+    """Batches planned ahead by a process of their own while the current one trains; 0 plans each
+    when it comes. Where plans are smoothed each waits for the one before."""
+
+    memory_margin: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Part of a rank's memory that plans leave free; left out, what earlier runs with the same
+    costs learnt. The first begins with 0.3 on a CPU, whose allocator holds up to that much more
+    than what is alive, and 0.1 on a device; a peak too near to the limit raises it."""
+
+    @model_validator(mode="after")
+    def _static(self) -> PlannerConfig:
+        if (self.name == "static") != (self.static_size is not None):
+            raise ValueError("planner 'static' and static_size go together")
+        if self.strategies and self.name != "strategies":
+            raise ValueError("strategies are chosen among by planner 'strategies'")
+        if self.rotate and not self.strategies:
+            raise ValueError("rotate takes turns among strategies, and none are given")
+        if self.smoothing and self.name == "strategies":
+            raise ValueError("planner 'strategies' does not smooth")
+        if self.candidates and self.methods != "auto":
+            raise ValueError("candidates are chosen from when methods is 'auto'")
+        if self.methods == ():
+            raise ValueError("methods needs one entry for each layer")
+        if not self.recompute:
+            raise ValueError("recompute needs at least one level")
+        return self

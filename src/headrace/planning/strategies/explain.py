@@ -1,0 +1,107 @@
+"""Why a plan of strategies is as it is, in a few short sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.costs import CostModel
+from headrace.planning.bounds import Bound, step_bound_s
+from headrace.planning.sizing import Batch
+from headrace.simulator import simulate
+from headrace.spec import Pipeline, Plan, Strategy, compile_plan
+from headrace.spec.weights import bucket_count
+from headrace.units import percent_text, seconds_text
+
+__all__ = ["Tried", "reasons"]
+
+_BY_LONGEST = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """The plan of a strategy."""
+
+    strategy: Strategy
+    plan: Plan
+
+    @property
+    def seconds(self) -> float:
+        """What it is predicted to take."""
+        return self.plan.predicted_s
+
+
+def reasons(
+    costs: CostModel, batch: Batch, bound: Bound, tried: Sequence[Tried], candidates: int
+) -> tuple[str, ...]:
+    """Two to five reasons for the first of ``tried``, the quickest: what binds, which pipeline
+    is last, what the next strategy and the best of one scheme would cost."""
+    best = tried[0]
+    texts = [
+        _binding(costs, batch, bound, best.plan),
+        _last(costs, best.plan),
+        _beside(best, tried, candidates),
+    ]
+    alike = [other for other in tried if len(other.strategy.counts) == 1]
+    if alike and len(best.strategy.counts) > 1:
+        ratio = alike[0].seconds / best.seconds
+        texts.append(
+            f"best static strategy, {alike[0].strategy}: {seconds_text(alike[0].seconds)} "
+            f"({ratio:.2f}x)"
+        )
+    idle = best.plan.devices - len({r for p in best.plan.pipelines for r in p.ranks})
+    if idle:
+        texts.append(f"{idle} of {best.plan.devices} ranks are idle")
+    return tuple(texts)
+
+
+def _binding(costs: CostModel, batch: Batch, bound: Bound, plan: Plan) -> str:
+    bound_s = step_bound_s(costs, bound.seconds)
+    gap = percent_text(max(0.0, plan.predicted_s / bound_s - 1)) if bound_s > 0 else "0 %"
+    if bound.seconds <= bound.longest_s * (1 + _BY_LONGEST):
+        what = f"the longest sequence, {batch.tokens[0]:,} tokens, is quicker nowhere"
+    else:
+        what = f"sequences where they need the fewest ranks keep {plan.devices} busy so long"
+    return f"bound {seconds_text(bound_s)}, {gap} above it: {what}"
+
+
+def _last(costs: CostModel, plan: Plan) -> str:
+    """The pipeline that is busy longest, by the simulator."""
+    timeline = simulate(compile_plan(plan, bucket_count(costs.architecture)), plan, costs)
+    ends = [0.0] * plan.devices
+    for row in timeline.rows:
+        if row.kind in ("forward", "backward"):
+            ends[row.rank] = max(ends[row.rank], row.end_s)
+    last = max(range(len(plan.pipelines)), key=lambda q: max(ends[r] for r in _ranks(plan, q)))
+    own = [micro for micro in plan.micro_batches if micro.pipeline == last]
+    longest = max(max(plan.tokens_of(micro)) for micro in own)
+    count = sum(len(micro.sequences) for micro in own)
+    pipeline = plan.pipelines[last]
+    return (
+        f"last is {pipeline.scheme} on {_span(pipeline)}: {_several(count, 'sequence', 's')} in "
+        f"{_several(len(own), 'micro-batch', 'es')}, the longest of {longest:,} tokens"
+    )
+
+
+def _several(count: int, what: str, ending: str) -> str:
+    return f"{count:,} {what}{ending if count != 1 else ''}"
+
+
+def _ranks(plan: Plan, pipeline: int) -> tuple[int, ...]:
+    return plan.pipelines[pipeline].ranks
+
+
+def _span(pipeline: Pipeline) -> str:
+    ranks = sorted(pipeline.ranks)
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def _beside(best: Tried, tried: Sequence[Tried], candidates: int) -> str:
+    others = [other for other in tried if other.strategy != best.strategy]
+    if not others:
+        return f"strategy {best.strategy}: the only one of {candidates} worth trying"
+    over = percent_text(others[0].seconds / best.seconds - 1)
+    return (
+        f"of {candidates} strategies the next, {others[0].strategy}: "
+        f"{seconds_text(others[0].seconds)}, {over} more"
+    )
