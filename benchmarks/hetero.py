@@ -3,7 +3,7 @@
     scenarios  mean steps of Hydraulis' Figure 13, ours beside the baselines and Hydraulis' planner
     ablation   its Figure 16: what each idea gives
     breakdown  its Table 1: propagation, optimization and what moves between the two
-    ranks      the same, measured on four ranks of this machine, beside the simulator's step
+    ranks      the same, measured on ranks of this machine, beside the simulator's step
 
 What is taken from the paper and what is chosen here stands at the top of hetero_scenarios.py,
 hetero_ablation.py and hetero_breakdown.py.

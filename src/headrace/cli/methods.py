@@ -12,6 +12,7 @@ from headrace.methods.method import BRANCHES, Branch
 from headrace.methods.registry import METHODS, method, methods_for
 from headrace.spec.architecture import Architecture
 from headrace.spec.method import LayerOption
+from headrace.spec.strategy import Strategy
 
 __all__ = ["considered", "methods_by_size"]
 
@@ -31,7 +32,8 @@ def considered(
     methods = tuple(sorted(set().union(*names.values())))
     if methods == ("local",):
         return (1,), methods
-    rules = {p: _broken(names, a, p, fixed=bool(listed)) for p in group_sizes_of(ranks)[1:]}
+    wanted = _sizes(options, ranks)
+    rules = {p: _broken(names, a, p, fixed=bool(listed)) for p in wanted}
     sizes = (1, *(p for p, broken in rules.items() if not broken))
     if rules and len(sizes) == 1:
         smallest = min(rules)
@@ -41,6 +43,15 @@ def considered(
             hint=f"on groups of {smallest} these would do: {', '.join(would_do)}",
         )  # fmt: skip
     return sizes, methods
+
+
+def _sizes(options: PlannerConfig, ranks: int) -> tuple[int, ...]:
+    """Sizes above one that plans may use: those that are named, or the widths of the stages of the
+    strategies that are."""
+    named = set(options.group_sizes)
+    for text in () if named else options.strategies:
+        named |= {s.tensor * s.context for s, _ in Strategy.parse(text).counts}
+    return tuple(p for p in group_sizes_of(ranks)[1:] if not named or p in named)
 
 
 def methods_by_size(names: tuple[str, ...], a: Architecture, ranks: int) -> dict[int, list[str]]:

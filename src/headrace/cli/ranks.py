@@ -179,7 +179,7 @@ def _profiler(rank: Rank) -> Profiler:
 
 def _fingerprint(rank: Rank) -> str:
     machine, config = rank.machine, rank.config
-    _, methods = considered(config.planner, rank.storage.architecture, rank.world.ranks)
+    sizes, methods = considered(config.planner, rank.storage.architecture, rank.world.ranks)
     return fingerprint_of(
         model=rank.storage.architecture,
         ranks=rank.world.ranks,
@@ -193,6 +193,7 @@ def _fingerprint(rank: Rank) -> str:
         rung_s=config.profile.rung_s,
         levels=",".join(config.planner.recompute),
         methods=",".join(methods),
+        sizes=",".join(map(str, sizes)),
     )
 
 
