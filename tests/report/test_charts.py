@@ -19,7 +19,7 @@ from report.fake_run import fake_run, layered_run
 
 pytest.importorskip("altair")
 from headrace.report import charts
-from headrace.report.captions import layers_caption, options_caption
+from headrace.report.captions import layers_caption, options_caption, strategies_caption
 from headrace.report.charts.figures import FIGURES
 from headrace.report.charts.gantt import bars
 from headrace.report.charts.lengths import bin_label
@@ -55,7 +55,8 @@ def test_any_run_can_be_drawn(tmp_path: Path, how: dict[str, Any]) -> None:
     """Catches empty scales, division by nothing and NaN in the specification."""
     run = read_run(fake_run(tmp_path / "run", **how))
     drawn = [figure for figure in FIGURES if figure.known(run)]
-    assert len(drawn) == len(FIGURES) - (how.get("recorded") == 0)
+    alike = len({step.planned.strategy for step in run.steps}) == 1
+    assert len(drawn) == len(FIGURES) - (how.get("recorded") == 0) - alike
     for figure in drawn:
         json.dumps(figure.draw(run).to_dict(), allow_nan=False)
         assert figure.caption(run).endswith(".")
@@ -305,6 +306,24 @@ def test_bars_are_the_rows_over_grey_ground(run: Run) -> None:
     kinds = [bar["kind"] for bar in drawn[4:]]
     last_pull = max(i for i, kind in enumerate(kinds) if kind == "pull")
     assert last_pull < kinds.index("forward")
+
+
+def test_steps_are_coloured_by_their_strategy(run: Run) -> None:
+    """Catches a strategy without a colour of its own, rare ones that take those of others, and
+    a legend that names what no step ran."""
+    names = [f"{n}*cp1 + 1*tp{n + 1}" for n in range(1, 12)]
+    steps = [
+        replace(step, planned=replace(step.planned, strategy=names[min(number, len(names) - 1)]))
+        for number, step in enumerate(run.steps)
+    ]
+    spec = charts.strategies_over_steps(replace(run, steps=tuple(steps))).to_dict()
+    scale = next(o["scale"] for o in walk(spec) if "legend" in o and "scale" in o)
+    assert len(scale["domain"]) == len(scale["range"]) == len(set(scale["range"]))
+    rows = next(o["values"] for o in walk(spec) if "values" in o and isinstance(o["values"], list))
+    assert {row["shown"] for row in rows} == set(scale["domain"])
+    assert [row["strategy"] for row in rows] == [step.planned.strategy for step in steps]
+    caption = strategies_caption(replace(run, steps=tuple(steps)))
+    assert caption.count("of the steps") == min(3, len(set(names[: len(steps)])))
 
 
 def test_waits_and_messages_have_bars_of_their_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import takewhile
 from math import isfinite
 
@@ -146,6 +147,20 @@ def throughput_caption(run: Run) -> str:
         f"{known(top.tokens_per_s, count_text)} tokens/s over all ranks; they wait or move "
         f"weights {known(top.idle, share_text)} of the time."
     )
+
+
+def strategies_caption(run: Run) -> str:
+    """The strategies that ran most, and how long their steps took."""
+    counted = Counter(step.planned.strategy for step in run.steps)
+    took = {
+        name: median(s.step_s for s in run.steps if s.planned.strategy == name) for name in counted
+    }
+    texts = [
+        f"{name} {share_text(count / len(run.steps))} of the steps, {seconds_text(took[name])} each"
+        for name, count in counted.most_common(3)
+    ]
+    more = len(counted) - len(texts)
+    return "; ".join(texts) + (f"; {more} more" if more else "") + " (medians)."
 
 
 def gap_caption(run: Run) -> str:

@@ -12,6 +12,7 @@ from headrace.report.charts.predictions import (
     predicted_against_measured,
 )
 from headrace.report.charts.steps import gap_to_bound, loss_curve, ratio_over_steps, throughput
+from headrace.report.charts.strategies import strategies_over_steps
 
 __all__ = [
     "cost_fit",
@@ -25,5 +26,6 @@ __all__ = [
     "placement_map",
     "predicted_against_measured",
     "ratio_over_steps",
+    "strategies_over_steps",
     "throughput",
 ]

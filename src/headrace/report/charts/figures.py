@@ -84,6 +84,11 @@ FIGURES: tuple[Figure, ...] = (
         caption=captions.loss_caption, known=_always,
     ),
     Figure(
+        name="strategies", title="Strategies, step by step", section=_SPEED,
+        draw=charts.strategies_over_steps, caption=captions.strategies_caption,
+        known=lambda run: len({step.planned.strategy for step in run.steps}) > 1,
+    ),
+    Figure(
         name="gap", title="Above the lower bound", section=_SPEED, draw=charts.gap_to_bound,
         caption=captions.gap_caption,
         known=lambda run: any(step.planned.lower_bound_s > 0 for step in run.steps),
