@@ -319,7 +319,7 @@ def test_steps_are_coloured_by_their_strategy(run: Run) -> None:
     spec = charts.strategies_over_steps(replace(run, steps=tuple(steps))).to_dict()
     scale = next(o["scale"] for o in walk(spec) if "legend" in o and "scale" in o)
     assert len(scale["domain"]) == len(scale["range"]) == len(set(scale["range"]))
-    rows = next(o["values"] for o in walk(spec) if "values" in o and isinstance(o["values"], list))
+    rows = next(iter(spec["datasets"].values()))
     assert {row["shown"] for row in rows} == set(scale["domain"])
     assert [row["strategy"] for row in rows] == [step.planned.strategy for step in steps]
     caption = strategies_caption(replace(run, steps=tuple(steps)))
