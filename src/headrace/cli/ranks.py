@@ -23,13 +23,15 @@ from headrace.comm.collectives import agree, gather_bytes, gather_floats
 from headrace.comm.launch import World, join, start, under_torchrun
 from headrace.comm.mesh import Groups
 from headrace.config import Config
+from headrace.config.model import OptimizerConfig
 from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.calibration import Calibration
 from headrace.costs.from_profile import costs_from_profile
 from headrace.errors import ConfigError, CostError, SpecError
 from headrace.runtime.machine import available_bytes, machine_facts
+from headrace.runtime.optimizers import AdamW, Elementwise, OptimizerOptions
 from headrace.runtime.profiler import ProfileOptions, Profiler
-from headrace.runtime.storage import AdamW, Storage
+from headrace.runtime.storage import Storage
 from headrace.spec.cluster import Cluster
 from headrace.spec.profile import Profile
 from headrace.units import bytes_text, seconds_text
@@ -104,19 +106,21 @@ def open_rank(world: World, config: Config) -> Rank:
     )
     agreed = int(min(row[0] for row in gather_floats([float(limit)], groups.world)))
     kind = "cpu" if world.device == "cpu" else torch.cuda.get_device_name()
-    o = config.optimizer
     storage = Storage(
         data.architecture, groups, seed=config.run.seed, dtype=stored, device=world.device,
-        working_dtype=dtype,
-        options=AdamW(
-            lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, decay=o.decay, clip=o.clip
-        ),
+        working_dtype=dtype, options=_optimizer(config.optimizer),
     )  # fmt: skip
     return Rank(
         world=world, config=config, groups=groups, data=data, storage=storage, dtype=dtype,
         cluster=Cluster(devices=world.ranks, memory_bytes=agreed, device=kind),
         machine=machine_facts(world.device),
     )  # fmt: skip
+
+
+def _optimizer(o: OptimizerConfig) -> OptimizerOptions:
+    if o.name == "adamw":
+        return AdamW(lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, decay=o.decay, clip=o.clip)
+    return Elementwise(name=o.name, lr=o.lr, decay=o.decay, clip=o.clip, options=o.options)
 
 
 def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profile]:

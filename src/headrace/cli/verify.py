@@ -27,7 +27,8 @@ from headrace.models.plain import plain_loss, whole_weights
 from headrace.planning.drawn import random_plan, random_strategy
 from headrace.runtime import checkpoint
 from headrace.runtime.executor import Executor
-from headrace.runtime.storage import AdamW, Storage
+from headrace.runtime.optimizers import AdamW
+from headrace.runtime.storage import Storage
 from headrace.spec.architecture import Architecture
 from headrace.spec.lengths import Lengths
 from headrace.spec.plan import Plan

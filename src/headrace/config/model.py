@@ -193,19 +193,28 @@ class ModelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW and its schedule: linear warm-up, then a cosine down to ``floor`` times ``lr``."""
+    """The optimizer and its schedule: linear warm-up, then a cosine down to ``floor`` times
+    ``lr``."""
+
+    name: Literal["adamw", "adam", "adamax", "radam", "adagrad", "adadelta", "rmsprop", "sgd"] = (
+        "adamw"
+    )
+    """An elementwise optimizer of torch: each rank updates the rows that it stores."""
+
+    options: dict[str, float | bool] = Field(default_factory=dict)
+    """torch's options of an optimizer other than AdamW, such as ``{ momentum = 0.9 }``."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """Highest learning rate."""
 
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment."""
+    """Decay of AdamW's first moment."""
 
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the second moment."""
+    """Decay of AdamW's second moment."""
 
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of AdamW's second moment."""
 
     decay: Annotated[float, Field(ge=0)] = 0.1
     """Weight decay of matrices."""
@@ -218,6 +227,12 @@ class OptimizerConfig(Section):
 
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Last learning rate as a fraction of ``lr``."""
+
+    @model_validator(mode="after")
+    def _options(self) -> OptimizerConfig:
+        if self.name == "adamw" and self.options:
+            raise ValueError("options of AdamW are beta1, beta2 and eps")
+        return self
 
 
 class DevicesConfig(Section):

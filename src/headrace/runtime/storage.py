@@ -19,7 +19,6 @@ the owner's sum over the readers: only one rounding lies between a token and the
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
@@ -29,23 +28,12 @@ from headrace.layouts.intervals import Partition, Rows
 from headrace.layouts.layout import storage_partition, working_partition
 from headrace.layouts.transfer import BucketLink, Pending
 from headrace.models.initial import initial_rows
+from headrace.runtime.optimizers import AdamW, OptimizerOptions, state_names
 from headrace.spec.architecture import Architecture
 from headrace.spec.plan import Plan
 from headrace.spec.weights import WeightSpec, buckets, weight_table
 
-__all__ = ["AdamW", "Storage", "Working"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamW:
-    """Options of the optimizer; ``decay`` applies to matrices only."""
-
-    lr: float = 3e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    decay: float = 0.1
-    clip: float = 1.0
+__all__ = ["Storage", "Working"]
 
 
 class Working:
@@ -132,10 +120,11 @@ class Storage:
         seed: int,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
-        options: AdamW | None = None,
+        options: OptimizerOptions | None = None,
         working_dtype: torch.dtype | None = None,
     ) -> None:
-        self.architecture, self.options = architecture, options or AdamW()
+        self.architecture = architecture
+        self.options: OptimizerOptions = options or AdamW()
         self.dtype, self.working_dtype = dtype, working_dtype or dtype
         self._groups = groups
         self.table = weight_table(architecture)
@@ -147,26 +136,24 @@ class Storage:
             for w in self.table
         }
         self.sums = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        self.optimizer = self._make_optimizer()
+        self._state_names = state_names(self.options, dtype)
+        self.reset_optimizer()
         self._working: dict[tuple[tuple[Rows, ...], ...], Working] = {}
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        o = self.options
+    def _make_optimizer(self) -> torch.optim.Optimizer:
         matrices = [self.masters[w.name] for w in self.table if len(w.shape) > 1]
         vectors = [self.masters[w.name] for w in self.table if len(w.shape) == 1]
-        return torch.optim.AdamW(
+        return self.options.make(
             [
-                {"params": matrices, "weight_decay": o.decay},
+                {"params": matrices, "weight_decay": self.options.decay},
                 {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=o.lr,
-            betas=(o.beta1, o.beta2),
-            eps=o.eps,
+            ]
         )
 
     def reset_optimizer(self) -> None:
         """Forget all optimizer state."""
         self.optimizer = self._make_optimizer()
+        self._updates, self._laid_out = 0, False
 
     def working(self, plan: Plan) -> Working:
         """The working weights for ``plan``: buffers are kept while the layout stays the same."""
@@ -200,12 +187,15 @@ class Storage:
             master.grad = self.sums[name]
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self._lay_out()
         self.optimizer.step()
+        self._updates += 1
         return norm
 
     def bytes_held(self) -> int:
         """Bytes of masters, gradient sums and optimizer state on this rank."""
-        return 4 * sum(m.numel() * m.element_size() for m in self.masters.values())
+        copies = 2 + len(self._state_names)
+        return copies * sum(m.numel() * m.element_size() for m in self.masters.values())
 
     def bytes_now(self) -> int:
         """Bytes of all tensors that are allocated now, working weights included."""
@@ -225,21 +215,44 @@ class Storage:
 
     def optimizer_rows(self) -> Iterable[tuple[str, torch.Tensor]]:
         """(name, tensor) of the optimizer's state that follows the rows of a weight."""
+        self._lay_out()
         for weight in self.table:
-            state = self.optimizer.state[self.masters[weight.name]]
-            state.setdefault("step", torch.tensor(0.0))
-            for key in ("exp_avg", "exp_avg_sq"):
-                if key not in state:
-                    state[key] = torch.zeros_like(self.masters[weight.name])
-                yield f"{key}.{weight.name}", state[key]
+            for key in self._state_names:
+                yield f"{key}.{weight.name}", self.optimizer.state[self.masters[weight.name]][key]
+
+    def _lay_out(self) -> None:
+        """Have the optimizer make its state, which torch does at the first step: by one whose
+        gradients, rate and decay are zero, after which steps are counted from zero again."""
+        if self._laid_out:
+            return
+        self._laid_out = True
+        grads = {name: master.grad for name, master in self.masters.items()}
+        kept = [dict(group) for group in self.optimizer.param_groups]
+        for master in self.masters.values():
+            master.grad = torch.zeros_like(master)
+        for group in self.optimizer.param_groups:
+            group.update(lr=0.0, weight_decay=0.0)
+        self.optimizer.step()
+        for name, master in self.masters.items():
+            master.grad = grads[name]
+        for group, before in zip(self.optimizer.param_groups, kept, strict=True):
+            group.update(lr=before["lr"], weight_decay=before["weight_decay"])
+        self._count(0)
 
     @property
     def updates(self) -> int:
         """Optimizer steps taken."""
-        states = self.optimizer.state.values()
-        return max((int(state["step"]) for state in states if "step" in state), default=0)
+        return self._updates
 
     @updates.setter
     def updates(self, count: int) -> None:
-        for master in self.masters.values():
-            self.optimizer.state[master]["step"] = torch.tensor(float(count))
+        self._lay_out()
+        self._updates = count
+        self._count(count)
+
+    def _count(self, steps: int) -> None:
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"].fill_(float(steps))
+            elif "step" in state:
+                state["step"] = steps

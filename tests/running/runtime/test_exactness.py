@@ -14,7 +14,8 @@ from headrace.layouts import transfer as transfer_module
 from headrace.layouts.layout import storage_partition
 from headrace.models import objective as objective_module
 from headrace.runtime.executor import Executor
-from headrace.runtime.storage import AdamW, Storage
+from headrace.runtime.optimizers import AdamW
+from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Lengths, weight_table
 from oracles import full_weights, reference_step
 from plans import random_documents, random_plan

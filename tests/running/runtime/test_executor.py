@@ -13,7 +13,8 @@ from headrace.comm.mesh import Groups
 from headrace.errors import PlanMismatch, SpecError
 from headrace.layouts.layout import storage_partition
 from headrace.runtime.executor import Executor
-from headrace.runtime.storage import AdamW, Storage
+from headrace.runtime.optimizers import AdamW
+from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Lengths, compile_plan, weight_table
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan

@@ -16,9 +16,10 @@ from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
 from headrace.errors import InfeasiblePlan
 from headrace.runtime.executor import Executor
+from headrace.runtime.optimizers import AdamW
 from headrace.runtime.recovery import Exhausted, Recovery
 from headrace.runtime.schedule import Schedule
-from headrace.runtime.storage import AdamW, Storage
+from headrace.runtime.storage import Storage
 from headrace.runtime.trainer import Planned, Trainer
 from headrace.spec import Architecture, Lengths, Plan
 from headrace.spec.measurement import Timeline

@@ -10,7 +10,8 @@ from headrace.comm.mesh import Groups
 from headrace.costs import synthetic_costs
 from headrace.planning.drawn import random_strategy
 from headrace.runtime.executor import Executor
-from headrace.runtime.storage import AdamW, Storage
+from headrace.runtime.optimizers import AdamW
+from headrace.runtime.storage import Storage
 from headrace.simulator import simulate
 from headrace.spec import Architecture, Lengths, Plan, compile_plan
 from headrace.spec.weights import bucket_count

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm.mesh import Groups
+from headrace.errors import SpecError
 from headrace.layouts.layout import storage_partition, working_partition
 from headrace.layouts.link import link, received_rows, sent_rows
-from headrace.runtime.storage import AdamW, Storage
+from headrace.runtime.optimizers import ELEMENTWISE, AdamW, Elementwise
+from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Lengths, weight_table
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
@@ -313,3 +315,62 @@ def _listed_then_updated() -> float:
 def test_listing_the_state_does_not_spoil_the_first_update() -> None:
     """Would catch a checkpoint at step 0 after which no update is possible."""
     assert run_ranks(1, _listed_then_updated)[0] > 0
+
+
+OTHERS = {
+    "sgd": {"momentum": 0.9}, "adam": {}, "adamax": {}, "radam": {}, "adagrad": {},
+    "adadelta": {}, "rmsprop": {"momentum": 0.5, "centered": True},
+}  # fmt: skip
+
+
+def _three_updates(name: str, saved: bool) -> dict[str, np.ndarray]:
+    options = Elementwise(name=name, decay=0.1, clip=0.0, options=OTHERS[name])
+    storage = Storage(ODD, Groups(), seed=3, dtype=torch.float64, options=options)
+    for step in range(3):
+        if saved and step == 2:  # as a checkpoint would: into a storage that has done nothing
+            rows = {key: t.clone() for key, t in storage.optimizer_rows()}
+            other = Storage(ODD, Groups(), seed=3, dtype=torch.float64, options=options)
+            for key, t in other.optimizer_rows():
+                t.copy_(rows[key])
+            for key, master in storage.masters.items():
+                other.masters[key].copy_(master)
+            other.updates, storage = storage.updates, other
+        _gradients(storage)
+        for total in storage.sums.values():
+            total.mul_(step + 1.0)
+        storage.update(0.05)
+    return {n: m.numpy() for n, m in storage.masters.items()}
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["at once", "resumed"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_elementwise_optimizer_is_torch_s(name: str, saved: bool) -> None:
+    """Would catch state that a checkpoint forgets, a first step that was taken for laying it out,
+    and a rate or decay that stays at the zero of that step."""
+    ranks = 2 if name == "sgd" else 1
+    results = run_ranks(ranks, _three_updates, name, saved)
+    weights = {n: torch.nn.Parameter(w) for n, w in full_weights(ODD, 3, torch.float64).items()}
+    optimizer = ELEMENTWISE[name](
+        [
+            {"params": [w for w in weights.values() if w.dim() > 1], "weight_decay": 0.1},
+            {"params": [w for w in weights.values() if w.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=0.05, **OTHERS[name],
+    )  # fmt: skip
+    for step in range(3):
+        for w in weight_table(ODD):
+            generator = torch.Generator().manual_seed(w.elements)
+            grad = torch.randn(w.shape, generator=generator, dtype=torch.float64)
+            weights[w.name].grad = grad * (step + 1.0)
+        optimizer.step()
+    for key, wanted in weights.items():
+        got = np.concatenate([r[key] for r in results])
+        np.testing.assert_allclose(got, wanted.detach().numpy(), rtol=1e-12, atol=1e-14)
+
+
+def test_unknown_optimizers_and_options_are_refused() -> None:
+    """Would catch a traceback from torch's depths."""
+    with pytest.raises(SpecError, match="did you mean 'rmsprop'"):
+        Elementwise(name="rmspro")
+    with pytest.raises(SpecError, match=r"options of sgd.*momentun"):
+        Elementwise(name="sgd", options={"momentun": 0.9}).make([{"params": [torch.zeros(1)]}])

@@ -16,7 +16,8 @@ from headrace.layouts.layout import storage_partition
 from headrace.methods.registry import METHODS
 from headrace.planning.drawn import random_strategy
 from headrace.runtime.executor import Executor
-from headrace.runtime.storage import AdamW, Storage
+from headrace.runtime.optimizers import AdamW
+from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Lengths, Plan, compile_plan, weight_table
 from headrace.spec.weights import bucket_count
 from oracles import full_weights, reference_step
