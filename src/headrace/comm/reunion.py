@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from headrace.comm.mesh import Groups
@@ -47,6 +48,8 @@ class Reunion:
                 rank=self._rank, world_size=self._ranks,
                 timeout=timedelta(seconds=self._timeout_s),
             )  # fmt: skip
+        # A rank that leaves at once would break the connections of those still making theirs.
+        dist.all_reduce(torch.zeros(1))
         self._watcher.free(self._number + 1, self.connections.cut)
 
     def ask(self) -> None:

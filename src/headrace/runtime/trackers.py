@@ -12,7 +12,7 @@ __all__ = ["Tracker", "make_trackers"]
 
 _SCALARS = (
     "loss", "lr", "grad_norm", "step_s", "tokens_per_s", "idle", "mfu", "predicted_s", "gap",
-    "planning_s", "waited_s", "tokens", "longest",
+    "planning_s", "waited_s", "waited", "tokens", "longest",
 )  # fmt: skip
 
 

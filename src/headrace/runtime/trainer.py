@@ -206,6 +206,7 @@ class Trainer:
             "gap": plan.gap,
             "planning_s": planned.planning_s,
             "waited_s": waited_s,
+            "waited": waited_s / (step_s + waited_s),
             "plan_hash": plan.hash,
             "peak_bytes": [rank["peak_bytes"] for rank in everyone],
             "predicted_peak_bytes": list(planned.peak_bytes),

@@ -6,11 +6,12 @@ from headrace.simulator.exchange import exposed_s
 from headrace.simulator.memory import peak_bytes
 from headrace.simulator.seconds import check_costs
 from headrace.simulator.simulate import simulate
-from headrace.simulator.waits import without_waits
+from headrace.simulator.waits import exposed_exchange_s, without_waits
 
 __all__ = [
     "check_costs",
     "draw",
+    "exposed_exchange_s",
     "exposed_s",
     "peak_bytes",
     "simulate",

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
-from headrace.spec.measurement import Row
+from headrace.spec.measurement import Row, Timeline
 
-__all__ = ["without_waits"]
+__all__ = ["exposed_exchange_s", "without_waits"]
 
 
 def without_waits(rows: Iterable[Row]) -> list[Row]:
@@ -38,3 +38,13 @@ def _cut(row: Row, waits: list[tuple[float, float]]) -> list[Row]:
         for (_, end), (start, _) in pairwise(edges)
         if start > end
     ]
+
+
+def exposed_exchange_s(timeline: Timeline) -> float:
+    """Seconds of pulls and pushes that no computation hides: of the rank that waits for them the
+    least, as others also wait for the last one to compute."""
+    waited = [0.0] * timeline.devices
+    for row in timeline.rows:
+        if row.kind in ("pull", "push"):
+            waited[row.rank] += row.seconds
+    return min(waited, default=0.0)

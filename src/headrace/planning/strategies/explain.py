@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from headrace.costs import CostModel
 from headrace.planning.bounds import Bound, step_bound_s
 from headrace.planning.sizing import Batch
-from headrace.simulator import simulate
+from headrace.simulator import exposed_exchange_s, simulate
 from headrace.spec import Pipeline, Plan, Strategy, compile_plan
+from headrace.spec.measurement import Timeline
 from headrace.spec.weights import bucket_count
 from headrace.units import percent_text, seconds_text
 
 __all__ = ["Tried", "reasons"]
 
 _BY_LONGEST = 1e-9
+_WORTH_TELLING = 0.05  # of the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +36,14 @@ class Tried:
 def reasons(
     costs: CostModel, batch: Batch, bound: Bound, tried: Sequence[Tried], candidates: int
 ) -> tuple[str, ...]:
-    """Two to five reasons for the first of ``tried``, the quickest: what binds, which pipeline
-    is last, what the next strategy and the best of one scheme would cost."""
+    """Two to six reasons for the first of ``tried``, the quickest: what binds, which pipeline
+    is last, what the next strategy and the best of one scheme would cost, and what of the exchange
+    no computation hides (Hydraulis, appendix B.2)."""
     best = tried[0]
+    timeline = simulate(compile_plan(best.plan, bucket_count(costs.architecture)), best.plan, costs)
     texts = [
         _binding(costs, batch, bound, best.plan),
-        _last(costs, best.plan),
+        _last(timeline, best.plan),
         _beside(best, tried, candidates),
     ]
     alike = [other for other in tried if len(other.strategy.counts) == 1]
@@ -52,6 +56,13 @@ def reasons(
     idle = best.plan.devices - len({r for p in best.plan.pipelines for r in p.ranks})
     if idle:
         texts.append(f"{idle} of {best.plan.devices} ranks are idle")
+    bare_s = exposed_exchange_s(timeline)
+    if bare_s > _WORTH_TELLING * timeline.seconds:
+        texts.append(
+            f"{seconds_text(bare_s)} of moving weights and gradients, "
+            f"{percent_text(bare_s / timeline.seconds)} of the step, are not hidden: few tokens "
+            "for so many weights"
+        )
     return tuple(texts)
 
 
@@ -65,9 +76,8 @@ def _binding(costs: CostModel, batch: Batch, bound: Bound, plan: Plan) -> str:
     return f"bound {seconds_text(bound_s)}, {gap} above it: {what}"
 
 
-def _last(costs: CostModel, plan: Plan) -> str:
+def _last(timeline: Timeline, plan: Plan) -> str:
     """The pipeline that is busy longest, by the simulator."""
-    timeline = simulate(compile_plan(plan, bucket_count(costs.architecture)), plan, costs)
     ends = [0.0] * plan.devices
     for row in timeline.rows:
         if row.kind in ("forward", "backward"):
