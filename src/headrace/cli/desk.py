@@ -19,6 +19,7 @@ from headrace.costs.calibration import Calibration
 from headrace.costs.drift import Drift
 from headrace.costs.peaks import raised_margin
 from headrace.costs.residuals import micro_batch_residuals
+from headrace.errors import InfeasiblePlan
 from headrace.planning.ahead import PlanAhead
 from headrace.runtime.recovery import Exhausted
 from headrace.runtime.trainer import Planned, Step
@@ -64,7 +65,6 @@ class Desk:
     forecaster: Forecaster = field(init=False)
     _step: int = 0
     _ahead: PlanAhead[Asked, Forecast] | None = None
-    _began: int | None = None
     _planned_ratio: float = 1.0
     _warm: bool = False
     _longest: int = 0
@@ -88,9 +88,7 @@ class Desk:
         found = next(self._ahead, None) if self._ahead is not None else None
         if found is None or (found.asked.lengths, found.asked.margin) != (lengths, asked.margin):
             found = self.forecaster(asked)
-        self._planned_ratio = found.asked.ratio
-        self._step += 1
-        return _planned(found)
+        return self._planned(found)
 
     def plan_ahead(self, coming: Iterable[Lengths], *, depth: int) -> None:
         """Have the plans of the batches to come made by a process of their own, at most ``depth``
@@ -104,7 +102,7 @@ class Desk:
         made = replace(self.forecaster)
         if strategist is not None:
             made.strategist = replace(strategist, samples=tuple)
-        items = (self._asked(lengths, ahead) for ahead, lengths in enumerate(coming))
+        items = (self._asked(lengths, step) for step, lengths in enumerate(coming, self._step))
         self._ahead = PlanAhead(made, items, depth=depth, tell=self.tell)
 
     def close(self) -> None:
@@ -113,13 +111,21 @@ class Desk:
             self._ahead.close()
             self._ahead = None
 
-    def _asked(self, lengths: Lengths, number: int | None = None) -> Asked:
-        """What is asked for the next step, or for the one that comes ``number``-th from where the
-        plans ahead began."""
-        if number is not None and self._began is None:
-            self._began = self._step
-        step = self._step if number is None else (self._began or 0) + number
-        return Asked(lengths=lengths, step=step, ratio=self.ratio, margin=self.costs.memory_margin)
+    def _asked(self, lengths: Lengths, step: int | None = None) -> Asked:
+        """What is asked for a step, the next one unless told."""
+        return Asked(
+            lengths=lengths, step=self._step if step is None else step, ratio=self.ratio,
+            margin=self.costs.memory_margin,
+        )  # fmt: skip
+
+    def _planned(self, found: Forecast) -> Planned:
+        """What the trainer gets; the plan after it is the next step's."""
+        self._planned_ratio = found.asked.ratio
+        self._step += 1
+        return Planned(
+            plan=found.plan, predicted=found.predicted, peak_bytes=found.peak_bytes,
+            planning_s=found.planning_s, facts=found.facts,
+        )  # fmt: skip
 
     def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
         """A plan of the same batch that is expected to take a tenth less memory than ``failed`` did
@@ -128,12 +134,16 @@ class Desk:
         most = max(predicted[rank] for rank in exhausted.ranks)
         measured = [memory if r in exhausted.ranks else p for r, p in enumerate(predicted)]
         self.calibration.peaks = self.calibration.peaks.after(predicted, measured, memory)
+        if self.costs.memory_margin >= _HIGHEST_MARGIN:
+            raise InfeasiblePlan(
+                f"memory of {bytes_text(memory)}", got=exhausted,
+                wanted=f"enough for a plan that leaves {percent_text(_HIGHEST_MARGIN)} of it free",
+                hint="other processes take it, or devices.memory is more than there is",
+            )  # fmt: skip
         margin = max(1 - _THRIFTIER * most / memory, self.costs.memory_margin + _FINER)
         self._use_margin(min(margin, _HIGHEST_MARGIN))
         self._step -= 1  # the same step
-        found = self.forecaster(self._asked(lengths))
-        self._step += 1
-        return _planned(found)
+        return self._planned(self.forecaster(self._asked(lengths)))
 
     def check(self, longest: int) -> None:
         """Raise InfeasiblePlan now when a sequence of ``longest`` tokens will fit nowhere.
@@ -150,12 +160,13 @@ class Desk:
         self.forecaster.require(longest)
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
-        """Take a finished step into the running mean."""
+        """Take a finished step into the running mean. Plans made ahead are predicted with a ratio
+        that is no longer the last one."""
         if self.forecaster.strategist is not None:
             self.forecaster.strategist.steps = self._step
         if predicted_s <= 0 or measured_s <= 0:
             return
-        seen = self.ratio * measured_s / predicted_s
+        seen = self._planned_ratio * measured_s / predicted_s
         self.observed += 1
         weight = max(1 - _MEMORY, 1 / self.observed)
         self.ratio += weight * (seen - self.ratio)
@@ -235,10 +246,3 @@ class Desk:
     def _use_margin(self, margin: float) -> None:
         self.forecaster.use_margin(margin)
         self.costs = self.forecaster.costs
-
-
-def _planned(found: Forecast) -> Planned:
-    return Planned(
-        plan=found.plan, predicted=found.predicted, peak_bytes=found.peak_bytes,
-        planning_s=found.planning_s, facts=found.facts,
-    )  # fmt: skip

@@ -51,7 +51,8 @@ def _sizes(options: PlannerConfig, ranks: int) -> tuple[int, ...]:
     named = set(options.group_sizes)
     for text in () if named else options.strategies:
         named |= {s.tensor * s.context for s, _ in Strategy.parse(text).counts}
-    return tuple(p for p in group_sizes_of(ranks)[1:] if not named or p in named)
+    sizes = sorted(named) if named else group_sizes_of(ranks)
+    return tuple(p for p in sizes if 1 < p <= ranks)
 
 
 def methods_by_size(names: tuple[str, ...], a: Architecture, ranks: int) -> dict[int, list[str]]:

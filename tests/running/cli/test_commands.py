@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -68,27 +69,27 @@ def test_the_table_of_a_profile(trained: tuple[Path, Path], capsys, monkeypatch)
 
 
 def test_native_runs_are_exact() -> None:
-    """Catches a runtime that is off, and a verdict that does not follow from the numbers."""
-    code, out, err = run("verify", "native", "--ranks", 1, 2, "--steps", 1)
+    """Catches a runtime that is off, a verdict that does not follow from the numbers, a method that
+    is named and not run, and one that no group of the ranks can run and is called exact all the
+    same."""
+    code, out, err = run("verify", "native", "--methods", "all", "--ranks", 1, 2, "--steps", 1)
     assert code == 0, out + err
-    rows = [line for line in out.splitlines() if line.endswith("exact") and "tolerance" not in line]
-    assert len(rows) == 2 * len(verify._MODELS), "each model on one and on two ranks"
     assert "tolerance 1e-10: all exact" in out
+    rows = [line.split() for line in out.splitlines() if re.search(r"e[-+]\d+ +exact$", line)]
     for row in rows:
-        assert all(float(word) <= 1e-10 for word in row.split()[-3:-1])
-
-
-def test_every_method_is_verified_by_name() -> None:
-    """Catches a method that is named and not run, and one that no group of the ranks can run and
-    is called exact all the same."""
-    code, out, err = run("verify", "native", "--methods", "all", "--ranks", 2, "--steps", 1)
-    assert code == 0, out + err
-    rows = [
-        line.split() for line in out.splitlines() if re.search(r"e-\d+ +exact$|e\+00 +exact$", line)
-    ]
-    named = {(row[-5], row[-4]) for row in rows}
-    assert named >= {("2", name) for name in METHODS if "_ring" not in name} | {("2", "mixed")}
+        assert all(float(word) <= 1e-10 for word in row[-3:-1])
+    named = Counter((row[-5], row[-4]) for row in rows)
+    models = len(verify._MODELS)
+    for always in ("mixed", "strategies"):
+        assert {ranks: named[ranks, always] for ranks in "12"} == {"1": models, "2": models}
+    assert {name for ranks, name in named if ranks == "2"} >= {
+        name for name in METHODS if "_ring" not in name
+    }
     assert not {name for _, name in named if "_ring" in name}, "they need four ranks"
+
+
+def test_a_method_that_does_not_exist_is_refused() -> None:
+    """Catches a verification of nothing."""
     code, out, err = run("verify", "native", "--methods", "metpp", "--ranks", 2)
     assert (code, out) == (2, "")
     assert "did you mean 'metp'?" in err

@@ -46,6 +46,45 @@ def test_what_is_fixed_must_run_in_every_layer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("keys", "ranks", "wanted"),
+    [
+        ({"group_sizes": [2]}, 4, (1, 2)),
+        ({"group_sizes": [4, 2]}, 4, (1, 2, 4)),
+        ({"group_sizes": [1]}, 4, (1,)),
+        ({"group_sizes": [2, 8]}, 4, (1, 2)),
+        ({"group_sizes": [12]}, 24, (1, 12)),
+        ({"name": "strategies"}, 4, (1, 2, 3, 4)),
+        ({"name": "strategies", "strategies": ["1*tp2 + 2*cp1"]}, 4, (1, 2)),
+        ({"name": "strategies", "strategies": ["1*pp2 + 2*cp1", "4*cp1"]}, 4, (1,)),
+        ({"name": "strategies", "strategies": ["1*tp2-cp2-pp2", "2*cp3-pp1"]}, 8, (1, 3, 4)),
+        ({"name": "strategies", "strategies": ["1*tp2-cp2"], "group_sizes": [2]}, 4, (1, 2)),
+    ],
+)
+def test_only_sizes_that_plans_may_use_are_measured(
+    keys: dict[str, object], ranks: int, wanted: tuple[int, ...]
+) -> None:
+    """Would catch minutes spent on sizes that no plan is allowed, a stage's width taken for all
+    ranks of its pipeline, a tensor block that counts without its sequence ranks, and a size left
+    out that some strategy needs."""
+    sizes, methods = considered(_planner(candidates=["ulysses_z", "megatron_cz"], **keys), MODEL,
+                                ranks)  # fmt: skip
+    assert sizes == wanted
+    assert methods == ("megatron_cz", "ulysses_z")
+
+
+def test_a_size_that_is_named_and_cannot_run_is_refused() -> None:
+    """Would catch a run whose only sizes are dropped in silence, and that trains on single
+    ranks."""
+    with pytest.raises(ConfigError, match=r"planner\.methods.*on groups of 4 these would do"):
+        considered(_planner(candidates=["metp"], group_sizes=[4]), MODEL, 4)
+    fits = considered(_planner(candidates=["metp"], group_sizes=[2, 4]), MODEL, 4)
+    assert fits == ((1, 2), ("metp",))
+    strategies = {"name": "strategies", "strategies": ["1*cp4"]}
+    with pytest.raises(ConfigError, match="on groups of 4"):
+        considered(_planner(candidates=["metp"], **strategies), MODEL, 4)
+
+
+@pytest.mark.parametrize(
     ("keys", "error", "text"),
     [
         ({"methods": "ulyses_z"}, SpecError, "did you mean 'ulysses_z'"),

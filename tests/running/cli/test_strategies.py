@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from headrace.config.planner import PlannerConfig
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.spec import Lengths
-from running.cli.jobs import losses, metrics, run, write_job
+from running.cli.jobs import children, losses, metrics, run, start, wait_for_step, write_job
 
 TEXTS = ("1*tp2 + 2*cp1", "1*pp2 + 1*cp2", "1*tp2-pp2")
 BATCHES = [Lengths.of([4000 + 100 * step, *[300] * 20]) for step in range(6)]
@@ -120,3 +121,38 @@ def test_the_example_trains_as_one_rank_does(tmp_path: Path) -> None:
         assert code == 0, err
     np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "one"), rtol=1e-5)
     assert len({row["strategy"] for row in metrics(tmp_path / "four")}) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_killed_run_of_strategies_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    """Would catch turns that begin anew after a restart, plans made ahead that go on from the
+    wrong step, a checkpoint that holds only some ranks' rows, and a producer of plans or a rank
+    left behind by a kill."""
+    changes = ["--set", "run.steps=9", "--set", "checkpoint.every=2",
+               "--set", f"data.cache={tmp_path / 'cache'}", "--set", "report.html=false",
+               "--set", "data.paths=['package:pydantic']", "--set", "data.context=512",
+               "--set", "data.batch_tokens=2048", "--set", "profile.rung_s=0.02",
+               "--set", "planner.recompute=['none']",
+               "--set", "planner.memory_margin=0.3"]  # fmt: skip
+    code, _, err = run("train", EXAMPLE, "--out", tmp_path / "whole", *changes, timeout_s=200)
+    assert code == 0, err
+    process = start("train", EXAMPLE, "--out", tmp_path / "killed", *changes)
+    wait_for_step(process, tmp_path / "killed", 4)
+    everyone = children(process)
+    everyone[2].send_signal(signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "rank 2 was killed by SIGKILL" in err
+    assert not any(child.is_running() and child.status() != "zombie" for child in everyone)
+    before = len(metrics(tmp_path / "killed"))
+    assert 5 <= before < 9, "killed between two steps of the run"
+    code, _, err = run(
+        "train", EXAMPLE, "--out", tmp_path / "killed", *changes, "--resume", timeout_s=100
+    )
+    assert code == 0, err
+    assert "continuing from" in err
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    turns = [[r["strategy"] for r in metrics(tmp_path / name)] for name in ("whole", "killed")]
+    assert turns[0] == turns[1]
+    assert all(turns[0][step] != turns[0][step + 1] for step in range(8)), "each has its turn"

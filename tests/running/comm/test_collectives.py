@@ -14,6 +14,7 @@ from headrace.comm.collectives import (
     agree,
     all_gather_rows,
     all_to_all_rows,
+    from_first,
     gather_bytes,
     gather_floats,
     group_size,
@@ -297,6 +298,30 @@ def test_bytes_and_floats_come_back_unchanged() -> None:
         assert np.array(floats).tobytes() == np.array(FLOATS).tobytes()
 
 
+MEMBERS = [(0, 1, 2, 3), (3, 1), (1, 2, 3), (2,)]
+SAID = [b"", b"\0", b"\0\xffplan\0", bytes(range(256)) * 20_000]
+
+
+def _said() -> list[list[bytes]]:
+    """What each group of this rank hears; only its first rank has what was to be said."""
+    rank, found = dist.get_rank(), []
+    for members in MEMBERS:
+        group = dist.new_group(list(members))  # places by rank: (3, 1) has rank 1 first
+        if rank in members:
+            other = [b"", b"x" * 9, b"longer than what the first says"][rank % 3]
+            first = rank == min(members)
+            found.append([from_first(text if first else other, group) for text in SAID])
+    return found
+
+
+def test_all_hear_what_the_first_says() -> None:
+    """Would catch a payload cut at a zero byte or to the size of a listener's own, rank 0 of the
+    world taken for the first of its group, and a broadcast of nothing, which hangs."""
+    for rank, heard in enumerate(run_ranks(4, _said)):
+        assert len(heard) == sum(rank in members for members in MEMBERS)
+        assert all(said == SAID for said in heard)
+
+
 def _agreed(values: list[tuple[str, str, str]]) -> list[str]:
     out = []
     for value in values:
@@ -332,5 +357,6 @@ def test_a_single_rank_communicates_nothing() -> None:
     assert issue_shift(x, 3, None).wait() is x
     assert Arriving.there(x).wait() is x
     assert gather_bytes(b"me", None) == [b"me"]
+    assert from_first(b"me", None) == b"me"
     assert gather_floats((1.5, 2.5), None) == [[1.5, 2.5]]
     agree("anything", "alone", None)

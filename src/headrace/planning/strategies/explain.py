@@ -32,6 +32,11 @@ class Tried:
         """What it is predicted to take."""
         return self.plan.predicted_s
 
+    def rescaled(self, scale: float) -> Tried:
+        """The same with ``scale`` times the seconds."""
+        plan = self.plan.replace(predicted_s=scale * self.plan.predicted_s)
+        return Tried(strategy=self.strategy, plan=plan)
+
 
 def reasons(
     costs: CostModel, batch: Batch, bound: Bound, tried: Sequence[Tried], candidates: int

@@ -73,11 +73,14 @@ def plan_strategy(
         for strategy in candidates:
             schemes.require(strategy)
     require_fit(schemes, candidates, batch.tokens[0], batch.order[0])
-    search = _Search(problem=problem, schemes=schemes, batch=batch)
+    # Without the scale: its rounding would decide between plans that take equally long.
+    unscaled = problem.rescaled(1.0)
+    search = _Search(problem=unscaled, schemes=schemes, batch=batch)
     tried = list(search.tried(candidates))
     if strategies is None:
-        tried += _static(problem, batch)
+        tried += _static(unscaled, batch)
     tried.sort(key=lambda item: item.seconds)
+    tried = [item.rescaled(problem.costs.scale) for item in tried]
     best = tried[0].plan
     bound = bound_of(schemes, batch.tokens)
     bound_s = step_bound_s(problem.costs, bound.seconds)
