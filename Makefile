@@ -7,7 +7,7 @@ READY  := $(VENV)/.headrace-ready
 DOCS   := $(VENV)/.headrace-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint docs reference lock clean
+.PHONY: help demo test slow long lint docs reference lock clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,10 +16,13 @@ demo: $(READY) ## train on the Python sources of this machine, then write a repo
 	$(BIN)/headrace train $(CONFIG)
 
 test: $(READY) ## run the tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not long"
 
 slow: $(READY) ## run the tests that take longer
 	$(BIN)/python -m pytest -m slow
+
+long: $(READY) ## run the tests that CI has no time for
+	$(BIN)/python -m pytest -m long
 
 lint: $(READY) ## format, lint, types, spelling, dependencies, floors
 	$(BIN)/ruff check .

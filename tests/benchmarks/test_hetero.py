@@ -39,7 +39,7 @@ def costs_of(**caps: int) -> PipelineCosts:
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ours_is_never_behind_and_ahead_where_strategies_matter(quick: Ran) -> None:
     """Would catch a planner that falls behind Hydraulis' or a baseline, a bound that a plan beats,
     and a goal that is said to be met where it is not."""
@@ -66,7 +66,7 @@ def test_ours_is_never_behind_and_ahead_where_strategies_matter(quick: Ran) -> N
     assert max(row["speedup"] for row in found["rows"]) > 1.6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_idea_of_the_ablation_adds(quick: Ran) -> None:
     """Would catch a step of the ablation that is slower than the one before it, and a strategy that
     is searched so badly that several schemes gain nothing."""
@@ -79,7 +79,7 @@ def test_every_idea_of_the_ablation_adds(quick: Ran) -> None:
         assert ratios[4] > 1.5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_breakdown_adds_up(quick: Ran) -> None:
     """Would catch overlap that costs seconds, bytes beyond the bound W / TP of each device, and
     rows that are no sums."""

@@ -261,7 +261,7 @@ def test_a_browser_draws_every_figure(tmp_path: Path, how: dict[str, int]) -> No
         assert "cannot be drawn" not in drawn
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_thirty_thousand_steps_make_a_small_page(tmp_path: Path) -> None:
     """Catches what grows with the length of a run."""
     there = fake_run(tmp_path / "run", steps=20)

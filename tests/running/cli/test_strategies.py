@@ -15,7 +15,7 @@ from headrace.config.planner import PlannerConfig
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.spec import Lengths
-from running.cli.jobs import children, losses, metrics, run, start, wait_for_step, write_job
+from running.cli.jobs import children, losses, metrics, run, start, wait_for_step
 
 TEXTS = ("1*tp2 + 2*cp1", "1*pp2 + 1*cp2", "1*tp2-pp2")
 BATCHES = [Lengths.of([4000 + 100 * step, *[300] * 20]) for step in range(6)]
@@ -80,31 +80,7 @@ def test_a_strategy_that_cannot_hold_the_longest_is_refused_first() -> None:
         desk(strategies=("1*tp2-cp2",))
 
 
-@pytest.mark.slow
-def test_strategies_train_as_one_rank_does(tmp_path: Path) -> None:
-    """Would catch anything that depends on the shapes of pipelines: losses, samples, the order of
-    turns after a restart."""
-    config = write_job(tmp_path, steps=7)
-    changes = ["--set", "planner.name=strategies", "--set", f"planner.strategies={list(TEXTS)}",
-               "--set", "planner.rotate=true", "--set", "devices.memory=128MiB",
-               "--set", "planner.candidates=['megatron_ts', 'megatron_cz']",
-               "--set", "planner.recompute=['none']"]  # fmt: skip
-    wide = ["--set", "model.ffn=128"]  # of which two ranks can share the blocks
-    code, _, err = run("train", config, "--out", tmp_path / "one", "--ranks", "1", *wide)
-    assert code == 0, err
-    code, _, err = run(
-        "train", config, "--out", tmp_path / "four", "--ranks", "4", *changes, *wide, timeout_s=240
-    )
-    assert code == 0, err
-    np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "one"), rtol=2e-5)
-    rows = [json.loads(r) for r in (tmp_path / "four" / "plans.jsonl").read_text().splitlines()]
-    allowed = [set(text.replace("1*", "").replace("2*", "").split(" + ")) for text in TEXTS]
-    for step, row in enumerate(rows):
-        assert {p["scheme"] for p in row["pipelines"]} <= allowed[step % 3]
-    assert {p["scheme"] for row in rows for p in row["pipelines"]} >= {"tp2", "pp2", "tp2-pp2"}
-
-
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_example_trains_as_one_rank_does(tmp_path: Path) -> None:
     """Would catch an example that is documented and does not run, or trains another model."""
@@ -120,7 +96,9 @@ def test_the_example_trains_as_one_rank_does(tmp_path: Path) -> None:
         )
         assert code == 0, err
     np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "one"), rtol=1e-5)
-    assert len({row["strategy"] for row in metrics(tmp_path / "four")}) >= 3
+    ran = [row["strategy"] for row in metrics(tmp_path / "four")]
+    assert {ran[step] for step in range(2, len(ran), 3)} == {"1*tp2-pp2"}, "each third turn"
+    assert len(set(ran)) >= 2
 
 
 @pytest.mark.slow
