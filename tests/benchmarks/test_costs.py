@@ -30,7 +30,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return run("costs.py", *SMALL, json_in=tmp_path_factory.mktemp("costs"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_model_is_compared_for_every_target(small: Ran) -> None:
     """Would catch a model or a place left out, and models that are shown what they are asked:
     bytes are lines, which only a forest misses."""
@@ -52,7 +52,7 @@ def test_every_model_is_compared_for_every_target(small: Ran) -> None:
         assert len(world["lengths"]) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_whole_steps_are_predicted_from_two_layers(small: Ran) -> None:
     """Would catch bytes of two layers given for all three, weights counted as activations, and a
     level that is not run: bytes are counted, so they do not depend on the machine's mood."""
@@ -69,7 +69,7 @@ def test_whole_steps_are_predicted_from_two_layers(small: Ran) -> None:
         assert levels["full"]["bytes"] < levels["attention"]["bytes"] < levels[""]["bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_printed(small: Ran) -> None:
     """Would catch progress in a piped table, a paper's number passed off as measured, and
     predictions as slow as the library's."""
@@ -87,7 +87,7 @@ def test_what_is_printed(small: Ran) -> None:
     assert sum(shares.values()) == pytest.approx(1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_profiles_can_be_given(tmp_path: Path) -> None:
     """Would catch a second profile that replaces the first, and ranks started for nothing."""
     pytest.importorskip("sklearn")

@@ -108,7 +108,7 @@ def test_tables_go_to_stdout_and_progress_to_stderr(block: Ran) -> None:
     assert "─" not in block.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_several_layers_and_llama_are_compared_too(tmp_path_factory) -> None:
     """Would catch a case that only works with one layer, whole weights or layer norms."""
     ran = run(
@@ -125,7 +125,7 @@ def test_several_layers_and_llama_are_compared_too(tmp_path_factory) -> None:
         assert all(row["error"] <= methods.TOLERANCE for row in case["sides"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks_have_composites_of_both(tmp_path_factory) -> None:
     """Would catch a composite that is compared with a plain side of torch's."""
     ran = run(

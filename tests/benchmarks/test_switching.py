@@ -27,7 +27,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_change_moves_nothing_and_a_restart_takes_longer(two: Ran) -> None:
     """Would catch a change of method that lays weights or tokens out anew, an untried pair, and a
     restart that is not one; whole numbers and orders of magnitude only."""
@@ -48,7 +48,7 @@ def test_a_change_moves_nothing_and_a_restart_takes_longer(two: Ran) -> None:
     assert s["change_s"] * 100 < s["restart_s"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_parts_of_a_restart_are_its_time(two: Ran) -> None:
     """Would catch a part that is counted twice, and clocks of processes that do not agree."""
     assert two.numbers is not None
@@ -60,7 +60,7 @@ def test_the_parts_of_a_restart_are_its_time(two: Ran) -> None:
     assert restart["import torch"] > restart["ranks, rendezvous, groups"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tables_go_to_stdout_and_progress_to_stderr(two: Ran) -> None:
     """Would catch progress in a piped table, and the paper's number passed off as measured."""
     assert two.numbers is not None

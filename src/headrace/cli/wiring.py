@@ -167,11 +167,13 @@ def make_problem(costs: CostModel, options: PlannerConfig) -> Problem:
             wanted=f"one of {', '.join(map(str, costs.group_sizes))}",
         )  # fmt: skip
     alone = ("local",) if 1 in costs.group_sizes else ()
+    # A single rank has nothing to choose between.
+    open_ = options.candidates if costs.group_sizes != (1,) else ()
     return Problem(
         costs=costs,
         devices=costs.cluster.devices,
         sizes=options.group_sizes or None,
-        methods=(*alone, *options.candidates) if options.candidates else None,
+        methods=(*alone, *open_) if open_ else None,
         layers=listed_methods(options),
         recompute=options.recompute,
         smoothing=options.smoothing,

@@ -8,6 +8,7 @@ can tell the others who died.
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import signal
 import socket
@@ -58,6 +59,8 @@ def start(
         device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=heartbeat_s, hang_s=hang_s
     )
     _check(ranks, device)
+    # torch's optimizers import it when they are first made: once here, not on every rank.
+    importlib.import_module("torch._dynamo")
     children: dict[int, int] = {}
     with _listen(port) as listener, caught(signal.SIGINT, signal.SIGTERM) as heard:
         port = listener.getsockname()[1]

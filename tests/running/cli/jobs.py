@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,13 @@ html = false
 """
 
 
-def write_job(folder: Path, *, steps: int = 10) -> Path:
-    """A configuration and its corpus: 60 files with a long tail, one of them undecodable."""
+def write_job(
+    folder: Path, *, steps: int = 10, candidates: Sequence[str] = ("ulysses_z", "megatron_cz")
+) -> Path:
+    """A configuration and its corpus: 60 files with a long tail, one of them undecodable.
+
+    Few ``candidates``, as a profile of all methods (none named) takes long.
+    """
     corpus = folder / "corpus"
     corpus.mkdir()
     rng = np.random.default_rng(1)
@@ -70,7 +75,8 @@ def write_job(folder: Path, *, steps: int = 10) -> Path:
         (corpus / f"{i:02d}.txt").write_text(text)
     (corpus / "bad.txt").write_bytes(b"\xff\xfe\x00broken\xff")
     path = folder / "tiny.toml"
-    path.write_text(_CONFIG.format(steps=steps, cache=folder / "cache"))
+    text = _CONFIG.format(steps=steps, cache=folder / "cache")
+    path.write_text(text + f"\n[planner]\ncandidates = {json.dumps(list(candidates))}\n")
     return path
 
 

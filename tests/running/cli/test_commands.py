@@ -27,7 +27,7 @@ verify = importlib.import_module("headrace.cli.verify")
 def trained(tmp_path_factory) -> tuple[Path, Path]:
     """A configuration, and the folder of a run of four steps."""
     folder = tmp_path_factory.mktemp("trained")
-    config = write_job(folder, steps=4)
+    config = write_job(folder, steps=4, candidates=())
     code, _, err = run("train", config, "--out", folder / "run", "--set", "profile.longest=64")
     assert code == 0, err
     assert "measuring costs on 2 ranks" in err

@@ -126,10 +126,11 @@ def test_smoothed_plans_go_on_where_a_run_stopped() -> None:
     assert fresh.plan(batches[0]).plan.hash == plans[0].hash
 
 
+@pytest.mark.long
 def test_a_run_uses_the_methods_of_its_list(tmp_path: Path) -> None:
     """Would catch a list that is read and not obeyed, a method that trains to another loss, and a
     report that says nothing of it."""
-    config = write_job(tmp_path, steps=3)
+    config = write_job(tmp_path, steps=3, candidates=())
     common = ("--set", "model.ffn=96", "--set", "planner.group_sizes=[2]")
     listed = ("--set", 'planner.methods=["megatron_ts+none", "metp/ulysses_z"]')
     code, _, err = run("train", config, "--out", tmp_path / "listed", *common, *listed)
@@ -152,7 +153,7 @@ def test_a_run_uses_the_methods_of_its_list(tmp_path: Path) -> None:
 
 def test_a_method_that_no_group_can_run_is_told_at_once(tmp_path: Path) -> None:
     """Would catch a traceback of a rank, or training on single ranks without a word."""
-    config = write_job(tmp_path, steps=3)
+    config = write_job(tmp_path, steps=3, candidates=())
     code, out, err = run("train", config, "--out", tmp_path / "run", "--set",
                          'planner.methods="megatron_ts"')  # fmt: skip
     assert (code, out) == (2, "")
