@@ -175,8 +175,7 @@ class Desk:
         """Take the rows and peaks of a finished step; returns what a user should be told, a
         sentence each: drift, where it is watched, and a raised margin.
 
-        The first step of a process warms up and says nothing. Plans of the same step, rows and
-        peaks make the same margin, so that all ranks go on with the same one.
+        The first step of a process warms up and says nothing.
         """
         if not self._warm:
             self._warm = True

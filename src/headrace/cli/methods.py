@@ -50,7 +50,7 @@ def _sizes(options: PlannerConfig, ranks: int) -> tuple[int, ...]:
     strategies that are."""
     named = set(options.group_sizes)
     for text in () if named else options.strategies:
-        named |= {s.tensor * s.context for s, _ in Strategy.parse(text).counts}
+        named |= {s.width for s, _ in Strategy.parse(text).counts}
     sizes = sorted(named) if named else group_sizes_of(ranks)
     return tuple(p for p in sizes if 1 < p <= ranks)
 

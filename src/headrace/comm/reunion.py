@@ -3,7 +3,7 @@
 A rank that fails in the middle of a collective leaves the others waiting in it. It asks on the
 board for a meeting, cuts its connections, and everybody who waits for it gets an error, looks at
 the board and comes too; those who wait for somebody else are freed by their watchers. All leave the
-old world and make a new one under new keys of the store: on gloo a tenth of a second.
+old world and make a new one under new keys of the store.
 """
 
 from __future__ import annotations

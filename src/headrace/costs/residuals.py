@@ -75,7 +75,7 @@ def _seconds(timeline: Timeline) -> dict[int, float]:
 
 def _shares(plan: Plan, micro: MicroBatch, costs: CostModel) -> dict[str, float]:
     scheme, lengths = plan.pipelines[micro.pipeline].scheme, plan.tokens_of(micro)
-    p = scheme.tensor * scheme.context
+    p = scheme.width
     seconds: dict[str, float] = defaultdict(float)
     for option, count in micro.layers.counts:
         seconds[f"cp{p} {option}"] += count * sum(

@@ -29,15 +29,9 @@ __all__ = [
     "kept_line",
     "message_s",
     "moments",
-    "parts_of",
     "segment_seconds",
     "stage_gather",
 ]
-
-
-def parts_of(scheme: Scheme, working: Working) -> int:
-    """Parts into which the ranks of a stage cut the rows of its weights."""
-    return scheme.tensor * (scheme.context if working == "sharded" else 1)
 
 
 def stage_gather(
@@ -48,8 +42,8 @@ def stage_gather(
     A tensor block that holds a layer together lacks nothing for methods that work with shards as
     they lie; others fetch the rest, at most what a group of the whole width would.
     """
-    width = scheme.tensor * scheme.context
-    parts = parts_of(scheme, working)
+    width = scheme.width
+    parts = scheme.parts(sharded=working == "sharded")
     if parts == 1 or width not in costs.options:
         return 0.0, 0.0
     if parts < width and costs.option(width, option).fetched < 1:
@@ -113,7 +107,7 @@ def _share(architecture: Architecture, stage_buckets: tuple[int, ...], parts: in
     """Of all elements the share that a rank of such a stage works with."""
 
     def rows(weight: WeightSpec) -> float:
-        used = weight.bucket in stage_buckets or weight.also in stage_buckets
+        used = weight.used_in(stage_buckets)
         return weight.elements / (parts if weight.unit else 1) if used else 0.0
 
     table = weight_table(architecture)
@@ -127,7 +121,7 @@ def held_bytes(costs: CostModel, pipeline: Pipeline, working: Working) -> tuple[
     weights take is the measure.
     """
     scheme = pipeline.scheme
-    width, parts = scheme.tensor * scheme.context, parts_of(scheme, working)
+    width, parts = scheme.width, scheme.parts(sharded=working == "sharded")
     if scheme.pipeline == 1 and parts in (1, width):
         return (costs.working_bytes[width]["whole" if parts == 1 else "sharded"],)
     whole = costs.working_bytes[width]["whole"]

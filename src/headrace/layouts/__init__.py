@@ -3,10 +3,8 @@
 from headrace.layouts.intervals import Partition, Rows, split_rows, split_sizes
 from headrace.layouts.layout import (
     group_shards,
-    stage_parts,
     stage_rows,
     storage_partition,
-    used_in,
     working_partition,
     works_whole,
 )
@@ -25,10 +23,8 @@ __all__ = [
     "sent_rows",
     "split_rows",
     "split_sizes",
-    "stage_parts",
     "stage_rows",
     "storage_partition",
-    "used_in",
     "working_partition",
     "works_whole",
 ]

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headrace.layouts.intervals import Partition, Rows, split_rows
-from headrace.spec.plan import Pipeline, Plan, Working
+from headrace.spec.plan import Pipeline, Plan
 from headrace.spec.stage import Stage
 from headrace.spec.weights import WeightSpec
 
 __all__ = [
     "group_shards",
-    "stage_parts",
     "stage_rows",
     "storage_partition",
-    "used_in",
     "working_partition",
     "works_whole",
 ]
@@ -33,21 +31,9 @@ def group_shards(weight: WeightSpec, ranks: int) -> tuple[Rows, ...]:
     return split_rows(weight.rows, ranks, weight.unit)
 
 
-def stage_parts(pipeline: Pipeline, working: Working) -> int:
-    """Parts into which the ranks of a stage cut the rows of a weight: its tensor degree, whose
-    blocks of neighbours are replicas of each other, or all ranks of the stage when ``sharded``."""
-    scheme = pipeline.scheme
-    return scheme.tensor * (scheme.context if working == "sharded" else 1)
-
-
-def used_in(weight: WeightSpec, stage: Stage) -> bool:
-    """Whether a stage works with a weight: it has the segment, or another one that uses it too."""
-    return weight.bucket in stage.buckets or weight.also in stage.buckets
-
-
 def stage_rows(weight: WeightSpec, stage: Stage, parts: int) -> tuple[Rows, ...]:
     """The rows that each member of a stage works with; none of other stages' weights."""
-    if not used_in(weight, stage):
+    if not weight.used_in(stage.buckets):
         return (Rows(0, 0),) * len(stage.ranks)
     shards = group_shards(weight, parts)
     return tuple(shards[member % parts] for member in range(len(stage.ranks)))
@@ -58,7 +44,7 @@ def works_whole(plan: Plan) -> tuple[bool, ...]:
     propagates: when some pipeline of it cuts none."""
     whole = [False] * plan.devices
     for pipeline in _used(plan):
-        if stage_parts(pipeline, plan.working) == 1:
+        if pipeline.scheme.parts(sharded=plan.working == "sharded") == 1:
             for rank in pipeline.ranks:
                 whole[rank] = True
     return tuple(whole)
@@ -71,7 +57,7 @@ def working_partition(weight: WeightSpec, plan: Plan) -> Partition:
     """
     parts: list[Rows] = [Rows(0, 0)] * plan.devices
     for pipeline in _used(plan):
-        count = stage_parts(pipeline, plan.working)
+        count = pipeline.scheme.parts(sharded=plan.working == "sharded")
         for stage in pipeline.stages(plan.layers):
             for rank, rows in zip(stage.ranks, stage_rows(weight, stage, count), strict=True):
                 parts[rank] = _hull(parts[rank], rows)

@@ -128,7 +128,7 @@ class Transformer:
 
     def head(
         self, x: torch.Tensor, labels: torch.Tensor, weights: State, scale: float,
-        context: Context | None = None,
+        context: Context,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Loss [] and its gradient of what :meth:`ending` gave, [t, h]; see ops.head_loss.
 
@@ -136,7 +136,7 @@ class Transformer:
         """
         name = "embed.weight" if self.architecture.tied else "head.weight"
         bias = weights.get("head.bias")
-        if context is None or context.place.tensor == 1:
+        if context.place.tensor == 1:
             return head_loss(x, labels, weights[name], scale, bias=bias)
         sizes = _block_sizes(context)
         if self.architecture.masked:  # how many are guessed is known where the tokens are

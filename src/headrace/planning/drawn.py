@@ -110,7 +110,7 @@ def random_strategy(
 
 
 def _width(pipeline: Pipeline) -> int:
-    return pipeline.scheme.tensor * pipeline.scheme.context
+    return pipeline.scheme.width
 
 
 def _random_pipeline(

@@ -12,7 +12,6 @@ import torch
 from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.mesh import Groups
 from headrace.errors import PlanMismatch
-from headrace.layouts.layout import stage_parts
 from headrace.layouts.transfer import Pending
 from headrace.methods.registry import subgroups
 from headrace.models.transformer import Transformer
@@ -103,7 +102,7 @@ class Executor:
         a, wanted = self.storage.architecture, set[tuple[int, ...]]()
         for micro in plan.micro_batches:
             pipeline = plan.pipelines[micro.pipeline]
-            parts = stage_parts(pipeline, plan.working)
+            parts = pipeline.scheme.parts(sharded=plan.working == "sharded")
             for stage in pipeline.stages(a.layers):
                 ranks = stage.ranks
                 wanted.add(ranks)

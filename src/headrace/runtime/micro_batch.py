@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from headrace.comm.mesh import Groups
 from headrace.errors import NotFinite, PlanMismatch
-from headrace.layouts.layout import group_shards, stage_parts, used_in, works_whole
+from headrace.layouts.layout import group_shards, works_whole
 from headrace.layouts.tokens import TokenPlan
 from headrace.methods.context import Context, Place
 from headrace.methods.weights import Shard, State, Weight, Whole
@@ -33,14 +33,14 @@ def sources(
     """The weights of this rank's stage of a pipeline as its methods see them: whole where every
     member holds all rows, shards of a block of members otherwise."""
     stage = pipeline.stage_of(groups.rank, plan.layers)
-    whole, parts = works_whole(plan), stage_parts(pipeline, plan.working)
+    whole, parts = works_whole(plan), pipeline.scheme.parts(sharded=plan.working == "sharded")
     gathered = not all(whole[rank] for rank in stage.ranks)
     member = _member(groups.rank, stage.ranks)
     first = member - member % parts
     group = groups.get(stage.ranks[first : first + parts]) if gathered else None
     views: dict[str, Weight] = {}
     for weight in table:
-        if not used_in(weight, stage):
+        if not weight.used_in(stage.buckets):
             continue
         value, grad = working.values[weight.name], working.partials[weight.name]
         if group is not None and weight.unit is not None:

@@ -93,7 +93,7 @@ class EndsPiece:
         x = run.model.embedding(run.ids, run.weights, run.context)
         entry = x.detach().requires_grad_()
         ending, labels = run.model.ending(entry, run.labels, run.weights)
-        _, self._last = run.model.head(ending.detach(), labels, run.weights, run.scale)
+        _, self._last = run.model.head(ending.detach(), labels, run.weights, run.scale, run.context)
         self._done = (x, entry, ending)
         passed()
 

@@ -39,11 +39,10 @@ class Exhausted:
 
 @dataclass(slots=True, kw_only=True)
 class Recovery:
-    """One rank's part in going on. ``recovered`` counts how often it did."""
+    """One rank's part in going on."""
 
     reunion: Reunion
     groups: Groups
-    recovered: int = 0
 
     def possible(self, error: Exception, executor: Executor) -> bool:
         """Whether the step that ended with ``error`` can be taken again: some rank ran out of
@@ -63,7 +62,6 @@ class Recovery:
         executor.storage.forget_layouts()
         gc.collect()  # a transfer in a cycle would still wait in the old world
         self.reunion.meet_anew(self.groups)
-        self.recovered += 1
         said = gather_bytes(json.dumps(mine).encode(), self.groups.world)
         told = [json.loads(text) for text in said]
         found = Exhausted(actions=tuple((r, text) for r, text in enumerate(told) if text))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from headrace.costs.cost_model import CostModel
-from headrace.costs.stages import held_bytes, kept_line, moments, parts_of
+from headrace.costs.stages import held_bytes, kept_line, moments
 from headrace.simulator.seconds import check_costs
 from headrace.spec.compiler import compile_rank
 from headrace.spec.plan import Pipeline, Plan
@@ -72,7 +72,7 @@ def _held(plan: Plan, costs: CostModel, rank: int, pipelines: Sequence[Pipeline]
     found: dict[tuple[int, int], int] = {}
     for pipeline in pipelines:
         stage = pipeline.stage_of(rank, costs.architecture.layers)
-        kind = len(stage.ranks), parts_of(pipeline.scheme, plan.working)
+        kind = len(stage.ranks), pipeline.scheme.parts(sharded=plan.working == "sharded")
         found[kind] = held_bytes(costs, pipeline, plan.working)[stage.index]
     whole = max(costs.working_bytes[width]["whole"] for width, _ in found)
     return max(*found.values(), min(sum(found.values()), whole))

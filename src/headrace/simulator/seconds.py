@@ -19,7 +19,7 @@ def check_costs(plan: Plan, costs: CostModel) -> None:
     widths: list[int] = []
     for pipeline in plan.pipelines:
         scheme = pipeline.scheme
-        widths.append(scheme.tensor * scheme.context)
+        widths.append(scheme.width)
         if widths[-1] not in costs.options:
             known = ", ".join(f"cp{p}" for p in costs.group_sizes)
             raise CostError(f"costs of {scheme}", got="none", hint=f"known are {known}")

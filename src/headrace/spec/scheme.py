@@ -32,6 +32,16 @@ class Scheme:
         """Devices of one pipeline."""
         return self.tensor * self.context * self.pipeline
 
+    @property
+    def width(self) -> int:
+        """Ranks of one stage."""
+        return self.tensor * self.context
+
+    def parts(self, *, sharded: bool) -> int:
+        """Parts into which the ranks of a stage cut the rows of a weight: the tensor degree, whose
+        blocks of neighbours are replicas of each other, or all its ranks."""
+        return self.width if sharded else self.tensor
+
     def __str__(self) -> str:
         degrees = {"tp": self.tensor, "cp": self.context, "pp": self.pipeline}
         text = "-".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)

@@ -18,6 +18,7 @@ whose norms follow the sums, norm1 is the one after the attention, norm2 after t
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 
@@ -37,6 +38,10 @@ class WeightSpec:
     unit: int | None
     bucket: int
     also: int | None = None
+
+    def used_in(self, buckets: Collection[int]) -> bool:
+        """Whether any of these segments works with it."""
+        return self.bucket in buckets or self.also in buckets
 
     @property
     def rows(self) -> int:

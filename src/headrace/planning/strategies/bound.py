@@ -65,7 +65,7 @@ def strategy_bound_s(schemes: Schemes, strategy: Strategy, lengths: Sequence[int
     """The same for plans of one strategy, which holds the sequences."""
     rows = [
         _Row(
-            width=scheme.tensor * scheme.context, slots=schemes.slots(scheme),
+            width=scheme.width, slots=schemes.slots(scheme),
             most_tokens=_roomiest(schemes, [scheme]),
         )
         for scheme, _ in strategy.counts

@@ -57,7 +57,7 @@ class Ground:
     ) -> Plan:
         micro_batches = list[MicroBatch]()
         for number, (pipeline, load) in enumerate(pipelines):
-            width = pipeline.scheme.tensor * pipeline.scheme.context
+            width = pipeline.scheme.width
             for own, index in zip(load.packs, load.plans, strict=True):
                 layers = load.shape.layer_plan(index)
                 micro_batches.append(

@@ -15,7 +15,6 @@ from math import isclose
 import numpy as np
 
 from headrace.costs import CostModel
-from headrace.costs.stages import parts_of
 from headrace.errors import InfeasiblePlan
 from headrace.planning.frontier import Frontier, worth_keeping
 from headrace.planning.listed import listed_frontier
@@ -86,7 +85,7 @@ class Schemes:
     def slots(self, scheme: Scheme) -> Slots:
         """Options of each layer, or of all in one where they are free; none when the costs do not
         support the scheme."""
-        width, problem = scheme.tensor * scheme.context, self.problem
+        width, problem = scheme.width, self.problem
         layers = self.costs.architecture.layers
         if width not in problem.group_sizes or scheme.pipeline > layers:
             return ()
@@ -100,7 +99,7 @@ class Schemes:
 
     def _in_blocks(self, scheme: Scheme, option: LayerOption) -> bool:
         """Whether an option works with the rows of a tensor block as they lie."""
-        width = scheme.tensor * scheme.context
+        width = scheme.width
         lacking = (1 / scheme.tensor - 1 / width) / (1 - 1 / width)
         return isclose(self.costs.option(width, option).fetched, lacking, abs_tol=1e-9)
 
@@ -136,7 +135,7 @@ class Schemes:
                 )  # fmt: skip
 
     def _lacking(self, scheme: Scheme) -> str:
-        width, layers = scheme.tensor * scheme.context, self.costs.architecture.layers
+        width, layers = scheme.width, self.costs.architecture.layers
         if scheme.pipeline > layers:
             return f"the model has {layers} layers, and each stage needs one"
         if width not in self.problem.group_sizes:
@@ -149,7 +148,7 @@ class Schemes:
 
     def layer_plans(self, scheme: Scheme) -> list[LayerPlan]:
         """Plans of equal layers, or of one level where methods are given for each layer."""
-        width, slots = scheme.tensor * scheme.context, self.slots(scheme)
+        width, slots = scheme.width, self.slots(scheme)
         number = self.costs.architecture.layers
         each = slots * number if len(slots) == 1 else slots
         return [
@@ -168,11 +167,12 @@ class Schemes:
 
     def _mixed(self, scheme: Scheme, working: Working) -> Frontier:
         """One stage: the planner's exact layer plans, with the memory that this scheme leaves."""
-        width, slots = scheme.tensor * scheme.context, self.slots(scheme)
+        width, slots = scheme.width, self.slots(scheme)
         if scheme.tensor == 1:
             return self.problem.frontier(width, working)
         alone = StageCosts(costs=self.costs, scheme=scheme, shares=(), working=working, plans=())
-        apart: Working = "sharded" if parts_of(scheme, working) == width else "whole"
+        parts = scheme.parts(sharded=working == "sharded")
+        apart: Working = "sharded" if parts == width else "whole"
         options = list(dict.fromkeys(option for slot in slots for option in slot))
         table = Table.of(self.costs, width, apart, options, alone.rooms[0])
         if len(slots) == 1:
