@@ -8,9 +8,9 @@
     switching      up to three strategies of one scheme in turn, changes included (HotSPa)
 
 The step is the longest pipeline's sum_j t_j + (P - 1) max_j t_j. Gaps are over lower bounds: of
-every plan (first table), of the strategy's plans (second). Seconds of planning are CPU seconds of
-this process, on one core; ``planning_s`` and ``proposal_s``, which plans carry, are the clock's. The
-lengths are synthetic draws, the costs are what Hydraulis' authors measured.
+every plan (first table), of the strategy's plans (second). Planning is timed in CPU seconds of
+this process, on one core; ``planning_s`` and ``proposal_s``, which plans carry, are the clock's.
+The lengths are synthetic draws, the costs are what Hydraulis' authors measured.
 
     1  whole planners: mean step, gap, proposal once, planning per iteration
     2  dispatch and packing of given strategies, beside the paper's greedy; equation 2 has no
