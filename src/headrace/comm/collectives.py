@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from headrace.comm.waiting import Transfer
 from headrace.errors import PlanMismatch
 
 __all__ = [
@@ -38,11 +39,11 @@ class Arriving:
 
     def __init__(
         self,
-        work: dist.Work | None,
+        transfer: Transfer | None,
         result: Callable[[], torch.Tensor],
         keep: torch.Tensor | None = None,
     ) -> None:
-        self._work, self._result = work, result
+        self._transfer, self._result = transfer, result
         self._keep = keep  # gloo loses a message whose buffer is freed
 
     @classmethod
@@ -52,10 +53,10 @@ class Arriving:
 
     def wait(self) -> torch.Tensor:
         """The result, once it has arrived."""
-        if self._work is not None:
-            self._work.wait()
+        if self._transfer is not None:
+            self._transfer.wait()
         result = self._result()
-        del self._work, self._keep, self._result  # the buffers of a sum too
+        del self._transfer, self._keep, self._result  # the buffers of a sum too
         return result
 
 
@@ -85,7 +86,7 @@ def issue_all_to_all(
     out = x.new_empty((sum(receive), *x.shape[1:]))
     sent = x.contiguous()
     work = dist.all_to_all_single(out, sent, list(receive), list(send), group=group, async_op=True)
-    return Arriving(work, lambda: out, keep=sent)
+    return Arriving(Transfer(work, group), lambda: out, keep=sent)
 
 
 def all_gather_rows(
@@ -112,7 +113,7 @@ def issue_all_gather(
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         sent = x.contiguous()
         work = gather(out, sent, group=group, async_op=True)
-        return Arriving(work, lambda: out, keep=sent)
+        return Arriving(Transfer(work, group), lambda: out, keep=sent)
     # gloo has no uneven all-gather: each rank sends its rows to every other, the same bytes.
     repeated = x.repeat(ranks, *([1] * (x.dim() - 1)))
     return issue_all_to_all(repeated, [len(x)] * ranks, sizes, group)
@@ -144,7 +145,7 @@ def issue_reduce_scatter(
         out.view(ranks * mine, *x.shape[1:]), sent, [mine] * ranks, list(sizes), group=group,
         async_op=True,
     )  # fmt: skip
-    return Arriving(work, lambda: _added(out), keep=sent)
+    return Arriving(Transfer(work, group), lambda: _added(out), keep=sent)
 
 
 def _added(parts: torch.Tensor) -> torch.Tensor:
@@ -189,12 +190,12 @@ def from_first(payload: bytes, group: dist.ProcessGroup | None) -> bytes:
         return payload
     first, mine = dist.get_global_rank(group, 0), dist.get_rank(group) == 0
     size = torch.tensor([len(payload)], dtype=torch.int64)
-    dist.broadcast(size, first, group=group)
+    Transfer(dist.broadcast(size, first, group=group, async_op=True), group).wait()
     flat = torch.empty(int(size), dtype=torch.uint8)
     if mine and payload:
         flat.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     if len(flat):
-        dist.broadcast(flat, first, group=group)
+        Transfer(dist.broadcast(flat, first, group=group, async_op=True), group).wait()
     return bytes(flat.numpy())
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from headrace.comm.waiting import Transfer
+
 __all__ = ["Messages"]
 
 
@@ -20,7 +22,7 @@ __all__ = ["Messages"]
 class _Sent:
     """A message under way: its buffer lives as long as it does, and it is waited for once."""
 
-    work: dist.Work
+    transfer: Transfer
     buffer: torch.Tensor
 
 
@@ -46,7 +48,7 @@ class Messages:
         """What rank ``peer`` sends next, of this shape; waits for it."""
         out = torch.empty(tuple(shape), dtype=dtype, device=device)
         for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, out, peer, self._group)]):
-            work.wait()
+            Transfer(work, self._group, here=True).wait()
         return out
 
     def exchange(self, x: torch.Tensor, shape: Sequence[int], peer: int) -> torch.Tensor:
@@ -66,14 +68,15 @@ class Messages:
     def _settle(self, peer: int) -> None:
         sent = self._sent.pop(peer, None)
         if sent is not None:
-            sent.work.wait()  # once: a second wait never returns
+            sent.transfer.wait()  # once: a second wait never returns
 
     def _post(self, operations: list[dist.P2POp]) -> None:
         """Post operations with one neighbour: the first is a send, which is left under way."""
         works = dist.batch_isend_irecv(operations)
+        transfers = [Transfer(work, self._group, here=True) for work in works]
         if len(works) < len(operations):  # one handle for all of them
-            works[0].wait()
+            transfers[0].wait()
             return
-        self._sent[operations[0].peer] = _Sent(work=works[0], buffer=operations[0].tensor)
-        for work in works[1:]:
-            work.wait()
+        self._sent[operations[0].peer] = _Sent(transfer=transfers[0], buffer=operations[0].tensor)
+        for transfer in transfers[1:]:
+            transfer.wait()

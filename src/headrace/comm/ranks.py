@@ -15,6 +15,7 @@ import torch.distributed as dist
 from headrace.comm.board import Board
 from headrace.comm.last_words import say, say_traceback
 from headrace.comm.reunion import Reunion
+from headrace.comm.waiting import Freed
 from headrace.comm.watcher import Watcher
 from headrace.errors import HeadraceError, LaunchError
 
@@ -121,7 +122,7 @@ def _join(place: Place, settings: Settings, store: dist.Store, watcher: Watcher)
         # The store outlives a failed attempt, and so would the addresses of dead processes in it.
         store=dist.PrefixStore(f"attempt{place.attempt}/groups", store),
         rank=place.rank, ranks=place.ranks, timeout_s=settings.timeout_s, watcher=watcher,
-        backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+        store_port=place.port, backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
     )  # fmt: skip
     reunion.meet()
     watcher.leave()
@@ -170,7 +171,7 @@ def is_broken_connection(error: BaseException) -> bool:
     """Whether an error is what a rank sees when another has gone: never the cause itself."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, dist.DistError):  # NCCL's, and the store's
+        if isinstance(cause, (dist.DistError, Freed)):  # NCCL's, and the store's
             return True
         if isinstance(cause, RuntimeError) and any(words in str(cause) for words in _BROKEN):
             return True

@@ -3,7 +3,7 @@
 A rank that fails in the middle of a collective leaves the others waiting in it. It asks on the
 board for a meeting, cuts its connections, and everybody who waits for it gets an error, looks at
 the board and comes too; those who wait for somebody else are freed by their watchers. All leave the
-old world and make a new one under new keys of the store.
+old world, with whatever never ends in it, and make a new one under new keys of the store.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from headrace.comm import waiting
 from headrace.comm.mesh import Groups
 from headrace.comm.sockets import Connections
 from headrace.comm.watcher import Watcher
@@ -24,16 +25,17 @@ _NOTICE_S = 1.5  # what a rank meets first may be a broken connection: the cause
 
 
 class Reunion:
-    """The worlds of one rank, one after the other. ``store`` is the attempt's."""
+    """The worlds of one rank, one after the other. ``store`` is the attempt's, and listens
+    at ``store_port`` of whatever machine."""
 
     def __init__(
         self, *, store: dist.Store, rank: int, ranks: int, timeout_s: float, watcher: Watcher,
-        backend: str,
+        backend: str, store_port: int,
     ) -> None:  # fmt: skip
         self._store, self._rank, self._ranks = store, rank, ranks
         self._timeout_s, self._watcher, self._backend = timeout_s, watcher, backend
         self._number = 0
-        self.connections = Connections()
+        self.connections = Connections(spared=store_port)
 
     @property
     def possible(self) -> bool:
@@ -50,7 +52,8 @@ class Reunion:
             )  # fmt: skip
         # A rank that leaves at once would break the connections of those still making theirs.
         dist.all_reduce(torch.zeros(1))
-        self._watcher.free(self._number + 1, self.connections.cut)
+        waiting.begin(sliced=self.possible)
+        self._watcher.free(self._number + 1, self._let_go)
 
     def ask(self) -> None:
         """Ask all ranks to meet anew."""
@@ -71,9 +74,14 @@ class Reunion:
         self._watcher.enter("meeting anew")
         self._watcher.keep()
         self.connections.cut()
+        waiting.leave_behind()
         groups.forget()
         dist.destroy_process_group()
         self._number += 1
         self.meet()
         groups.renew()
         self._watcher.leave()
+
+    def _let_go(self) -> None:
+        self.connections.cut()
+        waiting.free()

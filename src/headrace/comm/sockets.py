@@ -3,7 +3,9 @@
 A rank that waits in gloo waits for its whole timeout when the one it waits for will never answer:
 aborting or destroying the group from another thread returns at once and unblocks nobody. What does
 is to shut down the connections themselves. So the connections that appear while a group is made
-are remembered, and nothing else of the process (the store's, a tracker's) is ever cut.
+are remembered, and nothing else of the process (the store's, a tracker's) is ever cut. A rank may
+serve the store itself, and connections of others to it appear while a group is made: they are known
+by their port.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ __all__ = ["Connections"]
 
 class Connections:
     """The connections that groups of this process have opened, by the number of their inode:
-    numbers of files are used again once one is closed, inodes are not so soon."""
+    numbers of files are used again once one is closed, inodes are not so soon. Those from or to the
+    port ``spared``, the store's, are none of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, spared: int | None = None) -> None:
+        self._spared = spared
         self._inodes: set[int] = set()
 
     @contextmanager
@@ -40,11 +44,18 @@ class Connections:
             if inode in self._inodes:
                 with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                     # gloo ends the process when what it listens on is gone.
-                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if not listens and self._spared not in _ports(connection):
                         connection.shutdown(socket.SHUT_RDWR)
                         found += 1
         self._inodes.clear()
         return found
+
+
+def _ports(connection: socket.socket) -> set[int]:
+    """The ports at both ends; none of what is no TCP connection."""
+    names = (connection.getsockname(), connection.getpeername())
+    return {name[1] for name in names if isinstance(name, tuple)}
 
 
 def _sockets() -> dict[int, int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from headrace.comm.waiting import Transfer
 from headrace.layouts.intervals import Partition, Rows
 from headrace.layouts.link import Slice, link
 from headrace.spec.weights import WeightSpec
@@ -73,13 +74,13 @@ class BucketLink:
         """
         _fill(self._serving, self._reading, self._rank, storage, self._owned, working, self._read)
         sent = self._flatten(self._serving, storage, self._owned, wire)
-        received, work = self._exchange(sent, self._serving, self._reading)
+        received, transfer = self._exchange(sent, self._serving, self._reading)
 
         def finish() -> None:
             for piece, value in self._unflatten(received, self._reading):
                 _view(piece, working, self._read).copy_(value)
 
-        return Pending(work, finish, keep=(sent, received))
+        return Pending(transfer, finish, keep=(sent, received))
 
     def push(self, gradients: Tensors, sums: Tensors, wire: torch.dtype | None = None) -> Pending:
         """Issue the sum of all readers' ``gradients``, which travel as ``wire``, into their
@@ -89,7 +90,7 @@ class BucketLink:
         bits, and a rank that reads nothing contributes nothing.
         """
         sent = self._flatten(self._reading, gradients, self._read, wire)
-        received, work = self._exchange(sent, self._reading, self._serving)
+        received, transfer = self._exchange(sent, self._reading, self._serving)
 
         def finish() -> None:
             for total in sums.values():
@@ -102,7 +103,7 @@ class BucketLink:
                     _, value = next(arrived)
                 _view(piece, sums, self._owned).add_(value)
 
-        return Pending(work, finish, keep=(sent, received))
+        return Pending(transfer, finish, keep=(sent, received))
 
     def _flatten(
         self, pieces: Sequence[_Piece], source: Tensors, held: Mapping[str, Rows],
@@ -119,7 +120,7 @@ class BucketLink:
 
     def _exchange(
         self, sent: torch.Tensor, out: Sequence[_Piece], back: Sequence[_Piece]
-    ) -> tuple[torch.Tensor, dist.Work | None]:
+    ) -> tuple[torch.Tensor, Transfer | None]:
         send, receive = self._sizes(out), self._sizes(back)
         received = sent.new_empty(sum(receive))
         if self._ranks == 1:
@@ -127,7 +128,7 @@ class BucketLink:
         work = dist.all_to_all_single(
             received, sent, receive, send, group=self._group, async_op=True
         )
-        return received, work
+        return received, Transfer(work, self._group)
 
     def _sizes(self, pieces: Sequence[_Piece]) -> list[int]:
         sizes = [0] * self._ranks
@@ -151,17 +152,17 @@ class Pending:
 
     def __init__(
         self,
-        work: dist.Work | None,
+        transfer: Transfer | None,
         finish: Callable[[], None],
         keep: tuple[torch.Tensor, ...],
     ) -> None:
-        self._work, self._finish = work, finish
+        self._transfer, self._finish = transfer, finish
         self._keep = keep  # gloo loses a message whose buffer is freed
 
     def wait(self) -> None:
         """Wait for the transfer and put the rows in their place."""
-        if self._work is not None:
-            self._work.wait()
+        if self._transfer is not None:
+            self._transfer.wait()
         self._finish()
         self._keep = ()
 

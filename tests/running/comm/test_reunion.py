@@ -6,19 +6,28 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.comm.collectives import all_gather_rows, from_first, gather_bytes
+from headrace.comm.collectives import (
+    all_gather_rows,
+    from_first,
+    gather_bytes,
+    issue_all_to_all,
+)
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
 from headrace.comm.ranks import is_broken_connection
+from headrace.comm.reunion import Reunion
 from headrace.comm.sockets import Connections
 from headrace.errors import PlanMismatch
 from jobs import Job
@@ -77,6 +86,23 @@ def test_only_what_was_opened_is_cut() -> None:
     assert connections.cut() == 0, "each is cut once"
     for end in (*cut, *more, *before[0], *before[1], *after[0], *after[1], listener):
         end.close()
+
+
+def test_the_store_is_spared() -> None:
+    """Would catch a rank that serves the store and cuts the others off from it: they connect while
+    it waits for them in the making of a group."""
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port = store.getsockname()[1]
+        connections = Connections(spared=port)
+        with connections.opening():
+            client = socket.create_connection(("127.0.0.1", port))
+            served, _ = store.accept()
+            other = tcp()
+        assert connections.cut() == 2
+        assert talks((client, served))
+        assert not talks(other)
+        for end in (client, served, *other):
+            end.close()
 
 
 def test_what_a_failed_attempt_opened_is_cut_too() -> None:
@@ -231,3 +257,80 @@ def test_a_rank_that_dies_before_it_meets_is_named(run_job: RunJob) -> None:
         stops = f"headrace: rank {rank} stops: {how}; this rank was in meeting anew for "
         assert any(line.startswith(stops) for line in job.said), job.err
     assert job.left_over() == []
+
+
+# Kind, fp32 elements, and after how many seconds rank 0 breaks it: what is half-way then differs.
+BROKEN = tuple(
+    (kind, elements, after_s)
+    for after_s in (0.01, 0.02, 0.03)
+    for kind, elements in (("collective", 4 << 20), ("message", 24 << 20))
+)
+BY_THEMSELVES = """
+import sys
+from test_reunion import half_ways
+from headrace.comm.launch import join
+sys.exit(join(half_ways, threads=1, timeout_s=60))
+"""
+
+
+def _half_way(groups: Groups, reunion: Reunion, kind: str, many: int, after_s: float) -> str:
+    """A transfer of many bytes, broken by rank 0 when a part of it has arrived."""
+    try:
+        if kind == "collective":
+            x = torch.ones(2 * many)
+            coming = issue_all_to_all(x, [many] * 2, [many] * 2, groups.world)
+        elif groups.rank == 0:
+            groups.messages.send(torch.ones(many), 1)
+        if groups.rank == 0:
+            time.sleep(after_s)
+            reunion.ask()
+            return "asked"
+        if kind == "collective":
+            coming.wait()
+        else:
+            groups.messages.receive((many,), torch.float32, "cpu", 0)
+    except RuntimeError as error:
+        return "freed" if is_broken_connection(error) else repr(error)
+    return "arrived"
+
+
+def half_ways(world: World) -> int:
+    """Transfers broken half-way, and what becomes of this rank; says so on stdout."""
+    groups, found = Groups(connections=world.reunion.connections), []
+    for broken in BROKEN:
+        groups.prepare_messages()
+        gather_bytes(b"", groups.world)
+        start_s = time.monotonic()
+        how = _half_way(groups, world.reunion, *broken)
+        world.reunion.meet_anew(groups)
+        found.append((how, time.monotonic() - start_s))
+    assert gather_bytes(b"here", groups.world) == [b"here"] * 2
+    os.write(1, f"{json.dumps(found)}\n".encode())
+    return 0
+
+
+def test_a_message_that_is_half_way_keeps_nobody() -> None:
+    """Would catch a rank that waits for what gloo has forgotten (of a broken connection it tells
+    only those whose message has not begun): in the transfer, at the end of its group or at the end
+    of the process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    places = [
+        {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+        for rank in range(2)
+    ]
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", BY_THEMSELVES], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | place | {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": path},
+        )
+        for place in places
+    ]  # fmt: skip
+    said = [process.communicate(timeout=50) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    asked, freed = (json.loads(out) for out, _ in said)
+    assert {how for how, _ in asked} == {"asked"}
+    assert "freed" in {how for how, _ in freed} <= {"freed", "arrived"}
+    assert max(seconds for _, seconds in asked + freed) < 8

@@ -1,0 +1,147 @@
+"""Waiting for transfers in a way that a rank can be freed from.
+
+gloo tells a broken connection to whoever waits for a message that has not begun. Of a message that
+is half-way it forgets him: he waits for the timeout of his group, and nothing wakes him (torch
+2.13). So where ranks may have to leave their groups they wait in slices, look between two of them
+whether they have been freed, and keep what they leave behind: to destroy a group with such a
+transfer is to wait for it.
+
+There is one of these per process, as there is one torch.distributed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+
+import torch.distributed as dist
+
+__all__ = ["Freed", "Transfer", "begin", "free", "leave_behind"]
+
+_SLICE_S = 0.25
+_CLOSING_S = 1.0  # after this a transfer of closed connections will not end
+
+
+class Freed(RuntimeError):
+    """Raised in a rank that waited when all were asked to leave their groups."""
+
+
+class Transfer:
+    """A collective or a message under way; :meth:`wait` for it at most once.
+
+    ``here`` where it is the waiting thread that drives the transfer (messages on gloo): a limited
+    wait would break it, so another thread waits in its place.
+    """
+
+    def __init__(
+        self, work: dist.Work | None, group: dist.ProcessGroup | None, *, here: bool = False
+    ) -> None:
+        assert work is not None, "issued asynchronously, by a rank of the group"
+        self.work, self.group, self.here = work, group, here
+        _state.under_way.add(self)
+
+    def wait(self) -> None:
+        """Return when it has ended. Raises Freed, or what broke it."""
+        if not _state.sliced:
+            self.work.wait()
+        elif self.here:
+            _state.wait_there(self)
+        else:
+            while not self._ended():
+                _state.check()
+        _state.under_way.discard(self)
+
+    def _ended(self) -> bool:
+        """Whether it ended within one slice."""
+        try:
+            self.work.wait(timedelta(seconds=_SLICE_S))
+        except RuntimeError:
+            if not self.work.is_completed():
+                return False
+            self.work.wait()  # ended just now, or it was no matter of time: raises what broke it
+        return True
+
+
+class _Helper:
+    """A thread that waits in place of another."""
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[tuple[Transfer, SimpleQueue[BaseException | None]]]
+        self._asked = SimpleQueue()
+        threading.Thread(target=self._run, name="waiter", daemon=True).start()
+
+    def wait(self, transfer: Transfer, between: Callable[[], None]) -> None:
+        answer: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._asked.put((transfer, answer))
+        while True:
+            with suppress(Empty):
+                error = answer.get(timeout=_SLICE_S)
+                break
+            between()
+        if error is not None:
+            raise error
+
+    def _run(self) -> None:
+        while True:
+            transfer, answer = self._asked.get()
+            try:
+                transfer.work.wait()
+                answer.put(None)
+            except BaseException as error:
+                answer.put(error)
+            del transfer, answer
+
+
+class _State:
+    def __init__(self) -> None:
+        self.sliced = False
+        self.under_way: set[Transfer] = set()
+        self.freed = threading.Event()
+        self._helper: _Helper | None = None
+
+    def check(self) -> None:
+        if self.freed.is_set():
+            raise Freed("freed from a transfer, to meet the other ranks anew")
+
+    def wait_there(self, transfer: Transfer) -> None:
+        self._helper = self._helper or _Helper()
+        try:
+            self._helper.wait(transfer, self.check)
+        except Freed:
+            self._helper = None  # it may wait for ever
+            raise
+
+
+_state = _State()
+
+
+def begin(*, sliced: bool) -> None:
+    """Nobody is freed yet. ``sliced``: wait so that ranks can be; on gloo only, where a limited
+    wait does no harm."""
+    _state.sliced = sliced
+    _state.freed.clear()
+
+
+def free() -> None:
+    """Free this rank from what it waits for, within a fraction of a second. From any thread."""
+    _state.freed.set()
+
+
+def leave_behind() -> int:
+    """Forget all transfers under way, which must have no connection any more. Groups of those that
+    never end are never destroyed, not even at the end of the process. Returns how many transfers
+    that are."""
+    left = {t for t in _state.under_way if not t.here}
+    _state.under_way.clear()
+    deadline = time.monotonic() + _CLOSING_S
+    while left and time.monotonic() < deadline:
+        left = {t for t in left if not t.work.is_completed()}
+        time.sleep(0.005 if left else 0.0)
+    for transfer in left:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(transfer.group or dist.group.WORLD))
+    return len(left)
