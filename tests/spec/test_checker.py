@@ -16,6 +16,7 @@ from headrace.spec import (
     check_programs,
     compile_plan,
 )
+from headrace.spec.compiler import connected
 
 BUCKETS = 3
 
@@ -44,12 +45,12 @@ LAST_0, LAST_1 = f"{B1}{{2,1,0}}", f"{B2}{{2,1,0}}"
 
 FAULTS: dict[str, tuple[int, Change, str]] = {
     # Rule 1: all else holds, since pulls and pushes are only issued.
-    "pulls swapped": (1, swap("P0", "P1"), "rule 1, .*P0 on rank 0 against P1 on rank 1"),
-    "pulls swapped on rank 0": (0, swap("P1", "P2"), "rule 1, .*P2 on rank 0 against P1 on rank 1"),
+    "pulls swapped": (1, swap("P0", "P1"), "rule 1, rank 1, .*got P1, wanted P0"),
+    "pulls swapped on rank 0": (0, swap("P1", "P2"), "rule 1, rank 0, .*got P2, wanted P1"),
     "pushes in another order": (
-        1, put(LAST_1, f"{B2} G0 G1 G2"), "rule 1, .*G2 on rank 0 against G0 on rank 1"),
+        1, put(LAST_1, f"{B2} G0 G1 G2"), "rule 1, rank 1, .*got G0, wanted G2"),
     "a push held back": (
-        0, put(LAST_0, f"{B1}{{2,0}} G1"), "rule 1, .*G0 on rank 0 against G1 on rank 1"),
+        0, put(LAST_0, f"{B1}{{2,0}} G1"), "rule 1, rank 0, .*got G0, wanted G1"),
     # Rule 2 for groups is found by the walk of rule 5: ranks that disagree wait for each other.
     "micro-batches interleaved on one rank": (
         1, swap(B0, F1), r"rule 5, .*rank 0 waits at 0B0\[0,1\]; rank 1 waits at 0F1\[0,1\]"),
@@ -154,6 +155,38 @@ def test_a_ring_of_pairs_that_each_agree_deadlocks() -> None:
     programs = changed(programs, 2, put(f"{second} {third}", f"{third} {second}"))
     text = refusal(programs, plan, BUCKETS)
     assert "rank 0 waits at 0F0[0,1]; rank 1 waits at 0F1[1,2]; rank 2 waits at 0F2[0,2]" in text
+
+
+APART = plan_of((0, 1), (3,), (1, 2), (4, 5), (5,))
+
+
+def test_connected_ranks() -> None:
+    """Catches neighbours of neighbours that are forgotten, and pipelines without work that tie
+    ranks together."""
+    idle = Pipeline(scheme=Scheme(context=3), ranks=(2, 3, 4))
+    plan = APART.replace(pipelines=(*APART.pipelines, idle))
+    found = [connected(plan, rank) for rank in range(6)]
+    assert found == [(0, 1, 2)] * 3 + [(3,)] + [(4, 5)] * 2
+
+
+@pytest.mark.parametrize("keep", [(0, 1, 2), (3,), (4, 5), (3, 4, 5), (0, 1, 2, 4, 5)], ids=str)
+def test_connected_ranks_are_checked_alone(keep: tuple[int, ...]) -> None:
+    """Catches a check that needs the programs of ranks that do not matter, or that lets a fault of
+    those given pass."""
+    programs = compile_plan(APART, BUCKETS)
+    assert refusal([programs[rank] for rank in keep], APART, BUCKETS) == ""
+    for rank in keep:
+        broken = changed(programs, rank, swap("P0", "P1"))
+        text = refusal([broken[other] for other in keep], APART, BUCKETS)
+        assert text.startswith(f"rule 1, rank {rank}")
+
+
+@pytest.mark.parametrize("keep", [(0,), (0, 1), (1, 2), (4,), (0, 1, 2, 5), (2, 1, 0)], ids=str)
+def test_ranks_that_others_depend_on_are_not_left_out(keep: tuple[int, ...]) -> None:
+    """Catches a check of half a meeting."""
+    programs = compile_plan(APART, BUCKETS)
+    text = refusal([programs[rank] for rank in keep], APART, BUCKETS)
+    assert text.startswith(f"ranks of the programs: got {list(keep)}, wanted 0 to 5, or ranks that")
 
 
 @pytest.mark.parametrize("keep", [(), (0,), (1,), (1, 0), (0, 1, 1), (0, 0)], ids=str)

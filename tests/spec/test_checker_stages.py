@@ -45,10 +45,10 @@ buckets of the stages are 0 1, 2 3 and 4 5."""
 FAULTS: dict[str, tuple[int, Change, str]] = {
     # Rule 1.
     "pushes of other stages swapped": (
-        0, swap("G5", "G4"), "rule 1, ...G4 on rank 0 against G5 on rank 1"),
+        0, swap("G5", "G4"), "rule 1, rank 0, ...got G4, wanted G5"),
     "a push held back": (
         1, put("1B3[1]{3,2} Sg3>0*40 G1", "1B3[1]{3} Sg3>0*40 G1 G2"),
-        "rule 1, ...G2 on rank 0 against G1 on rank 1"),
+        "rule 1, rank 1, ...got G1, wanted G2"),
     # Rule 2: each rank alone is fine.
     "messages swapped at the sender": (
         0, put("Sa0>1*10 0F1[0] Sa1>1*20", "0F1[0] Sa1>1*20 Sa0>1*10"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from headrace.layouts.intervals import Partition, Rows, split_rows
 from headrace.spec.plan import Pipeline, Plan
@@ -13,7 +13,10 @@ __all__ = [
     "group_shards",
     "stage_rows",
     "storage_partition",
+    "storage_partitions",
+    "working_key",
     "working_partition",
+    "working_partitions",
     "works_whole",
 ]
 
@@ -21,6 +24,14 @@ __all__ = [
 def storage_partition(weight: WeightSpec, ranks: int) -> Partition:
     """Rows split over all ranks: fully sharded master weights, optimizer state, gradient sums."""
     return Partition.even(weight.rows, ranks, weight.unit or 1)
+
+
+def storage_partitions(table: Iterable[WeightSpec], ranks: int) -> dict[str, Partition]:
+    """:func:`storage_partition` of each weight; equal ones are one object."""
+    weights = list(table)
+    kinds = {(w.rows, w.unit): w for w in weights}
+    made = {kind: storage_partition(w, ranks) for kind, w in kinds.items()}
+    return {w.name: made[w.rows, w.unit] for w in weights}
 
 
 def group_shards(weight: WeightSpec, ranks: int) -> tuple[Rows, ...]:
@@ -62,6 +73,25 @@ def working_partition(weight: WeightSpec, plan: Plan) -> Partition:
             for rank, rows in zip(stage.ranks, stage_rows(weight, stage, count), strict=True):
                 parts[rank] = _hull(parts[rank], rows)
     return Partition(rows=weight.rows, parts=tuple(parts))
+
+
+def working_partitions(table: Iterable[WeightSpec], plan: Plan) -> dict[str, Partition]:
+    """:func:`working_partition` of each weight; equal ones are one object, as there are many
+    weights of few kinds."""
+    stages = {stage.buckets for p in _used(plan) for stage in p.stages(plan.layers)}
+    made: dict[tuple[int, int | None, tuple[bool, ...]], Partition] = {}
+    found: dict[str, Partition] = {}
+    for weight in table:
+        key = (weight.rows, weight.unit, tuple(weight.used_in(buckets) for buckets in stages))
+        if key not in made:
+            made[key] = working_partition(weight, plan)
+        found[weight.name] = made[key]
+    return found
+
+
+def working_key(plan: Plan) -> tuple[object, ...]:
+    """All that working partitions depend on: plans of equal keys have equal ones."""
+    return (plan.devices, plan.working, plan.layers, *_used(plan))
 
 
 def _used(plan: Plan) -> Iterator[Pipeline]:

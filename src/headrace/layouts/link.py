@@ -10,11 +10,12 @@ without the reduce-scatter before the link: the intersections are exact as they 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headrace.layouts.intervals import Partition, Rows
 
-__all__ = ["Slice", "link", "received_rows", "sent_rows"]
+__all__ = ["Slice", "link", "link_of", "received_rows", "sent_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,29 @@ def link(owners: Partition, readers: Partition) -> tuple[Slice, ...]:
         for owner, held in enumerate(owners.parts)
         if len(common := held.meet(wanted))
     )
+
+
+def link_of(
+    owners: Partition, readers: Partition, rank: int
+) -> tuple[tuple[Slice, ...], tuple[Slice, ...]]:
+    """Of :func:`link` the slices that ``rank`` serves, by reader, and those that it reads, by
+    owner: all that a rank needs of it, in time that grows with the ranks, not with their pairs."""
+    assert owners.is_disjoint_cover, "a storage layout covers each row once"
+    held, wanted = owners.parts[rank], readers.parts[rank]
+    serves = ((rank, reader, held.meet(rows)) for reader, rows in _near(readers, held))
+    reads = ((owner, rank, rows.meet(wanted)) for owner, rows in _near(owners, wanted))
+    serving, reading = (
+        tuple(Slice(rows=rows, owner=owner, reader=reader) for owner, reader, rows in pairs)
+        for pairs in (serves, reads)
+    )
+    return serving, reading
+
+
+def _near(partition: Partition, rows: Rows) -> Iterator[tuple[int, Rows]]:
+    """The ranks whose parts meet ``rows``, and the parts."""
+    for rank, part in enumerate(partition.parts):
+        if max(part.start, rows.start) < min(part.stop, rows.stop):
+            yield rank, part
 
 
 def received_rows(slices: tuple[Slice, ...], rank: int) -> int:

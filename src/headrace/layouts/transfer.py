@@ -6,7 +6,7 @@ per peer, in the order of the bucket's weights. Own rows are copied, not sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from headrace.comm.waiting import Transfer
 from headrace.layouts.intervals import Partition, Rows
-from headrace.layouts.link import Slice, link
+from headrace.layouts.link import Slice, link_of
 from headrace.spec.weights import WeightSpec
 
-__all__ = ["BucketLink", "Pending", "Tensors"]
+__all__ = ["BucketLink", "Pending", "Tensors", "bucket_links"]
 
 Tensors = Mapping[str, torch.Tensor]
+Slices = tuple[tuple[Slice, ...], tuple[Slice, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +32,17 @@ class _Piece:
 
 
 class BucketLink:
-    """The link of one bucket for one rank: what it sends and receives in a pull and in a push."""
+    """The link of one bucket for one rank: what it sends and receives in a pull and in a push.
+
+    ``slices`` of a weight are those that the rank serves and those that it reads.
+    """
 
     def __init__(
         self,
         weights: Sequence[WeightSpec],
         owners: Mapping[str, Partition],
         readers: Mapping[str, Partition],
+        slices: Mapping[str, Slices],
         rank: int,
         group: dist.ProcessGroup,
     ) -> None:
@@ -48,11 +53,9 @@ class BucketLink:
         serving: list[_Piece] = []
         reading: list[_Piece] = []
         for weight in weights:
-            for piece in link(owners[weight.name], readers[weight.name]):
-                if piece.owner == rank:
-                    serving.append(_piece(weight, piece, piece.reader))
-                if piece.reader == rank:
-                    reading.append(_piece(weight, piece, piece.owner))
+            served, read = slices[weight.name]
+            serving += [_piece(weight, part, part.reader) for part in served]
+            reading += [_piece(weight, part, part.owner) for part in read]
         # Both sides sort by peer and keep the bucket's order of weights: no lengths are exchanged.
         self._serving = sorted(serving, key=lambda p: p.peer)
         self._reading = sorted(reading, key=lambda p: p.peer)
@@ -145,6 +148,24 @@ class BucketLink:
             if piece.peer != self._rank:
                 yield piece, flat[at : at + piece.elements]
                 at += piece.elements
+
+
+def bucket_links(
+    buckets: Iterable[Sequence[WeightSpec]],
+    owners: Mapping[str, Partition],
+    readers: Mapping[str, Partition],
+    rank: int,
+    group: dist.ProcessGroup,
+) -> list[BucketLink]:
+    """The links of all buckets. Weights that share their partitions share the work."""
+    made: dict[tuple[int, int], Slices] = {}
+    slices: dict[str, Slices] = {}
+    for name, wanted in readers.items():
+        same = (id(owners[name]), id(wanted))
+        if same not in made:
+            made[same] = link_of(owners[name], wanted, rank)
+        slices[name] = made[same]
+    return [BucketLink(bucket, owners, readers, slices, rank, group) for bucket in buckets]
 
 
 class Pending:

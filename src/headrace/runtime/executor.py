@@ -19,7 +19,7 @@ from headrace.runtime.micro_batch import MicroBatchRun, sources
 from headrace.runtime.step_state import StepState
 from headrace.runtime.storage import Storage
 from headrace.spec.checker import check_programs
-from headrace.spec.compiler import compile_plan
+from headrace.spec.compiler import compile_rank, connected
 from headrace.spec.measurement import Row
 from headrace.spec.plan import Plan
 from headrace.spec.program import (
@@ -79,7 +79,8 @@ class Executor:
         self.action, self.written = "", False
 
     def prepare(self, plan: Plan) -> Program:
-        """Agree on the plan, check its programs, make its groups; returns this rank's program.
+        """Agree on the plan, check the programs of the ranks that this one depends on, make its
+        groups; returns this rank's program.
 
         Raises PlanMismatch when ranks hold different plans, or the plan is for other semantics or
         another number of ranks; ProgramError when it would deadlock.
@@ -90,12 +91,16 @@ class Executor:
                 "plan", got=f"{plan.semantics} for {plan.devices} ranks",
                 wanted=f"free for {self.groups.ranks}",
             )  # fmt: skip
-        programs = compile_plan(plan, self.buckets, overlap=self._overlap)
-        check_programs(programs, plan, self.buckets)
+        mine, overlap = self.groups.rank, self._overlap
+        programs = {
+            rank: compile_rank(plan, rank, self.buckets, overlap=overlap)
+            for rank in connected(plan, mine)
+        }
+        check_programs(list(programs.values()), plan, self.buckets)
         self.groups.prepare(self._groups_of(plan))
         if any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines):
             self.groups.prepare_messages()
-        return programs[self.groups.rank]
+        return programs[mine]
 
     def _groups_of(self, plan: Plan) -> set[tuple[int, ...]]:
         """The groups of all stages, of their tensor blocks, and those that methods need."""

@@ -25,8 +25,8 @@ import torch
 from headrace.comm.collectives import gather_floats
 from headrace.comm.mesh import Groups
 from headrace.layouts.intervals import Partition, Rows
-from headrace.layouts.layout import storage_partition, working_partition
-from headrace.layouts.transfer import BucketLink, Pending
+from headrace.layouts.layout import storage_partitions, working_key, working_partitions
+from headrace.layouts.transfer import BucketLink, Pending, bucket_links
 from headrace.models.initial import initial_rows
 from headrace.runtime.optimizers import AdamW, OptimizerOptions, state_names
 from headrace.spec.architecture import Architecture
@@ -48,19 +48,17 @@ class Working:
         self.held: dict[str, Rows] = {n: p.parts[groups.rank] for n, p in partitions.items()}
         self.values: dict[str, torch.Tensor] = {}
         self.partials: dict[str, torch.Tensor] = {}
+        self._storage, self.partitions = storage, partitions
+        tables = buckets(storage.architecture)
+        links = bucket_links(tables, storage.partitions, partitions, groups.rank, groups.world)
         self._links: list[BucketLink | None] = []
-        self._storage = storage
-        for bucket in buckets(storage.architecture):
+        for bucket, between in zip(tables, links, strict=True):
             same = storage.working_dtype == storage.dtype and all(
                 storage.partitions[w.name] == partitions[w.name] for w in bucket
             )
             for weight in bucket:
                 self._hold(weight, aliased=same)
-            self._links.append(
-                None
-                if same
-                else BucketLink(bucket, storage.partitions, partitions, groups.rank, groups.world)
-            )
+            self._links.append(None if same else between)
 
     def _hold(self, weight: WeightSpec, *, aliased: bool) -> None:
         name, storage = weight.name, self._storage
@@ -128,7 +126,7 @@ class Storage:
         self.dtype, self.working_dtype = dtype, working_dtype or dtype
         self._groups = groups
         self.table = weight_table(architecture)
-        self.partitions = {w.name: storage_partition(w, groups.ranks) for w in self.table}
+        self.partitions = storage_partitions(self.table, groups.ranks)
         self.masters: dict[str, torch.Tensor] = {
             w.name: initial_rows(
                 w, self.partitions[w.name].parts[groups.rank], architecture, seed, dtype
@@ -138,7 +136,8 @@ class Storage:
         self.sums = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         self._state_names = state_names(self.options, dtype)
         self.reset_optimizer()
-        self._working: dict[tuple[tuple[Rows, ...], ...], Working] = {}
+        self._working: Working | None = None
+        self._layout: tuple[object, ...] | None = None
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         matrices = [self.masters[w.name] for w in self.table if len(w.shape) > 1]
@@ -157,16 +156,20 @@ class Storage:
 
     def working(self, plan: Plan) -> Working:
         """The working weights for ``plan``: buffers are kept while the layout stays the same."""
-        partitions = {w.name: working_partition(w, plan) for w in self.table}
-        key = tuple(p.parts for p in partitions.values())
-        if key not in self._working:
+        key = working_key(plan)
+        if self._working is not None and self._layout == key:
+            return self._working
+        partitions = working_partitions(self.table, plan)
+        if self._working is None or self._working.partitions != partitions:
             # One layout's buffers at a time: a change of layout costs an allocation, not memory.
-            self._working = {key: Working(self, partitions, self._groups)}
-        return self._working[key]
+            self._working = None
+            self._working = Working(self, partitions, self._groups)
+        self._layout = key
+        return self._working
 
     def forget_layouts(self) -> None:
         """Let go of the working weights, and of the links over a world that is no more."""
-        self._working.clear()
+        self._working = self._layout = None
 
     def gradient_norm(self) -> float:
         """The norm of the whole gradient: squares over disjoint rows, added in rank order."""
@@ -209,9 +212,9 @@ class Storage:
         yield from self.sums.values()
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-        for working in self._working.values():
-            yield from working.values.values()
-            yield from working.partials.values()
+        if self._working is not None:
+            yield from self._working.values.values()
+            yield from self._working.partials.values()
 
     def optimizer_rows(self) -> Iterable[tuple[str, torch.Tensor]]:
         """(name, tensor) of the optimizer's state that follows the rows of a weight."""

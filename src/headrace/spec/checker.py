@@ -1,8 +1,10 @@
 """Static checks of programs: what would hang, repeat or be lost is found before it runs.
 
-Rules, over the programs of all ranks of one plan:
+Rules, over the programs of all ranks of one plan, or of ranks that no pipeline with work connects
+with others: what they check by themselves holds for the world, as the order of rule 1 is one order.
 
-1. every rank issues the world's collectives (pulls, pushes, update) in one order;
+1. every rank issues the world's collectives in one order: pulls from the first bucket to the last,
+   pushes from the last to the first, the update;
 2. every group meets in the same sequence of actions on all its ranks, and every two ranks send
    and receive the same messages (what, micro-batch, rows) in the same order;
 3. local order: a forward after all pulls and after its activations have arrived, a backward after
@@ -18,11 +20,11 @@ Rules, over the programs of all ranks of one plan:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import ProgramError
-from headrace.spec.compiler import rows_of
+from headrace.spec.compiler import connected, rows_of
 from headrace.spec.plan import Plan
 from headrace.spec.program import (
     Action,
@@ -61,22 +63,37 @@ class _Job:
 
 def check_programs(programs: Sequence[Program], plan: Plan, bucket_count: int) -> None:
     """Raise ProgramError at the first rule that ``programs`` break for ``plan``, over a model of
-    ``bucket_count`` - 2 layers."""
-    if [program.rank for program in programs] != list(range(plan.devices)):
-        raise ProgramError(
-            "ranks of the programs", got=[program.rank for program in programs],
-            wanted=f"0 to {plan.devices - 1}",
-        )  # fmt: skip
-    parts = [_parts(program) for program in programs]
-    for program, mine, jobs in zip(programs, parts, _jobs(plan, bucket_count - 2), strict=True):
-        _check_once(program.rank, mine, jobs, bucket_count)
-        _check_local_order(program.rank, mine, jobs)
-    _check_world_order(parts)
+    ``bucket_count`` - 2 layers. Those of all ranks, in order, or of some that are connected with no
+    others (:func:`~headrace.spec.compiler.connected`)."""
+    ranks = [program.rank for program in programs]
+    _check_ranks(ranks, plan)
+    jobs = _jobs(plan, ranks, bucket_count - 2)
+    parts = {program.rank: _parts(program) for program in programs}
+    for rank, mine in parts.items():
+        _check_once(rank, mine, jobs[rank], bucket_count)
+        _check_local_order(rank, mine, jobs[rank])
+        _check_world_order(rank, mine, bucket_count)
     _check_messages(parts)
     stuck = waiting(programs)
     if stuck:
         text = "; ".join(f"rank {rank} waits at {action}" for rank, action in stuck[:4])
         raise ProgramError("rule 5, the programs deadlock", got=text)
+
+
+def _check_ranks(ranks: Sequence[int], plan: Plan) -> None:
+    """Rules hold over these ranks alone."""
+    world = range(plan.devices)
+    sound = bool(ranks) and set(ranks) <= set(world) and sorted(set(ranks)) == list(ranks)
+    left = set(ranks)
+    while sound and left:
+        others = set(connected(plan, min(left)))
+        sound = others <= left
+        left -= others
+    if not sound:
+        raise ProgramError(
+            "ranks of the programs", got=list(ranks),
+            wanted=f"0 to {world[-1]}, or ranks that no pipeline with work connects with others",
+        )  # fmt: skip
 
 
 def _parts(program: Program) -> Parts:
@@ -93,12 +110,18 @@ def _parts(program: Program) -> Parts:
     return found
 
 
-def _jobs(plan: Plan, layers: int) -> list[list[_Job]]:
-    """What the plan asks of each rank, in its order."""
+def _jobs(plan: Plan, ranks: Sequence[int], layers: int) -> dict[int, list[_Job]]:
+    """What the plan asks of each of these ranks, in its order."""
+    jobs: dict[int, list[_Job]] = {rank: [] for rank in ranks}
     used = {micro.pipeline for micro in plan.micro_batches}
-    stages = {index: plan.pipelines[index].stages(layers) for index in used}
-    jobs: list[list[_Job]] = [[] for _ in range(plan.devices)]
+    stages = {
+        index: plan.pipelines[index].stages(layers)
+        for index in used
+        if plan.pipelines[index].ranks[0] in jobs
+    }
     for index, micro in enumerate(plan.micro_batches):
+        if micro.pipeline not in stages:
+            continue
         tokens = sum(plan.tokens_of(micro))
         for stage in stages[micro.pipeline]:
             forward = Forward(stage=stage.index, micro_batch=index, group=stage.ranks)
@@ -209,24 +232,25 @@ def _check_pushes_within(rank: int, parts: Parts, jobs: Sequence[_Job]) -> None:
                 )
 
 
-def _check_world_order(parts: Sequence[Parts]) -> None:
-    """Rule 1."""
-    orders = [[p for p, _ in mine if isinstance(p, Pull | Push | Update)] for mine in parts]
-    for rank, order in enumerate(orders):
-        for here, there in zip(orders[0], order, strict=True):
-            if here != there:
-                raise ProgramError(
-                    "rule 1, order of the world's collectives",
-                    got=f"{here} on rank 0 against {there} on rank {rank}",
-                    wanted="one order on all ranks",
-                )
+def _check_world_order(rank: int, parts: Parts, bucket_count: int) -> None:
+    """Rule 1, after rule 4."""
+    buckets = range(bucket_count)
+    pulls, pushes = (Pull(bucket=b) for b in buckets), (Push(bucket=b) for b in reversed(buckets))
+    order = (part for part, _ in parts if isinstance(part, Pull | Push | Update))
+    for here, wanted in zip(order, (*pulls, *pushes, Update()), strict=True):
+        if here != wanted:
+            raise ProgramError(
+                f"rule 1, rank {rank}, order of the world's collectives",
+                got=str(here),
+                wanted=f"{wanted} first, as on all ranks",
+            )
 
 
-def _check_messages(parts: Sequence[Parts]) -> None:
+def _check_messages(parts: Mapping[int, Parts]) -> None:
     """Rule 2 for messages: those sent from one rank to another are those received, in order."""
     sent: dict[tuple[int, int], list[str]] = {}
     received: dict[tuple[int, int], list[str]] = {}
-    for rank, mine in enumerate(parts):
+    for rank, mine in parts.items():
         for part, _ in mine:
             if isinstance(part, Send | Recv):
                 m = part.message

@@ -33,7 +33,7 @@ from headrace.spec.program import (
 )
 from headrace.spec.stage import Stage
 
-__all__ = ["compile_plan", "compile_rank", "rows_of"]
+__all__ = ["compile_plan", "compile_rank", "connected", "rows_of"]
 
 Numbered = Sequence[tuple[int, MicroBatch]]
 
@@ -66,6 +66,18 @@ def compile_plan(plan: Plan, bucket_count: int, *, overlap: bool = True) -> tupl
     return tuple(
         compile_rank(plan, rank, bucket_count, overlap=overlap) for rank in range(plan.devices)
     )
+
+
+def connected(plan: Plan, rank: int) -> tuple[int, ...]:
+    """The ranks, ascending, on which the progress of ``rank`` depends before the update: those of
+    its pipelines that have work, those of theirs, and so on."""
+    groups = {plan.pipelines[micro.pipeline].ranks for micro in plan.micro_batches}
+    found, met = {rank}, True
+    while met:
+        met = {ranks for ranks in groups if not found.isdisjoint(ranks)}
+        groups -= met
+        found = found.union(*met)
+    return tuple(sorted(found))
 
 
 def _work(plan: Plan, rank: int, layers: int) -> Iterator[Action]:

@@ -69,8 +69,9 @@ def meeting_key(action: Action) -> tuple[Any, ...]:
 def waiting(programs: Sequence[Program]) -> list[tuple[int, Action]]:
     """The (rank, action) where ranks wait for ever; empty when all lists run to their end.
 
-    First come ranks of which each waits for the next one, and the last for the first: the cause of
-    all others. No message may stand in a list twice.
+    The programs are those of ranks that wait for no others before the update. First come ranks of
+    which each waits for the next one, and the last for the first: the cause of all others. No
+    message may stand in a list twice.
     """
     walk = _Walk(programs)
     walk.run()
@@ -83,15 +84,16 @@ class _Walk:
     """Where every rank stands, who has come to which meeting, and which messages are posted."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
-        self._programs, self.world = programs, tuple(range(len(programs)))
-        self._places = [0] * len(programs)
+        self._actions = {program.rank: program.actions for program in programs}
+        self.world = tuple(self._actions)
+        self._places = dict.fromkeys(self.world, 0)
         self._come: dict[tuple[Any, ...], set[int]] = {}
         self._posted: set[tuple[bool, tuple[int, int, str, int]]] = set()
         self._ready = list(self.world)
 
     def head(self, rank: int) -> Action | None:
         """The action at which ``rank`` stands; None at the end of its list."""
-        actions, place = self._programs[rank].actions, self._places[rank]
+        actions, place = self._actions[rank], self._places[rank]
         return actions[place] if place < len(actions) else None
 
     def run(self) -> None:
@@ -159,5 +161,5 @@ class _Walk:
         if not self._posted.issuperset(mine):
             self._posted |= mine
             # A peer that waits for one of them may go on now.
-            self._ready += [m.peer for m in messages if 0 <= m.peer < len(self.world)]
+            self._ready += [m.peer for m in messages if m.peer in self._actions]
         return self._posted.issuperset((not sends, key) for sends, key in mine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,10 @@ from headrace.layouts.intervals import Partition, Rows
 from headrace.layouts.layout import (
     group_shards,
     storage_partition,
+    storage_partitions,
+    working_key,
     working_partition,
+    working_partitions,
     works_whole,
 )
 from headrace.layouts.link import link, received_rows, sent_rows
@@ -19,6 +23,7 @@ from headrace.spec import Architecture, Lengths, weight_table
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
 from headrace.spec.scheme import Scheme
+from headrace.spec.strategy import Strategy
 from headrace.spec.weights import WeightSpec
 from plans import random_plan
 from strategies import NAMED, laid_out
@@ -164,3 +169,35 @@ def test_one_sharded_group_of_all_ranks_works_on_what_it_stores() -> None:
         else:
             assert working == storage
             assert all(s.owner == s.reader for s in link(storage, working))
+
+
+def test_partitions_of_all_weights_are_those_of_each() -> None:
+    """Would catch weights taken for alike that are of other units or of other stages."""
+    texts = [text for named in NAMED.values() for text in named]
+    plans = _random_plans(40)
+    for text in texts:
+        a = replace(LLAMA, heads=8, kv_heads=8, ffn=128, layers=3)
+        ranks = Strategy.parse(text).devices
+        plans.append(laid_out(text, a, tuple(range(1, 20)), ranks))
+    for plan in plans:
+        table = weight_table(replace(LLAMA, layers=plan.layers))
+        found = working_partitions(table, plan)
+        assert found == {w.name: working_partition(w, plan) for w in table}
+        assert len({id(p) for p in found.values()}) <= 8 * (1 + plan.layers)
+        owners = storage_partitions(table, plan.devices)
+        assert owners == {w.name: storage_partition(w, plan.devices) for w in table}
+
+
+def test_plans_of_one_layout_have_one_key() -> None:
+    """Would catch a layout that is made anew for every batch, or kept for another one."""
+    keys = [working_key(plan) for plan in (_plan(4, (0, 1), (2,)), _plan(4, (0, 1), (2,)))]
+    assert keys[0] == keys[1]
+    others = (
+        _plan(5, (0, 1), (2,)), _plan(4, (0, 1), (2,), working="whole"), _plan(4, (0, 1)),
+        _plan(4, (0, 1), (3,)),
+    )  # fmt: skip
+    assert all(working_key(plan) != keys[0] for plan in others)
+    for one, other in itertools.combinations(_random_plans(60), 2):
+        if working_key(one) == working_key(other):
+            for weight in weight_table(LLAMA):
+                assert working_partition(weight, one) == working_partition(weight, other)

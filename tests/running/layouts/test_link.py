@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.layouts.intervals import Partition, Rows, split_rows
-from headrace.layouts.link import link, received_rows, sent_rows
+from headrace.layouts.link import link, link_of, received_rows, sent_rows
 
 
 @st.composite
@@ -60,6 +60,18 @@ def test_one_slice_per_pair_in_rank_order(pair: tuple[Partition, Partition]) -> 
     pairs = [(s.reader, s.owner) for s in slices]
     assert pairs == sorted(set(pairs))
     assert all(len(s.rows) for s in slices)
+
+
+@settings(deadline=None)
+@given(partitions())
+def test_a_rank_finds_its_own_slices_alone(pair: tuple[Partition, Partition]) -> None:
+    """Would catch a rank that sends what its reader does not expect, or in another order: no
+    lengths are exchanged."""
+    slices = link(*pair)
+    for rank in range(len(pair[0].parts)):
+        serving, reading = link_of(*pair, rank)
+        assert serving == tuple(s for s in slices if s.owner == rank)
+        assert reading == tuple(s for s in slices if s.reader == rank)
 
 
 @settings(deadline=None)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from headrace.layouts.intervals import Partition, Rows
 from headrace.layouts.link import link, received_rows, sent_rows
-from headrace.layouts.transfer import BucketLink
+from headrace.layouts.transfer import bucket_links
 from headrace.spec.weights import WeightSpec
 from ranks import run_ranks
 
@@ -76,7 +76,7 @@ def _transfer(ranks: int, dtype: torch.dtype) -> list[dict[str, Any]]:
     out = []
     for case in range(CASES):
         owners, readers = _layouts(ranks, case)
-        mine = BucketLink(WEIGHTS, owners, readers, rank, world)
+        mine = bucket_links([WEIGHTS], owners, readers, rank, world)[0]
         weights, grads = _values(ranks, case), _values(ranks, case + 100)
         storage = {n: _held(owners[n].parts[rank], w[0].to(dtype)) for n, w in weights.items()}
         working = {
@@ -143,7 +143,7 @@ def _in_flight() -> list[bool]:
     links, storages, workings, pending = [], [], [], []
     for case in range(6):
         owners, readers = _layouts(ranks, case)
-        links.append(BucketLink(WEIGHTS, owners, readers, rank, world))
+        links.append(bucket_links([WEIGHTS], owners, readers, rank, world)[0])
         weights = _values(ranks, case)
         storages.append({n: _held(owners[n].parts[rank], w[0]) for n, w in weights.items()})
         workings.append({n: _held(readers[n].parts[rank], w[1]) for n, w in weights.items()})
@@ -172,7 +172,7 @@ def _adjoint() -> list[tuple[float, float]]:
     out = []
     for case in range(CASES):
         owners, readers = _layouts(ranks, case)
-        mine = BucketLink(WEIGHTS, owners, readers, rank, world)
+        mine = bucket_links([WEIGHTS], owners, readers, rank, world)[0]
 
         def draw(partitions: dict[str, Partition]) -> dict[str, torch.Tensor]:
             return {
@@ -203,7 +203,7 @@ def _alone() -> tuple[list[bool], int]:
     wire, name = Wire(), "matrix"
     whole = Partition(rows=10, parts=(Rows(0, 10),))
     some = Partition(rows=10, parts=(Rows(2, 7),))
-    mine = BucketLink(WEIGHTS[1:2], {name: whole}, {name: some}, 0, dist.group.WORLD)
+    mine = bucket_links([WEIGHTS[1:2]], {name: whole}, {name: some}, 0, dist.group.WORLD)[0]
     storage, working = torch.randn(10, 3), torch.zeros(5, 3)
     mine.pull({name: storage}, {name: working}).wait()
     grad, total = torch.randn(5, 3), torch.full((10, 3), 7.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -181,13 +182,23 @@ def _buffers() -> list[bool]:
     first = storage.working(PLANS["4*cp1"])
     again = storage.working(PLANS["4*cp1"].replace(predicted_s=1.0))
     alike = storage.working(PLANS["1*cp4 whole"])
+    kept = [again is first, alike is first]
+    gone = weakref.ref(first)
+    del first, again, alike
     other = storage.working(PLANS["1*cp1"])
-    return [again is first, alike is first, other is not first]
+    kept += [gone() is None, storage.working(PLANS["1*cp1"]) is other]
+    back = storage.working(PLANS["4*cp1"])
+    rows = {
+        w.name: working_partition(w, PLANS["4*cp1"]).parts[dist.get_rank()] for w in storage.table
+    }
+    kept += [back is not other, back.held == rows]
+    return kept
 
 
 def test_buffers_are_kept_while_the_layout_stays() -> None:
-    """Would catch an allocation at every step, and buffers of one layout used for another."""
-    assert run_ranks(4, _buffers) == [[True] * 3] * 4
+    """Would catch an allocation at every step, and buffers of one layout used for another or kept
+    beside it."""
+    assert run_ranks(4, _buffers) == [[True] * 6] * 4
 
 
 def _masters() -> tuple[dict[str, np.ndarray], int, int]:
