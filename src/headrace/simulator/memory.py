@@ -34,16 +34,21 @@ def peak_bytes(plan: Plan, costs: CostModel) -> tuple[int, ...]:
             used[rank].add(index)
     peaks = [costs.state_bytes] * plan.devices
     flat: dict[tuple[int, ...], list[int]] = {}
+    alike: dict[tuple[tuple[int, ...], int], int] = {}
     activations = _Activations(plan, costs)
     for rank, indices in enumerate(used):
-        pipelines = [plan.pipelines[index] for index in sorted(indices)]
+        mine = tuple(sorted(indices))
+        pipelines = [plan.pipelines[index] for index in mine]
         if all(pipeline.scheme.context == len(pipeline.ranks) for pipeline in pipelines):
             sizes = tuple(sorted({len(pipeline.ranks) for pipeline in pipelines}))
             flat.setdefault(sizes, []).append(rank)
         else:
-            held = _held(plan, costs, rank, pipelines)
-            passing = math.ceil(activations.peak(rank) - _ROUNDING_BYTES)
-            peaks[rank] += held + passing
+            # Members of a stage run the same micro-batches; a staged pipeline shares no rank.
+            kind = mine, pipelines[0].stage_of(rank, costs.architecture.layers).index
+            if kind not in alike:
+                passing = math.ceil(activations.peak(rank) - _ROUNDING_BYTES)
+                alike[kind] = _held(plan, costs, rank, pipelines) + passing
+            peaks[rank] += alike[kind]
     for sizes, ranks in flat.items():
         _flat(plan, costs, sizes, ranks, peaks)
     return tuple(peaks)

@@ -80,7 +80,7 @@ def best_of_one_scheme(schemes: Schemes, lengths: Lengths) -> list[Plan]:
 @given(costs=worlds(), lengths=batches(), seed=st.integers(0, 3))
 def test_any_batch_in_any_world(costs: CostModel, lengths: Lengths, seed: int) -> None:
     """Catches lost sequences, exceeded memory, shared ranks, a bound above the plan, programs that
-    deadlock, a plan that one of one scheme beats, and dice that no seed holds."""
+    deadlock, a plan that one of one scheme or a static one beats, and dice that no seed holds."""
     problem = Problem(costs=costs, devices=costs.cluster.devices)
     schemes = Schemes(problem)
     try:
@@ -95,11 +95,17 @@ def test_any_batch_in_any_world(costs: CostModel, lengths: Lengths, seed: int) -
         check(other, costs)
         assert made.predicted_s <= other.predicted_s * (1 + 1e-12)
         assert made.lower_bound_s == pytest.approx(other.lower_bound_s)
+    listed = plan_strategy(
+        problem, lengths, strategies=tuple(homogeneous(schemes)), schemes=schemes
+    )
+    check(listed, costs)
     for p in problem.group_sizes:
         try:
-            assert made.predicted_s <= static_plan(problem, lengths, p).predicted_s * (1 + 1e-12)
+            static_s = static_plan(problem, lengths, p).predicted_s * (1 + 1e-12)
         except InfeasiblePlan:
             continue
+        assert made.predicted_s <= static_s
+        assert listed.predicted_s <= static_s
     again = Problem(costs=costs, devices=costs.cluster.devices)
     assert plan_strategy(again, lengths, seed=seed) == made
 

@@ -13,8 +13,8 @@ Solve.
    sum_j t_j + (P - 1) max_j t_j.
 2. The best of them are laid out on ranks and timed by the simulator; the quickest is the plan.
 3. Strategies of one scheme are left out only where their own lower bound is no better than what is
-   found. Where the choice is free, the best static plan takes part too. So a plan is never slower
-   than the best of one scheme.
+   found. The best static plan takes part too, where its strategy is a candidate or the choice is
+   free. So a plan is never slower than the best of one scheme.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def plan_strategy(
     """The quickest plan found for one batch.
 
     ``strategies`` are the candidates, proposed from this very batch where left out; then the best
-    static plan competes with them. ``schemes`` are those of the problem, for who plans many
-    batches. Deterministic in all of these and ``seed``. Raises InfeasiblePlan for a strategy that
-    ranks or costs do not support, and when a sequence fits nowhere, saying by how much and what
-    would help.
+    static plan competes with them, as it does where its strategy is one of them. ``schemes`` are
+    those of the problem, for who plans many batches. Deterministic in all of these and ``seed``.
+    Raises InfeasiblePlan for a strategy that ranks or costs do not support, and when a sequence
+    fits nowhere, saying by how much and what would help.
     """
     schemes = schemes or Schemes(problem)
     batch = Batch.of(lengths)
@@ -77,8 +77,12 @@ def plan_strategy(
     unscaled = problem.rescaled(1.0)
     search = _Search(problem=unscaled, schemes=schemes, batch=batch)
     tried = list(search.tried(candidates))
-    if strategies is None:
-        tried += _static(unscaled, batch)
+    alike = {strategy.counts[0][0] for strategy in candidates if len(strategy.counts) == 1}
+    tried += [
+        static
+        for static in _static(unscaled, batch)
+        if strategies is None or static.plan.pipelines[0].scheme in alike
+    ]
     tried.sort(key=lambda item: item.seconds)
     tried = [item.rescaled(problem.costs.scale) for item in tried]
     best = tried[0].plan
