@@ -191,6 +191,7 @@ def test_a_run_keeps_what_it_learnt(job) -> None:
     assert {row["memory_margin"] for row in metrics(folder / "first")} == {0.3}
 
 
+@pytest.mark.long
 def test_the_next_run_starts_with_the_margin_learnt(job) -> None:
     """Would catch experience that is kept and not used, or used against the user's word."""
     config, folder, path, fingerprint = job

@@ -59,7 +59,7 @@ def test_without_scikit_learn(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys)
     assert "headrace[forest]" in err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hybrid_costs_of_a_job(tmp_path) -> None:
     """Catches JSON from which costs or hybrid costs cannot be read, and pairs left out."""
     pytest.importorskip("sklearn")

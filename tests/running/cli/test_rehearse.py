@@ -126,6 +126,7 @@ def test_what_does_not_fit_is_said(folder: Path) -> None:
     assert "262,144 tokens do not fit; the longest sequence is" in out
 
 
+@pytest.mark.long
 def test_kernels_can_really_run(folder: Path) -> None:
     """Would catch a device that is ignored: real seconds differ from one call to the next."""
     words = (_config(folder), "--device", "cpu", "--hardware", "cpu", "--length", "64",

@@ -168,8 +168,13 @@ OTHER = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", OTHER)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.long if "gpt" in case else pytest.mark.slow)
+        for case in OTHER
+    ],
+)
 def test_other_models_and_data_train(case, tmp_path):
     """Would catch a kind of data, model or plan that works alone but not in a run."""
     config = write_job(tmp_path, steps=3)
