@@ -171,7 +171,9 @@ def is_broken_connection(error: BaseException) -> bool:
     """Whether an error is what a rank sees when another has gone: never the cause itself."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, (dist.DistError, Freed)):  # NCCL's, and the store's
+        if isinstance(cause, dist.DistError):  # NCCL's, and the store's
+            return True
+        if isinstance(cause, Freed):  # from waiting for it
             return True
         if isinstance(cause, RuntimeError) and any(words in str(cause) for words in _BROKEN):
             return True

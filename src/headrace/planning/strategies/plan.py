@@ -78,11 +78,9 @@ def plan_strategy(
     search = _Search(problem=unscaled, schemes=schemes, batch=batch)
     tried = list(search.tried(candidates))
     alike = {strategy.counts[0][0] for strategy in candidates if len(strategy.counts) == 1}
-    tried += [
-        static
-        for static in _static(unscaled, batch)
-        if strategies is None or static.plan.pipelines[0].scheme in alike
-    ]
+    free = strategies is None
+    statics = _static(unscaled, batch) if free or alike else []
+    tried += [made for made in statics if free or made.plan.pipelines[0].scheme in alike]
     tried.sort(key=lambda item: item.seconds)
     tried = [item.rescaled(problem.costs.scale) for item in tried]
     best = tried[0].plan
