@@ -1,26 +1,38 @@
-"""A lower bound of every plan's step: what no dispatch, packing or order can beat, with layer plans
-of the frontiers.
+"""A lower bound of every plan of one batch: what no schedule, packing or order can beat.
 
-Claim. Let a plan of the free semantics be done with all forwards and backwards within tau seconds
-if every weight is there at once. For every sequence i and group size p let ``alone``, ``work`` and
-``spread`` be as in :mod:`headrace.planning.sizing`.
+Claim. Let a plan compute for tau seconds if every weight is there at once. Scheme k has N_k
+devices and P_k stages; alone, work and spread are as in :mod:`headrace.planning.batch`, c_k is the
+least constant of a micro-batch. A pipeline takes sum_j t_j + (P - 1) max_j t_j for micro-batches
+of t_j seconds a stage.
 
-1. Some size takes each sequence within the time: min_p alone[p, i] <= tau, since the micro-batch
-   that holds i costs at least what i alone would cost with the same layers, which hold i.
-2. So i runs on a size p with alone[p, i] <= tau. Ranks are busy p seconds for each second of a
-   micro-batch on p of them. Summed over the sequences, and with the constants of a micro-batch
-   dealt out to its tokens (at most cap of them), busy time is at least
+1. Longest sequence. Sequence i is in some micro-batch, which takes at least alone_k(i) on every
+   stage. So i runs on a scheme that is *open* to it: P_k alone_k(i) <= tau.
+2. Devices. Let a rank spend the part beta of its time in pipelines of scheme k, whose sequences S
+   keep it busy.
+   a. Micro-batches hold no more than their rows' tokens, so sum_j t_j >= sum_S spread, and
+      max_j t_j >= alone(i) for each i in S:
 
-       W1(tau) = sum_i min { p spread[p, i] : alone[p, i] <= tau },
+          sum_S spread(i) / (tau - (P_k - 1) alone(i)) <= beta.
 
-   and no rank is busy longer than tau, so W1(tau) <= N tau.
-3. Without the constants busy time is at least W0(tau), the same sum over ``work``. Each of the
-   k <= N ranks that work takes part in some micro-batch and pays its constant, at least c. The
-   busiest of them has W0(tau) / k + c or more, so W0(tau) / N + c <= tau.
+   b. max_j t_j is no less than the mean, U / V + c_k with U = sum_S work, in V micro-batches. So
+      U + c_k V + (P_k - 1) (U / V + c_k) <= beta tau. The left side is least at V = sqrt(U (P_k -
+      1) / c_k), hence U <= (sqrt tau - sqrt((P_k - 1) c_k))^2 for a pipeline that has its ranks for
+      itself, as those with stages have. With one stage V >= 1 gives U <= beta (tau - c_k).
 
-Hence f(tau) = max(W1(tau) / N, W0(tau) / N + c) <= tau. f falls while tau rises, as more sizes
-are allowed, so every plan takes at least the least tau with f(tau) <= tau that also satisfies 1;
-that tau is the bound of the computations.
+   Each says: the shares that sequences take of a pipeline sum to at most beta. Either may be taken
+   for a scheme. Times N_k and summed over all ranks,
+
+       W(tau) = sum_i min { N_k share_k(i, tau) : k open to i } <= N.
+
+3. Ranks of their own. Two sequences of one pipeline take at least (P + 1) / 2 times the sum of
+   their work and a constant, whatever the scheme. Those that no two can end within tau on a rank
+   that they share need ranks apart: sum over them of the fewest ranks open to each <= N.
+
+Everything falls while tau rises, so the least tau that satisfies all three is a bound; it is found
+by bisection from below. Pipelines whose stages differ are no slower than their slowest stage; so
+where costs know the stages, rows of whole models stand for all depths of a width: a micro-batch
+keeps the width's ranks busy for what it takes on one stage, in sum over the stages, and passes all
+of them one after the other.
 
 Pulls and pushes overlap with computations, so of the whole step
 
@@ -32,67 +44,138 @@ Pulls and pushes overlap with computations, so of the whole step
 5. The loss needs the last pull, and the first push a gradient of the loss. Pulls move one after
    the other, and so do pushes: without the update, a step takes at least pull + push.
 
-All ranks meet at the update, which adds. So max(x + tau + y, pull + push) + update is a bound. It
-holds for pipelines with stages too, with a tau of theirs.
+All ranks meet at the update, which adds: max(x + tau + y, pull + push) + update is a bound. In
+lockstep every micro-batch waits for others and starts no earlier than it could: the bound holds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.costs import CostModel
-from headrace.planning.sizing import SizeTable
+from headrace.planning.batch import Batch, PriceTable
+from headrace.planning.priced import PricedScheme
 from headrace.simulator import exposed_s
 
-__all__ = ["Bound", "lower_bound", "step_bound_s"]
+__all__ = ["Bound", "BoundRows", "lower_bound", "step_bound_s"]
 
+Floats = NDArray[np.float64]
+
+_CLOSE = 1e-5
 # The bound is a sum in another order than the prediction: this much relative error is rounding.
-_ROUNDING = 1e-12
+_ROUNDING = 1e-10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Seconds of computation that no plan can beat, and why: ``longest_s`` is the longest
-    sequence's quickest run, ``work_s`` all sequences' share of the ranks."""
+    """Seconds of computation that no plan beats; ``longest_s`` is the longest sequence's quickest
+    run."""
 
     seconds: float
     longest_s: float
-    work_s: float
+
+    @property
+    def by_longest(self) -> bool:
+        """Whether the longest sequence alone is the bound."""
+        return self.seconds <= self.longest_s
 
 
-def lower_bound(table: SizeTable, devices: int) -> Bound:
-    """The bound of a batch from its table, in seconds without the costs' scale. ``table`` must
-    have a finite entry for every sequence."""
-    longest_s = float(table.alone.min(axis=0).max())
-    ranks = np.array(table.sizes, dtype=np.float64)[:, None]
-    work, spread = ranks * table.work, ranks * table.spread
-    opening = float(table.opening.min())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundRows:
+    """What the claim needs of schemes [rows] and sequences [rows, sequences]. ``shared`` is what
+    two sequences of one pipeline take at least, per second of work."""
 
-    def share_s(limit_s: float) -> float:
-        """f(limit_s)."""
-        closed = table.alone > limit_s
-        busy = np.where(closed, np.inf, spread).min(axis=0).sum()
-        bare = np.where(closed, np.inf, work).min(axis=0).sum()
-        return float(max(busy / devices, bare / devices + opening))
+    ranks: Floats
+    stages: Floats
+    opening: Floats
+    shared: Floats
+    alone: Floats
+    work: Floats
+    spread: Floats
 
-    steps = np.unique(table.alone[(table.alone > longest_s) & np.isfinite(table.alone)])
-    limits = [longest_s, *steps.tolist()]
-    # The first limit (f changes at limits only) at which f is not above it.
-    low, high = 0, len(limits)
-    while low < high:
-        middle = (low + high) // 2
-        if share_s(limits[middle]) <= limits[middle]:
-            high = middle
+    @classmethod
+    def of(cls, table: PriceTable) -> BoundRows:
+        """The rows of a table whose pipelines take what the formula says."""
+        return cls(
+            ranks=table.ranks, stages=table.stages, opening=table.least_c,
+            shared=(table.stages + 1) / 2,
+            alone=table.alone, work=table.work, spread=table.spread,
+        )  # fmt: skip
+
+    @classmethod
+    def of_widths(
+        cls, batch: Batch, schemes: Sequence[PricedScheme], deepest: int = 1
+    ) -> BoundRows:
+        """Rows of whole models on stages of some width, for pipelines of up to ``deepest`` stages
+        that take no longer than their stages do."""
+        rows = np.stack([batch.row(scheme.frontier) for scheme in schemes], axis=1)
+        column = np.ones((len(schemes), 1))
+        ranks = np.array([[float(scheme.devices)] for scheme in schemes])
+        opening = np.array([[scheme.frontier.c.min()] for scheme in schemes])
+        return cls(
+            ranks=ranks, stages=column, opening=opening if deepest == 1 else 0 * opening,
+            shared=column / deepest, alone=rows[0], work=rows[1], spread=rows[2],
+        )  # fmt: skip
+
+    def __add__(self, other: BoundRows) -> BoundRows:
+        both = {
+            name: np.concatenate([getattr(self, name), getattr(other, name)])
+            for name in ("ranks", "stages", "opening", "shared", "alone", "work", "spread")
+        }
+        return BoundRows(**both)
+
+    def shares(self, tau: float) -> Floats:
+        """Devices that each sequence takes of each scheme, infinite where it is not open: by 2a or
+        by 2b, whichever sums to more."""
+        bubbles = self.stages - 1
+        with np.errstate(divide="ignore", invalid="ignore"):
+            dealt = self.spread / (tau - bubbles * self.alone)
+            root = np.maximum(sqrt(tau) - np.sqrt(bubbles * self.opening), 0.0)
+            usable = np.where(bubbles > 0, root**2, tau - self.opening)
+            even = self.work / np.maximum(usable, 0.0)
+            closed = self.stages * self.alone > tau
+            dealt[closed] = even[closed] = 0.0
+            larger = dealt.sum(axis=1) >= even.sum(axis=1)
+            shares = self.ranks * np.where(larger[:, None], dealt, even)
+        shares[closed] = np.inf
+        return shares
+
+
+def lower_bound(rows: BoundRows, devices: int, *, close: float = _CLOSE) -> Bound:
+    """The bound of a batch, each of whose sequences some row holds, in seconds without the costs'
+    scale; as far as ``close`` below the tightest that the claim proves."""
+    elapsed = rows.stages * rows.alone
+    longest_s = float(elapsed.min(axis=0).max())
+    pair_s = 2 * (rows.shared * rows.work).min(axis=0)
+    least_c = float(rows.opening.min())
+
+    def crowding(tau: float) -> float:
+        """How many times the devices that tau takes by 2 and 3 there are."""
+        needed = float(rows.shares(tau).min(axis=0).sum())
+        apart = pair_s + least_c > tau
+        if apart.any():
+            fewest = np.where(elapsed[:, apart] <= tau, rows.ranks, np.inf).min(axis=0)
+            needed = max(needed, float(fewest.sum()))
+        return needed / devices
+
+    low_s = high_s = longest_s
+    crowded = crowding(high_s)
+    while crowded > 1:
+        low_s, high_s = high_s, high_s * max(1.01, min(crowded, 4.0))
+        crowded = crowding(high_s)
+    while high_s - low_s > close * low_s:
+        middle_s = (low_s + high_s) / 2
+        if crowding(middle_s) > 1:
+            low_s = middle_s
         else:
-            low = middle + 1
-    if low == 0:
-        seconds = longest_s
-    else:
-        seconds = share_s(limits[low - 1])
-        seconds = min(seconds, limits[low]) if low < len(limits) else seconds
-    return Bound(seconds=seconds * (1 - _ROUNDING), longest_s=longest_s, work_s=share_s(seconds))
+            high_s = middle_s
+    seconds = low_s * (1 - _ROUNDING)
+    return Bound(seconds=seconds, longest_s=longest_s * (1 - _ROUNDING))
 
 
 def step_bound_s(costs: CostModel, compute_s: float) -> float:

@@ -1,4 +1,4 @@
-"""Why a plan is as it is, in a few short sentences."""
+"""Why a plan is as it is, in a few short sentences, by the clock that its prediction shows."""
 
 from __future__ import annotations
 
@@ -6,133 +6,151 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.planning.bounds import Bound
+from headrace.planning.bounds import Bound, step_bound_s
 from headrace.planning.problem import Problem
-from headrace.planning.sizing import Batch
-from headrace.planning.solution import Solution
+from headrace.planning.schedule import Schedule
+from headrace.spec import Plan
 from headrace.units import bytes_text, percent_text, seconds_text
 
 __all__ = ["Candidate", "reasons"]
 
-_SAME = 1e-9  # relative difference below which two candidates cost the same
+_SAME = 1e-6
+_WORTH_TELLING = 0.05  # of the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A solution that was considered, with a name for people."""
+    """A schedule and its plan, timed without the costs' scale."""
 
-    solution: Solution
-    name: str
+    schedule: Schedule
+    plan: Plan
 
 
 def reasons(
-    problem: Problem,
-    batch: Batch,
-    bound: Bound,
-    candidates: Sequence[Candidate],
-    static: Solution,
+    problem: Problem, bound: Bound, tried: Sequence[Candidate], static: Candidate | None
 ) -> tuple[str, ...]:
-    """Two to five reasons for the first of ``candidates`` (best first): what binds, what the best
-    static plan would cost, the runner-up, the methods where there was a choice, and what is
-    recomputed."""
-    best = candidates[0].solution
-    texts = [_binding(problem, batch, bound, best), _static(problem, best, static)]
-    runner_up = _runner_up(problem, candidates, static)
-    if runner_up:
-        texts.append(runner_up)
-    layers = _layers(problem, best)
-    if layers:
-        texts.append(layers)
-    texts.append(_recomputed(best))
+    """Reasons for the first of ``tried``, the quickest: what binds, what the best static plan and
+    the next strategy would take, which layers there are and what is recomputed, and what of the
+    exchange no computation hides (Hydraulis, appendix B.2)."""
+    best = tried[0]
+    texts = [_binding(problem, bound, best)]
+    if static is not None:
+        texts.append(_static(problem, best, static))
+    for text in (_next(problem, tried, static), _layers(problem, best.plan)):
+        if text:
+            texts.append(text)
+    texts.append(_recomputed(best.plan))
+    for text in (_idle(best.plan), _exposed(problem, best)):
+        if text:
+            texts.append(text)
     return tuple(texts)
 
 
-def _step_s(problem: Problem, seconds: float) -> float:
-    """A step's seconds from those between pull and push."""
-    return (seconds + problem.costs.exchange_s.total_s) * problem.costs.scale
+def _text(problem: Problem, seconds: float) -> str:
+    return seconds_text(seconds * problem.model.scale)
 
 
 def _ratio(there_s: float, here_s: float) -> float:
     return there_s / here_s if here_s > 0 else 1.0
 
 
-def _binding(problem: Problem, batch: Batch, bound: Bound, best: Solution) -> str:
-    costs = problem.costs
-    if costs.exchange_s.total_s > best.seconds:
-        seconds = seconds_text(costs.exchange_s.total_s * costs.scale)
+def _binding(problem: Problem, bound: Bound, best: Candidate) -> str:
+    costs, batch = problem.model, best.schedule.table.batch
+    if costs.exchange_s.total_s > best.schedule.seconds:
+        seconds = _text(problem, costs.exchange_s.total_s)
         return f"bound by pull, push and update: {seconds} of every step"
-    if bound.longest_s >= bound.work_s:
-        block = next(block for block, held in best.members.items() if 0 in held)
+    bound_s = step_bound_s(costs.replace(scale=1.0), bound.seconds)
+    if bound.by_longest:
+        where = next(k for k, _, members in best.schedule.groups if 0 in members)
         return (
             f"bound by the longest sequence: {batch.tokens[0]:,} tokens take "
-            f"{seconds_text(bound.longest_s * costs.scale)} at best, here on cp{block[0]}"
+            f"{_text(problem, bound.longest_s)} at best, here on "
+            f"{best.schedule.table.schemes[where]}"
         )
-    if best.arena.working == "sharded" or _recomputing(best):
+    if best.plan.working == "sharded" or _recomputing(best.plan):
         return (
             f"bound by memory: {bytes_text(costs.capacity_bytes)} of a rank, "
-            f"{bytes_text(costs.state_bytes)} of it state, weights {best.arena.working}"
+            f"{bytes_text(costs.state_bytes)} of it state, weights {best.plan.working}"
         )
     return (
-        f"bound by the total work: {seconds_text(bound.work_s * costs.scale)} "
-        f"on each of {problem.devices} ranks"
+        f"bound by the total work: it keeps {problem.devices} ranks busy for "
+        f"{_text(problem, bound_s)}, exchange included"
     )
 
 
-def _static(problem: Problem, best: Solution, static: Solution) -> str:
-    here_s, there_s = _step_s(problem, best.seconds), _step_s(problem, static.seconds)
-    size = min(static.arena.sizes)
-    ratio = _ratio(there_s, here_s)
-    return f"best static: cp{size} everywhere, {seconds_text(there_s)} ({ratio:.3g}x)"
+def _static(problem: Problem, best: Candidate, static: Candidate) -> str:
+    there_s = static.plan.predicted_s
+    name = "the best static plan" if static.plan is best.plan else "best static"
+    where = str(static.schedule.table.schemes[static.schedule.groups[0][0]])
+    text = f"{name}: {where} everywhere, {_text(problem, there_s)}"
+    if static.plan is best.plan:
+        return text
+    return f"{text} ({_ratio(there_s, best.plan.predicted_s):.3g}x)"
 
 
-def _runner_up(problem: Problem, candidates: Sequence[Candidate], static: Solution) -> str | None:
-    """The next candidate that differs in its groups, and is not the static plan named before."""
-    best_s, named = candidates[0].solution.seconds, {candidates[0].name, str(static.strategy)}
-    for candidate in candidates[1:]:
-        other_s = candidate.solution.seconds
-        if candidate.name not in named and other_s > best_s * (1 + _SAME):
-            here_s, there_s = _step_s(problem, best_s), _step_s(problem, other_s)
+def _next(
+    problem: Problem, tried: Sequence[Candidate], static: Candidate | None
+) -> str | None:
+    """The next candidate that differs in its strategy, and is not the static plan."""
+    best_s, mine = tried[0].plan.predicted_s, tried[0].schedule.strategy
+    for other in tried[1:]:
+        if other is static or other.schedule.strategy == mine:
+            continue
+        if other.plan.predicted_s > best_s * (1 + _SAME):
+            over = percent_text(_ratio(other.plan.predicted_s, best_s) - 1)
             return (
-                f"runner-up: {candidate.name}, {seconds_text(there_s)} "
-                f"(+{percent_text(_ratio(there_s, here_s) - 1)})"
+                f"next strategy: {other.schedule.strategy}, "
+                f"{_text(problem, other.plan.predicted_s)} (+{over})"
             )
     return None
 
 
-def _layers(problem: Problem, best: Solution) -> str | None:
-    """The layers of the micro-batches on every size where methods could be chosen, the most
+def _layers(problem: Problem, plan: Plan) -> str | None:
+    """The layers of the micro-batches on every width where methods could be chosen, the most
     frequent of them."""
+    used: dict[int, Counter[str]] = {}
+    for micro in plan.micro_batches:
+        width = plan.pipelines[micro.pipeline].scheme.width
+        used.setdefault(width, Counter())[str(micro.layers)] += 1
     texts = list[str]()
-    for p in sorted({p for p, _ in best.packs}):
-        if len({(o.attention, o.feed_forward) for o in problem.options[p]}) > 1:
-            frontier = best.arena.frontiers[p]
-            used = Counter(
-                str(frontier.layer_plan(index))
-                for (size, _), packed in best.packs.items()
-                if size == p
-                for index in packed.plans
-            )
-            most, count = min(used.items(), key=lambda item: (-item[1], item[0]))
-            share = "" if len(used) == 1 else f" in {count} of {used.total()}"
-            texts.append(f"cp{p} {most}{share}")
+    for width, counts in sorted(used.items()):
+        if len({(o.attention, o.feed_forward) for o in problem.options[width]}) > 1:
+            most, count = min(counts.items(), key=lambda item: (-item[1], item[0]))
+            share = "" if len(counts) == 1 else f" in {count} of {counts.total()}"
+            texts.append(f"{width} {'rank' if width == 1 else 'ranks'} {most}{share}")
     return f"layers: {', '.join(texts)}" if texts else None
 
 
-def _recomputing(best: Solution) -> dict[str, int]:
+def _recomputing(plan: Plan) -> Counter[str]:
     """How many micro-batches have layers of each level that recompute."""
-    counts = dict[str, int]()
-    for (p, _), packed in best.packs.items():
-        for index in packed.plans:
-            levels = {o.recompute for o in best.arena.frontiers[p].layer_plan(index).options}
-            for level in sorted(levels - {"none"}):
-                counts[level] = counts.get(level, 0) + 1
+    counts = Counter[str]()
+    for layers, number in Counter(micro.layers for micro in plan.micro_batches).items():
+        for level in {option.recompute for option, _ in layers.counts} - {"none"}:
+            counts[level] += number
     return counts
 
 
-def _recomputed(best: Solution) -> str:
-    counts = _recomputing(best)
+def _recomputed(plan: Plan) -> str:
+    counts = _recomputing(plan)
     if not counts:
         return "nothing is recomputed: everything fits"
     texts = ", ".join(f"{level} in {count}" for level, count in sorted(counts.items()))
-    micro_batches = sum(len(packed.plans) for packed in best.packs.values())
-    return f"recomputes to fit memory: {texts} of {micro_batches} micro-batches"
+    return f"recomputes to fit memory: {texts} of {len(plan.micro_batches)} micro-batches"
+
+
+def _idle(plan: Plan) -> str | None:
+    idle = plan.devices - len({rank for p in plan.pipelines for rank in p.ranks})
+    return f"{idle} of {plan.devices} ranks are idle" if idle else None
+
+
+def _exposed(problem: Problem, best: Candidate) -> str | None:
+    """What of the step is neither computing nor the update."""
+    step_s = best.plan.predicted_s
+    bare_s = step_s - best.schedule.seconds - problem.model.exchange_s.update_s
+    if bare_s <= _WORTH_TELLING * step_s:
+        return None
+    return (
+        f"{_text(problem, bare_s)} of moving weights and gradients, "
+        f"{percent_text(bare_s / step_s)} of the step, are not hidden: few tokens for so many "
+        "weights"
+    )

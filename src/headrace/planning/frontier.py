@@ -12,6 +12,7 @@ holds the most tokens is always kept.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -60,6 +61,15 @@ class Frontier:
     caps: tuple[int, ...]
     layers: Counts
     _plans: dict[int, LayerPlan] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[float, float, float]], cap: int) -> Frontier:
+        """Rows (a, b, c) of one capacity, without layer plans, as published costs have them."""
+        a, b, c = np.array(rows, dtype=np.float64).T
+        return cls(
+            options=(), a=a.copy(), b=b.copy(), c=c.copy(), caps=(cap,) * len(rows),
+            layers=np.zeros((len(rows), 0), dtype=np.int64),
+        )  # fmt: skip
 
     @property
     def most_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""What is to be planned: costs, ranks and which choices are open, with everything that does not
+"""What is to be planned: costs, devices and which choices are open, with everything that does not
 depend on a batch worked out once."""
 
 from __future__ import annotations
@@ -6,46 +6,43 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import get_args
 
 from headrace.costs import CostModel
+from headrace.costs.group_costs import GroupCosts
+from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import SpecError, did_you_mean
 from headrace.planning.frontier import Frontier
 from headrace.planning.layers import layer_frontier, layer_table
-from headrace.planning.listed import listed_frontier
+from headrace.planning.fixed_methods import listed_frontier
 from headrace.planning.method_list import ListedLayer, parse_layers
-from headrace.spec import LayerOption, LayerPlan
+from headrace.planning.priced import PricedScheme
+from headrace.planning.pricing import Pricing
+from headrace.spec import LayerOption, LayerPlan, Strategy
 from headrace.spec.method import RECOMPUTE, Recompute
 from headrace.spec.plan import Semantics, Working
 
-__all__ = ["Arena", "Problem"]
+__all__ = ["Costs", "Problem"]
 
+Costs = CostModel | PipelineCosts | GroupCosts
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arena:
-    """A way to hold weights and the group sizes that may be mixed under it.
-
-    ``frontiers[p]`` are the layer plans of size p when its ranks work in all ``sizes``; sizes
-    that cannot hold a single token are left out. Seconds are without the costs' ``scale``.
-    """
-
-    working: Working
-    sizes: tuple[int, ...]
-    frontiers: dict[int, Frontier]
-
-    @property
-    def most_tokens(self) -> int:
-        """The longest sequence that some group can take."""
-        return max((frontier.most_tokens for frontier in self.frontiers.values()), default=0)
+_PLANNERS = ("adaptive", "static", "strategies")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Planning for ``devices`` equal ranks with ``costs``.
+    """Planning for ``devices`` equal ranks with ``costs``: a model's (profiled, by formula,
+    rehearsed), or published ones of pipelines or of groups. A model's costs know their devices.
 
-    ``semantics``: this planner makes plans whose groups start when their ranks are free.
-    ``sizes``, ``methods``, ``recompute`` and ``holding`` restrict the group sizes, the layers'
-    methods, what they may recompute and how groups may hold weights; everything with costs by
-    default. ``layers`` gives every layer's methods instead, as ``METHOD`` or
+    ``semantics``: ``free`` groups start when their ranks are free; in ``lockstep`` all ranks meet
+    at every layer, so that micro-batches run in waves. ``planner`` restricts the plans: to
+    pipelines side by side (``strategies``), to one group size, ``static_size`` or the best
+    (``static``), or not at all (``adaptive``). ``strategies`` are all that may be chosen, if there
+    are any.
+
+    Of a model's costs, ``sizes``, ``methods``, ``recompute`` and ``holding`` restrict the group
+    sizes, the layers' methods, what they may recompute and how groups may hold weights; everything
+    with costs by default. ``layers`` gives every layer's methods instead, as ``METHOD`` or
     ``ATTENTION/FEED_FORWARD``, with ``+LEVEL`` also what it recomputes: one entry for each layer
     or one for all. On one rank there is nothing to spread, so only the levels count there.
     ``smoothing`` is the share of a micro-batch's seconds that may be lost to keep the layers of
@@ -53,39 +50,49 @@ class Problem:
     SpecError for choices that do not exist.
     """
 
-    costs: CostModel
-    devices: int
+    costs: Costs
+    devices: int = 0
     semantics: Semantics = "free"
+    planner: str = "adaptive"
+    static_size: int | None = None
+    strategies: tuple[Strategy, ...] = ()
     sizes: tuple[int, ...] | None = None
     methods: tuple[str, ...] | None = None
     layers: tuple[str, ...] | None = None
     recompute: tuple[Recompute, ...] = RECOMPUTE
     holding: tuple[Working, ...] = ("whole", "sharded")
     smoothing: float = 0.0
-    _arenas: dict[tuple[Working, tuple[int, ...], bool], Arena] = field(
+    _frontiers: dict[tuple[int, Working, int], Frontier] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _frontiers: dict[tuple[int, Working, int], Frontier] = field(
+    _ideals: dict[tuple[int, int | None], PricedScheme] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _pricings: dict[str, Pricing] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        if self.semantics != "free":
-            raise SpecError(
-                "semantics", got=repr(self.semantics), wanted="'free'",
-                hint="lockstep plans are not supported by this planner",
-            )  # fmt: skip
+        self._check_words()
+        if not isinstance(self.costs, CostModel):
+            if isinstance(self.devices, bool) or not isinstance(self.devices, int) or (
+                self.devices < 1
+            ):  # fmt: skip
+                raise SpecError("devices", got=repr(self.devices), wanted="a whole number >= 1")
+            return
+        if not self.devices:
+            object.__setattr__(self, "devices", self.costs.cluster.devices)
         if self.devices != self.costs.cluster.devices:
             raise SpecError(
                 "devices of a problem", got=self.devices, wanted=self.costs.cluster.devices,
                 hint="costs hold for one number of devices, as the stored state is split over them",
             )  # fmt: skip
         for p in self.sizes or ():
-            if p not in self.costs.group_sizes:
-                known = ", ".join(map(str, self.costs.group_sizes))
+            if p not in self.model.group_sizes:
+                known = ", ".join(map(str, self.model.group_sizes))
                 raise SpecError("group size", got=p, wanted=f"one with costs: {known}")
-        if min(self.sizes or self.costs.group_sizes) > self.devices:
-            known = ", ".join(map(str, self.costs.group_sizes))
+        if min(self.sizes or self.model.group_sizes) > self.devices:
+            known = ", ".join(map(str, self.model.group_sizes))
             raise SpecError("group sizes", got=known, wanted=f"one of at most {self.devices} ranks")
         if not 0 <= self.smoothing < 1:
             raise SpecError("smoothing", got=self.smoothing, wanted="0 <= smoothing < 1")
@@ -103,6 +110,36 @@ class Problem:
                 + (" for every layer" if self.layers else ""),
             )  # fmt: skip
 
+    def _check_words(self) -> None:
+        for name, got, known in (
+            ("semantics", self.semantics, get_args(Semantics)),
+            ("planner", self.planner, _PLANNERS),
+        ):
+            if got not in known:
+                raise SpecError(name, got=repr(got), wanted=" or ".join(known),
+                                hint=did_you_mean(str(got), known))  # fmt: skip
+        if self.static_size is not None and self.planner != "static":
+            raise SpecError("static_size", got=self.static_size, wanted="planner 'static' with it")
+
+    @property
+    def model(self) -> CostModel:
+        """The costs of a model. Raises SpecError for published ones, which know no layers."""
+        if not isinstance(self.costs, CostModel):
+            raise SpecError("costs", got="published ones", wanted="those of a model")
+        return self.costs
+
+    @property
+    def pricing(self) -> Pricing:
+        """The schemes of a model's costs."""
+        if "pricing" not in self._pricings:
+            self._pricings["pricing"] = Pricing(self)
+        return self._pricings["pricing"]
+
+    @property
+    def ideals(self) -> dict[tuple[int, int | None], PricedScheme]:
+        """Prices of whole models, by width and room, for whoever works them out."""
+        return self._ideals
+
     @property
     def _choices(self) -> str:
         chosen = f"layers {self.layers}" if self.layers else f"methods {self.methods}"
@@ -119,15 +156,15 @@ class Problem:
     @cached_property
     def _known(self) -> set[str]:
         """Methods with costs on some size."""
-        found = set(self.costs.feed_forwards)
-        for p in self.costs.group_sizes:
-            for option in map(LayerOption.parse, self.costs.options[p]):
+        found = set(self.model.feed_forwards)
+        for p in self.model.group_sizes:
+            for option in map(LayerOption.parse, self.model.options[p]):
                 found |= {option.attention, option.feed_forward}
         return found
 
     @cached_property
     def _listed(self) -> tuple[ListedLayer, ...]:
-        return parse_layers(self.layers or (), self.costs.architecture.layers, self._known)
+        return parse_layers(self.layers or (), self.model.architecture.layers, self._known)
 
     @cached_property
     def group_sizes(self) -> tuple[int, ...]:
@@ -147,11 +184,11 @@ class Problem:
     @cached_property
     def slots(self) -> dict[int, tuple[tuple[LayerOption, ...], ...]]:
         """For every size the options of each layer, or of all layers in one where they are free."""
-        sizes = [p for p in sorted(set(self.sizes or self.costs.group_sizes)) if p <= self.devices]
+        sizes = [p for p in sorted(set(self.sizes or self.model.group_sizes)) if p <= self.devices]
         return {p: self._slots(p, self._levels(p)) for p in sizes}
 
     def _levels(self, p: int) -> tuple[LayerOption, ...]:
-        options = map(LayerOption.parse, self.costs.options[p])
+        options = map(LayerOption.parse, self.model.options[p])
         return tuple(option for option in options if option.recompute in self.recompute)
 
     def _slots(
@@ -159,13 +196,13 @@ class Problem:
     ) -> tuple[tuple[LayerOption, ...], ...]:
         if self.layers is not None:
             slots = tuple(
-                tuple(o for o in options if listed.allows(o, self.costs, p))
+                tuple(o for o in options if listed.allows(o, self.model, p))
                 for listed in self._listed
             )
             return slots[:1] if len(set(slots)) == 1 else slots
         if self.methods is None:
             return (options,)
-        owners = self.costs.feed_forwards
+        owners = self.model.feed_forwards
         owned = {owners.get(method, method) for method in self.methods}
         return (
             tuple(
@@ -179,21 +216,21 @@ class Problem:
     def rescaled(self, scale: float) -> Problem:
         """The same problem with another ``scale`` of its seconds; what is worked out is kept, as
         it does not depend on the scale."""
-        other = replace(self, costs=self.costs.replace(scale=scale))
-        for kept in ("_arenas", "_frontiers"):
+        other = replace(self, costs=self.model.replace(scale=scale))
+        for kept in ("_frontiers", "_ideals", "_pricings"):
             object.__setattr__(other, kept, getattr(self, kept))
         return other
 
     def frontier(self, p: int, working: Working, sizes: Collection[int] = ()) -> Frontier:
         """Layer plans of size p on ranks that also work in groups of ``sizes``."""
-        held = self.costs.held_bytes({p, *sizes}, working)
+        held = self.model.held_bytes({p, *sizes}, working)
         key = (p, working, held)
         if key not in self._frontiers:
             self._frontiers[key] = self._frontier(p, working, sizes)
         return self._frontiers[key]
 
     def _frontier(self, p: int, working: Working, sizes: Collection[int]) -> Frontier:
-        unscaled, options = self.costs.replace(scale=1.0), self.options[p]
+        unscaled, options = self.model.replace(scale=1.0), self.options[p]
         if len(self.slots[p]) == 1:
             return layer_frontier(unscaled, p, working, sizes, options)
         table = layer_table(unscaled, p, working, sizes, options)
@@ -204,7 +241,7 @@ class Problem:
         the thriftiest plan keeps about as much as the thriftiest of them."""
         slots = self.slots[p]
         if len(slots) == 1:
-            return [LayerPlan.uniform(o, self.costs.architecture.layers) for o in slots[0]]
+            return [LayerPlan.uniform(o, self.model.architecture.layers) for o in slots[0]]
         return [
             LayerPlan(options=tuple(_at_level(slot, level) for slot in slots))
             for level in self.recompute
@@ -212,23 +249,12 @@ class Problem:
 
     def allows(self, p: int, layers: LayerPlan) -> bool:
         """Whether a micro-batch on p ranks may have these layers, memory aside."""
-        slots, number = self.slots.get(p, ()), self.costs.architecture.layers
+        slots, number = self.slots.get(p, ()), self.model.architecture.layers
         if len(layers.options) != number:
             return False
         each = slots * number if len(slots) == 1 else slots
-        named = map(self.costs.named, layers.options)
+        named = map(self.model.named, layers.options)
         return bool(each) and all(o in slot for o, slot in zip(named, each, strict=True))
-
-    def arena(self, working: Working, sizes: tuple[int, ...], *, mixed: bool = True) -> Arena:
-        """The arena in which ranks work in groups of all ``sizes``, or, not ``mixed``, of one of
-        them only, which leaves more memory."""
-        key = (working, sizes, mixed)
-        if key not in self._arenas:
-            allowed = sizes if working in self.holding else ()
-            found = {p: self.frontier(p, working, sizes if mixed else ()) for p in allowed}
-            fits = {p: frontier for p, frontier in found.items() if frontier.most_tokens}
-            self._arenas[key] = Arena(working=working, sizes=tuple(fits), frontiers=fits)
-        return self._arenas[key]
 
 
 def _at_level(slot: tuple[LayerOption, ...], level: Recompute) -> LayerOption:

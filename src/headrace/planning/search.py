@@ -1,235 +1,103 @@
-"""Local search: moves and swaps off the ranks that end last, until none helps.
+"""Searches the least time in which a filling succeeds: halving, then other orders.
 
-Solutions are compared by their finish times, latest first, so that relieving one of two equally
-late ranks counts. Changes are ranked by what the tables predict of them; the best are tried with
-exact packs. Effort is counted in tries, never in time, so that a seed gives one plan.
+A filling (:mod:`headrace.planning.side_by_side`, :mod:`headrace.planning.nested`,
+:mod:`headrace.planning.waves`) answers whether everything ends within a guessed time. The time is
+halved between a bound and what is known to be enough. Where sequences are few, whether they fit is a
+matter of luck: the longest first is one order among many, so others close to it are drawn and tried
+with a little less time, and each success lowers the time. Effort is counted in sequences placed,
+never in time, so that a seed gives one plan.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from random import Random
+from typing import Generic, TypeVar
 
-from headrace.planning.dispatch import Block, Members, order_of
-from headrace.planning.sizing import Batch
-from headrace.planning.solution import Solution
+import numpy as np
 
-__all__ = ["Effort", "improve"]
+__all__ = ["Effort", "Found", "least_time"]
 
-_TRIED_PER_ROUND = 6
-_SWAP_TARGETS = 3
-_GAIN = 1e-9  # relative: less is rounding
-
-# (predicted seconds, sequence, from, to, sequence that comes back or -1)
-_Move = tuple[float, int, Block, Block, int]
+Result = TypeVar("Result")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How many solutions may still be tried."""
+    """How hard a search tries.
 
-    tries: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ground:
-    """What a search does not change: ``seconds[p][i]`` predicts sequence i on p ranks."""
-
-    batch: Batch
-    seconds: dict[int, list[float]]
-    devices: int
-    target_s: float
-
-
-def improve(
-    starts: Sequence[Solution],
-    batch: Batch,
-    seconds: dict[int, list[float]],
-    *,
-    target_s: float,
-    effort: Effort,
-    random: Random,
-) -> Solution:
-    """The best solution found from ``starts`` (best first) with at most ``effort.tries`` tries.
-
-    Descends from one start after the other while half of the effort is left; then shakes a few
-    sequences of the best loose and descends again, keeping what is better. Stops at ``target_s``.
+    ``first`` is the first step above the bound, which grows by ``growth`` until a filling succeeds;
+    then the time is halved until it is known to ``close``, or ``halvings`` are done. ``shaken``
+    sequences may be placed in drawn orders, each with ``gain`` less time, in which a length counts
+    for ``spread`` more or less of itself. A time within ``enough`` of the bound is not improved.
     """
-    ground = _Ground(batch=batch, seconds=seconds, devices=len(starts[0].free), target_s=target_s)
-    best, shaking = starts[0], effort.tries // 2
-    for start in starts:
-        if effort.tries > shaking and best.seconds > target_s:
-            found = _descend(ground, start, effort)
-            best = found if _better(found, best) else best
-    while effort.tries > 0 and best.seconds > target_s:
-        shaken = _shaken(ground, best, random)
-        if shaken is None:
-            break
-        effort.tries -= 1
-        again = _descend(ground, shaken, effort)
-        if _better(again, best):
-            best = again
+
+    first: float = 1.5e-3
+    growth: float = 2.5
+    halvings: int = 12
+    close: float = 3e-4
+    shaken: int = 3000
+    gain: float = 2e-3
+    spread: Sequence[float] = (0.03, 0.1, 0.3)
+    enough: float = 2e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found(Generic[Result]):
+    """What a filling gave, and the time in which it succeeded."""
+
+    seconds: float
+    result: Result
+
+
+def least_time(
+    fill: Callable[[float, Sequence[int] | None], Result | None],
+    values: np.ndarray,
+    low_s: float,
+    high_s: float,
+    effort: Effort,
+    seed: int = 0,
+) -> Found[Result] | None:
+    """The least time found between ``low_s``, which nothing beats, and ``high_s`` in which ``fill``
+    succeeds for sequences of ``values`` tokens; None when none is below ``high_s``."""
+    best = _halved(fill, low_s, high_s, effort)
+    if best is None:
+        return None
+    random, placed, tries = np.random.default_rng(seed), effort.shaken, 0
+    while placed >= len(values) and best.seconds > low_s * (1 + effort.enough):
+        spread = effort.spread[tries % len(effort.spread)]
+        noise = random.normal(0.0, spread, len(values))
+        order = np.argsort(-values * np.exp(noise), kind="stable").tolist()
+        tau = max(low_s, best.seconds * (1 - effort.gain))
+        result = fill(tau, order)
+        if result is not None:
+            best = Found(seconds=tau, result=result)
+        placed -= len(values)
+        tries += 1
     return best
 
 
-def _better(one: Solution, other: Solution) -> bool:
-    """Whether ``one`` ends earlier, or as late on fewer ranks."""
-    if abs(one.seconds - other.seconds) > _GAIN * other.seconds:
-        return one.seconds < other.seconds
-    for here, there in zip(
-        sorted(one.free, reverse=True), sorted(other.free, reverse=True), strict=True
-    ):
-        if abs(here - there) > _GAIN * other.seconds:
-            return here < there
-    return False
-
-
-def _descend(ground: _Ground, solution: Solution, effort: Effort) -> Solution:
-    while solution.seconds > ground.target_s:
-        better = None
-        for move in _moves(ground, solution)[: min(_TRIED_PER_ROUND, effort.tries)]:
-            effort.tries -= 1
-            tried = solution.changed(ground.batch, _change(solution, move))
-            if _better(tried, solution):
-                better = tried
-                break
-        if better is None:
-            break
-        solution = better
-    return solution
-
-
-def _moves(ground: _Ground, solution: Solution) -> list[_Move]:
-    """Changes that are predicted to help, best first."""
-    least = _least_late(ground, solution)
-    found: list[_Move] = []
-    for source in _critical(solution):
-        found += _shifts(ground, solution, source, least)
-        found += _swaps(ground, solution, source, least)
-    return sorted(found)
-
-
-def _critical(solution: Solution) -> list[Block]:
-    """The chain of blocks that makes the last rank late, last block first."""
-    free = [0.0] * len(solution.free)
-    last: list[Block | None] = [None] * len(free)
-    before: dict[Block, Block | None] = {}
-    for block in order_of(solution.members):
-        p, k = block
-        ranks = range(k * p, (k + 1) * p)
-        latest = max(ranks, key=free.__getitem__)
-        before[block] = last[latest]
-        end = free[latest] + solution.packs[block].seconds
-        for rank in ranks:
-            free[rank], last[rank] = end, block
-    chain: list[Block] = []
-    link = last[max(range(len(free)), key=free.__getitem__)]
-    while link is not None:
-        chain.append(link)
-        link = before[link]
-    return chain
-
-
-def _least_late(ground: _Ground, solution: Solution) -> dict[int, list[tuple[float, int]]]:
-    """For every size the blocks by when their last rank is free."""
-    free = solution.free
-    return {
-        p: sorted((max(free[k * p : (k + 1) * p]), k) for k in range(ground.devices // p))
-        for p in ground.seconds
-    }
-
-
-def _shifts(
-    ground: _Ground,
-    solution: Solution,
-    source: Block,
-    least: dict[int, list[tuple[float, int]]],
-) -> Iterator[_Move]:
-    """A sequence of ``source`` goes to another block, of any size.
-
-    The longer the sequence, the earlier ``source`` ends and the later the target does, so only
-    those where the two meet are worth a look; and the longest, for a block of more ranks.
-    """
-    late_s, held = solution.seconds, solution.members[source]
-    own, start = ground.seconds[source[0]], source[0] * source[1]
-    for p, blocks in least.items():
-        added = ground.seconds[p]
-        targets = {k for _, k in blocks[:2]}
-        if p > source[0] and start // p < len(blocks):
-            targets.add(start // p)
-        for target in ((p, k) for k in sorted(targets) if (p, k) != source):
-            inside, outside = _free(solution, source, target)
-            free_s = max(inside, outside)
-            meet = bisect_left(held, free_s - late_s, key=lambda i: -own[i] - added[i])
-            for i in {*held[max(0, meet - 1) : meet + 2], *held[: 2 * (p > source[0])]}:
-                after_s = max(inside - own[i], outside) + added[i]
-                predicted_s = max(after_s, late_s - own[i])
-                if predicted_s < late_s * (1 - _GAIN):
-                    yield predicted_s, i, source, target, -1
-
-
-def _free(solution: Solution, source: Block, target: Block) -> tuple[float, float]:
-    """When the ranks of ``target`` are free: those also in ``source``, and the others."""
-    first, last = source[0] * source[1], source[0] * (source[1] + 1)
-    inside, outside = 0.0, 0.0
-    start, stop = target[0] * target[1], target[0] * (target[1] + 1)
-    if stop <= first or last <= start:
-        return 0.0, max(solution.free[start:stop])
-    for rank in range(start, stop):
-        if first <= rank < last:
-            inside = max(inside, solution.free[rank])
+def _halved(
+    fill: Callable[[float, Sequence[int] | None], Result | None],
+    low_s: float,
+    high_s: float,
+    effort: Effort,
+) -> Found[Result] | None:
+    best: Found[Result] | None = None
+    step, tau = effort.first, low_s * (1 + effort.first)
+    for _ in range(effort.halvings):
+        tau = min(tau, high_s)
+        result = fill(tau, None)
+        if result is not None:
+            best, high_s = Found(seconds=tau, result=result), tau
+        elif tau >= high_s:
+            return None
         else:
-            outside = max(outside, solution.free[rank])
-    return inside, outside
-
-
-def _swaps(
-    ground: _Ground,
-    solution: Solution,
-    source: Block,
-    least: dict[int, list[tuple[float, int]]],
-) -> Iterator[_Move]:
-    """A sequence of ``source`` changes places with a shorter one of another block of its size,
-    shorter by about half the time between the two blocks."""
-    p, late_s = source[0], solution.seconds
-    limit_s, own = late_s * (1 - _GAIN), ground.seconds[p]
-    others = [(at, (p, k)) for at, k in least[p] if (p, k) != source and (p, k) in solution.members]
-    for at, target in others[:_SWAP_TARGETS]:
-        there = solution.members[target]
-        rising = [-own[j] for j in there]
-        for i in solution.members[source]:
-            near = bisect_left(rising, (late_s - at) / 2 - own[i])
-            for j in there[max(0, near - 1) : near + 1]:
-                moved_s = own[i] - own[j]
-                if moved_s > 0 and at + moved_s < limit_s:
-                    yield max(at + moved_s, late_s - moved_s), i, source, target, j
-
-
-def _change(solution: Solution, move: _Move) -> Members:
-    """The blocks that a move changes."""
-    _, i, source, target, back = move
-    here = [x for x in solution.members[source] if x != i]
-    there = [x for x in solution.members.get(target, []) if x != back]
-    insort(there, i)
-    if back >= 0:
-        insort(here, back)
-    return {source: here, target: there}
-
-
-def _shaken(ground: _Ground, solution: Solution, random: Random) -> Solution | None:
-    """One to three sequences at random blocks; None when there is nowhere to go."""
-    blocks = [(p, k) for p in sorted(ground.seconds) for k in range(ground.devices // p)]
-    if len(blocks) < 2:
-        return None
-    homes = {i: block for block, held in solution.members.items() for i in held}
-    for _ in range(random.randint(1, 3)):
-        i = random.randrange(len(homes))
-        target = blocks[random.randrange(len(blocks))]
-        fits = ground.seconds[target[0]][i] < 2 * solution.seconds
-        if fits and target != homes[i]:
-            change = _change(solution, (0.0, i, homes[i], target, -1))
-            solution = solution.changed(ground.batch, change)
-            homes[i] = target
-    return solution
+            low_s = tau
+        if high_s <= low_s * (1 + effort.close):
+            break
+        if best is None:
+            step *= effort.growth
+            tau = low_s * (1 + step)
+        else:
+            tau = (low_s + high_s) / 2
+    return best

@@ -9,23 +9,26 @@ the last plan is given, so a run that goes on from a file plans as if it had nev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from headrace.planning.problem import Arena, Problem
-from headrace.spec import LayerPlan, Plan
+from headrace.planning.problem import Problem
+from headrace.simulator import step_s
+from headrace.spec import LayerPlan, MicroBatch, Plan
 
 __all__ = ["smoothed"]
 
 
-def smoothed(problem: Problem, arena: Arena, plan: Plan, before: Plan) -> Plan:
-    """``plan``, made in ``arena``, with layers of the plan ``before`` where the problem's
-    smoothing allows."""
-    micro_batches = []
+def smoothed(problem: Problem, plan: Plan, before: Plan) -> Plan:
+    """``plan``, timed anew, with layers of the plan ``before`` where the problem's smoothing
+    allows. Pipelines with tensor blocks or stages keep what they have."""
+    sizes, micro_batches = _sizes(plan), list[MicroBatch]()
     for micro in plan.micro_batches:
-        p = len(plan.pipelines[micro.pipeline].ranks)
-        layers = _kept(problem, arena, p, plan.tokens_of(micro), micro.layers, before)
-        order = problem.costs.order_of(p, layers)
+        scheme = plan.pipelines[micro.pipeline].scheme
+        if scheme.context < scheme.devices:
+            micro_batches.append(micro)
+            continue
+        layers = _kept(problem, plan, micro, sizes[micro.pipeline], before)
+        order = problem.model.order_of(scheme.devices, layers)
         micro_batches.append(replace(micro, layers=layers, order=order))
     kept = sum(
         new.layers != old.layers for new, old in zip(micro_batches, plan.micro_batches, strict=True)
@@ -33,28 +36,39 @@ def smoothed(problem: Problem, arena: Arena, plan: Plan, before: Plan) -> Plan:
     if not kept:
         return plan
     reason = f"keeps layers of the step before in {kept} of {len(micro_batches)} micro-batches"
-    return plan.replace(micro_batches=tuple(micro_batches), why=(*plan.why, reason))
+    made = plan.replace(micro_batches=tuple(micro_batches), why=(*plan.why, reason))
+    return made.replace(predicted_s=step_s(made, problem.model.replace(scale=1.0)))
+
+
+def _sizes(plan: Plan) -> list[set[int]]:
+    """By pipeline the sizes of all groups in which one of its ranks works."""
+    of_rank: dict[int, set[int]] = {}
+    for pipeline in plan.pipelines:
+        for rank in pipeline.ranks:
+            of_rank.setdefault(rank, set()).add(len(pipeline.ranks))
+    return [set[int]().union(*(of_rank[rank] for rank in p.ranks)) for p in plan.pipelines]
 
 
 def _kept(
-    problem: Problem, arena: Arena, p: int, tokens: Sequence[int], best: LayerPlan, before: Plan
+    problem: Problem, plan: Plan, micro: MicroBatch, sizes: set[int], before: Plan
 ) -> LayerPlan:
-    """The quickest layer plan for a micro-batch of ``tokens`` on p ranks that was used on p ranks
-    before and is within the limit; ``best`` when there is none."""
-    costs, working = problem.costs, arena.working
+    """The quickest layer plan for a micro-batch that was used on as many ranks before and is
+    within the limit; its own when there is none."""
+    costs, tokens = problem.model, plan.tokens_of(micro)
+    p = len(plan.pipelines[micro.pipeline].ranks)
 
     def seconds(layers: LayerPlan) -> float:
-        return sum(costs.micro_batch_s(tokens, p, layers, working))
+        return sum(costs.micro_batch_s(tokens, p, layers, plan.working))
 
-    limit_s = seconds(best) * (1 + problem.smoothing)
+    limit_s = seconds(micro.layers) * (1 + problem.smoothing)
     found = [
         layers
         for layers in _used(before, p)
         if problem.allows(p, layers)
-        and costs.max_tokens(p, layers, working, arena.sizes) >= sum(tokens)
+        and costs.max_tokens(p, layers, plan.working, sizes) >= sum(tokens)
         and seconds(layers) <= limit_s
     ]
-    return min(found, key=seconds, default=best)
+    return min(found, key=seconds, default=micro.layers)
 
 
 def _used(before: Plan, p: int) -> list[LayerPlan]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from headrace.errors import InfeasiblePlan
 from headrace.planning.strategies.schemes import Schemes
-from headrace.planning.strategies.stages import StageCosts, shares_of
+from headrace.planning.stages import StageCosts, shares_of
 from headrace.spec import Scheme, Strategy
 from headrace.spec.plan import Working
 from headrace.units import bytes_text

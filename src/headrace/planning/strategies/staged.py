@@ -17,7 +17,7 @@ from headrace.planning.pipelines.batch import Batch
 from headrace.planning.pipelines.packing import pack as pack_stages
 from headrace.planning.pipelines.world import Pipe, World
 from headrace.planning.strategies.schemes import Shape
-from headrace.planning.strategies.stages import StageCosts
+from headrace.planning.stages import StageCosts
 
 __all__ = ["Load", "loaded", "quickened"]
 

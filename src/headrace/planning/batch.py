@@ -1,0 +1,195 @@
+"""A batch sorted for planning, and what its sequences take on every priced scheme.
+
+Of a sequence of l tokens in a micro-batch, over all rows (a, b, c, cap) of a scheme's frontier that
+hold it, in seconds of one stage:
+
+    alone    min a l^2 + b l + c              in a micro-batch of its own
+    work     min a l^2 + b l                  without any constant
+    spread   min a l^2 + (b + c / cap) l      with its share of a constant: a micro-batch holds at
+                                              most cap tokens, so this much of c comes on l
+
+Each is a lower bound, whichever row its micro-batch has. A search counts with one row, the *usual*
+one: the row that is quickest for as many tokens as a pipeline of the scheme may expect. There a
+sequence adds ``seconds`` to its pipeline and fills ``room`` tokens of a micro-batch, and each
+micro-batch costs ``c`` and holds ``cap`` tokens; a sequence that the usual row does not hold takes a
+micro-batch for itself, by the best row that does. Where a frontier has one row, micro-batches are
+counted as they are filled. Where it has more, *fluid* ones, the next micro-batch is hardly dearer if
+it holds a little more: beyond the first, constants are dealt out to tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.planning.frontier import Frontier
+from headrace.planning.priced import PricedScheme
+from headrace.spec import Lengths
+
+__all__ = ["Batch", "PriceTable"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Sequences longest first (ties by index): position i is sequence ``order[i]`` of ``lengths``
+    and has ``tokens[i]`` tokens."""
+
+    lengths: Lengths
+    order: tuple[int, ...]
+    tokens: list[int]
+    _rows: dict[int, tuple[Frontier, Floats]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, lengths: Lengths) -> Batch:
+        """Sort ``lengths``."""
+        given = np.array(lengths.tokens, dtype=np.int64)
+        order = np.argsort(-given, kind="stable")
+        return cls(lengths=lengths, order=tuple(order.tolist()), tokens=given[order].tolist())
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def values(self) -> Floats:
+        """``tokens`` as an array."""
+        return np.array(self.tokens, dtype=np.float64)
+
+    @cached_property
+    def sums(self) -> tuple[float, float]:
+        """(sum of squared lengths, sum of lengths)."""
+        return float((self.values**2).sum()), float(self.values.sum())
+
+    def row(self, frontier: Frontier) -> Floats:
+        """(alone, work, spread) of every sequence under a frontier [3, sequences], worked out
+        once; infinite where it does not fit."""
+        key = id(frontier)  # the frontier stands beside its row, so the id stays its own
+        if key not in self._rows:
+            self._rows[key] = (frontier, _lowest(frontier, self.values))
+        return self._rows[key][1]
+
+
+class PriceTable:
+    """A batch on ``devices`` with some schemes, those of the fewest devices first.
+
+    ``alone``, ``work`` and ``spread`` [schemes, sequences] as above. ``seconds[k][i]`` and
+    ``room[k][i]`` are those of position i on scheme k by its usual row, ``c[k]`` and ``cap[k]``
+    that row's constant and tokens.
+    """
+
+    def __init__(self, batch: Batch, schemes: Sequence[PricedScheme], devices: int) -> None:
+        self.batch, self.devices = batch, devices
+        self.schemes = sorted(schemes, key=lambda s: (s.devices, s.depth, s.scheme.tensor))
+        self.tokens = batch.tokens
+        self.width = [scheme.devices for scheme in self.schemes]
+        self.depth = [scheme.depth for scheme in self.schemes]
+        self.util = [scheme.util for scheme in self.schemes]
+        rows = np.stack([batch.row(scheme.frontier) for scheme in self.schemes], axis=1)
+        self.alone, self.work, self.spread = rows
+        self.least_c = np.array([[scheme.frontier.c.min()] for scheme in self.schemes])
+        self.ranks = np.array([[float(width)] for width in self.width])
+        self.stages = np.array([[float(depth)] for depth in self.depth])
+        usual = [self._usual(scheme) for scheme in self.schemes]
+        self.rows = usual
+        self.c = [s.frontier.rows[row][2] for s, row in zip(self.schemes, usual, strict=True)]
+        self.cap = [s.frontier.caps[row] for s, row in zip(self.schemes, usual, strict=True)]
+        self.fluid = [len(scheme.frontier.caps) > 1 for scheme in self.schemes]
+        self._seconds: dict[int, tuple[list[float], list[int]]] = {}
+        self._work: dict[int, list[float]] = {}
+
+    def __len__(self) -> int:
+        return len(self.schemes)
+
+    def _usual(self, scheme: PricedScheme) -> int:
+        """The row that is quickest for a pipeline's part of the batch, of the rows that hold
+        something of it."""
+        frontier, (squares, tokens) = scheme.frontier, self.batch.sums
+        if len(frontier.caps) == 1:
+            return 0
+        part = min(1.0, scheme.devices / self.devices)
+        packs = np.maximum(1.0, tokens * part / frontier.limits)
+        seconds = (frontier.a * squares + frontier.b * tokens) * part + frontier.c * packs
+        return int(seconds.argmin())
+
+    def seconds(self, k: int) -> list[float]:
+        """What each sequence adds to a pipeline of scheme k, without constants; infinite where it
+        does not fit."""
+        return self._priced(k)[0]
+
+    def room(self, k: int) -> list[int]:
+        """Tokens that each sequence takes of a micro-batch of scheme k."""
+        return self._priced(k)[1]
+
+    def _priced(self, k: int) -> tuple[list[float], list[int]]:
+        if k not in self._seconds:
+            frontier, row, values = self.schemes[k].frontier, self.rows[k], self.batch.values
+            if len(frontier.caps) == 1:
+                self._seconds[k] = self.work[k].tolist(), self.tokens
+            else:
+                a, b, c = frontier.rows[row]
+                long = values > self.cap[k]
+                seconds = np.where(long, self.alone[k] - c, (a * values + b) * values)
+                room = np.minimum(values, self.cap[k]).astype(np.int64)
+                self._seconds[k] = seconds.tolist(), room.tolist()
+        return self._seconds[k]
+
+    def added_s(self, k: int, room: list[int], tokens: int) -> float:
+        """Constants that ``tokens`` more cost a pipeline of scheme k without stages. ``room`` are
+        the tokens left of its micro-batches, rising; it is changed by :meth:`put`."""
+        if self.fluid[k]:
+            return max(0, tokens - room[0]) * self.c[k] / self.cap[k] if room else self.c[k]
+        return 0.0 if room and tokens <= room[-1] else self.c[k]
+
+    def put(self, k: int, room: list[int], tokens: int) -> None:
+        """Put ``tokens`` into the micro-batch that they fill best, a new one where none has
+        room."""
+        if self.fluid[k]:
+            left = (room.pop() if room else self.cap[k]) - tokens
+            room.append(max(0, left))
+            return
+        at = bisect_left(room, tokens)
+        left = (room.pop(at) if at < len(room) else self.cap[k]) - tokens
+        insort(room, left)
+
+    def sums(self, k: int) -> list[float]:
+        """Sums of :meth:`seconds` before each sequence, and of all."""
+        if k not in self._work:
+            self._work[k] = list(accumulate(self.seconds(k), initial=0.0))
+        return self._work[k]
+
+
+def _lowest(frontier: Frontier, lengths: Floats) -> Floats:
+    """(alone, work, spread) of sequences of ``lengths`` tokens, longest first [3, sequences]."""
+    out = np.full((3, len(lengths)), np.inf)
+    if len(frontier.caps) == 1:
+        ((a, b, c),), cap = frontier.rows, frontier.caps[0]
+        some = lengths[(first := int(np.searchsorted(-lengths, -cap))) :]
+        work = (a * some + b) * some
+        out[:, first:] = work + c, work, work + c / cap * some
+        return out
+    a, caps = frontier.a, frontier.limits
+    first = np.searchsorted(caps, lengths)
+    fits = first < len(caps)
+    for row, share in enumerate(frontier.shares):
+        b, c = share.b, share.c
+        # Where the first plan that holds a sequence is the quickest of all later ones, take it.
+        quick = fits.copy()
+        quick[fits] = share.rules[first[fits]]
+        at, some = first[quick], lengths[quick]
+        out[row, quick] = a[at] * some**2 + b[at] * some + c[at]
+        slow = fits & ~quick
+        every = np.arange(len(caps))
+        for rows, which in ((share.quickest, slow & (first == 0)), (every, slow & (first > 0))):
+            some = lengths[which]
+            if len(some):
+                values = np.outer(a[rows], some**2) + np.outer(b[rows], some) + c[rows][:, None]
+                values[caps[rows][:, None] < some] = np.inf
+                out[row, which] = values.min(axis=0)
+    return out

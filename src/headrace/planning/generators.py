@@ -1,0 +1,233 @@
+"""Generators: ways to draft schedules of one table, beside each other.
+
+side by side    pipelines that share no device (:mod:`headrace.planning.side_by_side`), with the
+                schemes of one stage, with all where some have more, and with strategies that
+                exchange pipelines (:mod:`headrace.planning.strategy_search`)
+nested          groups one in another (:mod:`headrace.planning.nested`), where schemes allow it
+
+A draft is timed by the usual rows of its schemes. :func:`scheduled` packs the best drafts exactly
+and improves the best of those by local search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.planning.batch import PriceTable
+from headrace.planning.local_search import improved
+from headrace.planning.nested import Nesting
+from headrace.planning.schedule import Group, Schedule, placed
+from headrace.planning.search import Effort, Found, least_time
+from headrace.planning.side_by_side import Filler, Pipelines
+from headrace.planning.strategy_search import Counts, climbed, counts_of, worthwhile
+
+__all__ = ["Draft", "Limits", "nested", "scheduled", "side_by_side"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a search spends, in sequences placed, steps and schedules: never in time.
+
+    Batches of up to ``few`` sequences are tried in more ways. ``levels`` are the parts of the time
+    up to which sequences are dealt out again. Where schemes with stages seem cheaper than they turn
+    out to be, their devices count ``biases`` times. Exchanges of pipelines place up to
+    ``exchanged`` sequences. Nested groups are drafted for ``targets`` times the bound, and filled
+    where there are at most ``crowd`` sequences for each device, with up to ``promotions`` larger
+    sizes. ``packed`` drafts are packed exactly; ``polished`` of those, within ``near`` of the best,
+    are improved in ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough``
+    of the bound nothing more is tried.
+    """
+
+    few: int = 300
+    levels: Sequence[float] = (0.3, float("inf"))
+    biases: Sequence[float] = (1.0, 1.1, 1.25)
+    exchanged: int = 6000
+    targets: Sequence[float] = (1.0, 1.05, 1.15, 1.4, 2.0, float("inf"))
+    crowd: int = 3
+    promotions: int = 6
+    packed: int = 6
+    polished: int = 3
+    near: float = 0.01
+    steps: int = 100
+    step_work: int = 20_000
+    enough: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """Pipelines with their sequences, larger ones first, and the seconds to expect."""
+
+    table: PriceTable
+    seconds: float
+    groups: list[Group]
+    source: str
+
+
+def side_by_side(
+    table: PriceTable, bound_s: float, high_s: float, *, seed: int, limits: Limits,
+    most: Sequence[int] | None = None,
+) -> Iterator[Draft]:  # fmt: skip
+    """Drafts of pipelines side by side that may take less than ``high_s``; ``most[k]`` limits the
+    pipelines of each scheme."""
+    starts, single = list[Counts](), [depth == 1 for depth in table.depth]
+    for bias in _biases(single, limits):
+        filler = Filler(table, most=most, bias=bias)
+        found = _filled(filler, bound_s, high_s, seed, limits)
+        if found is not None:
+            starts.append(counts_of(table, found.result))
+            high_s = min(high_s, found.seconds)
+            yield from _dealt(filler, found, limits)
+    if most is not None or high_s <= bound_s * (1 + limits.enough):
+        return
+    found, kinds = None, worthwhile(table, bound_s * 1.1)
+    starts = starts[::-1] or _homogeneous(table)
+    for filler, found in climbed(table, starts, kinds, high_s, bound_s, limits.exchanged):
+        pass
+    if found is not None:
+        yield from _dealt(filler, found, limits)
+
+
+def _biases(single: Sequence[bool], limits: Limits) -> Iterator[list[float]]:
+    """With the schemes of one stage only, then with all."""
+    if any(single):
+        yield [1.0 if one else float("inf") for one in single]
+    if not all(single):
+        for bias in limits.biases:
+            yield [1.0 if one else bias for one in single]
+
+
+def _homogeneous(table: PriceTable) -> list[Counts]:
+    """Strategies of one scheme that hold the longest sequence, those that need the least first."""
+    fits = [
+        k for k in range(len(table))
+        if np.isfinite(table.alone[k, 0]) and table.width[k] <= table.devices
+    ]  # fmt: skip
+    fits.sort(key=lambda k: float(table.ranks[k, 0] * table.spread[k].sum()))
+    return [
+        tuple(table.devices // table.width[k] if j == k else 0 for j in range(len(table)))
+        for k in fits
+    ]
+
+
+def _filled(
+    filler: Filler, bound_s: float, high_s: float, seed: int, limits: Limits
+) -> Found[Pipelines] | None:
+    table = filler.table
+    few = len(table.tokens) <= limits.few
+
+    def fill(tau: float, order: Sequence[int] | None) -> Pipelines | None:
+        found = filler.fill(tau, order)
+        if found is None and few and order is None:
+            found = filler.fill(tau, order, join_any=False)
+        return found
+
+    effort = Effort() if few and not any(table.fluid) else Effort(shaken=0, close=1e-3)
+    return least_time(fill, table.batch.values, bound_s, high_s, effort, seed)
+
+
+def _dealt(filler: Filler, found: Found[Pipelines], limits: Limits) -> Iterator[Draft]:
+    """What a filling gives, and dealt out in other ways."""
+    table, name = filler.table, "side by side"
+    yield Draft(
+        table=table, seconds=found.seconds, groups=placed(table, found.result), source=name
+    )
+    for level in limits.levels:
+        seconds, dealt = filler.levelled(found.result, found.seconds * level)
+        if dealt:
+            yield Draft(table=table, seconds=seconds, groups=placed(table, dealt), source=name)
+
+
+def nested(
+    table: PriceTable, bound_s: float, high_s: float, *, seed: int, limits: Limits
+) -> Iterator[Draft]:
+    """Drafts of nested groups: with the sizes that divide one another, and, for few sequences,
+    with all where there are others."""
+    rows = [
+        k for k in range(len(table))
+        if table.depth[k] == 1 and table.schemes[k].scheme.tensor == 1
+    ]  # fmt: skip
+    chain = _chain(table, rows)
+    few = len(table.tokens) <= limits.few and len(chain) < len(rows)
+    for some in [chain, rows] if few else [chain]:
+        nesting = Nesting(table, some)
+        for draft in _drafts(nesting, bound_s, limits):
+            high_s = min(high_s, draft.seconds)
+            yield draft
+        if len(table.tokens) <= limits.crowd * table.devices:
+
+            def fill(tau: float, order: Sequence[int] | None) -> list[Group] | None:
+                return nesting.fill(tau, order, promotions=limits.promotions)  # noqa: B023
+
+            effort = Effort(shaken=0, close=1e-3)
+            found = least_time(fill, table.batch.values, bound_s, high_s, effort, seed)
+            if found is not None:
+                high_s = found.seconds
+                yield Draft(
+                    table=table, seconds=found.seconds, groups=found.result, source="nested"
+                )
+
+
+def _drafts(nesting: Nesting, bound_s: float, limits: Limits) -> list[Draft]:
+    """Sizes by a row of target times, then without those that cost more than they bring."""
+    drafts: dict[tuple[int, ...], tuple[float, list[Group]]] = {}
+
+    def drafted(target_s: float, levels: Sequence[int]) -> float:
+        seconds, key, groups = nesting.dealt(target_s, levels, drafts)
+        if groups:
+            drafts[key] = seconds, groups
+        return seconds
+
+    every = list(range(len(nesting.rows)))
+    best_s, factor = min((drafted(bound_s * factor, every), factor) for factor in limits.targets)
+    dropping = True
+    while dropping and len(every) > 1:
+        dropping = False
+        for row in every:
+            fewer = [other for other in every if other != row]
+            seconds = drafted(bound_s * factor, fewer)
+            if seconds < best_s * (1 - 1e-9):
+                best_s, every, dropping = seconds, fewer, True
+                break
+    return [
+        Draft(table=nesting.table, seconds=seconds, groups=groups, source="nested")
+        for seconds, groups in sorted(drafts.values(), key=lambda item: item[0])[:2]
+    ]
+
+
+def _chain(table: PriceTable, rows: Sequence[int]) -> list[int]:
+    """The longest chain of sizes that divide the next and, the largest, the devices."""
+    best: dict[int, list[int]] = {}
+    for k in rows:
+        width = table.width[k]
+        below = [best[j] for j in best if table.width[j] < width and width % table.width[j] == 0]
+        best[k] = [*max(below, key=len, default=[]), k]
+
+    def key(chain: list[int]) -> tuple[bool, int]:
+        return table.devices % table.width[chain[-1]] == 0, len(chain)
+
+    return max(best.values(), key=key, default=[])
+
+
+def scheduled(
+    drafts: Iterable[Draft], found: Iterable[Schedule], bound_s: float, limits: Limits
+) -> list[Schedule]:
+    """The best ``drafts`` packed exactly, with the schedules ``found``, the best of all improved;
+    quickest first."""
+    best = sorted(drafts, key=lambda draft: draft.seconds)[: limits.packed]
+    made = [Schedule.of(draft.table, draft.groups, draft.source) for draft in best]
+    made = sorted([*found, *made], key=lambda schedule: schedule.seconds)
+    for schedule in made[: limits.polished]:
+        if made[0].seconds <= bound_s * (1 + limits.enough) or (
+            schedule.seconds > made[0].seconds * (1 + limits.near)
+        ):
+            break
+        steps = min(limits.steps, limits.step_work // len(schedule.table.tokens))
+        if any(schedule.table.fluid):
+            steps //= 4  # packing takes longer
+        better = improved(schedule, target_s=bound_s, steps=steps)
+        if better is not schedule:
+            made.append(better)
+    return sorted(made, key=lambda schedule: schedule.seconds)

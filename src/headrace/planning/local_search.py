@@ -1,0 +1,157 @@
+"""Local search: sequences leave the pipelines that end last.
+
+A step takes the rank that is free last and the pipelines in which it works. One of their sequences
+goes to another pipeline, or changes places with a shorter one there, such that both end earlier by
+the tables. The most promising changes are packed exactly, and the first that really makes every
+rank it touches end earlier is taken. Effort is counted in steps, never in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import nsmallest
+
+from headrace.planning.batch import PriceTable
+from headrace.planning.packing import Packed, pack
+from headrace.planning.schedule import Group, Schedule
+
+__all__ = ["improved"]
+
+_OTHERS = 6  # pipelines that end first, and one of each scheme beside them
+_PACKED = 4  # changes that are packed exactly in a step
+_NEAR = 2  # sequences of another pipeline on either side of the one that would level both
+_GAIN = 1e-6  # relative: less is rounding
+
+_Change = tuple[float, int, int, int, int]
+"""(expected later end of the two, from, to, sequence over, sequence back or -1)."""
+
+
+def improved(schedule: Schedule, *, target_s: float, steps: int) -> Schedule:
+    """The schedule after at most ``steps`` steps, or as soon as it takes ``target_s``."""
+    search = _Search(schedule)
+    for _ in range(steps):
+        if search.seconds <= target_s or not search.step():
+            break
+    if search.seconds >= schedule.seconds:
+        return schedule
+    some = [(k, ranks, own) for (k, ranks, _), own in zip(schedule.groups, search.members, strict=True)]
+    return Schedule.of(schedule.table, some, schedule.source)
+
+
+class _Search:
+    """Pipelines while sequences move: ``free[r]`` is when rank r is free, ``ends[g]`` when the
+    last rank of pipeline g is."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.table: PriceTable = schedule.table
+        self.groups: tuple[Group, ...] = schedule.groups
+        self.members = [list(members) for _, _, members in schedule.groups]
+        self.packs: list[Packed] = list(schedule.packs)
+        owners = [0] * self.table.devices
+        for _, ranks, _ in self.groups:
+            for rank in ranks:
+                owners[rank] += 1
+        self.nested = max(owners) > 1
+        self._timed()
+
+    @property
+    def seconds(self) -> float:
+        """When the last rank is free."""
+        return max(self.ends)
+
+    def _timed(self) -> None:
+        if not self.nested:
+            self.ends = [own.seconds for own in self.packs]
+            return
+        free = [0.0] * self.table.devices
+        for (_, ranks, _), own in zip(self.groups, self.packs, strict=True):
+            end = max([free[rank] for rank in ranks]) + own.seconds
+            for rank in ranks:
+                free[rank] = end
+        self.ends = [max([free[rank] for rank in ranks]) for _, ranks, _ in self.groups]
+
+    def step(self) -> bool:
+        """Take one change; False when none helps."""
+        last_s = self.seconds
+        late = [g for g, end in enumerate(self.ends) if end >= last_s * (1 - _GAIN)]
+        if self.nested:
+            ranks = set(self.groups[late[-1]][1])
+            late = [g for g in late if ranks.intersection(self.groups[g][1])]
+        else:
+            late = late[:1]
+        options = (change for source in late for change in self._changes(source, last_s))
+        return any(self._taken(change, last_s) for change in nsmallest(_PACKED, options))
+
+    def _others(self, source: int) -> list[int]:
+        order = sorted(range(len(self.ends)), key=self.ends.__getitem__)
+        found = [g for g in order[: _OTHERS + 1] if g != source]
+        kinds = {self.groups[g][0] for g in found}
+        for g in order[_OTHERS + 1 :]:
+            if self.groups[g][0] not in kinds and g != source:
+                kinds.add(self.groups[g][0])
+                found.append(g)
+        if self.nested:
+            mine = set(self.groups[source][1])
+            found = [g for g in found if not mine.intersection(self.groups[g][1])]
+        return found
+
+    def _changes(self, source: int, last_s: float) -> Iterator[_Change]:
+        table, limit_s = self.table, last_s * (1 - _GAIN)
+        k = self.groups[source][0]
+        ours, room, c = table.seconds(k), table.room(k), self._constant(k)
+        spare = self._spare(source)
+        for target in self._others(source):
+            j = self.groups[target][0]
+            theirs, place, opening = table.seconds(j), table.room(j), self._constant(j)
+            more = table.cap[j] - self._spare(target)
+            end_s, there, at = self.ends[target], self.members[target], 0
+            half_s = (last_s - end_s) / 2
+            for i in self.members[source]:
+                over_s, left_s = end_s + theirs[i], last_s - ours[i]
+                if over_s < limit_s:
+                    later_s = max(
+                        over_s + opening * (place[i] > more), left_s - c * (room[i] >= spare)
+                    )
+                    if later_s < limit_s:
+                        yield later_s, source, target, i, -1
+                # Both lists fall, so the place in the other only goes on.
+                wanted_s = ours[i] - half_s
+                while at < len(there) and ours[there[at]] > wanted_s:
+                    at += 1
+                for r in there[max(0, at - _NEAR) : at + _NEAR]:
+                    if r > i:
+                        later_s = max(
+                            over_s - theirs[r] + opening * (place[i] - place[r] > more),
+                            left_s + ours[r] - c * (room[i] - room[r] >= spare),
+                        )
+                        if later_s < limit_s:
+                            yield later_s, source, target, i, r
+
+    def _constant(self, k: int) -> float:
+        """What a micro-batch more costs a scheme whose micro-batches are counted one by one."""
+        return 0.0 if self.table.depth[k] > 1 or self.table.fluid[k] else self.table.c[k]
+
+    def _spare(self, g: int) -> int:
+        """Tokens fewer by which a micro-batch less may do."""
+        k = self.groups[g][0]
+        room = self.table.room(k)
+        held = sum([room[i] for i in self.members[g]])
+        return held - (len(self.packs[g].bins) - 1) * self.table.cap[k]
+
+    def _taken(self, change: _Change, last_s: float) -> bool:
+        _, source, target, over, back = change
+        before = self.members[source], self.members[target], self.packs[source], self.packs[target]
+        here = [i for i in before[0] if i != over] + ([back] if back >= 0 else [])
+        there = [i for i in before[1] if i != back] + [over]
+        self._put(source, sorted(here))
+        self._put(target, sorted(there))
+        self._timed()
+        if max(self.ends[source], self.ends[target]) < last_s * (1 - _GAIN):
+            return True
+        self.members[source], self.members[target], self.packs[source], self.packs[target] = before
+        self._timed()
+        return False
+
+    def _put(self, g: int, members: list[int]) -> None:
+        self.members[g] = members
+        self.packs[g] = pack(self.table, self.groups[g][0], members)

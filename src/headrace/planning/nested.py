@@ -1,0 +1,195 @@
+"""Nested groups: ranks work in large groups first, then in smaller ones, all within one time.
+
+Data        sequences with their seconds on every group size; N ranks; a time tau.
+Variables   the group of each sequence.
+Constraint  a group starts when all its ranks are free, and every rank is free within tau.
+
+A dual approximation like :mod:`headrace.planning.side_by_side`, size by size from the largest. Each
+sequence has a size: that of the fewest device-seconds that ends it within tau. For a size the ranks
+are cut into groups in the order in which they are free; where sizes divide one another a group lies
+in one of the size before, and no rank waits for another. Longest first, a sequence goes to the group
+that it fills best. One that finds no room is given the next larger size, and the sizes from there on
+are filled again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Container, Hashable, Sequence
+from heapq import heapify, heapreplace
+
+import numpy as np
+
+from headrace.planning.batch import PriceTable
+from headrace.planning.schedule import Group
+
+__all__ = ["Nesting"]
+
+Segment = tuple[float, tuple[int, ...]]
+"""Ranks that are free at the same time, and when."""
+
+
+class Nesting:
+    """Fills nested groups of a table's schemes, which have one stage each and different widths;
+    ``rows`` are those to use."""
+
+    def __init__(self, table: PriceTable, rows: Sequence[int]) -> None:
+        self.table, self.rows = table, sorted(rows)
+        self.alone = table.alone[self.rows]
+        self.area = table.ranks[self.rows] * table.spread[self.rows]
+
+    def fill(
+        self,
+        tau: float,
+        order: Sequence[int] | None = None,
+        *,
+        promotions: int = 3,
+    ) -> list[Group] | None:
+        """Groups in which every rank is free within ``tau`` by the usual rows, larger ones first;
+        None when a sequence finds no place. ``order``: positions as they are taken; ``promotions``:
+        how many sequences may be given a larger size."""
+        area = np.where(self.alone > tau, np.inf, self.area)
+        total = float(area.min(axis=0).sum())
+        if not total <= self.table.devices * tau:
+            return None
+        rank = None
+        chosen = area.argmin(axis=0)
+        levels = [np.flatnonzero(chosen == level).tolist() for level in range(len(self.rows))]
+        if order is not None:
+            rank = [0] * len(order)
+            for at, i in enumerate(order):
+                rank[i] = at
+            for level in levels:
+                level.sort(key=rank.__getitem__)
+        segments: list[Segment] = [(0.0, tuple(range(self.table.devices)))]
+        before: dict[int, list[Segment]] = {}
+        done: dict[int, list[Group]] = {}
+        level = len(self.rows) - 1
+        while level >= 0:
+            before[level] = segments
+            done.pop(level, None)
+            if levels[level]:
+                filled = self._level(level, levels[level], segments, tau)
+                if isinstance(filled, int):
+                    promotions -= 1
+                    larger = self._larger(area, level, filled)
+                    if promotions < 0 or larger is None:
+                        return None
+                    levels[level].remove(filled)
+                    levels[larger].append(filled)
+                    levels[larger].sort(key=None if rank is None else rank.__getitem__)
+                    level, segments = larger, before[larger]
+                    continue
+                segments, done[level] = filled
+            level -= 1
+        found = [group for at in sorted(done, reverse=True) for group in done[at]]
+        for _, _, members in found if rank is not None else ():
+            members.sort()
+        return found
+
+    def dealt(
+        self, target_s: float, levels: Sequence[int], known: Container[Hashable]
+    ) -> tuple[float, tuple[int, ...], list[Group]]:
+        """Every sequence on the size of the fewest device-seconds, of the sizes ``levels``, that
+        runs it within ``target_s``, else the quickest; each to the group that is free first, which
+        gives groups sequences of all lengths. Returns the seconds, the sizes chosen, and the
+        groups; infinite seconds for sizes that are ``known``."""
+        alone, area = self.alone[levels], self.area[levels]
+        within = np.where(alone > target_s, np.inf, area)
+        late = ~np.isfinite(within).any(axis=0)
+        chosen = np.where(late, alone.argmin(axis=0), within.argmin(axis=0))
+        key = tuple(np.array(levels)[chosen].tolist())
+        if key in known or not np.isfinite(alone.min(axis=0)).all():
+            return float("inf"), key, []
+        segments: list[Segment] = [(0.0, tuple(range(self.table.devices)))]
+        found = list[Group]()
+        for at in range(len(levels) - 1, -1, -1):
+            some = np.flatnonzero(chosen == at).tolist()
+            if some:
+                segments, groups = self._dealt(self.rows[levels[at]], some, segments)
+                found += groups
+        return max(free for free, _ in segments), key, found
+
+    def _dealt(
+        self, k: int, some: Sequence[int], segments: Sequence[Segment]
+    ) -> tuple[list[Segment], list[Group]]:
+        """:meth:`_level` by Graham's rule, without a limit."""
+        table = self.table
+        seconds, tokens = table.seconds(k), table.room(k)
+        groups, left = _cut(segments, table.width[k])
+        loads = [(free + table.c[k], g) for g, (free, _) in enumerate(groups)]
+        heapify(loads)
+        rooms, members = [list[int]() for _ in groups], [list[int]() for _ in groups]
+        for i in some:
+            load, g = loads[0]
+            if rooms[g]:
+                load += table.added_s(k, rooms[g], tokens[i])
+            table.put(k, rooms[g], tokens[i])
+            members[g].append(i)
+            heapreplace(loads, (load + seconds[i], g))
+        used = [(load, (k, groups[g][1], members[g])) for load, g in loads if members[g]]
+        rest = [groups[g] for _, g in loads if not members[g]]
+        used.sort(key=lambda item: item[1][1])
+        after_it = [(load, group[1]) for load, group in used]
+        return sorted([*left, *rest, *after_it]), [group for _, group in used]
+
+    @staticmethod
+    def _larger(area: np.ndarray, level: int, i: int) -> int | None:
+        """The larger size of the fewest device-seconds for a sequence."""
+        above = area[level + 1 :, i]
+        if not len(above) or not np.isfinite(above).any():
+            return None
+        return level + 1 + int(above.argmin())
+
+    def _level(
+        self, level: int, some: Sequence[int], segments: Sequence[Segment], tau: float
+    ) -> tuple[list[Segment], list[Group]] | int:
+        """When ranks are free after the sequences ``some`` of one size, and their groups; or the
+        sequence that found no room."""
+        table, k = self.table, self.rows[level]
+        seconds, tokens, c = table.seconds(k), table.room(k), table.c[k]
+        groups, left = _cut(segments, table.width[k])
+        loads = sorted([(free + c, g) for g, (free, _) in enumerate(groups)])
+        spaces, members = [list[int]() for _ in groups], [list[int]() for _ in groups]
+        last = len(groups)
+        for i in some:
+            need = seconds[i]
+            at = bisect_right(loads, (tau - need, last))
+            while at > 0:
+                at -= 1
+                load, g = loads[at]
+                after, space = load + need, spaces[g]
+                if space and tokens[i] > space[-1]:
+                    after += table.added_s(k, space, tokens[i])
+                if after <= tau:
+                    break
+            else:
+                return i
+            del loads[at]
+            insort(loads, (after, g))
+            if len(space) == 1 and tokens[i] <= space[0]:
+                space[0] -= tokens[i]
+            else:
+                table.put(k, space, tokens[i])
+            members[g].append(i)
+        used = [
+            (load, (k, groups[g][1], members[g])) for load, g in loads if members[g]
+        ]
+        rest = [groups[g] for _, g in loads if not members[g]]
+        after_it = [(load, group[1]) for load, group in used]
+        return sorted([*left, *rest, *after_it]), [group for _, group in used]
+
+
+def _cut(segments: Sequence[Segment], p: int) -> tuple[list[Segment], list[Segment]]:
+    """Groups of p ranks that are free at about the same time, and what is left over."""
+    groups, single = list[Segment](), list[tuple[float, int]]()
+    for free, ranks in segments:
+        end = len(ranks) - len(ranks) % p
+        groups += [(free, ranks[at : at + p]) for at in range(0, end, p)]
+        single += [(free, rank) for rank in ranks[end:]]
+    single.sort()
+    end = len(single) - len(single) % p
+    for at in range(0, end, p):
+        some = single[at : at + p]
+        groups.append((some[-1][0], tuple(sorted(rank for _, rank in some))))
+    return groups, [(free, (rank,)) for free, rank in single[end:]]

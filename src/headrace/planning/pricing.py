@@ -1,0 +1,221 @@
+"""Prices the schemes of a problem whose costs are a model's: a profile, a roofline, a rehearsal.
+
+A scheme of width w = tensor x context works as a group of w ranks does, so it needs costs of that
+size. In a tensor block of t ranks each holds 1 / t of a layer's rows; only methods that work with
+those as they lie can run there. They would fetch, of sharded weights on w ranks, the share (1 / t -
+1 / w) / (1 - 1 / w), which is how costs tell them. Without a tensor degree any method will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import isclose
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.costs import CostModel
+from headrace.costs.stages import held_bytes
+from headrace.errors import InfeasiblePlan
+from headrace.planning.fixed_methods import listed_frontier
+from headrace.planning.frontier import Frontier, worth_keeping
+from headrace.planning.mixtures import Table, mixed_frontier
+from headrace.planning.priced import PricedScheme
+from headrace.planning.stages import StageCosts, shares_of
+from headrace.spec import LayerOption, LayerPlan, Pipeline, Scheme, Strategy
+from headrace.spec.plan import Working
+
+if TYPE_CHECKING:
+    from headrace.planning.problem import Problem
+
+__all__ = ["Pricing", "Slots"]
+
+Slots = tuple[tuple[LayerOption, ...], ...]
+"""Options of each layer, or of all in one where they are free."""
+
+_MOST_TENSOR = 8
+"""Tensor blocks of more ranks than a machine has are not proposed."""
+
+
+class Pricing:
+    """Prices schemes of a problem, each when first asked for. Prices serve every scale of the
+    problem's seconds."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.costs: CostModel = problem.model.replace(scale=1.0)
+        self._priced: dict[tuple[Scheme, Working], PricedScheme | None] = {}
+        self._nested: dict[tuple[Working, tuple[int, ...]], tuple[PricedScheme, ...]] = {}
+
+    def groups(self, weights: Working) -> tuple[PricedScheme, ...]:
+        """One stage without tensor blocks, of every group size that holds a token."""
+        sizes = self.problem.group_sizes
+        found = (self.price(Scheme(context=p), weights) for p in sizes)
+        return tuple(priced for priced in found if priced is not None)
+
+    def nested(self, weights: Working, sizes: Sequence[int]) -> tuple[PricedScheme, ...]:
+        """The same where ranks work in groups of all ``sizes`` in one step: shards of several
+        sizes are different rows, which add up."""
+        key = (weights, tuple(sizes))
+        if key not in self._nested:
+            found = list[PricedScheme]()
+            for p in sizes if weights in self.problem.holding else ():
+                frontier = self.problem.frontier(p, weights, sizes)
+                if frontier.most_tokens:
+                    scheme = Scheme(context=p)
+                    found.append(PricedScheme(scheme=scheme, frontier=frontier, weights=weights))
+            self._nested[key] = tuple(found)
+        return self._nested[key]
+
+    def schemes(self) -> tuple[Scheme, ...]:
+        """All schemes that may be priced."""
+        return (*(Scheme(context=p) for p in self.problem.group_sizes), *self._deeper())
+
+    def deeper(self, weights: Working) -> tuple[PricedScheme, ...]:
+        """Schemes with tensor blocks or several stages, which leave more room: degrees that are
+        powers of two, or fill a width."""
+        found = (self.price(scheme, weights) for scheme in self._deeper())
+        return tuple(priced for priced in found if priced is not None)
+
+    def _deeper(self) -> Iterator[Scheme]:
+        layers, devices = self.costs.architecture.layers, self.problem.devices
+        for width in self.problem.group_sizes:
+            for tensor in (t for t in _powers(min(width, _MOST_TENSOR)) if width % t == 0):
+                for depth in _powers(min(layers, devices // width)):
+                    scheme = Scheme(tensor=tensor, context=width // tensor, pipeline=depth)
+                    if scheme != Scheme(context=width) and self.slots(scheme):
+                        yield scheme
+
+    def slots(self, scheme: Scheme) -> Slots:
+        """Options of each layer, or of all in one where they are free; none when the costs do not
+        support the scheme."""
+        width, problem = scheme.width, self.problem
+        if width not in problem.group_sizes or scheme.pipeline > self.costs.architecture.layers:
+            return ()
+        slots = problem.slots[width]
+        if scheme.tensor > 1:
+            slots = tuple(tuple(o for o in slot if self._in_blocks(scheme, o)) for slot in slots)
+        return slots if all(slots) else ()
+
+    def _in_blocks(self, scheme: Scheme, option: LayerOption) -> bool:
+        """Whether an option works with the rows of a tensor block as they lie."""
+        width = scheme.width
+        lacking = (1 / scheme.tensor - 1 / width) / (1 - 1 / width)
+        return isclose(self.costs.option(width, option).fetched, lacking, abs_tol=1e-9)
+
+    def price(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
+        """A scheme with weights held one way; None when no token fits it."""
+        alone = scheme.context == 1  # then it makes no difference
+        key: tuple[Scheme, Working] = (scheme, "whole" if alone else weights)
+        if key not in self._priced:
+            held_so = weights in self.problem.holding or alone
+            made = self._made(*key) if held_so and self.slots(scheme) else None
+            self._priced[key] = made if made is not None and made.most_tokens else None
+        return self._priced[key]
+
+    def strategy(self, strategy: Strategy, weights: Working) -> tuple[PricedScheme, ...] | None:
+        """The schemes of a strategy; None when one of them fits nothing."""
+        found = [self.price(scheme, weights) for scheme, _ in strategy.counts]
+        some = tuple(priced for priced in found if priced is not None)
+        return some if len(some) == len(found) else None
+
+    def require(self, strategy: Strategy) -> None:
+        """Raise InfeasiblePlan for a strategy that this problem's ranks or costs do not
+        support, whatever their memory."""
+        if strategy.devices > self.problem.devices or not strategy.counts:
+            raise InfeasiblePlan(
+                f"strategy {strategy}", got=f"{strategy.devices} ranks",
+                wanted=f"1 to {self.problem.devices}",
+            )  # fmt: skip
+        for scheme, _ in strategy.counts:
+            if not self.slots(scheme):
+                raise InfeasiblePlan(
+                    f"{scheme} of strategy {strategy}", got="no layer option that can run in it",
+                    wanted="a scheme with costs", hint=self._lacking(scheme),
+                )  # fmt: skip
+
+    def _lacking(self, scheme: Scheme) -> str:
+        width, layers = scheme.width, self.costs.architecture.layers
+        if scheme.pipeline > layers:
+            return f"the model has {layers} layers, and each stage needs one"
+        if width not in self.problem.group_sizes:
+            return f"costs are of {', '.join(map(str, self.problem.group_sizes))} ranks in a stage"
+        of = f"blocks of {scheme.tensor}" if scheme.context > 1 else f"{scheme.tensor} ranks"
+        return (
+            f"no measured method shares a layer's weights among {of}; planner.candidates names "
+            "what is measured"
+        )
+
+    def layer_plans(self, scheme: Scheme) -> list[LayerPlan]:
+        """Plans of equal layers, or of one level where methods are given for each layer."""
+        slots, number = self.slots(scheme), self.costs.architecture.layers
+        each = slots * number if len(slots) == 1 else slots
+        return [
+            plan
+            for plan in self.problem.uniform_layers(scheme.width)
+            if slots and all(o in slot for o, slot in zip(plan.options, each, strict=True))
+        ]
+
+    def _made(self, scheme: Scheme, weights: Working) -> PricedScheme:
+        if scheme.pipeline > 1:
+            return self._staged(scheme, weights)
+        return PricedScheme(
+            scheme=scheme, frontier=self._mixed(scheme, weights), weights=weights
+        )  # fmt: skip
+
+    def _mixed(self, scheme: Scheme, weights: Working) -> Frontier:
+        """One stage: the exact layer plans, with the memory that this scheme leaves."""
+        width, slots = scheme.width, self.slots(scheme)
+        if scheme.tensor == 1:
+            return self.problem.frontier(width, weights)
+        pipeline = Pipeline(scheme=scheme, ranks=tuple(range(scheme.devices)))
+        (held,) = held_bytes(self.costs, pipeline, weights)
+        apart: Working = "whole"
+        if scheme.parts(sharded=weights == "sharded") == width:
+            apart = "sharded"
+        options = list(dict.fromkeys(option for slot in slots for option in slot))
+        room = self.costs.capacity_bytes - self.costs.state_bytes - held
+        table = Table.of(self.costs, width, apart, options, room)
+        if len(slots) == 1:
+            return mixed_frontier(table, self.costs.architecture.layers)
+        return listed_frontier(table, slots)
+
+    def _staged(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
+        """Several stages: every layer plan as all micro-batches in flight could have it. The
+        shares of the layers are those with the quickest slowest stage for short sequences, where
+        the head weighs most; if these hold nothing, those that hold the most."""
+        plans = tuple(self.layer_plans(scheme))
+        tried = list[StageCosts]()
+        for shares in shares_of(self.costs.architecture.layers, scheme.pipeline):
+            made = StageCosts(
+                costs=self.costs, scheme=scheme, shares=shares, working=weights, plans=plans
+            )
+            if tried and made.pace_s >= tried[-1].pace_s:
+                break
+            tried.append(made)
+        best = tried[-1]
+        if max(best.caps) < 1:
+            best = max(tried, key=lambda made: max(made.caps))
+        caps = np.array(best.caps, dtype=np.float64)
+        seconds = np.array(best.slowest)
+        kept = worth_keeping(seconds, caps)
+        if not len(kept):
+            return None
+        options = tuple(dict.fromkeys(o for plan in plans for o in plan.options))
+        layers = [[options.index(o) for o in plans[i].options] for i in kept]
+        a, b, c = seconds[kept].T
+        frontier = Frontier(
+            options=options, a=a.copy(), b=b.copy(), c=c.copy(),
+            caps=tuple(best.caps[i] for i in kept),
+            layers=np.array(layers, dtype=np.int64).reshape(len(kept), len(plans[0].options)),
+        )  # fmt: skip
+        stages = StageCosts(
+            costs=self.costs, scheme=scheme, shares=best.shares, working=weights,
+            plans=tuple(plans[i] for i in kept),
+        )  # fmt: skip
+        return PricedScheme(scheme=scheme, frontier=frontier, weights=weights, stages=stages)
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two up to ``most``."""
+    return [1 << power for power in range(most.bit_length())]

@@ -1,0 +1,246 @@
+"""Packs the sequences of a pipeline with stages, all micro-batches by one row of its frontier.
+
+The number V of micro-batches is enumerated from the tokens' least to ``util``'s most, in the order
+of
+
+    sum T + c V + (P - 1) (max(longest T, sum T / V, pigeons) + c),
+
+which no packing into V beats: the mean is no more than the largest, and of the m V + 1 longest
+sequences some micro-batch has m + 1, together no less than the m + 1 shortest of them. It stops
+where that is no better than what is found. One V is filled longest first, into the micro-batch with
+the least seconds that has room, then improved by moves and swaps out of the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+from itertools import accumulate
+from math import ceil, sqrt
+
+__all__ = ["Line", "pack_stages"]
+
+_COUNTS_TRIED = 3
+_STEPS = 12
+_OTHERS = 3
+_LEVEL = 1.002  # of what no packing beats: no improvement beyond it
+
+Seconds = Mapping[int, float] | Sequence[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A pipeline of ``stages`` by one row: ``c`` seconds and at most ``cap`` tokens a
+    micro-batch, which keeps the devices busy from ``util`` tokens on."""
+
+    stages: int
+    c: float
+    cap: int
+    util: int = 1
+
+    def count(self, work_s: float, tokens: float, longest_s: float) -> int:
+        """How many micro-batches to expect for sequences of ``work_s`` seconds together, the
+        longest of them ``longest_s``.
+
+        One stage: the fewest that hold the tokens. More: with V alike micro-batches a pipeline
+        takes work + c V + (P - 1) max(longest, work / V), least at V = sqrt(work (P - 1) / c), or
+        where the longest sequence fills a micro-batch alone. No more than keep the devices busy.
+        """
+        least = max(1, ceil(tokens / self.cap))
+        if self.stages == 1 or work_s <= 0:
+            return least
+        even = work_s / longest_s if longest_s > 0 else 1.0
+        if self.c > 0:
+            even = min(even, sqrt(work_s * (self.stages - 1) / self.c))
+        most = max(least, int(tokens // self.util))
+        floor = max(least, int(even))
+        if floor >= most:
+            return most
+        bubbles = self.stages - 1
+        low = self.c * floor + bubbles * max(longest_s, work_s / floor)
+        high = self.c * (floor + 1) + bubbles * max(longest_s, work_s / (floor + 1))
+        return floor if low <= high else floor + 1
+
+    def load_s(self, work_s: float, tokens: float, longest_s: float) -> float:
+        """Seconds to expect of a pipeline, its micro-batches as even as can be: what they take
+        never less unless more of them are made than can be needed."""
+        if work_s <= 0:
+            return 0.0
+        if self.stages == 1:
+            return work_s + self.c * max(1, ceil(tokens / self.cap))
+        v = self.count(work_s, tokens, longest_s)
+        return work_s + self.c * v + (self.stages - 1) * (max(longest_s, work_s / v) + self.c)
+
+    def usable_s(self, limit_s: float, longest_s: float) -> float:
+        """Seconds of work that end within ``limit_s``.
+
+        With V micro-batches, work + c V + (P - 1) (max(longest, work / V) + c) <= limit. More of
+        them help until the longest sequence fills one, or their constants cost more than the
+        bubbles.
+        """
+        if self.stages == 1:
+            return limit_s - self.c
+        bubbles = self.stages - 1
+        rest_s = limit_s - bubbles * self.c
+        if rest_s <= 0:
+            return 0.0
+        count = (rest_s - bubbles * longest_s) / (longest_s + self.c) if longest_s else rest_s
+        if self.c > 0:
+            count = min(count, sqrt(limit_s * bubbles / self.c) - bubbles)
+        v = max(int(count + 0.5), 1)
+        by_count = (rest_s - self.c * v) * v / (v + bubbles)
+        return min(by_count, rest_s - self.c * v - bubbles * longest_s)
+
+
+def pack_stages(
+    line: Line, tokens: Sequence[int], seconds: Seconds, members: Sequence[int]
+) -> tuple[float, list[list[int]]]:
+    """(seconds of the pipeline, micro-batches) for ``members``, longest first, each of which a
+    micro-batch holds; ``seconds[i]`` is what position i adds to one on every stage."""
+    held = sum([tokens[i] for i in members])
+    work, longest = sum([seconds[i] for i in members]), seconds[members[0]]
+    bubbles = line.stages - 1
+    least = -(-held // line.cap)
+    most = min(len(members), max(least, held // line.util))
+    middle = line.count(work, held, longest)
+    near = range(max(least, middle - _COUNTS_TRIED), min(most, middle + _COUNTS_TRIED) + 1)
+    sums = list(accumulate([seconds[i] for i in members], initial=0.0))
+    order = []
+    for v in near or [least]:
+        level_s = max(longest, work / v, _pigeons_s(sums, v))
+        order.append((work + line.c * v + bubbles * (level_s + line.c), v, level_s))
+    order.sort()
+    best: tuple[float, list[list[int]]] | None = None
+    tried = 0
+    for bound_s, v, level_s in order:
+        if best is not None and (bound_s >= best[0] or tried >= _COUNTS_TRIED):
+            break
+        filled = _longest_first(tokens, seconds, line.cap, members, v)
+        if filled is not None:
+            tried += 1
+            found = _improved(line, tokens, seconds, filled, level_s * _LEVEL)
+            if best is None or found < best[0]:
+                best = found, filled.members
+    if best is None:
+        filled = _first_fit(tokens, seconds, line.cap, members)
+        best = _improved(line, tokens, seconds, filled, longest), filled.members
+    return best
+
+
+def _pigeons_s(sums: Sequence[float], v: int) -> float:
+    """What some of ``v`` micro-batches takes at least, given the sums of seconds before each of
+    the sequences, longest first."""
+    most = (len(sums) - 2) // v
+    if most < 1:
+        return 0.0
+    last = most * v + 1
+    return max(sums[last] - sums[last - most - 1], sums[v + 1] - sums[v - 1])
+
+
+@dataclass(slots=True)
+class _Bins:
+    """Micro-batches being made, with their seconds (no constants) and tokens."""
+
+    members: list[list[int]]
+    times: list[float]
+    held: list[int]
+
+
+def _longest_first(
+    tokens: Sequence[int], seconds: Seconds, cap: int, members: Sequence[int], v: int
+) -> _Bins | None:
+    """``v`` micro-batches, no more than sequences, of like seconds; None when a sequence finds no
+    room."""
+    bins: list[list[int]] = [[] for _ in range(v)]
+    held = [0] * v
+    heap = [(0.0, b) for b in range(v)]
+    for i in members:
+        length = tokens[i]
+        full = []
+        while heap and held[heap[0][1]] + length > cap:
+            full.append(heappop(heap))
+        if not heap:
+            return None
+        at, b = heap[0]
+        heapreplace(heap, (at + seconds[i], b))
+        for entry in full:
+            heappush(heap, entry)
+        held[b] += length
+        bins[b].append(i)
+    times = [0.0] * v
+    for at, b in heap:
+        times[b] = at
+    return _Bins(members=bins, times=times, held=held)
+
+
+def _first_fit(
+    tokens: Sequence[int], seconds: Seconds, cap: int, members: Sequence[int]
+) -> _Bins:
+    """As few micro-batches as fitting the fullest first finds."""
+    found = _Bins(members=[], times=[], held=[])
+    for i in members:
+        fits = [b for b, held in enumerate(found.held) if held + tokens[i] <= cap]
+        b = max(fits, key=found.held.__getitem__, default=len(found.members))
+        if b == len(found.members):
+            found.members.append([])
+            found.times.append(0.0)
+            found.held.append(0)
+        found.members[b].append(i)
+        found.times[b] += seconds[i]
+        found.held[b] += tokens[i]
+    return found
+
+
+def _improved(
+    line: Line, tokens: Sequence[int], seconds: Seconds, filled: _Bins, enough_s: float
+) -> float:
+    """Moves and swaps out of the longest micro-batch until it takes ``enough_s``, in place; the
+    pipeline's seconds."""
+    bins, times, held = filled.members, filled.times, filled.held
+    for _ in range(_STEPS if len(bins) > 1 else 0):
+        top = times.index(max(times))
+        if times[top] <= enough_s:
+            break
+        change = _change(line.cap, tokens, seconds, filled, top)
+        if change is None:
+            break
+        b, i, r = change
+        for source, target, moved in ((top, b, i), (b, top, r)):
+            if moved >= 0:
+                bins[source].remove(moved)
+                bins[target].append(moved)
+                times[source] -= seconds[moved]
+                times[target] += seconds[moved]
+                held[source] -= tokens[moved]
+                held[target] += tokens[moved]
+    return sum(times) + line.c * len(times) + (line.stages - 1) * (max(times) + line.c)
+
+
+def _change(
+    cap: int, tokens: Sequence[int], seconds: Seconds, filled: _Bins, top: int
+) -> tuple[int, int, int] | None:
+    """(other micro-batch, sequence to it, sequence back or -1) that lowers the larger of the two
+    the most; None when nothing does."""
+    bins, times, held = filled.members, filled.times, filled.held
+    best_s, found = times[top] * (1 - 1e-6), None
+    here_s, here = times[top], held[top]
+    for b in sorted(range(len(bins)), key=times.__getitem__)[:_OTHERS]:
+        there_s, there = times[b], held[b]
+        if b == top:
+            break
+        for i in bins[top]:
+            out_s, out = seconds[i], tokens[i]
+            if max(here_s - out_s, there_s + out_s) < best_s and there + out <= cap:
+                best_s, found = max(here_s - out_s, there_s + out_s), (b, i, -1)
+            # A sequence back must bring both below the best, so its seconds lie in between.
+            least_s, most_s = there_s + out_s - best_s, best_s - here_s + out_s
+            for r in bins[b] if least_s < most_s else ():
+                if least_s < seconds[r] < most_s:
+                    step = out - tokens[r]
+                    larger = max(here_s - out_s + seconds[r], there_s + out_s - seconds[r])
+                    if larger < best_s and there + step <= cap and here - step <= cap:
+                        best_s, found = larger, (b, i, r)
+        if found:
+            break
+    return found

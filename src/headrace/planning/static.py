@@ -1,0 +1,66 @@
+"""Static schedules: what a user configures by hand, to compare with and never to be worse than.
+
+A static schedule of one scheme cuts the devices into as many pipelines of it as there is room for
+(devices that are left over stay idle), and gives the longest sequence first to the pipeline that
+ends first, which packs what it got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from headrace.planning.batch import PriceTable
+from headrace.planning.schedule import Schedule, placed
+from headrace.planning.side_by_side import Filler, Pipelines, deal
+from headrace.planning.search import Effort, least_time
+
+__all__ = ["best_static", "static_schedule"]
+
+
+def static_schedule(table: PriceTable, k: int) -> Schedule | None:
+    """Every sequence on pipelines of scheme k; None when it does not hold the longest."""
+    count = table.devices // table.width[k]
+    if not count or not np.isfinite(table.alone[k, 0]):
+        return None
+    if table.depth[k] > 1:
+        found = _staged(table, k, count)
+        return None if found is None else Schedule.of(table, placed(table, found), "static")
+    pipelines: Pipelines = [(k, []) for _ in range(count)]
+    deal(table, pipelines, range(len(table.tokens)))
+    return Schedule.of(table, placed(table, pipelines), "static")
+
+
+def best_static(table: PriceTable) -> Schedule | None:
+    """The static schedule with the least seconds, ties to the fewer devices. Schemes whose bound
+    is no better than what is found are left out."""
+    best: Schedule | None = None
+    for bound_s, k in sorted(_bounds(table)):
+        if best is None or bound_s < best.seconds:
+            found = static_schedule(table, k)
+            if found is not None and (best is None or found.seconds < best.seconds):
+                best = found
+    return best
+
+
+def _bounds(table: PriceTable) -> Iterator[tuple[float, int]]:
+    """What the pipelines of one scheme cannot beat: their share of the sequences, and the longest
+    alone."""
+    for k in range(len(table)):
+        count = table.devices // table.width[k]
+        if count and np.isfinite(table.alone[k, 0]):
+            work_s = float(table.work[k].sum()) / count + float(table.least_c[k, 0])
+            busy_s = max(float(table.spread[k].sum()) / count, work_s)
+            yield max(busy_s, table.depth[k] * float(table.alone[k, 0])), k
+
+
+def _staged(table: PriceTable, k: int, count: int) -> Pipelines | None:
+    """Pipelines with stages hold sequences of like length, so they are filled, not dealt."""
+    most = [count if other == k else 0 for other in range(len(table))]
+    filler, low_s = Filler(table, most=most), table.depth[k] * float(table.alone[k, 0])
+    high_s = table.depth[k] * float(table.sums(k)[-1] + table.c[k] * len(table.tokens)) + low_s
+    found = least_time(
+        filler.fill, table.batch.values, low_s, high_s, Effort(shaken=0, halvings=24)
+    )
+    return None if found is None else found.result

@@ -1,0 +1,104 @@
+"""Searches strategies by exchanging pipelines of one scheme for those of another.
+
+Filling (:mod:`headrace.planning.side_by_side`) opens pipelines as sequences come, which is good
+where there are many pipelines. Few large ones are a choice of their own: from the best strategy
+known, 1, 2, 4, ... pipelines of a scheme take the place of another's, and a strategy is better if
+its pipelines can be filled in a little less time. Effort is counted in sequences placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from headrace.planning.batch import PriceTable
+from headrace.planning.bounds import BoundRows
+from headrace.planning.search import Found
+from headrace.planning.side_by_side import Filler, Pipelines
+
+__all__ = ["climbed", "counts_of", "worthwhile"]
+
+Counts = tuple[int, ...]
+"""A strategy: how many pipelines of each of a table's schemes."""
+
+_GAIN = 1e-3
+_KINDS = 8
+
+
+def counts_of(table: PriceTable, pipelines: Pipelines) -> Counts:
+    """The strategy of some pipelines."""
+    counts = [0] * len(table)
+    for k, _ in pipelines:
+        counts[k] += 1
+    return tuple(counts)
+
+
+def worthwhile(table: PriceTable, tau: float) -> list[int]:
+    """The schemes on which sequences need the fewest devices, and for the longest ones the
+    quickest, at most eight."""
+    shares = BoundRows.of(table).shares(tau)
+    least, chosen = shares.min(axis=0), shares.argmin(axis=0)
+    weight = np.bincount(chosen, weights=np.where(np.isfinite(least), least, 0.0), minlength=len(table))
+    near = (shares <= least * 1.1).sum(axis=1)
+    order = sorted(range(len(table)), key=lambda k: (-weight[k], -int(near[k]), k))
+    return sorted(k for k in order[:_KINDS] if near[k])
+
+
+def climbed(
+    table: PriceTable, starts: Sequence[Counts], kinds: Sequence[int], best_s: float,
+    bound_s: float, work: int,
+) -> Iterator[tuple[Filler, Found[Pipelines]]]:  # fmt: skip
+    """Fillings that take less and less than ``best_s``, by exchanges from ``starts``, the most
+    promising first; ``work`` sequences are placed at most."""
+    seen, waiting = set(starts), list(starts)
+    while waiting and work > 0 and best_s > bound_s * (1 + _GAIN):
+        start = waiting.pop(0)
+        for counts in _neighbours(table, start, kinds):
+            if counts in seen:
+                continue
+            if work <= 0:
+                return
+            seen.add(counts)
+            work -= len(table.tokens)
+            filler = Filler(table, most=counts)
+            tau, found = best_s * (1 - _GAIN), None
+            while (filled := filler.fill(tau)) is not None:
+                found = Found(seconds=tau, result=filled)
+                tau *= 1 - _GAIN
+                work -= len(table.tokens)
+            if found is not None:
+                best_s = found.seconds
+                yield filler, found
+                waiting.insert(0, counts)
+                break
+
+
+def _neighbours(table: PriceTable, counts: Counts, kinds: Sequence[int]) -> Iterator[Counts]:
+    """Strategies with 1, 2, 4, ... pipelines of one kind more in place of another's; what is left
+    over is filled with the kinds, the largest first."""
+    widths = table.width
+    idle = table.devices - sum(n * width for n, width in zip(counts, widths, strict=True))
+    held = [k for k in range(len(counts)) if counts[k]]
+    largest = max((counts[k] * widths[k] for k in held), default=0)
+    amount = 1
+    while amount <= max(1, largest):
+        for j in held:
+            for k in kinds:
+                taken = max(0, -(-(amount * widths[k] - idle) // widths[j]))
+                if k == j or taken > counts[j]:
+                    continue
+                changed = list(counts)
+                changed[j] -= taken
+                changed[k] += amount
+                yield _completed(table, changed, kinds)
+        amount *= 2
+
+
+def _completed(table: PriceTable, counts: list[int], kinds: Sequence[int]) -> Counts:
+    idle = table.devices - sum(n * w for n, w in zip(counts, table.width, strict=True))
+    for k in sorted(kinds, key=lambda k: (-table.width[k], k)):
+        more = idle // table.width[k]
+        counts[k] += more
+        idle -= more * table.width[k]
+    return tuple(counts)
