@@ -11,6 +11,7 @@ and improves the best of those by local search.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,20 +37,21 @@ class Limits:
     out to be, their devices count ``biases`` times. Exchanges of pipelines place up to
     ``exchanged`` sequences. Nested groups are drafted for ``targets`` times the bound, and filled
     where there are at most ``crowd`` sequences for each device, with up to ``promotions`` larger
-    sizes. ``packed`` drafts are packed exactly; ``polished`` of those, within ``near`` of the best,
-    are improved in ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough``
+    sizes. ``packed`` drafts are packed exactly; ``polished`` of those, within ``near`` of the best
+    and at most ``alike`` of one source, are improved in ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough``
     of the bound nothing more is tried.
     """
 
     few: int = 300
-    levels: Sequence[float] = (0.3, float("inf"))
+    levels: Sequence[float] = (0.08, 0.3, float("inf"))
     biases: Sequence[float] = (1.0, 1.1, 1.25)
     exchanged: int = 6000
     targets: Sequence[float] = (1.0, 1.05, 1.15, 1.4, 2.0, float("inf"))
     crowd: int = 3
     promotions: int = 6
-    packed: int = 6
-    polished: int = 3
+    packed: int = 10
+    polished: int = 6
+    alike: int = 2
     near: float = 0.01
     steps: int = 100
     step_work: int = 20_000
@@ -130,14 +132,16 @@ def _filled(
 
 def _dealt(filler: Filler, found: Found[Pipelines], limits: Limits) -> Iterator[Draft]:
     """What a filling gives, and dealt out in other ways."""
-    table, name = filler.table, "side by side"
+    table = filler.table
     yield Draft(
-        table=table, seconds=found.seconds, groups=placed(table, found.result), source=name
+        table=table, seconds=found.seconds, groups=placed(table, found.result), source="filled"
     )
     for level in limits.levels:
         seconds, dealt = filler.levelled(found.result, found.seconds * level)
         if dealt:
-            yield Draft(table=table, seconds=seconds, groups=placed(table, dealt), source=name)
+            yield Draft(
+                table=table, seconds=seconds, groups=placed(table, dealt), source=f"dealt {level}"
+            )
 
 
 def nested(
@@ -211,23 +215,39 @@ def _chain(table: PriceTable, rows: Sequence[int]) -> list[int]:
     return max(best.values(), key=key, default=[])
 
 
+def _various(drafts: Iterable[Draft], limits: Limits) -> list[Draft]:
+    """The best drafts, a few of each source."""
+    seen, found = Counter[str](), list[Draft]()
+    for draft in sorted(drafts, key=lambda draft: draft.seconds):
+        if found and draft.seconds > found[0].seconds * (1 + 2 * limits.near):
+            break
+        if seen[draft.source] < limits.alike:
+            seen[draft.source] += 1
+            found.append(draft)
+    return found[: limits.packed]
+
+
 def scheduled(
     drafts: Iterable[Draft], found: Iterable[Schedule], bound_s: float, limits: Limits
 ) -> list[Schedule]:
     """The best ``drafts`` packed exactly, with the schedules ``found``, the best of all improved;
     quickest first."""
-    best = sorted(drafts, key=lambda draft: draft.seconds)[: limits.packed]
+    best = _various(drafts, limits)
     made = [Schedule.of(draft.table, draft.groups, draft.source) for draft in best]
     made = sorted([*found, *made], key=lambda schedule: schedule.seconds)
-    for schedule in made[: limits.polished]:
-        if made[0].seconds <= bound_s * (1 + limits.enough) or (
-            schedule.seconds > made[0].seconds * (1 + limits.near)
-        ):
+    limit_s, seen = made[0].seconds * (1 + limits.near), Counter[str]()
+    for schedule in list(made):
+        done = made[0].seconds <= bound_s * (1 + limits.enough)
+        if done or schedule.seconds > limit_s or seen.total() >= limits.polished:
             break
+        if seen[schedule.source] >= limits.alike:
+            continue
+        seen[schedule.source] += 1
         steps = min(limits.steps, limits.step_work // len(schedule.table.tokens))
         if any(schedule.table.fluid):
             steps //= 4  # packing takes longer
         better = improved(schedule, target_s=bound_s, steps=steps)
         if better is not schedule:
             made.append(better)
-    return sorted(made, key=lambda schedule: schedule.seconds)
+            made.sort(key=lambda schedule: schedule.seconds)
+    return made

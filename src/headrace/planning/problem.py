@@ -18,6 +18,7 @@ from headrace.planning.fixed_methods import listed_frontier
 from headrace.planning.method_list import ListedLayer, parse_layers
 from headrace.planning.priced import PricedScheme
 from headrace.planning.pricing import Pricing
+from headrace.planning.published import priced
 from headrace.spec import LayerOption, LayerPlan, Strategy
 from headrace.spec.method import RECOMPUTE, Recompute
 from headrace.spec.plan import Semantics, Working
@@ -127,6 +128,29 @@ class Problem:
         if not isinstance(self.costs, CostModel):
             raise SpecError("costs", got="published ones", wanted="those of a model")
         return self.costs
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the costs are published ones, of pipelines or of groups."""
+        return not isinstance(self.costs, CostModel)
+
+    @property
+    def published(self) -> PipelineCosts | GroupCosts:
+        """Published costs. Raises SpecError for those of a model."""
+        if isinstance(self.costs, CostModel):
+            raise SpecError("costs", got="those of a model", wanted="published ones")
+        return self.costs
+
+    @cached_property
+    def published_schemes(self) -> tuple[PricedScheme, ...]:
+        """The schemes of published costs that fit the devices. Raises CostError or InfeasiblePlan
+        when there are none."""
+        return priced(self.published, self.devices)
+
+    @property
+    def nests(self) -> bool:
+        """Whether groups may lie one in another: where costs are of groups."""
+        return self.planner == "adaptive" and not isinstance(self.costs, PipelineCosts)
 
     @property
     def pricing(self) -> Pricing:

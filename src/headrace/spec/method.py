@@ -63,13 +63,10 @@ class LayerOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
-    """One option per layer, first layer first. Text form: ``2*ulysses_z+full 2*ulysses_z``."""
+    """One option per layer, first layer first. Text form: ``2*ulysses_z+full 2*ulysses_z``; no
+    layers, and no text, where costs know of none: such plans are looked at and cannot run."""
 
-    options: tuple[LayerOption, ...]
-
-    def __post_init__(self) -> None:
-        if not self.options:
-            raise SpecError("layer plan", got="no layers", wanted="one option per layer")
+    options: tuple[LayerOption, ...] = ()
 
     @classmethod
     def uniform(cls, option: LayerOption, layers: int) -> LayerPlan:

@@ -1,0 +1,281 @@
+"""Plans a batch with a model's costs: schedules by computing, plans by the simulated step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from headrace.costs.cost_model import MOST_TOKENS
+from headrace.planning.batch import Batch, PriceTable
+from headrace.planning.bounds import Bound, BoundRows, lower_bound, step_bound_s
+from headrace.planning.explain import Candidate, reasons
+from headrace.planning.frontier import Frontier
+from headrace.planning.generators import Draft, Limits, nested, scheduled, side_by_side
+from headrace.planning.infeasible import require_fit, require_strategies
+from headrace.planning.layout import laid_out
+from headrace.planning.priced import PricedScheme
+from headrace.planning.problem import Problem
+from headrace.planning.schedule import Schedule
+from headrace.planning.smoothing import smoothed
+from headrace.planning.static import best_static, static_schedule
+from headrace.spec import Plan, Scheme, Strategy
+
+__all__ = ["ModelSearch"]
+
+_PROMISED = 0.5
+_SIMULATED = 4
+_NEAR = 1.03  # times the best by computing: what is slower is not simulated
+_FREE_OF_MEMORY = 1.01  # times the ideal bound: deeper schemes could gain no more than that
+_CLOSE_ENOUGH = 1 + 2e-4  # of the bound: no search beyond it
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelSearch:
+    """One batch being planned. ``found`` are schedules; ``bound`` is of their computations."""
+
+    problem: Problem
+    batch: Batch
+    seed: int
+    limits: Limits
+    found: list[Schedule] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
+    lows: list[float] = field(default_factory=list)
+
+    def plan(self, previous: Plan | None) -> Plan:
+        """See :func:`headrace.planning.planner.plan`."""
+        problem, batch = self.problem, self.batch
+        if problem.strategies:
+            require_strategies(problem, problem.strategies, batch.tokens[0], batch.order[0])
+            bound = self._given()
+        else:
+            require_fit(problem, batch.tokens[0], batch.order[0])
+            bound = self._free()
+        return self._best(bound, previous)
+
+    @property
+    def best_s(self) -> float:
+        """The least seconds of computing so far."""
+        return min((one.seconds for one in (*self.found, *self.drafts)), default=float("inf"))
+
+    def _free(self) -> Bound:
+        """Any strategy that the problem allows."""
+        problem, pricing = self.problem, self.problem.pricing
+        tables = [
+            table
+            for weights in problem.holding
+            if (table := self._table(pricing.groups(weights))) is not None
+        ]
+        tables = [t for at, t in enumerate(tables) if not any(_rules(o, t) for o in tables[:at])]
+        self._static(tables)
+        ideal = self._ideal()
+        bound = self._bound(tables) if tables else None
+        if problem.planner == "static" and bound is not None:
+            return bound
+        low_s = ideal.seconds if bound is None else bound.seconds
+        for table in tables:
+            if self._promises(table):
+                self._side_by_side(table, low_s)
+        if problem.planner == "adaptive":
+            for table in self._nests():
+                if not self._close(low_s):
+                    self.drafts += nested(
+                        table, low_s, self.best_s, seed=self.seed, limits=self.limits
+                    )
+        if bound is not None and bound.seconds <= ideal.seconds * _FREE_OF_MEMORY:
+            return ideal
+        return self._deeper(tables)
+
+    def _table(self, schemes: Sequence[PricedScheme]) -> PriceTable | None:
+        """A table, where some scheme holds the longest sequence."""
+        longest = self.batch.tokens[0]
+        if not any(scheme.most_tokens >= longest for scheme in schemes):
+            return None
+        return PriceTable(self.batch, schemes, self.problem.devices)
+
+    def _close(self, low_s: float) -> bool:
+        return self.best_s <= low_s * _CLOSE_ENOUGH
+
+    def _promises(self, table: PriceTable) -> bool:
+        """Whether a table may bring something: whether its bound is below the best known by half
+        of what the best table's bound is."""
+        low_s = lower_bound(BoundRows.of(table), self.problem.devices, close=1e-3).seconds
+        if not self.lows:
+            self.lows.append(low_s)
+            return True
+        self.lows.append(low_s)
+        return low_s + _PROMISED * max(0.0, self.best_s - min(self.lows)) < self.best_s
+
+    def _static(self, tables: Sequence[PriceTable]) -> None:
+        """The best schedule of one group size; with weights whole where they fit."""
+        size = self.problem.static_size
+        for table in tables:
+            made = None
+            if size is None:
+                made = best_static(table)
+            elif size in table.width:
+                made = static_schedule(table, table.width.index(size))
+            if made is not None:
+                self.found.append(made)
+
+    def _side_by_side(
+        self, table: PriceTable, low_s: float, most: Sequence[int] | None = None
+    ) -> None:
+        if not self._close(low_s):
+            self.drafts += side_by_side(
+                table, low_s, self.best_s, seed=self.seed, limits=self.limits, most=most
+            )
+
+    def _nests(self) -> Iterator[PriceTable]:
+        """Tables for ranks that work in groups of several sizes: all of them with whole weights;
+        with shards one size or two, as a rank holds the shards of every size in which it works."""
+        problem, pricing = self.problem, self.problem.pricing
+        sizes, costs = problem.group_sizes, problem.model
+        whole = self._table(pricing.nested("whole", sizes))
+        if whole is not None:
+            yield whole
+        for few in combinations(sizes, 2):
+            if few[-1] % few[0] or (
+                costs.held_bytes(few, "sharded") >= costs.held_bytes(few, "whole")
+            ):
+                continue
+            table = self._table(pricing.nested("sharded", few))
+            if table is None or (whole is not None and _rules(whole, table)):
+                continue
+            if self._promises(table):
+                yield table
+
+    def _bound(self, tables: Sequence[PriceTable]) -> Bound:
+        rows = BoundRows.of(tables[0])
+        for table in tables[1:]:
+            rows = rows + BoundRows.of(table)
+        return lower_bound(rows, self.problem.devices)
+
+    def _ideal(self) -> Bound:
+        """What no plan beats, whatever its layers, degrees and memory."""
+        problem = self.problem
+        rows = [_whole_model(problem, p, None) for p in problem.group_sizes]
+        depth = problem.model.architecture.layers
+        return lower_bound(BoundRows.of_widths(self.batch, rows, depth), problem.devices)
+
+    def _deeper(self, tables: Sequence[PriceTable]) -> Bound:
+        """With tensor blocks and stages too."""
+        problem, pricing = self.problem, self.problem.pricing
+        rows, widths = list[BoundRows](map(BoundRows.of, tables)), dict[int, int]()
+        deepest = 1
+        for weights in problem.holding:
+            deeper = pricing.deeper(weights)
+            table = self._table([*pricing.groups(weights), *deeper])
+            if table is not None and self._promises(table):
+                self._side_by_side(table, self.lows[-1])
+            for scheme in deeper:
+                width = scheme.scheme.width
+                widths[width] = max(widths.get(width, 0), scheme.most_tokens)
+                deepest = max(deepest, scheme.depth)
+        some = [_whole_model(problem, width, most) for width, most in sorted(widths.items())]
+        total = BoundRows.of_widths(self.batch, some, deepest) if some else None
+        for more in rows:
+            total = more if total is None else total + more
+        assert total is not None, "some scheme holds the longest sequence"
+        return lower_bound(total, problem.devices)
+
+    def _given(self) -> Bound:
+        """Only the strategies that the problem lists."""
+        problem, pricing = self.problem, self.problem.pricing
+        bounds = list[Bound]()
+        for strategy in dict.fromkeys(problem.strategies):
+            for weights in problem.holding:
+                schemes = pricing.strategy(strategy, weights)
+                table = self._table(schemes or ())
+                if table is None:
+                    continue
+                counts = dict(strategy.counts)
+                most = [counts[scheme.scheme] for scheme in table.schemes]
+                rows = [
+                    _whole_model(problem, s.scheme.width, s.most_tokens) for s in table.schemes
+                ]
+                widths = BoundRows.of_widths(self.batch, rows, max(table.depth))
+                bound = lower_bound(widths, strategy.devices)
+                bounds.append(bound)
+                if bound.seconds < self.best_s:
+                    self._side_by_side(table, bound.seconds, most)
+        assert bounds and self.drafts, "some strategy holds the longest sequence"
+        return min(bounds, key=lambda bound: bound.seconds)
+
+    def _best(self, bound: Bound, previous: Plan | None) -> Plan:
+        """The quickest of the best several on the simulator."""
+        problem, costs = self.problem, self.problem.model
+        unscaled = costs.replace(scale=1.0)
+        tried = [
+            Candidate(schedule=schedule, plan=laid_out(schedule, unscaled, larger_last=last))
+            for schedule in self._promising(bound)
+            for last in ((False, True) if _overlap(schedule) else (False,))
+        ]
+        tried.sort(key=lambda candidate: candidate.plan.predicted_s)
+        best = tried[0].plan
+        if previous is not None and problem.smoothing > 0:
+            best = smoothed(problem, best, previous)
+        bound_s = step_bound_s(unscaled, bound.seconds)
+        assert bound_s <= best.predicted_s * (1 + 1e-9), "a bound is below every plan"
+        static = next((one for one in tried if one.schedule.source == "static"), None)
+        return best.replace(
+            predicted_s=best.predicted_s * costs.scale,
+            lower_bound_s=min(bound_s, best.predicted_s) * costs.scale,
+            planner=self._name(), seed=self.seed,
+            why=(*reasons(problem, bound, tried, static), *best.why),
+        )  # fmt: skip
+
+    def _name(self) -> str:
+        size = self.problem.static_size
+        return self.problem.planner if size is None else f"static-cp{size}"
+
+    def _promising(self, bound: Bound) -> list[Schedule]:
+        """What is simulated: the quickest by computing, one of each strategy and source, and the
+        static schedule."""
+        self.found = scheduled(self.drafts, self.found, bound.seconds, self.limits)
+        limit_s, seen = self.found[0].seconds * _NEAR, set[tuple[Strategy, str]]()
+        chosen = list[Schedule]()
+        for schedule in self.found:
+            key = schedule.strategy, schedule.source
+            static = schedule.source == "static"
+            if key in seen or (schedule.seconds > limit_s and not static):
+                continue
+            if len(chosen) < _SIMULATED or static:
+                seen.add(key)
+                chosen.append(schedule)
+        return chosen
+
+
+def _overlap(schedule: Schedule) -> bool:
+    """Whether some rank works in several groups."""
+    used = sum(len(ranks) for _, ranks, _ in schedule.groups)
+    return used > len({rank for _, ranks, _ in schedule.groups for rank in ranks})
+
+
+def _rules(one: PriceTable, other: PriceTable) -> bool:
+    """Whether every sequence takes no longer on any size by ``one``, which has all sizes."""
+    if one.width != other.width:
+        return False
+    pairs = (one.alone, other.alone), (one.work, other.work), (one.spread, other.spread)
+    return all(bool((here <= there).all()) for here, there in pairs)
+
+
+def _whole_model(problem: Problem, width: int, most_tokens: int | None) -> PricedScheme:
+    """What a model takes at least on stages of a width: of every layer option, without fetching
+    weights, with room for ``most_tokens`` or as many as one likes."""
+    key = width, most_tokens
+    known = problem.ideals
+    if key not in known:
+        costs = problem.model.replace(scale=1.0)
+        layers, ends = costs.architecture.layers, costs.ends[width]
+        rows = []
+        for option in problem.options[width]:
+            cost = costs.option(width, option)
+            rows.append((cost.forward + cost.backward) * layers + ends.forward + ends.backward)
+        known[key] = PricedScheme(
+            scheme=Scheme(context=width),
+            frontier=Frontier.of_rows(
+                [(q.a, q.b, q.c) for q in rows], MOST_TOKENS if most_tokens is None else most_tokens
+            ),
+        )
+    return known[key]
