@@ -34,7 +34,6 @@ from headrace.cli.display import tell
 from headrace.comm.alone import absent
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
-from headrace.methods import METHODS
 from headrace.runtime.clocks import HostClock
 from headrace.runtime.constants import Constants, slowest
 from headrace.runtime.counted import ByteCounter
@@ -46,6 +45,7 @@ from headrace.runtime.stand import Stand
 from headrace.runtime.storage import Storage
 from headrace.spec import Architecture
 from headrace.spec.hardware import Hardware
+from headrace.spec.known_methods import FACTS
 from headrace.units import MIB
 
 
@@ -169,7 +169,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    automatic = [m.name for m in METHODS.values() if m.automatic and m.name != "local"]
+    automatic = [m.name for m in FACTS.values() if m.automatic and m.name != "local"]
     add("--ranks", type=int, nargs="+", default=[2, 4], help="ranks, each in its turn (2 4)")
     add("--methods", nargs="+", choices=automatic, default=automatic, help="methods (all)")
     add("--tokens", type=int, default=2048, help="tokens of the one document (2048)")

@@ -17,6 +17,7 @@ from headrace.planning import Problem, static_plan
 from headrace.planning.strategies import Strategist
 from headrace.spec.architecture import Architecture
 from headrace.spec.hardware import Hardware
+from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.lengths import Lengths
 from headrace.spec.plan import Plan
 from headrace.spec.strategy import Strategy
@@ -166,7 +167,7 @@ def make_problem(costs: CostModel, options: PlannerConfig) -> Problem:
             "planner.group_sizes", got=unknown[0],
             wanted=f"one of {', '.join(map(str, costs.group_sizes))}",
         )  # fmt: skip
-    alone = ("local",) if 1 in costs.group_sizes else ()
+    alone = (SINGLE_RANK,) if 1 in costs.group_sizes else ()
     # A single rank has nothing to choose between.
     open_ = options.candidates if costs.group_sizes != (1,) else ()
     return Problem(

@@ -26,8 +26,7 @@ from headrace.costs.option import OptionCost
 from headrace.costs.quadratic import Linear
 from headrace.errors import CostError
 from headrace.spec.architecture import Architecture
-from headrace.spec.method import RECOMPUTE, LayerOption, Recompute
-from headrace.spec.profile import Branch
+from headrace.spec.method import RECOMPUTE, Branch, LayerOption, Recompute
 
 __all__ = ["Branches", "attention_share", "composed", "recomputed"]
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Literal
 
 from headrace.errors import CostError
+from headrace.spec.method_facts import TrafficPattern
 
-__all__ = ["Pattern", "Speeds"]
-
-Pattern = Literal["gather", "exchange", "hop"]
-"""Gathers and the scatters of sums; all-to-all; from each rank to the next."""
+__all__ = ["Speeds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +67,7 @@ class Speeds:
         """Bytes of an element of what is summed over ranks: fp32, or wider where elements are."""
         return max(4, self.element_bytes)
 
-    def sending(self, p: int, pattern: Pattern) -> tuple[float, float]:
+    def sending(self, p: int, pattern: TrafficPattern) -> tuple[float, float]:
         """Seconds per byte that a rank of a group of p sends, and seconds to start.
 
         A group spans as few nodes as hold it, evenly. Of a gather each byte crosses to a node once

@@ -16,6 +16,7 @@ from headrace.runtime.executor import Executor
 from headrace.runtime.stand import Stand
 from headrace.runtime.storage import Storage
 from headrace.spec.architecture import Architecture
+from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.lengths import Lengths
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
@@ -151,7 +152,7 @@ class Constants:
         """Every rank alone with one token, holding whole weights."""
         ranks = self._groups.ranks
         pipelines = tuple(Pipeline(scheme=Scheme(), ranks=(rank,)) for rank in range(ranks))
-        plan = LayerPlan.uniform(LayerOption.of("local"), layers)
+        plan = LayerPlan.uniform(LayerOption.of(SINGLE_RANK), layers)
         return Plan(
             lengths=Lengths(tokens=(1,) * ranks), devices=ranks, pipelines=pipelines,
             micro_batches=tuple(

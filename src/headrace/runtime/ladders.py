@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from headrace.errors import SpecError
-from headrace.methods.method import Branch
-from headrace.methods.registry import METHODS, methods_for
 from headrace.spec.architecture import Architecture
-from headrace.spec.method import RECOMPUTE, LayerOption, Recompute
+from headrace.spec.known_methods import FACTS, SINGLE_RANK, methods_for
+from headrace.spec.method import RECOMPUTE, Branch, LayerOption, Recompute
 from headrace.spec.plan import TokenOrder
 from headrace.spec.profile import ENDS, ProfilePoint
 
@@ -33,7 +32,7 @@ class ProfileOptions:
 
     sizes: tuple[int, ...]
     longest: int
-    methods: tuple[str, ...] = tuple(m.name for m in METHODS.values() if m.automatic)
+    methods: tuple[str, ...] = tuple(m.name for m in FACTS.values() if m.automatic)
     levels: tuple[Recompute, ...] = RECOMPUTE
     rung_s: float = 1.0
     repeats: int = 2
@@ -61,11 +60,11 @@ class Ladder:
     def order(self, a: Architecture) -> TokenOrder:
         """How the tokens lie while it is measured: only causal work is uneven otherwise."""
         uneven = self.p > 1 and self.part == "attention" and a.causal
-        return METHODS[self.method].order if uneven else "natural"
+        return FACTS[self.method].order if uneven else "natural"
 
     def fetched(self, a: Architecture) -> float:
         """The share of the weights' rows that a rank fetches where they are held sharded."""
-        return METHODS[self.method].fetched(a, self.p) if self.p > 1 else 1.0
+        return FACTS[self.method].fetched(self.p, a.tensor_ranks)
 
 
 def ladders(a: Architecture, p: int, options: ProfileOptions) -> list[Ladder]:
@@ -73,13 +72,13 @@ def ladders(a: Architecture, p: int, options: ProfileOptions) -> list[Ladder]:
 
     Raises SpecError when the size is supported by none of the methods.
     """
-    wanted = ("local",) if p == 1 else options.methods
+    wanted = (SINGLE_RANK,) if p == 1 else options.methods
     attention = [n for n in methods_for(a, p, "attention") if n in wanted]
     feed = [n for n in methods_for(a, p, "feed_forward") if n in wanted]
-    owners = dict.fromkeys(METHODS[name].of for name in feed)
+    owners = dict.fromkeys(FACTS[name].owner for name in feed)
     if not attention or not owners:
         rules = "; ".join(
-            rule for name in wanted if (rule := METHODS[name].supports(a, p)) is not None
+            rule for name in wanted if (rule := FACTS[name].supports(a, p)) is not None
         )
         raise SpecError(f"methods on groups of {p}", got=", ".join(wanted), wanted=rules)
     levels = [level for level in RECOMPUTE[:-1] if level in {"none", *options.levels}]
@@ -89,7 +88,7 @@ def ladders(a: Architecture, p: int, options: ProfileOptions) -> list[Ladder]:
     return [Ladder(p=p, part=None, method=attention[0], level="none")] + [
         Ladder(p=p, part=part, method=name, level=level)
         for part, names in parts for name in names for level in levels
-        if level == "none" or part not in METHODS[name].unlevelled
+        if level == "none" or part not in FACTS[name].unlevelled
     ]  # fmt: skip
 
 
@@ -98,7 +97,7 @@ def with_twins(
 ) -> list[ProfilePoint]:
     """The points of a ladder, and the same as those of level ``attention`` where its branch does
     the same there."""
-    same = ladder.part is not None and ladder.part in METHODS[ladder.method].unlevelled
+    same = ladder.part is not None and ladder.part in FACTS[ladder.method].unlevelled
     if not same or "attention" not in {"none", *options.levels}:
         return points
     twin = replace(ladder, level="attention").text

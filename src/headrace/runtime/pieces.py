@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
-from headrace.methods.method import Branch
 from headrace.runtime.clocks import Clock, HostClock
 from headrace.runtime.counted import ByteCounter, DeviceBytes
 from headrace.runtime.micro_batch import MicroBatchRun
-from headrace.spec.method import LayerOption
+from headrace.spec.method import Branch, LayerOption
 
 __all__ = [
     "BranchPiece",

@@ -27,8 +27,6 @@ import torch
 from headrace.comm.alone import absent
 from headrace.comm.mesh import Groups
 from headrace.errors import InfeasiblePlan
-from headrace.methods.method import BRANCHES
-from headrace.methods.registry import METHODS
 from headrace.runtime.clocks import Clock, EventClock, HostClock
 from headrace.runtime.constants import Constants, block, blocks, slowest, working_bytes
 from headrace.runtime.counted import ByteCounter, DeviceBytes
@@ -38,6 +36,8 @@ from headrace.runtime.pieces import Piece, count, measure
 from headrace.runtime.stand import Stand
 from headrace.runtime.storage import Storage
 from headrace.spec.cluster import Cluster
+from headrace.spec.known_methods import FACTS, SINGLE_RANK
+from headrace.spec.method import BRANCHES
 from headrace.spec.profile import NotFitting, Profile, ProfilePoint
 from headrace.units import bytes_text
 
@@ -110,7 +110,7 @@ class Profiler:
             gather_s={p: constants.gather(p) for p in self._options.sizes if p > 1},
             links={p: constants.link(p) for p in self._options.sizes if p > 1},
             element_bytes=self._dtype.itemsize,
-            feed_forwards={m.name: m.of for m in METHODS.values() if m.of != m.name},
+            feed_forwards={m.name: m.owner for m in FACTS.values() if m.owner != m.name},
             measured_in_s=slowest(self._groups, [time.perf_counter() - started])[0],
         )
 
@@ -137,7 +137,7 @@ class Profiler:
         lengths = (min(256, self._options.longest),)
         alone = (self._groups.rank,)
         for part in (None, *BRANCHES):
-            ladder = Ladder(p=1, part=part, method="local", level="none")
+            ladder = Ladder(p=1, part=part, method=SINGLE_RANK, level="none")
             measure(self._stand.piece(self._groups, alone, ladder, lengths), self._clock)
 
     def _climb(self, ladder: Ladder, over: list[NotFitting]) -> list[ProfilePoint]:

@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headrace.comm.alone import alone
 from headrace.comm.mesh import Groups
-from headrace.methods.registry import METHODS
 from headrace.runtime.constants import working_bytes
 from headrace.runtime.counted import ByteCounter, DeviceBytes
 from headrace.runtime.ladders import Ladder, ProfileOptions, ladders, with_twins
@@ -34,6 +33,7 @@ from headrace.runtime.stand import Stand
 from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware
+from headrace.spec.known_methods import FACTS
 from headrace.spec.method import RECOMPUTE, Recompute
 from headrace.spec.plan import Working
 from headrace.spec.profile import Profile, ProfilePoint
@@ -61,7 +61,7 @@ class Rehearsal:
     rank: int = 0
     sizes: tuple[int, ...]
     longest: int
-    methods: tuple[str, ...] = tuple(m.name for m in METHODS.values() if m.automatic)
+    methods: tuple[str, ...] = tuple(m.name for m in FACTS.values() if m.automatic)
     levels: tuple[Recompute, ...] = RECOMPUTE
     dtype: torch.dtype = torch.bfloat16
     device: str | None = None
@@ -100,7 +100,7 @@ class Rehearsal:
             working_bytes={p: self._working(p) for p in self.sizes}, gather_s=gathers,
             links={p: self._link(p) for p in self.sizes if p > 1},
             element_bytes=self.dtype.itemsize,
-            feed_forwards={m.name: m.of for m in METHODS.values() if m.of != m.name},
+            feed_forwards={m.name: m.owner for m in FACTS.values() if m.owner != m.name},
             measured_in_s=time.perf_counter() - started,
         )  # fmt: skip
 

@@ -13,13 +13,13 @@ import torch
 
 from headrace.comm.mesh import Groups
 from headrace.layouts.layout import group_shards
-from headrace.methods.registry import subgroups
 from headrace.methods.weights import Shard, Weight, Whole
 from headrace.models.transformer import Transformer
 from headrace.runtime.ladders import Ladder
 from headrace.runtime.micro_batch import MicroBatchRun
 from headrace.runtime.pieces import BranchPiece, EndsPiece, Piece
 from headrace.spec.architecture import Architecture
+from headrace.spec.known_methods import subgroups
 from headrace.spec.lengths import Lengths
 from headrace.spec.method import LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan

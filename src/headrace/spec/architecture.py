@@ -122,6 +122,12 @@ class Architecture:
         return min(64, self.ffn & -self.ffn)
 
     @property
+    def tensor_ranks(self) -> int:
+        """The most ranks that can share a layer's matrices: each needs a key-value head and a
+        block of the feed-forward."""
+        return min(self.kv_heads, self.ffn // self.ffn_block)
+
+    @property
     def longest(self) -> int | None:
         """The longest sequence in tokens that the model itself can take, None for no limit."""
         return self.positions if self.learned_positions else None

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from headrace.errors import SpecError
 from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster
+from headrace.spec.method import BRANCHES, Branch
 from headrace.spec.plan import TokenOrder, Working
 
-__all__ = ["ENDS", "PROFILE_FORMAT", "Branch", "NotFitting", "Profile", "ProfilePoint"]
+__all__ = ["ENDS", "PROFILE_FORMAT", "NotFitting", "Profile", "ProfilePoint"]
 
 ENDS = "ends"
 """The option name of embedding, last norm, head and loss together."""
-
-Branch = Literal["attention", "feed_forward"]
 
 PROFILE_FORMAT = 3
 
@@ -60,10 +59,10 @@ class ProfilePoint:
         name, colon, rest = self.option.partition(":")
         if not colon:
             return None
-        for branch in get_args(Branch):
+        for branch in BRANCHES:
             if name == branch:
                 return branch, rest
-        raise SpecError("option of a point", got=self.option, wanted=" or ".join(get_args(Branch)))
+        raise SpecError("option of a point", got=self.option, wanted=" or ".join(BRANCHES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
