@@ -30,11 +30,13 @@ from headrace.spec import Architecture, Cluster, LayerOption, LayerPlan
 NONE, FULL = LayerOption.of("local"), LayerOption.of("local", "full")
 
 
+MODEL = Architecture(layers=2, hidden=4, heads=2, kv_heads=2, ffn=4, vocabulary=10)
+
+
 def by_hand(**changes: Any) -> CostModel:
     """Two layers on one rank, with numbers that can be added by hand."""
-    architecture = Architecture(layers=2, hidden=4, heads=2, kv_heads=2, ffn=4, vocabulary=10)
     fields: dict[str, Any] = {
-        "architecture": architecture,
+        "shape": MODEL.shape,
         "cluster": Cluster(devices=1, memory_bytes=10_000),
         "fingerprint": fingerprint_of(device="none"),
         "options": {
@@ -230,10 +232,14 @@ def test_shards_are_fetched_as_far_as_a_method_needs_them() -> None:
     assert costs.gather_seconds(2, part, "sharded") == (0.125, 0.25)
 
 
-def test_costs_of_the_first_format_are_read() -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_costs_of_earlier_formats_are_read(version: int) -> None:
     """Catches a run that cannot go on because its costs were kept by an earlier version."""
-    value = by_hand().to_json()
-    value["format"] = 1
+    value = by_hand().to_json() | {"format": version, "architecture": MODEL.to_json()}
+    del value["shape"]
+    if version == 2:
+        assert CostModel.from_json(value) == by_hand()
+        return
     del value["feed_forwards"]
     for by_option in (*value["options"].values(), value["ends"]):
         for cost in by_option.values():

@@ -57,7 +57,7 @@ def profile(found: list[ProfilePoint] | None = None) -> Profile:
     measured = [point for ladder in LADDERS for point in points(*ladder)]
     return Profile(
         fingerprint="device=none",
-        architecture=Architecture.preset("llama-tiny"),
+        shape=Architecture.preset("llama-tiny").shape,
         cluster=Cluster(devices=2, memory_bytes=10**9),
         points=tuple(measured[::2] + measured[1::2] if found is None else found),
         exchange_s={"pull_s": 0.1, "push_s": 0.2, "update_s": 0.3},

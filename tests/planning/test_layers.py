@@ -215,7 +215,7 @@ def test_many_options_lose_little(seed: int) -> None:
 
 def best_of_three(costs: CostModel, p: int, squares: float, tokens: int) -> float:
     """Seconds of the quickest fitting mixture of three options for one pack, by counts alone."""
-    layers, ends = costs.architecture.layers, costs.ends[p]
+    layers, ends = costs.shape.layers, costs.ends[p]
     room = costs.capacity_bytes - costs.state_bytes - costs.held_bytes({p}, "whole")
     room -= ends.kept(tokens)
     rated = sorted(

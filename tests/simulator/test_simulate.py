@@ -21,7 +21,6 @@ from headrace.spec import (
     Scheme,
     compile_plan,
 )
-from headrace.spec.weights import bucket_count
 from simulator.unit_world import arrivals_of, rows_of_plan, unit_costs
 
 
@@ -170,7 +169,7 @@ def test_sharded_weights_are_slower() -> None:
 def test_broken_programs_are_refused() -> None:
     """Catches an endless loop or an IndexError for programs that do not fit the plan."""
     costs, plan = costs_of(2), plan_of(2, [((0, 1), (300,)), ((0, 1), (10,))])
-    programs = compile_plan(plan, bucket_count(costs.architecture))
+    programs = compile_plan(plan, costs.shape.bucket_count)
     with pytest.raises(ProgramError, match="one for each of 2"):
         simulate(programs[:1], plan, costs)
     actions = list(programs[0].actions)

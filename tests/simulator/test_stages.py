@@ -16,7 +16,6 @@ from headrace.simulator import step_s
 from headrace.spec import Lengths, Plan, Row, Timeline, compile_plan
 from headrace.spec.program import parse_action
 from headrace.spec.walk import messages_of
-from headrace.spec.weights import bucket_count
 from simulator.unit_world import (
     arrivals_of,
     pipeline_of,
@@ -212,5 +211,5 @@ def test_the_programs_are_those_of_the_ranks() -> None:
     """Catches a quick clock of one rank per stage that leaves out the slowest."""
     plan = pipeline_of([101, 3, 57], 2, 4, width=2)
     costs = unit_costs(4, 4, pull_s=2e3, push_s=1e3)
-    assert len(compile_plan(plan, bucket_count(costs.architecture))) == 4
+    assert len(compile_plan(plan, costs.shape.bucket_count)) == 4
     assert timeline_of(plan, costs).seconds == pytest.approx(step_s(plan, costs), rel=1e-12)

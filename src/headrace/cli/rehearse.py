@@ -153,7 +153,7 @@ def _fingerprint(played: Rehearsal) -> str:
 
 def _rows(costs: CostModel, length: int) -> Iterator[_Row]:
     """Every method for attention and feed-forward alike, at every level."""
-    a = costs.architecture
+    a = costs.shape
     for p, options in costs.options.items():
         for text, cost in options.items():
             option = LayerOption.parse(text)

@@ -19,6 +19,7 @@ from headrace.spec.architecture import Architecture
 from headrace.spec.hardware import Hardware
 from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.lengths import Lengths
+from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import Plan
 from headrace.spec.strategy import Strategy
 
@@ -113,7 +114,7 @@ def calibration_path(config: Config, fingerprint: str) -> Path:
 
 def newest_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel | None:
     """The costs last measured for this model on as many ranks, on this machine; None if never."""
-    index = _costs_folder(config) / _latest_name(architecture, ranks)
+    index = _costs_folder(config) / _latest_name(architecture.shape, ranks)
     try:
         return CostModel.load(index)
     except CostError:
@@ -124,7 +125,7 @@ def remember_costs(config: Config, costs: CostModel) -> None:
     """Keep costs where :func:`newest_costs` finds them."""
     folder = _costs_folder(config)
     folder.mkdir(parents=True, exist_ok=True)
-    costs.save(folder / _latest_name(costs.architecture, costs.cluster.devices))
+    costs.save(folder / _latest_name(costs.shape, costs.cluster.devices))
 
 
 def formula_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel:
@@ -153,8 +154,8 @@ def memory_margin_of(device: str) -> float:
     return 0.3 if device == "cpu" else 0.1
 
 
-def _latest_name(architecture: Architecture, ranks: int) -> str:
-    model = json.dumps(architecture.to_json(), sort_keys=True)
+def _latest_name(shape: ModelShape, ranks: int) -> str:
+    model = json.dumps(shape.to_json(), sort_keys=True)
     digest = hashlib.sha256(f"{model} {ranks}".encode()).hexdigest()[:16]
     return f"latest-{digest}.json"
 

@@ -25,10 +25,10 @@ from dataclasses import replace
 from headrace.costs.option import OptionCost
 from headrace.costs.quadratic import Linear
 from headrace.errors import CostError
-from headrace.spec.architecture import Architecture
 from headrace.spec.method import RECOMPUTE, Branch, LayerOption, Recompute
+from headrace.spec.model_shape import ModelShape
 
-__all__ = ["Branches", "attention_share", "composed", "recomputed"]
+__all__ = ["Branches", "composed", "recomputed"]
 
 Branches = Mapping[Branch, Mapping[str, OptionCost]]
 """Costs of the branches of one group size by ``METHOD[+LEVEL]``."""
@@ -37,7 +37,7 @@ Branches = Mapping[Branch, Mapping[str, OptionCost]]
 def composed(
     branches: Branches,
     feed_forwards: Mapping[str, str],
-    architecture: Architecture,
+    shape: ModelShape,
     p: int,
     element_bytes: int,
 ) -> dict[str, OptionCost]:
@@ -48,7 +48,7 @@ def composed(
     a branch is missing or claims the level ``full``.
     """
     attentions, followers = (_by_level(branches, name, p) for name in ("attention", "feed_forward"))
-    share = attention_share(architecture)
+    share = shape.attention_share
     found: dict[str, OptionCost] = {}
     for (method, level), attention in attentions.items():
         for (other, other_level), follower in followers.items():
@@ -61,9 +61,7 @@ def composed(
             found[str(option)] = _joined(attention, follower, share)
             if level == "none":
                 again = replace(option, recompute="full")
-                found[str(again)] = recomputed(
-                    found[str(option)], architecture.hidden, p, element_bytes
-                )
+                found[str(again)] = recomputed(found[str(option)], shape.hidden, p, element_bytes)
     return found
 
 
@@ -93,12 +91,6 @@ def _by_level(branches: Branches, name: Branch, p: int) -> dict[tuple[str, Recom
     if not found:
         raise CostError(f"profile of cp{p}", got=f"no {name}", hint="profile again")
     return found
-
-
-def attention_share(a: Architecture) -> float:
-    """The share of a layer's matrices that its attention has."""
-    attention = 2 * (a.hidden + a.kv_heads * a.head_features)
-    return attention / (attention + (3 if a.gated else 2) * a.ffn)
 
 
 def _joined(attention: OptionCost, follower: OptionCost, share: float) -> OptionCost:

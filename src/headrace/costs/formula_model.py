@@ -58,7 +58,7 @@ def formula_model(
     options = {p: found for p in wanted if (found := layer_options(a, s, p, methods))}
     weights = parameter_count(a)
     return CostModel(
-        architecture=a,
+        shape=a.shape,
         cluster=cluster,
         fingerprint=fingerprint,
         options=options,

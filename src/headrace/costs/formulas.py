@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from headrace.costs.branches import attention_share
 from headrace.costs.option import OptionCost
 from headrace.costs.quadratic import Linear, Quadratic
 from headrace.costs.speeds import Speeds
@@ -183,7 +182,7 @@ def _layer(
         kept += use.kept if level == "none" else use.kept_attention
         buffers += use.buffers
     kept = 1.0 if level == "full" else kept
-    share, shards = attention_share(g.a), g.a.tensor_ranks
+    share, shards = g.a.attention_share, g.a.tensor_ranks
     return OptionCost(
         forward=forward, backward=backward,
         kept=Linear(slope=kept * g.unit), transient=Linear(slope=(buffers + most - kept) * g.unit),

@@ -130,7 +130,7 @@ def costs_from_profile(profile: Profile) -> CostModel:
             fetched=_agreed_on(points, "fetched"),
         )
     return CostModel(
-        architecture=profile.architecture,
+        shape=profile.shape,
         cluster=profile.cluster,
         fingerprint=profile.fingerprint,
         options={p: _options(profile, p, by) for p, by in costs.items()},
@@ -182,7 +182,7 @@ def _options(profile: Profile, p: int, costs: Mapping[str, OptionCost]) -> dict[
     if not branches:
         return whole
     return {
-        **composed(branches, profile.feed_forwards, profile.architecture, p, profile.element_bytes),
+        **composed(branches, profile.feed_forwards, profile.shape, p, profile.element_bytes),
         **whole,
     }
 

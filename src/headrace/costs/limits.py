@@ -151,7 +151,7 @@ def limits_of(
             if text is None:
                 continue
             option = LayerOption.parse(text)
-            layers = LayerPlan.uniform(option, costs.architecture.layers)
+            layers = LayerPlan.uniform(option, costs.shape.layers)
             found.append(
                 Limits(
                     p=p, option=option, working=working,

@@ -28,7 +28,7 @@ def require_fit(problem: Problem, batch: Batch, p: int | None = None) -> None:
     """Raise InfeasiblePlan when the longest sequence fits no group (or not one of p ranks)."""
     longest, index = batch.tokens[0], batch.order[0]
     name = f"sequence {index} of {longest:,} tokens"
-    limit = problem.costs.architecture.longest
+    limit = problem.costs.shape.longest
     if limit is not None and longest > limit:
         raise InfeasiblePlan(
             name, got=f"{longest:,} positions", wanted=f"at most the model's {limit:,}",

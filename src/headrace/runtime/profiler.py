@@ -97,7 +97,7 @@ class Profiler:
         constants = Constants(self._storage, self._stand, self._groups, self._clock)
         return Profile(
             fingerprint=fingerprint,
-            architecture=self._storage.architecture,
+            shape=self._storage.architecture.shape,
             cluster=cluster,
             points=tuple(points),
             not_fitting=tuple(over),

@@ -95,7 +95,7 @@ class Rehearsal:
                     gathers[p] = self._gather(stand, groups, p)
         progress("rehearse", len(found), len(found))
         return Profile(
-            fingerprint=fingerprint, architecture=a, cluster=cluster, points=tuple(points),
+            fingerprint=fingerprint, shape=a.shape, cluster=cluster, points=tuple(points),
             exchange_s=self._exchange(), state_bytes=self.state_bytes,
             working_bytes={p: self._working(p) for p in self.sizes}, gather_s=gathers,
             links={p: self._link(p) for p in self.sizes if p > 1},

@@ -43,7 +43,7 @@ def test_a_profile_is_kept_and_used(trained: tuple[Path, Path]) -> None:
     assert "measuring" not in err
     costs = CostModel.from_json(json.loads(out))
     assert costs.cluster.devices == 2
-    assert costs.architecture.layers == 2
+    assert costs.shape.layers == 2
     assert set(costs.options) == {1, 2}
     assert {option.partition("+")[2] for option in costs.options[2]} == {"", "attention", "full"}
     code, out, err = run("plan", config, "--json")

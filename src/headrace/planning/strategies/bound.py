@@ -92,7 +92,7 @@ def _bound(schemes: Schemes, rows: Sequence[_Row], lengths: Sequence[int], devic
 
 def _lines(schemes: Schemes, row: _Row) -> list[NDArray[np.float64]]:
     """For every layer what its options take, forward and backward [options, 3], then the ends."""
-    costs, number = schemes.costs, schemes.costs.architecture.layers
+    costs, number = schemes.costs, schemes.costs.shape.layers
     found = [
         np.array(
             [
@@ -113,7 +113,7 @@ def _lines(schemes: Schemes, row: _Row) -> list[NDArray[np.float64]]:
 
 def _most_tokens(schemes: Schemes, width: int) -> float:
     """The longest sequence to which a width may be open."""
-    if schemes.costs.architecture.layers > 1 and 2 * width <= schemes.devices:
+    if schemes.costs.shape.layers > 1 and 2 * width <= schemes.devices:
         return float("inf")
     degrees = (t for t in range(1, width + 1) if width % t == 0)
     return _roomiest(schemes, (Scheme(tensor=t, context=width // t) for t in degrees))

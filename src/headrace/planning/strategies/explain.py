@@ -11,7 +11,6 @@ from headrace.planning.sizing import Batch
 from headrace.simulator import exposed_exchange_s, simulate
 from headrace.spec import Pipeline, Plan, Strategy, compile_plan
 from headrace.spec.measurement import Timeline
-from headrace.spec.weights import bucket_count
 from headrace.units import percent_text, seconds_text
 
 __all__ = ["Tried", "reasons"]
@@ -45,7 +44,7 @@ def reasons(
     is last, what the next strategy and the best of one scheme would cost, and what of the exchange
     no computation hides (Hydraulis, appendix B.2)."""
     best = tried[0]
-    timeline = simulate(compile_plan(best.plan, bucket_count(costs.architecture)), best.plan, costs)
+    timeline = simulate(compile_plan(best.plan, costs.shape.bucket_count), best.plan, costs)
     texts = [
         _binding(costs, batch, bound, best.plan),
         _last(timeline, best.plan),

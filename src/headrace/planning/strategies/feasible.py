@@ -26,7 +26,7 @@ def require_fit(schemes: Schemes, strategies: Sequence[Strategy], longest: int, 
     """Raise InfeasiblePlan when sequence ``index``, the ``longest``, fits no pipeline of the
     strategies or no strategy fits at all."""
     name = f"sequence {index} of {longest:,} tokens"
-    limit = schemes.costs.architecture.longest
+    limit = schemes.costs.shape.longest
     if limit is not None and longest > limit:
         raise InfeasiblePlan(
             name, got=f"{longest:,} positions", wanted=f"at most the model's {limit:,}",
@@ -61,7 +61,7 @@ def _least(schemes: Schemes, among: Iterable[Scheme], tokens: int) -> tuple[int,
     for scheme in sorted(among):
         for working in workings_of(schemes, Strategy.of([scheme])):
             plans = tuple(schemes.layer_plans(scheme))
-            for shares in shares_of(schemes.costs.architecture.layers, scheme.pipeline):
+            for shares in shares_of(schemes.costs.shape.layers, scheme.pipeline):
                 costs = StageCosts(
                     costs=schemes.costs, scheme=scheme, shares=shares, working=working, plans=plans
                 )

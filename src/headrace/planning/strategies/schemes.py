@@ -75,7 +75,7 @@ class Schemes:
         return tuple(scheme for scheme in self._every() if self.slots(scheme))
 
     def _every(self) -> Iterator[Scheme]:
-        layers = self.costs.architecture.layers
+        layers = self.costs.shape.layers
         for width in self.problem.group_sizes:
             for tensor in (t for t in range(1, width + 1) if width % t == 0):
                 for depth in range(1, min(layers, self.devices // width) + 1):
@@ -86,7 +86,7 @@ class Schemes:
         """Options of each layer, or of all in one where they are free; none when the costs do not
         support the scheme."""
         width, problem = scheme.width, self.problem
-        layers = self.costs.architecture.layers
+        layers = self.costs.shape.layers
         if width not in problem.group_sizes or scheme.pipeline > layers:
             return ()
         slots = problem.slots[width]
@@ -135,7 +135,7 @@ class Schemes:
                 )  # fmt: skip
 
     def _lacking(self, scheme: Scheme) -> str:
-        width, layers = scheme.width, self.costs.architecture.layers
+        width, layers = scheme.width, self.costs.shape.layers
         if scheme.pipeline > layers:
             return f"the model has {layers} layers, and each stage needs one"
         if width not in self.problem.group_sizes:
@@ -149,7 +149,7 @@ class Schemes:
     def layer_plans(self, scheme: Scheme) -> list[LayerPlan]:
         """Plans of equal layers, or of one level where methods are given for each layer."""
         width, slots = scheme.width, self.slots(scheme)
-        number = self.costs.architecture.layers
+        number = self.costs.shape.layers
         each = slots * number if len(slots) == 1 else slots
         return [
             plan
@@ -176,7 +176,7 @@ class Schemes:
         options = list(dict.fromkeys(option for slot in slots for option in slot))
         table = Table.of(self.costs, width, apart, options, alone.rooms[0])
         if len(slots) == 1:
-            return mixed_frontier(table, self.costs.architecture.layers)
+            return mixed_frontier(table, self.costs.shape.layers)
         return listed_frontier(table, slots)
 
     def _staged(self, scheme: Scheme, working: Working) -> Shape:
@@ -203,7 +203,7 @@ class Schemes:
         """Of the shares those with the quickest slowest stage for short sequences, where the head
         weighs most; if these hold nothing, those that hold the most."""
         tried = list[StageCosts]()
-        for shares in shares_of(self.costs.architecture.layers, scheme.pipeline):
+        for shares in shares_of(self.costs.shape.layers, scheme.pipeline):
             made = StageCosts(
                 costs=self.costs, scheme=scheme, shares=shares, working=working, plans=plans
             )

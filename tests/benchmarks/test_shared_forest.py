@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 
 import numpy as np
 import pytest
+from shared_forest import SharedForest, fit_shared_forest
 
-from headrace.costs.hybrid import fit_hybrid
-from headrace.costs.shared_forest import SharedForest, fit_shared_forest
+from headrace.costs.paradyse import fit_hybrid
 from headrace.errors import CostError
 from profiles import LENGTHS, OPTIONS, cost, made_up
 
@@ -28,7 +28,7 @@ def shared(profiles) -> SharedForest:
 
 def test_configurations_and_options_are_told_apart(profiles, shared: SharedForest) -> None:
     """Catches features of one configuration given to all, and one-hot columns out of order."""
-    a, b = (profile.architecture for profile in profiles)
+    a, b = (profile.shape for profile in profiles)
     errors: list[float] = []
     for option in OPTIONS:
         narrow = shared.predict(a, 1, option, "forward_s", LENGTHS[-4:])
@@ -43,8 +43,8 @@ def test_steps_are_the_predictions_for_whole_lengths(profiles, shared: SharedFor
     asked = np.arange(1, 2 * LENGTHS[-1])
     for profile in profiles:
         for target in ("forward_s", "kept_bytes"):
-            steps = shared.steps(profile.architecture, 1, "attention:local", target)
-            wanted = shared.predict(profile.architecture, 1, "attention:local", target, asked)
+            steps = shared.steps(profile.shape, 1, "attention:local", target)
+            wanted = shared.predict(profile.shape, 1, "attention:local", target, asked)
             assert (steps(asked) == wanted).all()
             assert len(steps.breaks) > 3
 
@@ -52,40 +52,30 @@ def test_steps_are_the_predictions_for_whole_lengths(profiles, shared: SharedFor
 def test_importances_name_what_matters(shared: SharedForest) -> None:
     """Catches names beside the wrong columns: length and width decide, what never varies cannot."""
     found = shared.importances("forward_s")
-    assert set(found) == {*OPTIONS, "hidden", "heads", "layers", "ranks", "log length"}
+    assert set(found) == {*OPTIONS, "hidden", "layers", "ranks", "log length"}
     assert sum(found.values()) == pytest.approx(1.0)
     assert found["log length"] > 0.3
     assert found["hidden"] > 0.1
-    assert found["layers"] == found["ranks"] == found["heads"] == 0
+    assert found["layers"] == found["ranks"] == 0
 
 
 def test_hybrid_costs_can_share_a_forest(profiles, shared: SharedForest) -> None:
     """Catches a shared forest that is fitted and not used, or used beyond the profiled lengths."""
-    own, found = fit_hybrid(profiles[1]), fit_hybrid(profiles[1], shared)
+    own, found = (
+        fit_hybrid(profiles[1]),
+        fit_hybrid(profiles[1], partial(shared.steps, profiles[1].shape)),
+    )
     asked = np.arange(1, 2 * LENGTHS[-1])
-    a, got = profiles[1].architecture, found.predict(1, "ends", "backward_s", asked)
+    a, got = profiles[1].shape, found.predict(1, "ends", "backward_s", asked)
     within = asked <= LENGTHS[-1]
     assert (got[within] == shared.predict(a, 1, "ends", "backward_s", asked[within])).all()
     assert (got[~within] == own.predict(1, "ends", "backward_s", asked[~within])).all()
     assert (got[within] != own.predict(1, "ends", "backward_s", asked[within])).any()
 
 
-def test_json_and_damage(profiles, shared: SharedForest) -> None:
-    """Catches digits lost on the way, and forests of other columns."""
-    value = json.loads(json.dumps(shared.to_json()))
-    again = SharedForest.from_json(value)
-    a = profiles[0].architecture
-    for target in shared.forests:
-        found = again.predict(a, 1, "ends", target, LENGTHS)
-        assert (found == shared.predict(a, 1, "ends", target, LENGTHS)).all()
-    for change in ({"format": 0}, {"options": ["ends"]}, {"most": [1.0]}, {"forests": [3]}):
-        with pytest.raises(CostError, match="shared forest"):
-            SharedForest.from_json({**value, **change})
-
-
 def test_what_nobody_measured_is_refused(profiles, shared: SharedForest) -> None:
     """Catches a row of zeros for an unknown option."""
     with pytest.raises(CostError, match="did you mean 'attention:local'"):
-        shared.predict(profiles[0].architecture, 1, "attention:locl", "forward_s", [1])
+        shared.predict(profiles[0].shape, 1, "attention:locl", "forward_s", [1])
     with pytest.raises(CostError, match="no points"):
         fit_shared_forest([])

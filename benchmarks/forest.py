@@ -8,59 +8,20 @@ stored exactly as sorted thresholds and a value for each interval, and asked by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from headrace.errors import CostError, MissingExtra
+from headrace.costs.paradyse.steps import DEPTH, SEED, TREES, Steps, need_scikit_learn, single
+from headrace.errors import CostError
 
-__all__ = ["Forest", "Steps", "fit_forest", "need_scikit_learn"]
+__all__ = ["Forest", "fit_forest"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-TREES, DEPTH, SEED = 50, 10, 42
-"""ParaDySe's forests."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
-    """A step function: ``values[i]`` where x lies above ``breaks[i - 1]`` and at most at
-    ``breaks[i]``. Raises CostError unless breaks rise and there is a value for each interval."""
-
-    breaks: tuple[float, ...]
-    values: tuple[float, ...]
-    _breaks: Floats = field(init=False, repr=False, compare=False)
-    _values: Floats = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        breaks = np.array(self.breaks, dtype=np.float64)
-        values = np.array(self.values, dtype=np.float64)
-        if len(values) != len(breaks) + 1:
-            got = f"{len(values)} values for {len(breaks)} breaks"
-            raise CostError("steps", got=got, wanted="one value more than breaks")
-        if not (np.isfinite(breaks).all() and np.isfinite(values).all()):
-            raise CostError("steps", got="numbers that are not finite", wanted="finite ones")
-        if (np.diff(breaks) <= 0).any():
-            raise CostError("steps", got="breaks out of order", wanted="rising ones")
-        object.__setattr__(self, "_breaks", breaks)
-        object.__setattr__(self, "_values", values)
-
-    def __call__(self, x: ArrayLike) -> Floats:
-        """Values [n] at x [n]."""
-        return self._values[self._breaks.searchsorted(_single(x))]
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that :meth:`from_json` reads back."""
-        return {"breaks": list(self.breaks), "values": list(self.values)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Steps:
-        """The inverse of :meth:`to_json`."""
-        return cls(breaks=tuple(value["breaks"]), values=tuple(value["values"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,7 +65,7 @@ class Forest:
 
     def __call__(self, features: ArrayLike) -> Floats:
         """Answers [n] to ``features`` [n, features]."""
-        return self._answers(_single(features))
+        return self._answers(single(features))
 
     def _answers(self, features: Floats) -> Floats:
         found = np.zeros(len(features))
@@ -124,7 +85,7 @@ class Forest:
 
     def steps(self, fixed: Sequence[float], free: int) -> Steps:
         """The answers as a function of feature ``free``, the others being ``fixed``."""
-        row = _single(fixed)
+        row = single(fixed)
         breaks = np.unique([x for root in self.roots for x in self._breaks(row, free, int(root))])
         features = np.tile(row, (len(breaks) + 1, 1))
         # An interval's upper end belongs to it, so the breaks stand for all but the last.
@@ -148,26 +109,6 @@ class Forest:
             elif asked >= 0:
                 low = row[asked] <= self.threshold[node]
                 waiting.append(int((self.left if low else self.right)[node]))
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that :meth:`from_json` reads back."""
-        arrays = ("roots", "feature", "threshold", "left", "right", "value")
-        return {
-            "features": self.features,
-            "importances": list(self.importances),
-            **{name: getattr(self, name).tolist() for name in arrays},
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Forest:
-        """The inverse of :meth:`to_json`."""
-        found: dict[str, Any] = {
-            "features": value["features"],
-            "importances": tuple(value["importances"]),
-            **{x: np.array(value[x], np.int64) for x in ("roots", "feature", "left", "right")},
-            **{x: np.array(value[x], np.float64) for x in ("threshold", "value")},
-        }
-        return cls(**found)
 
 
 def fit_forest(features: ArrayLike, values: ArrayLike) -> Forest:
@@ -199,16 +140,3 @@ def fit_forest(features: ArrayLike, values: ArrayLike) -> Forest:
         value=np.concatenate([tree.value[:, 0, 0] for tree in trees]),
         importances=tuple(grown.feature_importances_.tolist()),
     )  # fmt: skip
-
-
-def need_scikit_learn() -> None:
-    """Raise MissingExtra where scikit-learn is not installed."""
-    try:
-        import sklearn  # noqa: F401
-    except ModuleNotFoundError:
-        raise MissingExtra("scikit-learn", extra="forest", needed_for="fitting a random forest")
-
-
-def _single(x: ArrayLike) -> Floats:
-    """Rounded to single precision, in which the library compares."""
-    return np.asarray(x, dtype=np.float32).astype(np.float64)

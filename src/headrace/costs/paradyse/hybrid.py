@@ -17,27 +17,73 @@ Packs are not modelled: a pair knows documents that are alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from headrace.costs.forest import Steps, fit_forest, need_scikit_learn
 from headrace.costs.from_profile import ladders
-from headrace.costs.polynomial import Polynomial, fit_polynomial
-from headrace.costs.shared_forest import SharedForest
-from headrace.costs.targets import TARGETS, Target, check_lengths, measured, target_of
+from headrace.costs.paradyse.polynomial import Polynomial, fit_polynomial
+from headrace.costs.paradyse.steps import Steps, fit_steps, need_scikit_learn
 from headrace.errors import CostError, HeadraceError
-from headrace.spec.architecture import Architecture
+from headrace.spec.architecture import stored_shape
 from headrace.spec.method import LayerOption
-from headrace.spec.profile import Profile
+from headrace.spec.model_shape import ModelShape
+from headrace.spec.profile import Profile, ProfilePoint
 
-__all__ = ["Boundary", "HybridModel", "Pair", "fit_hybrid", "fit_pair"]
+__all__ = [
+    "LEAST_LENGTHS",
+    "TARGETS",
+    "Boundary",
+    "HybridModel",
+    "Pair",
+    "Target",
+    "fit_hybrid",
+    "fit_pair",
+    "measured",
+]
 
 Floats = NDArray[np.float64]
 HYBRID_FORMAT = 1
+
+Target = Literal["forward_s", "backward_s", "kept_bytes", "transient_bytes"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+LEAST_LENGTHS: dict[Target, int] = {
+    "forward_s": 3, "backward_s": 3, "kept_bytes": 2, "transient_bytes": 2,
+}  # fmt: skip
+"""Different lengths that a fit takes: seconds bend, bytes do not."""
+
+
+def _target_of(name: str) -> Target:
+    """The target of a name. Raises CostError when there is none."""
+    for target in TARGETS:
+        if name == target:
+            return target
+    raise CostError("target", got=repr(name), wanted=" or ".join(TARGETS))
+
+
+def measured(points: Sequence[ProfilePoint], target: Target) -> tuple[list[int], list[float]]:
+    """Lengths of single documents and what was measured of them."""
+    found = [
+        (point.lengths[0], float(value))
+        for point in points
+        if len(point.lengths) == 1 and (value := getattr(point, target)) is not None
+    ]
+    return [length for length, _ in found], [value for _, value in found]
+
+
+def _check_lengths(what: str, lengths: Sequence[int], target: Target) -> None:
+    """Raise CostError for too few lengths, naming some to add."""
+    wanted, longest = LEAST_LENGTHS[target], max(lengths, default=256)
+    if len(set(lengths)) < wanted:
+        raise CostError(
+            what, got=f"{len(set(lengths))} lengths of single documents",
+            wanted=f"at least {wanted}",
+            hint=f"measure documents of {2 * longest:,} and {4 * longest:,} tokens too",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +151,7 @@ class HybridModel:
     no pair.
     """
 
-    architecture: Architecture
+    shape: ModelShape
     fingerprint: str
     pairs: Mapping[int, Mapping[str, Mapping[Target, Pair]]]
     feed_forwards: Mapping[str, str] = field(default_factory=dict)
@@ -141,7 +187,7 @@ class HybridModel:
         if target == "backward_s":
             return found + self.layer(p, none, "forward_s", tokens)
         rows = np.asarray(tokens, dtype=np.float64) / p + (0 if p == 1 else 1)
-        kept = rows * self.architecture.hidden * self.element_bytes
+        kept = rows * self.shape.hidden * self.element_bytes
         if target == "kept_bytes":
             return kept
         return found + np.maximum(0.0, self.layer(p, none, "kept_bytes", tokens) - kept)
@@ -173,7 +219,7 @@ class HybridModel:
         return {
             "format": HYBRID_FORMAT,
             "fingerprint": self.fingerprint,
-            "architecture": self.architecture.to_json(),
+            "shape": self.shape.to_json(),
             "pairs": {
                 str(p): {
                     option: {target: pair.to_json() for target, pair in targets.items()}
@@ -192,12 +238,12 @@ class HybridModel:
             if value["format"] != HYBRID_FORMAT:
                 raise CostError("format of hybrid costs", got=value["format"], wanted=HYBRID_FORMAT)
             return cls(
-                architecture=Architecture.from_json(value["architecture"]),
+                shape=stored_shape(value),
                 fingerprint=value["fingerprint"],
                 pairs={
                     int(p): {
                         option: {
-                            target_of(name): Pair.from_json(pair) for name, pair in targets.items()
+                            _target_of(name): Pair.from_json(pair) for name, pair in targets.items()
                         }
                         for option, targets in options.items()
                     }
@@ -211,9 +257,11 @@ class HybridModel:
             raise CostError("hybrid costs", got=got, hint="fit them again")
 
 
-def fit_hybrid(profile: Profile, shared: SharedForest | None = None) -> HybridModel:
+def fit_hybrid(
+    profile: Profile, steps_of: Callable[[int, str, Target], Steps] | None = None
+) -> HybridModel:
     """A forest and a polynomial for everything that a profile measured of single documents; with
-    ``shared``, its steps instead of forests of their own.
+    ``steps_of(p, option, target)``, those steps instead of forests of their own.
 
     Raises CostError where documents of fewer than three lengths were timed or of fewer than two
     counted, naming lengths to add, and MissingExtra without scikit-learn.
@@ -225,19 +273,18 @@ def fit_hybrid(profile: Profile, shared: SharedForest | None = None) -> HybridMo
         for target in TARGETS:
             lengths, values = measured(points, target)
             if values or target.endswith("_s"):
-                check_lengths(f"hybrid {target} of {option} on cp{p}", lengths, target)
-                asked = (profile.architecture, p, option, target)
-                steps = None if shared is None else shared.steps(*asked)
+                _check_lengths(f"hybrid {target} of {option} on cp{p}", lengths, target)
+                steps = None if steps_of is None else steps_of(p, option, target)
                 of_option[target] = fit_pair(lengths, values, steps)
     return HybridModel(
-        architecture=profile.architecture, fingerprint=profile.fingerprint, pairs=pairs,
+        shape=profile.shape, fingerprint=profile.fingerprint, pairs=pairs,
         feed_forwards=profile.feed_forwards, element_bytes=profile.element_bytes,
     )  # fmt: skip
 
 
 def fit_pair(lengths: Sequence[int], values: Sequence[float], steps: Steps | None = None) -> Pair:
     """A forest within ``lengths``, or ``steps`` where they are known, and a polynomial beyond."""
-    if steps is None:
-        steps = fit_forest([[length] for length in lengths], values).steps([0.0], 0)
     polynomial, _ = fit_polynomial(lengths, values)
-    return Pair(longest=max(lengths), steps=steps, polynomial=polynomial)
+    return Pair(
+        longest=max(lengths), steps=steps or fit_steps(lengths, values), polynomial=polynomial
+    )

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from held_out import MODELS, error_of, held_out, relative_errors, split
 
-from headrace.costs.held_out import MODELS, error_of, held_out, relative_errors, split
-from headrace.costs.targets import TARGETS
+from headrace.costs.paradyse import TARGETS
 from headrace.errors import CostError
 from profiles import LENGTHS, OPTIONS, made_up
 

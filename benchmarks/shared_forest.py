@@ -4,7 +4,6 @@ A row of its features describes one measurement of a single document:
 
     option      one column for each measured option, 1 in its own and 0 in all others
     hidden      features h of the model        over the most of any profile
-    heads       query heads n                  likewise
     layers      layers L                       likewise
     ranks       ranks p of the group           likewise; in the paper all runs have the same
     log length  log2 of the tokens             over that of the longest document
@@ -19,31 +18,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
-from typing import Any
 
 import numpy as np
+from forest import Forest, fit_forest
 from numpy.typing import ArrayLike, NDArray
 
-from headrace.costs.forest import Forest, Steps, fit_forest, need_scikit_learn
 from headrace.costs.from_profile import ladders
-from headrace.costs.targets import TARGETS, Target, measured, target_of
-from headrace.errors import CostError, HeadraceError, did_you_mean
-from headrace.spec.architecture import Architecture
+from headrace.costs.paradyse.hybrid import TARGETS, Target, measured
+from headrace.costs.paradyse.steps import Steps
+from headrace.errors import CostError, did_you_mean
+from headrace.spec.model_shape import ModelShape
 from headrace.spec.profile import Profile
 
 __all__ = ["SharedForest", "fit_shared_forest"]
 
 Floats = NDArray[np.float64]
 
-SHARED_FORMAT = 1
-
-_NUMBERS = ("hidden", "heads", "layers", "ranks", "log length")
+_NUMBERS = ("hidden", "layers", "ranks", "log length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedForest:
     """Forests by target over the features above: ``options`` name the first columns, ``most``
-    [5] are the numbers by which the others are divided."""
+    [4] are the numbers by which the others are divided."""
 
     options: tuple[str, ...]
     most: tuple[float, ...]
@@ -51,7 +48,7 @@ class SharedForest:
 
     def __post_init__(self) -> None:
         if len(self.most) != len(_NUMBERS) or not all(x > 0 for x in self.most):
-            raise CostError("scales of a forest", got=self.most, wanted="five numbers > 0")
+            raise CostError("scales of a forest", got=self.most, wanted="four numbers > 0")
         for forest in self.forests.values():
             if forest.features != len(self.columns):
                 wanted = f"{len(self.columns)} features"
@@ -67,7 +64,7 @@ class SharedForest:
         return dict(zip(self.columns, self._forest(target).importances, strict=True))
 
     def predict(
-        self, a: Architecture, p: int, option: str, target: Target, tokens: ArrayLike
+        self, a: ModelShape, p: int, option: str, target: Target, tokens: ArrayLike
     ) -> Floats:
         """Seconds or bytes [n] of an option for documents of ``tokens`` [n] on p ranks.
 
@@ -77,7 +74,7 @@ class SharedForest:
         rows = np.array([self._row(a, p, option, float(count)) for count in counts])
         return self._forest(target)(rows)
 
-    def steps(self, a: Architecture, p: int, option: str, target: Target) -> Steps:
+    def steps(self, a: ModelShape, p: int, option: str, target: Target) -> Steps:
         """The same as a function of whole tokens."""
         forest = self._forest(target)
         found = forest.steps(self._row(a, p, option, 1.0), len(self.columns) - 1)
@@ -88,7 +85,7 @@ class SharedForest:
         }
         return Steps(breaks=tuple(at), values=(found.values[0], *at.values()))
 
-    def _row(self, a: Architecture, p: int, option: str, tokens: float) -> list[float]:
+    def _row(self, a: ModelShape, p: int, option: str, tokens: float) -> list[float]:
         if option not in self.options:
             hint = did_you_mean(option, self.options) or f"known are {', '.join(self.options)}"
             raise CostError("option of a shared forest", got=repr(option), hint=hint)
@@ -99,45 +96,17 @@ class SharedForest:
             raise CostError(f"shared forest of {target}", got="none", hint="it was not measured")
         return self.forests[target]
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that :meth:`from_json` reads back."""
-        return {
-            "format": SHARED_FORMAT,
-            "options": list(self.options),
-            "most": list(self.most),
-            "forests": {target: forest.to_json() for target, forest in self.forests.items()},
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> SharedForest:
-        """The inverse of :meth:`to_json`. Raises CostError when the value is malformed."""
-        try:
-            if value["format"] != SHARED_FORMAT:
-                raise CostError("format of a forest", got=value["format"], wanted=SHARED_FORMAT)
-            return cls(
-                options=tuple(value["options"]),
-                most=tuple(value["most"]),
-                forests={
-                    target_of(name): Forest.from_json(forest)
-                    for name, forest in value["forests"].items()
-                },
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, HeadraceError) as error:
-            got = f"{type(error).__name__}: {error}"
-            raise CostError("shared forest", got=got, hint="fit it again")
-
 
 def fit_shared_forest(profiles: Sequence[Profile]) -> SharedForest:
     """One forest for each target over all single documents of ``profiles``.
 
     Raises CostError where nothing was timed, and MissingExtra without scikit-learn.
     """
-    need_scikit_learn()
-    points = [(profile.architecture, *rest) for profile in profiles for rest in _points(profile)]
+    points = [(profile.shape, *rest) for profile in profiles for rest in _points(profile)]
     if not points:
         hint = "measure single documents"
         raise CostError("shared forest", got="no points of single documents", hint=hint)
-    sizes = [(a.hidden, a.heads, a.layers, p, _log(n)) for a, p, _, _, n, _ in points]
+    sizes = [(a.hidden, a.layers, p, _log(n)) for a, p, _, _, n, _ in points]
     most = tuple(max(float(x), 1e-9) for x in np.array(sizes).max(axis=0))
     options = tuple(sorted({option for _, _, option, *_ in points}))
     forests: dict[Target, Forest] = {}
@@ -157,10 +126,10 @@ def _points(profile: Profile) -> Iterator[tuple[int, str, Target, float, float]]
 
 
 def _row(
-    options: Sequence[str], most: Sequence[float], a: Architecture, p: int, option: str,
+    options: Sequence[str], most: Sequence[float], a: ModelShape, p: int, option: str,
     tokens: float,
 ) -> list[float]:  # fmt: skip
-    numbers = (a.hidden, a.heads, a.layers, p, _log(tokens))
+    numbers = (a.hidden, a.layers, p, _log(tokens))
     scaled = [number / scale for number, scale in zip(numbers, most, strict=True)]
     return [*(float(option == other) for other in options), *scaled]
 

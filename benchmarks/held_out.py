@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.costs.from_profile import ladders
-from headrace.costs.hybrid import fit_pair
+from headrace.costs.paradyse.hybrid import LEAST_LENGTHS, TARGETS, Target, fit_pair, measured
 from headrace.costs.quadratic import FitError, fit_linear, fit_quadratic
-from headrace.costs.targets import LEAST_LENGTHS, TARGETS, Target, measured
 from headrace.errors import CostError
 from headrace.spec.profile import Profile
 
