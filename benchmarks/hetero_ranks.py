@@ -33,8 +33,8 @@ from headrace.costs import CostModel
 from headrace.costs.from_profile import costs_from_profile
 from headrace.planning import Problem
 from headrace.planning.strategies import Schemes, plan_strategy
+from headrace.profiling.profiler import ProfileOptions, Profiler
 from headrace.runtime.executor import Executor
-from headrace.runtime.profiler import ProfileOptions, Profiler
 from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy
 from headrace.spec.measurement import Row

@@ -28,9 +28,10 @@ from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.calibration import Calibration
 from headrace.costs.from_profile import costs_from_profile
 from headrace.errors import ConfigError, CostError, SpecError
+from headrace.profiling.branches import ProfileOptions
+from headrace.profiling.profiler import Profiler
 from headrace.runtime.machine import available_bytes, machine_facts
 from headrace.runtime.optimizers import AdamW, Elementwise, OptimizerOptions
-from headrace.runtime.profiler import ProfileOptions, Profiler
 from headrace.runtime.storage import Storage
 from headrace.spec.cluster import Cluster
 from headrace.spec.profile import Profile
@@ -173,7 +174,7 @@ def _profiler(rank: Rank) -> Profiler:
     return Profiler(
         rank.storage, rank.groups,
         ProfileOptions(
-            sizes=sizes, longest=longest, methods=methods, rung_s=config.profile.rung_s,
+            sizes=sizes, longest=longest, methods=methods, point_s=config.profile.rung_s,
             levels=config.planner.recompute, repeats=config.profile.repeats,
         ),
         dtype=rank.dtype, device=rank.world.device,

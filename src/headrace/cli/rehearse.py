@@ -22,7 +22,7 @@ from headrace.costs.memory import MemoryParts, memory_parts
 from headrace.data import make_tokenizer
 from headrace.errors import ConfigError, InfeasiblePlan
 from headrace.planning import plan
-from headrace.runtime.rehearsal import Rehearsal
+from headrace.profiling.rehearsal import Rehearsal
 from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware
 from headrace.spec.lengths import Lengths

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.comm.collectives import all_to_all_rows, gather_floats
+from headrace.comm.collectives import all_to_all_rows
 from headrace.comm.mesh import Groups
 from headrace.layouts.layout import group_shards
-from headrace.runtime.clocks import Clock
+from headrace.profiling.clocks import Clock
+from headrace.profiling.sweep import block, slowest
+from headrace.profiling.two_layers import TwoLayers
 from headrace.runtime.executor import Executor
-from headrace.runtime.stand import Stand
 from headrace.runtime.storage import Storage
 from headrace.spec.architecture import Architecture
 from headrace.spec.known_methods import SINGLE_RANK
@@ -23,29 +24,13 @@ from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
 from headrace.spec.scheme import Scheme
 from headrace.spec.weights import parameter_count, weight_table
 
-__all__ = ["Constants", "block", "blocks", "slowest", "working_bytes"]
+__all__ = ["StepConstants", "working_bytes"]
 
 _MESSAGES = (1 << 14, 1 << 18, 1 << 22)
 """Bytes to each partner with which a link is measured."""
 
 _ROOMY = 0.5
 """The part of the memory that a whole model may take to be exchanged whole."""
-
-
-def blocks(ranks: int, p: int) -> list[tuple[int, ...]]:
-    """The groups of p that can work side by side."""
-    return [tuple(range(k * p, (k + 1) * p)) for k in range(ranks // p)]
-
-
-def block(groups: Groups, p: int) -> tuple[int, ...] | None:
-    """This rank's group of p; None when it is left over."""
-    return next((b for b in blocks(groups.ranks, p) if groups.rank in b), None)
-
-
-def slowest(groups: Groups, values: list[float]) -> list[float]:
-    """The largest of every rank's values. Collective."""
-    rows = gather_floats(values, groups.world)
-    return [max(column) for column in zip(*rows, strict=True)]
 
 
 def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> dict[Working, int]:
@@ -66,29 +51,30 @@ def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> di
     return {"whole": whole, "sharded": min(whole, shards + gathered)}
 
 
-class Constants:
+class StepConstants:
     """Measures them on the ranks of ``groups``; every rank gets the same numbers."""
 
-    def __init__(self, storage: Storage, stand: Stand, groups: Groups, clock: Clock) -> None:
-        self._storage, self._stand, self._groups, self._clock = storage, stand, groups, clock
+    def __init__(self, storage: Storage, layers: TwoLayers, groups: Groups, clock: Clock) -> None:
+        self._storage, self._two = storage, layers
+        self._groups, self._clock = groups, clock
 
     def exchange(self, memory_bytes: int) -> dict[str, float]:
         """Seconds of pull, push and update of the whole model, from two nearly empty steps: of
         two layers, scaled by their weights, where a rank cannot hold the whole model."""
         storage, whole = (
             self._storage,
-            working_bytes(self._storage.architecture, self._groups.ranks, 1, self._stand.dtype)[
+            working_bytes(self._storage.architecture, self._groups.ranks, 1, self._two.dtype)[
                 "whole"
             ],
         )
-        dtype, device = self._stand.dtype, self._stand.device
+        dtype, device = self._two.dtype, self._two.device
         scale = 1.0
         if self._storage.bytes_held() + whole > _ROOMY * memory_bytes:
             storage = Storage(
-                self._stand.two, self._groups, seed=0, dtype=storage.dtype, working_dtype=dtype,
+                self._two.two, self._groups, seed=0, dtype=storage.dtype, working_dtype=dtype,
                 device=device,
             )  # fmt: skip
-            scale = parameter_count(self._storage.architecture) / parameter_count(self._stand.two)
+            scale = parameter_count(self._storage.architecture) / parameter_count(self._two.two)
         saved = {name: master.clone() for name, master in storage.masters.items()}
         best = self._nearly_empty_steps(storage)
         for name, master in storage.masters.items():
@@ -97,7 +83,7 @@ class Constants:
         return {name: seconds * scale for name, seconds in best.items()}
 
     def _nearly_empty_steps(self, storage: Storage) -> dict[str, float]:
-        executor = Executor(storage, self._groups, seed=0, device=self._stand.device)
+        executor = Executor(storage, self._groups, seed=0, device=self._two.device)
         plan = self._everyone(storage.architecture.layers)
         tokens = tuple(np.zeros(1, np.int32) for _ in range(self._groups.ranks))
         best = dict.fromkeys(("pull", "push", "update"), float("inf"))
@@ -117,12 +103,12 @@ class Constants:
         """Seconds that sharded weights add to one layer: a gather forward; a gather and a
         reduce-scatter backward."""
         mine = block(self._groups, p)
-        shards = self._stand.shards(self._groups, mine) if mine else []
+        shards = self._two.shards(self._groups, mine) if mine else []
         best = [float("inf")] * 2
         for _ in range(2):
             gather_s = sum(self._seconds(shard.rows) for shard in shards)
             wholes = [torch.zeros((shard.shards[-1].stop, *shard.value.shape[1:]),
-                                  dtype=self._stand.dtype, device=self._stand.device)
+                                  dtype=self._two.dtype, device=self._two.device)
                       for shard in shards]  # fmt: skip
             scatter_s = sum(
                 self._seconds(lambda shard=shard, whole=whole: shard.add(whole))
@@ -139,7 +125,7 @@ class Constants:
         group = self._groups.get(mine) if mine else None
         best = []
         for size in _MESSAGES:
-            x = torch.zeros(p * size, dtype=torch.uint8, device=self._stand.device)
+            x = torch.zeros(p * size, dtype=torch.uint8, device=self._two.device)
             times = [float("inf")]
             for _ in range(4):  # the first makes connections
                 send = [size] * p

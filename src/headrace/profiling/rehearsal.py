@@ -8,7 +8,7 @@ the same two layers of the same methods as the profiler. In one of two ways:
     device   real kernels and real memory on the device at hand; only the collectives are modelled.
 
 Both overlap what the rank issues early with what it computes meanwhile
-(:mod:`headrace.runtime.link_clock`). The result is a profile as the profiler measures it, so
+(:mod:`headrace.profiling.link_clock`). The result is a profile as the profiler measures it, so
 everything that reads profiles reads this one.
 """
 
@@ -24,12 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headrace.comm.alone import alone
 from headrace.comm.mesh import Groups
-from headrace.runtime.constants import working_bytes
+from headrace.profiling.branches import BranchTarget, ProfileOptions, targets, with_equal_levels
+from headrace.profiling.constants import working_bytes
+from headrace.profiling.link_clock import LinkClock, Modelled, Timed
+from headrace.profiling.probe import Probe, bytes_of, observe, seconds_of
+from headrace.profiling.two_layers import TwoLayers
 from headrace.runtime.counted import ByteCounter, DeviceBytes
-from headrace.runtime.ladders import Ladder, ProfileOptions, ladders, with_twins
-from headrace.runtime.link_clock import LinkClock, Modelled, Timed
-from headrace.runtime.pieces import Piece, count, measure, observe
-from headrace.runtime.stand import Stand
 from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware
@@ -72,27 +72,27 @@ class Rehearsal:
         cluster: Cluster,
         progress: Callable[[str, int, int], None] = lambda what, done, of: None,
     ) -> Profile:
-        """Play all ladders. torch.distributed must not be initialised.
+        """Play all sweeps. torch.distributed must not be initialised.
 
         Raises SpecError when a group size is supported by none of the methods, or the hardware
         has no peak for the type.
         """
         started = time.perf_counter()
         a, options = self.architecture, self._options
-        found = [ladder for p in self.sizes for ladder in ladders(a, p, options)]
+        found = [target for p in self.sizes for target in targets(a, p, options)]
         points: list[ProfilePoint] = []
         gathers: dict[int, tuple[float, float]] = {}
         with alone(self.rank, self.ranks) as groups, self._tensors():
-            stand = Stand(a, dtype=self.dtype, device=self.device or "cpu")
-            groups.prepare(self._wanted(stand, found))
-            for done, ladder in enumerate(found):
-                progress(f"rehearse cp{ladder.p} {ladder.text}", done, len(found))
-                lengths = self._lengths(ladder.p)
-                climbed = [self._point(stand, groups, ladder, n) for n in lengths]
-                points += with_twins(ladder, climbed, options)
+            two = TwoLayers(a, dtype=self.dtype, device=self.device or "cpu")
+            groups.prepare(self._wanted(two, found))
+            for done, target in enumerate(found):
+                progress(f"rehearse cp{target.p} {target.text}", done, len(found))
+                lengths = self._lengths(target.p)
+                own = [self._point(two, groups, target, n) for n in lengths]
+                points += with_equal_levels(target, own, options)
             for p in self.sizes:
                 if p > 1:
-                    gathers[p] = self._gather(stand, groups, p)
+                    gathers[p] = self._gather(two, groups, p)
         progress("rehearse", len(found), len(found))
         return Profile(
             fingerprint=fingerprint, shape=a.shape, cluster=cluster, points=tuple(points),
@@ -140,9 +140,9 @@ class Rehearsal:
         first = min(self.rank // p * p, self.ranks - p)
         return tuple(range(first, first + p))
 
-    def _wanted(self, stand: Stand, found: Iterable[Ladder]) -> set[tuple[int, ...]]:
+    def _wanted(self, two: TwoLayers, found: Iterable[BranchTarget]) -> set[tuple[int, ...]]:
         return {
-            group for ladder in found for group in stand.groups_of(ladder, self._members(ladder.p))
+            group for target in found for group in two.groups_of(target, self._members(target.p))
         }
 
     def _lengths(self, p: int) -> list[int]:
@@ -150,32 +150,34 @@ class Rehearsal:
         longest = max(self.longest, 32 * p)
         return [max(2 * p, longest // k) for k in (16, 4, 1)]
 
-    def _point(self, stand: Stand, groups: Groups, ladder: Ladder, tokens: int) -> ProfilePoint:
-        piece = stand.piece(groups, self._members(ladder.p), ladder, (tokens,))
+    def _point(
+        self, two: TwoLayers, groups: Groups, target: BranchTarget, tokens: int
+    ) -> ProfilePoint:
+        probe = two.probe(groups, self._members(target.p), target, (tokens,))
         if self.device is None:
             with self._clock() as clock:
-                seconds, (kept, transient) = observe(piece, clock, ByteCounter())
+                seconds, (kept, transient) = observe(probe, clock, ByteCounter())
         else:
-            seconds = self._seconds(piece)
-            kept, transient = count(piece, ByteCounter if self.device == "cpu" else DeviceBytes)
+            seconds = self._seconds(probe)
+            kept, transient = bytes_of(probe, ByteCounter if self.device == "cpu" else DeviceBytes)
         return ProfilePoint(
-            p=ladder.p, option=ladder.text, lengths=(tokens,),
+            p=target.p, option=target.text, lengths=(tokens,),
             forward_s=seconds[0], backward_s=seconds[1],
             kept_bytes=kept, transient_bytes=transient,
-            order=ladder.order(stand.two), fetched=ladder.fetched(stand.two),
+            order=target.order(two.two), fetched=target.fetched(two.two),
         )  # fmt: skip
 
-    def _seconds(self, piece: Piece) -> list[float]:
+    def _seconds(self, probe: Probe) -> list[float]:
         """The least of three, on the device."""
         best = [float("inf")] * 2
         for _ in range(3):
             with self._clock() as clock:
-                best = [min(x) for x in zip(best, measure(piece, clock), strict=True)]
+                best = [min(x) for x in zip(best, seconds_of(probe, clock), strict=True)]
         return best
 
-    def _gather(self, stand: Stand, groups: Groups, p: int) -> tuple[float, float]:
+    def _gather(self, two: TwoLayers, groups: Groups, p: int) -> tuple[float, float]:
         """Seconds that sharded weights add to one layer's forward and backward."""
-        shards = stand.shards(groups, self._members(p))
+        shards = two.shards(groups, self._members(p))
         with self._clock() as clock:
             start = clock.now()
             wholes = [shard.rows().add_(0) for shard in shards]  # waits for it

@@ -15,12 +15,12 @@ from headrace.comm.mesh import Groups
 from headrace.costs.from_profile import costs_from_profile
 from headrace.errors import SpecError
 from headrace.ops.flops import flop_counter
+from headrace.profiling.branches import BranchTarget, ProfileOptions, targets
+from headrace.profiling.link_clock import Modelled, Timed
+from headrace.profiling.probe import bytes_of
+from headrace.profiling.rehearsal import Rehearsal
+from headrace.profiling.two_layers import TwoLayers
 from headrace.runtime.counted import ByteCounter, TrafficCounter
-from headrace.runtime.ladders import Ladder, ProfileOptions, ladders
-from headrace.runtime.link_clock import Modelled, Timed
-from headrace.runtime.pieces import count
-from headrace.runtime.rehearsal import Rehearsal
-from headrace.runtime.stand import Stand
 from headrace.spec import Architecture, Cluster
 from headrace.spec.hardware import Hardware
 from headrace.spec.profile import Profile
@@ -33,32 +33,32 @@ METHODS = ("ulysses_z", "megatron_cz", "megatron_cz_gather", "megatron_ts", "met
 H100 = Hardware.parse("h100")
 
 
-def _ladders(p: int) -> list[Ladder]:
+def _targets(p: int) -> list[BranchTarget]:
     options = ProfileOptions(sizes=(p,), longest=TOKENS, methods=METHODS)
-    return ladders(MODEL, p, options)
+    return targets(MODEL, p, options)
 
 
-def _counted(stand: Stand, groups: Groups, times: int) -> dict[str, list[int]]:
+def _counted(two: TwoLayers, groups: Groups, times: int) -> dict[str, list[int]]:
     everyone = tuple(range(groups.ranks))
-    found = _ladders(groups.ranks)
-    groups.prepare(g for ladder in found for g in stand.groups_of(ladder, everyone))
+    found = _targets(groups.ranks)
+    groups.prepare(g for target in found for g in two.groups_of(target, everyone))
     counts = {}
-    for ladder in found:
-        piece = stand.piece(groups, everyone, ladder, (TOKENS,))
-        counts[ladder.text] = count(piece, lambda: ByteCounter(settle_s=0.003), times=times)
+    for target in found:
+        probe = two.probe(groups, everyone, target, (TOKENS,))
+        counts[target.text] = bytes_of(probe, lambda: ByteCounter(settle_s=0.003), times=times)
     return counts
 
 
 def _really() -> dict[str, list[int]]:
     # gloo's threads let go of buffers late: on a busy machine often, and seldom all the times.
-    return _counted(Stand(MODEL), Groups(), times=8)
+    return _counted(TwoLayers(MODEL), Groups(), times=8)
 
 
 def _rehearsed(rank: int, ranks: int) -> dict[str, list[int]]:
     """A rank of its own process plays rank ``rank``."""
     dist.destroy_process_group()
     with alone(rank, ranks) as groups:
-        return _counted(Stand(MODEL), groups, times=1)
+        return _counted(TwoLayers(MODEL), groups, times=1)
 
 
 def _profile(**changes: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _profile(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_are_those_of_the_real_ranks(ranks: int) -> None:
     """Would catch collectives whose buffers a fake group leaves out, a rank that plays another's
-    part, and pieces that the profiler and the rehearsal build differently."""
+    part, and probes that the profiler and the rehearsal build differently."""
     real = run_ranks(ranks, _really)
     for rank in (0, ranks - 1):
         (played,) = run_ranks(1, _rehearsed, rank, ranks)
@@ -187,7 +187,7 @@ def test_what_travels_is_waited_for_where_it_is_used() -> None:
 
 
 def _modelled_flops() -> tuple[float, float]:
-    """FLOPs of all ladders by the clock (nothing else takes time) and by torch's counter."""
+    """FLOPs of all sweeps by the clock (nothing else takes time) and by torch's counter."""
     dist.destroy_process_group()
     device = replace(
         H100.device, launch_s=0.0, memory_bytes_per_s=1e30, attained_matmul=1.0,
@@ -195,15 +195,15 @@ def _modelled_flops() -> tuple[float, float]:
     )  # fmt: skip
     link = replace(H100.inside, latency_s=0.0, bytes_per_s=1e30)
     with alone(1, 2) as groups:
-        stand, everyone = Stand(MODEL), (0, 1)
+        two, everyone = TwoLayers(MODEL), (0, 1)
         total, counted = 0.0, 0
-        for ladder in _ladders(2):
-            groups.prepare(stand.groups_of(ladder, everyone))
-            piece = stand.piece(groups, everyone, ladder, (TOKENS,))
+        for target in _targets(2):
+            groups.prepare(two.groups_of(target, everyone))
+            probe = two.probe(groups, everyone, target, (TOKENS,))
             clock = Modelled(replace(H100, device=device, inside=link))
             with flop_counter() as counter, clock:
-                piece.forward(lambda: None)
-                piece.backward(lambda: None)
+                probe.forward(lambda: None)
+                probe.backward(lambda: None)
             total, counted = total + clock.now(), counted + counter.get_total_flops()
     return total, counted
 

@@ -15,10 +15,11 @@ from headrace.comm.mesh import Groups
 from headrace.costs.from_profile import costs_from_profile
 from headrace.errors import InfeasiblePlan
 from headrace.methods import branch
+from headrace.profiling.branches import ProfileOptions
+from headrace.profiling.profiler import Profiler
+from headrace.profiling.two_layers import TwoLayers
 from headrace.runtime.counted import ByteCounter
 from headrace.runtime.executor import Executor
-from headrace.runtime.profiler import ProfileOptions, Profiler
-from headrace.runtime.stand import Stand
 from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Cluster, Lengths
 from headrace.spec.method import RECOMPUTE, LayerOption
@@ -234,10 +235,12 @@ def _starved(room: int, there: float) -> tuple[dict[str, Any], int]:
     """A profile where ``room`` bytes should be left, of which the last rank has ``there``."""
     groups, wide = Groups(), replace(MODEL, ffn=1024)
     storage = Storage(wide, groups, seed=2)
-    options = ProfileOptions(sizes=(2,), longest=2048, repeats=1, methods=("megatron_cz",))
+    options = ProfileOptions(
+        sizes=(2,), longest=2048, repeats=1, methods=("megatron_cz",), point_s=20.0
+    )
     profiler = Profiler(storage, groups, options)
     held = max(int(n) for (n,) in gather_floats([storage.bytes_held()], groups.world))
-    memory = held + Stand(wide).bytes_held + room
+    memory = held + TwoLayers(wide).bytes_held + room
     last = groups.rank == groups.ranks - 1
     starving = _Exhausted(there if last else float("inf"))
     with starving:

@@ -1,4 +1,4 @@
-"""The stand on which pieces of a model are measured: two layers of it, and weights of noise.
+"""Probes of a native model: two layers of it, with weights of noise.
 
 Two layers serve for the whole model, as layers are alike: the first warms up (DCP, section 3.5).
 """
@@ -6,7 +6,8 @@ Two layers serve for the whole model, as layers are alike: the first warms up (D
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,22 +16,69 @@ from headrace.comm.mesh import Groups
 from headrace.layouts.layout import group_shards
 from headrace.methods.weights import Shard, Weight, Whole
 from headrace.models.transformer import Transformer
-from headrace.runtime.ladders import Ladder
+from headrace.profiling.branches import BranchTarget
+from headrace.profiling.probe import ChainProbe, Passed, Probe
+from headrace.profiling.sweep import Sweep
 from headrace.runtime.micro_batch import MicroBatchRun
-from headrace.runtime.pieces import BranchPiece, EndsPiece, Piece
 from headrace.spec.architecture import Architecture
 from headrace.spec.known_methods import subgroups
 from headrace.spec.lengths import Lengths
-from headrace.spec.method import LayerPlan
+from headrace.spec.method import Branch, LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
 from headrace.spec.scheme import Scheme
 from headrace.spec.weights import buckets, weight_table
 
-__all__ = ["Stand"]
+__all__ = ["EndsProbe", "TwoLayers", "branch_probe"]
 
 
-class Stand:
-    """Makes pieces of ``architecture`` for this rank; ``two`` is the model that is run.
+@dataclass(slots=True)
+class EndsProbe:
+    """Embedding, last norm, head and loss of a micro-batch, without its layers."""
+
+    run: MicroBatchRun
+    segments: int = 1
+    _done: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    _last: torch.Tensor | None = None
+
+    def forward(self, passed: Passed) -> None:
+        """Embedding, then head and loss with its gradient."""
+        run = self.run
+        passed()
+        x = run.model.embedding(run.ids, run.weights, run.context)
+        entry = x.detach().requires_grad_()
+        ending, labels = run.model.ending(entry, run.labels, run.weights)
+        _, self._last = run.model.head(ending.detach(), labels, run.weights, run.scale, run.context)
+        self._done = (x, entry, ending)
+        passed()
+
+    def backward(self, passed: Passed) -> None:
+        """The same backward."""
+        assert self._done is not None
+        x, entry, ending = self._done
+        self._done = None
+        ending.backward(self._last)
+        del ending
+        self._last = None
+        x.backward(entry.grad)
+        passed()
+
+
+def branch_probe(run: MicroBatchRun, part: Branch, option: LayerOption, layers: int) -> ChainProbe:
+    """The same branch of some layers, one after the other, as a micro-batch would run it."""
+
+    def entry() -> torch.Tensor:
+        shape = (len(run.ids), run.context.architecture.hidden)
+        return torch.randn(shape, dtype=run.context.place.dtype, device=run.ids.device)
+
+    def branch(index: int, x: torch.Tensor) -> torch.Tensor:
+        inner = replace(run.context, recompute=option.recompute, layer=index)
+        return run.model.branch(x, part, option, run.states[index], inner)
+
+    return ChainProbe(entry, [partial(branch, index) for index in range(layers)])
+
+
+class TwoLayers:
+    """Makes probes of ``architecture`` for this rank; ``two`` is the model that is run.
 
     Weights are whole on every rank, of ``dtype``; gradients are fp32 for half types.
     """
@@ -54,17 +102,28 @@ class Stand:
         """Bytes of the weights and their gradients."""
         return sum(value.nbytes + grad.nbytes for value, grad, _ in self._held.values())
 
-    def groups_of(self, ladder: Ladder, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The groups that a ladder needs on ``ranks``."""
-        members = [tuple(range(ladder.p)), *subgroups(ladder.option, self.two, ladder.p)]
+    def groups_of(self, target: BranchTarget, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The groups that a target needs on ``ranks``."""
+        members = [tuple(range(target.p)), *subgroups(target.option, self.two, target.p)]
         return [tuple(ranks[member] for member in group) for group in members]
 
-    def piece(
-        self, groups: Groups, ranks: tuple[int, ...], ladder: Ladder, lengths: tuple[int, ...]
-    ) -> Piece:
-        """A ladder's piece on ``ranks`` of ``groups``, for a pack of documents."""
-        layers = LayerPlan.uniform(ladder.option, self.two.layers)
-        order = ladder.order(self.two)
+    def sweep(self, target: BranchTarget) -> Sweep:
+        """The sweep that measures a target."""
+
+        def probe(groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...]) -> Probe:
+            return self.probe(groups, ranks, target, lengths)
+
+        return Sweep(
+            p=target.p, option=target.text, probe=probe, groups_of=partial(self.groups_of, target),
+            order=target.order(self.two), fetched=target.fetched(self.two),
+        )  # fmt: skip
+
+    def probe(
+        self, groups: Groups, ranks: tuple[int, ...], target: BranchTarget, lengths: tuple[int, ...]
+    ) -> Probe:
+        """A target's probe on ``ranks`` of ``groups``, for a pack of documents."""
+        layers = LayerPlan.uniform(target.option, self.two.layers)
+        order = target.order(self.two)
         micro = MicroBatch(
             pipeline=0, sequences=tuple(range(len(lengths))), layers=layers, order=order
         )
@@ -77,9 +136,9 @@ class Stand:
             self.model, plan, micro, self._tokens(lengths), self._weights(ranks.index(groups.rank)),
             groups, seed=0, step=0, dtype=self.dtype, device=self.device,
         )  # fmt: skip
-        if ladder.part is None:
-            return EndsPiece(run)
-        return BranchPiece(run, ladder.part, ladder.option, segments=self.two.layers)
+        if target.part is None:
+            return EndsProbe(run)
+        return branch_probe(run, target.part, target.option, self.two.layers)
 
     def shards(self, groups: Groups, ranks: tuple[int, ...]) -> list[Shard]:
         """One layer's matrices, spread over ``ranks``."""
