@@ -14,7 +14,7 @@ from shared_forest import SharedForest, fit_shared_forest
 
 from headrace.costs import CostModel, Speeds, synthetic_costs
 from headrace.costs.formulas import FORMULA_METHODS
-from headrace.costs.from_profile import costs_from_profile, ladders
+from headrace.costs.from_profile import costs_from_profile, points_by_option
 from headrace.costs.paradyse.hybrid import TARGETS, HybridModel, fit_hybrid, fit_pair, measured
 from headrace.spec.architecture import Architecture
 from headrace.spec.method import LayerOption, LayerPlan
@@ -30,7 +30,7 @@ def layered(profile: Profile) -> Profile:
     seconds and kept bytes add up, of the bytes in passing the larger count."""
     found = {
         key: {x.lengths: x for x in points if len(x.lengths) == 1}
-        for key, points in ladders(profile).items()
+        for key, points in points_by_option(profile).items()
     }
     made: list[ProfilePoint] = []
     for (p, option), own in found.items():
@@ -67,7 +67,7 @@ def without_held(profile: Profile) -> Profile:
 
 def _chosen(profile: Profile, *, held: bool) -> Profile:
     points: list[ProfilePoint] = []
-    for own in ladders(profile).values():
+    for own in points_by_option(profile).values():
         out = {n for lengths in split(x.lengths[0] for x in own).values() for n in lengths}
         points += [x for x in own if (x.lengths[0] in out) == held]
     return replace(profile, points=tuple(points))
@@ -160,7 +160,7 @@ def _non_negative(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 def _asked(profile: Profile) -> Iterator[tuple[Any, ...]]:
     """(ladder, target, held-out lengths, values there, the largest value of the ladder)."""
-    held, everything = ladders(_chosen(profile, held=True)), ladders(profile)
+    held, everything = points_by_option(_chosen(profile, held=True)), points_by_option(profile)
     for key, points in held.items():
         for target in TARGETS:
             lengths, values = measured(points, target)
@@ -214,7 +214,7 @@ def microseconds(profile: Profile, lengths: np.ndarray) -> dict[str, float]:
     """Per length: one at a time and all at once, of the first option's forward."""
     from sklearn.ensemble import RandomForestRegressor
 
-    (p, option), points = next(x for x in ladders(profile).items() if x[0][1] != ENDS)
+    (p, option), points = next(x for x in points_by_option(profile).items() if x[0][1] != ENDS)
     known, values = measured(points, "forward_s")
     pair = fit_pair(known, values)
     curve = costs_from_profile(profile).options[p][option].forward

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.costs.from_profile import ladders
+from headrace.costs.from_profile import points_by_option
 from headrace.costs.paradyse.hybrid import LEAST_LENGTHS, TARGETS, Target, fit_pair, measured
 from headrace.costs.quadratic import FitError, fit_linear, fit_quadratic
 from headrace.errors import CostError
@@ -71,7 +71,7 @@ def held_out(profile: Profile) -> list[HeldOut]:
     add, and MissingExtra without scikit-learn.
     """
     found: list[HeldOut] = []
-    for (p, option), points in ladders(profile).items():
+    for (p, option), points in points_by_option(profile).items():
         held = split(point.lengths[0] for point in points if len(point.lengths) == 1)
         for target in TARGETS:
             lengths, values = measured(points, target)

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.display import tell
-from headrace.comm.alone import absent
+from headrace.comm.fake_world import fake_groups
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
 from headrace.profiling.branches import BranchTarget, ProfileOptions, targets
@@ -69,7 +69,7 @@ def measured_link(a: Architecture, groups: Groups, two: TwoLayers) -> Hardware:
 
 def compare(world: World, o: argparse.Namespace) -> dict[str, Any]:
     """All branches; the same on every rank."""
-    a, groups, alone = architecture(o), Groups(), absent()
+    a, groups, alone = architecture(o), Groups(), fake_groups()
     two, everyone = TwoLayers(a), tuple(range(world.ranks))
     options = ProfileOptions(
         sizes=(world.ranks,), longest=o.tokens, methods=tuple(o.methods), levels=("none",)

@@ -23,7 +23,7 @@ import numpy as np
 from forest import Forest, fit_forest
 from numpy.typing import ArrayLike, NDArray
 
-from headrace.costs.from_profile import ladders
+from headrace.costs.from_profile import points_by_option
 from headrace.costs.paradyse.hybrid import TARGETS, Target, measured
 from headrace.costs.paradyse.steps import Steps
 from headrace.errors import CostError, did_you_mean
@@ -119,7 +119,7 @@ def fit_shared_forest(profiles: Sequence[Profile]) -> SharedForest:
 
 
 def _points(profile: Profile) -> Iterator[tuple[int, str, Target, float, float]]:
-    for (p, option), points in ladders(profile).items():
+    for (p, option), points in points_by_option(profile).items():
         for target in TARGETS:
             for length, value in zip(*measured(points, target), strict=True):
                 yield p, option, target, float(length), value

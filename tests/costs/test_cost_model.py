@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.costs import (
     FORMULA_METHODS,
     CostModel,
-    Exchange,
+    ExchangeCost,
     Linear,
     OptionCost,
     Quadratic,
@@ -57,7 +57,7 @@ def by_hand(**changes: Any) -> CostModel:
                 transient=Linear(slope=7),
             )
         },
-        "exchange_s": Exchange(pull_s=1.0, push_s=2.0, update_s=3.0),
+        "exchange_s": ExchangeCost(pull_s=1.0, push_s=2.0, update_s=3.0),
         "state_bytes": 100,
         "working_bytes": {1: {"whole": 50, "sharded": 50}},
     }  # fmt: skip
@@ -259,8 +259,8 @@ def test_orders_and_shares_are_checked() -> None:
 def test_exchange_seconds_are_checked() -> None:
     """Catches negative seconds of the exchange."""
     with pytest.raises(CostError, match=r"exchange\.push_s"):
-        Exchange(push_s=-1.0)
-    assert Exchange(pull_s=1, push_s=2, update_s=3).total_s == 6
+        ExchangeCost(push_s=-1.0)
+    assert ExchangeCost(pull_s=1, push_s=2, update_s=3).total_s == 6
 
 
 def test_json_round_trip(tmp_path: Path) -> None:

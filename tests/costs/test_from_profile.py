@@ -69,7 +69,7 @@ def profile(found: list[ProfilePoint] | None = None) -> Profile:
 
 @pytest.mark.parametrize(("p", "option"), LADDERS)
 def test_known_curves_come_back(p: int, option: str) -> None:
-    """Catches ladders, parts or kinds of bytes that are mixed up: no two of them are alike."""
+    """Catches options, parts or kinds of bytes that are mixed up: no two of them are alike."""
     costs = costs_from_profile(profile())
     got = costs.ends[p] if option == ENDS else costs.options[p][option]
     true = truth(p, option)

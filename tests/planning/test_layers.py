@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.costs import (
     FORMULA_METHODS,
     CostModel,
-    Exchange,
+    ExchangeCost,
     Linear,
     OptionCost,
     Quadratic,
@@ -54,7 +54,7 @@ def layer_costs(draw: st.DrawFn) -> CostModel:
         fingerprint="",
         options={1: {name: option() for name in names}},
         ends={1: option()},
-        exchange_s=Exchange(),
+        exchange_s=ExchangeCost(),
         state_bytes=draw(SMALL),
         working_bytes={1: {"whole": draw(SMALL), "sharded": 0}},
     )

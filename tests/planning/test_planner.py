@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.costs import FORMULA_METHODS, CostModel, Exchange, Speeds, synthetic_costs
+from headrace.costs import FORMULA_METHODS, CostModel, ExchangeCost, Speeds, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
 from headrace.simulator import peak_bytes, simulate, step_s
@@ -23,7 +23,7 @@ from planning.worlds import batches, log_normal, statics, worlds
 def compute_s(made: Plan, costs: CostModel) -> float:
     """When the last rank has nothing left to compute if all weights are there at once: what plans
     are compared by. With pull, push and update it is an upper bound of the step."""
-    seconds = step_s(made, costs.replace(exchange_s=Exchange()))
+    seconds = step_s(made, costs.replace(exchange_s=ExchangeCost()))
     assert made.predicted_s <= (seconds + costs.exchange_s.total_s * costs.scale) * (1 + 1e-9)
     return seconds
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.costs import CostModel, Exchange, synthetic_costs
+from headrace.costs import CostModel, ExchangeCost, synthetic_costs
 from headrace.costs.stages import message_s
 from headrace.planning.drawn import random_strategy
 from headrace.simulator import step_s
@@ -141,7 +141,8 @@ def random_world(seed: int) -> tuple[Plan, CostModel]:
     devices, layers = int(rng.integers(1, 9)), int(rng.integers(2, 7))
     pull_s, push_s = 10 ** rng.uniform(-4, 0, 2)
     costs = synthetic_costs(devices, layers).replace(
-        exchange_s=Exchange(pull_s=pull_s, push_s=push_s, update_s=0.01), scale=rng.uniform(0.5, 2)
+        exchange_s=ExchangeCost(pull_s=pull_s, push_s=push_s, update_s=0.01),
+        scale=rng.uniform(0.5, 2),
     )
     methods = {p: ("local" if p == 1 else "ulysses_z",) for p in costs.group_sizes}
     lengths = Lengths.of(rng.integers(1, 20_000, int(rng.integers(1, 14))).tolist())
@@ -203,7 +204,7 @@ def test_any_strategy(seed: int) -> None:
         if row.kind in ("forward", "backward", "update"):
             busy[row.rank] += row.seconds - row.waited_s
     assert timeline.seconds >= max(busy) * (1 - 1e-12)
-    bare = step_s(plan, costs.replace(exchange_s=Exchange()))
+    bare = step_s(plan, costs.replace(exchange_s=ExchangeCost()))
     assert timeline.seconds >= bare * (1 - 1e-12)
 
 

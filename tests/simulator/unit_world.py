@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from headrace.costs import CostModel, Exchange, Linear, OptionCost, Quadratic, synthetic_costs
+from headrace.costs import CostModel, ExchangeCost, Linear, OptionCost, Quadratic, synthetic_costs
 from headrace.simulator import simulate, step_s
 from headrace.spec import (
     LayerPlan,
@@ -38,7 +38,7 @@ def unit_costs(
     return synthetic_costs(devices, layers).replace(
         options={1: {"local": layer}, 2: {"local": layer}}, ends={1: ends, 2: ends}, gather_s={},
         working_bytes={p: {"whole": 0, "sharded": 0} for p in (1, 2)},
-        exchange_s=Exchange(pull_s=pull_s, push_s=push_s, update_s=update_s),
+        exchange_s=ExchangeCost(pull_s=pull_s, push_s=push_s, update_s=update_s),
     )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def _device(config: Config) -> str:
 
 def open_rank(world: World, config: Config) -> Rank:
     """Open the corpus, agree on it, and make this rank's storage."""
-    groups = Groups(connections=world.reunion.connections)
+    groups = Groups(connections=world.rerendezvous.connections)
     dtype: torch.dtype = getattr(torch, config.devices.dtype)
     stored = dtype if dtype.itemsize >= 4 else torch.float32
     data = open_data(config, Stopwatch() if world.rank == 0 else None)

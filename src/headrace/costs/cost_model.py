@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.costs.fingerprint import fingerprint_difference
-from headrace.costs.option import Exchange, OptionCost
+from headrace.costs.option import ExchangeCost, OptionCost
 from headrace.costs.quadratic import Linear
 from headrace.errors import CostError, HeadraceError
 from headrace.spec.architecture import stored_shape
@@ -55,7 +55,7 @@ class CostModel:
     fingerprint: str
     options: Mapping[int, Mapping[str, OptionCost]]
     ends: Mapping[int, OptionCost]
-    exchange_s: Exchange
+    exchange_s: ExchangeCost
     state_bytes: int
     working_bytes: Mapping[int, Mapping[Working, int]]
     gather_s: Mapping[int, tuple[float, float]] = field(default_factory=dict)
@@ -290,7 +290,7 @@ class CostModel:
                     for p, options in value["options"].items()
                 },
                 ends={int(p): OptionCost.from_json(cost) for p, cost in value["ends"].items()},
-                exchange_s=Exchange(**value["exchange_s"]),
+                exchange_s=ExchangeCost(**value["exchange_s"]),
                 state_bytes=value["state_bytes"],
                 working_bytes={int(p): dict(held) for p, held in value["working_bytes"].items()},
                 gather_s={int(p): (f, b) for p, (f, b) in value["gather_s"].items()},

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from headrace.costs.cost_model import CostModel
 from headrace.costs.formulas import FORMULA_METHODS, feed_forwards_of, layer_options
-from headrace.costs.option import Exchange, OptionCost
+from headrace.costs.option import ExchangeCost, OptionCost
 from headrace.costs.quadratic import Linear, Quadratic
 from headrace.costs.speeds import Speeds
 from headrace.errors import CostError, did_you_mean
@@ -97,11 +97,11 @@ def _gather_s(a: Architecture, s: Speeds, p: int) -> tuple[float, float]:
     return rows * s.element_bytes + start, rows * (s.element_bytes + s.sum_bytes) + 2 * start
 
 
-def _exchange(s: Speeds, weights: int, devices: int) -> Exchange:
+def _exchange(s: Speeds, weights: int, devices: int) -> ExchangeCost:
     """Over all devices; nothing moves on one."""
     each, _ = s.sending(devices, "gather") if devices > 1 else (0.0, 0.0)
     moved = weights * (devices - 1) / devices * each
-    return Exchange(
+    return ExchangeCost(
         pull_s=moved * s.element_bytes,
         push_s=moved * s.sum_bytes,
         update_s=2 * _OPTIMIZER_BYTES * weights / devices / s.memory_bytes_per_s,

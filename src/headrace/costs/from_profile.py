@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from headrace.costs.branches import composed
 from headrace.costs.cost_model import CostModel
-from headrace.costs.option import Exchange, OptionCost
+from headrace.costs.option import ExchangeCost, OptionCost
 from headrace.costs.quadratic import FitError, Linear, Quadratic, fit_linear, fit_quadratic
 from headrace.errors import CostError
 from headrace.spec.profile import ENDS, Branch, Profile, ProfilePoint
@@ -22,7 +22,7 @@ __all__ = [
     "FittedPart",
     "costs_from_profile",
     "fit_parts",
-    "ladders",
+    "points_by_option",
     "not_fitting_notes",
     "reconciled",
 ]
@@ -118,7 +118,7 @@ def costs_from_profile(profile: Profile) -> CostModel:
     """
     curves = {(f.p, f.option, f.part): f.curve for f in fit_parts(profile)}
     costs: dict[int, dict[str, OptionCost]] = {}
-    for (p, option), points in ladders(profile).items():
+    for (p, option), points in points_by_option(profile).items():
         if (p, ENDS, "forward") not in curves:
             raise CostError(f"profile of cp{p}", got=f"no {ENDS}", hint="profile again")
         costs.setdefault(p, {})[option] = OptionCost(
@@ -198,20 +198,20 @@ def _agreed_on(points: Sequence[ProfilePoint], name: str) -> Any:
     return values.pop()
 
 
-def _exchange(profile: Profile) -> Exchange:
+def _exchange(profile: Profile) -> ExchangeCost:
     wanted = {"pull_s", "push_s", "update_s"}
     if set(profile.exchange_s) != wanted:
         raise CostError(
             "constants of a profile", got=", ".join(profile.exchange_s),
             wanted=", ".join(sorted(wanted)), hint="profile again",
         )  # fmt: skip
-    return Exchange(**profile.exchange_s)
+    return ExchangeCost(**profile.exchange_s)
 
 
 def fit_parts(profile: Profile) -> list[FittedPart]:
     """Every curve of a profile with its error."""
     fits = []
-    for (p, option), points in ladders(profile).items():
+    for (p, option), points in points_by_option(profile).items():
         packs = [point.lengths for point in points]
         parts: tuple[Part, Part] = ("forward", "backward")
         for part in parts:
@@ -263,7 +263,7 @@ def _agreed(
     return replace(point, forward_s=forward, backward_s=backward)
 
 
-def ladders(profile: Profile) -> dict[tuple[int, str], list[ProfilePoint]]:
+def points_by_option(profile: Profile) -> dict[tuple[int, str], list[ProfilePoint]]:
     """The points of every (group size, option), reconciled, in the order of their measurement."""
     found: dict[tuple[int, str], list[ProfilePoint]] = {}
     for point in reconciled(profile.points):

@@ -1,7 +1,7 @@
 """Rehearsal: what one rank of a job would do and hold, found without the others.
 
-This process plays one rank of p in a world of absent partners (:mod:`headrace.comm.alone`) and runs
-the same two layers of the same methods as the profiler. In one of two ways:
+This process plays one rank of p in a world of absent partners (:mod:`headrace.comm.fake_world`)
+and runs the same two layers of the same methods as the profiler. In one of two ways:
 
     shapes   tensors have shapes and no contents, on no device and in no memory. Bytes are counted
              exactly; seconds are a roofline of the hardware asked for, operator by operator.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from headrace.comm.alone import alone
+from headrace.comm.fake_world import fake_world
 from headrace.comm.mesh import Groups
 from headrace.profiling.branches import BranchTarget, ProfileOptions, targets, with_equal_levels
 from headrace.profiling.constants import working_bytes
@@ -82,7 +82,7 @@ class Rehearsal:
         found = [target for p in self.sizes for target in targets(a, p, options)]
         points: list[ProfilePoint] = []
         gathers: dict[int, tuple[float, float]] = {}
-        with alone(self.rank, self.ranks) as groups, self._tensors():
+        with fake_world(self.rank, self.ranks) as groups, self._tensors():
             two = TwoLayers(a, dtype=self.dtype, device=self.device or "cpu")
             groups.prepare(self._wanted(two, found))
             for done, target in enumerate(found):

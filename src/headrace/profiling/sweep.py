@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 
-from headrace.comm.alone import absent
 from headrace.comm.collectives import gather_floats
+from headrace.comm.fake_world import fake_groups
 from headrace.comm.mesh import Groups
 from headrace.profiling.clocks import Clock, EventClock, HostClock
 from headrace.profiling.probe import Probe, bytes_of, seconds_of
@@ -155,7 +155,7 @@ class Sweeper:
         """Whether every rank got through a pack alone; the same answer on all of them."""
         mine, failed = block(self._groups, sweep.p), False
         if self._absent is None:
-            self._absent = absent()
+            self._absent = fake_groups()
         self._absent.prepare(self._needed(sweep))
         try:
             if mine is not None:

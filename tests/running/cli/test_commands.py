@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from headrace.costs import CostModel
-from headrace.spec.known_methods import FACTS
 from headrace.spec import Plan
+from headrace.spec.known_methods import FACTS
 from headrace.spec.profile import Profile
 from running.cli.jobs import run, write_job
 

@@ -11,8 +11,8 @@ from headrace.cli.methods import considered, methods_by_size
 from headrace.config.model import PlannerConfig
 from headrace.costs import FORMULA_METHODS, synthetic_costs
 from headrace.errors import ConfigError, SpecError
-from headrace.spec.known_methods import FACTS
 from headrace.spec import Architecture, Lengths
+from headrace.spec.known_methods import FACTS
 from headrace.spec.method import LayerPlan
 from running.cli.jobs import metrics, run, write_job
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.comm.alone import alone
 from headrace.comm.collectives import issue_all_to_all
+from headrace.comm.fake_world import fake_world
 from headrace.comm.mesh import Groups
 from headrace.costs.from_profile import costs_from_profile
 from headrace.errors import SpecError
@@ -57,7 +57,7 @@ def _really() -> dict[str, list[int]]:
 def _rehearsed(rank: int, ranks: int) -> dict[str, list[int]]:
     """A rank of its own process plays rank ``rank``."""
     dist.destroy_process_group()
-    with alone(rank, ranks) as groups:
+    with fake_world(rank, ranks) as groups:
         return _counted(TwoLayers(MODEL), groups, times=1)
 
 
@@ -144,7 +144,7 @@ def _clocked() -> dict[str, float]:
         flops_per_s={"float32": 1e3},
     )  # fmt: skip
     found = {}
-    with alone(0, 2) as groups:
+    with fake_world(0, 2) as groups:
         world = groups.world
         x, w = torch.ones(10, 10), torch.ones(10, 10)
 
@@ -194,7 +194,7 @@ def _modelled_flops() -> tuple[float, float]:
         attained_attention=1.0, flops_per_s={"float32": 1.0},
     )  # fmt: skip
     link = replace(H100.inside, latency_s=0.0, bytes_per_s=1e30)
-    with alone(1, 2) as groups:
+    with fake_world(1, 2) as groups:
         two, everyone = TwoLayers(MODEL), (0, 1)
         total, counted = 0.0, 0
         for target in _targets(2):
@@ -218,7 +218,7 @@ def _timed() -> tuple[float, float, int]:
     dist.destroy_process_group()
     link = replace(H100.inside, latency_s=0.5, bytes_per_s=1e30)
     with (
-        alone(0, 2) as groups,
+        fake_world(0, 2) as groups,
         TrafficCounter() as traffic,
         Timed(replace(H100, inside=link)) as clock,
     ):

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from headrace.costs.from_profile import ladders
+from headrace.costs.from_profile import points_by_option
 from headrace.costs.paradyse.polynomial import Polynomial, fit_polynomial
 from headrace.costs.paradyse.steps import Steps, fit_steps, need_scikit_learn
 from headrace.errors import CostError, HeadraceError
@@ -268,7 +268,7 @@ def fit_hybrid(
     """
     need_scikit_learn()
     pairs: dict[int, dict[str, dict[Target, Pair]]] = {}
-    for (p, option), points in ladders(profile).items():
+    for (p, option), points in points_by_option(profile).items():
         of_option = pairs.setdefault(p, {}).setdefault(option, {})
         for target in TARGETS:
             lengths, values = measured(points, target)

@@ -19,12 +19,12 @@ from headrace.comm.mesh import Groups
 from headrace.comm.sockets import Connections
 from headrace.comm.watcher import Watcher
 
-__all__ = ["Reunion"]
+__all__ = ["Rerendezvous"]
 
 _NOTICE_S = 1.5  # what a rank meets first may be a broken connection: the cause is told this soon
 
 
-class Reunion:
+class Rerendezvous:
     """The worlds of one rank, one after the other. ``store`` is the attempt's, and listens
     at ``store_port`` of whatever machine."""
 

@@ -27,7 +27,7 @@ from headrace.comm.collectives import (
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
 from headrace.comm.ranks import is_broken_connection
-from headrace.comm.reunion import Reunion
+from headrace.comm.rerendezvous import Rerendezvous
 from headrace.comm.sockets import Connections
 from headrace.errors import PlanMismatch
 from jobs import Job
@@ -130,7 +130,7 @@ def _wait_in_vain(world: World, groups: Groups, round_: dict[str, Any]) -> dict[
     if world.rank == round_["asks"]:
         time.sleep(0.3)  # the others wait by now
         asked_s = time.monotonic()
-        world.reunion.ask()
+        world.rerendezvous.ask()
         return {"asked_s": asked_s}
     try:
         if here == "receive":
@@ -145,7 +145,7 @@ def _wait_in_vain(world: World, groups: Groups, round_: dict[str, Any]) -> dict[
     except RuntimeError as error:
         return {
             "freed_s": time.monotonic(), "broken": is_broken_connection(error),
-            "asked": world.reunion.asked(),
+            "asked": world.rerendezvous.asked(),
         }  # fmt: skip
     return {}
 
@@ -176,7 +176,7 @@ def _still_right(world: World, groups: Groups, old: tuple[int, ...], number: int
 
 def _rounds(job: Job) -> Callable[[World], int]:
     def main(world: World) -> int:
-        groups = Groups(connections=world.reunion.connections)
+        groups = Groups(connections=world.rerendezvous.connections)
         pairs = {tuple(sorted(r["collective"])) for r in ROUNDS}
         foreign = [tcp(), socket.socketpair()]
         found = []
@@ -186,7 +186,7 @@ def _rounds(job: Job) -> Callable[[World], int]:
             foreign += [tcp()]
             dist.barrier()
             waited = _wait_in_vain(world, groups, round_)
-            world.reunion.meet_anew(groups)
+            world.rerendezvous.meet_anew(groups)
             met_s = time.monotonic()
             old = tuple(sorted(round_["collective"]))
             found.append(
@@ -194,11 +194,11 @@ def _rounds(job: Job) -> Callable[[World], int]:
                 | {"foreign": [talks(pair) for pair in foreign]}
             )  # fmt: skip
         for _ in range(2):
-            world.reunion.meet_anew(groups)
+            world.rerendezvous.meet_anew(groups)
         x = torch.ones(1)
         dist.all_reduce(x)
         assert x.item() == RANKS
-        asked = world.reunion.asked()
+        asked = world.rerendezvous.asked()
         job.note(f"rank{world.rank}", json.dumps({"rounds": found, "asked": asked}))
         return 0
 
@@ -232,17 +232,17 @@ def test_ranks_that_wait_in_vain_meet_anew(run_job: RunJob) -> None:
 
 
 def _dies(world: World) -> int:
-    groups = Groups(connections=world.reunion.connections)
+    groups = Groups(connections=world.rerendezvous.connections)
     dist.barrier()
     world.watcher.enter("1F4")
     if world.rank == 1:
-        world.reunion.ask()
+        world.rerendezvous.ask()
         world.watcher.enter("its last")
         time.sleep(0.6)  # for a heartbeat that says so; the others meet by now
         os.kill(os.getpid(), signal.SIGKILL)
     with suppress(RuntimeError):
         dist.recv(torch.zeros(1), src=1)
-    world.reunion.meet_anew(groups)
+    world.rerendezvous.meet_anew(groups)
     return 0
 
 
@@ -267,13 +267,15 @@ BROKEN = tuple(
 )
 BY_THEMSELVES = """
 import sys
-from test_reunion import half_ways
+from test_rerendezvous import half_ways
 from headrace.comm.launch import join
 sys.exit(join(half_ways, threads=1, timeout_s=60))
 """
 
 
-def _half_way(groups: Groups, reunion: Reunion, kind: str, many: int, after_s: float) -> str:
+def _half_way(
+    groups: Groups, rerendezvous: Rerendezvous, kind: str, many: int, after_s: float
+) -> str:
     """A transfer of many bytes, broken by rank 0 when a part of it has arrived."""
     try:
         if kind == "collective":
@@ -283,7 +285,7 @@ def _half_way(groups: Groups, reunion: Reunion, kind: str, many: int, after_s: f
             groups.messages.send(torch.ones(many), 1)
         if groups.rank == 0:
             time.sleep(after_s)
-            reunion.ask()
+            rerendezvous.ask()
             return "asked"
         if kind == "collective":
             coming.wait()
@@ -296,13 +298,13 @@ def _half_way(groups: Groups, reunion: Reunion, kind: str, many: int, after_s: f
 
 def half_ways(world: World) -> int:
     """Transfers broken half-way, and what becomes of this rank; says so on stdout."""
-    groups, found = Groups(connections=world.reunion.connections), []
+    groups, found = Groups(connections=world.rerendezvous.connections), []
     for broken in BROKEN:
         groups.prepare_messages()
         gather_bytes(b"", groups.world)
         start_s = time.monotonic()
-        how = _half_way(groups, world.reunion, *broken)
-        world.reunion.meet_anew(groups)
+        how = _half_way(groups, world.rerendezvous, *broken)
+        world.rerendezvous.meet_anew(groups)
         found.append((how, time.monotonic() - start_s))
     assert gather_bytes(b"here", groups.world) == [b"here"] * 2
     os.write(1, f"{json.dumps(found)}\n".encode())

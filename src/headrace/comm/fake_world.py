@@ -15,13 +15,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from headrace.comm.mesh import Groups
 
-__all__ = ["absent", "alone"]
+__all__ = ["fake_groups", "fake_world"]
 
 _BACKEND = "fake"
 
 
 @contextmanager
-def alone(rank: int, ranks: int) -> Iterator[Groups]:
+def fake_world(rank: int, ranks: int) -> Iterator[Groups]:
     """A world of ``ranks`` in which this process is ``rank`` and nobody else exists.
 
     torch.distributed must not be initialised; afterwards it is not.
@@ -33,6 +33,6 @@ def alone(rank: int, ranks: int) -> Iterator[Groups]:
         dist.destroy_process_group()
 
 
-def absent() -> Groups:
+def fake_groups() -> Groups:
     """Groups of a real world whose partners are never heard: to try alone what could fail."""
     return Groups(backend=_BACKEND)

@@ -1,4 +1,4 @@
-"""Reaching the store of a job whose address was given, or saying plainly why it cannot be."""
+"""The store of a job: reaching it at a given address, or saying plainly why it cannot be."""
 
 from __future__ import annotations
 

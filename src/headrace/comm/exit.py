@@ -1,4 +1,7 @@
-"""What a process says before it ends: whole lines, one write each, so that ranks never mix."""
+"""Ending a process, and what it says before: whole lines, in one write each.
+
+So lines of different ranks never mix.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The board: what ranks tell each other through the store, besides their collectives.
+"""The status board: what ranks tell each other through the store, besides their collectives.
 
     beat/{rank}   the rank's latest heartbeat: its action and how long it has been in it
     raised        how many ranks raised an error of ours, and the lowest of them
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from headrace.units import seconds_text
 
-__all__ = ["Beat", "Board", "Death"]
+__all__ = ["Beat", "StatusBoard", "Death"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +62,14 @@ class Death:
         return f"rank {self.rank} {self.how}"
 
 
-class Board:
+class StatusBoard:
     """Reads and writes the keys above in ``store``, which holds one attempt of one job."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
 
     @classmethod
-    def of_attempt(cls, store: dist.Store, attempt: int) -> Board:
+    def of_attempt(cls, store: dist.Store, attempt: int) -> StatusBoard:
         """The board of the ``attempt``-th start: keys of dead attempts are never seen."""
         return cls(dist.PrefixStore(f"attempt{attempt}/board", store))
 
