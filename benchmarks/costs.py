@@ -39,8 +39,8 @@ from rich.table import Table
 from shared_forest import SharedForest
 
 from headrace.cli.display import tell
-from headrace.costs.from_profile import costs_from_profile, fit_parts
 from headrace.costs.paradyse import TARGETS, fit_hybrid, need_scikit_learn
+from headrace.costs.sources.profile import costs_from_profile, fit_parts
 from headrace.errors import HeadraceError
 from headrace.runtime.machine import machine_facts
 from headrace.spec import Architecture

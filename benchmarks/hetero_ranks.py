@@ -30,7 +30,7 @@ from headrace.comm.collectives import gather_floats
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
 from headrace.costs import CostModel
-from headrace.costs.from_profile import costs_from_profile
+from headrace.costs.sources.profile import costs_from_profile
 from headrace.planning import Problem
 from headrace.planning.strategies import Schemes, plan_strategy
 from headrace.profiling.profiler import ProfileOptions, Profiler

@@ -23,9 +23,9 @@ import numpy as np
 from forest import Forest, fit_forest
 from numpy.typing import ArrayLike, NDArray
 
-from headrace.costs.from_profile import points_by_option
 from headrace.costs.paradyse.hybrid import TARGETS, Target, measured
 from headrace.costs.paradyse.steps import Steps
+from headrace.costs.sources.profile import points_by_option
 from headrace.errors import CostError, did_you_mean
 from headrace.spec.model_shape import ModelShape
 from headrace.spec.profile import Profile

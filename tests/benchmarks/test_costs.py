@@ -12,8 +12,8 @@ from cost_runs import ladder_of
 from held_out import MODELS
 
 from benchmarks.scripts import Ran, run
-from headrace.costs.from_profile import costs_from_profile
 from headrace.costs.paradyse import TARGETS
+from headrace.costs.sources.profile import costs_from_profile
 from headrace.spec.profile import ENDS
 from profiles import LENGTHS, made_up
 

@@ -12,9 +12,9 @@ from rich.table import Table
 from headrace.cli.profile_tables import fits_table, hybrid_table, limits_table
 from headrace.costs import Linear, OptionCost, synthetic_costs
 from headrace.costs.cost_model import MOST_TOKENS
-from headrace.costs.from_profile import fit_parts
 from headrace.costs.limits import limits_of
 from headrace.costs.paradyse import fit_hybrid
+from headrace.costs.sources.profile import fit_parts
 from headrace.spec.profile import ENDS
 from headrace.units import GIB
 from profiles import LENGTHS, OPTIONS, made_up

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.costs import CostModel, Linear, OptionCost, Quadratic
-from headrace.costs.from_profile import (
+from headrace.costs.sources.profile import (
     costs_from_profile,
     fit_parts,
     not_fitting_notes,

@@ -12,8 +12,8 @@ from headrace.cli.ranks import launch, measured_costs, open_rank
 from headrace.cli.wiring import read_config
 from headrace.comm.launch import World
 from headrace.costs import CostModel
-from headrace.costs.from_profile import fit_parts, not_fitting_notes
 from headrace.costs.paradyse import HybridModel, fit_hybrid, need_scikit_learn
+from headrace.costs.sources.profile import fit_parts, not_fitting_notes
 from headrace.spec.profile import Profile
 from headrace.units import bytes_text, seconds_text
 

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from headrace.costs import CostModel
 from headrace.costs.cost_model import MOST_TOKENS
-from headrace.costs.from_profile import FittedPart
 from headrace.costs.limits import Limits, limits_of
 from headrace.costs.paradyse import HybridModel, Target
+from headrace.costs.sources.profile import FittedPart
 from headrace.spec.plan import Working
 from headrace.units import bytes_text, percent_text, seconds_text
 

@@ -25,8 +25,8 @@ from headrace.comm.mesh import Groups
 from headrace.config import Config
 from headrace.config.model import OptimizerConfig
 from headrace.costs import CostModel, fingerprint_of
-from headrace.costs.calibration import Calibration
-from headrace.costs.from_profile import costs_from_profile
+from headrace.costs.learning.calibration import Calibration
+from headrace.costs.sources.profile import costs_from_profile
 from headrace.errors import ConfigError, CostError, SpecError
 from headrace.profiling.branches import ProfileOptions
 from headrace.profiling.profiler import Profiler

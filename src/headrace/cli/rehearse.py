@@ -17,8 +17,8 @@ from headrace.cli.methods import considered
 from headrace.cli.wiring import make_problem, read_config
 from headrace.config import Config
 from headrace.costs import CostModel, fingerprint_of
-from headrace.costs.from_profile import costs_from_profile
-from headrace.costs.memory import MemoryParts, memory_parts
+from headrace.costs.limits import MemoryParts, memory_parts
+from headrace.costs.sources.profile import costs_from_profile
 from headrace.data import make_tokenizer
 from headrace.errors import ConfigError, InfeasiblePlan
 from headrace.planning import plan

@@ -19,9 +19,9 @@ from headrace.comm.collectives import agree, gather_bytes
 from headrace.comm.launch import World
 from headrace.config import Config
 from headrace.costs import CostModel
-from headrace.costs.calibration import Calibration
-from headrace.costs.drift import Drift
-from headrace.costs.from_profile import fit_parts
+from headrace.costs.learning.calibration import Calibration
+from headrace.costs.learning.drift import Drift
+from headrace.costs.sources.profile import fit_parts
 from headrace.data import Reader, summarise
 from headrace.errors import CheckpointError, CostError
 from headrace.runtime import checkpoint

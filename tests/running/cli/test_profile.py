@@ -11,8 +11,8 @@ import pytest
 
 from headrace.cli import main
 from headrace.costs import CostModel
-from headrace.costs.from_profile import costs_from_profile
 from headrace.costs.paradyse import HybridModel, fit_hybrid
+from headrace.costs.sources.profile import costs_from_profile
 from profiles import made_up
 from running.cli.jobs import run, write_job
 

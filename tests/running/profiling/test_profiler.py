@@ -12,7 +12,7 @@ import torch
 
 from headrace.comm.collectives import gather_floats
 from headrace.comm.mesh import Groups
-from headrace.costs.from_profile import costs_from_profile
+from headrace.costs.sources.profile import costs_from_profile
 from headrace.errors import InfeasiblePlan
 from headrace.methods import branch
 from headrace.profiling.branches import ProfileOptions

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from headrace.comm.collectives import issue_all_to_all
 from headrace.comm.fake_world import fake_world
 from headrace.comm.mesh import Groups
-from headrace.costs.from_profile import costs_from_profile
+from headrace.costs.sources.profile import costs_from_profile
 from headrace.errors import SpecError
 from headrace.ops.flops import flop_counter
 from headrace.profiling.branches import BranchTarget, ProfileOptions, targets

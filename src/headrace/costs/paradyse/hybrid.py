@@ -24,9 +24,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from headrace.costs.from_profile import points_by_option
 from headrace.costs.paradyse.polynomial import Polynomial, fit_polynomial
 from headrace.costs.paradyse.steps import Steps, fit_steps, need_scikit_learn
+from headrace.costs.sources.profile import points_by_option
 from headrace.errors import CostError, HeadraceError
 from headrace.spec.architecture import stored_shape
 from headrace.spec.method import LayerOption
@@ -166,7 +166,7 @@ class HybridModel:
 
     def layer(self, p: int, option: LayerOption, target: Target, tokens: ArrayLike) -> Floats:
         """The same of a layer: measured whole, or else put together from its branches by the
-        rules of :mod:`headrace.costs.branches`."""
+        rules of :mod:`headrace.costs.sources.branches`."""
         if str(option) in self.pairs.get(p, {}):
             return self.predict(p, str(option), target, tokens)
         if option.recompute == "full":

@@ -1,4 +1,4 @@
-"""The memory margin: what measured peaks say about predicted ones."""
+"""The memory margin: what measured peaks say about predicted ones, and means that forget."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace.costs.estimate import KEEP, Estimate
 from headrace.errors import CostError
 
-__all__ = ["LEAST_MARGIN", "MOST_MARGIN", "Peaks", "raised_margin"]
+__all__ = ["LEAST_MARGIN", "MOST_MARGIN", "Estimate", "Peaks", "raised_margin"]
 
 LEAST_MARGIN, MOST_MARGIN = 0.05, 0.6
 
@@ -18,6 +17,46 @@ _SPREADS = 3.0  # that a peak may lie above the mean
 _ENOUGH = 20  # steps with peaks worth learning from, before less than the prior is believed
 _NOTICEABLE = 0.25  # of the memory: smaller peaks count as this much
 _GRID = 20  # margins are multiples of 1 / _GRID, so that runs alike start with the same one
+
+KEEP = 0.98
+"""Of what was known, at each value: one counts half after 34 others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean and a variance that forget: of ``count`` values, the last some fifty matter."""
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 0:
+            raise CostError("count of an estimate", got=repr(self.count), wanted="an int >= 0")
+        for name, value in (("mean", self.mean), ("variance", self.variance)):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise CostError(f"{name} of an estimate", got=repr(value), wanted="a number")
+            if not math.isfinite(value) or (name == "variance" and value < 0):
+                raise CostError(f"{name} of an estimate", got=value, wanted="finite, variance >= 0")
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation."""
+        return math.sqrt(self.variance)
+
+    def after(self, value: float, within: float = 0.0) -> Estimate:
+        """With one more ``value``, itself a mean of values of variance ``within``.
+
+            a         = max(1 - keep, 1 / count)
+            mean'     = mean + a (value - mean)
+            variance' = (1 - a) (variance + a (value - mean)^2) + a within
+        """  # fmt: skip
+        a = max(1 - KEEP, 1 / (self.count + 1))
+        away = value - self.mean
+        return Estimate(
+            count=self.count + 1, mean=self.mean + a * away,
+            variance=(1 - a) * (self.variance + a * away * away) + a * within,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from headrace.costs.option import OptionCost
 from headrace.costs.quadratic import Linear, Quadratic
-from headrace.costs.speeds import Speeds
+from headrace.costs.sources.speeds import Speeds
 from headrace.spec.architecture import Architecture
 from headrace.spec.known_methods import DEFAULT, FACTS, SINGLE_RANK
 from headrace.spec.method import RECOMPUTE, LayerOption, Recompute

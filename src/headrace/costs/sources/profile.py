@@ -1,7 +1,7 @@
 """From measurements to a cost model: a quadratic per part, a line per kind of memory.
 
-A profile may hold whole layers, branches of layers (:mod:`headrace.costs.branches` puts them
-together), or both; what was measured as a whole counts.
+A profile may hold whole layers, branches of layers (:mod:`headrace.costs.sources.branches` puts
+them together), or both; what was measured as a whole counts.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from headrace.costs.branches import composed
 from headrace.costs.cost_model import CostModel
 from headrace.costs.option import ExchangeCost, OptionCost
 from headrace.costs.quadratic import FitError, Linear, Quadratic, fit_linear, fit_quadratic
+from headrace.costs.sources.branches import composed
 from headrace.errors import CostError
 from headrace.spec.profile import ENDS, Branch, Profile, ProfilePoint
 from headrace.units import percent_text

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from headrace.costs.residuals import Residual, common_factor, rank_differences
+from headrace.costs.learning.residuals import Residual, common_factor, rank_differences
 
 __all__ = ["Drift"]
 

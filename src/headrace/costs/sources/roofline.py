@@ -13,7 +13,7 @@ the peak (:class:`headrace.spec.hardware.Device` and ``Link``):
 
 Nothing overlaps. Left out are kernels that read more than once, products too small to fill a
 device, imbalance, and what the allocator wastes. The counts stand in
-:mod:`headrace.costs.formulas`; ``benchmarks/roofline.py`` prints how far off published
+:mod:`headrace.costs.sources.formulas`; ``benchmarks/roofline.py`` prints how far off published
 measurements are.
 """
 
@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from headrace.costs.cost_model import CostModel
 from headrace.costs.fingerprint import fingerprint_of
-from headrace.costs.formula_model import formula_model
-from headrace.costs.formulas import FORMULA_METHODS
-from headrace.costs.speeds import Speeds
+from headrace.costs.sources.formula_model import formula_model
+from headrace.costs.sources.formulas import FORMULA_METHODS
+from headrace.costs.sources.speeds import Speeds
 from headrace.errors import CostError
 from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster
@@ -50,8 +50,8 @@ def roofline_costs(
 ) -> CostModel:
     """Costs of an architecture on ``devices`` of some hardware.
 
-    ``sizes`` defaults to :func:`headrace.costs.formula_model.group_sizes_of`, ``methods`` to all
-    with formulas, ``memory_bytes`` (what a rank may use) to those of the device. ``element_bytes``
+    ``sizes`` defaults to :func:`headrace.costs.sources.formula_model.group_sizes_of`, ``methods`` to
+    all with formulas, ``memory_bytes`` (what a rank may use) to those of the device. ``element_bytes``
     is the size of activations and working weights: 2, 4 or 8. Raises CostError for a method
     without formulas or another size, SpecError for a dtype that the device does not know.
     """

@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.costs.estimate import Estimate
-from headrace.costs.peaks import Peaks
-from headrace.costs.residuals import Residual, rank_differences
+from headrace.costs.learning.memory_margin import Estimate, Peaks
+from headrace.costs.learning.residuals import Residual, rank_differences
 from headrace.errors import CostError
 
 __all__ = ["Calibration"]

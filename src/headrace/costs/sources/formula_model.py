@@ -1,6 +1,6 @@
 """A whole cost model by formulas: layers, the ends of the model, weights, the optimizer.
 
-Beside the layers (:mod:`headrace.costs.formulas`):
+Beside the layers (:mod:`headrace.costs.sources.formulas`):
 
     state       fp32 master weights, gradients and two moments, a share on each device
     working     whole: weights and gradients; sharded: a p-th of them, and one gathered layer
@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from headrace.costs.cost_model import CostModel
-from headrace.costs.formulas import FORMULA_METHODS, feed_forwards_of, layer_options
 from headrace.costs.option import ExchangeCost, OptionCost
 from headrace.costs.quadratic import Linear, Quadratic
-from headrace.costs.speeds import Speeds
+from headrace.costs.sources.formulas import FORMULA_METHODS, feed_forwards_of, layer_options
+from headrace.costs.sources.speeds import Speeds
 from headrace.errors import CostError, did_you_mean
 from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster
@@ -45,8 +45,8 @@ def formula_model(
     """Costs of an architecture on a cluster of these speeds.
 
     ``sizes`` defaults to :func:`group_sizes_of`; ``methods`` as
-    :func:`headrace.costs.formulas.layer_options` takes them. Raises CostError for a method without
-    formulas, and when no size has an option.
+    :func:`headrace.costs.sources.formulas.layer_options` takes them. Raises CostError for a method
+    without formulas, and when no size has an option.
     """
     for method in methods or ():
         if method not in FORMULA_METHODS:
