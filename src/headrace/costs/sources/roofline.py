@@ -50,10 +50,10 @@ def roofline_costs(
 ) -> CostModel:
     """Costs of an architecture on ``devices`` of some hardware.
 
-    ``sizes`` defaults to :func:`headrace.costs.sources.formula_model.group_sizes_of`, ``methods`` to
-    all with formulas, ``memory_bytes`` (what a rank may use) to those of the device. ``element_bytes``
-    is the size of activations and working weights: 2, 4 or 8. Raises CostError for a method
-    without formulas or another size, SpecError for a dtype that the device does not know.
+    ``sizes`` defaults to :func:`headrace.costs.group_sizes_of`, ``methods`` to all with formulas,
+    ``memory_bytes`` (what a rank may use) to those of the device. ``element_bytes`` is the size of
+    activations and working weights: 2, 4 or 8. Raises CostError for a method without formulas or
+    another size, SpecError for a dtype that the device does not know.
     """
     return formula_model(
         architecture,

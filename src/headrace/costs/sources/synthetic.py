@@ -1,8 +1,9 @@
 """Costs of a made-up device: for tests, for planning without a profile, for trying sizes out.
 
 Not a measurement and not the roofline of a device (:mod:`headrace.costs.sources.roofline`): compute
-is FLOPs over one constant rate, traffic is bytes over one constant speed, nothing overlaps, and every
-layer pays a fixed launch time. What a layer costs stands in :mod:`headrace.costs.sources.formulas`.
+is FLOPs over one constant rate, traffic is bytes over one constant speed, nothing overlaps, and
+every layer pays a fixed launch time. What a layer costs stands in
+:mod:`headrace.costs.sources.formulas`.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ def synthetic_costs(
 
     ``architecture`` defaults to a Llama of ``layers`` layers of 1024 features; ``sizes`` to
     :func:`group_sizes_of`. Group size 1 is the method ``local``. Larger ones have ``methods`` (of
-    :data:`headrace.costs.sources.formulas.FORMULA_METHODS`) as far as the architecture supports them,
-    in all pairs of attention and feed-forward; without ``methods`` they have ``ulysses_z``, even
-    where ranks outnumber heads. Raises CostError for a method without formulas, and when no size
-    has an option.
+    :data:`headrace.costs.FORMULA_METHODS`) as far as the architecture supports them, in all pairs
+    of attention and feed-forward; without ``methods`` they have ``ulysses_z``, even where ranks
+    outnumber heads. Raises CostError for a method without formulas, and when no size has an option.
     """
     if architecture is None:
         architecture = Architecture(
