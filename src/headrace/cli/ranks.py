@@ -35,7 +35,7 @@ from headrace.runtime.optimizers import AdamW, Elementwise, OptimizerOptions
 from headrace.runtime.storage import Storage
 from headrace.spec.cluster import Cluster
 from headrace.spec.profile import Profile
-from headrace.units import bytes_text, seconds_text
+from headrace.units import seconds_text
 
 __all__ = ["Rank", "launch", "learnt", "measured_costs", "open_rank"]
 
@@ -211,8 +211,3 @@ def _read(path: Path, fingerprint: str) -> Profile | None:
         tell(f"profile {path} is not readable and is measured again ({error})")
         return None
     return profile if profile.fingerprint == fingerprint else None
-
-
-def memory_line(rank: Rank) -> str:
-    """What each rank may use."""
-    return f"{rank.world.ranks} ranks, {bytes_text(rank.cluster.memory_bytes)} each"
