@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+from held_out import HeldOut, held_out, relative_errors, split
+from shared_forest import SharedForest, fit_shared_forest
 
 from headrace.costs import CostModel, Speeds, synthetic_costs
-from headrace.costs.formulas import FORMULA_METHODS
-from headrace.costs.from_profile import costs_from_profile, ladders
-from headrace.costs.held_out import HeldOut, held_out, relative_errors, split
-from headrace.costs.hybrid import HybridModel, fit_hybrid, fit_pair
-from headrace.costs.shared_forest import SharedForest, fit_shared_forest
-from headrace.costs.targets import TARGETS, measured
+from headrace.costs.paradyse.hybrid import TARGETS, HybridModel, fit_hybrid, fit_pair, measured
+from headrace.costs.sources.formulas import FORMULA_METHODS
+from headrace.costs.sources.profile import costs_from_profile, points_by_option
+from headrace.spec.architecture import Architecture
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.profile import ENDS, Profile, ProfilePoint
 
@@ -29,7 +30,7 @@ def layered(profile: Profile) -> Profile:
     seconds and kept bytes add up, of the bytes in passing the larger count."""
     found = {
         key: {x.lengths: x for x in points if len(x.lengths) == 1}
-        for key, points in ladders(profile).items()
+        for key, points in points_by_option(profile).items()
     }
     made: list[ProfilePoint] = []
     for (p, option), own in found.items():
@@ -66,19 +67,24 @@ def without_held(profile: Profile) -> Profile:
 
 def _chosen(profile: Profile, *, held: bool) -> Profile:
     points: list[ProfilePoint] = []
-    for own in ladders(profile).values():
+    for own in points_by_option(profile).values():
         out = {n for lengths in split(x.lengths[0] for x in own).values() for n in lengths}
         points += [x for x in own if (x.lengths[0] in out) == held]
     return replace(profile, points=tuple(points))
 
 
-def all_errors(profiles: list[Profile]) -> tuple[list[list[HeldOut]], SharedForest]:
-    """For each profile (of whole layers) the errors of all models; the forest that they share."""
+def all_errors(
+    profiles: list[Profile], models: list[Architecture | None]
+) -> tuple[list[list[HeldOut]], SharedForest]:
+    """For each profile (of whole layers) the errors of all models, formulas where its architecture
+    is known; the forest that they share."""
     shared = fit_shared_forest([without_held(profile) for profile in profiles])
     errors = []
-    for profile in profiles:
-        hybrid = fit_hybrid(without_held(profile), shared)
-        errors.append([*held_out(profile), *_of_shared(profile, hybrid), *_of_formulas(profile)])
+    for profile, model in zip(profiles, models, strict=True):
+        steps_of = partial(shared.steps, profile.shape)
+        hybrid = fit_hybrid(without_held(profile), steps_of)
+        formulas = () if model is None else _of_formulas(profile, model)
+        errors.append([*held_out(profile), *_of_shared(profile, hybrid), *formulas])
     return errors, shared
 
 
@@ -89,11 +95,11 @@ def _of_shared(profile: Profile, hybrid: HybridModel) -> Iterator[HeldOut]:
             yield from _rows(profile, p, option, target, SHARED, lengths, values, found, most)
 
 
-def _of_formulas(profile: Profile) -> Iterator[HeldOut]:
+def _of_formulas(profile: Profile, model: Architecture) -> Iterator[HeldOut]:
     """Formulas of a made-up device, made as fast as this one by two factors for all seconds: of
     what grows with the work, and of launches and latencies."""
-    work = _formulas(profile, launch_s=0.0, latency_s=0.0)
-    whole = _formulas(profile)
+    work = _formulas(profile, model, launch_s=0.0, latency_s=0.0)
+    whole = _formulas(profile, model)
 
     def parts(x: ProfilePoint) -> tuple[float, float]:
         grows, both = (_formula(costs, x.p, x.option)["step_s"](x.lengths[0])
@@ -118,12 +124,12 @@ def _of_formulas(profile: Profile) -> Iterator[HeldOut]:
         yield from _rows(profile, p, option, target, FORMULAS, lengths, values, found, most)
 
 
-def _formulas(profile: Profile, **speeds: float) -> CostModel:
+def _formulas(profile: Profile, model: Architecture, **speeds: float) -> CostModel:
     names = {x.option.partition("+")[0] for x in profile.points}
     methods = tuple(m for m in FORMULA_METHODS if m in names and m != "local")
     sizes = tuple(sorted({x.p for x in profile.points}))
     return synthetic_costs(
-        max(sizes), architecture=profile.architecture, methods=methods or None, sizes=sizes,
+        max(sizes), architecture=model, methods=methods or None, sizes=sizes,
         speeds=Speeds(element_bytes=profile.element_bytes, **speeds),
     )  # fmt: skip
 
@@ -154,7 +160,7 @@ def _non_negative(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 def _asked(profile: Profile) -> Iterator[tuple[Any, ...]]:
     """(ladder, target, held-out lengths, values there, the largest value of the ladder)."""
-    held, everything = ladders(_chosen(profile, held=True)), ladders(profile)
+    held, everything = points_by_option(_chosen(profile, held=True)), points_by_option(profile)
     for key, points in held.items():
         for target in TARGETS:
             lengths, values = measured(points, target)
@@ -181,7 +187,7 @@ def against_step(
     profile: Profile, costs: CostModel, hybrid: HybridModel, step: dict[str, Any]
 ) -> dict[str, Any]:
     """What quadratic and hybrid say of a measured step, from the profile of two layers."""
-    a, p, tokens = profile.architecture, profile.cluster.devices, step["tokens"]
+    a, p, tokens = profile.shape, profile.cluster.devices, step["tokens"]
     option = LayerOption.parse(step["option"])
     layers, once = LayerPlan.uniform(option, a.layers), costs.exchange_s.total_s
     fixed = costs.state_bytes + costs.held_bytes([p], "whole")
@@ -208,7 +214,7 @@ def microseconds(profile: Profile, lengths: np.ndarray) -> dict[str, float]:
     """Per length: one at a time and all at once, of the first option's forward."""
     from sklearn.ensemble import RandomForestRegressor
 
-    (p, option), points = next(x for x in ladders(profile).items() if x[0][1] != ENDS)
+    (p, option), points = next(x for x in points_by_option(profile).items() if x[0][1] != ENDS)
     known, values = measured(points, "forward_s")
     pair = fit_pair(known, values)
     curve = costs_from_profile(profile).options[p][option].forward

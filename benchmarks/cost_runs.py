@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,15 @@ from headrace.cli.display import tell
 from headrace.comm.collectives import gather_floats
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
+from headrace.profiling.branches import ProfileOptions
+from headrace.profiling.profiler import Profiler
 from headrace.runtime.counted import ByteCounter
 from headrace.runtime.executor import Executor
-from headrace.runtime.profiler import ProfileOptions, Profiler
 from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Cluster, Lengths, Plan
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, TokenOrder
-from headrace.spec.profile import Profile, ProfilePoint
+from headrace.spec.profile import Profile
 from headrace.spec.scheme import Scheme
 from headrace.units import GIB, seconds_text
 
@@ -34,17 +35,6 @@ def ladder_of(shortest: int, longest: int, count: int) -> tuple[int, ...]:
     """At most ``count`` lengths, each by about the same factor above the one before."""
     spaced = np.geomspace(shortest, longest, count)
     return tuple(sorted({round(float(n)) for n in spaced}))
-
-
-class Dense(Profiler):
-    """Measures documents of given lengths, and counts bytes at all of them."""
-
-    def __init__(self, *arguments: Any, lengths: Sequence[int], **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._lengths = lengths
-
-    def _climb(self, ladder: Any, *rest: Any) -> list[ProfilePoint]:
-        return [self._point(ladder, (length,), counting=True) for length in self._lengths]
 
 
 class Peak:
@@ -65,13 +55,12 @@ class Peak:
 def profiled(world: World, a: Architecture, o: argparse.Namespace, groups: Groups) -> Profile:
     """A profile of groups of all ranks; the same on every rank."""
     say = tell if world.rank == 0 else lambda text: None
-    profiler = Dense(
+    profiler = Profiler(
         Storage(a, groups, seed=0), groups,
         ProfileOptions(
             sizes=(world.ranks,), longest=o.longest, methods=("local", *o.methods),
-            repeats=o.repeats,
+            repeats=o.repeats, lengths=ladder_of(o.shortest, o.longest, o.lengths),
         ),
-        lengths=ladder_of(o.shortest, o.longest, o.lengths),
         progress=lambda what, done, of: say(f"{world.ranks} ranks: {what}, {done}/{of}"),
     )  # fmt: skip
     cluster = Cluster(devices=world.ranks, memory_bytes=64 * GIB, device="cpu")

@@ -33,16 +33,14 @@ from typing import Any
 import numpy as np
 from cost_errors import SHARED, against_step, all_errors, layered, microseconds
 from cost_runs import runs_on
+from held_out import MODELS, HeldOut, error_of
 from rich.console import Console
 from rich.table import Table
+from shared_forest import SharedForest
 
 from headrace.cli.display import tell
-from headrace.costs.forest import need_scikit_learn
-from headrace.costs.from_profile import costs_from_profile, fit_parts
-from headrace.costs.held_out import MODELS, HeldOut, error_of
-from headrace.costs.hybrid import fit_hybrid
-from headrace.costs.shared_forest import SharedForest
-from headrace.costs.targets import TARGETS
+from headrace.costs.paradyse import TARGETS, fit_hybrid, need_scikit_learn
+from headrace.costs.sources.profile import costs_from_profile, fit_parts
 from headrace.errors import HeadraceError
 from headrace.runtime.machine import machine_facts
 from headrace.spec import Architecture
@@ -65,7 +63,8 @@ def examined(run: dict[str, Any], rows: list[HeldOut]) -> dict[str, Any]:
     lengths = sorted({x.lengths[0] for x in profile.points if len(x.lengths) == 1})
     return {
         "ranks": profile.cluster.devices,
-        "architecture": profile.architecture.to_json(),
+        "model": str(profile.shape),
+        "layers": profile.shape.layers,
         "lengths": lengths,
         "measured_in_s": profile.measured_in_s,
         "flagged": [note for fit in fit_parts(profile) for note in fit.notes],
@@ -93,9 +92,9 @@ def summary(rows: list[HeldOut]) -> list[dict[str, Any]]:
 
 
 def errors_table(found: dict[str, Any]) -> Table:
-    a, lengths = Architecture.from_json(found["architecture"]), found["lengths"]
+    lengths = found["lengths"]
     table = Table(
-        title=f"errors on {_ranks(found)}: {a.kind} {a.layers}x{a.hidden}, "
+        title=f"errors on {_ranks(found)}: {found['model']}; "
         f"{len(lengths)} lengths of {lengths[0]:,} to {lengths[-1]:,} tokens", title_justify="left",
     )  # fmt: skip
     for name in ("of", "model"):
@@ -117,7 +116,7 @@ def errors_table(found: dict[str, Any]) -> Table:
 
 
 def steps_table(found: dict[str, Any]) -> Table:
-    layers = found["architecture"]["layers"]
+    layers = found["layers"]
     table = Table(
         title=f"whole steps of {layers} layers on {_ranks(found)}, predicted from two",
         title_justify="left",
@@ -213,10 +212,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         need_scikit_learn()
         runs = [{"profile": json.loads(file.read_text()), "steps": []} for file in o.profile]
-        runs += [runs_on(ranks, a, o) for ranks in o.ranks]
+        runs += [{**runs_on(ranks, a, o), "model": a} for ranks in o.ranks]
         tell("fitting")
         profiles = [layered(Profile.from_json(run["profile"])) for run in runs]
-        errors, shared = all_errors(profiles)
+        errors, shared = all_errors(profiles, [run.get("model") for run in runs])
         worlds = [examined(run, rows) for run, rows in zip(runs, errors, strict=True)]
     except (HeadraceError, OSError, ValueError) as error:
         tell(str(error))

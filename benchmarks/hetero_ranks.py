@@ -30,11 +30,11 @@ from headrace.comm.collectives import gather_floats
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
 from headrace.costs import CostModel
-from headrace.costs.from_profile import costs_from_profile
+from headrace.costs.sources.profile import costs_from_profile
 from headrace.planning import Problem
 from headrace.planning.strategies import Schemes, plan_strategy
+from headrace.profiling.profiler import ProfileOptions, Profiler
 from headrace.runtime.executor import Executor
-from headrace.runtime.profiler import ProfileOptions, Profiler
 from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy
 from headrace.spec.measurement import Row

@@ -18,14 +18,15 @@ from torch_sides import Model, context_on, gradients, sharded, tensor_parallel
 from headrace.comm.mesh import Groups
 from headrace.layouts.layout import group_shards
 from headrace.layouts.tokens import TokenPlan
-from headrace.methods import METHODS, Context, Method, Place, Shard, Whole
-from headrace.methods.registry import subgroups
+from headrace.methods import Context, Place, Shard, Whole
 from headrace.methods.weights import Weight
 from headrace.models.transformer import Transformer
 from headrace.ops.random import DropoutKey
 from headrace.runtime.micro_batch import layer_states
 from headrace.spec import Architecture, weight_table
+from headrace.spec.known_methods import FACTS, LOCAL, subgroups
 from headrace.spec.method import LayerOption
+from headrace.spec.method_facts import MethodFacts
 from headrace.spec.plan import TokenOrder
 from headrace.spec.weights import WeightSpec
 
@@ -117,17 +118,17 @@ def sides_of(
     a: Architecture, truth: Truth, groups: Groups, *, holdings: Sequence[str]
 ) -> list[Side]:
     """One process first, then headrace's methods, then torch's own. Collective."""
-    made = [_one_process(a, truth), _ours(a, truth, groups, METHODS["local"], "whole")]
-    for method in METHODS.values():
-        if method.name != "local" and method.supports(a, groups.ranks) is None:
+    made = [_one_process(a, truth), _ours(a, truth, groups, LOCAL, "whole")]
+    for method in FACTS.values():
+        if method is not LOCAL and method.supports(a, groups.ranks) is None:
             made += [_ours(a, truth, groups, method, held) for held in holdings]
     if a.kind == "gpt":
         made += _torch_sides(a, truth, groups.ranks, holdings)
     return made
 
 
-def _ours(a: Architecture, truth: Truth, groups: Groups, method: Method, held: str) -> Side:
-    alone = method.name == "local"
+def _ours(a: Architecture, truth: Truth, groups: Groups, method: MethodFacts, held: str) -> Side:
+    alone = method is LOCAL
     ranks, member = (1, 0) if alone else (groups.ranks, groups.rank)
     world = tuple(range(ranks))
     option = LayerOption(attention=method.name, feed_forward=method.name)

@@ -31,21 +31,22 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.display import tell
-from headrace.comm.alone import absent
+from headrace.comm.fake_world import fake_groups
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
-from headrace.methods import METHODS
-from headrace.runtime.clocks import HostClock
-from headrace.runtime.constants import Constants, slowest
+from headrace.profiling.branches import BranchTarget, ProfileOptions, targets
+from headrace.profiling.clocks import HostClock
+from headrace.profiling.constants import StepConstants
+from headrace.profiling.link_clock import Timed
+from headrace.profiling.probe import bytes_of, seconds_of
+from headrace.profiling.sweep import slowest
+from headrace.profiling.two_layers import TwoLayers
 from headrace.runtime.counted import ByteCounter
-from headrace.runtime.ladders import Ladder, ProfileOptions, ladders
-from headrace.runtime.link_clock import Timed
 from headrace.runtime.machine import machine_facts
-from headrace.runtime.pieces import count, measure
-from headrace.runtime.stand import Stand
 from headrace.runtime.storage import Storage
 from headrace.spec import Architecture
 from headrace.spec.hardware import Hardware
+from headrace.spec.known_methods import FACTS
 from headrace.units import MIB
 
 
@@ -56,10 +57,10 @@ def architecture(o: argparse.Namespace) -> Architecture:
     )  # fmt: skip
 
 
-def measured_link(a: Architecture, groups: Groups, stand: Stand) -> Hardware:
+def measured_link(a: Architecture, groups: Groups, two: TwoLayers) -> Hardware:
     """This machine, with the link as it is between these ranks."""
     storage = Storage(replace(a, layers=1), groups, seed=0)
-    constants = Constants(storage, stand, groups, HostClock())
+    constants = StepConstants(storage, two, groups, HostClock())
     latency_s, bytes_per_s = constants.link(groups.ranks)
     cpu = Hardware.parse("cpu")
     link = replace(cpu.inside, latency_s=latency_s, bytes_per_s=bytes_per_s, attained=1.0)
@@ -68,47 +69,47 @@ def measured_link(a: Architecture, groups: Groups, stand: Stand) -> Hardware:
 
 def compare(world: World, o: argparse.Namespace) -> dict[str, Any]:
     """All branches; the same on every rank."""
-    a, groups, alone = architecture(o), Groups(), absent()
-    stand, everyone = Stand(a), tuple(range(world.ranks))
+    a, groups, alone = architecture(o), Groups(), fake_groups()
+    two, everyone = TwoLayers(a), tuple(range(world.ranks))
     options = ProfileOptions(
         sizes=(world.ranks,), longest=o.tokens, methods=tuple(o.methods), levels=("none",)
     )
-    found = [x for x in ladders(a, world.ranks, options) if x.part is not None]
-    wanted = {group for x in found for group in stand.groups_of(x, everyone)}
+    found = [x for x in targets(a, world.ranks, options) if x.part is not None]
+    wanted = {group for x in found for group in two.groups_of(x, everyone)}
     groups.prepare(wanted)
     alone.prepare(wanted)
-    hardware = measured_link(a, groups, stand)
+    hardware = measured_link(a, groups, two)
     rows = []
-    for number, ladder in enumerate(found):
+    for number, target in enumerate(found):
         if world.rank == 0:
-            tell(f"{world.ranks} ranks: {number + 1}/{len(found)}, {ladder.text}")
-        rows.append(beside(ladder, stand, groups, alone, hardware, o))
+            tell(f"{world.ranks} ranks: {number + 1}/{len(found)}, {target.text}")
+        rows.append(beside(target, two, groups, alone, hardware, o))
     link = hardware.inside
     return {"ranks": world.ranks, "latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s,
             "rows": rows}  # fmt: skip
 
 
 def beside(
-    ladder: Ladder, stand: Stand, groups: Groups, alone: Groups, hardware: Hardware,
+    target: BranchTarget, two: TwoLayers, groups: Groups, alone: Groups, hardware: Hardware,
     o: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
     everyone = tuple(range(groups.ranks))
-    real = stand.piece(groups, everyone, ladder, (o.tokens,))
-    played = stand.piece(alone, everyone, ladder, (o.tokens,))
+    real = two.probe(groups, everyone, target, (o.tokens,))
+    played = two.probe(alone, everyone, target, (o.tokens,))
 
     def counter() -> ByteCounter:
         return ByteCounter(settle_s=0.005)
 
-    kept = slowest(groups, [float(n) for n in count(real, counter, times=3)])
-    held = slowest(groups, [float(n) for n in count(played, counter)])
+    kept = slowest(groups, [float(n) for n in bytes_of(real, counter, times=3)])
+    held = slowest(groups, [float(n) for n in bytes_of(played, counter)])
     seconds: dict[str, list[float]] = {"real": [], "rehearsed": []}
     for _ in range(o.rounds):
-        seconds["real"].append(sum(slowest(groups, measure(real, HostClock()))))
+        seconds["real"].append(sum(slowest(groups, seconds_of(real, HostClock()))))
         with Timed(hardware) as clock:
-            local = measure(played, clock)
+            local = seconds_of(played, clock)
         seconds["rehearsed"].append(sum(slowest(groups, local)))
     return {
-        "branch": ladder.text, "tokens": o.tokens,
+        "branch": target.text, "tokens": o.tokens,
         "kept_bytes": kept[0], "rehearsed_kept_bytes": held[0],
         "transient_bytes": kept[1], "rehearsed_transient_bytes": held[1],
         "seconds": seconds,
@@ -169,7 +170,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    automatic = [m.name for m in METHODS.values() if m.automatic and m.name != "local"]
+    automatic = [m.name for m in FACTS.values() if m.automatic and m.name != "local"]
     add("--ranks", type=int, nargs="+", default=[2, 4], help="ranks, each in its turn (2 4)")
     add("--methods", nargs="+", choices=automatic, default=automatic, help="methods (all)")
     add("--tokens", type=int, default=2048, help="tokens of the one document (2048)")

@@ -129,7 +129,7 @@ def stage_s(
     costs: CostModel, length: int, p: int, option: LayerOption, stages: int
 ) -> float:  # fmt: skip
     """Seconds of one stage: its layers, and its share of the embedding and the head."""
-    count, ends = costs.architecture.layers, costs.ends[p]
+    count, ends = costs.shape.layers, costs.ends[p]
     layer = sum(costs.layer_seconds([length], p, option))
     return count * layer + (ends.forward([length]) + ends.backward([length])) / stages
 

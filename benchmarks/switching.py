@@ -46,13 +46,13 @@ from headrace.cli.display import tell
 from headrace.comm.collectives import gather_floats
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
-from headrace.methods import BRANCHES, METHODS, branch
-from headrace.methods.registry import subgroups
+from headrace.methods import branch
 from headrace.runtime.executor import Executor
 from headrace.runtime.machine import machine_facts
 from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Lengths, Plan
-from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.known_methods import FACTS, subgroups
+from headrace.spec.method import BRANCHES, LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline
 from headrace.spec.scheme import Scheme
 
@@ -68,7 +68,7 @@ def architecture_of(o: argparse.Namespace) -> Architecture:
 
 def usable(names: Iterable[str], a: Architecture, ranks: int) -> tuple[str, ...]:
     """The methods of those named that a group can run."""
-    return tuple(name for name in names if METHODS[name].supports(a, ranks) is None)
+    return tuple(name for name in names if FACTS[name].supports(a, ranks) is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Job:
         """All layers by one method, the weights sharded."""
         ranks, layers = self.groups.ranks, self.architecture.layers
         micro = MicroBatch(
-            pipeline=0, sequences=(0,), order=METHODS[name].order,
+            pipeline=0, sequences=(0,), order=FACTS[name].order,
             layers=LayerPlan.uniform(LayerOption.of(name), layers),
         )  # fmt: skip
         return Plan(
@@ -267,7 +267,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     add("--hidden", type=int, default=256, help="features of the model (256)")
     add("--heads", type=int, default=8, help="heads (8)")
     add("--layers", type=int, default=4, help="layers of the model (4)")
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD",
+    add("--methods", nargs="+", choices=FACTS, default=list(FACTS), metavar="METHOD",
         help="methods to change between, where the ranks can run them (all)")  # fmt: skip
     add("--rounds", type=int, default=1, help="times that each pair of methods is timed (1)")
     add("--restarts", type=int, default=6, help="restarts that are timed (6)")

@@ -38,9 +38,9 @@ def made_up(
     ]  # fmt: skip
     return Profile(
         fingerprint="device=none",
-        architecture=Architecture(
+        shape=Architecture(
             layers=3, hidden=hidden, heads=4, kv_heads=4, ffn=2 * hidden, vocabulary=50
-        ),
+        ).shape,
         cluster=Cluster(devices=1, memory_bytes=10**9),
         points=tuple(points),
         exchange_s={"pull_s": 0.1, "push_s": 0.2, "update_s": 0.3},

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from cost_errors import layered, without_held
 from cost_runs import ladder_of
+from held_out import MODELS
 
 from benchmarks.scripts import Ran, run
-from headrace.costs.from_profile import costs_from_profile
-from headrace.costs.held_out import MODELS
-from headrace.costs.targets import TARGETS
+from headrace.costs.paradyse import TARGETS
+from headrace.costs.sources.profile import costs_from_profile
 from headrace.spec.profile import ENDS
 from profiles import LENGTHS, made_up
 
@@ -97,8 +97,8 @@ def test_profiles_can_be_given(tmp_path: Path) -> None:
     ended = run("costs.py", "--profile", files[0], "--profile", files[1], json_in=tmp_path)
     assert ended.code == 0, ended.err
     assert ended.numbers is not None
-    widths = [world["architecture"]["hidden"] for world in ended.numbers["worlds"]]
-    assert widths == [64, 256]
+    widths = ["x64," in world["model"] for world in ended.numbers["worlds"]]
+    assert widths == [True, False]
     assert all(world["steps"] == [] for world in ended.numbers["worlds"])
     assert "profile cp" not in ended.err
     files[0].write_text("{}")

@@ -8,8 +8,8 @@ import methods
 import pytest
 
 from benchmarks.scripts import Ran, run
-from headrace.methods import METHODS
 from headrace.spec import Architecture, weight_table
+from headrace.spec.known_methods import FACTS
 
 TOKENS, HIDDEN, HEADS, ELEMENT = 32, 32, 4, 4
 ROW = {
@@ -47,7 +47,7 @@ def test_every_method_sends_what_its_formula_says(block: Ran) -> None:
     (case,) = block.numbers["cases"]
     a = Architecture.from_json(case["architecture"])
     ours = [row for row in case["sides"] if not row["torch"]]
-    usable = {name for name, m in METHODS.items() if m.supports(a, 2) is None} | {"local"}
+    usable = {name for name, m in FACTS.items() if m.supports(a, 2) is None} | {"local"}
     held = {(name, how) for name in usable - {"local"} for how in ("whole", "sharded")}
     assert {(row["name"], row["held"]) for row in ours} == held | {("local", "")}
     for row in ours:

@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.profile_tables import fits_table, held_out_lines, hybrid_table, limits_table
+from headrace.cli.profile_tables import fits_table, hybrid_table, limits_table
 from headrace.costs import Linear, OptionCost, synthetic_costs
 from headrace.costs.cost_model import MOST_TOKENS
-from headrace.costs.from_profile import fit_parts
-from headrace.costs.held_out import HeldOut
 from headrace.costs.limits import limits_of
+from headrace.costs.paradyse import fit_hybrid
+from headrace.costs.sources.profile import fit_parts
 from headrace.spec.profile import ENDS
 from headrace.units import GIB
 from profiles import LENGTHS, OPTIONS, made_up
@@ -65,32 +65,9 @@ def test_limits_of_no_memory_and_of_any() -> None:
     assert words(limits_table(free))[0][2:4] == ["no", "limit"]
 
 
-def test_hybrid_beside_quadratic() -> None:
-    """Catches errors of one target or place in the cells of another."""
+def test_hybrid_costs() -> None:
+    """Catches another target's switch in a row."""
     pytest.importorskip("sklearn")
-    from headrace.costs.hybrid import fit_hybrid
-
-    def row(target: str, model: str, where: str, error: float) -> HeldOut:
-        return HeldOut(
-            p=1, option=ENDS, target=target, model=model, where=where, lengths=(1,),
-            errors=(error,),
-        )  # fmt: skip
-
-    held = [
-        row("forward_s", "hybrid", "inside", 0.01), row("forward_s", "quadratic", "inside", 0.02),
-        row("forward_s", "hybrid", "beyond", 0.03), row("forward_s", "quadratic", "beyond", 0.04),
-        row("kept_bytes", "hybrid", "beyond", 0.05), row("kept_bytes", "forest", "beyond", 0.9),
-        row("kept_bytes", "quadratic", "beyond", 0.06),
-    ]  # fmt: skip
-    found = words(hybrid_table(fit_hybrid(made_up(options=[ENDS])), held))
+    found = words(hybrid_table(fit_hybrid(made_up(options=[ENDS]))))
     assert [row[2] for row in found] == ["forward", "backward", "kept", "in"]
     assert found[0][:5] == ["cp1", ENDS, "forward", f"{LENGTHS[-1]:,}", "1"]
-    assert found[0][7:] == ["1", "%", "2", "%", "3", "%", "4", "%"]
-    assert found[1][7:] == ["-", "-", "-", "-"]
-    assert found[2][7:] == ["-", "-", "5", "%", "6", "%"]
-    lines = held_out_lines(held)
-    assert [line.partition(":")[0] for line in lines] == [
-        "seconds held out inside", "seconds held out beyond", "bytes held out beyond",
-    ]  # fmt: skip
-    assert "hybrid median 3 %" in lines[1]
-    assert "quadratic median 6 %" in lines[2]

@@ -9,8 +9,8 @@ from itertools import product
 import pytest
 
 from headrace.costs import CostModel, Linear, OptionCost, Quadratic
-from headrace.costs.branches import attention_share, composed, recomputed
-from headrace.costs.from_profile import costs_from_profile, reconciled
+from headrace.costs.sources.branches import composed, recomputed
+from headrace.costs.sources.profile import costs_from_profile, reconciled
 from headrace.errors import CostError
 from headrace.spec import Architecture, Cluster, LayerOption
 from headrace.spec.profile import ENDS, Profile, ProfilePoint
@@ -40,7 +40,7 @@ def by_hand() -> dict[str, OptionCost]:
         "attention": {"ring": RING, "spread": SPREAD, "ring+attention": RING_THRIFTY},
         "feed_forward": {"spread": SHARED, "tensor": TENSOR, "tensor+attention": TENSOR},
     }
-    return composed(branches, OWNERS, TINY, 2, 4)  # type: ignore[arg-type]
+    return composed(branches, OWNERS, TINY.shape, 2, 4)  # type: ignore[arg-type]
 
 
 def test_every_pair_of_one_level_is_an_option_with_one_name() -> None:
@@ -67,7 +67,7 @@ def test_order_and_fetches_come_from_the_branches() -> None:
     made = by_hand()
     assert made["ring/tensor+full"].order == made["ring"].order == "zigzag"
     assert made["spread"].order == made["spread/tensor"].order == "natural"
-    assert made["ring/tensor"].fetched == pytest.approx(attention_share(TINY))
+    assert made["ring/tensor"].fetched == pytest.approx(TINY.attention_share)
     assert made["ring"].fetched == 1
 
 
@@ -101,7 +101,7 @@ def test_full_keeps_the_input_and_runs_the_layer_again() -> None:
 def test_branches_that_make_no_layer(branches, text: str) -> None:
     """Catches options that silently lack what was not measured."""
     with pytest.raises(CostError, match=text):
-        composed(branches, {}, TINY, 2, 4)
+        composed(branches, {}, TINY.shape, 2, 4)
 
 
 LADDERS = {
@@ -127,7 +127,7 @@ def points() -> list[ProfilePoint]:
 
 def profile(found: list[ProfilePoint]) -> Profile:
     return Profile(
-        fingerprint="", architecture=TINY, cluster=Cluster(devices=2, memory_bytes=10**9),
+        fingerprint="", shape=TINY.shape, cluster=Cluster(devices=2, memory_bytes=10**9),
         points=tuple(found), exchange_s={"pull_s": 0.1, "push_s": 0.2, "update_s": 0.3},
         state_bytes=1, working_bytes={p: {"whole": 9, "sharded": 9} for p in (1, 2)},
         element_bytes=2, feed_forwards=OWNERS,

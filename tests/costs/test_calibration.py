@@ -9,10 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from headrace.costs.calibration import Calibration
-from headrace.costs.estimate import Estimate
-from headrace.costs.peaks import LEAST_MARGIN, MOST_MARGIN, Peaks, raised_margin
-from headrace.costs.residuals import Residual
+from headrace.costs.learning.calibration import Calibration
+from headrace.costs.learning.memory_margin import (
+    LEAST_MARGIN,
+    MOST_MARGIN,
+    Estimate,
+    Peaks,
+    raised_margin,
+)
+from headrace.costs.learning.residuals import Residual
 from headrace.errors import CostError
 
 

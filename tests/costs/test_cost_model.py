@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.costs import (
     FORMULA_METHODS,
     CostModel,
-    Exchange,
+    ExchangeCost,
     Linear,
     OptionCost,
     Quadratic,
@@ -30,11 +30,13 @@ from headrace.spec import Architecture, Cluster, LayerOption, LayerPlan
 NONE, FULL = LayerOption.of("local"), LayerOption.of("local", "full")
 
 
+MODEL = Architecture(layers=2, hidden=4, heads=2, kv_heads=2, ffn=4, vocabulary=10)
+
+
 def by_hand(**changes: Any) -> CostModel:
     """Two layers on one rank, with numbers that can be added by hand."""
-    architecture = Architecture(layers=2, hidden=4, heads=2, kv_heads=2, ffn=4, vocabulary=10)
     fields: dict[str, Any] = {
-        "architecture": architecture,
+        "shape": MODEL.shape,
         "cluster": Cluster(devices=1, memory_bytes=10_000),
         "fingerprint": fingerprint_of(device="none"),
         "options": {
@@ -55,7 +57,7 @@ def by_hand(**changes: Any) -> CostModel:
                 transient=Linear(slope=7),
             )
         },
-        "exchange_s": Exchange(pull_s=1.0, push_s=2.0, update_s=3.0),
+        "exchange_s": ExchangeCost(pull_s=1.0, push_s=2.0, update_s=3.0),
         "state_bytes": 100,
         "working_bytes": {1: {"whole": 50, "sharded": 50}},
     }  # fmt: skip
@@ -230,10 +232,14 @@ def test_shards_are_fetched_as_far_as_a_method_needs_them() -> None:
     assert costs.gather_seconds(2, part, "sharded") == (0.125, 0.25)
 
 
-def test_costs_of_the_first_format_are_read() -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_costs_of_earlier_formats_are_read(version: int) -> None:
     """Catches a run that cannot go on because its costs were kept by an earlier version."""
-    value = by_hand().to_json()
-    value["format"] = 1
+    value = by_hand().to_json() | {"format": version, "architecture": MODEL.to_json()}
+    del value["shape"]
+    if version == 2:
+        assert CostModel.from_json(value) == by_hand()
+        return
     del value["feed_forwards"]
     for by_option in (*value["options"].values(), value["ends"]):
         for cost in by_option.values():
@@ -253,8 +259,8 @@ def test_orders_and_shares_are_checked() -> None:
 def test_exchange_seconds_are_checked() -> None:
     """Catches negative seconds of the exchange."""
     with pytest.raises(CostError, match=r"exchange\.push_s"):
-        Exchange(push_s=-1.0)
-    assert Exchange(pull_s=1, push_s=2, update_s=3).total_s == 6
+        ExchangeCost(push_s=-1.0)
+    assert ExchangeCost(pull_s=1, push_s=2, update_s=3).total_s == 6
 
 
 def test_json_round_trip(tmp_path: Path) -> None:

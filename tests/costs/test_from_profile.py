@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.costs import CostModel, Linear, OptionCost, Quadratic
-from headrace.costs.from_profile import (
+from headrace.costs.sources.profile import (
     costs_from_profile,
     fit_parts,
     not_fitting_notes,
@@ -57,7 +57,7 @@ def profile(found: list[ProfilePoint] | None = None) -> Profile:
     measured = [point for ladder in LADDERS for point in points(*ladder)]
     return Profile(
         fingerprint="device=none",
-        architecture=Architecture.preset("llama-tiny"),
+        shape=Architecture.preset("llama-tiny").shape,
         cluster=Cluster(devices=2, memory_bytes=10**9),
         points=tuple(measured[::2] + measured[1::2] if found is None else found),
         exchange_s={"pull_s": 0.1, "push_s": 0.2, "update_s": 0.3},
@@ -69,7 +69,7 @@ def profile(found: list[ProfilePoint] | None = None) -> Profile:
 
 @pytest.mark.parametrize(("p", "option"), LADDERS)
 def test_known_curves_come_back(p: int, option: str) -> None:
-    """Catches ladders, parts or kinds of bytes that are mixed up: no two of them are alike."""
+    """Catches options, parts or kinds of bytes that are mixed up: no two of them are alike."""
     costs = costs_from_profile(profile())
     got = costs.ends[p] if option == ENDS else costs.options[p][option]
     true = truth(p, option)

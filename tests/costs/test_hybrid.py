@@ -10,10 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headrace.costs.from_profile import costs_from_profile
-from headrace.costs.hybrid import HybridModel, fit_hybrid, fit_pair
-from headrace.costs.polynomial import fit_polynomial
-from headrace.costs.targets import TARGETS, measured
+from headrace.costs.paradyse import TARGETS, HybridModel, fit_hybrid, fit_pair, fit_polynomial
+from headrace.costs.paradyse.hybrid import measured
+from headrace.costs.sources.profile import costs_from_profile
 from headrace.errors import CostError
 from headrace.spec.method import RECOMPUTE, LayerOption
 from headrace.spec.profile import ENDS

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from headrace.costs.polynomial import Polynomial, fit_polynomial
+from headrace.costs.paradyse.polynomial import Polynomial, fit_polynomial
 from headrace.errors import CostError
 
 LADDER = [round(64 * 1.4**k) for k in range(14)]

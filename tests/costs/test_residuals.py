@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.costs import synthetic_costs
-from headrace.costs.residuals import (
+from headrace.costs.learning.residuals import (
     Residual,
     common_factor,
     micro_batch_residuals,

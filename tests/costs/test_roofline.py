@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.costs import FORMULA_METHODS, CostModel, Speeds, roofline_costs
-from headrace.costs.roofline import KERNELS, speeds_of
+from headrace.costs.sources.roofline import KERNELS, speeds_of
 from headrace.errors import CostError, SpecError
 from headrace.spec import Architecture, LayerOption, LayerPlan
 from headrace.spec.hardware import Hardware

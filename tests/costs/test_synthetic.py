@@ -13,7 +13,6 @@ from headrace.costs import (
     group_sizes_of,
     synthetic_costs,
 )
-from headrace.costs.branches import attention_share
 from headrace.errors import CostError
 from headrace.spec import Architecture, LayerOption, LayerPlan
 from headrace.spec.method import RECOMPUTE
@@ -174,7 +173,7 @@ def test_tokens_in_place_want_zigzag_where_attention_is_causal() -> None:
 def test_tensor_methods_fetch_no_weights() -> None:
     """Catches sharded weights that are paid for where they never move."""
     costs = synthetic_costs(2, architecture=WIDE, methods=FORMULA_METHODS)
-    share = attention_share(WIDE)
+    share = WIDE.attention_share
     assert share == pytest.approx(2 * (512 + 256) / (2 * (512 + 256) + 3 * 2048))
     fetched = {text: cost.fetched for text, cost in costs.options[2].items()}
     assert fetched["ulysses_z"] == fetched["metp"] == 1

@@ -14,7 +14,7 @@ __all__ = ["layer_plans", "optimum_s", "partitions"]
 def layer_plans(costs: CostModel, p: int) -> Iterator[LayerPlan]:
     """Every sequence of options over the layers."""
     options = [LayerOption.parse(text) for text in costs.options[p]]
-    for chosen in product(options, repeat=costs.architecture.layers):
+    for chosen in product(options, repeat=costs.shape.layers):
         yield LayerPlan(options=chosen)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.costs import Exchange, synthetic_costs
+from headrace.costs import ExchangeCost, synthetic_costs
 from headrace.errors import InfeasiblePlan, SpecError
 from headrace.planning import Problem, max_length_static, plan, static_plan
 from headrace.planning.baselines import best_static
@@ -45,7 +45,7 @@ def test_the_best_static_plan_is_the_best_of_all() -> None:
         problem = Problem(costs=synthetic_costs(6, memory_bytes=memory_gib * GIB), devices=6)
         batch = Batch.of(Lengths.of([longest, *range(50, 3000, 90)]))
         found = best_static(problem, batch)
-        bare, seconds = problem.costs.replace(exchange_s=Exchange()), []
+        bare, seconds = problem.costs.replace(exchange_s=ExchangeCost()), []
         for p in problem.group_sizes:
             try:
                 seconds.append(step_s(static_plan(problem, batch.lengths, p), bare))

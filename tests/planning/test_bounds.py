@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.costs import CostModel, Exchange, synthetic_costs
+from headrace.costs import CostModel, ExchangeCost, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
 from headrace.planning.bounds import lower_bound, step_bound_s
@@ -98,13 +98,14 @@ def test_no_step_beats_its_bound(seed: int, staged: bool) -> None:
     devices, layers = int(rng.integers(1, 9)), int(rng.integers(2, 7))
     pull_s, push_s = 10 ** rng.uniform(-4, 0, 2)
     costs = synthetic_costs(devices, layers).replace(
-        exchange_s=Exchange(pull_s=pull_s, push_s=push_s, update_s=0.01), scale=rng.uniform(0.5, 2)
+        exchange_s=ExchangeCost(pull_s=pull_s, push_s=push_s, update_s=0.01),
+        scale=rng.uniform(0.5, 2),
     )
     methods = {p: ("local" if p == 1 else "ulysses_z",) for p in costs.group_sizes}
     lengths = Lengths.of(rng.integers(1, 20_000, int(rng.integers(1, 14))).tolist())
     draw = random_strategy if staged else random_plan
     drawn = draw(lengths, devices, layers, rng, methods=methods)
-    compute_s = step_s(drawn, costs.replace(exchange_s=Exchange(), scale=1.0))
+    compute_s = step_s(drawn, costs.replace(exchange_s=ExchangeCost(), scale=1.0))
     assert step_bound_s(costs, compute_s) <= step_s(drawn, costs) * (1 + 1e-12)
 
 
@@ -115,10 +116,10 @@ def test_the_bound_of_one_micro_batch_is_close(tokens: int) -> None:
         layers=2, hidden=512, heads=8, kv_heads=8, ffn=2048, vocabulary=50_000
     )  # fmt: skip
     costs = synthetic_costs(1, architecture=wide).replace(
-        exchange_s=Exchange(pull_s=1e-2, push_s=2e-2, update_s=1e-3)
+        exchange_s=ExchangeCost(pull_s=1e-2, push_s=2e-2, update_s=1e-3)
     )
     made = step_s(plan_alone(costs, tokens), costs)
-    compute_s = step_s(plan_alone(costs, tokens), costs.replace(exchange_s=Exchange()))
+    compute_s = step_s(plan_alone(costs, tokens), costs.replace(exchange_s=ExchangeCost()))
     bound = step_bound_s(costs, compute_s)
     assert bound <= made <= bound * 1.01
     longer = (3e-2, compute_s)[tokens > 1] + 1e-3

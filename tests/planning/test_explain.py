@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.costs import FORMULA_METHODS, Exchange, synthetic_costs
+from headrace.costs import FORMULA_METHODS, ExchangeCost, synthetic_costs
 from headrace.planning import Problem, plan, static_plan
 from headrace.simulator import step_s
 from headrace.spec import Lengths, Plan
@@ -40,7 +40,7 @@ def test_memory_binds() -> None:
 
 def test_the_exchange_binds() -> None:
     """Catches blaming the batch for a step that is all pull and push."""
-    costs = synthetic_costs(2).replace(exchange_s=Exchange(pull_s=10.0))
+    costs = synthetic_costs(2).replace(exchange_s=ExchangeCost(pull_s=10.0))
     why = plan(Problem(costs=costs, devices=2), Lengths.of([64])).why
     assert why[0] == "bound by pull, push and update: 10 s of every step"
 
@@ -53,7 +53,7 @@ def test_the_best_static_plan_is_named_with_what_it_costs() -> None:
 
     def charged_s(some: Plan) -> float:
         """Plans are compared with pull, push and update charged in full."""
-        bare = costs.replace(exchange_s=Exchange())
+        bare = costs.replace(exchange_s=ExchangeCost())
         return step_s(some, bare) + 3.0 * costs.exchange_s.total_s
 
     steps = {p: charged_s(static_plan(problem, lengths, p)) for p in problem.group_sizes}

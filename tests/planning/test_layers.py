@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.costs import (
     FORMULA_METHODS,
     CostModel,
-    Exchange,
+    ExchangeCost,
     Linear,
     OptionCost,
     Quadratic,
@@ -54,7 +54,7 @@ def layer_costs(draw: st.DrawFn) -> CostModel:
         fingerprint="",
         options={1: {name: option() for name in names}},
         ends={1: option()},
-        exchange_s=Exchange(),
+        exchange_s=ExchangeCost(),
         state_bytes=draw(SMALL),
         working_bytes={1: {"whole": draw(SMALL), "sharded": 0}},
     )
@@ -215,7 +215,7 @@ def test_many_options_lose_little(seed: int) -> None:
 
 def best_of_three(costs: CostModel, p: int, squares: float, tokens: int) -> float:
     """Seconds of the quickest fitting mixture of three options for one pack, by counts alone."""
-    layers, ends = costs.architecture.layers, costs.ends[p]
+    layers, ends = costs.shape.layers, costs.ends[p]
     room = costs.capacity_bytes - costs.state_bytes - costs.held_bytes({p}, "whole")
     room -= ends.kept(tokens)
     rated = sorted(

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.costs import FORMULA_METHODS, CostModel, Exchange, Speeds, synthetic_costs
+from headrace.costs import FORMULA_METHODS, CostModel, ExchangeCost, Speeds, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
 from headrace.simulator import peak_bytes, simulate, step_s
-from headrace.spec import Lengths, Plan, check_programs, compile_plan
-from headrace.spec.weights import bucket_count
+from headrace.spec import Architecture, Lengths, Plan, check_programs, compile_plan
 from headrace.units import GIB
 from planning.brute_force import optimum_s
 from planning.worlds import batches, log_normal, statics, worlds
@@ -24,7 +23,7 @@ from planning.worlds import batches, log_normal, statics, worlds
 def compute_s(made: Plan, costs: CostModel) -> float:
     """When the last rank has nothing left to compute if all weights are there at once: what plans
     are compared by. With pull, push and update it is an upper bound of the step."""
-    seconds = step_s(made, costs.replace(exchange_s=Exchange()))
+    seconds = step_s(made, costs.replace(exchange_s=ExchangeCost()))
     assert made.predicted_s <= (seconds + costs.exchange_s.total_s * costs.scale) * (1 + 1e-9)
     return seconds
 
@@ -49,8 +48,8 @@ def check(made: Plan, costs: CostModel) -> None:
     assert max(peak_bytes(made, costs)) <= costs.capacity_bytes
     assert made.lower_bound_s <= made.predicted_s
     assert made.predicted_s == step_s(made, costs)
-    programs = compile_plan(made, bucket_count(costs.architecture))
-    check_programs(programs, made, bucket_count(costs.architecture))
+    programs = compile_plan(made, costs.shape.bucket_count)
+    check_programs(programs, made, costs.shape.bucket_count)
     timeline = simulate(programs, made, costs)
     assert timeline.seconds == pytest.approx(made.predicted_s, rel=1e-9)
 
@@ -194,8 +193,7 @@ def test_a_margin_makes_thriftier_plans() -> None:
 
 def test_weights_are_sharded_only_where_whole_ones_do_not_fit() -> None:
     """Catches holding weights in a way that cannot work, or paying gathers for nothing."""
-    architecture = synthetic_costs(4).architecture
-    big = replace(architecture, layers=48)
+    big = Architecture(layers=48, hidden=1024, heads=16, kv_heads=4, ffn=4096, vocabulary=32000)
     costs = synthetic_costs(4, architecture=big, memory_bytes=6 * GIB)
     made = plan(Problem(costs=costs, devices=4), Lengths.of([2000, 300, 300]))
     assert made.working == "sharded"

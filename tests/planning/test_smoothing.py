@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.costs import CostModel, Exchange, synthetic_costs
+from headrace.costs import CostModel, ExchangeCost, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
 from headrace.simulator import step_s
@@ -91,7 +91,7 @@ def test_at_most_gamma_is_lost(
     made = plan(problem, second, previous=before)
     again = plan(replace(problem), second, previous=Plan.from_json(before.to_json()))
     assert made == again
-    bare = costs.replace(exchange_s=Exchange())
+    bare = costs.replace(exchange_s=ExchangeCost())
     assert step_s(made, bare) <= step_s(free, bare) * (1 + gamma) * 1.000001
     assert made.lower_bound_s <= made.predicted_s
     for micro in made.micro_batches:

@@ -22,7 +22,6 @@ from headrace.report.plan_bars import PlanBars, bars_of_groups, bars_of_pipeline
 from headrace.simulator import simulate, without_waits
 from headrace.spec import Lengths
 from headrace.spec.compiler import compile_plan
-from headrace.spec.weights import bucket_count
 
 PIPELINES = PipelineCosts.from_json({
     "kind": "pipelines", "name": "small", "model": "", "device": "", "source": "", "meaning": "",
@@ -102,7 +101,7 @@ def test_plans_of_a_configuration_show_the_clock() -> None:
     """Catches bars of other ranks than those that work, and micro-batches without their lengths."""
     costs = synthetic_costs(4)
     plan = make_plan(Problem(costs=costs, devices=4), Lengths(tokens=tuple(LENGTHS)))
-    programs = compile_plan(plan, bucket_count(costs.architecture))
+    programs = compile_plan(plan, costs.shape.bucket_count)
     timeline = simulate(programs, plan, costs)
     found = bars_of_plan(plan, timeline)
     _checked(found)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.costs import CostModel, Exchange, synthetic_costs
+from headrace.costs import CostModel, ExchangeCost, synthetic_costs
 from headrace.errors import CostError, ProgramError
 from headrace.simulator import simulate, step_s
 from headrace.spec import (
@@ -21,12 +21,11 @@ from headrace.spec import (
     Scheme,
     compile_plan,
 )
-from headrace.spec.weights import bucket_count
 from simulator.unit_world import arrivals_of, rows_of_plan, unit_costs
 
 
 def costs_of(devices: int) -> CostModel:
-    exchange = Exchange(pull_s=1.0, push_s=2.0, update_s=3.0)
+    exchange = ExchangeCost(pull_s=1.0, push_s=2.0, update_s=3.0)
     return synthetic_costs(devices, layers=2).replace(exchange_s=exchange)
 
 
@@ -104,7 +103,7 @@ def test_pushes_are_hidden_but_for_the_last_two() -> None:
     assert rows[0, "G0"].end_s == pytest.approx(done + 2 * there[1]), "the first two: twice as slow"
     assert rows[0, "U"].start_s == rows[0, "G0"].end_s
     assert rows[0, "U"].seconds == 3
-    slow = costs.replace(exchange_s=Exchange(push_s=10_000.0))
+    slow = costs.replace(exchange_s=ExchangeCost(push_s=10_000.0))
     rows = rows_of_plan(plan_of(1, [((0,), (100,))]), slow)
     # Issued when the backward of layer 1 ends, and from then on one after the other.
     assert rows[0, "G0"].end_s == pytest.approx(200 + 200 + 1000 * there[2])
@@ -130,7 +129,7 @@ def test_the_rank_that_ends_last_is_not_the_last_to_push() -> None:
     """Catches a quick clock that asks only the rank that ends last: another one's last backward may
     begin later, and so its first push."""
     costs = unit_costs(2, 2, push_s=5000.0)
-    share = arrivals_of(costs.replace(exchange_s=Exchange(pull_s=1.0)))
+    share = arrivals_of(costs.replace(exchange_s=ExchangeCost(pull_s=1.0)))
     plan = plan_of(2, [((0,), (300,)), ((1,), (290,)), ((1,), (9,))])
     rows = rows_of_plan(plan, costs)
     assert rows[0, "0B0[0]{3,2,1,0}"].end_s == 1800
@@ -161,7 +160,7 @@ def test_scale_multiplies_the_whole_timeline() -> None:
 
 def test_sharded_weights_are_slower() -> None:
     """Catches a clock that does not know how the plan holds its weights."""
-    costs, plan = costs_of(2).replace(exchange_s=Exchange()), plan_of(2, [((0, 1), (300,))])
+    costs, plan = costs_of(2).replace(exchange_s=ExchangeCost()), plan_of(2, [((0, 1), (300,))])
     gather = 2 * sum(costs.gather_s[2])
     sharded = step_s(plan.replace(working="sharded"), costs)
     assert sharded - step_s(plan, costs) == pytest.approx(gather)
@@ -170,7 +169,7 @@ def test_sharded_weights_are_slower() -> None:
 def test_broken_programs_are_refused() -> None:
     """Catches an endless loop or an IndexError for programs that do not fit the plan."""
     costs, plan = costs_of(2), plan_of(2, [((0, 1), (300,)), ((0, 1), (10,))])
-    programs = compile_plan(plan, bucket_count(costs.architecture))
+    programs = compile_plan(plan, costs.shape.bucket_count)
     with pytest.raises(ProgramError, match="one for each of 2"):
         simulate(programs[:1], plan, costs)
     actions = list(programs[0].actions)

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.costs import CostModel, Exchange, synthetic_costs
+from headrace.costs import CostModel, ExchangeCost, synthetic_costs
 from headrace.costs.stages import message_s
 from headrace.planning.drawn import random_strategy
 from headrace.simulator import step_s
 from headrace.spec import Lengths, Plan, Row, Timeline, compile_plan
 from headrace.spec.program import parse_action
 from headrace.spec.walk import messages_of
-from headrace.spec.weights import bucket_count
 from simulator.unit_world import (
     arrivals_of,
     pipeline_of,
@@ -142,7 +141,8 @@ def random_world(seed: int) -> tuple[Plan, CostModel]:
     devices, layers = int(rng.integers(1, 9)), int(rng.integers(2, 7))
     pull_s, push_s = 10 ** rng.uniform(-4, 0, 2)
     costs = synthetic_costs(devices, layers).replace(
-        exchange_s=Exchange(pull_s=pull_s, push_s=push_s, update_s=0.01), scale=rng.uniform(0.5, 2)
+        exchange_s=ExchangeCost(pull_s=pull_s, push_s=push_s, update_s=0.01),
+        scale=rng.uniform(0.5, 2),
     )
     methods = {p: ("local" if p == 1 else "ulysses_z",) for p in costs.group_sizes}
     lengths = Lengths.of(rng.integers(1, 20_000, int(rng.integers(1, 14))).tolist())
@@ -204,7 +204,7 @@ def test_any_strategy(seed: int) -> None:
         if row.kind in ("forward", "backward", "update"):
             busy[row.rank] += row.seconds - row.waited_s
     assert timeline.seconds >= max(busy) * (1 - 1e-12)
-    bare = step_s(plan, costs.replace(exchange_s=Exchange()))
+    bare = step_s(plan, costs.replace(exchange_s=ExchangeCost()))
     assert timeline.seconds >= bare * (1 - 1e-12)
 
 
@@ -212,5 +212,5 @@ def test_the_programs_are_those_of_the_ranks() -> None:
     """Catches a quick clock of one rank per stage that leaves out the slowest."""
     plan = pipeline_of([101, 3, 57], 2, 4, width=2)
     costs = unit_costs(4, 4, pull_s=2e3, push_s=1e3)
-    assert len(compile_plan(plan, bucket_count(costs.architecture))) == 4
+    assert len(compile_plan(plan, costs.shape.bucket_count)) == 4
     assert timeline_of(plan, costs).seconds == pytest.approx(step_s(plan, costs), rel=1e-12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from headrace.costs import CostModel, Exchange, Linear, OptionCost, Quadratic, synthetic_costs
+from headrace.costs import CostModel, ExchangeCost, Linear, OptionCost, Quadratic, synthetic_costs
 from headrace.simulator import simulate, step_s
 from headrace.spec import (
     LayerPlan,
@@ -20,7 +20,6 @@ from headrace.spec import (
     compile_plan,
 )
 from headrace.spec.program import pushes_of
-from headrace.spec.weights import bucket_count, buckets
 
 __all__ = ["arrivals_of", "pipeline_of", "rows_of_plan", "timeline_of", "unit_costs"]
 
@@ -39,7 +38,7 @@ def unit_costs(
     return synthetic_costs(devices, layers).replace(
         options={1: {"local": layer}, 2: {"local": layer}}, ends={1: ends, 2: ends}, gather_s={},
         working_bytes={p: {"whole": 0, "sharded": 0} for p in (1, 2)},
-        exchange_s=Exchange(pull_s=pull_s, push_s=push_s, update_s=update_s),
+        exchange_s=ExchangeCost(pull_s=pull_s, push_s=push_s, update_s=update_s),
     )  # fmt: skip
 
 
@@ -59,14 +58,15 @@ def pipeline_of(sizes: list[int], stages: int, layers: int, width: int = 1) -> P
 
 def arrivals_of(costs: CostModel) -> list[float]:
     """When the weights of each bucket are there."""
-    elements = [sum(w.elements for w in bucket) for bucket in buckets(costs.architecture)]
+    shape = costs.shape
+    elements = [sum(x) for x in zip(shape.split_elements, shape.whole_elements, strict=True)]
     pull_s = costs.exchange_s.pull_s * costs.scale
     return [pull_s * count / sum(elements) for count in accumulate(elements)]
 
 
 def timeline_of(plan: Plan, costs: CostModel) -> Timeline:
     """The simulated timeline, of which everything that must always hold is checked."""
-    count = bucket_count(costs.architecture)
+    count = costs.shape.bucket_count
     programs = compile_plan(plan, count)
     check_programs(programs, plan, count)
     timeline = simulate(programs, plan, costs)

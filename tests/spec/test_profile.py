@@ -24,7 +24,7 @@ points = st.builds(
 )  # fmt: skip
 sizes = st.integers(1, 9)
 profiles = st.builds(
-    Profile, fingerprint=st.text(), architecture=st.just(Architecture.preset("llama-tiny")),
+    Profile, fingerprint=st.text(), shape=st.just(Architecture.preset("llama-tiny").shape),
     cluster=st.just(Cluster(devices=2, memory_bytes=10**9)),
     points=st.lists(points, max_size=6).map(tuple),
     exchange_s=st.fixed_dictionaries({"pull_s": seconds, "push_s": seconds, "update_s": seconds}),
@@ -42,7 +42,7 @@ profiles = st.builds(
 def _json() -> dict[str, Any]:
     point = ProfilePoint(p=1, option=ENDS, lengths=(64,), forward_s=0.1, backward_s=0.2)
     return Profile(
-        fingerprint="a=1", architecture=Architecture.preset("llama-tiny"),
+        fingerprint="a=1", shape=Architecture.preset("llama-tiny").shape,
         cluster=Cluster(devices=1, memory_bytes=10**9), points=(point,),
         exchange_s={"pull_s": 0.0}, state_bytes=1, working_bytes={1: {"whole": 2, "sharded": 1}},
         gather_s={1: (0.0, 0.0)},
@@ -69,6 +69,14 @@ def test_json_reads_back(profile: Profile) -> None:
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
 
+def test_profiles_of_format_3_are_read() -> None:
+    """Catches a profile measured when its model was still its architecture that is lost."""
+    value = _json() | {"format": 3}
+    del value["shape"]
+    value["architecture"] = Architecture.preset("llama-tiny").to_json()
+    assert Profile.from_json(value) == Profile.from_json(_json())
+
+
 def test_another_format_is_refused() -> None:
     """Catches numbers of an older meaning that are taken as they are."""
     with pytest.raises(SpecError, match=f"format of a profile: got 0, wanted {PROFILE_FORMAT}"):
@@ -90,7 +98,7 @@ JUNK: list[dict[str, Any]] = [
     {"points": [{**_json()["points"][0], "order": "zig"}]},
     {"points": [{**_json()["points"][0], "fetched": 2.0}]},
     {"feed_forwards": 3},
-    {"architecture": None}, {"architecture": {"layers": 1}}, {"cluster": {"colour": "red"}},
+    {"shape": None}, {"shape": {"layers": 1}}, {"cluster": {"colour": "red"}},
     {"exchange_s": 3}, {"working_bytes": []}, {"working_bytes": {"one": {}}},
     {"gather_s": {"1": [0.0]}}, {"gather_s": {"1": None}},
 ]  # fmt: skip

@@ -15,10 +15,10 @@ from headrace.cli.forecast import Asked, Forecast, Forecaster
 from headrace.cli.wiring import make_strategist, memory_margin_of
 from headrace.config.model import PlannerConfig
 from headrace.costs import CostModel
-from headrace.costs.calibration import Calibration
-from headrace.costs.drift import Drift
-from headrace.costs.peaks import raised_margin
-from headrace.costs.residuals import micro_batch_residuals
+from headrace.costs.learning.calibration import Calibration
+from headrace.costs.learning.drift import Drift
+from headrace.costs.learning.memory_margin import raised_margin
+from headrace.costs.learning.residuals import micro_batch_residuals
 from headrace.errors import InfeasiblePlan
 from headrace.planning.ahead import PlanAhead
 from headrace.runtime.recovery import Exhausted

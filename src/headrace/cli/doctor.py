@@ -22,8 +22,8 @@ from headrace.units import bytes_text, seconds_text
 __all__ = ["doctor", "examine"]
 
 _PACKAGES = (
-    "torch", "numpy", "highspy", "pydantic", "cyclopts", "rich", "jinja2", "safetensors",
-    "tokenizers", "transformers", "altair", "vl-convert-python", "pyarrow", "pyfaidx", "numba",
+    "torch", "numpy", "pydantic", "cyclopts", "rich", "jinja2", "safetensors", "tokenizers",
+    "transformers", "altair", "vl-convert-python", "scikit-learn", "pyarrow", "pyfaidx",
 )  # fmt: skip
 
 

@@ -18,7 +18,6 @@ from headrace.spec.compiler import compile_plan
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
 from headrace.spec.plan import Plan
-from headrace.spec.weights import bucket_count
 
 __all__ = ["Asked", "Forecast", "Forecaster"]
 
@@ -123,7 +122,7 @@ class Forecaster:
         return plan(problem, lengths, seed=self.seed, previous=self.before)
 
     def _timeline(self, chosen: Plan, ratio: float) -> Timeline:
-        programs = compile_plan(chosen, bucket_count(self.costs.architecture))
+        programs = compile_plan(chosen, self.costs.shape.bucket_count)
         return simulate(programs, chosen, self.costs.replace(scale=ratio))
 
     def _static(self, problem: Problem, asked: Asked) -> dict[str, Any]:

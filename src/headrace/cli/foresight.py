@@ -190,8 +190,8 @@ def profile(
     fresh
         Measure again even when a profile is cached.
     hybrid
-        Fit random forests within the profiled lengths and polynomials beyond them too, and compare
-        them with the quadratics on lengths held out (needs scikit-learn).
+        Fit random forests within the profiled lengths and polynomials beyond them too (needs
+        scikit-learn).
     """
     from headrace.cli.profile import profile as run
 

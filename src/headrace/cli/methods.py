@@ -8,10 +8,9 @@ from headrace.cli.wiring import listed_methods
 from headrace.config.model import PlannerConfig
 from headrace.costs import group_sizes_of
 from headrace.errors import ConfigError
-from headrace.methods.method import BRANCHES, Branch
-from headrace.methods.registry import METHODS, method, methods_for
 from headrace.spec.architecture import Architecture
-from headrace.spec.method import LayerOption
+from headrace.spec.known_methods import FACTS, SINGLE_RANK, facts_of, methods_for
+from headrace.spec.method import BRANCHES, Branch, LayerOption
 from headrace.spec.strategy import Strategy
 
 __all__ = ["considered", "methods_by_size"]
@@ -30,7 +29,7 @@ def considered(
     listed = listed_methods(options)
     names = _listed(listed) if listed else _open(options)
     methods = tuple(sorted(set().union(*names.values())))
-    if methods == ("local",):
+    if methods == (SINGLE_RANK,):
         return (1,), methods
     wanted = _sizes(options, ranks)
     rules = {p: _broken(names, a, p, fixed=bool(listed)) for p in wanted}
@@ -59,22 +58,22 @@ def methods_by_size(names: tuple[str, ...], a: Architecture, ranks: int) -> dict
     """For every group size the methods of ``names`` that run both branches on it; one rank alone
     is always ``local``."""
     found = {
-        p: [name for name in names if method(name).supports(a, p) is None]
+        p: [name for name in names if facts_of(name).supports(a, p) is None]
         for p in range(2, ranks + 1)
     }
-    return {1: ["local"]} | {p: some for p, some in found.items() if some}
+    return {1: [SINGLE_RANK]} | {p: some for p, some in found.items() if some}
 
 
 def _open(options: PlannerConfig) -> _Names:
-    names = options.candidates or tuple(m.name for m in METHODS.values() if m.automatic)
-    found = {method(name).name for name in names}
+    names = options.candidates or tuple(m.name for m in FACTS.values() if m.automatic)
+    found = {facts_of(name).name for name in names}
     return {part: found for part in BRANCHES}
 
 
 def _listed(texts: tuple[str, ...]) -> _Names:
     layers = [LayerOption.parse(text) for text in texts]
     for option in layers:
-        method(option.attention), method(option.feed_forward)
+        facts_of(option.attention), facts_of(option.feed_forward)
     return {
         "attention": {option.attention for option in layers},
         "feed_forward": {option.feed_forward for option in layers},
@@ -85,7 +84,7 @@ def _broken(names: _Names, a: Architecture, p: int, *, fixed: bool) -> list[str]
     """The rules that keep a group of ``p`` from running a branch of what is named."""
     rules: list[str] = []
     for part, some in names.items():
-        found = [rule for name in sorted(some) if (rule := method(name).rule(part, a, p))]
+        found = [rule for name in sorted(some) if (rule := facts_of(name).rule(part, a, p))]
         if found and (fixed or len(found) == len(some)):
             rules += found
     return rules

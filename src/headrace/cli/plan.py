@@ -21,7 +21,7 @@ from headrace.cli.wiring import (
     read_config,
 )
 from headrace.config import Config
-from headrace.costs import CostModel
+from headrace.costs import CostModel, fingerprint_difference
 from headrace.data import draw_batches, make_tokenizer, parse_distribution
 from headrace.errors import ConfigError, CostError
 from headrace.planning import Problem, static_plan
@@ -37,7 +37,6 @@ from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
 from headrace.spec.plan import Plan
 from headrace.spec.program import Program
-from headrace.spec.weights import bucket_count
 from headrace.units import bytes_text, seconds_text
 
 __all__ = ["plan", "simulate"]
@@ -131,7 +130,7 @@ def simulate(
 
 def _programs(chosen: Plan, costs: CostModel) -> tuple[Program, ...]:
     """The checked programs of a plan."""
-    count = bucket_count(costs.architecture)
+    count = costs.shape.bucket_count
     actions = compile_plan(chosen, count)
     check_programs(actions, chosen, count)
     return actions
@@ -216,11 +215,10 @@ def _costs(config: Config, architecture: Architecture, path: Path | None) -> tup
     ranks = config.devices.ranks
     if path is not None:
         costs = CostModel.load(path)
-        theirs, ours = costs.architecture.to_json(), architecture.to_json()
-        other = [f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]]
-        if other:
-            raise CostError(f"costs {path}", got=f"a model with {', '.join(other)}",
-                            wanted=architecture)  # fmt: skip
+        theirs, ours = costs.shape, architecture.shape
+        if theirs != ours:
+            other = fingerprint_difference(theirs.fingerprint, ours.fingerprint)
+            raise CostError(f"costs {path}", got=f"a model {theirs} ({other})", wanted=ours)
         if costs.cluster.devices != ranks:
             raise CostError(f"costs {path}", got=f"{costs.cluster.devices} ranks", wanted=ranks)
         return costs, ""

@@ -6,19 +6,14 @@ import json
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
-
 from headrace.cli.display import out_console
-from headrace.cli.profile_tables import fits_table, held_out_lines, hybrid_table, limits_table
+from headrace.cli.profile_tables import fits_table, hybrid_table, limits_table
 from headrace.cli.ranks import launch, measured_costs, open_rank
 from headrace.cli.wiring import read_config
 from headrace.comm.launch import World
 from headrace.costs import CostModel
-from headrace.costs.forest import need_scikit_learn
-from headrace.costs.from_profile import fit_parts, not_fitting_notes
-from headrace.costs.held_out import HeldOut, held_out
-from headrace.costs.hybrid import HybridModel, fit_hybrid
-from headrace.errors import CostError
+from headrace.costs.paradyse import HybridModel, fit_hybrid, need_scikit_learn
+from headrace.costs.sources.profile import fit_parts, not_fitting_notes
 from headrace.spec.profile import Profile
 from headrace.units import bytes_text, seconds_text
 
@@ -68,7 +63,7 @@ def profile(
 
 def _print(costs: CostModel, measured: Profile, model: HybridModel | None = None) -> None:
     out = out_console()
-    out.print(f"{measured.architecture} on {costs.cluster}")
+    out.print(f"{measured.shape} on {costs.cluster}")
     fits = fit_parts(measured)
     out.print(fits_table(fits))
     for fit in fits:
@@ -84,23 +79,12 @@ def _print(costs: CostModel, measured: Profile, model: HybridModel | None = None
     out.print(limits_table(costs))
     out.print()
     if model is not None:
-        _print_hybrid(out, model, measured)
+        out.print("forests of single documents, and the polynomials beyond them")
+        out.print(hybrid_table(model))
+        out.print()
     s = costs.exchange_s
     out.print(
         f"each step: pull {seconds_text(s.pull_s)}, push {seconds_text(s.push_s)}, "
         f"update {seconds_text(s.update_s)}; a rank stores {bytes_text(costs.state_bytes)}; "
         f"measured in {seconds_text(measured.measured_in_s)}"
     )
-
-
-def _print_hybrid(out: Console, model: HybridModel, measured: Profile) -> None:
-    rows: list[HeldOut] = []
-    try:
-        rows = held_out(measured)
-    except CostError as error:
-        out.print(f"held out: nothing ({error})", soft_wrap=True)
-    out.print("medians of errors at lengths held out, inside and beyond: hybrid beside quadratic")
-    out.print(hybrid_table(model, rows))
-    for line in held_out_lines(rows):
-        out.print(line, soft_wrap=True)
-    out.print()

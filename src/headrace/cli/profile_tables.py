@@ -9,15 +9,13 @@ from rich.table import Table
 
 from headrace.costs import CostModel
 from headrace.costs.cost_model import MOST_TOKENS
-from headrace.costs.from_profile import FittedPart
-from headrace.costs.held_out import HeldOut, Where, error_of
-from headrace.costs.hybrid import HybridModel
 from headrace.costs.limits import Limits, limits_of
-from headrace.costs.targets import Target
+from headrace.costs.paradyse import HybridModel, Target
+from headrace.costs.sources.profile import FittedPart
 from headrace.spec.plan import Working
 from headrace.units import bytes_text, percent_text, seconds_text
 
-__all__ = ["fits_table", "held_out_lines", "hybrid_table", "limits_table"]
+__all__ = ["fits_table", "hybrid_table", "limits_table"]
 
 _TARGETS: dict[Target, str] = {
     "forward_s": "forward", "backward_s": "backward", "kept_bytes": "kept",
@@ -52,52 +50,20 @@ def limits_table(costs: CostModel) -> Table:
     return table
 
 
-def hybrid_table(model: HybridModel, rows: list[HeldOut]) -> Table:
-    """Where every pair switches, and median errors of hybrid and quadratic on what was held out."""
-    table = _table(
-        ("group", "part", "of", "forest to", "degree", "jump",
-         "inside", "quadratic", "beyond", "quadratic"), left=3,
-    )  # fmt: skip
+def hybrid_table(model: HybridModel) -> Table:
+    """Where every pair switches from its forest to its polynomial."""
+    table = _table(("group", "part", "of", "forest to", "degree", "jump"), left=3)
     for found in model.boundaries():
-        own = [
-            row for row in rows
-            if (row.p, row.option, row.target) == (found.p, found.option, found.target)
-        ]  # fmt: skip
         table.add_row(
             f"cp{found.p}", found.option, _TARGETS[found.target], f"{found.longest:,}",
             str(found.degree), "-" if math.isinf(found.jump) else percent_text(found.jump),
-            *(
-                _median(row for row in own if (row.where, row.model) == (where, name))
-                for where in ("inside", "beyond") for name in ("hybrid", "quadratic")
-            ),
         )  # fmt: skip
     return table
-
-
-def held_out_lines(rows: list[HeldOut]) -> list[str]:
-    """Errors of all seconds and of all bytes, hybrid beside quadratic."""
-    lines: list[str] = []
-    wheres: tuple[Where, ...] = ("inside", "beyond")
-    for what, suffix in (("seconds", "_s"), ("bytes", "_bytes")):
-        for where in wheres:
-            own = [row for row in rows if row.where == where and row.target.endswith(suffix)]
-            if own:
-                hybrid, quadratic = (
-                    error_of(row for row in own if row.model == name)
-                    for name in ("hybrid", "quadratic")
-                )
-                lines.append(f"{what} held out {where}: hybrid {hybrid}; quadratic {quadratic}")
-    return lines
 
 
 def _lengths(row: Limits) -> tuple[str, str]:
     most = "no limit" if row.max_length >= MOST_TOKENS else f"{row.max_length:,}"
     return most, "-" if row.util_length is None else f"{row.util_length:,}"
-
-
-def _median(rows: Iterable[HeldOut]) -> str:
-    found = list(rows)
-    return percent_text(error_of(found).median) if found else "-"
 
 
 def _table(columns: Iterable[str], *, left: int) -> Table:

@@ -25,16 +25,17 @@ from headrace.comm.mesh import Groups
 from headrace.config import Config
 from headrace.config.model import OptimizerConfig
 from headrace.costs import CostModel, fingerprint_of
-from headrace.costs.calibration import Calibration
-from headrace.costs.from_profile import costs_from_profile
+from headrace.costs.learning.calibration import Calibration
+from headrace.costs.sources.profile import costs_from_profile
 from headrace.errors import ConfigError, CostError, SpecError
+from headrace.profiling.branches import ProfileOptions
+from headrace.profiling.profiler import Profiler
 from headrace.runtime.machine import available_bytes, machine_facts
 from headrace.runtime.optimizers import AdamW, Elementwise, OptimizerOptions
-from headrace.runtime.profiler import ProfileOptions, Profiler
 from headrace.runtime.storage import Storage
 from headrace.spec.cluster import Cluster
 from headrace.spec.profile import Profile
-from headrace.units import bytes_text, seconds_text
+from headrace.units import seconds_text
 
 __all__ = ["Rank", "launch", "learnt", "measured_costs", "open_rank"]
 
@@ -95,7 +96,7 @@ def _device(config: Config) -> str:
 
 def open_rank(world: World, config: Config) -> Rank:
     """Open the corpus, agree on it, and make this rank's storage."""
-    groups = Groups(connections=world.reunion.connections)
+    groups = Groups(connections=world.rerendezvous.connections)
     dtype: torch.dtype = getattr(torch, config.devices.dtype)
     stored = dtype if dtype.itemsize >= 4 else torch.float32
     data = open_data(config, Stopwatch() if world.rank == 0 else None)
@@ -173,7 +174,7 @@ def _profiler(rank: Rank) -> Profiler:
     return Profiler(
         rank.storage, rank.groups,
         ProfileOptions(
-            sizes=sizes, longest=longest, methods=methods, rung_s=config.profile.rung_s,
+            sizes=sizes, longest=longest, methods=methods, point_s=config.profile.rung_s,
             levels=config.planner.recompute, repeats=config.profile.repeats,
         ),
         dtype=rank.dtype, device=rank.world.device,
@@ -210,8 +211,3 @@ def _read(path: Path, fingerprint: str) -> Profile | None:
         tell(f"profile {path} is not readable and is measured again ({error})")
         return None
     return profile if profile.fingerprint == fingerprint else None
-
-
-def memory_line(rank: Rank) -> str:
-    """What each rank may use."""
-    return f"{rank.world.ranks} ranks, {bytes_text(rank.cluster.memory_bytes)} each"

@@ -17,12 +17,12 @@ from headrace.cli.methods import considered
 from headrace.cli.wiring import make_problem, read_config
 from headrace.config import Config
 from headrace.costs import CostModel, fingerprint_of
-from headrace.costs.from_profile import costs_from_profile
-from headrace.costs.memory import MemoryParts, memory_parts
+from headrace.costs.limits import MemoryParts, memory_parts
+from headrace.costs.sources.profile import costs_from_profile
 from headrace.data import make_tokenizer
 from headrace.errors import ConfigError, InfeasiblePlan
 from headrace.planning import plan
-from headrace.runtime.rehearsal import Rehearsal
+from headrace.profiling.rehearsal import Rehearsal
 from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware
 from headrace.spec.lengths import Lengths
@@ -153,7 +153,7 @@ def _fingerprint(played: Rehearsal) -> str:
 
 def _rows(costs: CostModel, length: int) -> Iterator[_Row]:
     """Every method for attention and feed-forward alike, at every level."""
-    a = costs.architecture
+    a = costs.shape
     for p, options in costs.options.items():
         for text, cost in options.items():
             option = LayerOption.parse(text)

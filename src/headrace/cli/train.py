@@ -19,9 +19,9 @@ from headrace.comm.collectives import agree, gather_bytes
 from headrace.comm.launch import World
 from headrace.config import Config
 from headrace.costs import CostModel
-from headrace.costs.calibration import Calibration
-from headrace.costs.drift import Drift
-from headrace.costs.from_profile import fit_parts
+from headrace.costs.learning.calibration import Calibration
+from headrace.costs.learning.drift import Drift
+from headrace.costs.sources.profile import fit_parts
 from headrace.data import Reader, summarise
 from headrace.errors import CheckpointError, CostError
 from headrace.runtime import checkpoint
@@ -30,7 +30,7 @@ from headrace.runtime.journal import Journal
 from headrace.runtime.machine import matmul_flops_per_s
 from headrace.runtime.recovery import Recovery
 from headrace.runtime.schedule import Schedule
-from headrace.runtime.shards import Shard
+from headrace.runtime.shards import StoredShard
 from headrace.runtime.trackers import Tracker, make_trackers
 from headrace.runtime.trainer import Step, Trainer, TrainingBatch
 from headrace.spec.architecture import Architecture
@@ -172,7 +172,7 @@ class _Run:
             device=rank.world.device,
             peak_flops_per_s=matmul_flops_per_s(rank.world.device, rank.dtype),
             finished=self._finished, tell=rank.say,
-            recovery=Recovery(reunion=rank.world.reunion, groups=rank.groups),
+            recovery=Recovery(rerendezvous=rank.world.rerendezvous, groups=rank.groups),
         )  # fmt: skip
         if self.desk is not None and config.planner.ahead:
             self.desk.plan_ahead(self._coming(steps - first), depth=config.planner.ahead)
@@ -240,13 +240,13 @@ class _Run:
         except CostError as error:
             tell(f"what was learnt about costs is not kept ({error})")
 
-    def _shards(self) -> list[Shard]:
+    def _shards(self) -> list[StoredShard]:
         storage, me = self.rank.storage, self.rank.world.rank
         shapes = {w.name: w.shape for w in storage.table}
         rows = [(name, name, master) for name, master in storage.masters.items()]
         rows += [(key, key.partition(".")[2], state) for key, state in storage.optimizer_rows()]
         return [
-            Shard(
+            StoredShard(
                 name=key, first_row=storage.partitions[name].parts[me].start, tensor=tensor,
                 shape=shapes[name],
             )

@@ -21,7 +21,6 @@ from headrace.comm.collectives import all_gather_rows
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
 from headrace.errors import CheckpointError, ConfigError
-from headrace.methods.registry import METHODS, method
 from headrace.models.objective import objective_of
 from headrace.models.plain import plain_loss, whole_weights
 from headrace.planning.drawn import random_plan, random_strategy
@@ -30,6 +29,7 @@ from headrace.runtime.executor import Executor
 from headrace.runtime.optimizers import AdamW
 from headrace.runtime.storage import Storage
 from headrace.spec.architecture import Architecture
+from headrace.spec.known_methods import FACTS, SINGLE_RANK, facts_of
 from headrace.spec.lengths import Lengths
 from headrace.spec.plan import Plan
 
@@ -89,7 +89,7 @@ def verify(
         raise ConfigError("verify native", got=f"a path {path}", wanted="none")
     if steps < 1 or not ranks or min(ranks) < 1:
         raise ConfigError("verify", got=f"ranks {list(ranks)}, steps {steps}", wanted=">= 1 each")
-    names = tuple(METHODS) if "all" in methods else tuple(method(name).name for name in methods)
+    names = tuple(FACTS) if "all" in methods else tuple(facts_of(name).name for name in methods)
     names = (*names, _MIXED, _STRATEGIES)
     cases = [
         _Case(model=model, ranks=count, steps=steps, seed=seed, methods=names)
@@ -146,12 +146,12 @@ def _compare(case: _Case) -> _Errors:
     found: _Errors = {}
     for name in case.methods:
         together = name in (_MIXED, _STRATEGIES)
-        by_size = methods_by_size(tuple(METHODS) if together else (name,), a, groups.ranks)
+        by_size = methods_by_size(tuple(FACTS) if together else (name,), a, groups.ranks)
         if name == _STRATEGIES:
             blocks = min(a.kv_heads, a.ffn // a.ffn_block)
             draw = partial(random_strategy, methods=by_size, most_tensor=blocks)
             found[name] = _worst(case, executor, draw)
-        elif len(by_size) > 1 or name in ("local", _MIXED):
+        elif len(by_size) > 1 or name in (SINGLE_RANK, _MIXED):
             found[name] = _worst(case, executor, partial(random_plan, methods=by_size))
     return found
 

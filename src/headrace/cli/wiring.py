@@ -17,7 +17,9 @@ from headrace.planning import Problem, static_plan
 from headrace.planning.strategies import Strategist
 from headrace.spec.architecture import Architecture
 from headrace.spec.hardware import Hardware
+from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.lengths import Lengths
+from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import Plan
 from headrace.spec.strategy import Strategy
 
@@ -112,7 +114,7 @@ def calibration_path(config: Config, fingerprint: str) -> Path:
 
 def newest_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel | None:
     """The costs last measured for this model on as many ranks, on this machine; None if never."""
-    index = _costs_folder(config) / _latest_name(architecture, ranks)
+    index = _costs_folder(config) / _latest_name(architecture.shape, ranks)
     try:
         return CostModel.load(index)
     except CostError:
@@ -123,7 +125,7 @@ def remember_costs(config: Config, costs: CostModel) -> None:
     """Keep costs where :func:`newest_costs` finds them."""
     folder = _costs_folder(config)
     folder.mkdir(parents=True, exist_ok=True)
-    costs.save(folder / _latest_name(costs.architecture, costs.cluster.devices))
+    costs.save(folder / _latest_name(costs.shape, costs.cluster.devices))
 
 
 def formula_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel:
@@ -152,8 +154,8 @@ def memory_margin_of(device: str) -> float:
     return 0.3 if device == "cpu" else 0.1
 
 
-def _latest_name(architecture: Architecture, ranks: int) -> str:
-    model = json.dumps(architecture.to_json(), sort_keys=True)
+def _latest_name(shape: ModelShape, ranks: int) -> str:
+    model = json.dumps(shape.to_json(), sort_keys=True)
     digest = hashlib.sha256(f"{model} {ranks}".encode()).hexdigest()[:16]
     return f"latest-{digest}.json"
 
@@ -166,7 +168,7 @@ def make_problem(costs: CostModel, options: PlannerConfig) -> Problem:
             "planner.group_sizes", got=unknown[0],
             wanted=f"one of {', '.join(map(str, costs.group_sizes))}",
         )  # fmt: skip
-    alone = ("local",) if 1 in costs.group_sizes else ()
+    alone = (SINGLE_RANK,) if 1 in costs.group_sizes else ()
     # A single rank has nothing to choose between.
     open_ = options.candidates if costs.group_sizes != (1,) else ()
     return Problem(

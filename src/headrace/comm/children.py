@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from headrace.comm.board import Board, Death
-from headrace.comm.last_words import end, say
+from headrace.comm.exit import end, say
+from headrace.comm.status import Death, StatusBoard
 from headrace.errors import LaunchError
 
 __all__ = ["bury", "caught", "fork", "supervise"]
@@ -71,7 +71,7 @@ def _live(parent: int, rank: int, body: Callable[[int], int]) -> None:
         end(code)
 
 
-def supervise(children: dict[int, int], board: Board, heard: list[int]) -> int:
+def supervise(children: dict[int, int], board: StatusBoard, heard: list[int]) -> int:
     """Wait for all children; returns the exit code of the job.
 
     The first failure is put on the board, so that the others stop by themselves; those that have
@@ -123,7 +123,7 @@ def _signal_all(running: dict[int, int], number: signal.Signals) -> None:
         os.kill(pid, number)  # not reaped yet, so the number is still its own
 
 
-def _autopsy(rank: int, status: int, board: Board) -> Death | None:
+def _autopsy(rank: int, status: int, board: StatusBoard) -> Death | None:
     """How a rank failed; None when it ended well."""
     code = os.waitstatus_to_exitcode(status)
     if code == 0:

@@ -22,7 +22,6 @@ __all__ = [
     "from_first",
     "gather_bytes",
     "gather_floats",
-    "group_size",
     "issue_all_gather",
     "issue_all_to_all",
     "issue_reduce_scatter",
@@ -58,11 +57,6 @@ class Arriving:
         result = self._result()
         del self._transfer, self._keep, self._result  # the buffers of a sum too
         return result
-
-
-def group_size(group: dist.ProcessGroup | None) -> int:
-    """Ranks of a group; one for None."""
-    return 1 if group is None else dist.get_world_size(group)
 
 
 def all_to_all_rows(

@@ -18,11 +18,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from headrace.comm.board import Board
 from headrace.comm.children import bury, caught, fork, supervise
-from headrace.comm.last_words import end
-from headrace.comm.ranks import Place, Settings, World, run_rank
-from headrace.comm.reach import reach_store
+from headrace.comm.exit import end
+from headrace.comm.ranks import RankPlace, Settings, World, run_rank
+from headrace.comm.status import StatusBoard
+from headrace.comm.store import reach_store
 from headrace.errors import LaunchError
 
 __all__ = ["World", "join", "start", "under_torchrun"]
@@ -68,7 +68,7 @@ def start(
         def body(rank: int) -> int:
             listener.close()
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever networks come and go
-            place = Place(
+            place = RankPlace(
                 rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, attempt=0,
                 host=_LOCALHOST, port=port,
             )  # fmt: skip
@@ -78,7 +78,7 @@ def start(
         try:
             children = fork(ranks, body)
             store = _serve(listener, port)  # after the fork: its threads would not survive it
-            return supervise(children, Board.of_attempt(store, 0), heard)
+            return supervise(children, StatusBoard.of_attempt(store, 0), heard)
         finally:
             bury(children)
 
@@ -153,9 +153,9 @@ def join(
     return code
 
 
-def _place() -> Place:
+def _place() -> RankPlace:
     ranks = _number("WORLD_SIZE")
-    place = Place(
+    place = RankPlace(
         rank=_number("RANK"), ranks=ranks, local_rank=_number("LOCAL_RANK"),
         local_ranks=_number("LOCAL_WORLD_SIZE", ranks),
         attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),

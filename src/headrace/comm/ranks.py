@@ -12,21 +12,21 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from headrace.comm.board import Board
-from headrace.comm.last_words import say, say_traceback
-from headrace.comm.reunion import Reunion
+from headrace.comm.exit import say, say_traceback
+from headrace.comm.rerendezvous import Rerendezvous
+from headrace.comm.status import StatusBoard
 from headrace.comm.waiting import Freed
 from headrace.comm.watcher import Watcher
 from headrace.errors import HeadraceError, LaunchError
 
-__all__ = ["Place", "Settings", "World", "is_broken_connection", "run_rank"]
+__all__ = ["RankPlace", "Settings", "World", "is_broken_connection", "run_rank"]
 
 _NOTICE_S = 1.5  # a broken connection is a consequence: this long for its cause to become known
 _BROKEN = ("gloo", "Connection closed by peer", "Connection reset", "Application timeout caused")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """Which rank of the job a process is and where the job's store listens."""
 
     rank: int
@@ -61,8 +61,8 @@ class World:
     """What a rank knows of its job; torch.distributed is initialised.
 
     ``attempt`` counts restarts from 0; ``device`` is "cpu" or "cuda:K" and has been made current;
-    ``watcher`` is told each action; ``timeout_s`` is that of collectives. ``reunion`` lets ranks
-    whose groups are of no use any more meet anew.
+    ``watcher`` is told each action; ``timeout_s`` is that of collectives.
+    ``rerendezvous`` lets ranks whose groups are of no use any more meet anew.
     """
 
     rank: int
@@ -73,12 +73,12 @@ class World:
     device: str
     watcher: Watcher
     timeout_s: float
-    reunion: Reunion
+    rerendezvous: Rerendezvous
 
 
 def run_rank(
     main: Callable[[World], int],
-    place: Place,
+    place: RankPlace,
     settings: Settings,
     store: dist.Store,
     *,
@@ -92,7 +92,7 @@ def run_rank(
     """
     own = dist.TCPStore(place.host, place.port, is_master=False)
     watcher = Watcher(
-        Board.of_attempt(own, place.attempt), rank=place.rank, ranks=place.ranks,
+        StatusBoard.of_attempt(own, place.attempt), rank=place.rank, ranks=place.ranks,
         heartbeat_s=settings.heartbeat_s, hang_s=settings.hang_s,
     )  # fmt: skip
     watcher.start()
@@ -113,27 +113,27 @@ def run_rank(
     return 0
 
 
-def _join(place: Place, settings: Settings, store: dist.Store, watcher: Watcher) -> World:
+def _join(place: RankPlace, settings: Settings, store: dist.Store, watcher: Watcher) -> World:
     watcher.enter("the start, meeting the other ranks")
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(settings.threads or max(1, cores // place.local_ranks))
     device = "cpu" if settings.device == "cpu" else _take_gpu(place)
-    reunion = Reunion(
+    rerendezvous = Rerendezvous(
         # The store outlives a failed attempt, and so would the addresses of dead processes in it.
         store=dist.PrefixStore(f"attempt{place.attempt}/groups", store),
         rank=place.rank, ranks=place.ranks, timeout_s=settings.timeout_s, watcher=watcher,
         store_port=place.port, backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
     )  # fmt: skip
-    reunion.meet()
+    rerendezvous.meet()
     watcher.leave()
     return World(
         rank=place.rank, ranks=place.ranks, local_rank=place.local_rank,
         local_ranks=place.local_ranks, attempt=place.attempt, device=device, watcher=watcher,
-        timeout_s=settings.timeout_s, reunion=reunion,
+        timeout_s=settings.timeout_s, rerendezvous=rerendezvous,
     )  # fmt: skip
 
 
-def _take_gpu(place: Place) -> str:
+def _take_gpu(place: RankPlace) -> str:
     """Make this rank's GPU current. The first use of CUDA in the life of the process."""
     if place.local_rank >= torch.cuda.device_count():
         raise LaunchError(

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from headrace.comm.board import Beat, Board, Death
-from headrace.comm.last_words import end, say
+from headrace.comm.exit import end, say
+from headrace.comm.status import Beat, Death, StatusBoard
 from headrace.units import seconds_text
 
 __all__ = ["STOPPED", "Watcher"]
@@ -38,7 +38,13 @@ class Watcher:
     """
 
     def __init__(
-        self, board: Board, *, rank: int, ranks: int, heartbeat_s: float = 0.2, hang_s: float = 3.0
+        self,
+        board: StatusBoard,
+        *,
+        rank: int,
+        ranks: int,
+        heartbeat_s: float = 0.2,
+        hang_s: float = 3.0,
     ) -> None:
         self.board, self._rank, self._ranks = board, rank, ranks
         self._heartbeat_s, self._hang_s = heartbeat_s, hang_s

@@ -2,17 +2,17 @@
 
 from headrace.costs.cost_model import CostModel
 from headrace.costs.fingerprint import fingerprint_difference, fingerprint_of
-from headrace.costs.formulas import FORMULA_METHODS
-from headrace.costs.option import Exchange, OptionCost
+from headrace.costs.option import ExchangeCost, OptionCost
 from headrace.costs.quadratic import FitError, Linear, Quadratic, fit_linear, fit_quadratic
-from headrace.costs.roofline import roofline_costs
-from headrace.costs.speeds import Speeds
-from headrace.costs.synthetic import group_sizes_of, synthetic_costs
+from headrace.costs.sources.formulas import FORMULA_METHODS
+from headrace.costs.sources.roofline import roofline_costs
+from headrace.costs.sources.speeds import Speeds
+from headrace.costs.sources.synthetic import group_sizes_of, synthetic_costs
 
 __all__ = [
     "FORMULA_METHODS",
     "CostModel",
-    "Exchange",
+    "ExchangeCost",
     "FitError",
     "Linear",
     "OptionCost",

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from headrace.costs.fingerprint import fingerprint_difference
-from headrace.costs.option import Exchange, OptionCost
+from headrace.costs.option import ExchangeCost, OptionCost
 from headrace.costs.quadratic import Linear
 from headrace.errors import CostError, HeadraceError
-from headrace.spec.architecture import Architecture
+from headrace.spec.architecture import stored_shape
 from headrace.spec.cluster import Cluster
 from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import TokenOrder, Working
 
 __all__ = ["FORMAT", "MOST_TOKENS", "CostModel"]
 
-FORMAT = 2
+FORMAT = 3
 MOST_TOKENS = 2**40
 """What :meth:`CostModel.max_tokens` answers when memory does not grow with tokens."""
 
@@ -34,7 +35,7 @@ _ROUNDING_BYTES = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Costs of one architecture on one cluster.
+    """Costs of one model on one cluster.
 
     ``options[p][text]`` is one layer of :class:`LayerOption` ``text`` on p ranks; ``ends[p]`` is
     embedding, head and loss together. ``state_bytes`` is what a rank always holds (stored weights,
@@ -49,12 +50,12 @@ class CostModel:
     Raises CostError when the parts do not belong together.
     """
 
-    architecture: Architecture
+    shape: ModelShape
     cluster: Cluster
     fingerprint: str
     options: Mapping[int, Mapping[str, OptionCost]]
     ends: Mapping[int, OptionCost]
-    exchange_s: Exchange
+    exchange_s: ExchangeCost
     state_bytes: int
     working_bytes: Mapping[int, Mapping[Working, int]]
     gather_s: Mapping[int, tuple[float, float]] = field(default_factory=dict)
@@ -222,9 +223,9 @@ class CostModel:
         return lines
 
     def _check_layers(self, layers: LayerPlan) -> None:
-        if len(layers.options) != self.architecture.layers:
+        if len(layers.options) != self.shape.layers:
             raise CostError(
-                "layer plan", got=f"{len(layers.options)} layers", wanted=self.architecture.layers
+                "layer plan", got=f"{len(layers.options)} layers", wanted=self.shape.layers
             )
 
     def replace(self, **changes: Any) -> CostModel:
@@ -246,7 +247,7 @@ class CostModel:
         return {
             "format": FORMAT,
             "fingerprint": self.fingerprint,
-            "architecture": self.architecture.to_json(),
+            "shape": self.shape.to_json(),
             "cluster": self.cluster.to_json(),
             "options": {
                 str(p): {text: cost.to_json() for text, cost in options.items()}
@@ -269,14 +270,16 @@ class CostModel:
         Raises CostError when the value is malformed, of another format, or, where ``fingerprint``
         is given, of another set-up.
         """
-        if isinstance(value, Mapping) and value.get("format") == 1:
-            value = {**value, "format": FORMAT, "feed_forwards": {}}
+        # Costs of format 2 have the whole architecture in the place of its shape, those of
+        # format 1 name no feed-forwards either.
+        if isinstance(value, Mapping) and value.get("format") in (1, 2):
+            value = {"feed_forwards": {}, **value, "format": FORMAT}
         if not isinstance(value, Mapping) or value.get("format") != FORMAT:
             got = value.get("format") if isinstance(value, Mapping) else type(value).__name__
             raise CostError("format of a profile", got=got, wanted=FORMAT, hint="profile again")
         try:
             costs = cls(
-                architecture=Architecture.from_json(value["architecture"]),
+                shape=stored_shape(value),
                 cluster=Cluster.from_json(value["cluster"]),
                 fingerprint=value["fingerprint"],
                 options={
@@ -287,7 +290,7 @@ class CostModel:
                     for p, options in value["options"].items()
                 },
                 ends={int(p): OptionCost.from_json(cost) for p, cost in value["ends"].items()},
-                exchange_s=Exchange(**value["exchange_s"]),
+                exchange_s=ExchangeCost(**value["exchange_s"]),
                 state_bytes=value["state_bytes"],
                 working_bytes={int(p): dict(held) for p, held in value["working_bytes"].items()},
                 gather_s={int(p): (f, b) for p, (f, b) in value["gather_s"].items()},

@@ -5,7 +5,7 @@ and D).
     UtilLen(P)    the least tokens with which P works at 0.85 of its best tokens per second
 
 Between them lie the packs worth making: V micro-batches of U documents with
-sum(l) / MaxLen <= V <= sum(l) / UtilLen.
+sum(l) / MaxLen <= V <= sum(l) / UtilLen. What fills a rank's memory there is told part by part.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from headrace.spec.plan import Working
 __all__ = [
     "THRESHOLD",
     "Limits",
+    "MemoryParts",
     "fastest_option",
     "limits_of",
     "max_length",
+    "memory_parts",
     "util_length",
     "util_tokens",
     "whole_curve",
@@ -151,7 +153,7 @@ def limits_of(
             if text is None:
                 continue
             option = LayerOption.parse(text)
-            layers = LayerPlan.uniform(option, costs.architecture.layers)
+            layers = LayerPlan.uniform(option, costs.shape.layers)
             found.append(
                 Limits(
                     p=p, option=option, working=working,
@@ -160,3 +162,43 @@ def limits_of(
                 )
             )  # fmt: skip
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """Bytes of one rank at the peak of a micro-batch; ``free`` of what a plan may use is negative
+    when it does not fit."""
+
+    stored: int
+    working: int
+    layers: int
+    ends: int
+    passing: int
+    free: int
+
+    @property
+    def peak(self) -> int:
+        """All of them together."""
+        return self.stored + self.working + self.layers + self.ends + self.passing
+
+
+def memory_parts(
+    costs: CostModel, tokens: int, p: int, layers: LayerPlan, working: Working
+) -> MemoryParts:
+    """The parts of :meth:`CostModel.micro_batch_bytes`.
+
+    stored    masters, gradient sums, optimizer state
+    working   weights that are worked with, and their gradients
+    layers    activations that the layers keep for the backward
+    ends      what embedding, head and loss keep
+    passing   what is needed on top at the peak
+    """
+    peak = costs.micro_batch_bytes(tokens, p, layers, working)
+    held = costs.held_bytes((p,), working)
+    kept = sum(count * costs.option(p, option).kept(tokens) for option, count in layers.counts)
+    ends = round(costs.ends[p].kept(tokens))
+    passing = peak - costs.state_bytes - held - round(kept) - ends
+    return MemoryParts(
+        stored=costs.state_bytes, working=held, layers=round(kept), ends=ends,
+        passing=max(0, passing), free=costs.capacity_bytes - peak,
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from headrace.costs.quadratic import Linear, Quadratic
 from headrace.errors import CostError
 from headrace.spec.plan import TokenOrder
 
-__all__ = ["Exchange", "OptionCost"]
+__all__ = ["ExchangeCost", "OptionCost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class OptionCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class ExchangeCost:
     """Seconds every step pays once, whatever its plan: pull of the weights before the first
     forward, push of the gradients after the last backward, update of the weights."""
 

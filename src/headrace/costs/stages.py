@@ -13,16 +13,13 @@ head and the loss are in the last stage. So everything here follows from the cos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from headrace.costs.cost_model import CostModel
 from headrace.costs.quadratic import Linear
-from headrace.spec.architecture import Architecture
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import Pipeline, Working
 from headrace.spec.scheme import Scheme
 from headrace.spec.stage import Stage
-from headrace.spec.weights import WeightSpec, weight_table
 
 __all__ = [
     "held_bytes",
@@ -89,29 +86,11 @@ def message_s(costs: CostModel, rows: int) -> float:
     Between ranks what the pull of a step moves in its seconds: (N - 1) / N of all weights to each
     rank; 0 where costs know of no exchange.
     """
-    n, a = costs.cluster.devices, costs.architecture
-    elements = _elements(a) * (n - 1) / n
+    n, shape = costs.cluster.devices, costs.shape
+    elements = shape.elements * (n - 1) / n
     if n == 1 or elements == 0:
         return 0.0
-    return costs.exchange_s.pull_s * costs.scale * rows * a.hidden / elements
-
-
-@lru_cache(maxsize=64)
-def _elements(architecture: Architecture) -> int:
-    """Of all weights."""
-    return sum(weight.elements for weight in weight_table(architecture))
-
-
-@lru_cache(maxsize=4096)
-def _share(architecture: Architecture, stage_buckets: tuple[int, ...], parts: int) -> float:
-    """Of all elements the share that a rank of such a stage works with."""
-
-    def rows(weight: WeightSpec) -> float:
-        used = weight.used_in(stage_buckets)
-        return weight.elements / (parts if weight.unit else 1) if used else 0.0
-
-    table = weight_table(architecture)
-    return sum(map(rows, table)) / sum(weight.elements for weight in table)
+    return costs.exchange_s.pull_s * costs.scale * rows * shape.hidden / elements
 
 
 def held_bytes(costs: CostModel, pipeline: Pipeline, working: Working) -> tuple[int, ...]:
@@ -126,8 +105,8 @@ def held_bytes(costs: CostModel, pipeline: Pipeline, working: Working) -> tuple[
         return (costs.working_bytes[width]["whole" if parts == 1 else "sharded"],)
     whole = costs.working_bytes[width]["whole"]
     return tuple(
-        round(whole * _share(costs.architecture, stage.buckets, parts))
-        for stage in pipeline.stages(costs.architecture.layers)
+        round(whole * costs.shape.held_share(stage.buckets, parts))
+        for stage in pipeline.stages(costs.shape.layers)
     )
 
 

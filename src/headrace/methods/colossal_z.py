@@ -13,13 +13,14 @@ import torch
 
 from headrace.methods.block import all_heads, gathered_feed_forward, local_attention
 from headrace.methods.context import Context
-from headrace.methods.megatron_cz import any_group, ring_of
+from headrace.methods.megatron_cz import ring_of
 from headrace.methods.method import Method
 from headrace.methods.weights import State
 from headrace.ops.score_rows import ScoreRowsCore
 from headrace.spec.blocks import Block
+from headrace.spec.known_methods import COLOSSAL_Z
 
-__all__ = ["COLOSSAL_Z"]
+__all__ = ["METHODS", "attention"]
 
 
 def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
@@ -33,8 +34,4 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     return local_attention(x, state, context, core)
 
 
-COLOSSAL_Z = Method(
-    name="colossal_z", attention=attention, feed_forward=gathered_feed_forward,
-    attention_rule=any_group, feed_forward_rule=any_group, of="ulysses_z", order="zigzag",
-    automatic=False,
-)  # fmt: skip
+METHODS = (Method(facts=COLOSSAL_Z, attention=attention, feed_forward=gathered_feed_forward),)

@@ -11,15 +11,12 @@ import torch.distributed as dist
 
 from headrace.layouts.tokens import TokenPlan
 from headrace.ops.random import DropoutKey
-from headrace.ops.recompute import region
 from headrace.ops.rotary import rotary_tables
 from headrace.spec.architecture import Architecture
 from headrace.spec.method import Recompute
+from headrace.spec.method_facts import Members
 
-__all__ = ["Context", "Members", "Place", "Tables"]
-
-Members = tuple[int, ...]
-"""Ranks of a group, counted within the group."""
+__all__ = ["Context", "Place", "Tables"]
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -128,8 +125,3 @@ class Context:
     def keeps_linear(self) -> bool:
         """Whether results of linear parts are kept for the backward."""
         return self.recompute != "attention"
-
-    def linear_part(self, fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """Run a part of a layer that has no communication of activations: computed again in the
-        backward when the level is ``attention``, kept otherwise."""
-        return fn(*inputs) if self.keeps_linear else region(fn, *inputs)

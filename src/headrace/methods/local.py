@@ -9,9 +9,9 @@ from headrace.methods.context import Context
 from headrace.methods.method import Method
 from headrace.methods.weights import State
 from headrace.ops.core import PackCore
-from headrace.spec.architecture import Architecture
+from headrace.spec.known_methods import LOCAL
 
-__all__ = ["LOCAL", "attention"]
+__all__ = ["METHODS", "attention"]
 
 
 def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
@@ -22,11 +22,4 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     return local_attention(x, state, context, core)
 
 
-def _one_rank(architecture: Architecture, ranks: int) -> str | None:
-    return None if ranks == 1 else f"local runs on 1 rank, not {ranks}"
-
-
-LOCAL = Method(
-    name="local", attention=attention, feed_forward=gathered_feed_forward,
-    attention_rule=_one_rank, feed_forward_rule=_one_rank, of="local",
-)  # fmt: skip
+METHODS = (Method(facts=LOCAL, attention=attention, feed_forward=gathered_feed_forward),)

@@ -25,10 +25,10 @@ from headrace.methods.method import Method
 from headrace.methods.weights import State
 from headrace.ops.gathered import GatheredCore
 from headrace.ops.ring import Ring, RingCore
-from headrace.spec.architecture import Architecture
 from headrace.spec.blocks import Block
+from headrace.spec.known_methods import MEGATRON_CZ, MEGATRON_CZ_GATHER
 
-__all__ = ["MEGATRON_CZ", "MEGATRON_CZ_GATHER", "any_group", "ring_of"]
+__all__ = ["METHODS", "gather_attention", "ring_attention", "ring_of"]
 
 
 def ring_of(context: Context) -> Ring:
@@ -59,16 +59,9 @@ def gather_attention(x: torch.Tensor, state: State, context: Context) -> torch.T
     return local_attention(x, state, context, core)
 
 
-def any_group(architecture: Architecture, ranks: int) -> str | None:
-    """Every group can run it."""
-    return None
-
-
-MEGATRON_CZ = Method(
-    name="megatron_cz", attention=ring_attention, feed_forward=gathered_feed_forward,
-    attention_rule=any_group, feed_forward_rule=any_group, of="ulysses_z", order="zigzag",
-)  # fmt: skip
-MEGATRON_CZ_GATHER = Method(
-    name="megatron_cz_gather", attention=gather_attention, feed_forward=gathered_feed_forward,
-    attention_rule=any_group, feed_forward_rule=any_group, of="ulysses_z", order="zigzag",
-)  # fmt: skip
+METHODS = (
+    Method(facts=MEGATRON_CZ, attention=ring_attention, feed_forward=gathered_feed_forward),
+    Method(
+        facts=MEGATRON_CZ_GATHER, attention=gather_attention, feed_forward=gathered_feed_forward
+    ),
+)

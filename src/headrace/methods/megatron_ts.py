@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.methods.block import activation_of, first_norm
-from headrace.methods.context import Context, Members
+from headrace.methods.context import Context
 from headrace.methods.method import Method
 from headrace.methods.weights import Part, State
 from headrace.ops.activation import activated
@@ -38,9 +38,10 @@ from headrace.ops.spread import (
     linear_scatter,
     spread_feed_forward,
 )
-from headrace.spec.architecture import Architecture
+from headrace.spec.known_methods import MEGATRON_TS
+from headrace.spec.method_facts import Members
 
-__all__ = ["MEGATRON_TS", "Tensor", "groups_whole"]
+__all__ = ["METHODS", "Tensor", "attention", "feed_forward"]
 
 _CHUNK_TOKENS = 2048
 """A chunk is not cut further: smaller products are slower and smaller messages too."""
@@ -134,30 +135,4 @@ def feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tenso
     return _everyone(state, context).feed_forward(x)
 
 
-def groups_whole(name: str, architecture: Architecture, ranks: int) -> str | None:
-    """The rule of methods that give each rank whole KV groups."""
-    if ranks <= architecture.kv_heads:
-        return None
-    return f"{name} runs on at most {architecture.kv_heads} ranks, one per key-value head"
-
-
-def _attention_rule(architecture: Architecture, ranks: int) -> str | None:
-    return groups_whole("megatron_ts", architecture, ranks)
-
-
-def _feed_forward_rule(architecture: Architecture, ranks: int) -> str | None:
-    blocks = architecture.ffn // architecture.ffn_block
-    if ranks <= blocks:
-        return None
-    return f"megatron_ts runs on at most {blocks} ranks, one per block of the feed-forward"
-
-
-def _nothing(architecture: Architecture, ranks: int) -> float:
-    return 0.0
-
-
-MEGATRON_TS = Method(
-    name="megatron_ts", attention=attention, feed_forward=feed_forward,
-    attention_rule=_attention_rule, feed_forward_rule=_feed_forward_rule, of="megatron_ts",
-    fetched=_nothing, unlevelled=("attention",),
-)  # fmt: skip
+METHODS = (Method(facts=MEGATRON_TS, attention=attention, feed_forward=feed_forward),)

@@ -34,7 +34,6 @@ from headrace.layouts.intervals import Rows
 from headrace.methods.block import activation_of, first_norm
 from headrace.methods.context import Context
 from headrace.methods.megatron_cz import ring_of
-from headrace.methods.megatron_ts import groups_whole
 from headrace.methods.method import Method
 from headrace.methods.weights import Part, State
 from headrace.ops.activation import Activation
@@ -42,10 +41,10 @@ from headrace.ops.core import Heads, wide_dtype
 from headrace.ops.norm import Norm
 from headrace.ops.ring import RingCore
 from headrace.ops.rotary import rotated_and_sorted, unrotated_and_unsorted
-from headrace.spec.architecture import Architecture
 from headrace.spec.blocks import Block
+from headrace.spec.known_methods import METP
 
-__all__ = ["METP"]
+__all__ = ["METHODS", "attention", "feed_forward"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,17 +251,4 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total += left @ right
 
 
-def _attention_rule(architecture: Architecture, ranks: int) -> str | None:
-    return groups_whole("metp", architecture, ranks)
-
-
-def _feed_forward_rule(architecture: Architecture, ranks: int) -> str | None:
-    blocks = architecture.ffn // architecture.ffn_block
-    return None if ranks <= blocks else f"metp runs on at most {blocks} ranks, one per block"
-
-
-METP = Method(
-    name="metp", attention=attention, feed_forward=feed_forward, attention_rule=_attention_rule,
-    feed_forward_rule=_feed_forward_rule, of="metp", order="zigzag",
-    unlevelled=("attention", "feed_forward"),
-)  # fmt: skip
+METHODS = (Method(facts=METP, attention=attention, feed_forward=feed_forward),)

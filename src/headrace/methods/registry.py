@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from headrace.errors import SpecError, did_you_mean
-from headrace.methods.colossal_z import COLOSSAL_Z
-from headrace.methods.composite import TENSOR_RING, ULYSSES_RING
-from headrace.methods.context import Members
-from headrace.methods.local import LOCAL
-from headrace.methods.megatron_cz import MEGATRON_CZ, MEGATRON_CZ_GATHER
-from headrace.methods.megatron_ts import MEGATRON_TS
-from headrace.methods.method import Branch, BranchFunction, Method
-from headrace.methods.metp import METP
-from headrace.methods.ulysses_z import ULYSSES_Z
+from headrace.errors import SpecError
+from headrace.methods import (
+    colossal_z,
+    composite,
+    local,
+    megatron_cz,
+    megatron_ts,
+    metp,
+    ulysses_z,
+)
+from headrace.methods.method import BranchFunction, Method
 from headrace.spec.architecture import Architecture
-from headrace.spec.method import LayerOption
+from headrace.spec.known_methods import facts_of, methods_for
+from headrace.spec.method import Branch
 
-__all__ = ["METHODS", "branch", "method", "methods_for", "subgroups"]
+__all__ = ["METHODS", "branch"]
 
 METHODS: dict[str, Method] = {
-    m.name: m
-    for m in (
-        LOCAL, ULYSSES_Z, MEGATRON_CZ, MEGATRON_CZ_GATHER, MEGATRON_TS, METP, COLOSSAL_Z,
-        ULYSSES_RING, TENSOR_RING,
-    )
-}  # fmt: skip
-
-
-def method(name: str) -> Method:
-    """The method ``name``. Raises SpecError for an unknown name."""
-    found = METHODS.get(name)
-    if found is None:
-        hint = did_you_mean(name, METHODS) or f"known are {', '.join(METHODS)}"
-        raise SpecError("method", got=repr(name), hint=hint)
-    return found
+    method.facts.name: method
+    for module in (local, ulysses_z, megatron_ts, megatron_cz, metp, colossal_z, composite)
+    for method in module.METHODS
+}
+"""Every method of :data:`headrace.spec.known_methods.FACTS`, by its name."""
 
 
 def branch(name: str, part: Branch, architecture: Architecture, ranks: int) -> BranchFunction:
@@ -41,26 +33,9 @@ def branch(name: str, part: Branch, architecture: Architecture, ranks: int) -> B
     Raises SpecError for an unknown name, and for a group it does not support (says which rule,
     and which methods would do).
     """
-    found = method(name)
-    rule = found.rule(part, architecture, ranks)
+    rule = facts_of(name).rule(part, architecture, ranks)
     if rule:
         would_do = ", ".join(methods_for(architecture, ranks, part)) or "none"
         raise SpecError(f"method {name}: {rule}", hint=f"these would do: {would_do}")
+    found = METHODS[name]
     return found.attention if part == "attention" else found.feed_forward
-
-
-def methods_for(architecture: Architecture, ranks: int, part: Branch) -> tuple[str, ...]:
-    """The methods that can run a branch on a group of ``ranks``."""
-    return tuple(m.name for m in METHODS.values() if m.rule(part, architecture, ranks) is None)
-
-
-def subgroups(
-    option: LayerOption, architecture: Architecture, ranks: int, tensor: int = 1
-) -> tuple[Members, ...]:
-    """The groups within a group of ``ranks`` that a layer option needs, where blocks of ``tensor``
-    neighbours hold the weights together. Raises SpecError when it cannot run in such blocks."""
-    attention, feed_forward = method(option.attention), method(option.feed_forward)
-    return (
-        *attention.attention_groups(architecture, ranks, tensor),
-        *feed_forward.feed_forward_groups(architecture, ranks, tensor),
-    )

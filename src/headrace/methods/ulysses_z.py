@@ -24,14 +24,13 @@ import torch
 from headrace.layouts.intervals import split_rows
 from headrace.methods.block import gathered_feed_forward, output, queries_keys_values
 from headrace.methods.context import Context
-from headrace.methods.megatron_cz import any_group
 from headrace.methods.method import Method
 from headrace.methods.weights import State
 from headrace.ops.core import Heads, PackCore, attended
 from headrace.ops.switch import Columns, reordered, switch, switch_back
-from headrace.spec.architecture import Architecture
+from headrace.spec.known_methods import ULYSSES_Z
 
-__all__ = ["ULYSSES_Z", "HeadSplit", "local_heads", "split_heads"]
+__all__ = ["METHODS", "HeadSplit", "attention", "local_heads", "split_heads"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,14 +110,4 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     return output(switch_back(out, sizes, split.queries, context.group), state, context)
 
 
-def _a_head_each(architecture: Architecture, ranks: int) -> str | None:
-    if ranks <= architecture.heads:
-        return None
-    return f"ulysses_z runs on at most {architecture.heads} ranks, one per query head"
-
-
-ULYSSES_Z = Method(
-    name="ulysses_z", attention=attention, feed_forward=gathered_feed_forward,
-    attention_rule=_a_head_each, feed_forward_rule=any_group, of="ulysses_z",
-    unlevelled=("attention",),
-)  # fmt: skip
+METHODS = (Method(facts=ULYSSES_Z, attention=attention, feed_forward=gathered_feed_forward),)

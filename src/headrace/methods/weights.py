@@ -25,12 +25,12 @@ from headrace.comm.collectives import (
     reduce_scatter_rows,
 )
 from headrace.layouts.intervals import Rows, split_rows
-from headrace.ops.linear import Source
+from headrace.ops.linear import WeightSource
 
 __all__ = ["Part", "Shard", "State", "Weight", "Whole"]
 
 
-class Part(Source, Protocol):
+class Part(WeightSource, Protocol):
     """Some rows of a weight as a source, of which the fetch can be issued ahead."""
 
     def issue(self) -> Arriving:

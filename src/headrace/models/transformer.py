@@ -18,7 +18,6 @@ from headrace.errors import SpecError
 from headrace.layouts.intervals import Rows
 from headrace.methods.block import normalise
 from headrace.methods.context import Context
-from headrace.methods.method import BRANCHES, Branch
 from headrace.methods.registry import branch
 from headrace.methods.weights import State, Weight
 from headrace.ops.linear import embed, linear
@@ -28,7 +27,7 @@ from headrace.ops.recompute import region
 from headrace.ops.spread import Spread
 from headrace.ops.vocabulary import spread_embed, spread_head_loss
 from headrace.spec.architecture import Architecture
-from headrace.spec.method import LayerOption
+from headrace.spec.method import BRANCHES, Branch, LayerOption
 
 __all__ = ["Transformer"]
 

@@ -24,7 +24,7 @@ import torch
 from headrace.errors import SpecError
 from headrace.ops.kernels import Backend, CpuFlash, Pair, Plain, wide
 from headrace.ops.kernels_cuda import CudaEfficient, CudaFlash
-from headrace.ops.runs import Piece, Rows, Run, runs_of
+from headrace.ops.runs import KernelRun, MarkedRows, RowSpan, runs_of
 from headrace.spec.blocks import Block, document_blocks
 
 __all__ = ["BACKENDS", "Partial", "attend", "attend_blocks", "attend_blocks_backward"]
@@ -87,7 +87,7 @@ def attend_blocks(
         k, v      [K, G, D]
         returns   out [Q, N, D] in the type of q, lse [N, Q]
 
-    Rows of several blocks are summed wide. Rows of none get out 0 and lse -inf.
+    MarkedRows of several blocks are summed wide. MarkedRows of none get out 0 and lse -inf.
     """  # fmt: skip
     backend = _backend(q)
     runs = runs_of(blocks, backend.documents) if q.shape[1] else ()
@@ -129,13 +129,13 @@ class Partial:
 
     out: torch.Tensor
     lse: torch.Tensor
-    touched: Rows
+    touched: MarkedRows
 
     @classmethod
     def empty(cls, q: torch.Tensor) -> Partial:
         """Of no keys, for queries like ``q`` [Q, N, D]."""
         lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=wide(q))
-        return cls(out=q.new_zeros(q.shape, dtype=wide(q)), lse=lse, touched=Rows())
+        return cls(out=q.new_zeros(q.shape, dtype=wide(q)), lse=lse, touched=MarkedRows())
 
     def add(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Iterable[Block]
@@ -179,7 +179,7 @@ def attend_blocks_backward(
     ``fresh_q``: dq holds nothing yet and is written whole; ``fresh_kv``: dk and dv.
     """  # fmt: skip
     backend = _backend(q)
-    queries, keys = Rows(), Rows()
+    queries, keys = MarkedRows(), MarkedRows()
     if not fresh_q:
         queries.mark(0, q.shape[0])
     if not fresh_kv:
@@ -204,14 +204,16 @@ def _backend(q: torch.Tensor) -> Backend:
     return next(backend for backend in BACKENDS if backend.supports(q))
 
 
-def _forward(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Run) -> Pair:
+def _forward(
+    backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: KernelRun
+) -> Pair:
     at, of = run.queries, run.keys
     return backend.forward(q[at], k[of], v[of], run.q_lengths, run.k_lengths, run.causal)
 
 
-def _touched(runs: Sequence[Run]) -> tuple[Rows, Rows]:
+def _touched(runs: Sequence[KernelRun]) -> tuple[MarkedRows, MarkedRows]:
     """Queries of any run, and of more than one."""
-    touched, several = Rows(), Rows()
+    touched, several = MarkedRows(), MarkedRows()
     for run in runs:
         for a, b, again in touched.mark(run.queries.start, run.queries.stop):
             if again:
@@ -222,10 +224,10 @@ def _touched(runs: Sequence[Run]) -> tuple[Rows, Rows]:
 def _sum_of(out: torch.Tensor, lse: torch.Tensor) -> Partial:
     """A sum that ends in ``lse``, and in ``out`` where that is wide enough to sum in."""
     total = out if out.dtype == lse.dtype else out.new_empty(out.shape, dtype=lse.dtype)
-    return Partial(out=total, lse=lse, touched=Rows())
+    return Partial(out=total, lse=lse, touched=MarkedRows())
 
 
-def _add(total: torch.Tensor, part: torch.Tensor, pieces: Sequence[Piece]) -> None:
+def _add(total: torch.Tensor, part: torch.Tensor, pieces: Sequence[RowSpan]) -> None:
     """Add to pieces that hold something, set the others; ``part`` has the rows of all."""
     start = pieces[0][0]
     for a, b, known in pieces:
@@ -233,6 +235,6 @@ def _add(total: torch.Tensor, part: torch.Tensor, pieces: Sequence[Piece]) -> No
         total[a:b].add_(rows) if known else total[a:b].copy_(rows)
 
 
-def _left(rows: Rows, count: int) -> list[tuple[int, int]]:
-    """Rows below ``count`` that are not marked."""
+def _left(rows: MarkedRows, count: int) -> list[tuple[int, int]]:
+    """MarkedRows below ``count`` that are not marked."""
     return [(a, b) for a, b, marked in rows.pieces(0, count) if not marked]

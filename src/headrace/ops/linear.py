@@ -1,8 +1,8 @@
 """Linear maps and the embedding over weights that may be spread over a group.
 
-[Note: sources] A method does not hold weights; it asks a ``Source`` for the rows when it needs
-them and hands gradients back. A source that holds all rows answers at once; one that holds a shard
-gathers on each request and reduce-scatters each gradient, so that neither direction keeps a
+[Note: sources] A method does not hold weights; it asks a ``WeightSource`` for the rows when it
+needs them and hands gradients back. A source that holds all rows answers at once; one that holds a
+shard gathers on each request and reduce-scatters each gradient, so that neither direction keeps a
 gathered matrix alive between forward and backward.
 """
 
@@ -14,10 +14,10 @@ import torch
 
 from headrace.ops.norm import Norm
 
-__all__ = ["Source", "embed", "linear", "linear_inputs"]
+__all__ = ["WeightSource", "embed", "linear", "linear_inputs"]
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """One weight as a layer sees it."""
 
     def rows(self) -> torch.Tensor:
@@ -31,7 +31,10 @@ class Source(Protocol):
 
 
 def linear(
-    x: torch.Tensor, weight: Source, bias: Source | None = None, norm: Norm | None = None
+    x: torch.Tensor,
+    weight: WeightSource,
+    bias: WeightSource | None = None,
+    norm: Norm | None = None,
 ) -> torch.Tensor:
     """y = norm(x) W^T + b, W's rows being output features.
 
@@ -44,7 +47,9 @@ def linear(
     return _Linear.apply(x, weight, bias, True, norm)  # type: ignore[no-any-return]
 
 
-def linear_inputs(x: torch.Tensor, weight: Source, bias: Source | None = None) -> torch.Tensor:
+def linear_inputs(
+    x: torch.Tensor, weight: WeightSource, bias: WeightSource | None = None
+) -> torch.Tensor:
     """y = x W + b, W's rows being input features.
 
         x         [T, I]
@@ -58,8 +63,8 @@ def linear_inputs(x: torch.Tensor, weight: Source, bias: Source | None = None) -
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: Source, bias: Source | None, rows_are_outputs: bool,
-        norm: Norm | None,
+        ctx: Any, x: torch.Tensor, weight: WeightSource, bias: WeightSource | None,
+        rows_are_outputs: bool, norm: Norm | None,
     ) -> torch.Tensor:  # fmt: skip
         y, stats = (x, ()) if norm is None else norm.forward(x)
         ctx.save_for_backward(x, *stats)
@@ -88,7 +93,7 @@ class _Linear(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-def embed(ids: torch.Tensor, weight: Source, anchor: torch.Tensor) -> torch.Tensor:
+def embed(ids: torch.Tensor, weight: WeightSource, anchor: torch.Tensor) -> torch.Tensor:
     """Rows of an embedding table.
 
         ids       [T]        int64
@@ -104,7 +109,9 @@ def embed(ids: torch.Tensor, weight: Source, anchor: torch.Tensor) -> torch.Tens
 
 class _Embed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, weight: Source) -> torch.Tensor:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, weight: WeightSource
+    ) -> torch.Tensor:
         table = weight.rows()
         ctx.save_for_backward(ids)
         ctx.rest = (weight, table.shape, anchor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.ops.linear import Source
+from headrace.ops.linear import WeightSource
 
 __all__ = ["IGNORED", "head_loss"]
 
@@ -13,8 +13,8 @@ IGNORED = -100
 
 
 def head_loss(
-    x: torch.Tensor, labels: torch.Tensor, weight: Source, scale: float, chunk: int = 2048,
-    bias: Source | None = None,
+    x: torch.Tensor, labels: torch.Tensor, weight: WeightSource, scale: float, chunk: int = 2048,
+    bias: WeightSource | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Cross-entropy of the labels, and its gradient, without whole logits.
 

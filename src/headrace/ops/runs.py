@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from headrace.spec.blocks import Block
 
-__all__ = ["Piece", "Rows", "Run", "runs_of"]
+__all__ = ["RowSpan", "MarkedRows", "KernelRun", "runs_of"]
 
-Piece = tuple[int, int, bool]
-"""Rows from, rows up to, whether they are marked."""
+RowSpan = tuple[int, int, bool]
+"""MarkedRows from, rows up to, whether they are marked."""
 
 
-class Run(NamedTuple):
+class KernelRun(NamedTuple):
     """Documents one after the other in both queries and keys, all causal or all full."""
 
     queries: slice
@@ -24,7 +24,7 @@ class Run(NamedTuple):
     causal: bool
 
 
-def runs_of(blocks: Iterable[Block], most: int) -> tuple[Run, ...]:
+def runs_of(blocks: Iterable[Block], most: int) -> tuple[KernelRun, ...]:
     """Blocks in their order, neighbours joined up to ``most`` of them; empty ones left out."""
     groups: list[list[Block]] = []
     for block in blocks:
@@ -37,7 +37,7 @@ def runs_of(blocks: Iterable[Block], most: int) -> tuple[Run, ...]:
         else:
             groups.append([block])
     return tuple(
-        Run(
+        KernelRun(
             slice(group[0].q_start, group[-1].q_stop),
             slice(group[0].k_start, group[-1].k_stop),
             tuple([block.q_stop - block.q_start for block in group]),
@@ -53,7 +53,7 @@ def _follows(block: Block, last: Block) -> bool:
     return starts == stops and block.causal == last.causal
 
 
-class Rows:
+class MarkedRows:
     """Marked rows, as disjoint intervals in order."""
 
     __slots__ = ("_starts", "_stops")
@@ -73,9 +73,9 @@ class Rows:
         """First row of an interval."""
         return self._starts[index]
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
+    def pieces(self, start: int, stop: int) -> list[RowSpan]:
         """[start, stop) cut where marks begin and end."""
-        cuts: list[Piece] = []
+        cuts: list[RowSpan] = []
         at = bisect_right(self._stops, start)
         while start < stop:
             begin = self._starts[at] if at < len(self._starts) else stop
@@ -86,7 +86,7 @@ class Rows:
             start, at = cuts[-1][1], at + 1
         return cuts
 
-    def mark(self, start: int, stop: int) -> list[Piece]:
+    def mark(self, start: int, stop: int) -> list[RowSpan]:
         """Mark [start, stop); its pieces as they were before."""
         if start < stop and self._stops and start == self._stops[-1]:  # most often: go on
             self._stops[-1] = stop

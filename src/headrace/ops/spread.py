@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from headrace.comm.collectives import Arriving, issue_all_gather, issue_reduce_scatter
 from headrace.ops.activation import Activation
-from headrace.ops.linear import Source
+from headrace.ops.linear import WeightSource
 from headrace.ops.norm import Norm
 
 __all__ = ["FeedForward", "Spread", "gather_linear", "linear_scatter", "spread_feed_forward"]
@@ -118,7 +118,11 @@ class Spread:
 
 
 def gather_linear(
-    x: torch.Tensor, weight: Source, bias: Source | None, norm: Norm | None, spread: Spread
+    x: torch.Tensor,
+    weight: WeightSource,
+    bias: WeightSource | None,
+    norm: Norm | None,
+    spread: Spread,
 ) -> torch.Tensor:
     """Y = all_gather(norm(x)) W^T + b with a shard of W's output features.
 
@@ -135,8 +139,8 @@ def gather_linear(
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: Source, bias: Source | None, norm: Norm | None,
-        spread: Spread,
+        ctx: Any, x: torch.Tensor, weight: WeightSource, bias: WeightSource | None,
+        norm: Norm | None, spread: Spread,
     ) -> torch.Tensor:  # fmt: skip
         y, stats = (x, ()) if norm is None else norm.forward(x)
         ctx.save_for_backward(x, *stats)
@@ -167,7 +171,11 @@ class _GatherLinear(torch.autograd.Function):
 
 
 def linear_scatter(
-    y: torch.Tensor, weight: Source, bias: Source | None, like: torch.Tensor, spread: Spread
+    y: torch.Tensor,
+    weight: WeightSource,
+    bias: WeightSource | None,
+    like: torch.Tensor,
+    spread: Spread,
 ) -> torch.Tensor:
     """z = reduce_scatter(Y W) + b with a shard of W's input features.
 
@@ -185,8 +193,8 @@ def linear_scatter(
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: torch.Tensor, weight: Source, bias: Source | None, like: torch.Tensor,
-        spread: Spread,
+        ctx: Any, y: torch.Tensor, weight: WeightSource, bias: WeightSource | None,
+        like: torch.Tensor, spread: Spread,
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(y)
         ctx.rest = (weight, bias, spread)
@@ -216,11 +224,11 @@ class FeedForward:
     are whole."""
 
     norm: Norm | None
-    matrix_in: Source
-    bias_in: Source | None
+    matrix_in: WeightSource
+    bias_in: WeightSource | None
     activation: Activation
-    matrix_out: Source
-    bias_out: Source | None
+    matrix_out: WeightSource
+    bias_out: WeightSource | None
 
 
 def spread_feed_forward(x: torch.Tensor, parts: FeedForward, spread: Spread) -> torch.Tensor:
@@ -272,9 +280,9 @@ class _SpreadFeedForward(torch.autograd.Function):
         return dx, None, None
 
 
-def _product(x: torch.Tensor, matrix: torch.Tensor, bias: Source | None) -> torch.Tensor:
+def _product(x: torch.Tensor, matrix: torch.Tensor, bias: WeightSource | None) -> torch.Tensor:
     return x @ matrix if bias is None else torch.addmm(bias.rows(), x, matrix)
 
 
-def _plus(x: torch.Tensor, bias: Source | None) -> torch.Tensor:
+def _plus(x: torch.Tensor, bias: WeightSource | None) -> torch.Tensor:
     return x if bias is None else x.add_(bias.rows())

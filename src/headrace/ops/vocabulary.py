@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm.collectives import all_gather_rows
-from headrace.ops.linear import Source
+from headrace.ops.linear import WeightSource
 from headrace.ops.loss import IGNORED
 from headrace.ops.spread import Spread
 
@@ -25,7 +25,7 @@ __all__ = ["spread_embed", "spread_head_loss"]
 
 
 def spread_embed(
-    ids: torch.Tensor, weight: Source, first: int, anchor: torch.Tensor, spread: Spread
+    ids: torch.Tensor, weight: WeightSource, first: int, anchor: torch.Tensor, spread: Spread
 ) -> torch.Tensor:
     """Rows of an embedding table whose words are spread over a group.
 
@@ -45,7 +45,7 @@ def spread_embed(
 class _SpreadEmbed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, weight: Source, first: int,
+        ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, weight: WeightSource, first: int,
         spread: Spread,
     ) -> torch.Tensor:  # fmt: skip
         table, kept = weight.rows(), list[torch.Tensor]()
@@ -78,8 +78,8 @@ class _SpreadEmbed(torch.autograd.Function):
 
 
 def spread_head_loss(
-    x: torch.Tensor, labels: torch.Tensor, weight: Source, first: int, scale: float,
-    spread: Spread, chunk: int = 2048, bias: Source | None = None,
+    x: torch.Tensor, labels: torch.Tensor, weight: WeightSource, first: int, scale: float,
+    spread: Spread, chunk: int = 2048, bias: WeightSource | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Cross-entropy of the labels, and its gradient, of a head whose words are spread over a group.
 

@@ -44,7 +44,7 @@ def require_strategies(
 
 
 def _require_positions(problem: Problem, longest: int, index: int) -> None:
-    limit = problem.model.architecture.longest
+    limit = problem.model.shape.longest
     if limit is not None and longest > limit:
         raise InfeasiblePlan(
             _name(index, longest), got=f"{longest:,} positions",
@@ -99,7 +99,7 @@ def _least_bytes(
         plans = tuple(problem.pricing.layer_plans(scheme))
         weights: tuple[Working, ...] = problem.holding if scheme.context > 1 else ("whole",)
         for working in weights:
-            for shares in shares_of(problem.model.architecture.layers, scheme.pipeline):
+            for shares in shares_of(problem.model.shape.layers, scheme.pipeline):
                 costs = StageCosts(
                     costs=problem.pricing.costs, scheme=scheme, shares=shares, working=working,
                     plans=plans,

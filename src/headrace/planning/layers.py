@@ -65,7 +65,7 @@ def layer_frontier(
         for option in map(LayerOption.parse, costs.options[p])
         if options is None or option in options
     ]
-    return mixed_frontier(layer_table(costs, p, working, sizes, allowed), costs.architecture.layers)
+    return mixed_frontier(layer_table(costs, p, working, sizes, allowed), costs.shape.layers)
 
 
 def layer_table(

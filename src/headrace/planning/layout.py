@@ -147,7 +147,7 @@ def _shared(stages: StageCosts) -> Iterator[StageCosts]:
     """The shares that are best for short sequences, then others with a layer more or less in the
     last stage."""
     yield stages
-    layers, last = stages.costs.architecture.layers, stages.shares[-1]
+    layers, last = stages.costs.shape.layers, stages.shares[-1]
     for shares in shares_of(layers, stages.scheme.pipeline):
         if abs(shares[-1] - last) == 1:
             yield replace(stages, shares=shares)

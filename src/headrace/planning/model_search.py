@@ -155,7 +155,7 @@ class ModelSearch:
         """What no plan beats, whatever its layers, degrees and memory."""
         problem = self.problem
         rows = [_whole_model(problem, p, None) for p in problem.group_sizes]
-        depth = problem.model.architecture.layers
+        depth = problem.model.shape.layers
         return lower_bound(BoundRows.of_widths(self.batch, rows, depth), problem.devices)
 
     def _deeper(self, tables: Sequence[PriceTable]) -> Bound:
@@ -267,7 +267,7 @@ def _whole_model(problem: Problem, width: int, most_tokens: int | None) -> Price
     known = problem.ideals
     if key not in known:
         costs = problem.model.replace(scale=1.0)
-        layers, ends = costs.architecture.layers, costs.ends[width]
+        layers, ends = costs.shape.layers, costs.ends[width]
         rows = []
         for option in problem.options[width]:
             cost = costs.option(width, option)

@@ -78,7 +78,7 @@ class Pricing:
         return tuple(priced for priced in found if priced is not None)
 
     def _deeper(self) -> Iterator[Scheme]:
-        layers, devices = self.costs.architecture.layers, self.problem.devices
+        layers, devices = self.costs.shape.layers, self.problem.devices
         for width in self.problem.group_sizes:
             for tensor in (t for t in _powers(min(width, _MOST_TENSOR)) if width % t == 0):
                 for depth in _powers(min(layers, devices // width)):
@@ -90,7 +90,7 @@ class Pricing:
         """Options of each layer, or of all in one where they are free; none when the costs do not
         support the scheme."""
         width, problem = scheme.width, self.problem
-        if width not in problem.group_sizes or scheme.pipeline > self.costs.architecture.layers:
+        if width not in problem.group_sizes or scheme.pipeline > self.costs.shape.layers:
             return ()
         slots = problem.slots[width]
         if scheme.tensor > 1:
@@ -135,7 +135,7 @@ class Pricing:
                 )  # fmt: skip
 
     def _lacking(self, scheme: Scheme) -> str:
-        width, layers = scheme.width, self.costs.architecture.layers
+        width, layers = scheme.width, self.costs.shape.layers
         if scheme.pipeline > layers:
             return f"the model has {layers} layers, and each stage needs one"
         if width not in self.problem.group_sizes:
@@ -148,7 +148,7 @@ class Pricing:
 
     def layer_plans(self, scheme: Scheme) -> list[LayerPlan]:
         """Plans of equal layers, or of one level where methods are given for each layer."""
-        slots, number = self.slots(scheme), self.costs.architecture.layers
+        slots, number = self.slots(scheme), self.costs.shape.layers
         each = slots * number if len(slots) == 1 else slots
         return [
             plan
@@ -177,7 +177,7 @@ class Pricing:
         room = self.costs.capacity_bytes - self.costs.state_bytes - held
         table = Table.of(self.costs, width, apart, options, room)
         if len(slots) == 1:
-            return mixed_frontier(table, self.costs.architecture.layers)
+            return mixed_frontier(table, self.costs.shape.layers)
         return listed_frontier(table, slots)
 
     def _staged(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
@@ -186,7 +186,7 @@ class Pricing:
         the head weighs most; if these hold nothing, those that hold the most."""
         plans = tuple(self.layer_plans(scheme))
         tried = list[StageCosts]()
-        for shares in shares_of(self.costs.architecture.layers, scheme.pipeline):
+        for shares in shares_of(self.costs.shape.layers, scheme.pipeline):
             made = StageCosts(
                 costs=self.costs, scheme=scheme, shares=shares, working=weights, plans=plans
             )

@@ -188,7 +188,7 @@ class Problem:
 
     @cached_property
     def _listed(self) -> tuple[ListedLayer, ...]:
-        return parse_layers(self.layers or (), self.model.architecture.layers, self._known)
+        return parse_layers(self.layers or (), self.model.shape.layers, self._known)
 
     @cached_property
     def group_sizes(self) -> tuple[int, ...]:
@@ -265,7 +265,7 @@ class Problem:
         the thriftiest plan keeps about as much as the thriftiest of them."""
         slots = self.slots[p]
         if len(slots) == 1:
-            return [LayerPlan.uniform(o, self.model.architecture.layers) for o in slots[0]]
+            return [LayerPlan.uniform(o, self.model.shape.layers) for o in slots[0]]
         return [
             LayerPlan(options=tuple(_at_level(slot, level) for slot in slots))
             for level in self.recompute
@@ -273,7 +273,7 @@ class Problem:
 
     def allows(self, p: int, layers: LayerPlan) -> bool:
         """Whether a micro-batch on p ranks may have these layers, memory aside."""
-        slots, number = self.slots.get(p, ()), self.model.architecture.layers
+        slots, number = self.slots.get(p, ()), self.model.shape.layers
         if len(layers.options) != number:
             return False
         each = slots * number if len(slots) == 1 else slots

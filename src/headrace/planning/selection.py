@@ -142,7 +142,7 @@ class StrategySelector:
 
     @property
     def _layers(self) -> int:
-        return self.costs.architecture.layers
+        return self.costs.shape.layers
 
     def _selection(self, pack: tuple[int, ...], strategies: Strategies) -> Selection:
         layers = LayerPlan(options=tuple(strategies))

@@ -57,7 +57,7 @@ class StageCosts:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Its stages."""
-        return self.pipeline.stages(self.costs.architecture.layers)
+        return self.pipeline.stages(self.costs.shape.layers)
 
     @cached_property
     def rooms(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from headrace.costs.calibration import Calibration
+from headrace.costs.learning.calibration import Calibration
 from headrace.spec import Architecture, LayerPlan, Plan, Timeline
 
 __all__ = [

@@ -13,7 +13,7 @@ from math import nan
 from pathlib import Path
 from typing import Literal
 
-from headrace.costs.calibration import Calibration
+from headrace.costs.learning.calibration import Calibration
 from headrace.errors import CostError, DataError, HeadraceError
 from headrace.report.json_lines import Fields, read_lines, read_object
 from headrace.report.records import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from headrace.costs.estimate import Estimate
+from headrace.costs.learning.memory_margin import Estimate
 from headrace.report.records import Run
 from headrace.report.wording import share_text
 

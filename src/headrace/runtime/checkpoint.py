@@ -31,11 +31,11 @@ from headrace.runtime.checkpoint_folders import (
 )
 from headrace.runtime.shard_files import check_file, read_pieces, write_shards, write_text
 from headrace.runtime.shard_index import INDEX, Index, join_tables, table_of
-from headrace.runtime.shards import DTYPES, FileInfo, Piece, Shard
+from headrace.runtime.shards import DTYPES, FileInfo, FilePiece, StoredShard
 
 __all__ = [
     "Gather",
-    "Shard",
+    "StoredShard",
     "latest",
     "load",
     "names",
@@ -53,7 +53,7 @@ _NAMED_RANKS = 4
 
 
 def save(
-    root: Path, step: int, shards: Sequence[Shard], extra: Mapping[str, Any], *, rank: int,
+    root: Path, step: int, shards: Sequence[StoredShard], extra: Mapping[str, Any], *, rank: int,
     gather: Gather, keep: int = 3,
 ) -> Path:  # fmt: skip
     """Write a checkpoint of all ranks' ``shards``, which together hold every row; its folder.
@@ -120,11 +120,11 @@ def _cause(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _write_rank(part: Path, rank: int, shards: Sequence[Shard]) -> dict[str, Any]:
+def _write_rank(part: Path, rank: int, shards: Sequence[StoredShard]) -> dict[str, Any]:
     return table_of(shards, write_shards(part / f"rank{rank:05d}.safetensors", shards))
 
 
-def load(path: Path, wanted: Sequence[Shard]) -> dict[str, Any]:
+def load(path: Path, wanted: Sequence[StoredShard]) -> dict[str, Any]:
     """Fill the tensors of ``wanted`` in place from the checkpoint at ``path``; returns ``extra``.
 
     Each rank calls it for itself: only files that hold its rows are opened, and these are checked
@@ -138,7 +138,7 @@ def load(path: Path, wanted: Sequence[Shard]) -> dict[str, Any]:
         index = Index.read(path)
     _check_wanted(path, index, wanted)
     with _naming_another(path):
-        jobs: dict[str, list[tuple[Shard, Piece]]] = defaultdict(list)
+        jobs: dict[str, list[tuple[StoredShard, FilePiece]]] = defaultdict(list)
         for shard, pieces in zip(wanted, index.pieces([s.interval for s in wanted]), strict=True):
             for piece in pieces:
                 jobs[piece.file.file].append((shard, piece))
@@ -148,7 +148,7 @@ def load(path: Path, wanted: Sequence[Shard]) -> dict[str, Any]:
     return dict(index.extra)
 
 
-def _check_wanted(path: Path, index: Index, wanted: Sequence[Shard]) -> None:
+def _check_wanted(path: Path, index: Index, wanted: Sequence[StoredShard]) -> None:
     for shard in wanted:
         info = index.info(shard.name)
         if info != shard.info:
@@ -243,6 +243,10 @@ def _read(path: Path, choose: Callable[[Index], Iterable[str]]) -> dict[str, tor
         index.check_whole(chosen)  # before memory is asked for what the index claims
     empty = {n: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for n, t in chosen.items()}
     load(
-        path, [Shard(name=n, first_row=0, tensor=t, shape=tuple(t.shape)) for n, t in empty.items()]
+        path,
+        [
+            StoredShard(name=n, first_row=0, tensor=t, shape=tuple(t.shape))
+            for n, t in empty.items()
+        ],
     )
     return empty

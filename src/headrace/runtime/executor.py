@@ -13,13 +13,13 @@ from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.mesh import Groups
 from headrace.errors import PlanMismatch
 from headrace.layouts.transfer import Pending
-from headrace.methods.registry import subgroups
 from headrace.models.transformer import Transformer
 from headrace.runtime.micro_batch import MicroBatchRun, sources
 from headrace.runtime.step_state import StepState
 from headrace.runtime.storage import Storage
 from headrace.spec.checker import check_programs
 from headrace.spec.compiler import compile_rank, connected
+from headrace.spec.known_methods import subgroups
 from headrace.spec.measurement import Row
 from headrace.spec.plan import Plan
 from headrace.spec.program import (

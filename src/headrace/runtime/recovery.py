@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.comm.ranks import is_broken_connection
-from headrace.comm.reunion import Reunion
+from headrace.comm.rerendezvous import Rerendezvous
 from headrace.errors import HeadraceError
 from headrace.runtime.executor import Executor
 from headrace.runtime.machine import is_out_of_memory
@@ -41,19 +41,19 @@ class Exhausted:
 class Recovery:
     """One rank's part in going on."""
 
-    reunion: Reunion
+    rerendezvous: Rerendezvous
     groups: Groups
 
     def possible(self, error: Exception, executor: Executor) -> bool:
         """Whether the step that ended with ``error`` can be taken again: some rank ran out of
         memory, this one or, as it seems from a connection that broke, another; and nothing was
         written. Tells the others when it was this one."""
-        if executor.written or not self.reunion.possible:
+        if executor.written or not self.rerendezvous.possible:
             return False
         if is_out_of_memory(error):
-            self.reunion.ask()
+            self.rerendezvous.ask()
             return True
-        return is_broken_connection(error) and self.reunion.asked()
+        return is_broken_connection(error) and self.rerendezvous.asked()
 
     def meet(self, executor: Executor, mine: str | None) -> Exhausted:
         """Meet the other ranks anew; ``mine`` is the action in which this rank ran out of memory,
@@ -61,7 +61,7 @@ class Recovery:
         the step held. Collective. Raises HeadraceError when it was nobody's memory."""
         executor.storage.forget_layouts()
         gc.collect()  # a transfer in a cycle would still wait in the old world
-        self.reunion.meet_anew(self.groups)
+        self.rerendezvous.meet_anew(self.groups)
         said = gather_bytes(json.dumps(mine).encode(), self.groups.world)
         told = [json.loads(text) for text in said]
         found = Exhausted(actions=tuple((r, text) for r, text in enumerate(told) if text))

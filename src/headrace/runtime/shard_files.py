@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
-from headrace.runtime.shards import FileInfo, Piece, Shard
+from headrace.runtime.shards import FileInfo, FilePiece, StoredShard
 
 __all__ = ["check_file", "fsync_folder", "read_pieces", "write_shards", "write_text"]
 
@@ -25,7 +25,7 @@ __all__ = ["check_file", "fsync_folder", "read_pieces", "write_shards", "write_t
 _CHUNK_BYTES = 2**20
 
 
-def write_shards(path: Path, shards: Sequence[Shard]) -> FileInfo:
+def write_shards(path: Path, shards: Sequence[StoredShard]) -> FileInfo:
     """Write the rows of ``shards`` to a new file and wait until the disk has them.
 
     Tensors are copied to the host one at a time. Raises OSError as the disk does, CheckpointError
@@ -58,7 +58,7 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _header(shards: Sequence[Shard]) -> bytes:
+def _header(shards: Sequence[StoredShard]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for shard in shards:
@@ -106,7 +106,7 @@ def _crc32(path: Path) -> int:
     return crc32
 
 
-def read_pieces(path: Path, wanted: Sequence[tuple[Shard, Piece]]) -> None:
+def read_pieces(path: Path, wanted: Sequence[tuple[StoredShard, FilePiece]]) -> None:
     """Copy each piece from one file into its shard's tensor.
 
     Raises CheckpointError when the file does not hold what the index says.

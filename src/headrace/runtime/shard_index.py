@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import CheckpointError, did_you_mean
-from headrace.runtime.shards import DTYPES, FileInfo, Interval, Piece, Shard, TensorInfo
+from headrace.runtime.shards import DTYPES, FileInfo, FilePiece, Interval, StoredShard, TensorInfo
 
 __all__ = ["INDEX", "Index", "join_tables", "table_of"]
 
@@ -62,7 +62,7 @@ class Index:
             raise CheckpointError(f"no tensor {name!r} in the checkpoint", hint=hint)
         return self.tensors[name]
 
-    def pieces(self, wanted: Sequence[Interval]) -> list[list[Piece]]:
+    def pieces(self, wanted: Sequence[Interval]) -> list[list[FilePiece]]:
         """For each wanted interval the disjoint pieces that it is put together from, in order.
 
         Raises CheckpointError when a row lies in no file.
@@ -112,13 +112,13 @@ class Index:
             raise CheckpointError(str(path), got=f"{error}", wanted="JSON")
 
 
-def _cover(wanted: Interval, held: Sequence[tuple[FileInfo, Interval]]) -> list[Piece]:
-    pieces: list[Piece] = []
+def _cover(wanted: Interval, held: Sequence[tuple[FileInfo, Interval]]) -> list[FilePiece]:
+    pieces: list[FilePiece] = []
     at = wanted.first_row
     for file, interval in held:
         if interval.first_row <= at < min(interval.stop, wanted.stop):
             stop = min(interval.stop, wanted.stop)
-            pieces.append(Piece(file=file, interval=interval, first_row=at, stop=stop))
+            pieces.append(FilePiece(file=file, interval=interval, first_row=at, stop=stop))
             at = stop
     if at < wanted.stop:
         raise CheckpointError(
@@ -128,7 +128,7 @@ def _cover(wanted: Interval, held: Sequence[tuple[FileInfo, Interval]]) -> list[
     return pieces
 
 
-def table_of(shards: Sequence[Shard], file: FileInfo) -> dict[str, Any]:
+def table_of(shards: Sequence[StoredShard], file: FileInfo) -> dict[str, Any]:
     """What one rank tells of its file and of its tensors, those without rows too, as JSON."""
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:

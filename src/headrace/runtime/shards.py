@@ -9,7 +9,7 @@ import torch
 
 from headrace.errors import SpecError
 
-__all__ = ["DTYPES", "FileInfo", "Interval", "Piece", "Shard", "TensorInfo"]
+__all__ = ["DTYPES", "FileInfo", "Interval", "FilePiece", "StoredShard", "TensorInfo"]
 
 # The names that safetensors gives to element types.
 DTYPES: dict[str, torch.dtype] = {
@@ -66,7 +66,7 @@ class FileInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class FilePiece:
     """Rows [first_row, stop) of a tensor, to be read from an interval of a file."""
 
     file: FileInfo
@@ -76,7 +76,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class StoredShard:
     """Rows [first_row, first_row + len(tensor)) of the tensor ``name`` of global ``shape``.
 
     ``tensor`` [rows, *shape[1:]] may have no rows, and lie on any device. Raises SpecError when

@@ -18,7 +18,6 @@ from headrace.simulator.walk import Walk
 from headrace.spec.compiler import compile_rank
 from headrace.spec.plan import MicroBatch, Plan
 from headrace.spec.stage import Stage
-from headrace.spec.weights import bucket_count
 
 __all__ = ["step_s"]
 
@@ -29,7 +28,7 @@ def step_s(plan: Plan, costs: CostModel) -> float:
     if any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines):
         return _staged_s(plan, costs)
     runs = _runs(plan, costs)
-    buckets = bucket_count(costs.architecture)
+    buckets = costs.shape.bucket_count
     issued = [0.0] * buckets
     # Latest first: a rank that ends before all of another's pushes are issued changes nothing.
     for index in sorted(_last_of_ranks(plan), key=lambda index: -runs[index][1]):
@@ -62,7 +61,7 @@ def _runs(plan: Plan, costs: CostModel) -> list[tuple[float, float]]:
 
 
 def _only_stage(plan: Plan, micro: MicroBatch, costs: CostModel) -> Stage:
-    return plan.pipelines[micro.pipeline].stages(costs.architecture.layers)[0]
+    return plan.pipelines[micro.pipeline].stages(costs.shape.layers)[0]
 
 
 def _last_of_ranks(plan: Plan) -> set[int]:
@@ -86,7 +85,7 @@ def _push(
 
 
 def _staged_s(plan: Plan, costs: CostModel) -> float:
-    count = bucket_count(costs.architecture)
+    count = costs.shape.bucket_count
     programs = [compile_rank(plan, rank, count) for rank in _walkers(plan, costs)]
     return Walk(programs, plan, costs, recorded=False).run()
 
@@ -97,7 +96,7 @@ def _walkers(plan: Plan, costs: CostModel) -> Sequence[int]:
     for index in {micro.pipeline for micro in plan.micro_batches}:
         pipeline = plan.pipelines[index]
         if pipeline.scheme.pipeline > 1:
-            ranks |= {s.ranks[0] for s in pipeline.stages(costs.architecture.layers)}
+            ranks |= {s.ranks[0] for s in pipeline.stages(costs.shape.layers)}
         else:
             ranks |= set(pipeline.ranks)
     return sorted(ranks) or [0]

@@ -7,33 +7,23 @@ Pulls are issued when the step begins and move one after the other; each takes i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from itertools import accumulate
 
 from headrace.costs.cost_model import CostModel
-from headrace.spec.architecture import Architecture
-from headrace.spec.weights import buckets
 
-__all__ = ["arrivals", "bucket_shares", "exposed_s", "push_ends"]
-
-
-@lru_cache(maxsize=64)
-def bucket_shares(architecture: Architecture) -> tuple[float, ...]:
-    """Of all elements the share of each bucket."""
-    elements = [sum(weight.elements for weight in bucket) for bucket in buckets(architecture)]
-    return tuple(count / sum(elements) for count in elements)
+__all__ = ["arrivals", "exposed_s", "push_ends"]
 
 
 def arrivals(costs: CostModel) -> tuple[float, ...]:
     """When the weights of each bucket are there, in seconds since the step began."""
     pull_s = costs.exchange_s.pull_s * costs.scale
-    return tuple(accumulate(share * pull_s for share in bucket_shares(costs.architecture)))
+    return tuple(accumulate(share * pull_s for share in costs.shape.bucket_shares))
 
 
 def push_ends(costs: CostModel, issued: Iterable[tuple[int, float]]) -> list[float]:
     """When the push of each bucket ends, given (bucket, when the last rank issued it) in the order
     of the pushes."""
-    shares, push_s = bucket_shares(costs.architecture), costs.exchange_s.push_s * costs.scale
+    shares, push_s = costs.shape.bucket_shares, costs.exchange_s.push_s * costs.scale
     ends, end_s = list[float](), 0.0
     for bucket, ready_s in issued:
         end_s = max(end_s, ready_s) + shares[bucket] * push_s
@@ -47,5 +37,5 @@ def exposed_s(costs: CostModel) -> float:
     Before the first layer all ranks wait for its weights and the embedding's; the gradients of
     both are complete when the last rank has nothing left to compute.
     """
-    first = sum(bucket_shares(costs.architecture)[:2])
+    first = sum(costs.shape.bucket_shares[:2])
     return first * (costs.exchange_s.pull_s + costs.exchange_s.push_s)

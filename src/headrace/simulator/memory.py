@@ -11,7 +11,6 @@ from headrace.simulator.seconds import check_costs
 from headrace.spec.compiler import compile_rank
 from headrace.spec.plan import Pipeline, Plan
 from headrace.spec.program import Backward, Forward
-from headrace.spec.weights import bucket_count
 
 __all__ = ["peak_bytes"]
 
@@ -44,7 +43,7 @@ def peak_bytes(plan: Plan, costs: CostModel) -> tuple[int, ...]:
             flat.setdefault(sizes, []).append(rank)
         else:
             # Members of a stage run the same micro-batches; a staged pipeline shares no rank.
-            kind = mine, pipelines[0].stage_of(rank, costs.architecture.layers).index
+            kind = mine, pipelines[0].stage_of(rank, costs.shape.layers).index
             if kind not in alike:
                 passing = math.ceil(activations.peak(rank) - _ROUNDING_BYTES)
                 alike[kind] = _held(plan, costs, rank, pipelines) + passing
@@ -76,7 +75,7 @@ def _held(plan: Plan, costs: CostModel, rank: int, pipelines: Sequence[Pipeline]
     weights."""
     found: dict[tuple[int, int], int] = {}
     for pipeline in pipelines:
-        stage = pipeline.stage_of(rank, costs.architecture.layers)
+        stage = pipeline.stage_of(rank, costs.shape.layers)
         kind = len(stage.ranks), pipeline.scheme.parts(sharded=plan.working == "sharded")
         found[kind] = held_bytes(costs, pipeline, plan.working)[stage.index]
     whole = max(costs.working_bytes[width]["whole"] for width, _ in found)
@@ -95,9 +94,7 @@ class _Activations:
         keeps something, the running one needs more in passing, forward and backward alike."""
         kept: dict[int, float] = {}
         most = 0.0
-        for action in compile_rank(
-            self._plan, rank, bucket_count(self._costs.architecture)
-        ).actions:
+        for action in compile_rank(self._plan, rank, self._costs.shape.bucket_count).actions:
             if isinstance(action, Forward | Backward):
                 own, passing = self._of(action)
                 kept.pop(action.micro_batch, None)
@@ -112,7 +109,7 @@ class _Activations:
         if key not in self._known:
             plan, costs = self._plan, self._costs
             micro = plan.micro_batches[action.micro_batch]
-            stages = plan.pipelines[micro.pipeline].stages(costs.architecture.layers)
+            stages = plan.pipelines[micro.pipeline].stages(costs.shape.layers)
             stage, tokens = stages[action.stage], sum(plan.tokens_of(micro))
             kept = kept_line(costs, stage, micro.layers)(tokens)
             self._known[key] = kept, max(m(tokens) for m in moments(costs, stage, micro.layers))

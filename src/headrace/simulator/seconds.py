@@ -26,9 +26,9 @@ def check_costs(plan: Plan, costs: CostModel) -> None:
     # By identity: hashing all layers of all micro-batches takes longer than the few repetitions.
     used = {(widths[m.pipeline], id(m.layers)): m.layers for m in plan.micro_batches}
     for (width, _), layers in used.items():
-        if len(layers.options) != costs.architecture.layers:
+        if len(layers.options) != costs.shape.layers:
             raise CostError(
-                "layer plan", got=f"{len(layers.options)} layers", wanted=costs.architecture.layers
+                "layer plan", got=f"{len(layers.options)} layers", wanted=costs.shape.layers
             )
         for option, _ in layers.counts:
             costs.option(width, option)
@@ -55,6 +55,6 @@ def _seconds(plan: Plan, micro: MicroBatch, costs: CostModel) -> tuple[float, fl
     if pipeline.scheme.context == pipeline.scheme.devices:
         width = pipeline.scheme.context
         return costs.micro_batch_s(plan.tokens_of(micro), width, micro.layers, plan.working)
-    stages = pipeline.stages(costs.architecture.layers)
+    stages = pipeline.stages(costs.shape.layers)
     pairs = [pair for stage in stages for pair in segments_of(plan, micro, stage, costs)]
     return sum(forward for forward, _ in pairs), sum(backward for _, backward in pairs)

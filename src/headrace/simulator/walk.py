@@ -191,7 +191,7 @@ class Walk:
 
     def _stages_of(self, pipeline: int) -> tuple[Stage, ...]:
         if pipeline not in self._stages:
-            layers = self._costs.architecture.layers
+            layers = self._costs.shape.layers
             self._stages[pipeline] = self._plan.pipelines[pipeline].stages(layers)
         return self._stages[pipeline]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from headrace.errors import SpecError, did_you_mean
+from headrace.spec.model_shape import ModelShape
 
-__all__ = ["PRESETS", "Architecture"]
+__all__ = ["PRESETS", "Architecture", "stored_shape"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,25 @@ class Architecture:
         return min(64, self.ffn & -self.ffn)
 
     @property
+    def tensor_ranks(self) -> int:
+        """The most ranks that can share a layer's matrices: each needs a key-value head and a
+        block of the feed-forward."""
+        return min(self.kv_heads, self.ffn // self.ffn_block)
+
+    @property
+    def attention_share(self) -> float:
+        """The share of a layer's matrices that its attention has."""
+        attention = 2 * (self.hidden + self.kv_heads * self.head_features)
+        return attention / (attention + (3 if self.gated else 2) * self.ffn)
+
+    @property
+    def shape(self) -> ModelShape:
+        """What costs, planners and the simulator ask of the model."""
+        from headrace.spec.weights import shape_of
+
+        return shape_of(self)
+
+    @property
     def longest(self) -> int | None:
         """The longest sequence in tokens that the model itself can take, None for no limit."""
         return self.positions if self.learned_positions else None
@@ -199,3 +220,11 @@ PRESETS: dict[str, Architecture] = {
         rope_theta=500000.0,
     ),
 }  # fmt: skip
+
+
+def stored_shape(value: Mapping[str, Any]) -> ModelShape:
+    """The shape of a model in the JSON form of costs or a profile, of which those of old have the
+    whole architecture."""
+    if "architecture" in value:
+        return Architecture.from_json(value["architecture"]).shape
+    return ModelShape.from_json(value["shape"])

@@ -8,11 +8,13 @@ from typing import Literal, get_args
 
 from headrace.errors import SpecError, did_you_mean
 
-__all__ = ["RECOMPUTE", "LayerOption", "LayerPlan", "Recompute"]
+__all__ = ["BRANCHES", "RECOMPUTE", "Branch", "LayerOption", "LayerPlan", "Recompute"]
 
 Recompute = Literal["none", "attention", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
+Branch = Literal["attention", "feed_forward"]
+BRANCHES: tuple[Branch, ...] = get_args(Branch)
 
 _MOST_LAYERS = 100_000
 """More in one run of a layer plan's text is a mistake: it would only fill memory."""

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from headrace.errors import SpecError
-from headrace.spec.architecture import Architecture
+from headrace.spec.architecture import stored_shape
 from headrace.spec.cluster import Cluster
+from headrace.spec.method import BRANCHES, Branch
+from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import TokenOrder, Working
 
-__all__ = ["ENDS", "PROFILE_FORMAT", "Branch", "NotFitting", "Profile", "ProfilePoint"]
+__all__ = ["ENDS", "PROFILE_FORMAT", "NotFitting", "Profile", "ProfilePoint"]
 
 ENDS = "ends"
 """The option name of embedding, last norm, head and loss together."""
 
-Branch = Literal["attention", "feed_forward"]
+PROFILE_FORMAT = 4
 
-PROFILE_FORMAT = 3
+_READABLE = (3, PROFILE_FORMAT)
+"""Profiles of format 3 have the whole architecture in the place of its shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +63,10 @@ class ProfilePoint:
         name, colon, rest = self.option.partition(":")
         if not colon:
             return None
-        for branch in get_args(Branch):
+        for branch in BRANCHES:
             if name == branch:
                 return branch, rest
-        raise SpecError("option of a point", got=self.option, wanted=" or ".join(get_args(Branch)))
+        raise SpecError("option of a point", got=self.option, wanted=" or ".join(BRANCHES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +94,7 @@ class Profile:
     """
 
     fingerprint: str
-    architecture: Architecture
+    shape: ModelShape
     cluster: Cluster
     points: tuple[ProfilePoint, ...]
     exchange_s: Mapping[str, float]
@@ -109,7 +112,7 @@ class Profile:
         return {
             "format": PROFILE_FORMAT,
             "fingerprint": self.fingerprint,
-            "architecture": self.architecture.to_json(),
+            "shape": self.shape.to_json(),
             "cluster": self.cluster.to_json(),
             "points": [asdict(point) for point in self.points],
             "exchange_s": dict(self.exchange_s),
@@ -127,11 +130,11 @@ class Profile:
     def from_json(cls, value: Mapping[str, Any]) -> Profile:
         """The inverse of :meth:`to_json`. Raises SpecError when it is malformed."""
         try:
-            if value["format"] != PROFILE_FORMAT:
+            if value["format"] not in _READABLE:
                 raise SpecError("format of a profile", got=value["format"], wanted=PROFILE_FORMAT)
             return cls(
                 fingerprint=value["fingerprint"],
-                architecture=Architecture.from_json(value["architecture"]),
+                shape=stored_shape(value),
                 cluster=Cluster.from_json(value["cluster"]),
                 points=tuple(_point(point) for point in value["points"]),
                 exchange_s=dict(value["exchange_s"]),

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from headrace.spec.architecture import Architecture
+from headrace.spec.model_shape import ModelShape
 
-__all__ = ["WeightSpec", "bucket_count", "buckets", "parameter_count", "weight_table"]
+__all__ = ["WeightSpec", "bucket_count", "buckets", "parameter_count", "shape_of", "weight_table"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,3 +127,18 @@ def buckets(architecture: Architecture) -> tuple[tuple[WeightSpec, ...], ...]:
 def parameter_count(architecture: Architecture) -> int:
     """Elements of all weights."""
     return sum(weight.elements for weight in weight_table(architecture))
+
+
+@lru_cache(maxsize=64)
+def shape_of(architecture: Architecture) -> ModelShape:
+    """The shape of a model, its elements counted from its weight table."""
+    a = architecture
+    split, whole = [0] * bucket_count(a), [0] * bucket_count(a)
+    for weight in weight_table(a):
+        (whole if weight.unit is None else split)[weight.bucket] += weight.elements
+    return ModelShape(
+        name=str(a), layers=a.layers, hidden=a.hidden, split_elements=tuple(split),
+        whole_elements=tuple(whole), tied_elements=a.vocabulary * a.hidden if a.tied else 0,
+        longest=a.longest, tensor_ranks=a.tensor_ranks, attention_share=a.attention_share,
+        fingerprint="; ".join(f"{name}={value}" for name, value in sorted(a.to_json().items())),
+    )  # fmt: skip

@@ -17,7 +17,6 @@ from headrace.planning.strategies.propose import homogeneous
 from headrace.simulator import peak_bytes, simulate, step_s
 from headrace.spec import Lengths, Plan, Scheme, Strategy, check_programs, compile_plan
 from headrace.spec.plan import Working
-from headrace.spec.weights import bucket_count
 from headrace.units import GIB
 from planning.worlds import log_normal
 
@@ -57,8 +56,8 @@ def check(made: Plan, costs: CostModel) -> None:
     assert max(peak_bytes(made, costs)) <= costs.capacity_bytes
     assert 0 < made.lower_bound_s <= made.predicted_s
     assert made.predicted_s == step_s(made, costs)
-    programs = compile_plan(made, bucket_count(costs.architecture))
-    check_programs(programs, made, bucket_count(costs.architecture))
+    programs = compile_plan(made, costs.shape.bucket_count)
+    check_programs(programs, made, costs.shape.bucket_count)
     timeline = simulate(programs, made, costs)
     assert timeline.seconds == pytest.approx(made.predicted_s, rel=1e-9)
 

@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from headrace.costs import CostModel
-from headrace.methods import METHODS
 from headrace.spec import Plan
+from headrace.spec.known_methods import FACTS
 from headrace.spec.profile import Profile
 from running.cli.jobs import run, write_job
 
@@ -43,7 +43,7 @@ def test_a_profile_is_kept_and_used(trained: tuple[Path, Path]) -> None:
     assert "measuring" not in err
     costs = CostModel.from_json(json.loads(out))
     assert costs.cluster.devices == 2
-    assert costs.architecture.layers == 2
+    assert costs.shape.layers == 2
     assert set(costs.options) == {1, 2}
     assert {option.partition("+")[2] for option in costs.options[2]} == {"", "attention", "full"}
     code, out, err = run("plan", config, "--json")
@@ -83,7 +83,7 @@ def test_native_runs_are_exact() -> None:
     for always in ("mixed", "strategies"):
         assert {ranks: named[ranks, always] for ranks in "12"} == {"1": models, "2": models}
     assert {name for ranks, name in named if ranks == "2"} >= {
-        name for name in METHODS if "_ring" not in name
+        name for name in FACTS if "_ring" not in name
     }
     assert not {name for _, name in named if "_ring" in name}, "they need four ranks"
 

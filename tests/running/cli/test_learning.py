@@ -13,8 +13,8 @@ from headrace.cli.desk import Desk
 from headrace.cli.wiring import calibration_path, read_config
 from headrace.config.model import PlannerConfig
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
-from headrace.costs.calibration import Calibration
-from headrace.costs.drift import Drift
+from headrace.costs.learning.calibration import Calibration
+from headrace.costs.learning.drift import Drift
 from headrace.errors import InfeasiblePlan
 from headrace.runtime.trainer import Planned, Step
 from headrace.spec import Lengths, Timeline

@@ -11,8 +11,8 @@ from headrace.cli.methods import considered, methods_by_size
 from headrace.config.model import PlannerConfig
 from headrace.costs import FORMULA_METHODS, synthetic_costs
 from headrace.errors import ConfigError, SpecError
-from headrace.methods import METHODS
 from headrace.spec import Architecture, Lengths
+from headrace.spec.known_methods import FACTS
 from headrace.spec.method import LayerPlan
 from running.cli.jobs import metrics, run, write_job
 
@@ -28,7 +28,7 @@ def test_auto_considers_every_size_and_the_automatic_methods() -> None:
     are for comparison only in every profile."""
     sizes, methods = considered(_planner(), MODEL, 4)
     assert sizes == (1, 2, 3, 4)
-    assert set(methods) == {name for name, m in METHODS.items() if m.automatic}
+    assert set(methods) == {name for name, m in FACTS.items() if m.automatic}
     assert not {"colossal_z", "ulysses_ring", "tensor_ring"} & set(methods)
     assert considered(_planner(candidates=["metp"]), MODEL, 4) == ((1, 2), ("metp",))
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_run_is_refused(keys: dict[str, object], error: type, tex
 
 def test_methods_by_size_are_those_of_both_branches() -> None:
     """Would catch a plan drawn with a method that its group cannot run."""
-    found = methods_by_size(tuple(METHODS), MODEL, 4)
+    found = methods_by_size(tuple(FACTS), MODEL, 4)
     assert found[1] == ["local"]
     assert "megatron_ts" in found[2]
     assert "megatron_ts" not in found[3]

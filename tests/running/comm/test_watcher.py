@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.comm.board import Beat, Board, Death
 from headrace.comm.launch import World, join, start
+from headrace.comm.status import Beat, Death, StatusBoard
 from headrace.comm.watcher import Watcher
 from jobs import Job
 
@@ -193,7 +193,7 @@ def test_the_store_is_gone(run_job: RunJob) -> None:
 
 def test_the_first_death_counts() -> None:
     """Catches a later failure, mostly a consequence, that replaces the cause."""
-    board = Board(dist.HashStore())
+    board = StatusBoard(dist.HashStore())
     assert board.death() is None
     first = Death(rank=2, how="was killed by SIGKILL", code=137)
     assert board.declare(first) == first
@@ -205,16 +205,16 @@ def test_the_first_death_counts() -> None:
 def test_attempts_do_not_see_each_other() -> None:
     """Catches a restarted job that dies of the death of the attempt before."""
     store = dist.HashStore()
-    Board.of_attempt(store, 0).declare(Death(rank=0, how="left"))
-    Board.of_attempt(store, 0).put(0, Beat(count=9, action="old", seconds=1))
-    after = Board.of_attempt(store, 1)
+    StatusBoard.of_attempt(store, 0).declare(Death(rank=0, how="left"))
+    StatusBoard.of_attempt(store, 0).put(0, Beat(count=9, action="old", seconds=1))
+    after = StatusBoard.of_attempt(store, 1)
     assert after.death() is None
     assert after.everyone(1) == "rank 0 not started"
 
 
 def test_everyone_is_in_the_report() -> None:
     """Catches ranks that are left out because they have not begun, or have finished."""
-    board = Board(dist.HashStore())
+    board = StatusBoard(dist.HashStore())
     board.put(0, Beat(count=1, action="1F4", seconds=61))
     board.put(1, Beat(count=5, action="", seconds=0.25))
     board.put(2, Beat(count=7, action="the end", seconds=3, left=True))
@@ -227,7 +227,7 @@ def test_everyone_is_in_the_report() -> None:
 @pytest.mark.parametrize("order", [(2, 0, 1), (0, 1, 2), (2, 1, 0)])
 def test_the_lowest_rank_that_raised(order: tuple[int, ...]) -> None:
     """Catches an answer that depends on who came first."""
-    board = Board(dist.HashStore())
+    board = StatusBoard(dist.HashStore())
     for rank in order:
         board.note_raised(rank)
     assert (board.raised(), board.lowest_raised()) == (3, 0)
@@ -236,7 +236,7 @@ def test_the_lowest_rank_that_raised(order: tuple[int, ...]) -> None:
 def test_entering_costs_no_traffic() -> None:
     """Catches a store round trip per action, which would be paid in every layer."""
 
-    class Counting(Board):
+    class Counting(StatusBoard):
         def put(self, rank: int, beat: Beat) -> None:
             beats.append(beat)
 

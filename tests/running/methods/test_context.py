@@ -115,21 +115,3 @@ def test_a_context_says_where_it_is() -> None:
     assert context.tokens is place.tokens
     assert [replace(context, recompute=level).keeps_linear
             for level in ("none", "attention", "full")] == [True, False, True]  # fmt: skip
-
-
-@pytest.mark.parametrize(("level", "runs"), [("none", 1), ("attention", 2), ("full", 1)])
-def test_linear_parts_are_run_again_at_one_level(level: Any, runs: int) -> None:
-    """Would catch a level that saves nothing, or runs a part a second time within ``full``, which
-    runs it again already."""
-    key = DropoutKey(seed=0, step=0, samples=torch.zeros(1), positions=torch.zeros(1))
-    context = Context(place=_place("natural"), dropout=key, recompute=level)
-    calls: list[int] = []
-
-    def part(x: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return x.exp()
-
-    x = torch.ones(2, requires_grad=True)
-    context.linear_part(part, x).sum().backward()
-    assert len(calls) == runs
-    assert torch.equal(x.grad, torch.ones(2).exp())

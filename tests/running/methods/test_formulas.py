@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.comm.mesh import Groups
 from headrace.costs import FORMULA_METHODS, CostModel, roofline_costs
-from headrace.costs.roofline import KERNELS
+from headrace.costs.sources.roofline import KERNELS
 from headrace.layouts.layout import group_shards
 from headrace.layouts.tokens import TokenPlan
 from headrace.methods import Context, Place, Shard, Whole

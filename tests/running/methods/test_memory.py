@@ -15,12 +15,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from headrace.layouts.layout import group_shards
 from headrace.layouts.tokens import TokenPlan
-from headrace.methods import METHODS, Context, Place, Shard, Whole
+from headrace.methods import Context, Place, Shard, Whole
 from headrace.methods.weights import Weight
 from headrace.models.transformer import Transformer
 from headrace.ops.random import DropoutKey
 from headrace.runtime.counted import ByteCounter
 from headrace.spec import Architecture, weight_table
+from headrace.spec.known_methods import FACTS
 from headrace.spec.method import RECOMPUTE, LayerOption
 from ranks import run_ranks
 
@@ -71,7 +72,7 @@ def _layer(option: LayerOption, world: dist.ProcessGroup) -> Bytes:
             groups[members] = dist.new_group(list(members)) if len(members) > 1 else None
         return groups[members]
 
-    order = METHODS[option.attention].order
+    order = FACTS[option.attention].order
     place = Place(
         architecture=GPT, tokens=TokenPlan(lengths=(TOKENS,), ranks=RANKS, order=order),
         member=MEMBER, group=world, dtype=torch.bfloat16, subgroup=subgroup,
@@ -108,8 +109,8 @@ def _play(options: Sequence[LayerOption]) -> list[Bytes]:
 def layers() -> dict[str, Bytes]:
     options = [
         LayerOption.of(name, level)
-        for name in METHODS for level in RECOMPUTE
-        if name != "local" and (level == "none" or METHODS[name].automatic)
+        for name in FACTS for level in RECOMPUTE
+        if name != "local" and (level == "none" or FACTS[name].automatic)
     ]  # fmt: skip
     (played,) = run_ranks(1, _play, options, timeout_s=120)
     return {str(option): found for option, found in zip(options, played, strict=True)}
@@ -128,7 +129,7 @@ def test_kept_bytes_at_eight_ranks(layers: dict[str, Bytes]) -> None:
     whole keys kept for the backward, and statistics or tables that grow with the pack."""
     for name, (none, attention) in KEPT.items():
         assert layers[name].kept == pytest.approx(none, rel=0.02), name
-        if not METHODS[name].automatic:
+        if not FACTS[name].automatic:
             continue
         assert layers[f"{name}+attention"].kept == pytest.approx(attention, rel=0.02), name
         assert layers[f"{name}+full"].kept == pytest.approx(1, rel=0.02), name

@@ -20,8 +20,7 @@ from headrace.comm.mesh import Groups
 from headrace.errors import SpecError
 from headrace.layouts.layout import group_shards
 from headrace.layouts.tokens import TokenPlan
-from headrace.methods import BRANCHES, METHODS, Context, Place, Shard, Whole, branch, methods_for
-from headrace.methods.registry import subgroups
+from headrace.methods import METHODS, Context, Place, Shard, Whole, branch
 from headrace.methods.ulysses_z import split_heads
 from headrace.methods.weights import Weight
 from headrace.models.transformer import Transformer
@@ -29,7 +28,8 @@ from headrace.ops.random import DropoutKey
 from headrace.runtime.counted import ByteCounter, TrafficCounter
 from headrace.runtime.micro_batch import layer_states
 from headrace.spec import Architecture, weight_table
-from headrace.spec.method import RECOMPUTE, LayerPlan
+from headrace.spec.known_methods import FACTS, methods_for, subgroups
+from headrace.spec.method import BRANCHES, RECOMPUTE, LayerPlan
 from headrace.spec.plan import TokenOrder
 from headrace.spec.weights import WeightSpec
 from ranks import run_ranks
@@ -586,7 +586,7 @@ def test_an_unknown_method_is_named_with_its_likeness() -> None:
     """Would catch a KeyError from the depths for a typing error in a plan."""
     with pytest.raises(SpecError, match=r"got 'ulyses_z'; did you mean 'ulysses_z'\?"):
         branch("ulyses_z", "attention", MODELS["gqa"], 2)
-    with pytest.raises(SpecError, match="known are local, ulysses_z, megatron_cz"):
+    with pytest.raises(SpecError, match="known are local, ulysses_z, megatron_ts"):
         branch("xyz", "feed_forward", MODELS["gqa"], 2)
 
 
@@ -614,14 +614,16 @@ def test_an_unsupported_group_is_told_the_rule(
 
 
 def test_every_method_says_what_it_is() -> None:
-    """Would catch a method whose feed-forward is named after one that does not exist, so that it
-    would never be measured."""
-    for name, found in METHODS.items():
-        assert found.name == name
-        assert METHODS[found.of].feed_forward is found.feed_forward
-        assert found.of in (name, "ulysses_z")
+    """Would catch a method without facts or facts without a method, and one whose feed-forward is
+    named after one that does not exist, so that it would never be measured."""
+    assert tuple(METHODS) == tuple(FACTS)
+    for name, facts in FACTS.items():
+        assert facts.name == name
+        assert METHODS[name].facts is facts
+        assert METHODS[facts.owner].feed_forward is METHODS[name].feed_forward
+        assert facts.owner in (name, "ulysses_z")
         for part in BRANCHES:
-            rule = found.rule(part, MODELS["gqa"], 1)
+            rule = facts.rule(part, MODELS["gqa"], 1)
             assert rule is None or name in rule
 
 

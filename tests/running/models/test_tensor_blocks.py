@@ -14,13 +14,13 @@ from headrace.errors import SpecError
 from headrace.layouts.layout import group_shards
 from headrace.layouts.tokens import TokenPlan
 from headrace.methods.context import Context, Place
-from headrace.methods.registry import subgroups
 from headrace.methods.weights import Shard, Weight, Whole
 from headrace.models.objective import objective_of
 from headrace.models.transformer import Transformer
 from headrace.ops.random import DropoutKey
 from headrace.runtime.micro_batch import layer_states
 from headrace.spec import Architecture, Lengths, weight_table
+from headrace.spec.known_methods import subgroups
 from headrace.spec.method import LayerPlan
 from headrace.spec.plan import TokenOrder
 from oracles import full_weights, reference_step

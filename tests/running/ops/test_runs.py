@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.ops.runs import Rows, runs_of
+from headrace.ops.runs import MarkedRows, runs_of
 from headrace.spec.blocks import Block, document_blocks
 
 SPANS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted), max_size=12)
@@ -61,7 +61,7 @@ def test_a_causal_rectangle_is_our_own_mistake() -> None:
 @given(spans=SPANS, probe=st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted))
 def test_marks_agree_with_a_set(spans: list[list[int]], probe: list[int]) -> None:
     """Would catch intervals that overlap, are not joined where they touch, or lose a row."""
-    rows, wanted = Rows(), set()
+    rows, wanted = MarkedRows(), set()
     for start, stop in spans:
         cuts = rows.mark(start, stop)
         assert [row for a, b, _ in cuts for row in range(a, b)] == list(range(start, stop))

@@ -22,7 +22,7 @@ from headrace.comm.collectives import gather_bytes
 from headrace.errors import CheckpointError, SpecError
 from headrace.layouts.intervals import Partition
 from headrace.runtime import checkpoint
-from headrace.runtime.checkpoint import Gather, Shard
+from headrace.runtime.checkpoint import Gather, StoredShard
 from ranks import run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
@@ -32,8 +32,8 @@ def alone(payload: bytes) -> list[bytes]:
     return [payload]
 
 
-def whole(name: str, tensor: torch.Tensor) -> Shard:
-    return Shard(name=name, first_row=0, tensor=tensor, shape=tuple(tensor.shape))
+def whole(name: str, tensor: torch.Tensor) -> StoredShard:
+    return StoredShard(name=name, first_row=0, tensor=tensor, shape=tuple(tensor.shape))
 
 
 def model(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -51,21 +51,23 @@ def model(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def shards_of(tensors: dict[str, torch.Tensor], rank: int, ranks: int) -> list[Shard]:
+def shards_of(tensors: dict[str, torch.Tensor], rank: int, ranks: int) -> list[StoredShard]:
     """A rank's rows of every tensor, split evenly."""
     shards = []
     for name, tensor in tensors.items():
         rows = Partition.even(len(tensor), ranks).parts[rank]
         part = tensor[rows.start : rows.stop].clone()
         shards.append(
-            Shard(name=name, first_row=rows.start, tensor=part, shape=tuple(tensor.shape))
+            StoredShard(name=name, first_row=rows.start, tensor=part, shape=tuple(tensor.shape))
         )
     return shards
 
 
-def blanks(shards: list[Shard]) -> list[Shard]:
+def blanks(shards: list[StoredShard]) -> list[StoredShard]:
     return [
-        Shard(name=s.name, first_row=s.first_row, tensor=torch.zeros_like(s.tensor), shape=s.shape)
+        StoredShard(
+            name=s.name, first_row=s.first_row, tensor=torch.zeros_like(s.tensor), shape=s.shape
+        )
         for s in shards
     ]
 
@@ -176,7 +178,7 @@ def test_any_partition_to_any_interval(
 
     def fn(rank: int, gather: Gather) -> Path:
         mine = [
-            Shard(name="x", first_row=i, tensor=tensor[i:j], shape=(rows, 3))
+            StoredShard(name="x", first_row=i, tensor=tensor[i:j], shape=(rows, 3))
             for (i, j), r in zip(intervals + more, owner, strict=True)
             if r == rank
         ]
@@ -184,7 +186,7 @@ def test_any_partition_to_any_interval(
 
     path = together(2, fn)[0]
     got = torch.zeros_like(tensor[a:b])
-    checkpoint.load(path, [Shard(name="x", first_row=a, tensor=got, shape=(rows, 3))])
+    checkpoint.load(path, [StoredShard(name="x", first_row=a, tensor=got, shape=(rows, 3))])
     assert same(got, tensor[a:b])
     assert same(checkpoint.read_whole(path, "x"), tensor)
 
@@ -195,7 +197,7 @@ def test_only_needed_files_are_opened(tmp_path: Path) -> None:
     path = save_together(tmp_path, 1, tensors, 2)
     (path / "rank00001.safetensors").unlink()
     got = torch.zeros(2, 2)
-    checkpoint.load(path, [Shard(name="w", first_row=0, tensor=got, shape=(4, 2))])
+    checkpoint.load(path, [StoredShard(name="w", first_row=0, tensor=got, shape=(4, 2))])
     assert same(got, tensors["w"][:2])
     with pytest.raises(CheckpointError, match=r"rank00001\.safetensors: missing"):
         checkpoint.verify(path)
@@ -432,7 +434,7 @@ def test_shards_that_contradict_are_not_written(tmp_path: Path, text: str) -> No
 
     def fn(rank: int, gather: Gather) -> Path:
         mine = [
-            Shard(name="x", first_row=first, tensor=torch.zeros(size), shape=shape)
+            StoredShard(name="x", first_row=first, tensor=torch.zeros(size), shape=shape)
             for first, size, shape in BAD_SAVES[text][rank]
         ]
         return checkpoint.save(tmp_path, 0, mine, {}, rank=rank, gather=gather)
@@ -457,7 +459,7 @@ def test_shards_that_contradict_are_not_written(tmp_path: Path, text: str) -> No
 def test_shards_that_are_refused(first_row: int, tensor: torch.Tensor, shape: Any) -> None:
     """Alone catches rows outside of their tensor before they reach a file."""
     with pytest.raises(SpecError, match="shard of x"):
-        Shard(name="x", first_row=first_row, tensor=tensor, shape=shape)
+        StoredShard(name="x", first_row=first_row, tensor=tensor, shape=shape)
     with pytest.raises(SpecError, match="keep 0"):
         checkpoint.save(Path("unused"), 0, [], {}, rank=0, gather=alone, keep=0)
 

@@ -35,7 +35,7 @@ def _main(job: Job, victim: int, where: str, number: signal.Signals) -> Callable
     """Steps of a strategy; in the second the victim sends itself a signal at its action."""
 
     def main(world: World) -> int:
-        groups = Groups(connections=world.reunion.connections)
+        groups = Groups(connections=world.rerendezvous.connections)
         storage = Storage(LLAMA, groups, seed=3)
         at = {"step": 0}
 

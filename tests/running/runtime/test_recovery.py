@@ -84,7 +84,7 @@ def _batches(count: int) -> Iterator[Batch]:
 def _train(world: World, faults: dict[int, tuple[int, str]], always: bool = False) -> Any:
     """Steps 0, 1, ...; in step n the rank ``faults[n][0]`` runs out of memory once, where its
     action has ``faults[n][1]`` in it."""
-    groups = Groups(connections=world.reunion.connections)
+    groups = Groups(connections=world.rerendezvous.connections)
     options = AdamW(clip=0.5)
     storage = Storage(LLAMA, groups, seed=3, dtype=torch.float64, options=options)
     steps = len(faults)
@@ -109,7 +109,7 @@ def _train(world: World, faults: dict[int, tuple[int, str]], always: bool = Fals
 
     trainer = Trainer(
         executor=executor, groups=groups, planner=planned, schedule=Schedule(lr=0.01, steps=steps),
-        finished=finished, recovery=Recovery(reunion=world.reunion, groups=groups),
+        finished=finished, recovery=Recovery(rerendezvous=world.rerendezvous, groups=groups),
     )  # fmt: skip
     trainer.train(_batches(steps), 0, steps)
     weights = {n: m.numpy().tolist() for n, m in storage.masters.items()}
@@ -171,7 +171,7 @@ def test_no_thriftier_plan_ends_the_run_with_its_reason(run_job: RunJob, tmp_pat
 
 
 def _once(world: World) -> int:
-    groups = Groups(connections=world.reunion.connections)
+    groups = Groups(connections=world.rerendezvous.connections)
     storage = Storage(LLAMA, groups, seed=3)
 
     def entered(action: str) -> None:
@@ -182,7 +182,7 @@ def _once(world: World) -> int:
     trainer = Trainer(
         executor=executor, groups=groups, planner=Planner(most=1),
         schedule=Schedule(lr=0.01, steps=1),
-        recovery=Recovery(reunion=world.reunion, groups=groups),
+        recovery=Recovery(rerendezvous=world.rerendezvous, groups=groups),
     )  # fmt: skip
     trainer.train(_batches(1), 0, 1)
     return 0

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from headrace.comm.mesh import Groups
 from headrace.layouts.layout import storage_partition
-from headrace.methods.registry import METHODS
 from headrace.planning.drawn import random_strategy
 from headrace.runtime.executor import Executor
 from headrace.runtime.optimizers import AdamW
 from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Lengths, Plan, compile_plan, weight_table
+from headrace.spec.known_methods import FACTS
 from headrace.spec.weights import bucket_count
 from oracles import full_weights, reference_step
 from plans import random_documents
@@ -119,7 +119,7 @@ def test_single_precision_equals_one_process() -> None:
 def _drawn(a: Architecture, ranks: int, seed: int, steps: int) -> list[tuple[Plan, Any]]:
     rng = np.random.default_rng((seed, ranks))
     methods = {
-        width: [name for name, m in METHODS.items() if m.supports(a, width) is None]
+        width: [name for name, m in FACTS.items() if m.supports(a, width) is None]
         for width in range(1, ranks + 1)
     }
     found = []

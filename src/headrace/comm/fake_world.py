@@ -1,0 +1,38 @@
+"""Playing one rank of a job without the others.
+
+Collectives of these groups return at once. What they would have delivered is whatever was in the
+buffer (all-to-all copies what it sends), so results mean nothing; shapes, bytes and the work of
+this rank are those of the real job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from headrace.comm.mesh import Groups
+
+__all__ = ["fake_groups", "fake_world"]
+
+_BACKEND = "fake"
+
+
+@contextmanager
+def fake_world(rank: int, ranks: int) -> Iterator[Groups]:
+    """A world of ``ranks`` in which this process is ``rank`` and nobody else exists.
+
+    torch.distributed must not be initialised; afterwards it is not.
+    """
+    dist.init_process_group(_BACKEND, rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield Groups()
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_groups() -> Groups:
+    """Groups of a real world whose partners are never heard: to try alone what could fail."""
+    return Groups(backend=_BACKEND)

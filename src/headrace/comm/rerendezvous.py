@@ -1,0 +1,87 @@
+"""Meeting anew: what ranks do when one of them cannot go on with a step.
+
+A rank that fails in the middle of a collective leaves the others waiting in it. It asks on the
+board for a meeting, cuts its connections, and everybody who waits for it gets an error, looks at
+the board and comes too; those who wait for somebody else are freed by their watchers. All leave the
+old world, with whatever never ends in it, and make a new one under new keys of the store.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from headrace.comm import waiting
+from headrace.comm.mesh import Groups
+from headrace.comm.sockets import Connections
+from headrace.comm.watcher import Watcher
+
+__all__ = ["Rerendezvous"]
+
+_NOTICE_S = 1.5  # what a rank meets first may be a broken connection: the cause is told this soon
+
+
+class Rerendezvous:
+    """The worlds of one rank, one after the other. ``store`` is the attempt's, and listens
+    at ``store_port`` of whatever machine."""
+
+    def __init__(
+        self, *, store: dist.Store, rank: int, ranks: int, timeout_s: float, watcher: Watcher,
+        backend: str, store_port: int,
+    ) -> None:  # fmt: skip
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._timeout_s, self._watcher, self._backend = timeout_s, watcher, backend
+        self._number = 0
+        self.connections = Connections(spared=store_port)
+
+    @property
+    def possible(self) -> bool:
+        """Whether groups can be left while others wait in them: on gloo only."""
+        return self._backend == "gloo"
+
+    def meet(self) -> None:
+        """Make the world and its default group. Collective."""
+        with self.connections.opening():
+            dist.init_process_group(
+                self._backend, store=dist.PrefixStore(f"world{self._number}", self._store),
+                rank=self._rank, world_size=self._ranks,
+                timeout=timedelta(seconds=self._timeout_s),
+            )  # fmt: skip
+        # A rank that leaves at once would break the connections of those still making theirs.
+        dist.all_reduce(torch.zeros(1))
+        waiting.begin(sliced=self.possible)
+        self._watcher.free(self._number + 1, self._let_go)
+
+    def ask(self) -> None:
+        """Ask all ranks to meet anew."""
+        self._watcher.board.ask_again(self._number + 1)
+
+    def asked(self) -> bool:
+        """Whether some rank asks, perhaps only in a moment."""
+        deadline = time.monotonic() + _NOTICE_S
+        while not (found := self._watcher.board.asked_again(self._number + 1)):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        return found
+
+    def meet_anew(self, groups: Groups) -> None:
+        """Leave the old world and make a new one, for ``groups`` too. Every rank must come, and
+        none may hold transfers of the old one."""
+        self._watcher.enter("meeting anew")
+        self._watcher.keep()
+        self.connections.cut()
+        waiting.leave_behind()
+        groups.forget()
+        dist.destroy_process_group()
+        self._number += 1
+        self.meet()
+        groups.renew()
+        self._watcher.leave()
+
+    def _let_go(self) -> None:
+        self.connections.cut()
+        waiting.free()

@@ -1,0 +1,154 @@
+"""The status board: what ranks tell each other through the store, besides their collectives.
+
+    beat/{rank}   the rank's latest heartbeat: its action and how long it has been in it
+    raised        how many ranks raised an error of ours, and the lowest of them
+    lowest
+    done          how many ranks have finished
+    finished      set when all have
+    left          how many ranks will not use the store again
+    again/{n}     set when the n-th meeting anew is wanted: some rank cannot go on with its groups
+    dead          the first failure of the job; it is set once and ends all ranks
+
+Nothing here waits for a key: a client that waits holds its connection against other threads.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from headrace.units import seconds_text
+
+__all__ = ["Beat", "StatusBoard", "Death"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """One heartbeat: the ``count``-th of its rank, ``seconds`` into ``action`` ("" is between
+    two actions); ``left`` when the rank has finished and will beat no more."""
+
+    count: int
+    action: str
+    seconds: float
+    left: bool = False
+
+    @property
+    def where(self) -> str:
+        """``in 1F4``, ``between actions`` or ``already done``."""
+        if self.left:
+            return "already done"
+        return f"in {self.action}" if self.action else "between actions"
+
+    def __str__(self) -> str:
+        return self.where if self.left else f"{self.where} for {seconds_text(self.seconds)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """A failure: ``rank`` and ``how`` make a sentence ("rank 1" "was killed by SIGKILL").
+
+    ``code`` is the exit code of the job; ``quiet`` when the user has been told all there is to
+    tell, so that the other ranks stop without a word.
+    """
+
+    rank: int
+    how: str
+    code: int = 1
+    quiet: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.how}"
+
+
+class StatusBoard:
+    """Reads and writes the keys above in ``store``, which holds one attempt of one job."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    @classmethod
+    def of_attempt(cls, store: dist.Store, attempt: int) -> StatusBoard:
+        """The board of the ``attempt``-th start: keys of dead attempts are never seen."""
+        return cls(dist.PrefixStore(f"attempt{attempt}/board", store))
+
+    def put(self, rank: int, beat: Beat) -> None:
+        """Publish a heartbeat."""
+        values = [beat.count, beat.action, beat.seconds, beat.left]
+        self._store.set(f"beat/{rank}", json.dumps(values))
+
+    def last(self, rank: int) -> Beat | None:
+        """The latest heartbeat of a rank; None before its first."""
+        key = f"beat/{rank}"
+        if not self._store.check([key]):
+            return None
+        count, action, seconds, left = json.loads(self._store.get(key))
+        return Beat(count=count, action=action, seconds=seconds, left=left)
+
+    def where(self, rank: int) -> str:
+        """Where a rank was when last heard of, for a sentence about it."""
+        beat = self.last(rank)
+        return f"last heard of {beat.where}" if beat else "never heard of"
+
+    def everyone(self, ranks: int) -> str:
+        """``rank 0 in 1F4 for 61 s, rank 1 ...``: the deadlock report."""
+        beats = [self.last(rank) for rank in range(ranks)]
+        return ", ".join(f"rank {rank} {beat or 'not started'}" for rank, beat in enumerate(beats))
+
+    def note_raised(self, rank: int) -> None:
+        """Note that a rank raised an error of ours."""
+        expected = ""
+        while (lowest := int(self._store.compare_set("lowest", expected, str(rank)))) > rank:
+            expected = str(lowest)
+        self._store.add("raised", 1)
+
+    def raised(self) -> int:
+        """How many ranks noted so."""
+        return self._store.add("raised", 0)
+
+    def lowest_raised(self) -> int:
+        """The lowest rank that noted so; at least one must have."""
+        return int(self._store.get("lowest"))
+
+    def done(self) -> int:
+        """Count one more rank as finished; returns how many are."""
+        return self._store.add("done", 1)
+
+    def finish(self) -> None:
+        """Say that every rank is finished."""
+        self._store.set("finished", "1")
+
+    def finished(self) -> bool:
+        """Whether every rank is finished."""
+        return self._store.check(["finished"])
+
+    def leave(self) -> int:
+        """Count one more rank as needing the store no longer; returns how many."""
+        return self._store.add("left", 1)
+
+    def left(self) -> int:
+        """How many ranks need the store no longer."""
+        return self._store.add("left", 0)
+
+    def ask_again(self, number: int) -> None:
+        """Ask all ranks to leave their groups and to meet anew, for the ``number``-th time."""
+        self._store.set(f"again/{number}", "1")
+
+    def asked_again(self, number: int) -> bool:
+        """Whether some rank asked so."""
+        return self._store.check([f"again/{number}"])
+
+    def declare(self, death: Death) -> Death:
+        """Declare a failure; returns the one that counts, which is the first."""
+        values = json.dumps([death.rank, death.how, death.code, death.quiet])
+        return _death(self._store.compare_set("dead", "", values))
+
+    def death(self) -> Death | None:
+        """The failure that ends this attempt, if there is one."""
+        return _death(self._store.get("dead")) if self._store.check(["dead"]) else None
+
+
+def _death(values: bytes) -> Death:
+    rank, how, code, quiet = json.loads(values)
+    return Death(rank=rank, how=how, code=code, quiet=quiet)

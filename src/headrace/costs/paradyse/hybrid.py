@@ -1,0 +1,290 @@
+"""ParaDySe's hybrid costs: a random forest within the profiled lengths, a polynomial beyond them.
+
+For a document of s tokens (Eq. 9; T seconds, M bytes):
+
+    T(s), M(s) = forest(s)        s <= the longest profiled
+                 polynomial(s)    s >  the longest profiled
+
+one pair for each group size, measured option (a layer, a branch of it, the ends) and target. The
+forest follows whatever kernels do at some lengths and not at others, which no quadratic can, and
+pays for it between lengths that were profiled far apart, and below the shortest, as it is flat
+there. It is stored as the steps that it is, so neither asking nor reading it back needs the library
+that grew it.
+
+Packs are not modelled: a pair knows documents that are alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from headrace.costs.paradyse.polynomial import Polynomial, fit_polynomial
+from headrace.costs.paradyse.steps import Steps, fit_steps, need_scikit_learn
+from headrace.costs.sources.profile import points_by_option
+from headrace.errors import CostError, HeadraceError
+from headrace.spec.architecture import stored_shape
+from headrace.spec.method import LayerOption
+from headrace.spec.model_shape import ModelShape
+from headrace.spec.profile import Profile, ProfilePoint
+
+__all__ = [
+    "LEAST_LENGTHS",
+    "TARGETS",
+    "Boundary",
+    "HybridModel",
+    "Pair",
+    "Target",
+    "fit_hybrid",
+    "fit_pair",
+    "measured",
+]
+
+Floats = NDArray[np.float64]
+HYBRID_FORMAT = 1
+
+Target = Literal["forward_s", "backward_s", "kept_bytes", "transient_bytes"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+LEAST_LENGTHS: dict[Target, int] = {
+    "forward_s": 3, "backward_s": 3, "kept_bytes": 2, "transient_bytes": 2,
+}  # fmt: skip
+"""Different lengths that a fit takes: seconds bend, bytes do not."""
+
+
+def _target_of(name: str) -> Target:
+    """The target of a name. Raises CostError when there is none."""
+    for target in TARGETS:
+        if name == target:
+            return target
+    raise CostError("target", got=repr(name), wanted=" or ".join(TARGETS))
+
+
+def measured(points: Sequence[ProfilePoint], target: Target) -> tuple[list[int], list[float]]:
+    """Lengths of single documents and what was measured of them."""
+    found = [
+        (point.lengths[0], float(value))
+        for point in points
+        if len(point.lengths) == 1 and (value := getattr(point, target)) is not None
+    ]
+    return [length for length, _ in found], [value for _, value in found]
+
+
+def _check_lengths(what: str, lengths: Sequence[int], target: Target) -> None:
+    """Raise CostError for too few lengths, naming some to add."""
+    wanted, longest = LEAST_LENGTHS[target], max(lengths, default=256)
+    if len(set(lengths)) < wanted:
+        raise CostError(
+            what, got=f"{len(set(lengths))} lengths of single documents",
+            wanted=f"at least {wanted}",
+            hint=f"measure documents of {2 * longest:,} and {4 * longest:,} tokens too",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Forest and polynomial of one target; the switch is behind ``longest`` tokens."""
+
+    longest: int
+    steps: Steps
+    polynomial: Polynomial
+
+    def __post_init__(self) -> None:
+        if isinstance(self.longest, bool) or not isinstance(self.longest, int) or self.longest < 1:
+            raise CostError("longest length", got=repr(self.longest), wanted="an int >= 1")
+
+    def __call__(self, tokens: ArrayLike) -> Floats:
+        """Seconds or bytes [n] of documents of ``tokens`` [n]."""
+        x = np.asarray(tokens, dtype=np.float64)
+        return np.where(x <= self.longest, self.steps(x), self.polynomial(x))
+
+    @property
+    def jump(self) -> float:
+        """By which share the polynomial is above the forest where the one follows the other."""
+        inside = float(self.steps(self.longest))
+        outside = float(self.polynomial(self.longest))
+        if inside == 0:
+            return 0.0 if outside == 0 else math.inf
+        return outside / inside - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that :meth:`from_json` reads back."""
+        return {
+            "longest": self.longest,
+            "steps": self.steps.to_json(),
+            "polynomial": self.polynomial.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Pair:
+        """The inverse of :meth:`to_json`."""
+        return cls(
+            longest=value["longest"],
+            steps=Steps.from_json(value["steps"]),
+            polynomial=Polynomial.from_json(value["polynomial"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """Where one pair switches: ``longest`` profiled tokens, the polynomial's ``degree``, and by
+    which share it begins above the forest."""
+
+    p: int
+    option: str
+    target: Target
+    longest: int
+    degree: int
+    jump: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridModel:
+    """The pairs of one profile: ``pairs[p][option][target]``.
+
+    ``feed_forwards`` and ``element_bytes`` are the profile's. A target that was not measured has
+    no pair.
+    """
+
+    shape: ModelShape
+    fingerprint: str
+    pairs: Mapping[int, Mapping[str, Mapping[Target, Pair]]]
+    feed_forwards: Mapping[str, str] = field(default_factory=dict)
+    element_bytes: int = 4
+
+    def predict(self, p: int, option: str, target: Target, tokens: ArrayLike) -> Floats:
+        """Seconds or bytes [n] of a measured option for documents of ``tokens`` [n] on p ranks.
+
+        Raises CostError for what was not measured.
+        """
+        return self._pair(p, option, target)(tokens)
+
+    def layer(self, p: int, option: LayerOption, target: Target, tokens: ArrayLike) -> Floats:
+        """The same of a layer: measured whole, or else put together from its branches by the
+        rules of :mod:`headrace.costs.sources.branches`."""
+        if str(option) in self.pairs.get(p, {}):
+            return self.predict(p, str(option), target, tokens)
+        if option.recompute == "full":
+            return self._full(p, option, target, tokens)
+        level = "" if option.recompute == "none" else f"+{option.recompute}"
+        owner = self.feed_forwards.get(option.feed_forward, option.feed_forward)
+        attention = self.predict(p, f"attention:{option.attention}{level}", target, tokens)
+        follower = self.predict(p, f"feed_forward:{owner}{level}", target, tokens)
+        if target == "transient_bytes":
+            return np.maximum(attention, follower)
+        return attention + follower
+
+    def _full(self, p: int, option: LayerOption, target: Target, tokens: ArrayLike) -> Floats:
+        none = LayerOption(attention=option.attention, feed_forward=option.feed_forward)
+        found = self.layer(p, none, target, tokens)
+        if target == "forward_s":
+            return found
+        if target == "backward_s":
+            return found + self.layer(p, none, "forward_s", tokens)
+        rows = np.asarray(tokens, dtype=np.float64) / p + (0 if p == 1 else 1)
+        kept = rows * self.shape.hidden * self.element_bytes
+        if target == "kept_bytes":
+            return kept
+        return found + np.maximum(0.0, self.layer(p, none, "kept_bytes", tokens) - kept)
+
+    def _pair(self, p: int, option: str, target: Target) -> Pair:
+        options = self.pairs.get(p, {})
+        found = options.get(option, {}).get(target)
+        if found is None:
+            known = ", ".join(options) or f"sizes {tuple(sorted(self.pairs))}"
+            raise CostError(
+                f"hybrid {target} of {option} on cp{p}", got="none", hint=f"known are {known}"
+            )
+        return found
+
+    def boundaries(self) -> list[Boundary]:
+        """Where every pair switches."""
+        return [
+            Boundary(
+                p=p, option=option, target=target, longest=pair.longest,
+                degree=pair.polynomial.degree, jump=pair.jump,
+            )
+            for p, options in self.pairs.items()
+            for option, targets in options.items()
+            for target, pair in targets.items()
+        ]  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that :meth:`from_json` reads back."""
+        return {
+            "format": HYBRID_FORMAT,
+            "fingerprint": self.fingerprint,
+            "shape": self.shape.to_json(),
+            "pairs": {
+                str(p): {
+                    option: {target: pair.to_json() for target, pair in targets.items()}
+                    for option, targets in options.items()
+                }
+                for p, options in self.pairs.items()
+            },
+            "feed_forwards": dict(self.feed_forwards),
+            "element_bytes": self.element_bytes,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> HybridModel:
+        """The inverse of :meth:`to_json`. Raises CostError when the value is malformed."""
+        try:
+            if value["format"] != HYBRID_FORMAT:
+                raise CostError("format of hybrid costs", got=value["format"], wanted=HYBRID_FORMAT)
+            return cls(
+                shape=stored_shape(value),
+                fingerprint=value["fingerprint"],
+                pairs={
+                    int(p): {
+                        option: {
+                            _target_of(name): Pair.from_json(pair) for name, pair in targets.items()
+                        }
+                        for option, targets in options.items()
+                    }
+                    for p, options in value["pairs"].items()
+                },
+                feed_forwards=dict(value["feed_forwards"]),
+                element_bytes=value["element_bytes"],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, HeadraceError) as error:
+            got = f"{type(error).__name__}: {error}"
+            raise CostError("hybrid costs", got=got, hint="fit them again")
+
+
+def fit_hybrid(
+    profile: Profile, steps_of: Callable[[int, str, Target], Steps] | None = None
+) -> HybridModel:
+    """A forest and a polynomial for everything that a profile measured of single documents; with
+    ``steps_of(p, option, target)``, those steps instead of forests of their own.
+
+    Raises CostError where documents of fewer than three lengths were timed or of fewer than two
+    counted, naming lengths to add, and MissingExtra without scikit-learn.
+    """
+    need_scikit_learn()
+    pairs: dict[int, dict[str, dict[Target, Pair]]] = {}
+    for (p, option), points in points_by_option(profile).items():
+        of_option = pairs.setdefault(p, {}).setdefault(option, {})
+        for target in TARGETS:
+            lengths, values = measured(points, target)
+            if values or target.endswith("_s"):
+                _check_lengths(f"hybrid {target} of {option} on cp{p}", lengths, target)
+                steps = None if steps_of is None else steps_of(p, option, target)
+                of_option[target] = fit_pair(lengths, values, steps)
+    return HybridModel(
+        shape=profile.shape, fingerprint=profile.fingerprint, pairs=pairs,
+        feed_forwards=profile.feed_forwards, element_bytes=profile.element_bytes,
+    )  # fmt: skip
+
+
+def fit_pair(lengths: Sequence[int], values: Sequence[float], steps: Steps | None = None) -> Pair:
+    """A forest within ``lengths``, or ``steps`` where they are known, and a polynomial beyond."""
+    polynomial, _ = fit_polynomial(lengths, values)
+    return Pair(
+        longest=max(lengths), steps=steps or fit_steps(lengths, values), polynomial=polynomial
+    )

@@ -1,0 +1,1 @@
+"""Where costs come from: profiles, formulas of methods, data sheets of hardware."""

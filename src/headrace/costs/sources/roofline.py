@@ -1,0 +1,94 @@
+"""Costs of hardware that is not at hand, from what its vendor promises: a roofline.
+
+Every part of a step is bound by one thing, and takes what it needs of it over what is attained of
+the peak (:class:`headrace.spec.hardware.Device` and ``Link``):
+
+    products     FLOPs over the matrix units' rate
+    attention    FLOPs as kernels run them (causal, document by document) over their rate
+    the rest     bytes read and written once, over the memory's: norms, rotations, activations,
+                 residual sums, the loss, the optimizer
+    traffic      a latency, and the bytes a rank sends over its group's link: inside a node, or
+                 inside and across where the group spans nodes
+    launches     so many kernels of each layer, one after the other
+
+Nothing overlaps. Left out are kernels that read more than once, products too small to fill a
+device, imbalance, and what the allocator wastes. The counts stand in
+:mod:`headrace.costs.sources.formulas`; ``benchmarks/roofline.py`` prints how far off published
+measurements are.
+"""
+
+from __future__ import annotations
+
+from headrace.costs.cost_model import CostModel
+from headrace.costs.fingerprint import fingerprint_of
+from headrace.costs.sources.formula_model import formula_model
+from headrace.costs.sources.formulas import FORMULA_METHODS
+from headrace.costs.sources.speeds import Speeds
+from headrace.errors import CostError
+from headrace.spec.architecture import Architecture
+from headrace.spec.cluster import Cluster
+from headrace.spec.hardware import Hardware
+
+__all__ = ["KERNELS", "roofline_costs", "speeds_of"]
+
+KERNELS = 35
+"""Kernels of a layer's forward as torch runs it, one operator at a time; twice as many in the
+backward."""
+
+_DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
+
+
+def roofline_costs(
+    hardware: Hardware,
+    devices: int,
+    architecture: Architecture,
+    *,
+    sizes: tuple[int, ...] | None = None,
+    methods: tuple[str, ...] | None = None,
+    element_bytes: int = 2,
+    memory_bytes: int | None = None,
+) -> CostModel:
+    """Costs of an architecture on ``devices`` of some hardware.
+
+    ``sizes`` defaults to :func:`headrace.costs.group_sizes_of`, ``methods`` to all with formulas,
+    ``memory_bytes`` (what a rank may use) to those of the device. ``element_bytes`` is the size of
+    activations and working weights: 2, 4 or 8. Raises CostError for a method without formulas or
+    another size, SpecError for a dtype that the device does not know.
+    """
+    return formula_model(
+        architecture,
+        Cluster(
+            devices=devices, memory_bytes=memory_bytes or hardware.device.memory_bytes,
+            device=hardware.device.name,
+        ),
+        speeds_of(hardware, element_bytes),
+        fingerprint=fingerprint_of(
+            source=f"roofline of {hardware}", devices=devices, element_bytes=element_bytes
+        ),
+        sizes=sizes,
+        methods=FORMULA_METHODS if methods is None else methods,
+    )  # fmt: skip
+
+
+def speeds_of(hardware: Hardware, element_bytes: int = 2) -> Speeds:
+    """What is attained of the hardware's peaks with elements of a size."""
+    device, inside, across = hardware.device, hardware.inside, hardware.across
+    if element_bytes not in _DTYPES:
+        wanted = " or ".join(map(str, _DTYPES))
+        raise CostError("bytes of an element", got=element_bytes, wanted=wanted)
+    peak = device.peak(_DTYPES[element_bytes])
+    touched = device.memory_bytes_per_s * device.attained_memory
+    return Speeds(
+        flops_per_s=peak * device.attained_matmul,
+        attention_flops_per_s=peak * device.attained_attention,
+        memory_bytes_per_s=touched,
+        touched_bytes_per_s=touched,
+        link_bytes_per_s=inside.bytes_per_s * inside.attained,
+        latency_s=inside.latency_s,
+        across_bytes_per_s=across.bytes_per_s * across.attained,
+        across_latency_s=across.latency_s,
+        devices_per_node=hardware.devices_per_node,
+        launch_s=KERNELS * device.launch_s,
+        element_bytes=element_bytes,
+        counted=True,
+    )

@@ -1,0 +1,110 @@
+"""What is measured of a native model: the branches of its layers, and its ends.
+
+Attention is measured for every method, a feed-forward that several methods share once, a level
+that changes nothing not again, and the level ``full`` never: it follows from ``none``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from headrace.errors import SpecError
+from headrace.profiling.sweep import SweepOptions
+from headrace.spec.architecture import Architecture
+from headrace.spec.known_methods import FACTS, SINGLE_RANK, methods_for
+from headrace.spec.method import RECOMPUTE, Branch, LayerOption, Recompute
+from headrace.spec.plan import TokenOrder
+from headrace.spec.profile import ENDS, ProfilePoint
+
+__all__ = ["BranchTarget", "ProfileOptions", "targets", "with_equal_levels"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """What to measure: group sizes, methods (those that a size supports), recompute levels, the
+    longest pack in tokens.
+
+    ``point_s``, ``repeats`` and ``lengths`` as in
+    :class:`headrace.profiling.sweep.SweepOptions`.
+    """
+
+    sizes: tuple[int, ...]
+    longest: int
+    methods: tuple[str, ...] = tuple(m.name for m in FACTS.values() if m.automatic)
+    levels: tuple[Recompute, ...] = RECOMPUTE
+    point_s: float = 1.0
+    repeats: int = 2
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def sweep(self) -> SweepOptions:
+        """On which packs to measure."""
+        return SweepOptions(
+            longest=self.longest, point_s=self.point_s, repeats=self.repeats, lengths=self.lengths
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchTarget:
+    """One branch of one method and level, or the ends (``part`` None), on groups of p."""
+
+    p: int
+    part: Branch | None
+    method: str
+    level: Recompute
+
+    @property
+    def option(self) -> LayerOption:
+        """The layer option whose branch is measured."""
+        return LayerOption.of(self.method, self.level)
+
+    @property
+    def text(self) -> str:
+        """The option text of its points."""
+        return ENDS if self.part is None else f"{self.part}:{self.option}"
+
+    def order(self, a: Architecture) -> TokenOrder:
+        """How the tokens lie while it is measured: only causal work is uneven otherwise."""
+        uneven = self.p > 1 and self.part == "attention" and a.causal
+        return FACTS[self.method].order if uneven else "natural"
+
+    def fetched(self, a: Architecture) -> float:
+        """The share of the weights' rows that a rank fetches where they are held sharded."""
+        return FACTS[self.method].fetched(self.p, a.tensor_ranks)
+
+
+def targets(a: Architecture, p: int, options: ProfileOptions) -> list[BranchTarget]:
+    """The ends, the attention of every method, and every feed-forward once, on groups of p.
+
+    Raises SpecError when the size is supported by none of the methods.
+    """
+    wanted = (SINGLE_RANK,) if p == 1 else options.methods
+    attention = [n for n in methods_for(a, p, "attention") if n in wanted]
+    feed = [n for n in methods_for(a, p, "feed_forward") if n in wanted]
+    owners = dict.fromkeys(FACTS[name].owner for name in feed)
+    if not attention or not owners:
+        rules = "; ".join(
+            rule for name in wanted if (rule := FACTS[name].supports(a, p)) is not None
+        )
+        raise SpecError(f"methods on groups of {p}", got=", ".join(wanted), wanted=rules)
+    levels = [level for level in RECOMPUTE[:-1] if level in {"none", *options.levels}]
+    parts: tuple[tuple[Branch, list[str]], ...] = (
+        ("attention", attention), ("feed_forward", list(owners))
+    )  # fmt: skip
+    return [BranchTarget(p=p, part=None, method=attention[0], level="none")] + [
+        BranchTarget(p=p, part=part, method=name, level=level)
+        for part, names in parts for name in names for level in levels
+        if level == "none" or part not in FACTS[name].unlevelled
+    ]  # fmt: skip
+
+
+def with_equal_levels(
+    target: BranchTarget, points: list[ProfilePoint], options: ProfileOptions
+) -> list[ProfilePoint]:
+    """The points of a target, and the same as those of level ``attention`` where its branch does
+    the same there."""
+    same = target.part is not None and target.part in FACTS[target.method].unlevelled
+    if not same or "attention" not in {"none", *options.levels}:
+        return points
+    other = replace(target, level="attention").text
+    return points + [replace(point, option=other) for point in points]

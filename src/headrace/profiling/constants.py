@@ -1,0 +1,154 @@
+"""What steps and layers pay whatever their lengths: exchange, gathers of shards, links, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.comm.collectives import all_to_all_rows
+from headrace.comm.mesh import Groups
+from headrace.layouts.layout import group_shards
+from headrace.profiling.clocks import Clock
+from headrace.profiling.sweep import block, slowest
+from headrace.profiling.two_layers import TwoLayers
+from headrace.runtime.executor import Executor
+from headrace.runtime.storage import Storage
+from headrace.spec.architecture import Architecture
+from headrace.spec.known_methods import SINGLE_RANK
+from headrace.spec.lengths import Lengths
+from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
+from headrace.spec.scheme import Scheme
+from headrace.spec.weights import parameter_count, weight_table
+
+__all__ = ["StepConstants", "working_bytes"]
+
+_MESSAGES = (1 << 14, 1 << 18, 1 << 22)
+"""Bytes to each partner with which a link is measured."""
+
+_ROOMY = 0.5
+"""The part of the memory that a whole model may take to be exchanged whole."""
+
+
+def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> dict[Working, int]:
+    """Bytes of working weights and gradients of a rank that works in groups of p among ``ranks``.
+
+    Sharded: the shards of all weights, and in passing one layer's matrices, gathered, with their
+    gradients. Nothing on a single rank whose working weights are the stored ones.
+    """
+    if ranks == 1 and dtype.itemsize >= 4:
+        return {"whole": 0, "sharded": 0}
+    each = dtype.itemsize + max(4, dtype.itemsize)
+    whole = shards = gathered = 0
+    for weight in weight_table(a):
+        whole += each * weight.elements
+        shards += each * max(map(len, group_shards(weight, p))) * weight.row_elements
+        if p > 1 and weight.unit is not None and weight.bucket == 1:
+            gathered += each * weight.elements
+    return {"whole": whole, "sharded": min(whole, shards + gathered)}
+
+
+class StepConstants:
+    """Measures them on the ranks of ``groups``; every rank gets the same numbers."""
+
+    def __init__(self, storage: Storage, layers: TwoLayers, groups: Groups, clock: Clock) -> None:
+        self._storage, self._two = storage, layers
+        self._groups, self._clock = groups, clock
+
+    def exchange(self, memory_bytes: int) -> dict[str, float]:
+        """Seconds of pull, push and update of the whole model, from two nearly empty steps: of
+        two layers, scaled by their weights, where a rank cannot hold the whole model."""
+        storage, whole = (
+            self._storage,
+            working_bytes(self._storage.architecture, self._groups.ranks, 1, self._two.dtype)[
+                "whole"
+            ],
+        )
+        dtype, device = self._two.dtype, self._two.device
+        scale = 1.0
+        if self._storage.bytes_held() + whole > _ROOMY * memory_bytes:
+            storage = Storage(
+                self._two.two, self._groups, seed=0, dtype=storage.dtype, working_dtype=dtype,
+                device=device,
+            )  # fmt: skip
+            scale = parameter_count(self._storage.architecture) / parameter_count(self._two.two)
+        saved = {name: master.clone() for name, master in storage.masters.items()}
+        best = self._nearly_empty_steps(storage)
+        for name, master in storage.masters.items():
+            master.copy_(saved[name])
+        storage.reset_optimizer()
+        return {name: seconds * scale for name, seconds in best.items()}
+
+    def _nearly_empty_steps(self, storage: Storage) -> dict[str, float]:
+        executor = Executor(storage, self._groups, seed=0, device=self._two.device)
+        plan = self._everyone(storage.architecture.layers)
+        tokens = tuple(np.zeros(1, np.int32) for _ in range(self._groups.ranks))
+        best = dict.fromkeys(("pull", "push", "update"), float("inf"))
+        for _ in range(2):
+            rows = executor.run(plan, tokens, step=0, lr=0.0).rows
+            local = [sum(r.seconds for r in rows if r.kind == kind) for kind in best]
+            agreed = slowest(self._groups, local)
+            best = {k: min(x) for k, *x in zip(best, best.values(), agreed, strict=True)}
+        return {f"{kind}_s": seconds for kind, seconds in best.items()}
+
+    def _seconds(self, work: Callable[[], Any]) -> float:
+        start = self._clock.mark()
+        work()
+        return self._clock.between(start, self._clock.mark())
+
+    def gather(self, p: int) -> tuple[float, float]:
+        """Seconds that sharded weights add to one layer: a gather forward; a gather and a
+        reduce-scatter backward."""
+        mine = block(self._groups, p)
+        shards = self._two.shards(self._groups, mine) if mine else []
+        best = [float("inf")] * 2
+        for _ in range(2):
+            gather_s = sum(self._seconds(shard.rows) for shard in shards)
+            wholes = [torch.zeros((shard.shards[-1].stop, *shard.value.shape[1:]),
+                                  dtype=self._two.dtype, device=self._two.device)
+                      for shard in shards]  # fmt: skip
+            scatter_s = sum(
+                self._seconds(lambda shard=shard, whole=whole: shard.add(whole))
+                for shard, whole in zip(shards, wholes, strict=True)
+            )
+            local = slowest(self._groups, [gather_s, scatter_s])
+            best = [min(x) for x in zip(best, local, strict=True)]
+        return best[0], best[0] + best[1]
+
+    def link(self, p: int) -> tuple[float, float]:
+        """(seconds to start, bytes per second) of an all-to-all within groups of p, all of them at
+        the same time: bytes are those that leave a rank."""
+        mine = block(self._groups, p)
+        group = self._groups.get(mine) if mine else None
+        best = []
+        for size in _MESSAGES:
+            x = torch.zeros(p * size, dtype=torch.uint8, device=self._two.device)
+            times = [float("inf")]
+            for _ in range(4):  # the first makes connections
+                send = [size] * p
+                local = self._seconds(lambda x=x, send=send: all_to_all_rows(x, send, send, group))
+                times.append(slowest(self._groups, [local if mine else 0.0])[0])
+            best.append(min(times))
+        return _line([(p - 1) * size for size in _MESSAGES], best)
+
+    def _everyone(self, layers: int) -> Plan:
+        """Every rank alone with one token, holding whole weights."""
+        ranks = self._groups.ranks
+        pipelines = tuple(Pipeline(scheme=Scheme(), ranks=(rank,)) for rank in range(ranks))
+        plan = LayerPlan.uniform(LayerOption.of(SINGLE_RANK), layers)
+        return Plan(
+            lengths=Lengths(tokens=(1,) * ranks), devices=ranks, pipelines=pipelines,
+            micro_batches=tuple(
+                MicroBatch(pipeline=rank, sequences=(rank,), layers=plan) for rank in range(ranks)
+            ),
+            predicted_s=0.0, lower_bound_s=0.0,
+        )  # fmt: skip
+
+
+def _line(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
+    """(latency, bytes per second): the slope between the least and the largest message."""
+    slope = max((seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0]), 1e-15)
+    return max(0.0, min(s - slope * n for n, s in zip(sizes, seconds, strict=True))), 1 / slope

@@ -1,0 +1,120 @@
+"""Probes: a few equal layers whose forward and backward are timed and whose bytes are counted.
+
+A probe runs its segments one after the other; the last to go forward and the last to go backward
+count, as the first warms up (DCP, section 3.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from headrace.profiling.clocks import Clock, HostClock
+from headrace.runtime.counted import ByteCounter, DeviceBytes
+
+__all__ = ["ChainProbe", "Passed", "Probe", "bytes_of", "observe", "seconds_of"]
+
+Passed = Callable[[], None]
+"""What a probe calls between its segments."""
+
+
+class Probe(Protocol):
+    """Something with a forward and a backward of ``segments`` equal parts."""
+
+    segments: int
+
+    def forward(self, passed: Passed) -> None:
+        """Run forward; ``passed`` before the first segment and after each."""
+
+    def backward(self, passed: Passed) -> None:
+        """Run backward; ``passed`` after each segment."""
+
+
+class ChainProbe:
+    """Functions of one tensor, such as a model's layers, each fed with what the one before made.
+
+    ``entry`` makes the first one's input. Functions are taken to be equal, so that each one's
+    costs are the last one's.
+    """
+
+    def __init__(
+        self,
+        entry: Callable[[], torch.Tensor],
+        layers: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    ) -> None:
+        self.segments = len(layers)
+        self._entry, self._layers = entry, layers
+        self._done: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forward(self, passed: Passed) -> None:
+        """All functions forward, each on a leaf of its own."""
+        x, done = self._entry(), list[tuple[torch.Tensor, torch.Tensor]]()
+        passed()
+        for layer in self._layers:
+            entry = x.detach().requires_grad_()
+            x = layer(entry)
+            done.append((entry, x))
+            passed()
+        self._done = done
+
+    def backward(self, passed: Passed) -> None:
+        """All functions backward, the last one first."""
+        done = self._done
+        self._done = list[tuple[torch.Tensor, torch.Tensor]]()
+        grad = torch.randn_like(done[-1][1])
+        while done:
+            entry, out = done.pop()
+            out.backward(grad)
+            grad = entry.grad if entry.grad is not None else grad
+            del entry, out
+            passed()
+
+
+def observe(
+    probe: Probe, clock: Clock, counter: ByteCounter | DeviceBytes | None = None
+) -> tuple[list[float], list[int]]:
+    """([forward, backward] seconds, [kept, transient] bytes) of the segments that count.
+
+    Kept is what is alive after a segment's forward and was not before; transient what was alive on
+    top of it while the segment ran forward or backward. Without a counter both are 0; with one the
+    seconds are those of the counting too, unless the clock is a model.
+    """
+    marks: list[Any] = []
+    seen: list[tuple[int, int]] = []
+
+    def passed() -> None:
+        marks.append(clock.mark())
+        if counter is not None:
+            seen.append(counter.look())
+
+    with counter or nullcontext():
+        probe.forward(passed)
+        forward_s = clock.between(marks[-2], marks[-1])
+        start_bytes = counter.look()[0] if counter is not None else 0
+        marks.append(clock.mark())
+        probe.backward(passed)
+    seconds = [forward_s, clock.between(marks[-2], marks[-1])]
+    if not seen:
+        return seconds, [0, 0]
+    # Going backward the last segment is the first, and everything kept is alive as it starts.
+    before, after = seen[probe.segments - 1], seen[probe.segments]
+    first_back = seen[probe.segments + 1]
+    transient = max(after[1] - after[0], first_back[1] - start_bytes)
+    return seconds, [max(0, after[0] - before[0]), max(0, transient)]
+
+
+def seconds_of(probe: Probe, clock: Clock) -> list[float]:
+    """[forward, backward] seconds of the segments that count."""
+    return observe(probe, clock)[0]
+
+
+def bytes_of(
+    probe: Probe, counter: Callable[[], ByteCounter | DeviceBytes], times: int = 1
+) -> list[int]:
+    """[kept, transient] bytes of the segments that count: of several ``times`` the middle one of
+    what is kept, and the least of what is transient, as buffers let go of late come on top."""
+    seen = [observe(probe, HostClock(), counter())[1] for _ in range(times)]
+    return [sorted(kept for kept, _ in seen)[times // 2], min(passing for _, passing in seen)]

@@ -1,0 +1,123 @@
+"""The profiler: what the branches of a native model's layers cost, from two of them.
+
+For each group size, method and recompute level it runs packs of growing length through one branch
+of two layers of the model, as the executor would, and takes the second layer's forward and backward
+(the first warms up). Embedding, last norm, head and loss are measured apart as ``ends``. All groups
+of a size run at the same time, as they will in training, and the slowest rank counts. Layers are
+alike, so one layer's cost times their number plus the ends is the model's (DCP, section 3.5, where
+the whole second layer is timed too; the constant part is measured here instead of being
+subtracted). A method is measured in the token order that suits it, a feed-forward that several
+methods share once. The level ``full`` is not measured: it follows from ``none``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from headrace.comm.mesh import Groups
+from headrace.errors import InfeasiblePlan
+from headrace.profiling.branches import BranchTarget, ProfileOptions, targets, with_equal_levels
+from headrace.profiling.clocks import Clock
+from headrace.profiling.constants import StepConstants, working_bytes
+from headrace.profiling.probe import seconds_of
+from headrace.profiling.sweep import Sweeper, slowest
+from headrace.profiling.two_layers import TwoLayers
+from headrace.runtime.storage import Storage
+from headrace.spec.cluster import Cluster
+from headrace.spec.known_methods import FACTS, SINGLE_RANK
+from headrace.spec.method import BRANCHES
+from headrace.spec.profile import Profile, ProfilePoint
+from headrace.units import bytes_text
+
+__all__ = ["ProfileOptions", "Profiler"]
+
+
+class Profiler:
+    """Measures a storage's model on the ranks of ``groups``; every rank gets the same profile.
+
+    Weights are left as they were, the optimizer's state is reset: profile before restoring it.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        groups: Groups,
+        options: ProfileOptions,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+    ) -> None:
+        self._storage, self._groups, self._options = storage, groups, options
+        self._dtype, self._device, self._progress = dtype, device, progress
+        self._two = TwoLayers(storage.architecture, dtype=dtype, device=device)
+
+    def profile(self, fingerprint: str, cluster: Cluster) -> Profile:
+        """Run all sweeps within ``cluster.memory_bytes`` of each rank. Collective: every rank
+        calls it alike.
+
+        Raises SpecError when a group size is supported by none of the methods, InfeasiblePlan when
+        what a rank stores leaves no memory to measure in.
+        """
+        started = time.perf_counter()
+        sweeper = Sweeper(
+            self._groups, self._options.sweep, room_bytes=self._room_in(cluster),
+            device=self._device,
+        )  # fmt: skip
+        found = [
+            target for p in self._options.sizes
+            for target in targets(self._two.two, p, self._options)
+        ]  # fmt: skip
+        sweeper.prepare(map(self._two.sweep, found))
+        self._warm_up(sweeper.clock)
+        points: list[ProfilePoint] = []
+        for done, target in enumerate(found):
+            self._progress(f"profile cp{target.p} {target.text}", done, len(found))
+            own = sweeper.points(self._two.sweep(target))
+            points += with_equal_levels(target, own, self._options)
+        self._progress("profile", len(found), len(found))
+        constants = StepConstants(self._storage, self._two, self._groups, sweeper.clock)
+        return Profile(
+            fingerprint=fingerprint,
+            shape=self._storage.architecture.shape,
+            cluster=cluster,
+            points=tuple(points),
+            not_fitting=tuple(sweeper.not_fitting),
+            exchange_s=constants.exchange(cluster.memory_bytes),
+            state_bytes=self._agreed_max(self._storage.bytes_held()),
+            working_bytes={
+                p: working_bytes(self._storage.architecture, self._groups.ranks, p, self._dtype)
+                for p in self._options.sizes
+            },
+            gather_s={p: constants.gather(p) for p in self._options.sizes if p > 1},
+            links={p: constants.link(p) for p in self._options.sizes if p > 1},
+            element_bytes=self._dtype.itemsize,
+            feed_forwards={m.name: m.owner for m in FACTS.values() if m.owner != m.name},
+            measured_in_s=slowest(self._groups, [time.perf_counter() - started])[0],
+        )
+
+    def _room_in(self, cluster: Cluster) -> float:
+        """Bytes for activations beside what is stored and the two layers' weights, agreed."""
+        held = self._agreed_max(self._storage.bytes_held() + self._two.bytes_held)
+        if held >= cluster.memory_bytes:
+            raise InfeasiblePlan(
+                f"profile on {cluster}",
+                got=f"{bytes_text(held)} for stored weights and two layers to measure",
+                wanted=f"less than {bytes_text(cluster.memory_bytes)}",
+                hint="more ranks, more memory (devices.memory), or a smaller model",
+            )
+        return cluster.memory_bytes - held
+
+    def _warm_up(self, clock: Clock) -> None:
+        """One small pack through everything: first calls load and allocate."""
+        lengths = (min(256, self._options.longest),)
+        alone = (self._groups.rank,)
+        for part in (None, *BRANCHES):
+            target = BranchTarget(p=1, part=part, method=SINGLE_RANK, level="none")
+            seconds_of(self._two.probe(self._groups, alone, target, lengths), clock)
+
+    def _agreed_max(self, value: int) -> int:
+        return int(slowest(self._groups, [float(value)])[0])

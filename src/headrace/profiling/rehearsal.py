@@ -1,0 +1,203 @@
+"""Rehearsal: what one rank of a job would do and hold, found without the others.
+
+This process plays one rank of p in a world of absent partners (:mod:`headrace.comm.fake_world`)
+and runs the same two layers of the same methods as the profiler. In one of two ways:
+
+    shapes   tensors have shapes and no contents, on no device and in no memory. Bytes are counted
+             exactly; seconds are a roofline of the hardware asked for, operator by operator.
+    device   real kernels and real memory on the device at hand; only the collectives are modelled.
+
+Both overlap what the rank issues early with what it computes meanwhile
+(:mod:`headrace.profiling.link_clock`). The result is a profile as the profiler measures it, so
+everything that reads profiles reads this one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from headrace.comm.fake_world import fake_world
+from headrace.comm.mesh import Groups
+from headrace.profiling.branches import BranchTarget, ProfileOptions, targets, with_equal_levels
+from headrace.profiling.constants import working_bytes
+from headrace.profiling.link_clock import LinkClock, Modelled, Timed
+from headrace.profiling.probe import Probe, bytes_of, observe, seconds_of
+from headrace.profiling.two_layers import TwoLayers
+from headrace.runtime.counted import ByteCounter, DeviceBytes
+from headrace.spec.architecture import Architecture
+from headrace.spec.cluster import Cluster
+from headrace.spec.hardware import Hardware
+from headrace.spec.known_methods import FACTS
+from headrace.spec.method import RECOMPUTE, Recompute
+from headrace.spec.plan import Working
+from headrace.spec.profile import Profile, ProfilePoint
+from headrace.spec.weights import parameter_count
+
+__all__ = ["Rehearsal"]
+
+_OPTIMIZER_TENSORS = 4
+"""Master weight, gradient sum and two moments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """A job of ``ranks`` on ``hardware``, of which this process plays ``rank``.
+
+    ``sizes`` are the group sizes to play, in each of which the rank is the member that it would
+    be; ``longest`` the longest pack in tokens. Working weights and activations are of ``dtype``,
+    masters, gradient sums and optimizer state of at least fp32. ``device``: where kernels really
+    run; None for shapes only.
+    """
+
+    architecture: Architecture
+    hardware: Hardware
+    ranks: int
+    rank: int = 0
+    sizes: tuple[int, ...]
+    longest: int
+    methods: tuple[str, ...] = tuple(m.name for m in FACTS.values() if m.automatic)
+    levels: tuple[Recompute, ...] = RECOMPUTE
+    dtype: torch.dtype = torch.bfloat16
+    device: str | None = None
+
+    def profile(
+        self,
+        fingerprint: str,
+        cluster: Cluster,
+        progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+    ) -> Profile:
+        """Play all sweeps. torch.distributed must not be initialised.
+
+        Raises SpecError when a group size is supported by none of the methods, or the hardware
+        has no peak for the type.
+        """
+        started = time.perf_counter()
+        a, options = self.architecture, self._options
+        found = [target for p in self.sizes for target in targets(a, p, options)]
+        points: list[ProfilePoint] = []
+        gathers: dict[int, tuple[float, float]] = {}
+        with fake_world(self.rank, self.ranks) as groups, self._tensors():
+            two = TwoLayers(a, dtype=self.dtype, device=self.device or "cpu")
+            groups.prepare(self._wanted(two, found))
+            for done, target in enumerate(found):
+                progress(f"rehearse cp{target.p} {target.text}", done, len(found))
+                lengths = self._lengths(target.p)
+                own = [self._point(two, groups, target, n) for n in lengths]
+                points += with_equal_levels(target, own, options)
+            for p in self.sizes:
+                if p > 1:
+                    gathers[p] = self._gather(two, groups, p)
+        progress("rehearse", len(found), len(found))
+        return Profile(
+            fingerprint=fingerprint, shape=a.shape, cluster=cluster, points=tuple(points),
+            exchange_s=self._exchange(), state_bytes=self.state_bytes,
+            working_bytes={p: self._working(p) for p in self.sizes}, gather_s=gathers,
+            links={p: self._link(p) for p in self.sizes if p > 1},
+            element_bytes=self.dtype.itemsize,
+            feed_forwards={m.name: m.owner for m in FACTS.values() if m.owner != m.name},
+            measured_in_s=time.perf_counter() - started,
+        )  # fmt: skip
+
+    @property
+    def _options(self) -> ProfileOptions:
+        return ProfileOptions(
+            sizes=self.sizes, longest=self.longest, methods=self.methods, levels=self.levels
+        )
+
+    @property
+    def _wide(self) -> int:
+        """Bytes of an element of masters and sums."""
+        return max(4, self.dtype.itemsize)
+
+    @property
+    def state_bytes(self) -> int:
+        """What a rank stores: its rows of masters, gradient sums and optimizer state."""
+        rows = -(-parameter_count(self.architecture) // self.ranks)
+        return _OPTIMIZER_TENSORS * self._wide * rows
+
+    def _working(self, p: int) -> dict[Working, int]:
+        return working_bytes(self.architecture, self.ranks, p, self.dtype)
+
+    def _tensors(self) -> AbstractContextManager[object]:
+        """Shapes only, or real tensors."""
+        if self.device is not None:
+            return nullcontext()
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+    def _clock(self) -> LinkClock:
+        if self.device is not None:
+            return Timed(self.hardware, self.device)
+        return Modelled(self.hardware)
+
+    def _members(self, p: int) -> tuple[int, ...]:
+        """The ranks of this rank's group of p."""
+        first = min(self.rank // p * p, self.ranks - p)
+        return tuple(range(first, first + p))
+
+    def _wanted(self, two: TwoLayers, found: Iterable[BranchTarget]) -> set[tuple[int, ...]]:
+        return {
+            group for target in found for group in two.groups_of(target, self._members(target.p))
+        }
+
+    def _lengths(self, p: int) -> list[int]:
+        """Three packs: enough for a square, a line and a constant."""
+        longest = max(self.longest, 32 * p)
+        return [max(2 * p, longest // k) for k in (16, 4, 1)]
+
+    def _point(
+        self, two: TwoLayers, groups: Groups, target: BranchTarget, tokens: int
+    ) -> ProfilePoint:
+        probe = two.probe(groups, self._members(target.p), target, (tokens,))
+        if self.device is None:
+            with self._clock() as clock:
+                seconds, (kept, transient) = observe(probe, clock, ByteCounter())
+        else:
+            seconds = self._seconds(probe)
+            kept, transient = bytes_of(probe, ByteCounter if self.device == "cpu" else DeviceBytes)
+        return ProfilePoint(
+            p=target.p, option=target.text, lengths=(tokens,),
+            forward_s=seconds[0], backward_s=seconds[1],
+            kept_bytes=kept, transient_bytes=transient,
+            order=target.order(two.two), fetched=target.fetched(two.two),
+        )  # fmt: skip
+
+    def _seconds(self, probe: Probe) -> list[float]:
+        """The least of three, on the device."""
+        best = [float("inf")] * 2
+        for _ in range(3):
+            with self._clock() as clock:
+                best = [min(x) for x in zip(best, seconds_of(probe, clock), strict=True)]
+        return best
+
+    def _gather(self, two: TwoLayers, groups: Groups, p: int) -> tuple[float, float]:
+        """Seconds that sharded weights add to one layer's forward and backward."""
+        shards = two.shards(groups, self._members(p))
+        with self._clock() as clock:
+            start = clock.now()
+            wholes = [shard.rows().add_(0) for shard in shards]  # waits for it
+            gathered = clock.now()
+            for shard, whole in zip(shards, wholes, strict=True):
+                shard.add(whole)
+            scattered = clock.now()
+        return gathered - start, scattered - start
+
+    def _link(self, p: int) -> tuple[float, float]:
+        link = self.hardware.link(self._members(p))
+        return link.latency_s, link.bytes_per_s * link.attained
+
+    def _exchange(self) -> dict[str, float]:
+        """Pull and push of all weights over the slowest link, and the update of a rank's rows."""
+        weights, share = parameter_count(self.architecture), (self.ranks - 1) / self.ranks
+        link, device = self.hardware.link(range(self.ranks)), self.hardware.device
+        touched = 2 * self.state_bytes / (device.memory_bytes_per_s * device.attained_memory)
+        return {
+            "pull_s": link.seconds(weights * share * self.dtype.itemsize),
+            "push_s": link.seconds(weights * share * self._wide),
+            "update_s": touched,
+        }

@@ -1,0 +1,204 @@
+"""Sweeps: one thing measured on packs of growing length, agreed on by all ranks.
+
+Nothing here knows a model: a sweep is given a function that makes the probe of a pack, so that
+layers of native models, their branches and anyone's ``nn.Module`` are measured alike. All groups of
+a size run at the same time, as they will in training, and the slowest rank counts. What a rank
+learns is agreed before the next pack, so all ranks measure alike.
+
+[Note: memory runs out] A pack that may take more than half of the memory is first tried by each
+rank alone, with partners that are never heard: who runs out of memory there keeps nobody waiting.
+Then the ranks agree; when any of them failed, the sweep ends and the pack is kept as one that does
+not fit. A pack whose bytes, extrapolated, exceed the memory is not tried at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import inf
+
+from headrace.comm.collectives import gather_floats
+from headrace.comm.fake_world import fake_groups
+from headrace.comm.mesh import Groups
+from headrace.profiling.clocks import Clock, EventClock, HostClock
+from headrace.profiling.probe import Probe, bytes_of, seconds_of
+from headrace.runtime.counted import ByteCounter, DeviceBytes
+from headrace.runtime.machine import is_out_of_memory
+from headrace.spec.plan import TokenOrder
+from headrace.spec.profile import NotFitting, ProfilePoint
+
+__all__ = ["Sweep", "SweepOptions", "Sweeper", "block", "blocks", "slowest"]
+
+Ranks = tuple[int, ...]
+
+_RISKY = 0.5
+"""The part of the memory above which a pack is tried alone first."""
+
+_SETTLE_S = 2e-3
+"""Seconds in which gloo's threads let go of what they have sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What is measured under the name ``option`` on groups of ``p`` ranks.
+
+    ``probe(groups, ranks, lengths)`` makes the probe of a pack of documents of ``lengths`` tokens
+    on the ranks of one group; ``groups_of(ranks)`` are the groups it needs beside. ``order`` and
+    ``fetched`` are said of every point (:class:`headrace.spec.profile.ProfilePoint`).
+    """
+
+    p: int
+    option: str
+    probe: Callable[[Groups, Ranks, tuple[int, ...]], Probe]
+    groups_of: Callable[[Ranks], Iterable[Ranks]] = lambda ranks: ()
+    order: TokenOrder = "natural"
+    fetched: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """On which packs to measure, and how often.
+
+    ``longest`` is the longest pack in tokens. ``point_s`` ends a sweep: no pack is measured that
+    is expected to take longer (seconds of one forward and backward of a probe of two layers).
+    ``repeats`` timings per point, the least counts. ``lengths`` are documents to measure in the
+    place of packs chosen here, bytes counted at each.
+    """
+
+    longest: int
+    point_s: float = 1.0
+    repeats: int = 2
+    lengths: tuple[int, ...] = ()
+
+
+def blocks(ranks: int, p: int) -> list[Ranks]:
+    """The groups of p that can work side by side."""
+    return [tuple(range(k * p, (k + 1) * p)) for k in range(ranks // p)]
+
+
+def block(groups: Groups, p: int) -> Ranks | None:
+    """This rank's group of p; None when it is left over."""
+    return next((b for b in blocks(groups.ranks, p) if groups.rank in b), None)
+
+
+def slowest(groups: Groups, values: list[float]) -> list[float]:
+    """The largest of every rank's values. Collective."""
+    rows = gather_floats(values, groups.world)
+    return [max(column) for column in zip(*rows, strict=True)]
+
+
+class Sweeper:
+    """Runs sweeps on the ranks of ``groups``; every rank gets the same points.
+
+    ``room_bytes`` is the memory of a rank for activations. ``not_fitting`` collects the packs for
+    which a rank had too little.
+    """
+
+    def __init__(
+        self, groups: Groups, options: SweepOptions, *, room_bytes: float = inf,
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
+        self.not_fitting: list[NotFitting] = []
+        self.clock: Clock = HostClock() if device == "cpu" else EventClock()
+        self._groups, self._options = groups, options
+        self._room, self._device = room_bytes, device
+        self._absent: Groups | None = None
+
+    def prepare(self, sweeps: Iterable[Sweep]) -> None:
+        """Make the groups that sweeps need. Collective, before the first of them."""
+        self._groups.prepare(g for sweep in sweeps for g in self._needed(sweep))
+
+    def points(self, sweep: Sweep) -> list[ProfilePoint]:
+        """The points of a sweep, pack after pack until one is too slow or does not fit.
+        Collective."""
+        points, counted = list[ProfilePoint](), list[ProfilePoint]()
+        last_s, last_tokens = 0.0, 1
+        for lengths, counting in self._packs(sweep.p):
+            tokens = sum(lengths)
+            growth = tokens / last_tokens
+            slow = last_s * growth * max(1.0, growth) > self._options.point_s
+            if len(counted) >= 2 and slow and not self._options.lengths:
+                break
+            needs = _extrapolated(counted, tokens)
+            if needs > self._room or (
+                needs > _RISKY * self._room and not self._survives(sweep, lengths)
+            ):
+                self.not_fitting.append(NotFitting(p=sweep.p, option=sweep.option, tokens=tokens))
+                break
+            points.append(self._point(sweep, lengths, counting=counting))
+            counted += [points[-1]] if counting else []
+            last_s = 2 * (points[-1].forward_s + points[-1].backward_s)
+            last_tokens = tokens
+        return points
+
+    def _needed(self, sweep: Sweep) -> Iterator[Ranks]:
+        for ranks in blocks(self._groups.ranks, sweep.p):
+            yield ranks
+            yield from sweep.groups_of(ranks)
+
+    def _packs(self, p: int) -> Iterator[tuple[tuple[int, ...], bool]]:
+        """Single documents of growing length, the first ones also as packs of eight short ones;
+        and whether to count bytes there."""
+        longest = self._options.longest
+        if self._options.lengths:
+            yield from (((n,), True) for n in self._options.lengths)
+            return
+        length, step = max(1, min(64 * p, longest // 16)), 0
+        while length < longest:
+            yield (length,), 2 <= step < 5
+            if 2 <= step < 6 and length >= 16:
+                yield (length // 8,) * 8, False
+            length, step = 2 * length, step + 1
+        yield (longest,), step < 5
+
+    def _survives(self, sweep: Sweep, lengths: tuple[int, ...]) -> bool:
+        """Whether every rank got through a pack alone; the same answer on all of them."""
+        mine, failed = block(self._groups, sweep.p), False
+        if self._absent is None:
+            self._absent = fake_groups()
+        self._absent.prepare(self._needed(sweep))
+        try:
+            if mine is not None:
+                seconds_of(sweep.probe(self._absent, mine, lengths), self.clock)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True
+        return not slowest(self._groups, [float(failed)])[0]
+
+    def _point(self, sweep: Sweep, lengths: tuple[int, ...], *, counting: bool) -> ProfilePoint:
+        """Agreed measurements of a pack."""
+        mine = block(self._groups, sweep.p)
+        probe = sweep.probe(self._groups, mine, lengths) if mine else None
+        seconds = [inf] * 2
+        spent_s, repeat = 0.0, 0
+        # Short packs are noisy and cheap: they are timed more often.
+        while repeat < self._options.repeats or (repeat < 6 and spent_s < 0.05):
+            local = slowest(self._groups, seconds_of(probe, self.clock) if probe else [0.0] * 2)
+            seconds = [min(x) for x in zip(seconds, local, strict=True)]
+            spent_s, repeat = spent_s + sum(local), repeat + 1
+        counts = slowest(self._groups, self._count(probe, sweep.p)) if counting else []
+        return ProfilePoint(
+            p=sweep.p, option=sweep.option, lengths=lengths,
+            forward_s=seconds[0], backward_s=seconds[1],
+            kept_bytes=int(counts[0]) if counting else None,
+            transient_bytes=int(counts[1]) if counting else None,
+            order=sweep.order, fetched=sweep.fetched,
+        )  # fmt: skip
+
+    def _count(self, probe: Probe | None, p: int) -> list[float]:
+        if probe is None:
+            return [0.0, 0.0]
+        if self._device != "cpu":
+            return list(map(float, bytes_of(probe, DeviceBytes)))
+        settle_s = _SETTLE_S if p > 1 else 0.0
+        times = 3 if p > 1 else 1
+        return list(map(float, bytes_of(probe, lambda: ByteCounter(settle_s=settle_s), times)))
+
+
+def _extrapolated(counted: list[ProfilePoint], tokens: int) -> float:
+    """Bytes that two layers will need for so many tokens, in proportion to the last count."""
+    if not counted:
+        return 0.0
+    last = counted[-1]
+    return (2 * (last.kept_bytes or 0) + (last.transient_bytes or 0)) * tokens / sum(last.lengths)

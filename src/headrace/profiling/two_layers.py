@@ -1,0 +1,164 @@
+"""Probes of a native model: two layers of it, with weights of noise.
+
+Two layers serve for the whole model, as layers are alike: the first warms up (DCP, section 3.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from headrace.comm.mesh import Groups
+from headrace.layouts.layout import group_shards
+from headrace.methods.weights import Shard, Weight, Whole
+from headrace.models.transformer import Transformer
+from headrace.profiling.branches import BranchTarget
+from headrace.profiling.probe import ChainProbe, Passed, Probe
+from headrace.profiling.sweep import Sweep
+from headrace.runtime.micro_batch import MicroBatchRun
+from headrace.spec.architecture import Architecture
+from headrace.spec.known_methods import subgroups
+from headrace.spec.lengths import Lengths
+from headrace.spec.method import Branch, LayerOption, LayerPlan
+from headrace.spec.plan import MicroBatch, Pipeline, Plan
+from headrace.spec.scheme import Scheme
+from headrace.spec.weights import buckets, weight_table
+
+__all__ = ["EndsProbe", "TwoLayers", "branch_probe"]
+
+
+@dataclass(slots=True)
+class EndsProbe:
+    """Embedding, last norm, head and loss of a micro-batch, without its layers."""
+
+    run: MicroBatchRun
+    segments: int = 1
+    _done: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    _last: torch.Tensor | None = None
+
+    def forward(self, passed: Passed) -> None:
+        """Embedding, then head and loss with its gradient."""
+        run = self.run
+        passed()
+        x = run.model.embedding(run.ids, run.weights, run.context)
+        entry = x.detach().requires_grad_()
+        ending, labels = run.model.ending(entry, run.labels, run.weights)
+        _, self._last = run.model.head(ending.detach(), labels, run.weights, run.scale, run.context)
+        self._done = (x, entry, ending)
+        passed()
+
+    def backward(self, passed: Passed) -> None:
+        """The same backward."""
+        assert self._done is not None
+        x, entry, ending = self._done
+        self._done = None
+        ending.backward(self._last)
+        del ending
+        self._last = None
+        x.backward(entry.grad)
+        passed()
+
+
+def branch_probe(run: MicroBatchRun, part: Branch, option: LayerOption, layers: int) -> ChainProbe:
+    """The same branch of some layers, one after the other, as a micro-batch would run it."""
+
+    def entry() -> torch.Tensor:
+        shape = (len(run.ids), run.context.architecture.hidden)
+        return torch.randn(shape, dtype=run.context.place.dtype, device=run.ids.device)
+
+    def branch(index: int, x: torch.Tensor) -> torch.Tensor:
+        inner = replace(run.context, recompute=option.recompute, layer=index)
+        return run.model.branch(x, part, option, run.states[index], inner)
+
+    return ChainProbe(entry, [partial(branch, index) for index in range(layers)])
+
+
+class TwoLayers:
+    """Makes probes of ``architecture`` for this rank; ``two`` is the model that is run.
+
+    Weights are whole on every rank, of ``dtype``; gradients are fp32 for half types.
+    """
+
+    def __init__(
+        self, architecture: Architecture, *, dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
+        self.two = replace(architecture, layers=min(2, architecture.layers))
+        self.dtype, self.device = dtype, device
+        self.model = Transformer(self.two)
+        wide = dtype if dtype.itemsize >= 4 else torch.float32
+        self._held: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        for weight in weight_table(self.two):
+            value = torch.empty(weight.shape, dtype=dtype, device=device).normal_(std=0.02)
+            grad = torch.zeros(weight.shape, dtype=wide, device=device)
+            self._held[weight.name] = (value, grad, weight.unit or 1)
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of the weights and their gradients."""
+        return sum(value.nbytes + grad.nbytes for value, grad, _ in self._held.values())
+
+    def groups_of(self, target: BranchTarget, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The groups that a target needs on ``ranks``."""
+        members = [tuple(range(target.p)), *subgroups(target.option, self.two, target.p)]
+        return [tuple(ranks[member] for member in group) for group in members]
+
+    def sweep(self, target: BranchTarget) -> Sweep:
+        """The sweep that measures a target."""
+
+        def probe(groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...]) -> Probe:
+            return self.probe(groups, ranks, target, lengths)
+
+        return Sweep(
+            p=target.p, option=target.text, probe=probe, groups_of=partial(self.groups_of, target),
+            order=target.order(self.two), fetched=target.fetched(self.two),
+        )  # fmt: skip
+
+    def probe(
+        self, groups: Groups, ranks: tuple[int, ...], target: BranchTarget, lengths: tuple[int, ...]
+    ) -> Probe:
+        """A target's probe on ``ranks`` of ``groups``, for a pack of documents."""
+        layers = LayerPlan.uniform(target.option, self.two.layers)
+        order = target.order(self.two)
+        micro = MicroBatch(
+            pipeline=0, sequences=tuple(range(len(lengths))), layers=layers, order=order
+        )
+        plan = Plan(
+            lengths=Lengths(tokens=lengths), devices=groups.ranks,
+            pipelines=(Pipeline(scheme=Scheme(context=len(ranks)), ranks=ranks),),
+            micro_batches=(micro,), predicted_s=0.0, lower_bound_s=0.0,
+        )  # fmt: skip
+        run = MicroBatchRun.of(
+            self.model, plan, micro, self._tokens(lengths), self._weights(ranks.index(groups.rank)),
+            groups, seed=0, step=0, dtype=self.dtype, device=self.device,
+        )  # fmt: skip
+        if target.part is None:
+            return EndsProbe(run)
+        return branch_probe(run, target.part, target.option, self.two.layers)
+
+    def shards(self, groups: Groups, ranks: tuple[int, ...]) -> list[Shard]:
+        """One layer's matrices, spread over ``ranks``."""
+        group = groups.get(ranks)
+        assert group is not None, "a group of several ranks"
+        found = []
+        for weight in buckets(self.two)[1]:
+            if weight.unit is not None:
+                value, grad, _ = self._held[weight.name]
+                parts = group_shards(weight, len(ranks))
+                rows = len(parts[ranks.index(groups.rank)])
+                found.append(Shard(value=value[:rows], grad=grad[:rows], shards=parts, group=group))
+        return found
+
+    def _weights(self, member: int) -> dict[str, Weight]:
+        return {
+            name: Whole(value=value, grad=grad, member=member, unit=unit)
+            for name, (value, grad, unit) in self._held.items()
+        }
+
+    def _tokens(self, lengths: Sequence[int]) -> tuple[np.ndarray, ...]:
+        rng = np.random.default_rng(sum(lengths))
+        return tuple(rng.integers(self.two.vocabulary, size=n).astype(np.int32) for n in lengths)

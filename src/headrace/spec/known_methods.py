@@ -1,0 +1,294 @@
+"""The facts of all methods by name, and questions about them.
+
+Per rank, for a pack of T tokens on p ranks (h hidden, g key-value heads of d features, f features
+of the feed-forward, m = 3 matrices of it when gated, else 2; k = g d / h, r elements in the place
+of one fp32 sum, V = (p - 1) / p, u bytes of one local activation):
+
+    attention           sent forward        backward            buffers / u
+    ulysses_z           V (2 + 2 k) u       the same            2 (1 + 2 k)
+    megatron_ts         2 V p u             3 V p u             2 + 2 (1 + 2 k)
+    megatron_cz         2 V p k u           2 (1 + r) V p k u   4 k + r (1 + 4 k)
+    megatron_cz_gather  2 V p k u           2 (1 + r) V p k u   2 (1 + r) p k
+    metp                2 V p k u           2 (1 + r) V p k u   2 r + (2 + 8 k + 4 k r) / p
+
+    feed-forward
+    gathered (most)     nothing             nothing             2 f / h
+    megatron_ts         2 V p u             3 V p u             2 + 2 f / h
+    metp                nothing             nothing             r + 2 m f / (h p)
+
+    kept     none: (3 + 2 k) u and (1 + m f / h) u; attention: 2 u and u.
+             metp never keeps more than attention does: its first products run again in every
+             backward; megatron_ts keeps q, k and v at attention, or would gather again, and
+             ulysses_z (4 + 2 k) u at both, the heads before and after they are switched back
+
+By heads: the busiest rank of ulysses_z has ceil(n / p) of n heads, of megatron_ts ceil(g / p) of
+g groups, so a size that does not divide them costs more; metp deals out groups as well and
+launches p times as much. No formulas: colossal_z, whose scores grow with the square of the tokens,
+which a line cannot say; composites, whose groups are a choice of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from headrace.errors import SpecError, did_you_mean
+from headrace.spec.architecture import Architecture
+from headrace.spec.method import Branch, LayerOption
+from headrace.spec.method_facts import BranchUse, Members, MethodFacts, Rule
+from headrace.spec.rank_blocks import RankBlocks, largest_divisor, tensor_blocks, ulysses_blocks
+
+__all__ = [
+    "COLOSSAL_Z",
+    "DEFAULT",
+    "FACTS",
+    "LOCAL",
+    "MEGATRON_CZ",
+    "MEGATRON_CZ_GATHER",
+    "MEGATRON_TS",
+    "METP",
+    "SINGLE_RANK",
+    "TENSOR_RING",
+    "ULYSSES_RING",
+    "ULYSSES_Z",
+    "block_ranks",
+    "facts_of",
+    "methods_for",
+    "subgroups",
+]
+
+
+def _any_group(architecture: Architecture, ranks: int) -> str | None:
+    return None
+
+
+def _one_each(name: str, part: str, count: Callable[[Architecture], int]) -> Rule:
+    """The rule of a method that gives each rank one of the model's parts at least."""
+
+    def rule(architecture: Architecture, ranks: int) -> str | None:
+        most = count(architecture)
+        return None if ranks <= most else f"{name} runs on at most {most} ranks, one per {part}"
+
+    return rule
+
+
+def _a_group_each(name: str) -> Rule:
+    return _one_each(name, "key-value head", lambda a: a.kv_heads)
+
+
+def _a_block_each(name: str) -> Rule:
+    return _one_each(name, "block of the feed-forward", lambda a: a.ffn // a.ffn_block)
+
+
+def _kv(a: Architecture) -> float:
+    """k, key-value features for each feature."""
+    return a.kv_heads * a.head_features / a.hidden
+
+
+def _even(a: Architecture, p: int) -> BranchUse:
+    """An attention of which each rank has its p-th."""
+    return BranchUse(linear=1 / p, core=1 / p, kept=3 + 2 * _kv(a), kept_attention=2.0, buffers=0.0)
+
+
+def _gathered(a: Architecture, p: int, r: float) -> BranchUse:
+    """The feed-forward of local tokens with whole weights."""
+    active = (3 if a.gated else 2) * (a.ffn / a.hidden)
+    return BranchUse(
+        linear=1 / p, kept=1 + active, kept_attention=1.0, buffers=2 * (a.ffn / a.hidden)
+    )
+
+
+def _local(a: Architecture, p: int, r: float) -> BranchUse:
+    return replace(_even(a, p), buffers=2 * (1 + 2 * _kv(a)))
+
+
+LOCAL = MethodFacts(
+    name="local", owner="local",
+    attention_rule=lambda a, ranks: None if ranks == 1 else f"local runs on 1 rank, not {ranks}",
+    feed_forward_rule=lambda a, ranks: None if ranks == 1 else f"local runs on 1 rank, not {ranks}",
+    attention=_local, feed_forward=_gathered,
+)  # fmt: skip
+
+
+def _switched(a: Architecture, p: int, r: float) -> BranchUse:
+    k = _kv(a)
+    units = (p - 1) / p * (2 + 2 * k)
+    return replace(
+        _even(a, p), core=-(-a.heads // p) / a.heads, sent=units, sent_back=units, messages=2,
+        messages_back=2, pattern="exchange", kept=4 + 2 * k, kept_attention=4 + 2 * k,
+        buffers=2 * (1 + 2 * k),
+    )  # fmt: skip
+
+
+ULYSSES_Z = MethodFacts(
+    name="ulysses_z", owner="ulysses_z", feed_forward_rule=_any_group,
+    attention_rule=_one_each("ulysses_z", "query head", lambda a: a.heads),
+    unlevelled=("attention",), attention=_switched, feed_forward=_gathered,
+)  # fmt: skip
+
+
+def _ring(a: Architecture, p: int, r: float) -> BranchUse:
+    k = _kv(a)
+    units = 2 * ((p - 1) / p) * p * k
+    return replace(
+        _even(a, p), sent=units, sent_back=(1 + r) * units, messages=p - 1,
+        messages_back=2 * (p - 1), pattern="hop", buffers=4 * k + r * (1 + 4 * k),
+    )  # fmt: skip
+
+
+def _keys_gathered(a: Architecture, p: int, r: float) -> BranchUse:
+    buffers = 2 * (1 + r) * p * _kv(a)
+    return replace(
+        _ring(a, p, r), messages=1, messages_back=2, pattern="gather", buffers=buffers
+    )  # fmt: skip
+
+
+MEGATRON_CZ = MethodFacts(
+    name="megatron_cz", owner="ulysses_z", attention_rule=_any_group,
+    feed_forward_rule=_any_group, order="zigzag", attention=_ring, feed_forward=_gathered,
+)  # fmt: skip
+MEGATRON_CZ_GATHER = replace(MEGATRON_CZ, name="megatron_cz_gather", attention=_keys_gathered)
+COLOSSAL_Z = replace(MEGATRON_CZ, name="colossal_z", attention=None, automatic=False)
+
+
+def _shard_of_heads(a: Architecture, p: int, r: float) -> BranchUse:
+    share = -(-a.kv_heads // p) / a.kv_heads
+    even = _even(a, p)
+    return replace(
+        even, linear=share, core=share, sent=2 * (p - 1), sent_back=3 * (p - 1), messages=2,
+        messages_back=3, kept_attention=even.kept, buffers=2 + 2 * (1 + 2 * _kv(a)),
+    )  # fmt: skip
+
+
+def _shard_of_features(a: Architecture, p: int, r: float) -> BranchUse:
+    return replace(
+        _gathered(a, p, r), sent=2 * (p - 1), sent_back=3 * (p - 1), messages=2, messages_back=3,
+        buffers=2 + 2 * (a.ffn / a.hidden),
+    )  # fmt: skip
+
+
+MEGATRON_TS = MethodFacts(
+    name="megatron_ts", owner="megatron_ts", attention_rule=_a_group_each("megatron_ts"),
+    feed_forward_rule=_a_block_each("megatron_ts"), block=lambda ranks, most: ranks,
+    unlevelled=("attention",), attention=_shard_of_heads, feed_forward=_shard_of_features,
+)  # fmt: skip
+
+
+def _ring_of_shards(a: Architecture, p: int, r: float) -> BranchUse:
+    k = _kv(a)
+    ring = _ring(a, p, r)
+    return replace(
+        ring, messages=p * ring.messages, messages_back=p * ring.messages_back, kept=2.0,
+        buffers=2 * r + (2 + 8 * k + 4 * k * r) / p, launches=p, recomputes=True,
+    )  # fmt: skip
+
+
+def _shards_pass(a: Architecture, p: int, r: float) -> BranchUse:
+    active = (3 if a.gated else 2) * (a.ffn / a.hidden)
+    return replace(
+        _gathered(a, p, r), kept=1.0, buffers=r + 2 * active / p, launches=p, recomputes=True
+    )
+
+
+METP = MethodFacts(
+    name="metp", owner="metp", attention_rule=_a_group_each("metp"),
+    feed_forward_rule=_a_block_each("metp"), order="zigzag",
+    unlevelled=("attention", "feed_forward"), attention=_ring_of_shards, feed_forward=_shards_pass,
+)  # fmt: skip
+
+
+_Blocks = Callable[[Architecture, int, int], RankBlocks | None]
+
+
+def _in_blocks(name: str, blocks: _Blocks) -> Rule:
+    def rule(a: Architecture, ranks: int) -> str | None:
+        if blocks(a, ranks, 1) is not None:
+            return None
+        return f"{name} runs on ranks that are blocks of at least 2 with a head each, not {ranks}"
+
+    return rule
+
+
+def _two_axes(name: str, blocks: _Blocks) -> Callable[..., tuple[Members, ...]]:
+    def groups(a: Architecture, ranks: int, tensor: int) -> tuple[Members, ...]:
+        found = blocks(a, ranks, tensor)
+        if found is None:
+            raise SpecError(
+                f"{name} in blocks of {tensor}", got=f"{a.kv_heads} key-value heads",
+                wanted="at least a key-value head for each rank",
+            )  # fmt: skip
+        return found.blocks + found.rings
+
+    return groups
+
+
+ULYSSES_RING = MethodFacts(
+    name="ulysses_ring", owner="ulysses_z", feed_forward_rule=_any_group, order="zigzag",
+    attention_rule=_in_blocks("ulysses_ring", ulysses_blocks),
+    attention_groups=_two_axes("ulysses_ring", ulysses_blocks), unlevelled=("attention",),
+    automatic=False,
+)  # fmt: skip
+TENSOR_RING = MethodFacts(
+    name="tensor_ring", owner="tensor_ring", order="zigzag",
+    attention_rule=_in_blocks("tensor_ring", tensor_blocks),
+    feed_forward_rule=_in_blocks("tensor_ring", tensor_blocks),
+    attention_groups=_two_axes("tensor_ring", tensor_blocks),
+    feed_forward_groups=_two_axes("tensor_ring", tensor_blocks),
+    block=lambda ranks, most: largest_divisor(ranks, most) or ranks,
+    unlevelled=("attention",), automatic=False,
+)  # fmt: skip
+
+FACTS: dict[str, MethodFacts] = {
+    facts.name: facts
+    for facts in (
+        LOCAL, ULYSSES_Z, MEGATRON_TS, MEGATRON_CZ, MEGATRON_CZ_GATHER, METP, COLOSSAL_Z,
+        ULYSSES_RING, TENSOR_RING,
+    )
+}  # fmt: skip
+"""The facts of every method by its name."""
+
+SINGLE_RANK = LOCAL.name
+"""The method of one rank alone."""
+
+DEFAULT = ULYSSES_Z.name
+"""The method of several ranks where nobody names one."""
+
+
+def facts_of(name: str) -> MethodFacts:
+    """The facts of method ``name``. Raises SpecError for an unknown name."""
+    found = FACTS.get(name)
+    if found is None:
+        hint = did_you_mean(name, FACTS) or f"known are {', '.join(FACTS)}"
+        raise SpecError("method", got=repr(name), hint=hint)
+    return found
+
+
+def methods_for(architecture: Architecture, ranks: int, branch: Branch) -> tuple[str, ...]:
+    """The methods that can run a branch on a group of ``ranks``."""
+    return tuple(f.name for f in FACTS.values() if f.rule(branch, architecture, ranks) is None)
+
+
+def subgroups(
+    option: LayerOption, architecture: Architecture, ranks: int, tensor: int = 1
+) -> tuple[Members, ...]:
+    """The groups within a group of ``ranks`` that a layer option needs, where blocks of ``tensor``
+    neighbours hold the weights together. Raises SpecError when it cannot run in such blocks."""
+    attention, feed_forward = facts_of(option.attention), facts_of(option.feed_forward)
+    return (
+        *attention.attention_groups(architecture, ranks, tensor),
+        *feed_forward.feed_forward_groups(architecture, ranks, tensor),
+    )
+
+
+def block_ranks(option: LayerOption, ranks: int, most: int) -> int:
+    """The neighbouring ranks of a group of ``ranks`` that share a layer's weights and use their
+    shards as they lie, where weights can be cut into ``most`` shards.
+
+    1 where a branch wants whole weights or its branches have blocks of different sizes, and for
+    methods without facts: those of other people's layers are taken to gather.
+    """
+    sizes = {
+        FACTS[name].block(ranks, most) if name in FACTS else 1
+        for name in (option.attention, option.feed_forward)
+    }
+    return sizes.pop() if len(sizes) == 1 else 1

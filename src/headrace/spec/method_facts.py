@@ -1,0 +1,113 @@
+"""What every wing knows of a method without running it: its rules, its groups, what it uses.
+
+A method is named in two places only: its facts (:mod:`headrace.spec.known_methods`) and, where it
+runs, the file of its two functions. Everyone else asks the facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace.spec.architecture import Architecture
+from headrace.spec.method import BRANCHES, Branch
+from headrace.spec.plan import TokenOrder
+
+__all__ = ["BranchUse", "Groups", "Members", "MethodFacts", "Rule", "TrafficPattern", "Use"]
+
+Members = tuple[int, ...]
+"""Ranks of a group, counted within the group."""
+
+TrafficPattern = Literal["gather", "exchange", "hop"]
+"""Gathers and the scatters of sums; all-to-all; from each rank to the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchUse:
+    """What one branch of a layer uses on the busiest of p ranks.
+
+    ``linear`` and ``core`` are its shares of the branch's linear and attention FLOPs. Bytes are in
+    units u = T h e / p, those of one local activation: ``sent`` forward and ``sent_back`` backward
+    in so many ``messages`` of one ``pattern``; ``kept`` for the backward at the level ``none`` and
+    ``kept_attention`` at ``attention``; ``buffers`` needed in passing. ``launches`` counts how
+    often the branch starts its kernels. A branch that ``recomputes`` runs its first product again
+    in every backward, whatever the level.
+    """
+
+    linear: float
+    core: float = 0.0
+    sent: float = 0.0
+    sent_back: float = 0.0
+    messages: int = 0
+    messages_back: int = 0
+    pattern: TrafficPattern = "gather"
+    kept: float
+    kept_attention: float
+    buffers: float
+    launches: int = 1
+    recomputes: bool = False
+
+
+Rule = Callable[[Architecture, int], str | None]
+"""None when a group of so many ranks can run a branch, else the rule it breaks."""
+
+Groups = Callable[[Architecture, int, int], tuple[Members, ...]]
+"""The groups within a group of so many ranks, in tensor blocks of so many, that a branch needs."""
+
+Use = Callable[[Architecture, int, float], BranchUse]
+"""What a branch uses on so many ranks, where one sum takes the place of so many elements."""
+
+
+def _no_groups(architecture: Architecture, ranks: int, tensor: int) -> tuple[Members, ...]:
+    return ()
+
+
+def _alone(ranks: int, most: int) -> int:
+    return 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodFacts:
+    """One method, as planners, costs and the running wing know it.
+
+    ``owner`` names the method whose feed-forward this one uses, its own name where it has one.
+    ``order`` is the token order in which it is fastest (it is right in any). ``*_groups`` are the
+    groups within the group that a branch needs. ``block(ranks, most)`` is the number of
+    neighbouring ranks that use their shards of a layer's weights as they lie, of at most ``most``
+    shards; 1 where each rank wants whole weights. ``unlevelled`` branches do the same at the levels
+    ``none`` and ``attention``. ``automatic`` methods are considered when the choice is left to the
+    planner. ``attention`` and ``feed_forward`` are formulas of what the branches use, None where
+    there are none.
+    """
+
+    name: str
+    owner: str
+    attention_rule: Rule
+    feed_forward_rule: Rule
+    order: TokenOrder = "natural"
+    attention_groups: Groups = _no_groups
+    feed_forward_groups: Groups = _no_groups
+    block: Callable[[int, int], int] = _alone
+    unlevelled: tuple[Branch, ...] = ()
+    automatic: bool = True
+    attention: Use | None = None
+    feed_forward: Use | None = None
+
+    def rule(self, branch: Branch, architecture: Architecture, ranks: int) -> str | None:
+        """None when a group of ``ranks`` can run the branch, else the rule it breaks."""
+        rule = self.attention_rule if branch == "attention" else self.feed_forward_rule
+        return rule(architecture, ranks)
+
+    def supports(self, architecture: Architecture, ranks: int) -> str | None:
+        """None when a group of ``ranks`` can run both branches, else the rule it breaks."""
+        broken = (self.rule(branch, architecture, ranks) for branch in BRANCHES)
+        return next((rule for rule in broken if rule), None)
+
+    def fetched(self, ranks: int, most: int) -> float:
+        """The share of the weight rows it lacks that a rank fetches where weights are sharded
+        over ``ranks`` and can be cut into ``most`` shards: a block of U ranks needs 1 / U of the
+        rows and holds 1 / R, so (1 / U - 1 / R) / (1 - 1 / R)."""
+        if ranks == 1:
+            return 1.0
+        return (1 / self.block(ranks, most) - 1 / ranks) / (1 - 1 / ranks)
