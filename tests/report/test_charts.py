@@ -14,6 +14,7 @@ import pytest
 
 from headrace.report.records import RecordedStep, Run
 from headrace.report.run_folder import read_run
+from headrace.report.summary import summed_up
 from headrace.spec import Row, Timeline
 from report.fake_run import fake_run, layered_run
 
@@ -59,8 +60,8 @@ def test_any_run_can_be_drawn(tmp_path: Path, how: dict[str, Any]) -> None:
     assert len(drawn) == len(FIGURES) - (how.get("recorded") == 0) - alike
     for figure in drawn:
         json.dumps(figure.draw(run).to_dict(), allow_nan=False)
-        assert figure.caption(run).endswith(".")
-        assert "nan" not in figure.caption(run)
+        assert figure.caption(summed_up(run)).endswith(".")
+        assert "nan" not in figure.caption(summed_up(run))
 
 
 def test_points_without_a_prediction_are_gaps(run: Run) -> None:
@@ -235,11 +236,11 @@ def test_captions_of_layers_by_hand(tmp_path: Path) -> None:
     """Catches shares of the wrong layer, and changes of steps told as changes of layers."""
     steps = [[("1*a+full 2*a", 30), ("1*a 2*b", 10)], [("3*a", 40)], [("3*a", 20)]]
     run = read_run(layered_run(tmp_path / "run", *steps))  # type: ignore[arg-type]
-    assert layers_caption(run) == (
+    assert layers_caption(summed_up(run)) == (
         "Layers differ most in a+full: 0 % of the tokens in layer 1, 30 % in layer 0; methods "
         "changed once between layers of a micro-batch."
     )
-    assert options_caption(run) == (
+    assert options_caption(summed_up(run)) == (
         "a did 83 % of all token-layers (tokens times layers); in 1 of 2 steps after the first "
         "some layer ran other methods than in the step before."
     )
@@ -262,13 +263,15 @@ def test_captions_of_layers_by_hand(tmp_path: Path) -> None:
 )
 def test_captions_of_simple_runs(tmp_path: Path, step: Any, caption: str) -> None:
     """Catches a sentence about differences where there are none."""
-    assert layers_caption(read_run(layered_run(tmp_path / "run", step))) == caption
+    assert layers_caption(summed_up(read_run(layered_run(tmp_path / "run", step)))) == caption
 
 
 def test_caption_of_one_step_does_not_speak_of_others(tmp_path: Path) -> None:
     """Catches '0 of 0 steps'."""
     run = read_run(layered_run(tmp_path / "run", [("1*a 3*b", 2)]))
-    assert options_caption(run) == "b did 75 % of all token-layers (tokens times layers)."
+    assert (
+        options_caption(summed_up(run)) == "b did 75 % of all token-layers (tokens times layers)."
+    )
 
 
 def test_runs_without_layer_plans_have_no_layer_figures(tmp_path: Path) -> None:
@@ -322,7 +325,7 @@ def test_steps_are_coloured_by_their_strategy(run: Run) -> None:
     rows = next(iter(spec["datasets"].values()))
     assert {row["shown"] for row in rows} == set(scale["domain"])
     assert [row["strategy"] for row in rows] == [step.planned.strategy for step in steps]
-    caption = strategies_caption(replace(run, steps=tuple(steps)))
+    caption = strategies_caption(summed_up(replace(run, steps=tuple(steps))))
     assert caption.count("of the steps") == min(3, len(set(names[: len(steps)])))
 
 

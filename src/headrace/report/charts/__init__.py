@@ -11,8 +11,13 @@ from headrace.report.charts.predictions import (
     memory_by_rank,
     predicted_against_measured,
 )
-from headrace.report.charts.steps import gap_to_bound, loss_curve, ratio_over_steps, throughput
-from headrace.report.charts.strategies import strategies_over_steps
+from headrace.report.charts.steps import (
+    gap_to_bound,
+    loss_curve,
+    ratio_over_steps,
+    strategies_over_steps,
+    throughput,
+)
 
 __all__ = [
     "cost_fit",

@@ -10,9 +10,12 @@ from headrace.report import captions, charts
 from headrace.report.charts.theme import Drawing
 from headrace.report.layer_use import layer_use
 from headrace.report.records import Run
-from headrace.report.trust import TRUST_HEADING
+from headrace.report.summary import Summary
 
-__all__ = ["FIGURES", "Figure"]
+__all__ = ["FIGURES", "TRUST_HEADING", "Figure"]
+
+TRUST_HEADING = "How far to trust the predictions"
+"""The section that holds the figures on predictions, and the table of what was learnt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +27,7 @@ class Figure:
     title: str
     section: str
     draw: Callable[[Run], Drawing]
-    caption: Callable[[Run], str]
+    caption: Callable[[Summary], str]
     known: Callable[[Run], bool]
     wide: bool = False
 

@@ -20,7 +20,7 @@ from headrace.report.charts.theme import (
     styled,
 )
 from headrace.report.records import RecordedStep
-from headrace.report.wording import share_text
+from headrace.report.summary import share_text
 from headrace.simulator import without_waits
 from headrace.spec import Row, Timeline
 from headrace.units import seconds_text

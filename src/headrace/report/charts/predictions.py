@@ -8,6 +8,7 @@ from typing import Any
 
 import altair as alt
 
+from headrace.report.charts.steps import every
 from headrace.report.charts.theme import (
     FIT,
     FULL,
@@ -31,7 +32,6 @@ from headrace.report.charts.theme import (
     styled,
 )
 from headrace.report.records import CostPoint, Run, Step
-from headrace.report.series import every
 from headrace.units import bytes_text
 
 __all__ = ["cost_fit", "memory_by_rank", "predicted_against_measured"]
@@ -43,7 +43,7 @@ _PLAIN = ",~r"
 def predicted_against_measured(run: Run) -> Drawing:
     """One dot per step: measured seconds against predicted ones, the diagonal and its band of
     10 %; coloured by the largest group of the step."""
-    steps = every([s for s in run.steps[1:] or run.steps if isfinite(s.ratio) and s.ratio > 0])
+    steps = every([s for s in run.warm if isfinite(s.ratio) and s.ratio > 0])
     unit = second_unit(s.step_s for s in steps)
     rows = [_dot(step, unit.factor) for step in steps]
     values = [row[key] for row in rows for key in ("predicted", "measured")] or [1.0]
@@ -178,9 +178,10 @@ def cost_fit(run: Run) -> Drawing:
 
 def _fit_row(point: CostPoint, factor: float) -> dict[str, Any]:
     method, _, recompute = point.option.partition("+")
+    longest = point.longest or point.tokens
     return {
         "p": point.p, "part": point.part, "method": method, "recompute": recompute or "none",
-        "tokens": point.tokens, "longest": point.longest, "single": point.longest == point.tokens,
+        "tokens": point.tokens, "longest": longest, "single": longest == point.tokens,
         "measured": point.measured_s * factor,
         "predicted": point.predicted_s * factor,
     }  # fmt: skip

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import isfinite
 from typing import Any
 
 import altair as alt
+import numpy as np
+import numpy.typing as npt
 
 from headrace.report.charts.theme import (
     FIT,
@@ -14,6 +19,8 @@ from headrace.report.charts.theme import (
     INK,
     MEASURED,
     MUTED,
+    OPTIONS,
+    OTHERS,
     PREDICTED,
     STATIC,
     WARNING,
@@ -21,17 +28,80 @@ from headrace.report.charts.theme import (
     data,
     layered,
     legend,
+    second_unit,
     styled,
 )
 from headrace.report.records import Run, Step
-from headrace.report.series import Value, every, finite, series
+from headrace.report.summary import finite, median
 
-__all__ = ["gap_to_bound", "loss_curve", "ratio_over_steps", "throughput"]
+__all__ = [
+    "Point",
+    "every",
+    "gap_to_bound",
+    "loss_curve",
+    "ratio_over_steps",
+    "series",
+    "strategies_over_steps",
+    "throughput",
+]
+
+LIMIT = 2000
+"""Points that a line holds at most."""
+
+Value = Callable[[Step], float]
 
 
-def _step_axis(**options: Any) -> alt.X:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """``value`` is the mean of the steps from ``step`` up to the next point, ``smooth`` its
+    smoothed neighbourhood; None where nothing was written."""
+
+    step: int
+    value: float | None
+    smooth: float | None
+
+
+def every(steps: Sequence[Step], limit: int = LIMIT) -> Sequence[Step]:
+    """At most ``limit`` of the steps, evenly spread, the last among them."""
+    if len(steps) <= limit:
+        return steps
+    picked = np.linspace(0, len(steps) - 1, limit).round().astype(int)
+    return [steps[i] for i in picked]
+
+
+def series(run: Run, value: Value, limit: int = LIMIT) -> list[Point]:
+    """``value`` over the steps of a run, averaged down to at most ``limit`` points."""
+    values = np.array([value(step) for step in run.steps], dtype=np.float64)
+    edges = np.linspace(0, len(values), min(limit, len(values)) + 1).astype(int)
+    means = [_mean(values[low:high]) for low, high in pairwise(edges)]
+    smooth = _smoothed(means)
+    return [
+        Point(step=run.steps[low].step, value=_rounded(means[i]), smooth=_rounded(smooth[i]))
+        for i, low in enumerate(edges[:-1])
+    ]
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """The running mean of the running median: outliers do not show, steps are not jagged."""
+    window = max(2, len(values) // 30) if len(values) > 12 else 0
+    spans = [slice(max(0, i - window), i + window + 1) for i in range(len(values))]
+    medians = np.array([median(values[span]) for span in spans])
+    return [_mean(medians[span]) for span in spans]
+
+
+def _mean(values: npt.NDArray[np.float64]) -> float:
+    kept = finite(values)
+    return float(kept.mean()) if kept.size else float("nan")
+
+
+def _rounded(value: float) -> float | None:
+    """Five significant digits are more than a picture shows and a third of the bytes."""
+    return float(f"{value:.5g}") if np.isfinite(value) else None
+
+
+def _step_axis() -> alt.X:
     axis = alt.Axis(format=",d", tickMinStep=1, grid=False)
-    return alt.X("step:Q", title="step", axis=axis, scale=alt.Scale(nice=False, **options))
+    return alt.X("step:Q", title="step", axis=axis, scale=alt.Scale(nice=False))
 
 
 def _rows(run: Run, value: Value) -> list[dict[str, Any]]:
@@ -107,7 +177,7 @@ def ratio_over_steps(run: Run) -> Drawing:
     """Predicted over measured seconds of every step around 1, log axis, with the band of 10 %;
     what lies beyond the axis is drawn at its end."""
     rows = _rows(run, lambda step: step.ratio)
-    known = finite(step.ratio for step in run.steps[1:] or run.steps)
+    known = finite(step.ratio for step in run.warm)
     low = max(0.25, min(0.8, float(known.min()) * 0.95)) if known.size else 0.8
     high = min(4.0, max(1.25, float(known.max()) * 1.05)) if known.size else 1.25
     ticks = [t for t in (0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4)
@@ -153,3 +223,30 @@ def gap_to_bound(run: Run) -> Drawing:
     dots = base.mark_circle(size=size, opacity=0.45).encode(y=y, tooltip=tooltip)
     line = base.mark_line(strokeWidth=2).encode(y="smooth:Q")
     return styled(layered(dots, line).properties(width=HALF, height=300, autosize=FIT))
+
+
+def strategies_over_steps(run: Run) -> Drawing:
+    """Seconds of every step, coloured by its strategy (Hydraulis, Figure 15a); those that ran
+    least are one colour."""
+    counted = Counter(step.planned.strategy for step in run.steps)
+    named = [name for name, _ in counted.most_common(len(OPTIONS))]
+    several = len(counted) > len(named)
+    unit = second_unit(step.step_s for step in run.steps)
+    rows: list[dict[str, Any]] = [
+        {
+            "step": step.step, "took": step.step_s * unit.factor,
+            "strategy": step.planned.strategy,
+            "shown": step.planned.strategy if step.planned.strategy in named else "others",
+        }
+        for step in every(run.steps)
+    ]  # fmt: skip
+    shown = [*named, *(["others"] if several else [])]
+    colors = [*OPTIONS[: len(named)], *([OTHERS] if several else [])]
+    chart = alt.Chart(data(rows)).mark_circle(size=40 if len(rows) <= 300 else 8).encode(
+        x=_step_axis(),
+        y=alt.Y("took:Q", title=f"{unit.name} of the step", scale=alt.Scale(zero=True)),
+        color=alt.Color("shown:N", scale=alt.Scale(domain=shown, range=colors),
+                        legend=legend(columns=2, labelLimit=260)),
+        tooltip=["step:Q", "strategy:N", alt.Tooltip("took:Q", title=unit.name, format=".3~g")],
+    )  # fmt: skip
+    return styled(chart.properties(width=HALF, height=290, autosize=FIT))
