@@ -69,21 +69,6 @@ class Sampler:
         """Samples per epoch."""
         return len(self._kept)
 
-    @property
-    def dropped(self) -> int:
-        """Samples left out because they are shorter than ``min_tokens``."""
-        return len(self._pieces) - len(self._kept)
-
-    @property
-    def epoch_tokens(self) -> int:
-        """Tokens per epoch."""
-        return int(self._pieces.lengths[self._kept].sum())
-
-    @property
-    def epoch_batches(self) -> int:
-        """Batches of the current epoch."""
-        return self._current().batches
-
     def _current(self) -> EpochOrder:
         """The order of the current epoch, made when it is first asked for."""
         if self._order is None:
