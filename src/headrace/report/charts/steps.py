@@ -13,24 +13,7 @@ import altair as alt
 import numpy as np
 import numpy.typing as npt
 
-from headrace.report.charts.theme import (
-    FIT,
-    HALF,
-    INK,
-    MEASURED,
-    MUTED,
-    OPTIONS,
-    OTHERS,
-    PREDICTED,
-    STATIC,
-    WARNING,
-    Drawing,
-    data,
-    layered,
-    legend,
-    second_unit,
-    styled,
-)
+from headrace.report.charts import theme
 from headrace.report.records import Run, Step
 from headrace.report.summary import finite, median
 
@@ -117,7 +100,7 @@ def _curve(
     x: alt.X | None = None,
 ) -> list[alt.Chart]:
     """Values as dots, smoothed as a line; a gap where nothing was written."""
-    base = alt.Chart(data(rows)).encode(x=x or _step_axis())
+    base = alt.Chart(theme.data(rows)).encode(x=x or _step_axis())
     tooltip = ["step:Q", alt.Tooltip("value:Q", title=name, format=number)]
     size = 22 if len(rows) <= 300 else 5
     dots = base.mark_circle(size=size, color=color, opacity=0.5).encode(y=y, tooltip=tooltip)
@@ -125,20 +108,20 @@ def _curve(
     return [dots, line]
 
 
-def loss_curve(run: Run) -> Drawing:
+def loss_curve(run: Run) -> theme.Drawing:
     """Loss of every step, and smoothed; steps whose loss is not a number are marked
     at the foot."""
     rows = _rows(run, lambda step: step.loss)
     y = alt.Y("value:Q", title="loss per token", scale=alt.Scale(zero=False), axis=_number("~g"))
-    layers = _curve(rows, y, MEASURED, "loss", ".4f")
+    layers = _curve(rows, y, theme.MEASURED, "loss", ".4f")
     lost = [{"step": s.step} for s in every([s for s in run.steps if not isfinite(s.loss)])]
     if lost:
         layers.append(
-            alt.Chart(data(lost)).mark_tick(color=WARNING, thickness=2, size=14).encode(
+            alt.Chart(theme.data(lost)).mark_tick(color=theme.WARNING, thickness=2, size=14).encode(
                 x=_step_axis(), y=alt.YValue("height"), tooltip=["step:Q"],
             )
         )  # fmt: skip
-    return styled(layered(*layers).properties(width=HALF, height=290, autosize=FIT))
+    return theme.half(theme.layered(*layers))
 
 
 def _number(text: str) -> alt.Axis:
@@ -154,7 +137,7 @@ def _from_zero(largest: float) -> alt.Scale:
     return alt.Scale(domain=[0, max(0.05, 1.05 * largest)], clamp=True)
 
 
-def throughput(run: Run) -> Drawing:
+def throughput(run: Run) -> theme.Drawing:
     """Tokens per second above, idle share of all ranks' time below, on one step axis."""
     rate = alt.Y("value:Q", title="tokens/s", axis=_number("~s"), scale=alt.Scale(zero=True))
     most = max(finite(step.idle for step in run.steps), default=0.0)
@@ -162,10 +145,10 @@ def throughput(run: Run) -> Drawing:
     bare = _step_axis()
     bare = bare.axis(labels=False, ticks=False, title=None, grid=False)
     rows = _rows(run, lambda s: s.tokens_per_s)
-    top = layered(*_curve(rows, rate, MEASURED, "tokens/s", ",.0f", bare))
-    low = layered(*_curve(_rows(run, lambda s: s.idle), idle, MUTED, "idle", ".1%"))
-    width = HALF - 70
-    return styled(
+    top = theme.layered(*_curve(rows, rate, theme.MEASURED, "tokens/s", ",.0f", bare))
+    low = theme.layered(*_curve(_rows(run, lambda s: s.idle), idle, theme.MUTED, "idle", ".1%"))
+    width = theme.HALF - 70
+    return theme.styled(
         alt.vconcat(
             top.properties(width=width, height=168), low.properties(width=width, height=64),
             spacing=8,
@@ -173,7 +156,7 @@ def throughput(run: Run) -> Drawing:
     )  # fmt: skip
 
 
-def ratio_over_steps(run: Run) -> Drawing:
+def ratio_over_steps(run: Run) -> theme.Drawing:
     """Predicted over measured seconds of every step around 1, log axis, with the band of 10 %;
     what lies beyond the axis is drawn at its end."""
     rows = _rows(run, lambda step: step.ratio)
@@ -188,16 +171,16 @@ def ratio_over_steps(run: Run) -> Drawing:
         scale=alt.Scale(type="log", domain=[low, high], clamp=True, nice=False),
     )  # fmt: skip
     span = {"step": run.steps[0].step, "end": run.steps[-1].step, "low": 0.9, "high": 1.1}
-    ground = alt.Chart(data([span]))
-    band = ground.mark_rect(color=PREDICTED, opacity=0.12).encode(
+    ground = alt.Chart(theme.data([span]))
+    band = ground.mark_rect(color=theme.PREDICTED, opacity=0.12).encode(
         x=_step_axis(), x2="end:Q", y=alt.Y("low:Q"), y2="high:Q"
     )
-    one = alt.Chart(data([{"at": 1}])).mark_rule(color=INK).encode(y="at:Q")
-    layers = [band, one, *_curve(rows, y, PREDICTED, "predicted / measured", ".3f")]
-    return styled(layered(*layers).properties(width=HALF, height=290, autosize=FIT))
+    one = alt.Chart(theme.data([{"at": 1}])).mark_rule(color=theme.INK).encode(y="at:Q")
+    layers = [band, one, *_curve(rows, y, theme.PREDICTED, "predicted / measured", ".3f")]
+    return theme.half(theme.layered(*layers))
 
 
-def gap_to_bound(run: Run) -> Drawing:
+def gap_to_bound(run: Run) -> theme.Drawing:
     """How far the plans that ran and the best static plans lie above the lower bound of their
     batch, as a share of the bound; both predicted."""
 
@@ -212,26 +195,26 @@ def gap_to_bound(run: Run) -> Drawing:
     rows = [{**row, "plan": name} for name, group in groups.items() for row in group
             if row["value"] is not None]  # fmt: skip
     color = alt.Color(
-        "plan:N", scale=alt.Scale(domain=list(groups), range=[PREDICTED, STATIC]),
-        legend=legend(symbolType="circle", symbolOpacity=1),
+        "plan:N", scale=alt.Scale(domain=list(groups), range=[theme.PREDICTED, theme.STATIC]),
+        legend=theme.legend(symbolType="circle", symbolOpacity=1),
     )  # fmt: skip
-    base = alt.Chart(data(rows)).encode(x=_step_axis(), color=color)
+    base = alt.Chart(theme.data(rows)).encode(x=_step_axis(), color=color)
     most = max((float(row["value"]) for row in rows), default=0.0)
     y = alt.Y("value:Q", title="above the lower bound", axis=_percent(6), scale=_from_zero(most))
     tooltip = ["step:Q", "plan:N", alt.Tooltip("value:Q", title="above the bound", format=".1%")]
     size = 26 if len(rows) <= 600 else 6
     dots = base.mark_circle(size=size, opacity=0.45).encode(y=y, tooltip=tooltip)
     line = base.mark_line(strokeWidth=2).encode(y="smooth:Q")
-    return styled(layered(dots, line).properties(width=HALF, height=300, autosize=FIT))
+    return theme.half(theme.layered(dots, line), 300)
 
 
-def strategies_over_steps(run: Run) -> Drawing:
+def strategies_over_steps(run: Run) -> theme.Drawing:
     """Seconds of every step, coloured by its strategy (Hydraulis, Figure 15a); those that ran
     least are one colour."""
     counted = Counter(step.planned.strategy for step in run.steps)
-    named = [name for name, _ in counted.most_common(len(OPTIONS))]
+    named = [name for name, _ in counted.most_common(len(theme.OPTIONS))]
     several = len(counted) > len(named)
-    unit = second_unit(step.step_s for step in run.steps)
+    unit = theme.second_unit(step.step_s for step in run.steps)
     rows: list[dict[str, Any]] = [
         {
             "step": step.step, "took": step.step_s * unit.factor,
@@ -241,12 +224,12 @@ def strategies_over_steps(run: Run) -> Drawing:
         for step in every(run.steps)
     ]  # fmt: skip
     shown = [*named, *(["others"] if several else [])]
-    colors = [*OPTIONS[: len(named)], *([OTHERS] if several else [])]
-    chart = alt.Chart(data(rows)).mark_circle(size=40 if len(rows) <= 300 else 8).encode(
+    colors = [*theme.OPTIONS[: len(named)], *([theme.OTHERS] if several else [])]
+    chart = alt.Chart(theme.data(rows)).mark_circle(size=40 if len(rows) <= 300 else 8).encode(
         x=_step_axis(),
         y=alt.Y("took:Q", title=f"{unit.name} of the step", scale=alt.Scale(zero=True)),
         color=alt.Color("shown:N", scale=alt.Scale(domain=shown, range=colors),
-                        legend=legend(columns=2, labelLimit=260)),
+                        legend=theme.legend(columns=2, labelLimit=260)),
         tooltip=["step:Q", "strategy:N", alt.Tooltip("took:Q", title=unit.name, format=".3~g")],
     )  # fmt: skip
-    return styled(chart.properties(width=HALF, height=290, autosize=FIT))
+    return theme.half(chart)
