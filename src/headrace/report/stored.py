@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
 
 from headrace.errors import DataError, HeadraceError
 
@@ -25,7 +24,7 @@ _Value = TypeVar("_Value")
 
 def _amount(value: float) -> float:
     if value < 0:
-        raise PydanticCustomError("amount", ">= 0")
+        raise ValueError(">= 0")
     return value
 
 
@@ -65,6 +64,7 @@ class Object:
             absent = first["type"] == "missing"
             got = "nothing" if absent else repr(first["input"])[:60]
             wanted = "a value" if absent else first["msg"].removeprefix("Input should be ")
+            wanted = wanted.removeprefix("Value error, ")
             what = ", ".join(map(str, [self.place, *first["loc"]]))
             raise DataError(what, got=got, wanted=wanted)
         except HeadraceError as error:
