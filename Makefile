@@ -2,9 +2,12 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 CONFIG ?= examples/python-sources.toml
+JOBS   ?= 2
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.headrace-ready
 DOCS   := $(VENV)/.headrace-docs
+# Files of tests side by side; a file stays in one process, as its tests share what they made.
+TESTS  := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test slow long lint docs reference lock clean
@@ -16,10 +19,10 @@ demo: $(READY) ## train on the Python sources of this machine, then write a repo
 	$(BIN)/headrace train $(CONFIG)
 
 test: $(READY) ## run the tests
-	$(BIN)/python -m pytest -m "not slow and not long"
+	$(TESTS) -m "not slow and not long"
 
 slow: $(READY) ## run the tests that take longer
-	$(BIN)/python -m pytest -m slow
+	$(TESTS) -m slow
 
 long: $(READY) ## run the tests that CI has no time for
 	$(BIN)/python -m pytest -m long

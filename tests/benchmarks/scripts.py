@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import runpy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jobs import Command
 
 __all__ = ["Ran", "run"]
 
@@ -26,10 +27,10 @@ class Ran:
 
 def run(script: str, *options: object, json_in: Path | None = None) -> Ran:
     file = json_in / "deeper" / f"{script}.json" if json_in else None
-    ended = subprocess.run(
-        [sys.executable, str(_FOLDER / script), *map(str, options),
-         *(["--json", str(file)] if file else [])],
-        capture_output=True, text=True, timeout=110, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
+    path = str(_FOLDER / script)
+    more = ["--json", file] if file else []
+    command = Command(lambda: runpy.run_path(path, run_name="__main__"), path, *options, *more)
+    out, err = command.communicate(110)
+    assert command.returncode is not None
     numbers = json.loads(file.read_text()) if file and file.exists() else None
-    return Ran(code=ended.returncode, out=ended.stdout, err=ended.stderr, numbers=numbers)
+    return Ran(code=command.returncode, out=out, err=err, numbers=numbers)

@@ -14,15 +14,18 @@ import pytest
 
 from headrace.report.records import RecordedStep, Run
 from headrace.report.run_folder import read_run
+from headrace.report.summary import summed_up
 from headrace.spec import Row, Timeline
 from report.fake_run import fake_run, layered_run
 
 pytest.importorskip("altair")
-from headrace.report import charts
 from headrace.report.captions import layers_caption, options_caption, strategies_caption
 from headrace.report.charts.figures import FIGURES
-from headrace.report.charts.gantt import bars
-from headrace.report.charts.lengths import bin_label
+from headrace.report.charts.gantt import bars, gantt
+from headrace.report.charts.layers import layer_options, options_over_steps
+from headrace.report.charts.lengths import bin_label, length_histogram, placement_map
+from headrace.report.charts.predictions import cost_fit, predicted_against_measured
+from headrace.report.charts.steps import strategies_over_steps
 from headrace.report.charts.theme import KINDS, OPTIONS, OTHERS, group_scale, log_ticks, second_unit
 from headrace.report.layer_use import layer_use
 
@@ -59,8 +62,8 @@ def test_any_run_can_be_drawn(tmp_path: Path, how: dict[str, Any]) -> None:
     assert len(drawn) == len(FIGURES) - (how.get("recorded") == 0) - alike
     for figure in drawn:
         json.dumps(figure.draw(run).to_dict(), allow_nan=False)
-        assert figure.caption(run).endswith(".")
-        assert "nan" not in figure.caption(run)
+        assert figure.caption(summed_up(run)).endswith(".")
+        assert "nan" not in figure.caption(summed_up(run))
 
 
 def test_points_without_a_prediction_are_gaps(run: Run) -> None:
@@ -68,7 +71,7 @@ def test_points_without_a_prediction_are_gaps(run: Run) -> None:
     points = [replace(point, predicted_s=nan) for point in run.facts.costs.points]
     costs = replace(run.facts.costs, points=(*points[:3], *run.facts.costs.points[3:]))
     partly = replace(run, facts=replace(run.facts, costs=costs))
-    json.dumps(charts.cost_fit(partly).to_dict(), allow_nan=False)
+    json.dumps(cost_fit(partly).to_dict(), allow_nan=False)
 
 
 def test_lines_of_long_runs_are_thinned(tmp_path: Path) -> None:
@@ -88,7 +91,7 @@ def test_lines_of_long_runs_are_thinned(tmp_path: Path) -> None:
 def test_histogram_shows_all_documents_and_all_tokens(run: Run) -> None:
     """Catches bins dropped at the ends."""
     rows = next(
-        rows for rows in charts.length_histogram(run).to_dict()["datasets"].values()
+        rows for rows in length_histogram(run).to_dict()["datasets"].values()
         if "documents" in rows[0]
     )  # fmt: skip
     assert sum(row["documents"] for row in rows) == pytest.approx(1)
@@ -98,13 +101,13 @@ def test_histogram_shows_all_documents_and_all_tokens(run: Run) -> None:
 
 def test_every_length_is_placed_once(run: Run) -> None:
     """Catches shares taken over the whole map instead of a length's own sequences."""
-    datasets = charts.placement_map(run).to_dict()["datasets"].values()
+    datasets = placement_map(run).to_dict()["datasets"].values()
     cells = next(rows for rows in datasets if "share" in rows[0])
     for label in {row["length"] for row in cells}:
         assert sum(row["share"] for row in cells if row["length"] == label) == pytest.approx(1)
 
 
-LAYER_FIGURES = (charts.layer_options, charts.options_over_steps)
+LAYER_FIGURES = (layer_options, options_over_steps)
 
 
 def rows_of(drawing: Any) -> list[dict[str, Any]]:
@@ -125,7 +128,7 @@ def text_of(layers: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("draw", "column"), [(charts.layer_options, "layer"), (charts.options_over_steps, "from")]
+    ("draw", "column"), [(layer_options, "layer"), (options_over_steps, "from")]
 )
 def test_options_are_stacked_to_the_whole(run: Run, draw: Any, column: str) -> None:
     """Catches holes and overlaps in a bar, and a stack in another order than the legend."""
@@ -143,10 +146,10 @@ def test_options_are_stacked_to_the_whole(run: Run, draw: Any, column: str) -> N
 
 def test_layer_bars_hold_the_tokens_of_the_run(run: Run) -> None:
     """Catches bars of the wrong option or layer."""
-    rows = rows_of(charts.layer_options(run))
+    rows = rows_of(layer_options(run))
     drawn = {(row["layer"], row["option"]): row["tokens"] for row in rows}
     use = layer_use(run)
-    palette = colors_of(charts.layer_options(run))
+    palette = colors_of(layer_options(run))
     for layer, tokens in enumerate(use.tokens):
         for option, count in tokens.items():
             if str(option) in palette:
@@ -176,7 +179,7 @@ def test_options_beyond_the_palette_are_one(
     assert list(colors.items()) == [*wanted.items(), *([(others, OTHERS)] if others else [])]
     rows = rows_of(draw(run))
     assert {row["option"] for row in rows} == set(colors)
-    count = "tokens" if draw is charts.layer_options else "count"
+    count = "tokens" if draw is layer_options else "count"
     layers = sum(2 * options - i for i in range(options))
     assert sum(row[count] for row in rows) == 12 * layers
 
@@ -184,7 +187,7 @@ def test_options_beyond_the_palette_are_one(
 def test_layers_of_different_depth_have_whole_bars(tmp_path: Path) -> None:
     """Catches shares taken over the tokens of the run, of which few reach the last layers."""
     run = read_run(layered_run(tmp_path / "run", [("1*a", 6), ("3*b", 2)]))
-    rows = rows_of(charts.layer_options(run))
+    rows = rows_of(layer_options(run))
     drawn = [(row["layer"], row["option"], row["tokens"], row["low"], row["high"]) for row in rows]
     assert drawn == [(0, "a", 6, 0, 0.5 + 0.25), (0, "b", 2, 0.75, 1), (1, "b", 2, 0, 1),
                      (2, "b", 2, 0, 1)]  # fmt: skip
@@ -195,11 +198,11 @@ def test_steps_of_a_long_run_share_bars(tmp_path: Path) -> None:
     run = read_run(layered_run(tmp_path / "run", [("2*a", 3)], [("2*b", 5)]))
     steps = tuple(replace(run.steps[i % 2], step=i) for i in range(1000))
     long = replace(run, steps=steps)
-    rows = rows_of(charts.options_over_steps(long))
+    rows = rows_of(options_over_steps(long))
     lefts = sorted({row["left"] for row in rows})
     assert lefts == [5 * i - 0.5 for i in range(200)]
     assert [row["right"] for row in rows] == [row["left"] + 5 for row in rows]
-    domain = charts.options_over_steps(long).to_dict()["encoding"]["x"]["scale"]["domain"]
+    domain = options_over_steps(long).to_dict()["encoding"]["x"]["scale"]["domain"]
     assert domain == [-0.5, 999.5]
     assert sum(row["count"] for row in rows) == 2 * (3 + 5) * 500
 
@@ -207,7 +210,7 @@ def test_steps_of_a_long_run_share_bars(tmp_path: Path) -> None:
 def test_few_steps_have_a_tick_each(tmp_path: Path) -> None:
     """Catches an axis that counts from -1 to 1 under the only step."""
     run = read_run(layered_run(tmp_path / "run", [("2*a", 3)]))
-    axis = charts.options_over_steps(run).to_dict()["encoding"]["x"]["axis"]
+    axis = options_over_steps(run).to_dict()["encoding"]["x"]["axis"]
     assert axis["values"] == [0]
 
 
@@ -235,11 +238,11 @@ def test_captions_of_layers_by_hand(tmp_path: Path) -> None:
     """Catches shares of the wrong layer, and changes of steps told as changes of layers."""
     steps = [[("1*a+full 2*a", 30), ("1*a 2*b", 10)], [("3*a", 40)], [("3*a", 20)]]
     run = read_run(layered_run(tmp_path / "run", *steps))  # type: ignore[arg-type]
-    assert layers_caption(run) == (
+    assert layers_caption(summed_up(run)) == (
         "Layers differ most in a+full: 0 % of the tokens in layer 1, 30 % in layer 0; methods "
         "changed once between layers of a micro-batch."
     )
-    assert options_caption(run) == (
+    assert options_caption(summed_up(run)) == (
         "a did 83 % of all token-layers (tokens times layers); in 1 of 2 steps after the first "
         "some layer ran other methods than in the step before."
     )
@@ -262,13 +265,15 @@ def test_captions_of_layers_by_hand(tmp_path: Path) -> None:
 )
 def test_captions_of_simple_runs(tmp_path: Path, step: Any, caption: str) -> None:
     """Catches a sentence about differences where there are none."""
-    assert layers_caption(read_run(layered_run(tmp_path / "run", step))) == caption
+    assert layers_caption(summed_up(read_run(layered_run(tmp_path / "run", step)))) == caption
 
 
 def test_caption_of_one_step_does_not_speak_of_others(tmp_path: Path) -> None:
     """Catches '0 of 0 steps'."""
     run = read_run(layered_run(tmp_path / "run", [("1*a 3*b", 2)]))
-    assert options_caption(run) == "b did 75 % of all token-layers (tokens times layers)."
+    assert (
+        options_caption(summed_up(run)) == "b did 75 % of all token-layers (tokens times layers)."
+    )
 
 
 def test_runs_without_layer_plans_have_no_layer_figures(tmp_path: Path) -> None:
@@ -286,7 +291,7 @@ def test_bins_are_named_by_their_upper_end() -> None:
 def test_panels_of_a_step_share_one_time_axis(run: Run) -> None:
     """Catches a static plan that looks as short as the others."""
     assert run.recorded is not None
-    spec = charts.gantt(run.recorded, "1*cp4").to_dict()
+    spec = gantt(run.recorded, "1*cp4").to_dict()
     domains = [panel["encoding"]["x"]["scale"]["domain"] for panel in spec["vconcat"]]
     assert len(domains) == 3
     assert domains[0] == domains[1] == domains[2]
@@ -316,13 +321,13 @@ def test_steps_are_coloured_by_their_strategy(run: Run) -> None:
         replace(step, planned=replace(step.planned, strategy=names[min(number, len(names) - 1)]))
         for number, step in enumerate(run.steps)
     ]
-    spec = charts.strategies_over_steps(replace(run, steps=tuple(steps))).to_dict()
+    spec = strategies_over_steps(replace(run, steps=tuple(steps))).to_dict()
     scale = next(o["scale"] for o in walk(spec) if "legend" in o and "scale" in o)
     assert len(scale["domain"]) == len(scale["range"]) == len(set(scale["range"]))
     rows = next(iter(spec["datasets"].values()))
     assert {row["shown"] for row in rows} == set(scale["domain"])
     assert [row["strategy"] for row in rows] == [step.planned.strategy for step in steps]
-    caption = strategies_caption(replace(run, steps=tuple(steps)))
+    caption = strategies_caption(summed_up(replace(run, steps=tuple(steps))))
     assert caption.count("of the steps") == min(3, len(set(names[: len(steps)])))
 
 
@@ -344,7 +349,7 @@ def test_waits_and_messages_have_bars_of_their_own() -> None:
     ]  # fmt: skip
     joined = bars(timeline, 5, 1.0)
     assert ("message", 9) in [(bar["kind"], bar["to"]) for bar in joined]
-    spec = charts.gantt(RecordedStep(step=0, measured=timeline, predicted=timeline)).to_dict()
+    spec = gantt(RecordedStep(step=0, measured=timeline, predicted=timeline)).to_dict()
     kinds = {row["kind"] for rows in spec["datasets"].values() for row in rows}
     assert kinds <= set(KINDS)
 
@@ -395,7 +400,7 @@ def test_very_many_ranks_are_sampled() -> None:
 def test_one_group_size_has_one_colour(run: Run) -> None:
     """Catches two figures that colour the same number of ranks differently."""
     scales = []
-    for figure in (charts.predicted_against_measured(run), charts.cost_fit(run)):
+    for figure in (predicted_against_measured(run), cost_fit(run)):
         for part in walk(figure.to_dict()):
             scale = part.get("scale", {})
             if isinstance(scale, dict) and str(scale.get("range", [""])[0]).startswith("#7ad"):

@@ -11,10 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.report.headline import cards, headline, warnings
-from headrace.report.records import Run
+from headrace.report.headline import cards
+from headrace.report.records import FitError, Run
 from headrace.report.run_folder import read_run
-from headrace.report.series import every, mean, median, series
+from headrace.report.summary import mean, median, summed_up
+from headrace.report.warnings import warnings
+
+pytest.importorskip("altair")
+from headrace.report.charts.steps import every, series
 
 
 def with_losses(run: Run, losses: list[float]) -> Run:
@@ -72,7 +76,7 @@ def test_medians_and_means_skip_what_is_missing() -> None:
 
 def test_headline_by_hand(run: Run) -> None:
     """Catches the warm-up step in rates, and ratios of means where sums are meant."""
-    top = headline(run)
+    top = summed_up(run)
     rest = run.steps[1:]
     assert top.tokens_per_s == pytest.approx(
         sum(s.tokens for s in rest) / sum(s.step_s for s in rest)
@@ -82,7 +86,7 @@ def test_headline_by_hand(run: Run) -> None:
         sum(p.best_static_s for p in planned) / sum(p.predicted_s for p in planned)
     )
     assert top.error == np.median([abs(s.planned.predicted_s / s.step_s - 1) for s in rest])
-    assert top.peak_bytes == max(max(s.peak_bytes) for s in run.steps)
+    assert top.peak[0] == max(max(s.peak_bytes) for s in run.steps)
     assert isnan(top.mfu)
 
 
@@ -96,7 +100,7 @@ def test_a_run_that_says_nothing_shows_dashes(run: Run) -> None:
         ),
     )  # fmt: skip
     empty = replace(run, steps=(bare,), facts=replace(run.facts, capacity_bytes=nan))
-    shown = cards(empty, headline(empty))
+    shown = cards(summed_up(empty))
     assert [card.value for card in shown[1:]] == ["-"] * 5
     assert not any("nan" in card.value + card.remark for card in shown)
 
@@ -114,7 +118,8 @@ def test_every_fault_is_warned_of(run: Run) -> None:
         calm.steps[5], loss=nan, step_s=9.0, peak_bytes=(3.0 * 2**30,),
         planned=replace(calm.steps[5].planned, waited_s=5.0),
     )  # fmt: skip
-    costs = replace(run.facts.costs, errors=(("forward", "p1 none", 0.03, 0.5),))
+    errors = {"forward": {"p1 none": FitError(median=0.03, worst=0.5)}}
+    costs = replace(run.facts.costs, errors=errors)
     facts = replace(run.facts, costs=costs)
     faulty = replace(calm, steps=(*calm.steps[:5], bad, *calm.steps[6:]), facts=facts)
     text = "\n".join(warnings(replace(faulty, notes=("a note",))))

@@ -10,8 +10,8 @@ import pytest
 from headrace.costs.learning.calibration import Calibration
 from headrace.costs.learning.residuals import Residual
 from headrace.report import summary_text
+from headrace.report.facts import trust_rows, trust_text
 from headrace.report.run_folder import read_run
-from headrace.report.trust import trust_rows, trust_text
 from report.fake_run import fake_run
 
 

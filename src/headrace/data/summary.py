@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil, log2
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -46,18 +45,6 @@ class Summary:
     bin_tokens: tuple[float, ...]
     edges: tuple[int, ...]
     counts: tuple[int, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that :meth:`from_json` reads back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Summary:
-        """The inverse of :meth:`to_json`, lists read as tuples."""
-        read: dict[str, Any] = {
-            key: tuple(item) if isinstance(item, list) else item for key, item in value.items()
-        }
-        return cls(**read)
 
     def __str__(self) -> str:
         rows = [("", BIN_NAMES)]

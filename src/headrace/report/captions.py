@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import takewhile
 from math import isfinite
 
 import numpy as np
 
-from headrace.report.headline import headline, warm
 from headrace.report.layer_use import layer_use
 from headrace.report.records import Corpus, Run
-from headrace.report.series import finite, median
-from headrace.report.wording import known, share_text
+from headrace.report.summary import Summary, finite, known, median, share_text
 from headrace.units import bytes_text, count_text, seconds_text
 
 __all__ = [
@@ -40,9 +37,9 @@ def tokens_share(corpus: Corpus) -> list[float]:
     return shares
 
 
-def gantt_caption(run: Run) -> str:
+def gantt_caption(of: Summary) -> str:
     """The recorded step: what it took against its prediction and the best static plan."""
-    recorded = run.recorded
+    run, recorded = of.run, of.run.recorded
     if recorded is None:
         return ""
     measured, predicted = recorded.measured.seconds, recorded.predicted.seconds
@@ -57,9 +54,9 @@ def gantt_caption(run: Run) -> str:
     return text + ". Grey is waiting; drag to move, shift and scroll to zoom."
 
 
-def lengths_caption(run: Run) -> str:
+def lengths_caption(of: Summary) -> str:
     """Which share of the tokens lies in the longest tenth of the documents."""
-    corpus = run.facts.corpus
+    corpus = of.run.facts.corpus
     counts = np.asarray(corpus.counts, dtype=float)
     before = (np.cumsum(counts) - counts) / counts.sum()
     share = float(np.asarray(tokens_share(corpus))[before >= 0.9].sum())
@@ -70,8 +67,9 @@ def lengths_caption(run: Run) -> str:
     return f"{text}; the longest has {known(corpus.max, count_text)}."
 
 
-def placement_caption(run: Run) -> str:
+def placement_caption(of: Summary) -> str:
     """Up to which length most sequences stayed on one rank."""
+    run = of.run
     bins = sorted({b for b, _ in run.assigned})
     sizes = sorted({size for _, size in run.assigned})
     if len(sizes) == 1:
@@ -93,9 +91,9 @@ def _share(run: Run, b: int, size: int) -> float:
     return run.assigned.get((b, size), 0) / total if total else 0.0
 
 
-def layers_caption(run: Run) -> str:
+def layers_caption(of: Summary) -> str:
     """In which option the layers differ most, and how often a micro-batch changes methods."""
-    use = layer_use(run)
+    use = layer_use(of.run)
     shares = [{o: n / sum(tokens.values()) for o, n in tokens.items()} for tokens in use.tokens]
     if len(use.shares) == 1:
         return f"Every layer used {next(iter(use.shares))} for all of its tokens."
@@ -113,83 +111,75 @@ def layers_caption(run: Run) -> str:
     return f"{text}; methods {changed} between layers of a micro-batch."
 
 
-def options_caption(run: Run) -> str:
+def options_caption(of: Summary) -> str:
     """Which option did most of the work, and how often steps changed methods."""
-    use = layer_use(run)
+    use = layer_use(of.run)
     option, share = next(iter(use.shares.items()))
     text = f"{option} did {share_text(share)} of all token-layers (tokens times layers)"
-    if len(run.steps) == 1:
+    if len(of.run.steps) == 1:
         return text + "."
     return (
-        f"{text}; in {use.between_steps:,} of {len(run.steps) - 1:,} steps after the first some "
+        f"{text}; in {use.between_steps:,} of {len(of.run.steps) - 1:,} steps after the first some "
         "layer ran other methods than in the step before."
     )
 
 
-def loss_caption(run: Run) -> str:
+def loss_caption(of: Summary) -> str:
     """Where the loss began and where it ended."""
-    losses = finite(step.loss for step in run.steps)
-    if not losses.size:
+    first, last = of.loss
+    if not isfinite(first):
         return "The loss was never a number."
-    if losses.size == 1:
-        return f"One step, with a loss of {losses[0]:.3f}."
-    last = max(1, losses.size // 10)
+    if len(of.run.steps) == 1:
+        return f"One step, with a loss of {first:.3f}."
     return (
-        f"From {losses[0]:.3f} in the first step to {np.median(losses[-last:]):.3f} at the end "
+        f"From {first:.3f} in the first step to {last:.3f} at the end "
         "(dots: steps; line: smoothed)."
     )
 
 
-def throughput_caption(run: Run) -> str:
+def throughput_caption(of: Summary) -> str:
     """Median speed and idle share."""
-    top = headline(run)
     return (
-        f"{known(top.tokens_per_s, count_text)} tokens/s over all ranks; they wait or move "
-        f"weights {known(top.idle, share_text)} of the time."
+        f"{known(of.tokens_per_s, count_text)} tokens/s over all ranks; they wait or move "
+        f"weights {known(of.idle, share_text)} of the time."
     )
 
 
-def strategies_caption(run: Run) -> str:
+def strategies_caption(of: Summary) -> str:
     """The strategies that ran most, and how long their steps took."""
-    counted = Counter(step.planned.strategy for step in run.steps)
-    took = {
-        name: median(s.step_s for s in run.steps if s.planned.strategy == name) for name in counted
-    }
     texts = [
-        f"{name} {share_text(count / len(run.steps))} of the steps, {seconds_text(took[name])} each"
-        for name, count in counted.most_common(3)
+        f"{name} {share_text(share)} of the steps, {seconds_text(took)} each"
+        for name, share, took in of.strategies[:3]
     ]
-    more = len(counted) - len(texts)
+    more = len(of.strategies) - len(texts)
     return "; ".join(texts) + (f"; {more} more" if more else "") + " (medians)."
 
 
-def gap_caption(run: Run) -> str:
+def gap_caption(of: Summary) -> str:
     """The median gaps of the plans and of the best static plans."""
-    steps = warm(run)
-    bounds = [s.planned.lower_bound_s for s in steps]
-    pairs = zip(steps, bounds, strict=True)
-    static = median(s.planned.best_static_s / b - 1 for s, b in pairs if b > 0)
-    text = f"Plans lie {known(headline(run).gap, share_text)} above the lower bound of their batch"
+    planned = [s.planned for s in of.run.warm if s.planned.lower_bound_s > 0]
+    static = median(p.best_static_s / p.lower_bound_s - 1 for p in planned)
+    text = f"Plans lie {known(of.gap, share_text)} above the lower bound of their batch"
     if isfinite(static):
         text += f", the best static plans {share_text(static)} (medians)"
     return text + "; nothing can lie below zero."
 
 
-def memory_caption(run: Run) -> str:
+def memory_caption(of: Summary) -> str:
     """The highest peak against what was predicted for it and the capacity."""
-    top, capacity = headline(run), run.facts.capacity_bytes
-    predicted = [p for s in run.steps for p in s.planned.peak_bytes if isfinite(p)]
-    text = f"The highest peak is {known(top.peak_bytes, bytes_text)} on rank {top.peak_rank}"
-    if predicted:
-        text += f", {bytes_text(max(predicted))} were predicted"
+    (peak, rank), capacity = of.peak, of.run.facts.capacity_bytes
+    predicted = finite(p for s in of.run.steps for p in s.planned.peak_bytes)
+    text = f"The highest peak is {known(peak, bytes_text)} on rank {rank}"
+    if predicted.size:
+        text += f", {bytes_text(predicted.max())} were predicted"
     if isfinite(capacity):
         text += f"; a rank may use {bytes_text(capacity)}"
     return text + "."
 
 
-def scatter_caption(run: Run) -> str:
+def scatter_caption(of: Summary) -> str:
     """How many steps lie within the band."""
-    ratios = finite(step.ratio for step in warm(run))
+    ratios = finite(step.ratio for step in of.run.warm)
     close = float((np.abs(ratios - 1) <= 0.1).mean()) if ratios.size else 0.0
     return (
         f"{share_text(close)} of the steps took what was predicted within 10 % (band); "
@@ -197,9 +187,9 @@ def scatter_caption(run: Run) -> str:
     )
 
 
-def ratio_caption(run: Run) -> str:
+def ratio_caption(of: Summary) -> str:
     """Whether predictions lean to one side."""
-    ratio = median(step.ratio for step in warm(run))
+    ratio = median(step.ratio for step in of.run.warm)
     if not isfinite(ratio):
         return "No step was predicted."
     verdict = "too short" if ratio < 0.98 else "too long" if ratio > 1.02 else "about right"
@@ -209,9 +199,9 @@ def ratio_caption(run: Run) -> str:
     )
 
 
-def cost_fit_caption(run: Run) -> str:
+def cost_fit_caption(of: Summary) -> str:
     """The median error of the fits."""
-    points = run.facts.costs.points
+    points = of.run.facts.costs.points
     error = median(abs(p.predicted_s / p.measured_s - 1) for p in points if p.measured_s > 0)
     return (
         f"Lines are the fits the planner trusts, {known(error, share_text)} off at a typical one "

@@ -1,19 +1,24 @@
-"""The facts of a run as rows of text, for the tables of the page and for the terminal."""
+"""The tables of the page as rows of text: facts, configuration, a plan, what was learnt."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from datetime import datetime
 from math import isfinite
 from typing import Any
 
+from headrace.costs.learning.memory_margin import Estimate
 from headrace.report.records import Run, Step
-from headrace.report.wording import known
+from headrace.report.summary import known, share_text
 from headrace.units import bytes_text, count_text, seconds_text
 
-__all__ = ["config_rows", "fact_groups", "plan_rows", "started_text"]
+__all__ = ["config_rows", "fact_groups", "plan_rows", "started_text", "trust_rows", "trust_text"]
 
 Rows = list[tuple[str, str]]
+
+_TRUST_ROWS = 30
+_FEWEST, _REMEMBERED = 15, 50  # values to speak of a rank; values that an estimate remembers
 
 
 def started_text(run: Run) -> str:
@@ -25,63 +30,50 @@ def started_text(run: Run) -> str:
     return f"{when.day} {when:%b %Y, %H:%M} {when.tzname() or ''}".rstrip()
 
 
-def fact_groups(run: Run) -> list[tuple[str, Rows]]:
-    """Groups of facts, each a heading and rows of name and text."""
-    return [("Run", _run(run)), ("Machine", _machine(run)), ("Model", _model(run)),
-            ("Corpus", _corpus(run))]  # fmt: skip
-
-
-def _run(run: Run) -> Rows:
-    facts, steps = run.facts, run.steps
-    took = sum(step.step_s for step in steps)
-    return [
-        ("started", started_text(run)),
-        ("steps", f"{len(steps):,} ({steps[0].step:,} to {steps[-1].step:,})"),
-        ("time in steps", seconds_text(took)),
-        ("tokens seen", count_text(sum(step.tokens for step in steps))),
-        ("ranks", str(facts.ranks)),
-        ("rank memory", known(facts.capacity_bytes, bytes_text, "not given")),
-        ("seed", str(facts.seed)),
-        ("headrace", facts.version),
-    ]
-
-
-def _machine(run: Run) -> Rows:
-    machine = run.facts.machine
-    return [
-        ("device", machine.device),
-        ("host", f"{machine.host_cpu}, {machine.cores} cores"),
-        ("host memory", bytes_text(machine.memory_bytes)),
-        ("PyTorch", machine.torch),
-        ("Python", machine.python),
-    ]
+def fact_groups(run: Run) -> dict[str, Rows]:
+    """Rows of name and text by their headings."""
+    facts, steps, machine, c = run.facts, run.steps, run.facts.machine, run.facts.corpus
+    lengths = [("median", c.median), ("p90", c.p90), ("p99", c.p99), ("longest", c.max)]
+    return {
+        "Run": [
+            ("started", started_text(run)),
+            ("steps", f"{len(steps):,} ({steps[0].step:,} to {steps[-1].step:,})"),
+            ("time in steps", seconds_text(sum(step.step_s for step in steps))),
+            ("tokens seen", count_text(sum(step.tokens for step in steps))),
+            ("ranks", str(facts.ranks)),
+            ("rank memory", known(facts.capacity_bytes, bytes_text, "not given")),
+            ("seed", str(facts.seed)),
+            ("headrace", facts.version),
+        ],
+        "Machine": [
+            ("device", machine.device),
+            ("host", f"{machine.host_cpu}, {machine.cores} cores"),
+            ("host memory", bytes_text(machine.memory_bytes)),
+            ("PyTorch", machine.torch),
+            ("Python", machine.python),
+        ],
+        "Model": [("parameters", count_text(facts.parameters)), *_model(run)],
+        "Corpus": [
+            ("name", c.name),
+            ("documents", f"{c.documents:,}"),
+            ("tokens", count_text(c.tokens)),
+            *[(name, f"{at:,.0f} tokens") for name, at in lengths if isfinite(at)],
+            ("context", known(c.context, lambda at: f"{at:,.0f} tokens")),
+            ("skipped", f"{c.skipped:,}"),
+        ],
+    }
 
 
 def _model(run: Run) -> Rows:
     a = run.facts.architecture
-    rows = [("parameters", count_text(run.facts.parameters))]
     if a is None:
-        return rows
+        return []
     return [
         ("kind", f"{a.kind}, {'causal' if a.causal else 'bidirectional'}"),
-        *rows,
         ("layers", f"{a.layers} of {a.hidden:,} features"),
         ("heads", f"{a.heads} of {a.head_features}, {a.kv_heads} for keys and values"),
         ("feed-forward", f"{a.ffn:,}"),
         ("vocabulary", f"{a.vocabulary:,}{', tied' if a.tied else ''}"),
-    ]
-
-
-def _corpus(run: Run) -> Rows:
-    c = run.facts.corpus
-    lengths = [("median", c.median), ("p90", c.p90), ("p99", c.p99), ("longest", c.max)]
-    return [
-        ("name", c.name),
-        ("documents", f"{c.documents:,}"),
-        ("tokens", count_text(c.tokens)),
-        *[(name, f"{at:,.0f} tokens") for name, at in lengths if isfinite(at)],
-        ("context", known(c.context, lambda at: f"{at:,.0f} tokens")),
-        ("skipped", f"{c.skipped:,}"),
     ]
 
 
@@ -104,3 +96,45 @@ def plan_rows(step: Step, limit: int = 40) -> list[tuple[str, ...]]:
         (str(m.ranks), f"{m.sequences:,}", f"{m.longest:,}", f"{m.tokens:,}", m.order, m.layers)
         for m in order[:limit]
     ]
+
+
+def trust_rows(run: Run) -> list[tuple[str, str, str, str]]:
+    """What was predicted, in how many steps, how far off it was usually, and how much that
+    scattered: all micro-batches of a step first, then the options used most, relative to their
+    steps."""
+    learnt = run.calibration
+    if learnt is None or not learnt.whole.count:
+        return []
+    options = sorted(learnt.options.items(), key=lambda item: (-item[1].count, item[0]))
+    return [_row("all of a step", learnt.whole)] + [_row(*item) for item in options[:_TRUST_ROWS]]
+
+
+def _row(name: str, estimate: Estimate) -> tuple[str, str, str, str]:
+    usual, spread = math.expm1(estimate.mean), math.expm1(estimate.spread)
+    sign = "" if usual < 0 else "+"
+    return name, f"{estimate.count:,}", f"{sign}{share_text(usual)}", f"\u00b1 {share_text(spread)}"
+
+
+def trust_text(run: Run) -> str:
+    """One sentence on memory and ranks; empty when nothing was learnt of them."""
+    learnt, parts = run.calibration, list[str]()
+    if learnt is None:
+        return ""
+    if learnt.peaks.usual.count:
+        usual, high = learnt.peaks.usual.mean, learnt.peaks.high
+        parts.append(f"peak memory was usually {usual:.2f} and seldom over {high:.2f} of predicted")
+    sure = [item for item in learnt.ranks.items() if _sure(item[1])]
+    slowest = max(sure, key=lambda item: item[1].mean, default=None)
+    if slowest is not None:
+        parts.append(
+            f"rank {slowest[0]} was {math.exp(slowest[1].mean):.2f}x slower than the others"
+        )
+    text = "; ".join(parts)
+    return text[:1].upper() + text[1:] + "." if text else ""
+
+
+def _sure(estimate: Estimate) -> bool:
+    """Whether a rank was slower by more than its mean may be off."""
+    seen = min(estimate.count, _REMEMBERED)
+    error = estimate.spread / math.sqrt(max(1, seen))
+    return seen >= _FEWEST and estimate.mean > max(math.log(1.05), 3 * error)

@@ -12,11 +12,18 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from headrace.errors import DataError, MissingExtra
-from headrace.report.facts import config_rows, fact_groups, plan_rows, started_text
-from headrace.report.headline import cards, headline, warnings
-from headrace.report.records import Run
+from headrace.report.facts import (
+    config_rows,
+    fact_groups,
+    plan_rows,
+    started_text,
+    trust_rows,
+    trust_text,
+)
+from headrace.report.headline import cards
 from headrace.report.run_folder import read_run
-from headrace.report.trust import TRUST_HEADING, trust_rows, trust_text
+from headrace.report.summary import Summary, summed_up
+from headrace.report.warnings import warnings
 
 __all__ = ["write_report"]
 
@@ -33,16 +40,16 @@ def write_report(run: Path, out: Path | None = None, *, pictures: bool = True) -
     when the packages of the extra ``report`` are absent.
     """
     figures, converter = _extra("headrace.report.charts.figures"), _extra("vl_convert")
-    value = read_run(run)
+    of = summed_up(read_run(run))
     page = out if out is not None else run / "report.html"
     drawn = [
-        (figure, _compact(figure.draw(value).to_dict()))
+        (figure, _compact(figure.draw(of.run).to_dict()))
         for figure in figures.FIGURES
-        if figure.known(value)
+        if figure.known(of.run)
     ]
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(_page(value, drawn, converter), encoding="utf-8")
+        page.write_text(_page(of, drawn, converter, figures.TRUST_HEADING), encoding="utf-8")
         if pictures:
             _write_pictures(page.parent / "pictures", drawn, converter)
     except OSError as error:
@@ -70,20 +77,22 @@ def _write_pictures(folder: Path, drawn: list[tuple[Any, dict[str, Any]]], vl: M
         (folder / f"{figure.name}.png").write_bytes(picture)
 
 
-def _page(run: Run, drawn: list[tuple[Any, dict[str, Any]]], converter: ModuleType) -> str:
+def _page(
+    of: Summary, drawn: list[tuple[Any, dict[str, Any]]], converter: ModuleType, trust_heading: str
+) -> str:
     environment = Environment(
         loader=PackageLoader("headrace.report", ""), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters["tight"] = _tight
-    top = headline(run)
+    run = of.run
     config = [("profile", run.facts.costs.fingerprint), *config_rows(run.facts.config)]
     return environment.get_template("page.html.j2").render(
-        facts=run.facts, started=started_text(run), steps=len(run.steps),
-        cards=cards(run, top), warnings=warnings(run), sections=_sections(run, drawn),
-        groups=fact_groups(run), config=config, trust=trust_rows(run), trust_text=trust_text(run),
-        trust_heading=TRUST_HEADING,
-        longest=run.longest_step, plan=run.plan, micro_batches=plan_rows(run.longest_step),
+        facts=run.facts, started=started_text(run), steps=len(run.steps), cards=cards(of),
+        warnings=warnings(run), sections=_sections(of, drawn), groups=fact_groups(run),
+        config=config, trust=trust_rows(run), trust_text=trust_text(run),
+        trust_heading=trust_heading, longest=run.longest_step, plan=run.plan,
+        micro_batches=plan_rows(run.longest_step),
         bundle=converter.javascript_bundle(vl_version=_VEGA_LITE),
     )  # fmt: skip
 
@@ -94,7 +103,7 @@ def _tight(text: str) -> str:
 
 
 def _sections(
-    run: Run, drawn: list[tuple[Any, dict[str, Any]]]
+    of: Summary, drawn: list[tuple[Any, dict[str, Any]]]
 ) -> list[tuple[str, list[dict[str, Any]]]]:
     """Figures by section, in order, each as what the template needs of it."""
     sections: dict[str, list[dict[str, Any]]] = {}
@@ -102,7 +111,7 @@ def _sections(
         text = _script_text(spec)
         sections.setdefault(figure.section, []).append({
             "name": figure.name, "title": figure.title, "wide": figure.wide, "spec": text,
-            "caption": figure.caption(run),
+            "caption": figure.caption(of),
             "renderer": "svg" if len(text) < _SVG_BYTES else "canvas",
         })  # fmt: skip
     return list(sections.items())

@@ -1,18 +1,24 @@
 """What a run left behind, as frozen values; :mod:`headrace.report.run_folder` reads them.
 
-Numbers that a run did not write (no model FLOPs on this device, no static plan to compare with) are
-NaN, so that figures show a gap instead of a zero.
+The JSON objects of a run have the keys of these fields, where a field names no other. Numbers that
+a run did not write (no model FLOPs on this device, no static plan to compare with) are NaN, so that
+figures show a gap instead of a zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AliasPath, BeforeValidator, Field
 
 from headrace.costs.learning.calibration import Calibration
+from headrace.errors import SpecError
+from headrace.report.stored import Amount, Count, Number, Ranks
 from headrace.spec import Architecture, LayerPlan, Plan, Timeline
 
 __all__ = [
@@ -20,6 +26,7 @@ __all__ = [
     "CostPoint",
     "Costs",
     "Facts",
+    "FitError",
     "Machine",
     "MicroBatchRow",
     "Planned",
@@ -29,13 +36,18 @@ __all__ = [
 ]
 
 
+def _within(key: str, *keys: str) -> Any:
+    """A field that is stored under other keys, each within the object of the one before."""
+    return Field(validation_alias=AliasPath(key, *keys))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """Where the run ran. ``cores`` counts the host's, ``memory_bytes`` is the host's memory."""
 
     host_cpu: str = "unknown"
-    cores: int = 0
-    memory_bytes: int = 0
+    cores: Count = 0
+    memory_bytes: Count = 0
     device: str = "unknown"
     python: str = "unknown"
     torch: str = "unknown"
@@ -50,40 +62,57 @@ class Corpus:
     """
 
     name: str = "unknown"
-    documents: int = 0
-    tokens: int = 0
-    median: float = nan
-    p90: float = nan
-    p99: float = nan
-    max: float = nan
-    skipped: int = 0
-    context: float = nan
-    edges: tuple[float, ...] = ()
-    counts: tuple[int, ...] = ()
+    documents: Count = 0
+    tokens: Count = 0
+    median: Amount = nan
+    p90: Amount = nan
+    p99: Amount = nan
+    max: Amount = nan
+    skipped: Count = 0
+    context: Amount = nan
+    edges: Annotated[tuple[Amount, ...], _within("histogram", "edges")] = ()
+    counts: Annotated[tuple[Count, ...], _within("histogram", "counts")] = ()
+
+    def __post_init__(self) -> None:
+        growing = all(low < high for low, high in pairwise(self.edges))
+        if self.counts and not (growing and len(self.edges) == len(self.counts) + 1):
+            raise SpecError(
+                "histogram", got=f"{len(self.edges)} edges for {len(self.counts)} counts",
+                wanted="one edge more than counts, growing",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostPoint:
     """One profiled point: ``part`` of a layer under ``option`` over ``p`` ranks (of embedding and
     loss, when the option is ``ends``), ``tokens`` in the pack whose longest sequence has
-    ``longest``, measured and fitted seconds."""
+    ``longest`` (0: it is the only one), measured and fitted seconds."""
 
-    p: int
-    option: str
-    part: str
-    tokens: int
-    longest: int
-    measured_s: float
-    predicted_s: float
+    p: Ranks
+    option: str = "unknown"
+    part: str = "unknown"
+    tokens: Count
+    longest: Count = 0
+    measured_s: Amount = nan
+    predicted_s: Amount = nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitError:
+    """The median and the worst relative error of one fit."""
+
+    median: Amount = nan
+    worst: Amount = nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The cost model the run planned with: ``errors`` are (part, case, median, worst) relative
-    errors of its fits."""
+    """The cost model the run planned with: ``errors[part][case]`` are those of its fits."""
 
     fingerprint: str = "unknown"
-    errors: tuple[tuple[str, str, float, float], ...] = ()
+    errors: Annotated[Mapping[str, Mapping[str, FitError]], _within("error")] = field(
+        default_factory=dict
+    )
     points: tuple[CostPoint, ...] = ()
 
 
@@ -92,18 +121,20 @@ class Facts:
     """What is fixed for the whole run. ``capacity_bytes`` is what one rank may use (NaN when the
     run did not say)."""
 
-    name: str
-    started: str
-    version: str
-    machine: Machine
-    ranks: int
-    seed: int
-    config: Mapping[str, Any]
-    architecture: Architecture | None
-    parameters: int
-    corpus: Corpus
-    costs: Costs
-    capacity_bytes: float
+    name: str = "unknown"
+    started: str = "unknown"
+    version: Annotated[str, _within("headrace")] = "unknown"
+    machine: Machine = Machine()
+    ranks: Ranks
+    seed: Count = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
+    architecture: Architecture | None = None
+    parameters: Count = 0
+    corpus: Corpus = Corpus()
+    costs: Costs = field(default_factory=Costs)
+    capacity_bytes: Annotated[
+        Amount, BeforeValidator(lambda size: size or None), _within("memory", "capacity_bytes")
+    ] = nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,16 +146,14 @@ class Planned:
     """
 
     strategy: str = "unknown"
-    working: str = "unknown"
-    predicted_s: float = nan
-    lower_bound_s: float = nan
-    gap: float = nan
-    planning_s: float = nan
-    waited_s: float = nan
-    plan_hash: str = ""
-    best_static_s: float = nan
+    predicted_s: Amount = nan
+    lower_bound_s: Amount = nan
+    gap: Number = nan
+    planning_s: Amount = nan
+    waited_s: Amount = nan
+    best_static_s: Amount = nan
     best_static: str = "unknown"
-    peak_bytes: tuple[float, ...] = ()
+    peak_bytes: Annotated[tuple[Amount, ...], _within("predicted_peak_bytes")] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +163,12 @@ class MicroBatchRow:
     ``layers`` is the text of its layer plan, ``order`` its token order.
     """
 
-    ranks: int
-    tokens: int
-    longest: int
-    sequences: int
-    layers: str
-    order: str
+    ranks: Ranks
+    tokens: Count = 0
+    longest: Count = 0
+    sequences: Count = 0
+    layers: str = "unknown"
+    order: str = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,25 +176,26 @@ class Step:
     """What was measured in one step. ``idle`` and ``mfu`` are fractions, ``peak_bytes[r]`` belongs
     to rank r; ``longest`` is the longest sequence in tokens."""
 
-    step: int
-    loss: float
-    tokens: int
-    sequences: int
-    longest: int
-    lr: float
-    grad_norm: float
-    step_s: float
-    tokens_per_s: float
-    idle: float
-    mfu: float
-    peak_bytes: tuple[float, ...]
-    micro_batches: tuple[MicroBatchRow, ...]
+    step: Count
+    loss: Number = nan
+    tokens: Count
+    longest: Count = 0
+    step_s: Amount
+    tokens_per_s: Amount = nan
+    idle: Amount = nan
+    mfu: Amount = nan
+    peak_bytes: tuple[Amount, ...] = ()
+    micro_batches: tuple[MicroBatchRow, ...] = ()
     planned: Planned
+
+    def __post_init__(self) -> None:
+        if not self.step_s > 0:
+            raise SpecError("step_s", got=self.step_s, wanted="above 0")
 
     @property
     def ratio(self) -> float:
         """Predicted over measured seconds of the step."""
-        return self.planned.predicted_s / self.step_s if self.step_s > 0 else nan
+        return self.planned.predicted_s / self.step_s
 
     @property
     def largest_group(self) -> int:
@@ -177,10 +207,20 @@ class Step:
 class RecordedStep:
     """The timelines of one step; ``static`` is the prediction for the best static plan."""
 
-    step: int
+    step: Count
     measured: Timeline
     predicted: Timeline
     static: Timeline | None = None
+
+    def __post_init__(self) -> None:
+        for timeline in filter(None, (self.measured, self.predicted, self.static)):
+            for row in timeline.rows:
+                if not (row.start_s <= row.end_s and row.rank < timeline.devices):
+                    raise SpecError(
+                        timeline.source, wanted="a rank of the run that ends after it starts",
+                        got=f"rank {row.rank} of {timeline.devices} from {row.start_s} to "
+                            f"{row.end_s} s",
+                    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +247,11 @@ class Run:
     calibration: Calibration | None = None
     notices: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def warm(self) -> tuple[Step, ...]:
+        """The steps without the first, which pays for warming up, when there are others."""
+        return self.steps[1:] or self.steps
 
     @property
     def longest_step(self) -> Step:

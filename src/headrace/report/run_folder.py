@@ -7,33 +7,28 @@ The first two must be there; without the others the report leaves out what they 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from itertools import pairwise
-from math import nan
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from headrace.costs.learning.calibration import Calibration
-from headrace.errors import CostError, DataError, HeadraceError
-from headrace.report.json_lines import Fields, read_lines, read_object
-from headrace.report.records import (
-    Corpus,
-    CostPoint,
-    Costs,
-    Facts,
-    Machine,
-    MicroBatchRow,
-    Planned,
-    RecordedStep,
-    Run,
-    Step,
-)
-from headrace.spec import Architecture, LayerPlan, Plan, Row, Timeline
+from headrace.errors import CostError, DataError
+from headrace.report.records import Facts, RecordedStep, Run, Step
+from headrace.report.stored import Object, read_lines, read_object
+from headrace.spec import LayerPlan, Plan
 
 __all__ = ["FORMAT", "length_bin", "read_run"]
 
 FORMAT = 1
 _PLAN_SAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Numbered:
+    """What every line of a run has."""
+
+    step: int
 
 
 def length_bin(tokens: int) -> int:
@@ -50,15 +45,20 @@ def read_run(folder: Path) -> Run:
     """
     notes: list[str] = []
     notices: list[str] = []
-    facts = _facts(read_object(_required(folder, "run.json")))
+    facts = read_object(_required(folder, "run.json"))
+    if facts.values.get("format") != FORMAT:
+        raise DataError(
+            f"{facts.place}, format", got=facts.values.get("format"), wanted=FORMAT,
+            hint="the run is of another version of headrace",
+        )  # fmt: skip
     assigned: Counter[tuple[int, int]] = Counter()
     layer_plans: dict[str, LayerPlan] = {}
     steps = _steps(_required(folder, "metrics.jsonl"), assigned, layer_plans, notices, notes)
     longest = max(steps, key=lambda step: (step.longest, step.step))
     plan, recomputed = _plans(folder / "plans.jsonl", longest, len(steps), notes)
     return Run(
-        folder=folder, facts=facts, steps=steps, assigned=dict(assigned), recomputed=recomputed,
-        layer_plans=layer_plans, plan=plan,
+        folder=folder, facts=facts.read(Facts), steps=steps, assigned=assigned,
+        recomputed=recomputed, layer_plans=layer_plans, plan=plan,
         recorded=_recorded(folder / "timelines.jsonl", steps, notes),
         calibration=_calibration(folder / "calibration.json", notes), notices=tuple(notices),
         notes=tuple(notes),
@@ -80,79 +80,6 @@ def _required(folder: Path, name: str) -> Path:
     return path
 
 
-def _facts(run: Fields) -> Facts:
-    if run.integer("format") != FORMAT:
-        raise DataError(
-            f"{run.place}, format", got=run.values["format"], wanted=FORMAT,
-            hint="the run is of another version of headrace",
-        )  # fmt: skip
-    return Facts(
-        name=run.text("name"), started=run.text("started"), version=run.text("headrace"),
-        machine=_machine(run.object("machine")), ranks=run.integer("ranks", least=1),
-        seed=run.integer("seed", 0), config=run.object("config").values,
-        architecture=_architecture(run.object("architecture")),
-        parameters=run.integer("parameters", 0), corpus=_corpus(run.object("corpus")),
-        costs=_costs(run.object("costs")),
-        capacity_bytes=run.object("memory").number("capacity_bytes") or nan,
-    )  # fmt: skip
-
-
-def _machine(value: Fields) -> Machine:
-    return Machine(
-        host_cpu=value.text("host_cpu"), cores=value.integer("cores", 0),
-        memory_bytes=value.integer("memory_bytes", 0), device=value.text("device"),
-        python=value.text("python"), torch=value.text("torch"),
-    )  # fmt: skip
-
-
-def _architecture(value: Fields) -> Architecture | None:
-    if not value.values:
-        return None
-    try:
-        return Architecture.from_json(dict(value.values))
-    except (TypeError, HeadraceError) as error:
-        raise DataError(value.place, got=str(error), wanted="the JSON form of an architecture")
-
-
-def _corpus(value: Fields) -> Corpus:
-    histogram = value.object("histogram")
-    edges, counts = histogram.numbers("edges"), histogram.numbers("counts")
-    growing = all(low < high for low, high in pairwise(edges))
-    if counts and not (growing and min(counts) >= 0 and len(edges) == len(counts) + 1):
-        raise DataError(
-            histogram.place, got=f"{len(edges)} edges for {len(counts)} counts",
-            wanted="counts >= 0 and one edge more, growing",
-        )  # fmt: skip
-    return Corpus(
-        name=value.text("name"), documents=value.integer("documents", 0),
-        tokens=value.integer("tokens", 0), median=value.number("median"),
-        p90=value.number("p90"), p99=value.number("p99"), max=value.number("max"),
-        skipped=value.integer("skipped", 0), context=value.number("context"), edges=edges,
-        counts=tuple(int(count) for count in counts),
-    )  # fmt: skip
-
-
-def _costs(value: Fields) -> Costs:
-    error = value.object("error")
-    rows = []
-    for part in error.values:
-        cases = error.object(part)
-        for case in cases.values:
-            found = cases.object(case)
-            rows.append((part, case, found.number("median"), found.number("worst")))
-    points = tuple(map(_cost_point, value.objects("points")))
-    return Costs(fingerprint=value.text("fingerprint"), errors=tuple(rows), points=points)
-
-
-def _cost_point(value: Fields) -> CostPoint:
-    tokens = value.integer("tokens", least=1)
-    return CostPoint(
-        p=value.integer("p", least=1), option=value.text("option"), part=value.text("part"),
-        tokens=tokens, longest=value.integer("longest", tokens),
-        measured_s=value.number("measured_s"), predicted_s=value.number("predicted_s"),
-    )  # fmt: skip
-
-
 def _steps(
     path: Path, assigned: Counter[tuple[int, int]], layer_plans: dict[str, LayerPlan],
     notices: list[str], notes: list[str],
@@ -161,11 +88,14 @@ def _steps(
     steps: dict[int, Step] = {}
     again = 0
     for line in read_lines(path, notes):
-        step = _step(line, layer_plans)
+        step = line.read(Step, planned=line.values)
         again += step.step in steps
         steps[step.step] = step
         assigned.update(_assignments(line))
-        notices += [text for text in line.array("notices") if isinstance(text, str)]
+        notices += [text for text in _list(line, "notices") if isinstance(text, str)]
+        for text in dict.fromkeys(micro.layers for micro in step.micro_batches):
+            if text not in layer_plans and text != "unknown":
+                layer_plans[text] = line.checked(partial(LayerPlan.parse, text))
     if not steps:
         raise DataError(
             str(path), got="no complete step", wanted="at least one",
@@ -176,59 +106,23 @@ def _steps(
     return tuple(steps[number] for number in sorted(steps))
 
 
-def _assignments(line: Fields) -> Iterable[tuple[int, int]]:
-    for pair in line.array("assignment"):
-        if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair))):
-            raise DataError(
-                f"{line.place}, assignment", got=repr(pair)[:60], wanted="[length, ranks]"
-            )
-        yield length_bin(pair[0]), pair[1]
+def _list(line: Object, key: str) -> list[object]:
+    value = line.values.get(key) or []
+    if not isinstance(value, list):
+        raise DataError(f"{line.place}, {key}", got=repr(value)[:60], wanted="a list")
+    return value
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _step(line: Fields, layer_plans: dict[str, LayerPlan]) -> Step:
-    tokens, seconds = line.integer("tokens"), line.positive("step_s")
-    return Step(
-        step=line.integer("step"), loss=line.number("loss", signed=True), tokens=tokens,
-        sequences=line.integer("sequences", 0), longest=line.integer("longest", 0),
-        lr=line.number("lr"), grad_norm=line.number("grad_norm"), step_s=seconds,
-        tokens_per_s=line.number("tokens_per_s", tokens / seconds), idle=line.number("idle"),
-        mfu=line.number("mfu"), peak_bytes=line.numbers("peak_bytes"),
-        micro_batches=tuple(_micro_batch(m, layer_plans) for m in line.objects("micro_batches")),
-        planned=_planned(line),
-    )  # fmt: skip
-
-
-def _micro_batch(value: Fields, layer_plans: dict[str, LayerPlan]) -> MicroBatchRow:
-    layers = value.text("layers")
-    if layers not in layer_plans and value.values.get("layers") is not None:
-        layer_plans[layers] = _layer_plan(layers, value.place)
-    return MicroBatchRow(
-        ranks=value.integer("ranks", least=1), tokens=value.integer("tokens", 0),
-        longest=value.integer("longest", 0), sequences=value.integer("sequences", 0),
-        layers=layers, order=value.text("order"),
-    )  # fmt: skip
-
-
-def _layer_plan(text: str, place: str) -> LayerPlan:
-    try:
-        return LayerPlan.parse(text)
-    except HeadraceError as error:
-        raise DataError(f"{place}, layers", got=str(error), wanted="the text of a layer plan")
-
-
-def _planned(line: Fields) -> Planned:
-    return Planned(
-        strategy=line.text("strategy"), working=line.text("working"),
-        predicted_s=line.number("predicted_s"), lower_bound_s=line.number("lower_bound_s"),
-        gap=line.number("gap", signed=True), planning_s=line.number("planning_s"),
-        waited_s=line.number("waited_s"), plan_hash=line.text("plan_hash", ""),
-        best_static_s=line.number("best_static_s"), best_static=line.text("best_static"),
-        peak_bytes=line.numbers("predicted_peak_bytes"),
-    )  # fmt: skip
+def _assignments(line: Object) -> Iterator[tuple[int, int]]:
+    """(length bin, ranks) of every sequence of a step."""
+    for pair in _list(line, "assignment"):
+        match pair:
+            case [int(tokens), int(ranks)] if tokens > 0 and ranks > 0:
+                yield length_bin(tokens), ranks
+            case _:
+                raise DataError(
+                    f"{line.place}, assignment", got=repr(pair)[:60], wanted="[length, ranks]"
+                )
 
 
 def _plans(
@@ -243,18 +137,14 @@ def _plans(
     levels: Counter[tuple[int, str]] = Counter()
     stride = max(1, steps // _PLAN_SAMPLES)
     for number, line in enumerate(read_lines(path, notes)):
-        if line.integer("step", steps) == longest.step:
-            found = _plan(line)
+        wanted = line.values.get("step") == longest.step
+        if not (wanted or number % stride == 0):
+            continue
+        plan = line.checked(partial(Plan.from_json, dict(line.values)))
+        found = plan if wanted else found
         if number % stride == 0:
-            levels.update(_levels(_plan(line)))
+            levels.update(_levels(plan))
     return found, dict(levels)
-
-
-def _plan(line: Fields) -> Plan:
-    try:
-        return Plan.from_json(dict(line.values))
-    except (HeadraceError, ValueError, AttributeError) as error:
-        raise DataError(line.place, got=str(error), wanted="the JSON form of a plan")
 
 
 def _levels(plan: Plan) -> Counter[tuple[int, str]]:
@@ -283,43 +173,10 @@ def _recorded(path: Path, steps: tuple[Step, ...], notes: list[str]) -> Recorded
         notes.append(f"{path.name} is missing: no step is drawn")
         return None
     lengths = {step.step: step.longest for step in steps}
-    best: tuple[tuple[bool, int, int], Fields] | None = None
+    best: tuple[tuple[bool, int, int], Object] | None = None
     for line in read_lines(path, notes):
-        number = line.integer("step")
+        number = line.read(_Numbered).step
         rank = (number != steps[0].step, lengths.get(number, 0), number)
         if best is None or rank >= best[0]:
             best = rank, line
-    return _recorded_step(best[1]) if best else None
-
-
-def _recorded_step(line: Fields) -> RecordedStep:
-    static = line.object("static")
-    return RecordedStep(
-        step=line.integer("step"), measured=_timeline(line.object("measured")),
-        predicted=_timeline(line.object("predicted")),
-        static=_timeline(static) if static.values else None,
-    )  # fmt: skip
-
-
-def _timeline(value: Fields) -> Timeline:
-    devices = value.integer("devices", least=1)
-    rows = tuple(_row(row, devices) for row in value.objects("rows"))
-    source: Literal["measured", "predicted"] = "measured"
-    if value.text("source") != source:
-        source = "predicted"
-    return Timeline(source=source, rows=rows, devices=devices)
-
-
-def _row(value: Fields, devices: int) -> Row:
-    start, rank = value.number("start_s", None), value.integer("rank")
-    end = value.number("end_s", None)
-    if not (0 <= start <= end and rank < devices):
-        raise DataError(
-            value.place, got=f"rank {rank} of {devices} from {start} to {end} s",
-            wanted="a rank of the run that ends after it starts",
-        )  # fmt: skip
-    return Row(
-        rank=rank, action=value.text("action"), kind=value.text("kind"), start_s=start, end_s=end,
-        tokens=value.integer("tokens", 0), ranks=value.integer("ranks", 1, least=1),
-        waited_s=value.number("waited_s", 0.0),
-    )  # fmt: skip
+    return best[1].read(RecordedStep) if best else None

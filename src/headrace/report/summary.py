@@ -1,101 +1,108 @@
-"""A run summed up for the terminal."""
+"""A run summed up: the numbers of which cards, captions and the text for the terminal are made."""
 
 from __future__ import annotations
 
-from math import isfinite
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
 
 import numpy as np
+import numpy.typing as npt
 
-from headrace.report.facts import started_text
-from headrace.report.headline import Headline, headline, warnings
-from headrace.report.layer_use import layer_use
 from headrace.report.records import Run
-from headrace.report.run_folder import read_run
-from headrace.report.series import finite
-from headrace.report.wording import known, share_text
-from headrace.units import bytes_text, count_text, seconds_text
 
-__all__ = ["summary_text"]
-
-_NAMED = 3
-"""Layer options that are named; the rest is told in one number."""
+__all__ = ["Summary", "finite", "known", "mean", "median", "share_text", "summed_up"]
 
 
-def summary_text(run: Path) -> str:
-    """What the run in a folder did, in about eleven lines of a name and a text; needs no extra
-    package. Raises DataError when the folder cannot be read."""
-    return _summary(read_run(run))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A run and its numbers; NaN where the run does not say.
+
+    The first step, which pays for warming up, is left out of rates and errors when there are
+    others. ``loss`` is that of the first step and the median of the last tenth. ``peak`` is the
+    highest peak of a rank in bytes, and the rank. ``error`` is the median distance of
+    predicted / measured seconds from 1, ``gap`` the median gap to the lower bound.
+    ``against_static`` is the predicted seconds of the best static plans (most often
+    ``best_static``) over those of the plans that ran. ``strategies`` are their names, shares of
+    the steps and median seconds of a step, the most frequent first.
+    """
+
+    run: Run
+    tokens_per_s: float
+    step_s: float
+    idle: float
+    mfu: float
+    loss: tuple[float, float]
+    peak: tuple[float, int]
+    planning_s: float
+    waited_s: float
+    error: float
+    gap: float
+    against_static: float
+    best_static: str
+    strategies: tuple[tuple[str, float, float], ...]
 
 
-def _summary(run: Run) -> str:
-    top = headline(run)
-    rows = [
-        ("run", f"{run.facts.name}  {_count(len(run.steps), 'step')} on "
-                f"{_count(run.facts.ranks, 'rank')} ({run.facts.machine.device})  "
-                f"{started_text(run)}"),
-        ("corpus", _corpus(run)),
-        ("loss", _loss(run)),
-        ("speed", f"{known(top.tokens_per_s, count_text)} tokens/s  "
-                  f"{known(top.step_s, seconds_text)}/step  idle {known(top.idle, share_text)}"
-                  + known(top.mfu, lambda mfu: f"  MFU {share_text(mfu)}", "")),
-        ("plans", f"most often {top.strategy} ({share_text(top.strategy_share)} of steps)  "
-                  f"gap to the bound {known(top.gap, share_text)}"),
-        ("methods", _methods(run)),
-        ("best static", _static(top)),
-        ("predictions", f"{known(top.error, share_text)} off in a typical step"),
-        ("memory", _memory(run, top)),
-        ("planner", f"{known(top.planning_s, seconds_text)}/step  training waited "
-                    f"{known(top.waited_s, seconds_text)}"),
-    ]  # fmt: skip
-    rows += [("warning" if i == 0 else "", text) for i, text in enumerate(warnings(run))]
-    return "\n".join(f"{name:<14}{text}" for name, text in rows)
-
-
-def _count(number: int, noun: str) -> str:
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
-
-
-def _corpus(run: Run) -> str:
-    c = run.facts.corpus
-    return (
-        f"{c.name}  {c.documents:,} documents  {count_text(c.tokens)} tokens  median "
-        f"{known(c.median, count_text)}  p99 {known(c.p99, count_text)}  longest "
-        f"{known(c.max, count_text)}"
-    )
-
-
-def _loss(run: Run) -> str:
+def summed_up(run: Run) -> Summary:
+    """The numbers of a run."""
+    steps = run.warm
+    seconds = [step.step_s for step in steps]
+    planned = [step.planned for step in steps]
+    peaks = [(peak, rank) for s in run.steps for rank, peak in enumerate(s.peak_bytes)]
+    both = [(p.best_static_s, p.predicted_s) for p in planned]
+    both = [(static, plan) for static, plan in both if isfinite(static) and isfinite(plan)]
     losses = finite(step.loss for step in run.steps)
-    if not losses.size:
-        return "never a number"
-    last = float(np.median(losses[-max(1, losses.size // 10) :]))
-    return f"{losses[0]:.3f} -> {last:.3f}"
+    counted = Counter(s.planned.strategy for s in run.steps).most_common()
+    return Summary(
+        run=run,
+        tokens_per_s=sum(s.tokens for s in steps) / sum(seconds),
+        step_s=median(seconds),
+        idle=mean([s.idle for s in steps], seconds),
+        mfu=mean([s.mfu for s in steps], seconds),
+        loss=(float(losses[0]), median(losses[-max(1, losses.size // 10) :]))
+        if losses.size else (nan, nan),
+        peak=max(((p, r) for p, r in peaks if isfinite(p)), default=(nan, 0)),
+        planning_s=median(p.planning_s for p in planned),
+        waited_s=median(p.waited_s for p in planned),
+        error=median(abs(step.ratio - 1) for step in steps),
+        gap=median(p.gap for p in planned),
+        against_static=sum(static for static, _ in both) / (sum(plan for _, plan in both) or nan),
+        best_static=Counter(s.planned.best_static for s in run.steps).most_common(1)[0][0],
+        strategies=tuple(
+            (name, count / len(run.steps),
+             median(s.step_s for s in run.steps if s.planned.strategy == name))
+            for name, count in counted
+        ),
+    )  # fmt: skip
 
 
-def _methods(run: Run) -> str:
-    use = layer_use(run)
-    if not use.shares:
-        return "not recorded"
-    shares = list(use.shares.items())
-    parts = [f"{option} {share_text(share)}" for option, share in shares[:_NAMED]]
-    if len(shares) > _NAMED:
-        rest = sum(share for _, share in shares[_NAMED:])
-        parts.append(f"{_count(len(shares) - _NAMED, 'other')} {share_text(rest)}")
-    layers, steps = use.between_layers, use.between_steps
-    switches = f"{_count(layers, 'switch')} between layers, {steps:,} between steps"
-    return f"{', '.join(parts)} of token-layers; {switches if layers + steps else 'no switches'}"
+def finite(values: Iterable[float]) -> npt.NDArray[np.float64]:
+    """The finite values, in order."""
+    array = np.fromiter(values, dtype=np.float64)
+    return array[np.isfinite(array)]
 
 
-def _static(top: Headline) -> str:
-    if not isfinite(top.against_static):
-        return "not predicted"
-    return f"{top.best_static}: {top.against_static:.2f}x the time of these plans (predicted)"
+def median(values: Iterable[float]) -> float:
+    """The median of the finite values, NaN when there is none."""
+    kept = finite(values)
+    return float(np.median(kept)) if kept.size else nan
 
 
-def _memory(run: Run, top: Headline) -> str:
-    if not isfinite(top.peak_bytes):
-        return "not measured"
-    text = f"peak {bytes_text(top.peak_bytes)} (rank {top.peak_rank})"
-    return text + known(run.facts.capacity_bytes, lambda size: f" of {bytes_text(size)}", "")
+def mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The weighted mean over the finite values, NaN when their weights sum to nothing."""
+    value, weight = np.asarray(values, dtype=float), np.asarray(weights, dtype=float)
+    kept = np.isfinite(value) & np.isfinite(weight)
+    total = float(weight[kept].sum())
+    return float((value[kept] * weight[kept]).sum()) / total if total > 0 else nan
+
+
+def known(value: float, text: Callable[[float], str], otherwise: str = "-") -> str:
+    """``text(value)``, or ``otherwise`` for NaN and infinities."""
+    return text(value) if isfinite(value) else otherwise
+
+
+def share_text(fraction: float) -> str:
+    """``41 %``, ``2.8 %``, ``0.3 %``: two digits at most, for people who read along."""
+    percent = 100 * fraction
+    return f"{percent:.0f} %" if abs(percent) >= 9.95 or percent == 0 else f"{percent:.1f} %"

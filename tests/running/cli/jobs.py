@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import psutil
+
+import headrace.cli
+from jobs import Command
 
 __all__ = ["losses", "run", "start", "wait_for_step", "write_job"]
 
@@ -80,24 +79,16 @@ def write_job(
     return path
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
-    """``python -m headrace ARGUMENTS`` in a process group of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "headrace", *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+def start(*arguments: object) -> Command:
+    """``headrace ARGUMENTS`` in a process group of its own."""
+    return Command(headrace.cli.run, "headrace", *arguments)
 
 
 def run(*arguments: object, timeout_s: float = 90.0) -> tuple[int, str, str]:
     """Run to the end: exit code, stdout, stderr."""
     process = start(*arguments)
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        raise AssertionError(f"no end after {timeout_s} s:\n{out}\n{err}") from None
+    out, err = process.communicate(timeout_s)
+    assert process.returncode is not None
     return process.returncode, out, err
 
 
@@ -117,20 +108,20 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows]
 
 
-def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+def wait_for_step(process: Command, folder: Path, step: int) -> None:
     """Return once ``step`` has finished."""
     _wait(process, lambda: any(row["step"] >= step for row in metrics(folder)))
 
 
-def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def children(process: Command) -> list[psutil.Process]:
     """The ranks of a job, in the order they were started."""
     found = psutil.Process(process.pid).children(recursive=True)
     return sorted(found, key=lambda child: child.pid)
 
 
-def _wait(process: subprocess.Popen[str], done: Callable[[], bool], limit_s: float = 60) -> None:
+def _wait(process: Command, done: Callable[[], bool], limit_s: float = 60) -> None:
     deadline = time.monotonic() + limit_s
     while not done():
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.err
         assert time.monotonic() < deadline, "too slow"
         time.sleep(0.01)

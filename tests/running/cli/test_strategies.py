@@ -109,8 +109,8 @@ def test_a_killed_run_of_strategies_resumes_to_the_same_bits(tmp_path: Path) -> 
     left behind by a kill."""
     changes = ["--set", "run.steps=9", "--set", "checkpoint.every=2",
                "--set", f"data.cache={tmp_path / 'cache'}", "--set", "report.html=false",
-               "--set", "data.paths=['package:pydantic']", "--set", "data.context=512",
-               "--set", "data.batch_tokens=2048", "--set", "profile.rung_s=0.02",
+               "--set", "data.paths=['package:pydantic']", "--set", "data.context=256",
+               "--set", "data.batch_tokens=1024", "--set", "profile.rung_s=0.02",
                "--set", "planner.recompute=['none']",
                "--set", "planner.memory_margin=0.3"]  # fmt: skip
     code, _, err = run("train", EXAMPLE, "--out", tmp_path / "whole", *changes, timeout_s=200)

@@ -73,11 +73,13 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(whole, tmp_path):
     """Would catch an order of samples, or a checkpoint, that depends on the ranks."""
     config, folder, _ = whole
     copy = tmp_path / "other"
+    less = ["--set", "planner.recompute=['none']"]  # a profile of all levels takes long
     code, _, err = run("train", config, "--out", copy, "--set", "run.steps=10", "--ranks", "1",
-                       "--set", "checkpoint.every=6")  # fmt: skip
+                       "--set", "checkpoint.every=6", *less)  # fmt: skip
     assert code == 0, err
     (copy / "checkpoints" / "step-000010" / "index.json").unlink()
-    code, _, err = run("train", config, "--out", copy, "--resume", "--ranks", "3")
+    less += ["--set", "planner.group_sizes=[3]"]
+    code, _, err = run("train", config, "--out", copy, "--resume", "--ranks", "3", *less)
     assert code == 0, err
     assert "saved by 1 ranks" in err
     np.testing.assert_allclose(losses(copy), losses(folder), rtol=2e-5)
@@ -181,8 +183,9 @@ def test_other_models_and_data_train(case, tmp_path):
     lines = [json.dumps({"text": "abc " * n}) for n in range(5, 60)]
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
     (tmp_path / "g.fa").write_text("".join(f">r{n}\n{'ACGTTGCA' * n}\n" for n in range(3, 40)))
-    few = "planner.candidates=['ulysses_z','megatron_cz']"  # a profile of all takes long
-    changes = [word for change in (*OTHER[case].split(), few) for word in ("--set", change)]
+    few = ("planner.candidates=['ulysses_z','megatron_cz']", "planner.group_sizes=[3]",
+           "planner.recompute=['none']")  # fmt: skip  # a profile of all takes long
+    changes = [word for change in (*OTHER[case].split(), *few) for word in ("--set", change)]
     code, _, err = run("train", config, "--out", tmp_path / "run", "--ranks", "3", *changes)
     assert code == 0, err
     assert np.isfinite(losses(tmp_path / "run")).all()
@@ -195,7 +198,8 @@ def test_half_precision_trains_and_resumes(tmp_path):
     and a resumed run goes on with other weights."""
     config = write_job(tmp_path, steps=5)
     changes = ["--set", "devices.dtype=bfloat16", "--set", "checkpoint.every=3",
-               "--set", "planner.candidates=['megatron_cz']"]  # fmt: skip
+               "--set", "planner.candidates=['megatron_cz']",
+               "--set", "planner.recompute=['none']"]  # fmt: skip
     code, _, err = run("train", config, "--out", tmp_path / "half", *changes)
     assert code == 0, err
     values = losses(tmp_path / "half")

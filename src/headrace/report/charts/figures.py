@@ -6,13 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 
-from headrace.report import captions, charts
+from headrace.report import captions
+from headrace.report.charts import layers, lengths, predictions, steps
+from headrace.report.charts.gantt import gantt
 from headrace.report.charts.theme import Drawing
 from headrace.report.layer_use import layer_use
 from headrace.report.records import Run
-from headrace.report.trust import TRUST_HEADING
+from headrace.report.summary import Summary
 
-__all__ = ["FIGURES", "Figure"]
+__all__ = ["FIGURES", "TRUST_HEADING", "Figure"]
+
+TRUST_HEADING = "How far to trust the predictions"
+"""The section that holds the figures on predictions, and the table of what was learnt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +29,7 @@ class Figure:
     title: str
     section: str
     draw: Callable[[Run], Drawing]
-    caption: Callable[[Run], str]
+    caption: Callable[[Summary], str]
     known: Callable[[Run], bool]
     wide: bool = False
 
@@ -45,7 +50,7 @@ def _gantt(run: Run) -> Drawing:
     recorded = run.recorded
     assert recorded is not None, "drawn only when a step was recorded"
     plans = {step.step: step.planned.best_static for step in run.steps}
-    return charts.gantt(recorded, plans.get(recorded.step, ""))
+    return gantt(recorded, plans.get(recorded.step, ""))
 
 
 _STEP, _DATA = "One step, every rank", "The data and where it ran"
@@ -59,57 +64,57 @@ FIGURES: tuple[Figure, ...] = (
     ),
     Figure(
         name="lengths", title="Lengths of the documents", section=_DATA,
-        draw=charts.length_histogram, caption=captions.lengths_caption,
+        draw=lengths.length_histogram, caption=captions.lengths_caption,
         known=lambda run: sum(run.facts.corpus.counts) > 0,
     ),
     Figure(
         name="placement", title="Which lengths ran on how many ranks", section=_DATA,
-        draw=charts.placement_map, caption=captions.placement_caption,
+        draw=lengths.placement_map, caption=captions.placement_caption,
         known=lambda run: bool(run.assigned),
     ),
     Figure(
-        name="layers", title="Layer options", section=_LAYERS, draw=charts.layer_options,
+        name="layers", title="Layer options", section=_LAYERS, draw=layers.layer_options,
         caption=captions.layers_caption, known=_known_layers,
     ),
     Figure(
         name="options", title="Layer options, step by step", section=_LAYERS,
-        draw=charts.options_over_steps, caption=captions.options_caption, known=_known_layers,
+        draw=layers.options_over_steps, caption=captions.options_caption, known=_known_layers,
     ),
     Figure(
         name="throughput", title="Speed and idle time", section=_SPEED,
-        draw=charts.throughput, caption=captions.throughput_caption, known=_always,
+        draw=steps.throughput, caption=captions.throughput_caption, known=_always,
     ),
     Figure(
-        name="loss", title="Loss", section=_SPEED, draw=charts.loss_curve,
+        name="loss", title="Loss", section=_SPEED, draw=steps.loss_curve,
         caption=captions.loss_caption, known=_always,
     ),
     Figure(
         name="strategies", title="Strategies, step by step", section=_SPEED,
-        draw=charts.strategies_over_steps, caption=captions.strategies_caption,
+        draw=steps.strategies_over_steps, caption=captions.strategies_caption,
         known=lambda run: len({step.planned.strategy for step in run.steps}) > 1,
     ),
     Figure(
-        name="gap", title="Above the lower bound", section=_SPEED, draw=charts.gap_to_bound,
+        name="gap", title="Above the lower bound", section=_SPEED, draw=steps.gap_to_bound,
         caption=captions.gap_caption,
         known=lambda run: any(step.planned.lower_bound_s > 0 for step in run.steps),
     ),
     Figure(
-        name="memory", title="Peak memory by rank", section=_SPEED, draw=charts.memory_by_rank,
+        name="memory", title="Peak memory by rank", section=_SPEED, draw=predictions.memory_by_rank,
         caption=captions.memory_caption,
         known=lambda run: any(step.peak_bytes for step in run.steps),
     ),
     Figure(
         name="scatter", title="Seconds of a step, predicted and measured", section=TRUST_HEADING,
-        draw=charts.predicted_against_measured, caption=captions.scatter_caption,
+        draw=predictions.predicted_against_measured, caption=captions.scatter_caption,
         known=_predicted,
     ),
     Figure(
         name="ratio", title="Predicted over measured, step by step", section=TRUST_HEADING,
-        draw=charts.ratio_over_steps, caption=captions.ratio_caption, known=_predicted,
+        draw=steps.ratio_over_steps, caption=captions.ratio_caption, known=_predicted,
     ),
     Figure(
         name="costs", title="The cost model against its profile", section=TRUST_HEADING, wide=True,
-        draw=charts.cost_fit, caption=captions.cost_fit_caption,
+        draw=predictions.cost_fit, caption=captions.cost_fit_caption,
         known=lambda run: bool(run.facts.costs.points),
     ),
 )  # fmt: skip

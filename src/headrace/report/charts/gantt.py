@@ -9,18 +9,9 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from headrace.report.charts.theme import (
-    FULL,
-    KINDS,
-    Drawing,
-    data,
-    kind_scale,
-    legend,
-    second_unit,
-    styled,
-)
+from headrace.report.charts import theme
 from headrace.report.records import RecordedStep
-from headrace.report.wording import share_text
+from headrace.report.summary import share_text
 from headrace.simulator import without_waits
 from headrace.spec import Row, Timeline
 from headrace.units import seconds_text
@@ -37,14 +28,14 @@ _ORDER = {
 _MESSAGES = ("send", "recv", "exchange")
 
 
-def gantt(recorded: RecordedStep, static_name: str = "") -> Drawing:
+def gantt(recorded: RecordedStep, static_name: str = "") -> theme.Drawing:
     """The measured step over the predicted one (over the prediction for the best static plan
     ``static_name``), all on one time axis; idle time is the grey ground."""
     panels = [("measured", recorded.measured), ("predicted", recorded.predicted)]
     if recorded.static is not None:
         panels.append((f"best static plan {static_name}".strip() + ", predicted", recorded.static))
     end = max((timeline.seconds for _, timeline in panels), default=0.0) or 1e-6
-    unit = second_unit([end])
+    unit = theme.second_unit([end])
     limit = BARS // len(panels)
     domain = [0, end * unit.factor]
     seen = {_kind(row) for _, timeline in panels for row in timeline.rows} | {"idle"}
@@ -58,7 +49,7 @@ def gantt(recorded: RecordedStep, static_name: str = "") -> Drawing:
         bind="scales", encodings=["x"], zoom="wheel![event.shiftKey]", name="zoom"
     )
     drawn = [panel.add_params(zoom) if i == 0 else panel for i, panel in enumerate(drawn)]
-    return styled(alt.vconcat(*drawn, spacing=10).resolve_scale(x="shared", color="shared"))
+    return theme.styled(alt.vconcat(*drawn, spacing=10).resolve_scale(x="shared", color="shared"))
 
 
 def _time(unit: str, domain: list[float], *, last: bool) -> alt.X:
@@ -149,17 +140,17 @@ def _panel(rows: list[dict[str, Any]], title: str, seen: set[str]) -> alt.Chart:
     band = max(3, min(24, 480 // max(1, ranks)))
     border = 0.6 if len(rows) < 1200 else 0.0
     axis = alt.Axis(domain=False, ticks=False, grid=False, labelOverlap=True)
-    names = legend(values=[kind for kind in KINDS if kind in seen])
+    names = theme.legend(values=[kind for kind in theme.KINDS if kind in seen])
     height = alt.RelativeBandSize(band=0.86 if band > 6 else 1.0)
-    chart = alt.Chart(data(rows), title=title).mark_bar(
+    chart = alt.Chart(theme.data(rows), title=title).mark_bar(
         height=height, clip=True, stroke="white", strokeWidth=border
     )
     return chart.encode(
         x2="to:Q",
         y=alt.Y("rank:O", title="rank", axis=axis),
-        color=alt.Color("kind:N", scale=kind_scale(), legend=names),
+        color=alt.Color("kind:N", scale=theme.named_scale(theme.KINDS), legend=names),
         tooltip=_TOOLTIP,
-    ).properties(width=FULL - 46, height=band * ranks)
+    ).properties(width=theme.FULL - 46, height=band * ranks)
 
 
 _TOOLTIP = [

@@ -7,16 +7,7 @@ from dataclasses import dataclass
 
 import altair as alt
 
-from headrace.report.charts.theme import (
-    FIT,
-    HALF,
-    OPTIONS,
-    OTHERS,
-    Drawing,
-    data,
-    legend,
-    styled,
-)
+from headrace.report.charts import theme
 from headrace.report.layer_use import layer_use, spans
 from headrace.report.records import Run
 from headrace.spec import LayerOption
@@ -29,7 +20,7 @@ _SPANS = 200
 _TICKS = 10
 """Steps that each have a tick; of more Vega picks some."""
 
-_LEGEND, _LETTER, _SYMBOL = HALF - 50, 6.2, 31
+_LEGEND, _LETTER, _SYMBOL = theme.HALF - 50, 6.2, 31
 """Widths in pixels: of a legend, and about of a letter and of what stands around a name in it."""
 
 
@@ -43,9 +34,9 @@ class _Palette:
     @classmethod
     def of(cls, run: Run) -> _Palette:
         options = list(layer_use(run).shares)
-        rest = len(options) - len(OPTIONS)
+        rest = len(options) - len(theme.OPTIONS)
         return cls(
-            names={option: str(option) for option in options[: len(OPTIONS)]},
+            names={option: str(option) for option in options[: len(theme.OPTIONS)]},
             others=f"{rest} other{'' if rest == 1 else 's'}" if rest > 0 else "",
         )
 
@@ -69,10 +60,10 @@ class _Palette:
 
     def color(self) -> alt.Color:
         """The same colours and legend in both figures."""
-        colors = [*OPTIONS[: len(self.names)], *([OTHERS] if self.others else [])]
+        colors = [*theme.OPTIONS[: len(self.names)], *([theme.OTHERS] if self.others else [])]
         return alt.Color(
             "option:N", scale=alt.Scale(domain=self.shown, range=colors),
-            legend=legend(
+            legend=theme.legend(
                 symbolType="square", symbolStrokeWidth=0, columns=self.columns, labelLimit=_LEGEND
             ),
         )  # fmt: skip
@@ -91,7 +82,7 @@ class _Palette:
         return 250 + 17 * -(-len(self.shown) // self.columns)
 
 
-def layer_options(run: Run) -> Drawing:
+def layer_options(run: Run) -> theme.Drawing:
     """A bar per layer: the shares of the tokens that passed it by layer option."""
     palette = _Palette.of(run)
     rows = [
@@ -101,14 +92,14 @@ def layer_options(run: Run) -> Drawing:
         for name, tokens, low, high in palette.stacked(counts)
     ]  # fmt: skip
     x = alt.X("layer:O", axis=alt.Axis(labelAngle=0, labelOverlap=True, grid=False, ticks=False))
-    chart = alt.Chart(data(rows)).mark_bar().encode(
+    chart = alt.Chart(theme.data(rows)).mark_bar().encode(
         x=x, y=_share("tokens"), y2="high:Q", color=palette.color(),
         tooltip=["layer:O", "option:N", alt.Tooltip("tokens:Q", format=","), _SHARE],
     )  # fmt: skip
-    return styled(chart.properties(width=HALF, height=palette.height, autosize=FIT))
+    return theme.half(chart, palette.height)
 
 
-def options_over_steps(run: Run) -> Drawing:
+def options_over_steps(run: Run) -> theme.Drawing:
     """A bar per step, or per run of steps when there are many: the shares of its token-layers by
     layer option."""
     palette = _Palette.of(run)
@@ -124,13 +115,13 @@ def options_over_steps(run: Run) -> Drawing:
     scale = alt.Scale(domain=ends, nice=False, round=True)  # no seams between bars
     x = alt.X("left:Q", title="step", axis=axis, scale=scale)
     few = len(run.steps) <= _SPANS // 4
-    bars = alt.Chart(data(rows)).mark_rect(stroke="white", strokeWidth=1 if few else 0)
+    bars = alt.Chart(theme.data(rows)).mark_rect(stroke="white", strokeWidth=1 if few else 0)
     chart = bars.encode(
         x=x, x2="right:Q", y=_share("token-layers"), y2="high:Q", color=palette.color(),
         tooltip=["from:Q", "to:Q", "option:N",
                  alt.Tooltip("count:Q", title="token-layers", format=","), _SHARE],
     )  # fmt: skip
-    return styled(chart.properties(width=HALF, height=palette.height, autosize=FIT))
+    return theme.half(chart, palette.height)
 
 
 _SHARE = alt.Tooltip("share:Q", format=".1%")

@@ -8,21 +8,7 @@ from typing import Any
 import altair as alt
 
 from headrace.report.captions import tokens_share
-from headrace.report.charts.theme import (
-    FIT,
-    HALF,
-    INK,
-    MUTED,
-    RECOMPUTE,
-    WARNING,
-    Drawing,
-    data,
-    layered,
-    legend,
-    log_axis,
-    named_color,
-    styled,
-)
+from headrace.report.charts import theme
 from headrace.report.records import Corpus, Run
 from headrace.units import count_text
 
@@ -31,21 +17,21 @@ __all__ = ["length_histogram", "placement_map"]
 _DOCUMENTS, _TOKENS = "#9fb3c8", "#009E73"
 
 
-def length_histogram(run: Run) -> Drawing:
+def length_histogram(run: Run) -> theme.Drawing:
     """Share of documents (bars) and of tokens (area) over the length of a document, log axis,
     with the median, 90 % and 99 % quantiles and the context as rules."""
     corpus = run.facts.corpus
     rows = _bins(corpus)
     axis = _length_axis(rows[0]["from"], max([rows[-1]["to"], *_finite(corpus.context)]))
     names = {"documents": _DOCUMENTS, "tokens": _TOKENS}
-    color = named_color(names, legend("share of all", symbolType="square"))
+    color = theme.named_color(names, theme.legend("share of all", symbolType="square"))
     tooltip = [
         alt.Tooltip("from:Q", format=",.0f"), alt.Tooltip("to:Q", format=",.0f"),
         alt.Tooltip("count:Q", title="documents", format=","),
         alt.Tooltip("documents:Q", title="share of documents", format=".1%"),
         alt.Tooltip("tokens:Q", title="share of tokens", format=".1%"),
     ]  # fmt: skip
-    base = alt.Chart(data(rows)).encode(x=alt.X("from:Q", **axis), tooltip=tooltip)
+    base = alt.Chart(theme.data(rows)).encode(x=alt.X("from:Q", **axis), tooltip=tooltip)
     y = alt.Y("documents:Q", title=None, axis=alt.Axis(format=".0%"))
     bars = (
         base.transform_calculate(name="'documents'")
@@ -57,8 +43,8 @@ def length_histogram(run: Run) -> Drawing:
         .mark_area(opacity=0.25, line=alt.OverlayMarkDef(color=_TOKENS, strokeWidth=2))
         .encode(x=alt.X("middle:Q", **axis), y=alt.Y("tokens:Q", title=None), color=color)
     )
-    layers = layered(bars, area, *_rules(corpus, axis))
-    return styled(layers.properties(width=HALF, height=380, autosize=FIT))
+    layers = theme.layered(bars, area, *_rules(corpus, axis))
+    return theme.half(layers, 380)
 
 
 def _finite(*values: float) -> list[float]:
@@ -70,7 +56,7 @@ def _length_axis(low: float, high: float) -> dict[str, Any]:
     high = max(high, 1.01 * low)
     return {
         "title": "length of a document, tokens",
-        "axis": log_axis(low, high, "~s", grid=False),
+        "axis": theme.log_axis(low, high, "~s", grid=False),
         "scale": alt.Scale(type="log", domain=[low, high], nice=False),
     }
 
@@ -94,35 +80,32 @@ def _rules(corpus: Corpus, axis: dict[str, Any]) -> list[alt.Chart]:
     """Quantiles and context; their labels take turns in height so that neighbours stay apart."""
     marks = [("median", corpus.median), ("p90", corpus.p90), ("p99", corpus.p99)]
     rows: list[dict[str, Any]] = [
-        {"at": at, "text": f"{name} {count_text(at)}", "color": MUTED}
+        {"at": at, "text": f"{name} {count_text(at)}", "color": theme.MUTED}
         for name, at in marks if isfinite(at) and at >= 1
     ]  # fmt: skip
     if isfinite(corpus.context):
         text = f"context {count_text(corpus.context)}"
-        rows.append({"at": corpus.context, "text": text, "color": WARNING})
+        rows.append({"at": corpus.context, "text": text, "color": theme.WARNING})
     charts: list[alt.Chart] = []
     for i, row in enumerate(sorted(rows, key=lambda row: row["at"])):
-        base = alt.Chart(data([row])).encode(x=alt.X("at:Q", **axis))
-        dash = [1, 0] if row["color"] == WARNING else [4, 3]
+        base = alt.Chart(theme.data([row])).encode(x=alt.X("at:Q", **axis))
+        dash = [1, 0] if row["color"] == theme.WARNING else [4, 3]
         charts.append(base.mark_rule(color=row["color"], strokeDash=dash, strokeWidth=1.3))
         text = base.encode(text="text:N", y=alt.value(8 + 16 * i))
-        halo = text.mark_text(
-            align="right", dx=-5, fontSize=11, stroke="white", strokeWidth=4, opacity=0.85
-        )
-        charts += [halo, text.mark_text(align="right", dx=-5, fontSize=11, color=INK)]
+        charts += theme.label(text, align="right", dx=-5)
     return charts
 
 
-def placement_map(run: Run) -> Drawing:
+def placement_map(run: Run) -> theme.Drawing:
     """Length bins against group sizes, coloured by the share of a bin's sequences that ran in
     groups of that size; below, when plans were read, what their layers recompute."""
     bins = sorted({b for b, _ in run.assigned} | {b for b, _ in run.recomputed})
     bins = list(range(bins[0], bins[-1] + 1)) if bins else []
     if not run.recomputed:
-        return styled(_cells(run, bins, _bin_axis(bins, labels=True)))
+        return theme.styled(_cells(run, bins, _bin_axis(bins, labels=True)))
     top = _cells(run, bins, _bin_axis(bins, labels=False))
     strip = _recompute_strip(run, bins, _bin_axis(bins, labels=True))
-    return styled(
+    return theme.styled(
         alt.vconcat(top, strip, spacing=10).resolve_scale(color="independent", x="shared")
     )
 
@@ -137,7 +120,7 @@ def _bin_axis(bins: list[int], *, labels: bool) -> alt.X:
 
 
 _LENGTHS = "length of a sequence, tokens up to (K = 1,024)"
-_PLOT = HALF - 75
+_PLOT = theme.HALF - 75
 
 
 def bin_label(b: int) -> str:
@@ -148,7 +131,7 @@ def bin_label(b: int) -> str:
     return str(2**b)
 
 
-def _cells(run: Run, bins: list[int], x: alt.X) -> Drawing:
+def _cells(run: Run, bins: list[int], x: alt.X) -> theme.Drawing:
     sizes = sorted({ranks for _, ranks in run.assigned})
     totals = {b: sum(n for (at, _), n in run.assigned.items() if at == b) for b in bins}
     rows = [
@@ -157,24 +140,26 @@ def _cells(run: Run, bins: list[int], x: alt.X) -> Drawing:
         for b in bins for size in sizes if totals[b]
     ]  # fmt: skip
     height = max(34, min(60, 200 // max(1, len(sizes)))) * len(sizes)
-    base = alt.Chart(data(rows)).encode(
+    base = alt.Chart(theme.data(rows)).encode(
         x=x, y=alt.Y("ranks:O", sort="descending", title="ranks", axis=_plain()),
         tooltip=["length:O", "ranks:O", alt.Tooltip("sequences:Q", format=","),
                  alt.Tooltip("share:Q", format=".1%")],
     ).properties(width=_PLOT, height=height)  # fmt: skip
     fill = alt.Color(
         "share:Q", scale=alt.Scale(domain=[0, 1], range=["#f3f6f9", "#2a788e", "#440154"]),
-        legend=legend("share of the sequences of that length", format=".0%", gradientLength=140),
+        legend=theme.legend(
+            "share of the sequences of that length", format=".0%", gradientLength=140
+        ),
     )  # fmt: skip
     text = (
         base.mark_text(fontSize=11)
         .transform_filter("datum.share >= 0.005")
         .encode(
             text=alt.Text("share:Q", format=".0%"),
-            color=alt.condition("datum.share > 0.35", alt.value("white"), alt.value(INK)),
+            color=alt.condition("datum.share > 0.35", alt.value("white"), alt.value(theme.INK)),
         )
     )
-    return layered(base.mark_rect(stroke="white", strokeWidth=1.5).encode(color=fill), text)
+    return theme.layered(base.mark_rect(stroke="white", strokeWidth=1.5).encode(color=fill), text)
 
 
 def _share_axis() -> alt.Axis:
@@ -189,14 +174,14 @@ def _recompute_strip(run: Run, bins: list[int], x: alt.X) -> alt.Chart:
     rows = [
         {"length": bin_label(b), "recompute": level, "layers": run.recomputed.get((b, level), 0),
          "order": order}
-        for b in bins for order, level in enumerate(RECOMPUTE)
+        for b in bins for order, level in enumerate(theme.RECOMPUTE)
     ]  # fmt: skip
-    return alt.Chart(data(rows)).mark_bar(stroke="white", strokeWidth=1).encode(
+    return alt.Chart(theme.data(rows)).mark_bar(stroke="white", strokeWidth=1).encode(
         x=x, y=alt.Y("layers:Q", stack="normalize", title="layers", axis=_share_axis()),
         order="order:Q",
         color=alt.Color(
-            "recompute:N", scale=alt.Scale(domain=list(RECOMPUTE), range=list(RECOMPUTE.values())),
-            legend=legend("recompute in backward"),
+            "recompute:N", scale=theme.named_scale(theme.RECOMPUTE),
+            legend=theme.legend("recompute in backward"),
         ),
         tooltip=["length:O", "recompute:N", alt.Tooltip("layers:Q", format=",")],
     ).properties(width=_PLOT, height=56)  # fmt: skip

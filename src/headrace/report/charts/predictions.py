@@ -8,30 +8,9 @@ from typing import Any
 
 import altair as alt
 
-from headrace.report.charts.theme import (
-    FIT,
-    FULL,
-    HALF,
-    INK,
-    MEASURED,
-    MUTED,
-    PREDICTED,
-    RECOMPUTE,
-    WARNING,
-    Drawing,
-    Unit,
-    byte_unit,
-    data,
-    group_scale,
-    layered,
-    legend,
-    log_axis,
-    named_color,
-    second_unit,
-    styled,
-)
+from headrace.report.charts import theme
+from headrace.report.charts.steps import every
 from headrace.report.records import CostPoint, Run, Step
-from headrace.report.series import every
 from headrace.units import bytes_text
 
 __all__ = ["cost_fit", "memory_by_rank", "predicted_against_measured"]
@@ -40,33 +19,33 @@ __all__ = ["cost_fit", "memory_by_rank", "predicted_against_measured"]
 _PLAIN = ",~r"
 
 
-def predicted_against_measured(run: Run) -> Drawing:
+def predicted_against_measured(run: Run) -> theme.Drawing:
     """One dot per step: measured seconds against predicted ones, the diagonal and its band of
     10 %; coloured by the largest group of the step."""
-    steps = every([s for s in run.steps[1:] or run.steps if isfinite(s.ratio) and s.ratio > 0])
-    unit = second_unit(s.step_s for s in steps)
+    steps = every([s for s in run.warm if isfinite(s.ratio) and s.ratio > 0])
+    unit = theme.second_unit(s.step_s for s in steps)
     rows = [_dot(step, unit.factor) for step in steps]
     values = [row[key] for row in rows for key in ("predicted", "measured")] or [1.0]
     low, high = min(values) / 1.08, max(values) * 1.08
     wide = high / low > 8
     low = low if wide else 0.0
     scale = alt.Scale(type="log" if wide else "linear", domain=[low, high], nice=False)
-    axis = log_axis(low, high, _PLAIN) if wide else alt.Axis()
+    axis = theme.log_axis(low, high, _PLAIN) if wide else alt.Axis()
     x = alt.X("predicted:Q", title=f"predicted, {unit.name}", scale=scale, axis=axis)
     y = alt.Y("measured:Q", title=f"measured, {unit.name}", scale=scale, axis=axis)
     line = [{"predicted": v, "measured": v, "low": v * 0.9, "high": v * 1.1} for v in (low, high)]
-    ground = alt.Chart(data(line)).encode(x=x)
-    band = ground.mark_area(color=PREDICTED, opacity=0.12, clip=True).encode(
+    ground = alt.Chart(theme.data(line)).encode(x=x)
+    band = ground.mark_area(color=theme.PREDICTED, opacity=0.12, clip=True).encode(
         y=alt.Y("low:Q", scale=scale, title=f"measured, {unit.name}"), y2="high:Q"
     )
-    diagonal = ground.mark_line(color=MUTED, strokeWidth=1.2).encode(y=y)
-    shown = legend("largest group, ranks")
-    dots = alt.Chart(data(rows)).mark_circle(size=44, opacity=0.75).encode(
+    diagonal = ground.mark_line(color=theme.MUTED, strokeWidth=1.2).encode(y=y)
+    shown = theme.legend("largest group, ranks")
+    dots = alt.Chart(theme.data(rows)).mark_circle(size=44, opacity=0.75).encode(
         x=x, y=y, tooltip=_DOT_TOOLTIP,
-        color=alt.Color("group:O", scale=group_scale(group_sizes(run)), legend=shown),
+        color=alt.Color("group:O", scale=theme.group_scale(group_sizes(run)), legend=shown),
     )  # fmt: skip
-    layers = layered(band, diagonal, dots)
-    return styled(layers.properties(width=HALF, height=290, autosize=FIT))
+    layers = theme.layered(band, diagonal, dots)
+    return theme.half(layers)
 
 
 _DOT_TOOLTIP = [
@@ -92,7 +71,7 @@ def group_sizes(run: Run) -> set[int]:
     return sizes | {p for _, p in run.assigned} | {point.p for point in run.facts.costs.points}
 
 
-def memory_by_rank(run: Run) -> Drawing:
+def memory_by_rank(run: Run) -> theme.Drawing:
     """The highest measured peak of each rank over the run (bars), the highest predicted one
     (ticks) and the capacity (rule, when it is within four times the peaks)."""
     measured = _highest([step.peak_bytes for step in run.steps])
@@ -101,17 +80,18 @@ def memory_by_rank(run: Run) -> Drawing:
     largest = max(measured + predicted, default=1.0)
     near = capacity <= 4 * largest
     top = max(largest, capacity) if near else largest
-    unit = byte_unit([top])
+    unit = theme.byte_unit([top])
     scale = alt.Scale(domain=[0, 1.12 * top * unit.factor], nice=False)
-    color = named_color(
-        {"measured peak": MEASURED, "predicted peak": PREDICTED}, legend(symbolType="square")
+    color = theme.named_color(
+        {"measured peak": theme.MEASURED, "predicted peak": theme.PREDICTED},
+        theme.legend(symbolType="square"),
     )
     base = alt.Chart().encode(
         x=alt.X("rank:O", axis=alt.Axis(labelAngle=0, labelOverlap=True, grid=False)),
         y=alt.Y("peak:Q", title=unit.name, scale=scale), color=color,
         tooltip=["rank:O", alt.Tooltip("peak:Q", title=f"peak, {unit.name}", format=".4~g")],
     )  # fmt: skip
-    width = max(3, min(46, 0.7 * (HALF - 60) / max(1, len(measured))))
+    width = max(3, min(46, 0.7 * (theme.HALF - 60) / max(1, len(measured))))
     bars = base.transform_calculate(name="'measured peak'").mark_bar()
     ticks = base.transform_calculate(name="'predicted peak'").mark_tick(thickness=3, size=width)
     layers = [
@@ -120,11 +100,13 @@ def memory_by_rank(run: Run) -> Drawing:
     ]
     if near:
         layers += _capacity_rule(capacity, capacity * unit.factor)
-    return styled(layered(*layers).properties(width=HALF, height=290, autosize=FIT))
+    return theme.half(theme.layered(*layers))
 
 
-def _peak_rows(peaks: list[float], unit: Unit) -> alt.InlineData:
-    return data([{"rank": rank, "peak": peak * unit.factor} for rank, peak in enumerate(peaks)])
+def _peak_rows(peaks: list[float], unit: theme.Unit) -> alt.InlineData:
+    return theme.data(
+        [{"rank": rank, "peak": peak * unit.factor} for rank, peak in enumerate(peaks)]
+    )
 
 
 def _highest(steps: Sequence[tuple[float, ...]]) -> list[float]:
@@ -137,24 +119,18 @@ def _highest(steps: Sequence[tuple[float, ...]]) -> list[float]:
 
 
 def _capacity_rule(capacity_bytes: float, at: float) -> list[alt.Chart]:
-    rows = data([{"at": at, "text": f"capacity {bytes_text(capacity_bytes)}"}])
+    rows = theme.data([{"at": at, "text": f"capacity {bytes_text(capacity_bytes)}"}])
     base = alt.Chart(rows).encode(y="at:Q")
     text = base.encode(x=alt.value(0), text="text:N")
-    halo = text.mark_text(
-        align="left", dx=5, dy=-8, fontSize=11, stroke="white", strokeWidth=4, opacity=0.85
-    )
-    return [
-        base.mark_rule(color=WARNING, strokeWidth=1.5),
-        halo,
-        text.mark_text(align="left", dx=5, dy=-8, fontSize=11, color=INK),
-    ]
+    rule = base.mark_rule(color=theme.WARNING, strokeWidth=1.5)
+    return [rule, *theme.label(text, align="left", dx=5, dy=-8)]
 
 
-def cost_fit(run: Run) -> Drawing:
+def cost_fit(run: Run) -> theme.Drawing:
     """Profiled points and the fitted curve of a layer over the tokens of its pack, log-log, a
     column per part; coloured by ranks, dots shaped by method, lines dashed by recompute."""
     points = run.facts.costs.points
-    unit = second_unit(p.measured_s for p in points)
+    unit = theme.second_unit(p.measured_s for p in points)
     parts = list(dict.fromkeys(point.part for point in points))
     rows = [_fit_row(p, unit.factor) for p in points]
     values = [row[key] for row in rows for key in ("measured", "predicted")]
@@ -163,24 +139,25 @@ def cost_fit(run: Run) -> Drawing:
     y = alt.Y(
         "predicted:Q", title=unit.name,
         scale=alt.Scale(type="log", domain=[low, high], nice=False),
-        axis=log_axis(low, high, _PLAIN),
+        axis=theme.log_axis(low, high, _PLAIN),
     )  # fmt: skip
-    colors = group_scale(group_sizes(run))
-    width = FULL // max(2, len(parts)) - 68
+    colors = theme.group_scale(group_sizes(run))
+    width = theme.FULL // max(2, len(parts)) - 68
     columns = [
         _fit_panel([row for row in rows if row["part"] == part], y, colors).properties(
             width=width, height=260, title=part
         )
         for part in parts
     ]
-    return styled(alt.hconcat(*columns, spacing=24).resolve_scale(y="shared"))
+    return theme.styled(alt.hconcat(*columns, spacing=24).resolve_scale(y="shared"))
 
 
 def _fit_row(point: CostPoint, factor: float) -> dict[str, Any]:
     method, _, recompute = point.option.partition("+")
+    longest = point.longest or point.tokens
     return {
         "p": point.p, "part": point.part, "method": method, "recompute": recompute or "none",
-        "tokens": point.tokens, "longest": point.longest, "single": point.longest == point.tokens,
+        "tokens": point.tokens, "longest": longest, "single": longest == point.tokens,
         "measured": point.measured_s * factor,
         "predicted": point.predicted_s * factor,
     }  # fmt: skip
@@ -192,14 +169,14 @@ def _fit_panel(rows: list[dict[str, Any]], y: alt.Y, colors: alt.Scale) -> alt.L
     x = alt.X(
         "tokens:Q", title="tokens of the pack",
         scale=alt.Scale(type="log", domain=[low, high], nice=False),
-        axis=log_axis(low, high, "~s"),
+        axis=theme.log_axis(low, high, "~s"),
     )  # fmt: skip
     dash = alt.StrokeDash(
-        "recompute:N", sort=list(RECOMPUTE), legend=legend("recompute", padding=8)
+        "recompute:N", sort=list(theme.RECOMPUTE), legend=theme.legend("recompute", padding=8)
     )
-    shape = alt.Shape("method:N", legend=legend("method", padding=8))
-    base = alt.Chart(data(rows)).encode(
-        x=x, color=alt.Color("p:O", scale=colors, legend=legend("ranks", padding=8))
+    shape = alt.Shape("method:N", legend=theme.legend("method", padding=8))
+    base = alt.Chart(theme.data(rows)).encode(
+        x=x, color=alt.Color("p:O", scale=colors, legend=theme.legend("ranks", padding=8))
     )
     single = base.transform_filter("datum.single")
     lines = single.mark_line(strokeWidth=1.6).encode(y=y, strokeDash=dash, detail="method:N")
@@ -208,7 +185,7 @@ def _fit_panel(rows: list[dict[str, Any]], y: alt.Y, colors: alt.Scale) -> alt.L
     marks = [
         mark.encode(y="measured:Q", shape=shape, tooltip=_FIT_TOOLTIP) for mark in (packs, dots)
     ]
-    return layered(lines, *marks)
+    return theme.layered(lines, *marks)
 
 
 _FIT_TOOLTIP = [

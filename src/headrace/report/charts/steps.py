@@ -2,36 +2,89 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import isfinite
 from typing import Any
 
 import altair as alt
+import numpy as np
+import numpy.typing as npt
 
-from headrace.report.charts.theme import (
-    FIT,
-    HALF,
-    INK,
-    MEASURED,
-    MUTED,
-    PREDICTED,
-    STATIC,
-    WARNING,
-    Drawing,
-    data,
-    layered,
-    legend,
-    styled,
-)
+from headrace.report.charts import theme
 from headrace.report.records import Run, Step
-from headrace.report.series import Value, every, finite, series
+from headrace.report.summary import finite, median
 
-__all__ = ["gap_to_bound", "loss_curve", "ratio_over_steps", "throughput"]
+__all__ = [
+    "Point",
+    "every",
+    "gap_to_bound",
+    "loss_curve",
+    "ratio_over_steps",
+    "series",
+    "strategies_over_steps",
+    "throughput",
+]
+
+LIMIT = 2000
+"""Points that a line holds at most."""
+
+Value = Callable[[Step], float]
 
 
-def _step_axis(**options: Any) -> alt.X:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """``value`` is the mean of the steps from ``step`` up to the next point, ``smooth`` its
+    smoothed neighbourhood; None where nothing was written."""
+
+    step: int
+    value: float | None
+    smooth: float | None
+
+
+def every(steps: Sequence[Step], limit: int = LIMIT) -> Sequence[Step]:
+    """At most ``limit`` of the steps, evenly spread, the last among them."""
+    if len(steps) <= limit:
+        return steps
+    picked = np.linspace(0, len(steps) - 1, limit).round().astype(int)
+    return [steps[i] for i in picked]
+
+
+def series(run: Run, value: Value, limit: int = LIMIT) -> list[Point]:
+    """``value`` over the steps of a run, averaged down to at most ``limit`` points."""
+    values = np.array([value(step) for step in run.steps], dtype=np.float64)
+    edges = np.linspace(0, len(values), min(limit, len(values)) + 1).astype(int)
+    means = [_mean(values[low:high]) for low, high in pairwise(edges)]
+    smooth = _smoothed(means)
+    return [
+        Point(step=run.steps[low].step, value=_rounded(means[i]), smooth=_rounded(smooth[i]))
+        for i, low in enumerate(edges[:-1])
+    ]
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """The running mean of the running median: outliers do not show, steps are not jagged."""
+    window = max(2, len(values) // 30) if len(values) > 12 else 0
+    spans = [slice(max(0, i - window), i + window + 1) for i in range(len(values))]
+    medians = np.array([median(values[span]) for span in spans])
+    return [_mean(medians[span]) for span in spans]
+
+
+def _mean(values: npt.NDArray[np.float64]) -> float:
+    kept = finite(values)
+    return float(kept.mean()) if kept.size else float("nan")
+
+
+def _rounded(value: float) -> float | None:
+    """Five significant digits are more than a picture shows and a third of the bytes."""
+    return float(f"{value:.5g}") if np.isfinite(value) else None
+
+
+def _step_axis() -> alt.X:
     axis = alt.Axis(format=",d", tickMinStep=1, grid=False)
-    return alt.X("step:Q", title="step", axis=axis, scale=alt.Scale(nice=False, **options))
+    return alt.X("step:Q", title="step", axis=axis, scale=alt.Scale(nice=False))
 
 
 def _rows(run: Run, value: Value) -> list[dict[str, Any]]:
@@ -47,7 +100,7 @@ def _curve(
     x: alt.X | None = None,
 ) -> list[alt.Chart]:
     """Values as dots, smoothed as a line; a gap where nothing was written."""
-    base = alt.Chart(data(rows)).encode(x=x or _step_axis())
+    base = alt.Chart(theme.data(rows)).encode(x=x or _step_axis())
     tooltip = ["step:Q", alt.Tooltip("value:Q", title=name, format=number)]
     size = 22 if len(rows) <= 300 else 5
     dots = base.mark_circle(size=size, color=color, opacity=0.5).encode(y=y, tooltip=tooltip)
@@ -55,20 +108,20 @@ def _curve(
     return [dots, line]
 
 
-def loss_curve(run: Run) -> Drawing:
+def loss_curve(run: Run) -> theme.Drawing:
     """Loss of every step, and smoothed; steps whose loss is not a number are marked
     at the foot."""
     rows = _rows(run, lambda step: step.loss)
     y = alt.Y("value:Q", title="loss per token", scale=alt.Scale(zero=False), axis=_number("~g"))
-    layers = _curve(rows, y, MEASURED, "loss", ".4f")
+    layers = _curve(rows, y, theme.MEASURED, "loss", ".4f")
     lost = [{"step": s.step} for s in every([s for s in run.steps if not isfinite(s.loss)])]
     if lost:
         layers.append(
-            alt.Chart(data(lost)).mark_tick(color=WARNING, thickness=2, size=14).encode(
+            alt.Chart(theme.data(lost)).mark_tick(color=theme.WARNING, thickness=2, size=14).encode(
                 x=_step_axis(), y=alt.YValue("height"), tooltip=["step:Q"],
             )
         )  # fmt: skip
-    return styled(layered(*layers).properties(width=HALF, height=290, autosize=FIT))
+    return theme.half(theme.layered(*layers))
 
 
 def _number(text: str) -> alt.Axis:
@@ -84,7 +137,7 @@ def _from_zero(largest: float) -> alt.Scale:
     return alt.Scale(domain=[0, max(0.05, 1.05 * largest)], clamp=True)
 
 
-def throughput(run: Run) -> Drawing:
+def throughput(run: Run) -> theme.Drawing:
     """Tokens per second above, idle share of all ranks' time below, on one step axis."""
     rate = alt.Y("value:Q", title="tokens/s", axis=_number("~s"), scale=alt.Scale(zero=True))
     most = max(finite(step.idle for step in run.steps), default=0.0)
@@ -92,10 +145,10 @@ def throughput(run: Run) -> Drawing:
     bare = _step_axis()
     bare = bare.axis(labels=False, ticks=False, title=None, grid=False)
     rows = _rows(run, lambda s: s.tokens_per_s)
-    top = layered(*_curve(rows, rate, MEASURED, "tokens/s", ",.0f", bare))
-    low = layered(*_curve(_rows(run, lambda s: s.idle), idle, MUTED, "idle", ".1%"))
-    width = HALF - 70
-    return styled(
+    top = theme.layered(*_curve(rows, rate, theme.MEASURED, "tokens/s", ",.0f", bare))
+    low = theme.layered(*_curve(_rows(run, lambda s: s.idle), idle, theme.MUTED, "idle", ".1%"))
+    width = theme.HALF - 70
+    return theme.styled(
         alt.vconcat(
             top.properties(width=width, height=168), low.properties(width=width, height=64),
             spacing=8,
@@ -103,11 +156,11 @@ def throughput(run: Run) -> Drawing:
     )  # fmt: skip
 
 
-def ratio_over_steps(run: Run) -> Drawing:
+def ratio_over_steps(run: Run) -> theme.Drawing:
     """Predicted over measured seconds of every step around 1, log axis, with the band of 10 %;
     what lies beyond the axis is drawn at its end."""
     rows = _rows(run, lambda step: step.ratio)
-    known = finite(step.ratio for step in run.steps[1:] or run.steps)
+    known = finite(step.ratio for step in run.warm)
     low = max(0.25, min(0.8, float(known.min()) * 0.95)) if known.size else 0.8
     high = min(4.0, max(1.25, float(known.max()) * 1.05)) if known.size else 1.25
     ticks = [t for t in (0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4)
@@ -118,16 +171,16 @@ def ratio_over_steps(run: Run) -> Drawing:
         scale=alt.Scale(type="log", domain=[low, high], clamp=True, nice=False),
     )  # fmt: skip
     span = {"step": run.steps[0].step, "end": run.steps[-1].step, "low": 0.9, "high": 1.1}
-    ground = alt.Chart(data([span]))
-    band = ground.mark_rect(color=PREDICTED, opacity=0.12).encode(
+    ground = alt.Chart(theme.data([span]))
+    band = ground.mark_rect(color=theme.PREDICTED, opacity=0.12).encode(
         x=_step_axis(), x2="end:Q", y=alt.Y("low:Q"), y2="high:Q"
     )
-    one = alt.Chart(data([{"at": 1}])).mark_rule(color=INK).encode(y="at:Q")
-    layers = [band, one, *_curve(rows, y, PREDICTED, "predicted / measured", ".3f")]
-    return styled(layered(*layers).properties(width=HALF, height=290, autosize=FIT))
+    one = alt.Chart(theme.data([{"at": 1}])).mark_rule(color=theme.INK).encode(y="at:Q")
+    layers = [band, one, *_curve(rows, y, theme.PREDICTED, "predicted / measured", ".3f")]
+    return theme.half(theme.layered(*layers))
 
 
-def gap_to_bound(run: Run) -> Drawing:
+def gap_to_bound(run: Run) -> theme.Drawing:
     """How far the plans that ran and the best static plans lie above the lower bound of their
     batch, as a share of the bound; both predicted."""
 
@@ -142,14 +195,41 @@ def gap_to_bound(run: Run) -> Drawing:
     rows = [{**row, "plan": name} for name, group in groups.items() for row in group
             if row["value"] is not None]  # fmt: skip
     color = alt.Color(
-        "plan:N", scale=alt.Scale(domain=list(groups), range=[PREDICTED, STATIC]),
-        legend=legend(symbolType="circle", symbolOpacity=1),
+        "plan:N", scale=alt.Scale(domain=list(groups), range=[theme.PREDICTED, theme.STATIC]),
+        legend=theme.legend(symbolType="circle", symbolOpacity=1),
     )  # fmt: skip
-    base = alt.Chart(data(rows)).encode(x=_step_axis(), color=color)
+    base = alt.Chart(theme.data(rows)).encode(x=_step_axis(), color=color)
     most = max((float(row["value"]) for row in rows), default=0.0)
     y = alt.Y("value:Q", title="above the lower bound", axis=_percent(6), scale=_from_zero(most))
     tooltip = ["step:Q", "plan:N", alt.Tooltip("value:Q", title="above the bound", format=".1%")]
     size = 26 if len(rows) <= 600 else 6
     dots = base.mark_circle(size=size, opacity=0.45).encode(y=y, tooltip=tooltip)
     line = base.mark_line(strokeWidth=2).encode(y="smooth:Q")
-    return styled(layered(dots, line).properties(width=HALF, height=300, autosize=FIT))
+    return theme.half(theme.layered(dots, line), 300)
+
+
+def strategies_over_steps(run: Run) -> theme.Drawing:
+    """Seconds of every step, coloured by its strategy (Hydraulis, Figure 15a); those that ran
+    least are one colour."""
+    counted = Counter(step.planned.strategy for step in run.steps)
+    named = [name for name, _ in counted.most_common(len(theme.OPTIONS))]
+    several = len(counted) > len(named)
+    unit = theme.second_unit(step.step_s for step in run.steps)
+    rows: list[dict[str, Any]] = [
+        {
+            "step": step.step, "took": step.step_s * unit.factor,
+            "strategy": step.planned.strategy,
+            "shown": step.planned.strategy if step.planned.strategy in named else "others",
+        }
+        for step in every(run.steps)
+    ]  # fmt: skip
+    shown = [*named, *(["others"] if several else [])]
+    colors = [*theme.OPTIONS[: len(named)], *([theme.OTHERS] if several else [])]
+    chart = alt.Chart(theme.data(rows)).mark_circle(size=40 if len(rows) <= 300 else 8).encode(
+        x=_step_axis(),
+        y=alt.Y("took:Q", title=f"{unit.name} of the step", scale=alt.Scale(zero=True)),
+        color=alt.Color("shown:N", scale=alt.Scale(domain=shown, range=colors),
+                        legend=theme.legend(columns=2, labelLimit=260)),
+        tooltip=["step:Q", "strategy:N", alt.Tooltip("took:Q", title=unit.name, format=".3~g")],
+    )  # fmt: skip
+    return theme.half(chart)

@@ -18,7 +18,6 @@ import altair as alt
 from headrace.units import GIB, KIB, MIB
 
 __all__ = [
-    "FIT",
     "FULL",
     "HALF",
     "INK",
@@ -36,19 +35,21 @@ __all__ = [
     "byte_unit",
     "data",
     "group_scale",
-    "kind_scale",
+    "half",
+    "label",
     "layered",
     "legend",
     "log_axis",
     "log_ticks",
     "named_color",
+    "named_scale",
     "second_unit",
     "styled",
 ]
 
 Drawing = alt.Chart | alt.LayerChart | alt.HConcatChart | alt.VConcatChart
 
-FIT = alt.AutoSizeParams(type="fit", contains="padding")
+_FIT = alt.AutoSizeParams(type="fit", contains="padding")
 """Axes and legends count in the width of a figure (concatenations do not know this)."""
 
 FULL, HALF = 1080, 525
@@ -137,15 +138,20 @@ def legend(title: str | None = None, **options: Any) -> alt.Legend:
     return alt.Legend(title=title, orient="top", direction="horizontal", offset=8, **options)
 
 
+def label(chart: alt.Chart, **place: Any) -> list[alt.Chart]:
+    """The texts of a chart over a white halo, so that they can be read on any ground."""
+    halo = chart.mark_text(fontSize=11, stroke="white", strokeWidth=4, opacity=0.85, **place)
+    return [halo, chart.mark_text(fontSize=11, color=INK, **place)]
+
+
 def named_color(names: Mapping[str, str], shown: alt.Legend) -> alt.Color:
     """The colours of layers that each calculate their own ``name``."""
-    scale = alt.Scale(domain=list(names), range=list(names.values()))
-    return alt.Color("name:N", scale=scale, legend=shown)
+    return alt.Color("name:N", scale=named_scale(names), legend=shown)
 
 
-def kind_scale() -> alt.Scale:
-    """Colours of the kinds of actions."""
-    return alt.Scale(domain=list(KINDS), range=list(KINDS.values()))
+def named_scale(colors: Mapping[str, str]) -> alt.Scale:
+    """A scale of names that each have their colour."""
+    return alt.Scale(domain=list(colors), range=list(colors.values()))
 
 
 def group_scale(sizes: Iterable[int]) -> alt.Scale:
@@ -155,6 +161,11 @@ def group_scale(sizes: Iterable[int]) -> alt.Scale:
     last = len(_VIRIDIS) - 1
     picked = [round(i * last / max(1, len(known) - 1)) for i in range(len(known))]
     return alt.Scale(domain=known, range=[_VIRIDIS[i] for i in picked])
+
+
+def half(chart: alt.Chart | alt.LayerChart, height: float = 290) -> Drawing:
+    """The figure, styled, for half a row of the page; ``height`` in pixels."""
+    return styled(chart.properties(width=HALF, height=height, autosize=_FIT))
 
 
 def styled(chart: Drawing) -> Drawing:
