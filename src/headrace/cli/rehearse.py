@@ -12,45 +12,30 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.display import Stopwatch, out_console, tell
-from headrace.cli.methods import considered
-from headrace.cli.wiring import make_problem, read_config
+from headrace.cli.display import out_console, tell
+from headrace.cli.options import RehearseOptions, overrides
 from headrace.config import Config
 from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.from_profile import costs_from_profile
 from headrace.costs.memory import MemoryParts, memory_parts
-from headrace.data import make_tokenizer
 from headrace.errors import ConfigError, InfeasiblePlan
-from headrace.planning import plan
 from headrace.runtime.rehearsal import Rehearsal
 from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware
-from headrace.spec.lengths import Lengths
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import Plan, Working
+from headrace.training.listener import Progress
+from headrace.training.methods import considered
+from headrace.training.planning import make_problem, plan
+from headrace.training.setup import architecture_of
 from headrace.units import bytes_text, parse_count, seconds_text
 
-__all__ = ["RehearseOptions", "rehearse"]
+__all__ = ["rehearse"]
 
 _MARGIN = 0.1
 """Left free of a device that was never asked: its context, buffers of collectives, fragments."""
 
 _BAR = 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RehearseOptions:
-    """The options of the command, as given."""
-
-    ranks: int | None
-    rank: int
-    sizes: tuple[int, ...]
-    length: str | None
-    hardware: str | None
-    dtype: str | None
-    device: str | None
-    costs: Path | None
-    as_json: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +53,10 @@ class _Row:
     peak_bytes: int
 
 
-def rehearse(config_path: Path, options: RehearseOptions, changes: list[str]) -> int:
+def rehearse(config_path: Path, options: RehearseOptions) -> int:
     """Play one rank, and print what was learnt."""
-    config = read_config(config_path, changes, ranks=options.ranks, hardware=options.hardware)
+    keys = {"devices.ranks": options.ranks, "devices.hardware": options.hardware}
+    config = Config.load(config_path, *overrides(options.changes, keys))
     length = parse_count(options.length) if options.length else config.data.context
     if length < 1:
         raise ConfigError("--length", got=length, wanted=">= 1 token")
@@ -86,7 +72,7 @@ def rehearse(config_path: Path, options: RehearseOptions, changes: list[str]) ->
         devices=played.ranks, device=played.hardware.device.name,
         memory_bytes=config.devices.memory_bytes or played.hardware.device.memory_bytes,
     )  # fmt: skip
-    profile = played.profile(_fingerprint(played), cluster, Stopwatch())
+    profile = played.profile(_fingerprint(played), cluster, Progress())
     margin = config.planner.memory_margin
     costs = costs_from_profile(profile).replace(memory_margin=_MARGIN if margin is None else margin)
     if options.costs is not None:
@@ -96,7 +82,7 @@ def rehearse(config_path: Path, options: RehearseOptions, changes: list[str]) ->
     _check_that_something_fits(costs, rows)
     chosen = _chosen(costs, config, length)
     parts = _parts(costs, chosen, length) if chosen else None
-    if options.as_json:
+    if options.json:
         print(json.dumps(_json(played, costs, length, rows, chosen, parts)))
     else:
         _print(played, costs, length, rows, chosen, parts)
@@ -104,8 +90,7 @@ def rehearse(config_path: Path, options: RehearseOptions, changes: list[str]) ->
 
 
 def _played(config: Config, options: RehearseOptions) -> Rehearsal:
-    tokenizer = make_tokenizer(config.data.tokenizer)
-    a = config.model.architecture(tokenizer.vocabulary, config.data.context, tokenizer.mask_id)
+    a = architecture_of(config)
     ranks = config.devices.ranks
     if not 0 <= options.rank < ranks:
         raise ConfigError("--rank", got=options.rank, wanted=f"0 to {ranks - 1}")
@@ -189,7 +174,7 @@ def _chosen(costs: CostModel, config: Config, length: int) -> Plan | None:
     """The plan of a step of one sequence; None when it fits nowhere."""
     try:
         problem = make_problem(costs, config.planner.model_copy(update={"group_sizes": ()}))
-        return plan(problem, Lengths(tokens=(length,)))
+        return plan((length,), problem)
     except InfeasiblePlan:
         return None
 

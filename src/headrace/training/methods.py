@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.cli.wiring import listed_methods
 from headrace.config.model import PlannerConfig
 from headrace.costs import group_sizes_of
 from headrace.errors import ConfigError
@@ -13,6 +12,7 @@ from headrace.methods.registry import METHODS, method, methods_for
 from headrace.spec.architecture import Architecture
 from headrace.spec.method import LayerOption
 from headrace.spec.strategy import Strategy
+from headrace.training.planning import listed_methods
 
 __all__ = ["considered", "methods_by_size"]
 
