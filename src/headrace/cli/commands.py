@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.cli.app import Changes, Json, app
-from headrace.cli.options import (
-    PlanOptions,
-    ProfileOptions,
-    RehearseOptions,
-    SimulateOptions,
+from headrace.cli.flags import (
+    PlanFlags,
+    ProfileFlags,
+    RehearseFlags,
+    SimulateFlags,
     Switch,
-    VerifyOptions,
+    VerifyFlags,
     overrides,
 )
 
@@ -22,8 +22,8 @@ __all__ = [
     "verify",
 ]  # fmt: skip
 
-_PLAN, _SIMULATE, _PROFILE = PlanOptions(), SimulateOptions(), ProfileOptions()
-_REHEARSE, _VERIFY = RehearseOptions(), VerifyOptions()
+_PLAN, _SIMULATE, _PROFILE = PlanFlags(), SimulateFlags(), ProfileFlags()
+_REHEARSE, _VERIFY = RehearseFlags(), VerifyFlags()
 
 
 @app.command
@@ -65,7 +65,7 @@ def train(
 
 
 @app.command
-def plan(config: Path | None = None, *, options: PlanOptions = _PLAN) -> int:
+def plan(config: Path | None = None, *, flags: PlanFlags = _PLAN) -> int:
     """Plan batches and say why; needs no torch and no devices.
 
     Costs are those measured for this configuration by profile or train; without them, a formula
@@ -95,21 +95,21 @@ def plan(config: Path | None = None, *, options: PlanOptions = _PLAN) -> int:
     if config is None:
         from headrace.cli.plan_files import PlanFiles, plan_files
 
-        _only("a CONFIG", ranks=options.ranks, hardware=options.hardware,
-              set=options.changes or None,
-              batches=None if options.batches == 1 else options.batches)  # fmt: skip
+        _only("a CONFIG", ranks=flags.ranks, hardware=flags.hardware,
+              set=flags.changes or None,
+              batches=None if flags.batches == 1 else flags.batches)  # fmt: skip
         return plan_files(
             PlanFiles(
-                costs=options.costs, lengths=options.lengths, devices=options.devices,
-                planner=options.planner, semantics=options.semantics, picture=options.picture,
-                seed=options.seed, as_json=options.json,
+                costs=flags.costs, lengths=flags.lengths, devices=flags.devices,
+                planner=flags.planner, semantics=flags.semantics, picture=flags.picture,
+                seed=flags.seed, as_json=flags.json,
             )
         )  # fmt: skip
     _only(
         "no configuration beside it", "with one, --set changes it (planner.name, devices.ranks)",
-        devices=options.devices, planner=options.planner, semantics=options.semantics,
+        devices=flags.devices, planner=flags.planner, semantics=flags.semantics,
     )  # fmt: skip
-    return run(config, options)
+    return run(config, flags)
 
 
 def _only(wanted: str, hint: str | None = None, /, **flags: object) -> None:
@@ -122,7 +122,7 @@ def _only(wanted: str, hint: str | None = None, /, **flags: object) -> None:
 
 
 @app.command
-def simulate(source: Path, *, options: SimulateOptions = _SIMULATE) -> int:
+def simulate(source: Path, *, flags: SimulateFlags = _SIMULATE) -> int:
     """Run the programs of planned batches on a clock instead of devices.
 
     Shows every rank's timeline and memory as predicted, and checks the programs:
@@ -136,11 +136,11 @@ def simulate(source: Path, *, options: SimulateOptions = _SIMULATE) -> int:
     """
     from headrace.cli.plan import simulate as run
 
-    return run(source, options)
+    return run(source, flags)
 
 
 @app.command
-def profile(config: Path, *, options: ProfileOptions = _PROFILE) -> int:
+def profile(config: Path, *, flags: ProfileFlags = _PROFILE) -> int:
     """Measure what a layer costs on these devices, per group size and recompute level.
 
     Ends with the longest documents that fit (MaxLen) and the shortest that keep a group busy
@@ -157,11 +157,11 @@ def profile(config: Path, *, options: ProfileOptions = _PROFILE) -> int:
     """
     from headrace.cli.profile import profile as run
 
-    return run(config, options)
+    return run(config, flags)
 
 
 @app.command
-def rehearse(config: Path, *, options: RehearseOptions = _REHEARSE) -> int:
+def rehearse(config: Path, *, flags: RehearseFlags = _REHEARSE) -> int:
     """Play one rank of a job without the others: how long a sequence fits, how long a step takes.
 
     Methods run with tensors that have shapes only: bytes are counted exactly, seconds are a
@@ -180,7 +180,7 @@ def rehearse(config: Path, *, options: RehearseOptions = _REHEARSE) -> int:
     """
     from headrace.cli.rehearse import rehearse as run
 
-    return run(config, options)
+    return run(config, flags)
 
 
 @app.command
@@ -215,7 +215,7 @@ def verify(
     what: Literal["native", "checkpoint"] = "native",
     path: Path | None = None,
     *,
-    options: VerifyOptions = _VERIFY,
+    flags: VerifyFlags = _VERIFY,
 ) -> int:
     """Prove that what runs here is exact, or that a checkpoint is whole.
 
@@ -237,7 +237,7 @@ def verify(
     """
     from headrace.cli.verify import verify as run
 
-    return run(what, path, options)
+    return run(what, path, flags)
 
 
 @app.command

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.display import tell
-from headrace.cli.options import PlanOptions, SimulateOptions, overrides
+from headrace.cli.flags import PlanFlags, SimulateFlags, overrides
 from headrace.cli.plan_picture import draw_picture, require_picture
 from headrace.config import Config
 from headrace.costs import CostModel
@@ -23,7 +23,7 @@ from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
 from headrace.spec.plan import Plan
 from headrace.training.cost_cache import costs_at_hand
-from headrace.training.listener import Progress
+from headrace.training.listener import ProgressLines
 from headrace.training.planning import ConfiguredPlanner, programs_of
 from headrace.training.planning import simulate as run_clock
 from headrace.training.setup import architecture_of, open_data
@@ -56,15 +56,15 @@ class _Work:
             yield batch, made, time.perf_counter() - start
 
 
-def plan(config_path: Path, options: PlanOptions) -> int:
+def plan(config_path: Path, flags: PlanFlags) -> int:
     """Plan batches; a table for people or JSON for programs, and a picture of the longest."""
-    if options.picture is not None:
-        require_picture(options.picture)
-    work = _prepare(config_path, options)
+    if flags.picture is not None:
+        require_picture(flags.picture)
+    work = _prepare(config_path, flags)
     found, made = list[dict[str, Any]](), list[Plan]()
     for number, (batch, chosen, planning_s) in enumerate(work.plans()):
         made.append(chosen)
-        if options.json:
+        if flags.json:
             found.append({"planning_s": planning_s} | chosen.to_json())
             continue
         if number:
@@ -77,18 +77,18 @@ def plan(config_path: Path, options: PlanOptions) -> int:
                 f"{'best static':<14}{best.strategy}: {seconds_text(best.predicted_s)} "
                 f"({best.predicted_s / chosen.predicted_s:.2f}x)"
             )
-    if options.json:
+    if flags.json:
         print(json.dumps({"costs": work.source, "plans": found}))
-    if options.picture is not None:
+    if flags.picture is not None:
         number = max(range(len(made)), key=lambda k: made[k].predicted_s)
         bars = bars_of_plan(made[number], run_clock(made[number], work.costs))
-        draw_picture(bars, f"batch {number}", options.picture)
+        draw_picture(bars, f"batch {number}", flags.picture)
     return 0
 
 
-def simulate(config_path: Path, options: SimulateOptions) -> int:
+def simulate(config_path: Path, flags: SimulateFlags) -> int:
     """Run the programs of planned batches on a clock; draw what every rank does."""
-    work = _prepare(config_path, options)
+    work = _prepare(config_path, flags)
     events: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
     began_s = 0.0
@@ -98,7 +98,7 @@ def simulate(config_path: Path, options: SimulateOptions) -> int:
         later_us, began_s = began_s * 1e6, began_s + timeline.seconds
         for event in timeline.to_chrome_trace(step=number):
             events.append({**event, "ts": event["ts"] + later_us})
-        if options.json:
+        if flags.json:
             found.append(
                 {
                     "plan": chosen.to_json(),
@@ -109,18 +109,18 @@ def simulate(config_path: Path, options: SimulateOptions) -> int:
             )
         else:
             _print_clock(number, chosen, timeline, work.costs)
-            if options.programs:
+            if flags.programs:
                 print("\n".join(map(str, actions)))
-    if options.json:
+    if flags.json:
         print(json.dumps({"costs": work.source, "batches": found}))
-    if options.trace is not None:
+    if flags.trace is not None:
         try:
-            options.trace.write_text(json.dumps({"traceEvents": events}))
+            flags.trace.write_text(json.dumps({"traceEvents": events}))
         except OSError as error:
             raise ConfigError(
-                f"--trace {options.trace}", got=error.strerror, wanted="a writable file"
+                f"--trace {flags.trace}", got=error.strerror, wanted="a writable file"
             )
-        tell(f"trace of {len(events)} actions in {options.trace}")
+        tell(f"trace of {len(events)} actions in {flags.trace}")
     return 0
 
 
@@ -141,21 +141,21 @@ def _fits(chosen: Plan, costs: CostModel) -> str:
     return f"peak {bytes_text(peaks[rank])} of {bytes_text(costs.capacity_bytes)} (rank {rank})"
 
 
-def _prepare(config_path: Path, options: PlanOptions | SimulateOptions) -> _Work:
-    if options.batches < 1:
-        raise ConfigError("--batches", got=options.batches, wanted=">= 1")
-    if options.costs is not None and options.hardware is not None:
+def _prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> _Work:
+    if flags.batches < 1:
+        raise ConfigError("--batches", got=flags.batches, wanted=">= 1")
+    if flags.costs is not None and flags.hardware is not None:
         raise ConfigError("--hardware", got="--costs too", wanted="one of them")
-    keys = {"devices.ranks": options.ranks, "devices.hardware": options.hardware}
-    config = Config.load(config_path, *overrides(options.changes, keys))
-    if options.lengths is None:
-        data = open_data(config, Progress())
+    keys = {"devices.ranks": flags.ranks, "devices.hardware": flags.hardware}
+    config = Config.load(config_path, *overrides(flags.changes, keys))
+    if flags.lengths is None:
+        data = open_data(config, ProgressLines())
         architecture = data.architecture
-        batches = tuple(batch.lengths for batch in data.sampler.peek(options.batches))
+        batches = tuple(batch.lengths for batch in data.sampler.peek(flags.batches))
     else:
         architecture = architecture_of(config)
-        batches = _drawn(config, options.lengths, options.batches, options.seed)
-    costs, remark = costs_at_hand(config, architecture, options.costs)
+        batches = _drawn(config, flags.lengths, flags.batches, flags.seed)
+    costs, remark = costs_at_hand(config, architecture, flags.costs)
     if remark:
         tell(remark)
     planner = ConfiguredPlanner(

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from headrace.cli.display import out_console
-from headrace.cli.options import ProfileOptions, overrides
+from headrace.cli.flags import ProfileFlags, overrides
 from headrace.cli.profile_tables import fits_table, held_out_lines, hybrid_table, limits_table
 from headrace.comm.launch import World
 from headrace.config import Config
@@ -27,21 +27,21 @@ from headrace.units import bytes_text, seconds_text
 __all__ = ["profile"]
 
 
-def profile(config_path: Path, options: ProfileOptions) -> int:
+def profile(config_path: Path, flags: ProfileFlags) -> int:
     """Measure (or read the cached profile) and print the fits, or the cost model as JSON.
 
     ``--hybrid`` fits hybrid costs too: a table of their own, or the key "hybrid" of the JSON.
     Raises MissingExtra before anything is measured when they cannot be fitted here.
     """
-    if options.hybrid:
+    if flags.hybrid:
         need_scikit_learn()
-    config = Config.load(config_path, *overrides(options.changes, {"devices.ranks": options.ranks}))
+    config = Config.load(config_path, *overrides(flags.changes, {"devices.ranks": flags.ranks}))
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
 
         def main(world: World) -> int:
             rank = open_rank(world, config)
-            costs, measured = measured_costs(rank, fresh=options.fresh)
+            costs, measured = measured_costs(rank, fresh=flags.fresh)
             if rank.first:
                 result.write_text(json.dumps([costs.to_json(), measured.to_json()]))
             return 0
@@ -51,8 +51,8 @@ def profile(config_path: Path, options: ProfileOptions) -> int:
             return code
         costs_json, profile_json = json.loads(result.read_text())
     measured = Profile.from_json(profile_json)
-    model = fit_hybrid(measured) if options.hybrid else None
-    if options.json:
+    model = fit_hybrid(measured) if flags.hybrid else None
+    if flags.json:
         extra = {} if model is None else {"hybrid": model.to_json()}
         print(json.dumps({**costs_json, **extra}))
     else:

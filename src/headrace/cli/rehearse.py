@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.display import out_console, tell
-from headrace.cli.options import RehearseOptions, overrides
+from headrace.cli.flags import RehearseFlags, overrides
 from headrace.config import Config
 from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.from_profile import costs_from_profile
@@ -24,7 +24,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import Plan, Working
-from headrace.training.listener import Progress
+from headrace.training.listener import ProgressLines
 from headrace.training.methods import considered
 from headrace.training.planning import make_problem, plan
 from headrace.training.setup import architecture_of
@@ -53,16 +53,16 @@ class _Row:
     peak_bytes: int
 
 
-def rehearse(config_path: Path, options: RehearseOptions) -> int:
+def rehearse(config_path: Path, flags: RehearseFlags) -> int:
     """Play one rank, and print what was learnt."""
-    keys = {"devices.ranks": options.ranks, "devices.hardware": options.hardware}
-    config = Config.load(config_path, *overrides(options.changes, keys))
-    length = parse_count(options.length) if options.length else config.data.context
+    keys = {"devices.ranks": flags.ranks, "devices.hardware": flags.hardware}
+    config = Config.load(config_path, *overrides(flags.changes, keys))
+    length = parse_count(flags.length) if flags.length else config.data.context
     if length < 1:
         raise ConfigError("--length", got=length, wanted=">= 1 token")
-    if options.costs is not None and not options.costs.absolute().parent.is_dir():
-        raise ConfigError("--costs", got=options.costs, wanted="a file in a folder that exists")
-    played = _played(config, options)
+    if flags.costs is not None and not flags.costs.absolute().parent.is_dir():
+        raise ConfigError("--costs", got=flags.costs, wanted="a file in a folder that exists")
+    played = _played(config, flags)
     tell(
         f"rehearsing rank {played.rank} of {played.ranks} on {played.hardware}: "
         + ("shapes only, seconds from a roofline" if played.device is None else
@@ -72,47 +72,47 @@ def rehearse(config_path: Path, options: RehearseOptions) -> int:
         devices=played.ranks, device=played.hardware.device.name,
         memory_bytes=config.devices.memory_bytes or played.hardware.device.memory_bytes,
     )  # fmt: skip
-    profile = played.profile(_fingerprint(played), cluster, Progress())
+    profile = played.profile(_fingerprint(played), cluster, ProgressLines())
     margin = config.planner.memory_margin
     costs = costs_from_profile(profile).replace(memory_margin=_MARGIN if margin is None else margin)
-    if options.costs is not None:
-        costs.save(options.costs)
-        tell(f"costs for headrace plan in {options.costs}")
+    if flags.costs is not None:
+        costs.save(flags.costs)
+        tell(f"costs for headrace plan in {flags.costs}")
     rows = sorted(_rows(costs, length), key=lambda row: (row.p, row.forward_s + row.backward_s))
     _check_that_something_fits(costs, rows)
     chosen = _chosen(costs, config, length)
     parts = _parts(costs, chosen, length) if chosen else None
-    if options.json:
+    if flags.json:
         print(json.dumps(_json(played, costs, length, rows, chosen, parts)))
     else:
         _print(played, costs, length, rows, chosen, parts)
     return 0
 
 
-def _played(config: Config, options: RehearseOptions) -> Rehearsal:
+def _played(config: Config, flags: RehearseFlags) -> Rehearsal:
     a = architecture_of(config)
     ranks = config.devices.ranks
-    if not 0 <= options.rank < ranks:
-        raise ConfigError("--rank", got=options.rank, wanted=f"0 to {ranks - 1}")
-    wrong = [p for p in options.sizes if not 1 <= p <= ranks]
+    if not 0 <= flags.rank < ranks:
+        raise ConfigError("--rank", got=flags.rank, wanted=f"0 to {ranks - 1}")
+    wrong = [p for p in flags.sizes if not 1 <= p <= ranks]
     if wrong:
         raise ConfigError("--sizes", got=wrong[0], wanted=f"1 to {ranks}")
     hardware = Hardware.parse(config.devices.hardware or "cpu")
     _, methods = considered(config.planner, a, ranks)
-    length = parse_count(options.length) if options.length else 0
+    length = parse_count(flags.length) if flags.length else 0
     return Rehearsal(
-        architecture=a, hardware=hardware, ranks=ranks, rank=options.rank,
-        sizes=tuple(sorted(set(options.sizes))) or (ranks,),
+        architecture=a, hardware=hardware, ranks=ranks, rank=flags.rank,
+        sizes=tuple(sorted(set(flags.sizes))) or (ranks,),
         longest=max(length, config.data.context), methods=methods,
-        levels=config.planner.recompute, dtype=_dtype(options, config, hardware),
-        device=_device(options.device),
+        levels=config.planner.recompute, dtype=_dtype(flags, config, hardware),
+        device=_device(flags.device),
     )  # fmt: skip
 
 
-def _dtype(options: RehearseOptions, config: Config, hardware: Hardware) -> torch.dtype:
+def _dtype(flags: RehearseFlags, config: Config, hardware: Hardware) -> torch.dtype:
     known = hardware.device.flops_per_s
     usual = config.devices.dtype if hardware.device.name == "cpu" else "bfloat16"
-    name = options.dtype or (usual if usual in known else config.devices.dtype)
+    name = flags.dtype or (usual if usual in known else config.devices.dtype)
     if name not in known:
         raise ConfigError("--dtype", got=repr(name), wanted=f"one of {', '.join(known)}")
     dtype = getattr(torch, name)

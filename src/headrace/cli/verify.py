@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.display import tell
-from headrace.cli.options import VerifyOptions
+from headrace.cli.flags import VerifyFlags
 from headrace.comm.collectives import all_gather_rows
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
@@ -79,23 +79,23 @@ _STRATEGIES = "strategies"
 _LONG = 600  # long enough to be folded over four ranks
 
 
-def verify(what: str, path: Path | None, options: VerifyOptions) -> int:
+def verify(what: str, path: Path | None, flags: VerifyFlags) -> int:
     """Run one of the verifications; the exit code is 1 when it fails."""
     if what == "checkpoint":
         return _verify_checkpoint(path)
     if path is not None:
         raise ConfigError("verify native", got=f"a path {path}", wanted="none")
-    ranks, steps, methods = options.ranks, options.steps, options.methods
+    ranks, steps, methods = flags.ranks, flags.steps, flags.methods
     if steps < 1 or not ranks or min(ranks) < 1:
         raise ConfigError("verify", got=f"ranks {list(ranks)}, steps {steps}", wanted=">= 1 each")
     names = tuple(METHODS) if "all" in methods else tuple(method(name).name for name in methods)
     names = (*names, _MIXED, _STRATEGIES)
     cases = [
-        _Case(model=model, ranks=count, steps=steps, seed=options.seed, methods=names)
+        _Case(model=model, ranks=count, steps=steps, seed=flags.seed, methods=names)
         for model in _MODELS
         for count in ranks
     ]
-    return _print([(case, _errors_of(case)) for case in cases], options.tolerance)
+    return _print([(case, _errors_of(case)) for case in cases], flags.tolerance)
 
 
 def _verify_checkpoint(path: Path | None) -> int:

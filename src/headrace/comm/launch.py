@@ -108,7 +108,8 @@ def lone_rank(
     settings = Settings(
         device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=0.2, hang_s=float("inf")
     )
-    before = torch.get_num_threads()
+    before, named = torch.get_num_threads(), os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ["GLOO_SOCKET_IFNAME"] = named or "lo"
     store = dist.TCPStore(_LOCALHOST, 0, is_master=True, wait_for_workers=False)
     place = Place(
         rank=0, ranks=1, local_rank=0, local_ranks=1, attempt=0, host=_LOCALHOST, port=store.port
@@ -120,6 +121,8 @@ def lone_rank(
         if torch.get_num_threads() > 1:
             _threaded.set()
         torch.set_num_threads(before)
+        if named is None:
+            del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def _check(ranks: int, device: str, threads: int | None) -> None:

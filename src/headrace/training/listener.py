@@ -12,7 +12,7 @@ from headrace.units import seconds_text
 if TYPE_CHECKING:
     from headrace.runtime.trainer import Step
 
-__all__ = ["Listener", "Progress", "tell"]
+__all__ = ["Listener", "ProgressLines", "tell"]
 
 _QUIET_S = 2.0
 """Work shorter than this shows no progress."""
@@ -24,7 +24,7 @@ def tell(text: str) -> None:
     sys.stderr.flush()
 
 
-class Progress:
+class ProgressLines:
     """Progress of preparations (indexing, profiling), in lines once they take over two seconds.
 
     Called as ``progress(what, done, of)``.
@@ -64,7 +64,7 @@ class Listener:
         tell: Callable[[str], object] = tell,
     ) -> None:
         self._on_step, self._tell = on_step, tell
-        self._progress = Progress(tell)
+        self._progress = ProgressLines(tell)
 
     def tell(self, text: str) -> None:
         """A line that is no step."""

@@ -41,12 +41,12 @@ __all__ = [
     "simulate",
 ]
 
-Costs = CostModel | PipelineCosts | GroupCosts | Problem
+_Costs = CostModel | PipelineCosts | GroupCosts | Problem
 """What a plan can be asked of: costs, or a problem that restricts the choices."""
 
 
 def plan(
-    lengths: Lengths | Iterable[int], costs: Costs, *, seed: int = 0, previous: Plan | None = None
+    lengths: Lengths | Iterable[int], costs: _Costs, *, seed: int = 0, previous: Plan | None = None
 ) -> Plan:
     """The quickest plan found for one batch of sequences of ``lengths`` tokens.
 
@@ -60,7 +60,7 @@ def plan(
     return _timed(found, problem)
 
 
-def baselines(lengths: Lengths | Iterable[int], costs: Costs) -> dict[str, Plan]:
+def baselines(lengths: Lengths | Iterable[int], costs: _Costs) -> dict[str, Plan]:
     """Plans with groups of one size, as configured by hand: one for each size on which the longest
     sequence fits, by name (``static-cp8``), smallest first."""
     problem = _problem(costs)
@@ -105,7 +105,7 @@ def _static_plans(problem: Problem, lengths: Lengths) -> list[Plan]:
     return found
 
 
-def _problem(costs: Costs) -> Problem:
+def _problem(costs: _Costs) -> Problem:
     if isinstance(costs, Problem):
         return costs
     if isinstance(costs, CostModel):

@@ -7,7 +7,7 @@ back as exceptions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -143,7 +143,7 @@ class _Sender(Listener):
     def begin(self, first: int, steps: int) -> None:
         self._send(("begin", (first, steps)))
 
-    def step(self, step: Step, notices: Any) -> None:
+    def step(self, step: Step, notices: Sequence[str]) -> None:
         self._send(("step", (step, tuple(notices))))
 
     def end(self) -> None:

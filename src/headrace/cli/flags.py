@@ -1,4 +1,4 @@
-"""The options of commands that have many, one value each."""
+"""The flags of commands that have many, one value each."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cyclopts import Parameter
 from headrace.cli.app import Changes, Json
 
 __all__ = [
-    "PlanOptions",
-    "ProfileOptions",
-    "RehearseOptions",
-    "SimulateOptions",
-    "VerifyOptions",
+    "PlanFlags",
+    "ProfileFlags",
+    "RehearseFlags",
+    "SimulateFlags",
+    "VerifyFlags",
     "overrides",
 ]
 
@@ -31,8 +31,8 @@ def overrides(changes: list[str], keys: Mapping[str, object]) -> list[str]:
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """The options of ``headrace plan``.
+class PlanFlags:
+    """The flags of ``headrace plan``.
 
     Parameters
     ----------
@@ -79,8 +79,8 @@ class PlanOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
-    """The options of ``headrace simulate``.
+class SimulateFlags:
+    """The flags of ``headrace simulate``.
 
     Parameters
     ----------
@@ -117,8 +117,8 @@ class SimulateOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileOptions:
-    """The options of ``headrace profile``.
+class ProfileFlags:
+    """The flags of ``headrace profile``.
 
     Parameters
     ----------
@@ -140,8 +140,8 @@ class ProfileOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RehearseOptions:
-    """The options of ``headrace rehearse``.
+class RehearseFlags:
+    """The flags of ``headrace rehearse``.
 
     Parameters
     ----------
@@ -178,8 +178,8 @@ class RehearseOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyOptions:
-    """The options of ``headrace verify``.
+class VerifyFlags:
+    """The flags of ``headrace verify``.
 
     Parameters
     ----------
