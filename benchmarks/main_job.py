@@ -33,10 +33,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from headrace.cli.desk import Desk
-from headrace.cli.ranks import Rank, measured_costs, open_rank
-from headrace.cli.wiring import read_config
 from headrace.comm.launch import World, start
+from headrace.config import Config
 from headrace.config.model import PlannerConfig
 from headrace.data import Batch, Reader
 from headrace.errors import InfeasiblePlan
@@ -46,6 +44,9 @@ from headrace.models.plain import plain_logits, whole_weights
 from headrace.runtime.executor import Executor
 from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Plan, weight_table
+from headrace.training.measured_costs import measured_costs
+from headrace.training.planner import OnlinePlanner
+from headrace.training.rank import Rank, open_rank
 
 REPEATS = 2
 """Each batch is timed so often with each contender; the faster time counts."""
@@ -145,10 +146,10 @@ def headrace_contender(
     rank: Rank, storage: Storage, options: PlannerConfig, costs: Any
 ) -> Contender:
     executor = Executor(storage, rank.groups, seed=0)
-    desk = Desk(costs=costs, options=options, compare=False)
+    planner = OnlinePlanner(costs=costs, options=options, compare=False)
 
     def step(batch: Batch, number: int) -> float:
-        planned = desk.plan(batch.lengths)
+        planned = planner.plan(batch.lengths)
         return executor.run(planned.plan, batch.tokens, step=number, lr=1e-3).loss
 
     return step
@@ -162,10 +163,10 @@ def contenders(rank: Rank, costs: Any, batches: list[Batch]) -> dict[str, Conten
         f"static cp{p}": PlannerConfig(name="static", static_size=p) for p in costs.group_sizes
     }
     for name, option in options.items():
-        desk = Desk(costs=costs, options=option, compare=False)
+        planner = OnlinePlanner(costs=costs, options=option, compare=False)
         try:
             for batch in batches:
-                desk.plan(batch.lengths)
+                planner.plan(batch.lengths)
         except InfeasiblePlan:
             continue  # this size cannot hold the longest sequence
         found[name] = headrace_contender(rank, Storage(a, groups, seed=0), option, costs)
@@ -214,7 +215,9 @@ def moved_bytes(rank: Rank, count: int) -> dict[str, Any]:
     executor = Executor(storage, rank.groups, seed=0)
     with Reader(rank.data.corpus, rank.data.sampler, ahead=1) as reader:
         batch = next(reader)
-    plan = Desk(costs=costs, options=PlannerConfig(), compare=False).plan(batch.lengths).plan
+    plan = (
+        OnlinePlanner(costs=costs, options=PlannerConfig(), compare=False).plan(batch.lengths).plan
+    )
     executor.run(plan, batch.tokens, step=0, lr=0.0)
     sent = [0]
     real = dist.all_to_all_single
@@ -309,7 +312,7 @@ def overhead(rank: Rank, count: int) -> dict[str, Any]:
 def on_ranks(
     ranks: int, config_path: Path, changes: list[str], task: Callable[[Rank, int], Any], count: int
 ) -> Any:
-    config = read_config(config_path, changes, ranks=ranks)
+    config = Config.load(config_path, *changes, f"devices.ranks={ranks}")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import main
-from headrace.cli.wiring import formula_costs, remember_costs
-from headrace.config import load_config
+from headrace.config import Config
 from headrace.costs import synthetic_costs
 from headrace.data import make_tokenizer
 from headrace.spec import Architecture, Plan
+from headrace.training.cost_cache import remember_costs
+from headrace.training.setup import formula_costs
 
 CONFIG = """
 [data]
@@ -71,7 +72,7 @@ def test_the_configuration_can_name_it(config: Path, capsys) -> None:
 
 def test_it_takes_the_place_of_what_was_measured_here(config: Path, capsys) -> None:
     """Catches costs of this machine in a plan for another."""
-    read = load_config(config, [])
+    read = Config.load(config)
     tokenizer = make_tokenizer(read.data.tokenizer)
     a = read.model.architecture(tokenizer.vocabulary, read.data.context, tokenizer.mask_id)
     here = synthetic_costs(4, architecture=a).replace(scale=50.0, fingerprint="made=here")
@@ -97,7 +98,7 @@ def test_memory_and_precision_are_the_configuration_s(config: Path) -> None:
     base = ["devices.hardware=h100"]
 
     def costs(*changes: str):
-        return formula_costs(load_config(config, [*base, *changes]), a, 4)
+        return formula_costs(Config.load(config, *base, *changes), a, 4)
 
     assert costs().cluster.memory_bytes == 81_000 * 2**20
     assert costs().memory_margin == 0.1

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from headrace.cli import main
-from headrace.cli.wiring import remember_costs
-from headrace.config import load_config
+from headrace.config import Config
 from headrace.costs import CostModel, synthetic_costs
 from headrace.spec import Architecture, Plan
+from headrace.training.cost_cache import remember_costs
 
 CONFIG = """
 [run]
@@ -232,7 +232,7 @@ def test_costs_of_another_model_say_what_differs(config: Path, capsys, tmp_path:
 def test_kept_costs_are_those_of_the_model(config: Path, capsys, tmp_path, change: str) -> None:
     """Catches costs of a causal model that are taken for one that sees everything."""
     cache = ("--set", f"data.cache={tmp_path}")
-    remember_costs(load_config(config, cache[1:]), synthetic_costs(2, architecture=ARCHITECTURE))
+    remember_costs(Config.load(config, *cache[1:]), synthetic_costs(2, architecture=ARCHITECTURE))
     assert BY_FORMULA not in call(capsys, "plan", config, *cache)[2]
     assert BY_FORMULA in call(capsys, "plan", config, *cache, "--ranks", 3)[2]
     assert BY_FORMULA in call(capsys, "plan", config, *cache, "--set", change)[2]
@@ -327,7 +327,7 @@ for kind, devices in (("hydraulis-7b", "32"), ("flexsp-7b-a100", "8")):
              "--lengths", "benchmarks/fixtures/longtail-32k-100k.json"]
     assert headrace.cli.main(["plan", *files]) == 0
 assert headrace.cli.main(["config"]) == 0
-for name in headrace.__all__:
+for name in set(headrace.__all__) - {"train"}:
     getattr(headrace, name)
 assert "torch" not in sys.modules
 """

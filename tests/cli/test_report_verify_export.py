@@ -61,7 +61,7 @@ TORCH: dict[str, tuple[list[str], str]] = {
     "no checkpoint": (["verify", "checkpoint", "{tmp}"], "got none, wanted at least one"),
     "no folder": (["verify", "checkpoint", "{tmp}/nowhere"], "got none, wanted at least one"),
     "no run to export": (["export", "{tmp}/nowhere", "--out", "{tmp}/out"],
-                         "nowhere: got none, wanted a run that has saved one"),
+                         "nowhere: got none, wanted at least one, saved by a run"),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.config import Config, apply_overrides, load_config
+from headrace.config import Config, apply_overrides
 from headrace.errors import ConfigError
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
@@ -60,7 +60,7 @@ def write(folder: Path, text: str) -> Path:
 def problems(path: Path, *overrides: str) -> dict[str, str]:
     """The named keys of a refused configuration, each with what is said of it."""
     with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
+        Config.load(path, *overrides)
     text = str(caught.value)
     assert text.startswith(f"config {path}:")
     lines = text.removeprefix(f"config {path}:").strip().splitlines()
@@ -131,7 +131,7 @@ def test_paths_are_those_of_the_files_folder(tmp_path: Path, monkeypatch) -> Non
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "tokenizer.json").write_text("{}")
     write(tmp_path, GOOD)
-    config = load_config(Path("../my.toml"))
+    config = Config.load(Path("../my.toml"))
     assert config.data.paths == (
         str(tmp_path / "corpus"), "/absolute", "python:stdlib", "package:torch",
         str(Path("~/mine").expanduser()),
@@ -142,7 +142,7 @@ def test_paths_are_those_of_the_files_folder(tmp_path: Path, monkeypatch) -> Non
 @pytest.mark.parametrize("name", ["bytes", "kmer:3", "org/model", "missing.json"])
 def test_a_tokenizer_that_is_no_file_stays_a_name(tmp_path: Path, name: str) -> None:
     """Catches a Hugging Face name or ``bytes`` that becomes a path."""
-    config = load_config(write(tmp_path, GOOD), [f"data.tokenizer={name}"])
+    config = Config.load(write(tmp_path, GOOD), f"data.tokenizer={name}")
     assert config.data.tokenizer == name
 
 
@@ -166,7 +166,7 @@ OVERRIDES: dict[str, tuple[str, Any]] = {
 def test_overrides(tmp_path: Path, case: str) -> None:
     """Catches a value that is read as a text, or a section that must stand in the file."""
     text, wanted = OVERRIDES[case]
-    config = load_config(write(tmp_path, GOOD), [text])
+    config = Config.load(write(tmp_path, GOOD), text)
     section, _, key = text.partition("=")[0].strip().partition(".")
     got = getattr(getattr(config, section), key)
     assert got == wanted
@@ -177,17 +177,17 @@ def test_overrides(tmp_path: Path, case: str) -> None:
 def test_the_last_override_counts(tmp_path: Path) -> None:
     """Catches flags applied in another order than given."""
     path = write(tmp_path, GOOD)
-    assert load_config(path, ["run.steps=1", "run.steps=2"]).run.steps == 2
+    assert Config.load(path, "run.steps=1", "run.steps=2").run.steps == 2
 
 
 def test_nothing_unsets_a_key(tmp_path: Path) -> None:
     """Catches a key of the file that no flag can take away."""
-    assert load_config(write(tmp_path, GOOD), ["run.steps="]).run.steps == 100
+    assert Config.load(write(tmp_path, GOOD), "run.steps=").run.steps == 100
 
 
 def test_a_whole_section_can_be_given(tmp_path: Path) -> None:
     """Catches an inline table that is taken as a text."""
-    config = load_config(write(tmp_path, GOOD), ["model={preset = 'gpt2'}"])
+    config = Config.load(write(tmp_path, GOOD), "model={preset = 'gpt2'}")
     assert config.model.preset == "gpt2"
     assert config.model.layers is None
 
@@ -203,13 +203,13 @@ def test_overrides_nest() -> None:
 def test_malformed_overrides_are_refused(tmp_path: Path, override: str) -> None:
     """Catches a flag that changes nothing in silence."""
     with pytest.raises(ConfigError, match=r"--set .*: wanted SECTION\.KEY=VALUE"):
-        load_config(write(tmp_path, GOOD), [override])
+        Config.load(write(tmp_path, GOOD), override)
 
 
 def test_an_override_inside_a_value_is_refused(tmp_path: Path) -> None:
     """Catches a TypeError where a section was expected."""
     with pytest.raises(ConfigError, match=r"--set run.steps.x=3: got steps is no section"):
-        load_config(write(tmp_path, GOOD), ["run.steps.x=3"])
+        Config.load(write(tmp_path, GOOD), "run.steps.x=3")
 
 
 @pytest.mark.parametrize("override", ["run.stepz=3", "runs.steps=3", "run.steps=many"])
@@ -222,20 +222,20 @@ def test_wrong_overrides_are_named_as_keys_of_the_file(tmp_path: Path, override:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     """Catches tracebacks of the file system and of the parser."""
     with pytest.raises(ConfigError, match=r"nowhere\.toml: got No such file.*wanted a TOML file"):
-        load_config(tmp_path / "nowhere.toml")
+        Config.load(tmp_path / "nowhere.toml")
     with pytest.raises(ConfigError, match="Is a directory"):
-        load_config(tmp_path)
+        Config.load(tmp_path)
     with pytest.raises(ConfigError, match=r"my\.toml: got no TOML .*line 1"):
-        load_config(write(tmp_path, "a = = 3\n"))
+        Config.load(write(tmp_path, "a = = 3\n"))
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
     with pytest.raises(ConfigError, match="got no TOML"):
-        load_config(tmp_path / "latin.toml")
+        Config.load(tmp_path / "latin.toml")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_the_examples_load(path: Path) -> None:
     """Catches an example that was left behind by a renamed key or a moved file."""
-    config = load_config(path)
+    config = Config.load(path)
     assert isinstance(config, Config)
     architecture = config.model.architecture(4096, config.data.context)
     assert architecture.vocabulary >= 4096
@@ -251,5 +251,5 @@ def test_there_are_examples() -> None:
 
 def test_a_configuration_reads_back(tmp_path: Path) -> None:
     """Catches a key that the journal of a run would lose."""
-    config = load_config(write(tmp_path, GOOD), ["planner.group_sizes=[1, 2]"])
+    config = Config.load(write(tmp_path, GOOD), "planner.group_sizes=[1, 2]")
     assert Config.model_validate(config.to_json()) == config

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import Config, load_config
+from headrace.config import Config
 from headrace.errors import ConfigError
 
 BASE = """
@@ -28,7 +28,7 @@ name = "strategies"
 def loaded(folder: Path, text: str, *changes: str) -> Config:
     path = folder / "job.toml"
     path.write_text(BASE + text)
-    return load_config(path, changes)
+    return Config.load(path, *changes)
 
 
 def test_strategies_are_read_as_they_write_themselves(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_what_makes_no_sense_is_named(tmp_path: Path, text: str, said: str) -> N
     path = tmp_path / "job.toml"
     path.write_text(base + text)
     with pytest.raises(ConfigError, match=said) as refused:
-        load_config(path)
+        Config.load(path)
     assert "\n  :" not in str(refused.value)
 
 

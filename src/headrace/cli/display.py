@@ -1,11 +1,11 @@
-"""Progress on stderr: a live line on a terminal, plain lines elsewhere."""
+"""Progress of a run on stderr: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -17,49 +17,18 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from headrace.training.listener import Listener, tell
 from headrace.units import count_text, percent_text, seconds_text
 
-__all__ = ["StepDisplay", "Stopwatch", "out_console", "step_line", "tell"]
+if TYPE_CHECKING:
+    from headrace.runtime.trainer import Step
 
-_QUIET_S = 2.0
-"""Work shorter than this shows no progress."""
-
-
-def tell(text: str) -> None:
-    """One line to stderr."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+__all__ = ["Terminal", "out_console", "step_line", "tell"]
 
 
 def out_console() -> Console:
     """Standard output, as wide as the terminal; where there is none rows are not cut at 80."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-
-
-class Stopwatch:
-    """Progress of preparations (indexing, profiling): shown once they take over two seconds.
-
-    Called as ``watch(what, done, of)``.
-    """
-
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._said = 0.0
-        self._what = ""
-
-    def __call__(self, what: str, done: int, of: int) -> None:
-        """Note that ``done`` of ``of`` parts of ``what`` are done."""
-        now = time.perf_counter()
-        topic = what.split(" ", maxsplit=1)[0]
-        if topic != self._what:
-            self._started, self._said, self._what = now, 0.0, topic
-        spent = now - self._started
-        if spent < _QUIET_S or (now - self._said < _QUIET_S and done < of):
-            return
-        self._said = now
-        left = spent / done * (of - done) if done else float("nan")
-        eta = f", {seconds_text(left)} left" if left > 0 else ""
-        tell(f"{what}: {done}/{of} after {seconds_text(spent)}{eta}")
 
 
 def step_line(metrics: Mapping[str, Any], steps: int, eta_s: float) -> str:
@@ -73,19 +42,23 @@ def step_line(metrics: Mapping[str, Any], steps: int, eta_s: float) -> str:
     )
 
 
-class StepDisplay:
-    """Progress of training on the first rank. ``first`` is the step it starts from.
+class Terminal(Listener):
+    """Shows a run to whoever started it: on a terminal a bar with the last step's line; elsewhere
+    a line every few seconds and for the last step."""
 
-    On a terminal a bar with the last step's line; elsewhere a line every few seconds and for the
-    last step.
-    """
-
-    def __init__(self, first: int, steps: int, *, every_s: float = 5.0) -> None:
-        self._first, self._steps, self._every_s = first, steps, every_s
+    def __init__(self, *, every_s: float = 5.0) -> None:
+        super().__init__()
+        self._every_s = every_s
+        self._first = self._steps = 0
         self._started = self._said = time.perf_counter()
-        console = Console(stderr=True)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+
+    def begin(self, first: int, steps: int) -> None:
+        """Show the bar, where there is a terminal."""
+        self._first, self._steps = first, steps
+        self._started = self._said = time.perf_counter()
+        console = Console(stderr=True)
         if console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
@@ -94,27 +67,30 @@ class StepDisplay:
             self._task = self._bar.add_task("training", total=steps, completed=first)
             self._bar.start()
 
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """Show a finished step."""
-        now = time.perf_counter()
+    def step(self, step: Step, notices: Sequence[str]) -> None:
+        """Show a finished step, and its notices at once."""
+        now, metrics = time.perf_counter(), step.metrics
         done = metrics["step"] + 1
         eta = (now - self._started) / max(1, done - self._first) * (self._steps - done)
         line = step_line(metrics, self._steps, eta)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done)
-            self._bar.console.print(line, highlight=False, soft_wrap=True)
+            self.tell(line)
         elif now - self._said >= self._every_s or done == self._steps or done == self._first + 1:
             self._said = now
-            tell(line)
+            self.tell(line)
+        for notice in notices:
+            self.tell(notice)
 
-    def notice(self, text: str) -> None:
-        """Show a line that is no step, at once."""
+    def tell(self, text: str) -> None:
+        """Show a line, above the bar where there is one."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, soft_wrap=True, markup=False)
         else:
             tell(text)
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None

@@ -7,42 +7,36 @@ import tempfile
 from pathlib import Path
 
 from headrace.cli.display import out_console
+from headrace.cli.flags import ProfileFlags, overrides
 from headrace.cli.profile_tables import fits_table, hybrid_table, limits_table
-from headrace.cli.ranks import launch, measured_costs, open_rank
-from headrace.cli.wiring import read_config
 from headrace.comm.launch import World
+from headrace.config import Config
 from headrace.costs import CostModel
 from headrace.costs.paradyse import HybridModel, fit_hybrid, need_scikit_learn
 from headrace.costs.sources.profile import fit_parts, not_fitting_notes
 from headrace.spec.profile import Profile
+from headrace.training.measured_costs import measured_costs
+from headrace.training.rank import launch, open_rank
 from headrace.units import bytes_text, seconds_text
 
 __all__ = ["profile"]
 
 
-def profile(
-    config_path: Path,
-    *,
-    ranks: int | None,
-    fresh: bool,
-    hybrid: bool,
-    as_json: bool,
-    changes: list[str],
-) -> int:
+def profile(config_path: Path, flags: ProfileFlags) -> int:
     """Measure (or read the cached profile) and print the fits, or the cost model as JSON.
 
-    ``hybrid`` fits hybrid costs too: a table of their own, or the key "hybrid" of the JSON. Raises
-    MissingExtra before anything is measured when they cannot be fitted here.
+    ``--hybrid`` fits hybrid costs too: a table of their own, or the key "hybrid" of the JSON.
+    Raises MissingExtra before anything is measured when they cannot be fitted here.
     """
-    if hybrid:
+    if flags.hybrid:
         need_scikit_learn()
-    config = read_config(config_path, changes, ranks=ranks)
+    config = Config.load(config_path, *overrides(flags.changes, {"devices.ranks": flags.ranks}))
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
 
         def main(world: World) -> int:
             rank = open_rank(world, config)
-            costs, measured = measured_costs(rank, fresh=fresh)
+            costs, measured = measured_costs(rank, fresh=flags.fresh)
             if rank.first:
                 result.write_text(json.dumps([costs.to_json(), measured.to_json()]))
             return 0
@@ -52,8 +46,8 @@ def profile(
             return code
         costs_json, profile_json = json.loads(result.read_text())
     measured = Profile.from_json(profile_json)
-    model = fit_hybrid(measured) if hybrid else None
-    if as_json:
+    model = fit_hybrid(measured) if flags.hybrid else None
+    if flags.json:
         extra = {} if model is None else {"hybrid": model.to_json()}
         print(json.dumps({**costs_json, **extra}))
     else:

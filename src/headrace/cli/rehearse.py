@@ -12,45 +12,30 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.display import Stopwatch, out_console, tell
-from headrace.cli.methods import considered
-from headrace.cli.wiring import make_problem, read_config
+from headrace.cli.display import out_console, tell
+from headrace.cli.flags import RehearseFlags, overrides
 from headrace.config import Config
 from headrace.costs import CostModel, fingerprint_of
-from headrace.costs.limits import MemoryParts, memory_parts
 from headrace.costs.sources.profile import costs_from_profile
-from headrace.data import make_tokenizer
+from headrace.costs.limits import MemoryParts, memory_parts
 from headrace.errors import ConfigError, InfeasiblePlan
-from headrace.planning import plan
 from headrace.profiling.rehearsal import Rehearsal
 from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware
-from headrace.spec.lengths import Lengths
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import Plan, Working
+from headrace.training.listener import ProgressLines
+from headrace.training.methods import considered
+from headrace.training.planning import make_problem, plan
+from headrace.training.setup import architecture_of
 from headrace.units import bytes_text, parse_count, seconds_text
 
-__all__ = ["RehearseOptions", "rehearse"]
+__all__ = ["rehearse"]
 
 _MARGIN = 0.1
 """Left free of a device that was never asked: its context, buffers of collectives, fragments."""
 
 _BAR = 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RehearseOptions:
-    """The options of the command, as given."""
-
-    ranks: int | None
-    rank: int
-    sizes: tuple[int, ...]
-    length: str | None
-    hardware: str | None
-    dtype: str | None
-    device: str | None
-    costs: Path | None
-    as_json: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +53,16 @@ class _Row:
     peak_bytes: int
 
 
-def rehearse(config_path: Path, options: RehearseOptions, changes: list[str]) -> int:
+def rehearse(config_path: Path, flags: RehearseFlags) -> int:
     """Play one rank, and print what was learnt."""
-    config = read_config(config_path, changes, ranks=options.ranks, hardware=options.hardware)
-    length = parse_count(options.length) if options.length else config.data.context
+    keys = {"devices.ranks": flags.ranks, "devices.hardware": flags.hardware}
+    config = Config.load(config_path, *overrides(flags.changes, keys))
+    length = parse_count(flags.length) if flags.length else config.data.context
     if length < 1:
         raise ConfigError("--length", got=length, wanted=">= 1 token")
-    if options.costs is not None and not options.costs.absolute().parent.is_dir():
-        raise ConfigError("--costs", got=options.costs, wanted="a file in a folder that exists")
-    played = _played(config, options)
+    if flags.costs is not None and not flags.costs.absolute().parent.is_dir():
+        raise ConfigError("--costs", got=flags.costs, wanted="a file in a folder that exists")
+    played = _played(config, flags)
     tell(
         f"rehearsing rank {played.rank} of {played.ranks} on {played.hardware}: "
         + ("shapes only, seconds from a roofline" if played.device is None else
@@ -86,48 +72,47 @@ def rehearse(config_path: Path, options: RehearseOptions, changes: list[str]) ->
         devices=played.ranks, device=played.hardware.device.name,
         memory_bytes=config.devices.memory_bytes or played.hardware.device.memory_bytes,
     )  # fmt: skip
-    profile = played.profile(_fingerprint(played), cluster, Stopwatch())
+    profile = played.profile(_fingerprint(played), cluster, ProgressLines())
     margin = config.planner.memory_margin
     costs = costs_from_profile(profile).replace(memory_margin=_MARGIN if margin is None else margin)
-    if options.costs is not None:
-        costs.save(options.costs)
-        tell(f"costs for headrace plan in {options.costs}")
+    if flags.costs is not None:
+        costs.save(flags.costs)
+        tell(f"costs for headrace plan in {flags.costs}")
     rows = sorted(_rows(costs, length), key=lambda row: (row.p, row.forward_s + row.backward_s))
     _check_that_something_fits(costs, rows)
     chosen = _chosen(costs, config, length)
     parts = _parts(costs, chosen, length) if chosen else None
-    if options.as_json:
+    if flags.json:
         print(json.dumps(_json(played, costs, length, rows, chosen, parts)))
     else:
         _print(played, costs, length, rows, chosen, parts)
     return 0
 
 
-def _played(config: Config, options: RehearseOptions) -> Rehearsal:
-    tokenizer = make_tokenizer(config.data.tokenizer)
-    a = config.model.architecture(tokenizer.vocabulary, config.data.context, tokenizer.mask_id)
+def _played(config: Config, flags: RehearseFlags) -> Rehearsal:
+    a = architecture_of(config)
     ranks = config.devices.ranks
-    if not 0 <= options.rank < ranks:
-        raise ConfigError("--rank", got=options.rank, wanted=f"0 to {ranks - 1}")
-    wrong = [p for p in options.sizes if not 1 <= p <= ranks]
+    if not 0 <= flags.rank < ranks:
+        raise ConfigError("--rank", got=flags.rank, wanted=f"0 to {ranks - 1}")
+    wrong = [p for p in flags.sizes if not 1 <= p <= ranks]
     if wrong:
         raise ConfigError("--sizes", got=wrong[0], wanted=f"1 to {ranks}")
     hardware = Hardware.parse(config.devices.hardware or "cpu")
     _, methods = considered(config.planner, a, ranks)
-    length = parse_count(options.length) if options.length else 0
+    length = parse_count(flags.length) if flags.length else 0
     return Rehearsal(
-        architecture=a, hardware=hardware, ranks=ranks, rank=options.rank,
-        sizes=tuple(sorted(set(options.sizes))) or (ranks,),
+        architecture=a, hardware=hardware, ranks=ranks, rank=flags.rank,
+        sizes=tuple(sorted(set(flags.sizes))) or (ranks,),
         longest=max(length, config.data.context), methods=methods,
-        levels=config.planner.recompute, dtype=_dtype(options, config, hardware),
-        device=_device(options.device),
+        levels=config.planner.recompute, dtype=_dtype(flags, config, hardware),
+        device=_device(flags.device),
     )  # fmt: skip
 
 
-def _dtype(options: RehearseOptions, config: Config, hardware: Hardware) -> torch.dtype:
+def _dtype(flags: RehearseFlags, config: Config, hardware: Hardware) -> torch.dtype:
     known = hardware.device.flops_per_s
     usual = config.devices.dtype if hardware.device.name == "cpu" else "bfloat16"
-    name = options.dtype or (usual if usual in known else config.devices.dtype)
+    name = flags.dtype or (usual if usual in known else config.devices.dtype)
     if name not in known:
         raise ConfigError("--dtype", got=repr(name), wanted=f"one of {', '.join(known)}")
     dtype = getattr(torch, name)
@@ -189,7 +174,7 @@ def _chosen(costs: CostModel, config: Config, length: int) -> Plan | None:
     """The plan of a step of one sequence; None when it fits nowhere."""
     try:
         problem = make_problem(costs, config.planner.model_copy(update={"group_sizes": ()}))
-        return plan(problem, Lengths(tokens=(length,)))
+        return plan((length,), problem)
     except InfeasiblePlan:
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.display import tell
-from headrace.cli.methods import methods_by_size
+from headrace.cli.flags import VerifyFlags
 from headrace.comm.collectives import all_gather_rows
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
@@ -24,7 +24,6 @@ from headrace.errors import CheckpointError, ConfigError
 from headrace.models.objective import objective_of
 from headrace.models.plain import plain_loss, whole_weights
 from headrace.planning.drawn import random_plan, random_strategy
-from headrace.runtime import checkpoint
 from headrace.runtime.executor import Executor
 from headrace.runtime.optimizers import AdamW
 from headrace.runtime.storage import Storage
@@ -32,6 +31,8 @@ from headrace.spec.architecture import Architecture
 from headrace.spec.known_methods import FACTS, SINGLE_RANK, facts_of
 from headrace.spec.lengths import Lengths
 from headrace.spec.plan import Plan
+from headrace.training.checkpoints import Checkpoints
+from headrace.training.methods import methods_by_size
 
 __all__ = ["verify"]
 
@@ -78,40 +79,35 @@ _STRATEGIES = "strategies"
 _LONG = 600  # long enough to be folded over four ranks
 
 
-def verify(
-    what: str, path: Path | None, *, ranks: Sequence[int], steps: int, seed: int, tolerance: float,
-    methods: Sequence[str],
-) -> int:  # fmt: skip
+def verify(what: str, path: Path | None, flags: VerifyFlags) -> int:
     """Run one of the verifications; the exit code is 1 when it fails."""
     if what == "checkpoint":
         return _verify_checkpoint(path)
     if path is not None:
         raise ConfigError("verify native", got=f"a path {path}", wanted="none")
+    ranks, steps, methods = flags.ranks, flags.steps, flags.methods
     if steps < 1 or not ranks or min(ranks) < 1:
         raise ConfigError("verify", got=f"ranks {list(ranks)}, steps {steps}", wanted=">= 1 each")
     names = tuple(FACTS) if "all" in methods else tuple(facts_of(name).name for name in methods)
     names = (*names, _MIXED, _STRATEGIES)
     cases = [
-        _Case(model=model, ranks=count, steps=steps, seed=seed, methods=names)
+        _Case(model=model, ranks=count, steps=steps, seed=flags.seed, methods=names)
         for model in _MODELS
         for count in ranks
     ]
-    return _print([(case, _errors_of(case)) for case in cases], tolerance)
+    return _print([(case, _errors_of(case)) for case in cases], flags.tolerance)
 
 
 def _verify_checkpoint(path: Path | None) -> int:
     if path is None:
         raise ConfigError("verify checkpoint", got="no path", wanted="a checkpoint or their folder")
-    target = path if (path / "index.json").exists() else checkpoint.latest(path)
-    if target is None:
-        raise CheckpointError(f"checkpoints in {path}", got="none", wanted="at least one")
+    target = Checkpoints(folder=path).latest()
     try:
-        checkpoint.verify(target)
+        tensors = target.verify()
     except CheckpointError as error:
         tell(f"error: {error}")
         return 1
-    tensors = checkpoint.names(target)
-    print(f"{target}: whole, {len(tensors)} tensors, every checksum agrees")
+    print(f"{target.path}: whole, {tensors} tensors, every checksum agrees")
     return 0
 
 

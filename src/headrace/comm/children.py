@@ -71,11 +71,15 @@ def _live(parent: int, rank: int, body: Callable[[int], int]) -> None:
         end(code)
 
 
-def supervise(children: dict[int, int], board: StatusBoard, heard: list[int]) -> int:
+def supervise(
+    children: dict[int, int], board: StatusBoard, heard: list[int],
+    each: Callable[[], None] = lambda: None,
+) -> int:  # fmt: skip
     """Wait for all children; returns the exit code of the job.
 
     The first failure is put on the board, so that the others stop by themselves; those that have
     not after two seconds are killed. A signal in ``heard`` ends them all, a second one at once.
+    ``each`` is called in every round, and once more when all have ended.
     """
     running, ranks = dict(children), len(children)
     kill_at, told = float("inf"), False
@@ -91,7 +95,9 @@ def supervise(children: dict[int, int], board: StatusBoard, heard: list[int]) ->
             _signal_all(running, signal.SIGTERM)
         if len(heard) > 1 or time.monotonic() > kill_at:
             _signal_all(running, signal.SIGKILL)
+        each()
         time.sleep(_POLL_S)
+    each()
     if heard:
         return 128 + heard[0]
     death = board.death()

@@ -8,26 +8,29 @@ can tell the others who died.
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from headrace.comm.children import bury, caught, fork, supervise
 from headrace.comm.exit import end
-from headrace.comm.ranks import RankPlace, Settings, World, run_rank
+from headrace.comm.ranks import RankPlace, Settings, World, here, run_rank
 from headrace.comm.status import StatusBoard
 from headrace.comm.store import reach_store
 from headrace.errors import LaunchError
 
-__all__ = ["World", "join", "start", "under_torchrun"]
+__all__ = ["World", "join", "lone_rank", "start", "under_torchrun"]
 
 _LOCALHOST = "127.0.0.1"
+_threaded = threading.Event()  # torch has computed on several threads here, as a lone rank
 _WITH_TORCHRUN = "start it with torchrun, or leave its variables unset"
 
 
@@ -41,6 +44,7 @@ def start(
     heartbeat_s: float = 0.2,
     hang_s: float = 3.0,
     port: int = 0,
+    each: Callable[[], None] = lambda: None,
 ) -> int:
     """Run ``main`` on ``ranks`` forked ranks of this machine and return the job's exit code.
 
@@ -51,6 +55,8 @@ def start(
     ``threads`` per rank (None: an even share of the cores); ``timeout_s`` of collectives;
     ``heartbeat_s`` between signs of life; ``hang_s`` without one and a rank counts as dead, so
     ``main`` must not hold Python's lock that long. ``port`` of the store, 0 for any free one.
+    ``each`` is called here time and again while the ranks run, and once more when they have ended;
+    what it raises ends them.
 
     Call it from the main thread, before CUDA is used and before torch has computed on more than
     one thread: neither survives a fork. Raises LaunchError when ranks cannot be started.
@@ -58,9 +64,10 @@ def start(
     settings = Settings(
         device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=heartbeat_s, hang_s=hang_s
     )
-    _check(ranks, device)
+    _check(ranks, device, threads)
     # torch's optimizers import it when they are first made: once here, not on every rank.
     importlib.import_module("torch._dynamo")
+    gc.collect()  # a store that an earlier world left behind would be joined by ranks, and abort
     children: dict[int, int] = {}
     with _listen(port) as listener, caught(signal.SIGINT, signal.SIGTERM) as heard:
         port = listener.getsockname()[1]
@@ -78,14 +85,54 @@ def start(
         try:
             children = fork(ranks, body)
             store = _serve(listener, port)  # after the fork: its threads would not survive it
-            return supervise(children, StatusBoard.of_attempt(store, 0), heard)
+            return supervise(children, StatusBoard.of_attempt(store, 0), heard, each)
         finally:
             bury(children)
 
 
-def _check(ranks: int, device: str) -> None:
+@contextmanager
+def lone_rank(
+    *, device: str = "cpu", threads: int | None = None, timeout_s: float = 1800
+) -> Iterator[World]:
+    """The only rank of a job, in this process: torch.distributed is initialised within the context
+    and as before after it. Errors are the caller's to handle.
+
+    ``threads`` and ``timeout_s`` are as for :func:`start`. Raises LaunchError where
+    torch.distributed is initialised already.
+    """
+    if dist.is_initialized():
+        raise LaunchError(
+            "a rank in this process", got="torch.distributed initialised",
+            wanted="a process that is no rank yet", hint="dist.destroy_process_group() ends it",
+        )  # fmt: skip
+    settings = Settings(
+        device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=0.2, hang_s=float("inf")
+    )
+    before, named = torch.get_num_threads(), os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ["GLOO_SOCKET_IFNAME"] = named or "lo"
+    store = dist.TCPStore(_LOCALHOST, 0, is_master=True, wait_for_workers=False)
+    place = RankPlace(
+        rank=0, ranks=1, local_rank=0, local_ranks=1, attempt=0, host=_LOCALHOST, port=store.port
+    )
+    try:
+        with here(place, settings, store) as world:
+            yield world
+    finally:
+        if torch.get_num_threads() > 1:
+            _threaded.set()
+        torch.set_num_threads(before)
+        if named is None:
+            del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def _check(ranks: int, device: str, threads: int | None) -> None:
     if ranks < 1:
         raise LaunchError("ranks", got=ranks, wanted="at least 1")
+    if _threaded.is_set() and (threads or len(os.sched_getaffinity(0)) // ranks) > 1:
+        raise LaunchError(
+            "start", got="a process that was a rank itself and computed on several threads",
+            wanted="ranks of one thread each", hint="threads = 1, or start them from a new process",
+        )  # fmt: skip
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError("start", got="another thread", wanted="a call from the main thread")
     if device == "cuda" and torch.cuda.is_initialized():

@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from headrace.comm.waiting import Freed
 from headrace.comm.watcher import Watcher
 from headrace.errors import HeadraceError, LaunchError
 
-__all__ = ["RankPlace", "Settings", "World", "is_broken_connection", "run_rank"]
+__all__ = ["RankPlace", "Settings", "World", "here", "is_broken_connection", "run_rank"]
 
 _NOTICE_S = 1.5  # a broken connection is a consequence: this long for its cause to become known
 _BROKEN = ("gloo", "Connection closed by peer", "Connection reset", "Application timeout caused")
@@ -111,6 +112,24 @@ def run_rank(
     dist.destroy_process_group()
     watcher.close()
     return 0
+
+
+@contextmanager
+def here(place: RankPlace, settings: Settings, store: dist.Store) -> Iterator[World]:
+    """A world of one rank, this process, until the context ends."""
+    own = dist.TCPStore(place.host, place.port, is_master=False)
+    watcher = Watcher(
+        StatusBoard.of_attempt(own, place.attempt), rank=place.rank, ranks=place.ranks,
+        heartbeat_s=settings.heartbeat_s, hang_s=settings.hang_s,
+    )  # fmt: skip
+    watcher.start()
+    try:
+        yield _join(place, settings, store, watcher)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        watcher.part()
+        watcher.close()
 
 
 def _join(place: RankPlace, settings: Settings, store: dist.Store, watcher: Watcher) -> World:

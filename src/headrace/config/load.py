@@ -5,18 +5,19 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from headrace.config.model import Config
 from headrace.errors import ConfigError, did_you_mean
 
-__all__ = ["apply_overrides", "load_config"]
+__all__ = ["apply_overrides", "read_config"]
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in the TOML file ``path`` with ``a.b=c`` changes applied.
+def read_config(model: type[Model], path: Path, overrides: Sequence[str] = ()) -> Model:
+    """The ``model`` in the TOML file ``path`` with ``a.b=c`` changes applied.
 
     Relative ``data.paths`` and ``data.tokenizer`` are taken from the file's folder. Raises
     ConfigError that lists every wrong key or value.
@@ -30,9 +31,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     apply_overrides(value, overrides)
     _resolve_paths(value, path.resolve().parent)
     try:
-        return Config.model_validate(value)
+        return model.model_validate(value)
     except ValidationError as error:
-        problems = _problems([dict(e) for e in error.errors(include_url=False)])
+        problems = _problems(model, [dict(e) for e in error.errors(include_url=False)])
         raise ConfigError(f"config {path}:" + "".join(f"\n  {line}" for line in problems))
 
 
@@ -80,16 +81,17 @@ def _resolved(path: str, folder: Path) -> str:
     return str(folder / Path(path).expanduser())
 
 
-def _problems(errors: list[dict[str, Any]]) -> list[str]:
+def _problems(model: type[BaseModel], errors: list[dict[str, Any]]) -> list[str]:
     """One line per mistake: a list is not called empty because one of its items is wrong."""
     inner = {tuple(e["loc"][:-1]) for e in errors if len(e["loc"]) > 1}
-    return [_problem(e) for e in errors if e["type"] != "too_short" or tuple(e["loc"]) not in inner]
+    told = [e for e in errors if e["type"] != "too_short" or tuple(e["loc"]) not in inner]
+    return [_problem(model, e) for e in told]
 
 
-def _problem(error: dict[str, Any]) -> str:
+def _problem(model: type[BaseModel], error: dict[str, Any]) -> str:
     at = ".".join(str(part) for part in error["loc"] if not str(part).startswith("function-"))
     if error["type"] == "extra_forbidden":
-        hint = did_you_mean(str(error["loc"][-1]), _keys(error["loc"][:-1]))
+        hint = did_you_mean(str(error["loc"][-1]), _keys(model, error["loc"][:-1]))
         return f"{at}: unknown key" + (f"; {hint}" if hint else "")
     if error["type"] == "missing":
         return f"{at}: missing"
@@ -99,8 +101,7 @@ def _problem(error: dict[str, Any]) -> str:
     return f"{at}: {said}" if at else said
 
 
-def _keys(loc: Sequence[str | int]) -> list[str]:
-    model: type[BaseModel] = Config
+def _keys(model: type[BaseModel], loc: Sequence[str | int]) -> list[str]:
     for part in loc:
         field = model.model_fields.get(str(part))
         annotation = field.annotation if field else None

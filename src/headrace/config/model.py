@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -10,6 +11,7 @@ from pydantic import (
     model_validator,
 )
 
+from headrace.config.load import read_config
 from headrace.config.planner import PlannerConfig
 from headrace.config.section import Count, Natural, Positive, Section, number
 from headrace.errors import SpecError
@@ -343,6 +345,13 @@ class Config(Section):
                     f"planner.strategies: {text!r} needs {devices} ranks of {self.devices.ranks}"
                 )
         return self
+
+    @classmethod
+    def load(cls, path: str | Path, *changes: str) -> Config:
+        """Read a TOML file, with changes such as ``"run.steps=200"``; ``"run.steps="`` restores the
+        default. Relative ``data.paths`` and ``data.tokenizer`` are taken from the file's folder.
+        Raises ConfigError that lists every wrong key or value."""
+        return read_config(cls, Path(path), changes)
 
     def to_json(self) -> dict[str, Any]:
         """All keys as a JSON object."""

@@ -1,7 +1,11 @@
-"""What work costs: seconds and bytes as values that planners and simulators ask."""
+"""What work costs: seconds and bytes as values that planners and simulators ask.
+
+As ``hr.costs`` it gives them: :func:`roofline`, :func:`profile`, :func:`load`, :func:`published`.
+"""
 
 from headrace.costs.cost_model import CostModel
 from headrace.costs.fingerprint import fingerprint_difference, fingerprint_of
+from headrace.costs.library import load, profile, published, roofline
 from headrace.costs.option import ExchangeCost, OptionCost
 from headrace.costs.quadratic import FitError, Linear, Quadratic, fit_linear, fit_quadratic
 from headrace.costs.sources.formulas import FORMULA_METHODS
@@ -23,6 +27,10 @@ __all__ = [
     "fit_linear",
     "fit_quadratic",
     "group_sizes_of",
+    "load",
+    "profile",
+    "published",
+    "roofline",
     "roofline_costs",
     "synthetic_costs",
 ]

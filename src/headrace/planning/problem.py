@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import get_args
+from typing import Any, get_args
 
 from headrace.costs import CostModel
 from headrace.costs.group_costs import GroupCosts
@@ -28,6 +28,8 @@ __all__ = ["Costs", "Problem"]
 Costs = CostModel | PipelineCosts | GroupCosts
 
 _PLANNERS = ("adaptive", "static", "strategies")
+_KEPT = ("_frontiers", "_ideals", "_pricings")
+_PRICED_BY = ("costs", "sizes", "methods", "layers", "recompute", "holding")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,11 +239,27 @@ class Problem:
             ),
         )
 
+    @property
+    def static_sizes(self) -> tuple[int, ...]:
+        """Sizes of groups that a static plan may have, smallest first."""
+        if self.is_published:
+            return tuple(sorted({s.devices for s in self.published_schemes if s.depth == 1}))
+        return self.group_sizes
+
+    def replace(self, **changes: Any) -> Problem:
+        """The same costs under other restrictions; what is worked out of them is kept where it
+        still holds."""
+        other = replace(self, **changes)
+        if all(getattr(other, name) == getattr(self, name) for name in _PRICED_BY):
+            for kept in _KEPT:
+                object.__setattr__(other, kept, getattr(self, kept))
+        return other
+
     def rescaled(self, scale: float) -> Problem:
         """The same problem with another ``scale`` of its seconds; what is worked out is kept, as
         it does not depend on the scale."""
         other = replace(self, costs=self.model.replace(scale=scale))
-        for kept in ("_frontiers", "_ideals", "_pricings"):
+        for kept in _KEPT:
             object.__setattr__(other, kept, getattr(self, kept))
         return other
 

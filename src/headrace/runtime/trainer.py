@@ -84,6 +84,16 @@ class Step:
     predicted: Timeline
     facts: Mapping[str, Any]
 
+    @property
+    def loss(self) -> float:
+        """The mean loss of the batch's tokens, before the step."""
+        return float(self.metrics["loss"])
+
+    @property
+    def seconds(self) -> float:
+        """What the step took, on the slowest rank."""
+        return float(self.metrics["step_s"])
+
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:

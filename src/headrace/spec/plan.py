@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from headrace.errors import SpecError
+from headrace.notebook import table_html
 from headrace.spec.lengths import Lengths
+from headrace.spec.measurement import Timeline
 from headrace.spec.method import LayerPlan
 from headrace.spec.scheme import Scheme
 from headrace.spec.stage import Stage, share_layers
@@ -109,7 +113,8 @@ class Plan:
     the methods gather a layer's rows when it runs). ``semantics``: ``free`` groups start when
     their ranks are free; ``lockstep`` ranks meet at every layer.
 
-    ``lower_bound_s <= predicted_s``, both in seconds of the whole step.
+    ``lower_bound_s <= predicted_s``, both in seconds of the whole step. ``clock`` tells what every
+    rank does and when, for pictures, where the plan came with one; it is not saved.
     Raises SpecError when a sequence is missing or doubled, or a rank does not exist.
     """
 
@@ -124,6 +129,7 @@ class Plan:
     planner: str = "adaptive"
     seed: int = 0
     why: tuple[str, ...] = ()
+    clock: Callable[[Plan], Timeline] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, words in (("working", get_args(Working)), ("semantics", get_args(Semantics))):
@@ -278,3 +284,42 @@ class Plan:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SpecError("plan", got=f"{type(error).__name__}: {error}", wanted="its JSON form")
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON form to a file. Raises SpecError when it cannot be written."""
+        try:
+            Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SpecError(f"plan {path}", got=error.strerror, wanted="a writable file")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a file of :meth:`save`. Raises SpecError when it cannot be read or is malformed."""
+        try:
+            value = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise SpecError(f"plan {path}", got=error.strerror, wanted="a readable file")
+        except ValueError as error:
+            raise SpecError(f"plan {path}", got=f"no JSON ({error})")
+        return cls.from_json(value)
+
+    def draw(self, path: str | Path, timeline: Timeline | None = None) -> None:
+        """Draw devices over time, and lengths by scheme, to a .svg, .png or .json (Vega-Lite) file.
+
+        A plan that was loaded has no clock and needs the ``timeline`` that it is simulated with.
+        Raises SpecError without either, ConfigError for a file of another kind, MissingExtra
+        without the packages of the extra ``report``.
+        """
+        shown = timeline or (self.clock(self) if self.clock is not None else None)
+        if shown is None:
+            raise SpecError(
+                "picture of a plan", got="no clock", wanted="a timeline",
+                hint='plan.draw(path, hr.simulate(plan, costs))',
+            )  # fmt: skip
+        # The one import upwards of this room: a convenience, of what plans are drawn with.
+        from headrace.report.plan_drawing import draw_plan_file
+
+        draw_plan_file(self, shown, Path(path))
+
+    def _repr_html_(self) -> str:
+        return table_html(str(self))

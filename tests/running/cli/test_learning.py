@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.desk import Desk
-from headrace.cli.wiring import calibration_path, read_config
+from headrace.config import Config
 from headrace.config.model import PlannerConfig
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.costs.learning.calibration import Calibration
@@ -19,6 +18,8 @@ from headrace.errors import InfeasiblePlan
 from headrace.runtime.trainer import Planned, Step
 from headrace.spec import Lengths, Timeline
 from headrace.spec.architecture import Architecture
+from headrace.training.cost_cache import calibration_path
+from headrace.training.planner import OnlinePlanner
 from running.cli.jobs import losses, metrics, run, write_job
 
 MODEL = Architecture.preset("llama-tiny", hidden=64, layers=4, heads=4, kv_heads=2, ffn=128)
@@ -48,22 +49,22 @@ def finished(number: int, planned: Planned, peaks: tuple[int, int], slow: float 
 
 @dataclass
 class Trained:
-    """A desk, and what it told and planned with for each of its steps."""
+    """A planner, and what it told and planned with for each of its steps."""
 
-    desk: Desk
+    online: OnlinePlanner
     told: list[str] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
 
     def steps(self, first: int, last: int, peak: Any = lambda step: 0) -> Trained:
         for number in range(first, last):
-            planned = self.desk.plan(BATCH)
-            self.told += self.desk.learn(finished(number, planned, (0, peak(number))))
-            self.margins.append(self.desk.costs.memory_margin)
+            planned = self.online.plan(BATCH)
+            self.told += self.online.learn(finished(number, planned, (0, peak(number))))
+            self.margins.append(self.online.margin.value)
         return self
 
 
-def desk(margin: float = 0.1, **changes: Any) -> Desk:
-    made = Desk(costs=costs(margin), options=PlannerConfig(), compare=False)
+def online(margin: float = 0.1, **changes: Any) -> OnlinePlanner:
+    made = OnlinePlanner(costs=costs(margin), options=PlannerConfig(), compare=False)
     for name, value in changes.items():
         setattr(made, name, value)
     made.check(700)
@@ -72,46 +73,46 @@ def desk(margin: float = 0.1, **changes: Any) -> Desk:
 
 def test_plans_of_ordinary_runs_keep_their_margin() -> None:
     """Would catch a margin that follows every peak: a resumed run would plan otherwise."""
-    trained = Trained(desk()).steps(0, 30, lambda step: round(MEMORY * (0.5 + 0.01 * step)))
+    trained = Trained(online()).steps(0, 30, lambda step: round(MEMORY * (0.5 + 0.01 * step)))
     assert set(trained.margins) == {0.1}
     assert trained.told == []
-    assert trained.desk.calibration.peaks.usual.count == 29
+    assert trained.online.calibration.peaks.usual.count == 29
 
 
 def test_a_peak_near_the_limit_raises_the_margin_once() -> None:
     """Would catch a run that goes on planning into the same wall, or lowers its margin again."""
     peak = lambda step: round(MEMORY * (0.97 if step == 5 else 0.4))  # noqa: E731
-    trained = Trained(desk()).steps(0, 12, peak)
+    trained = Trained(online()).steps(0, 12, peak)
     raised = trained.margins[-1]
     assert raised > 0.1
     assert trained.margins == [0.1] * 5 + [raised] * 7
     (told,) = trained.told
     assert told.startswith("memory margin raised from 10 %")
     assert "rank 1 took 31 MiB of 32 MiB" in told
-    assert max(trained.desk.plan(BATCH).peak_bytes) <= MEMORY * (1 - raised)
+    assert max(trained.online.plan(BATCH).peak_bytes) <= MEMORY * (1 - raised)
 
 
 def test_a_resumed_run_plans_with_the_same_margins() -> None:
     """Would catch a margin outside the checkpoint: other plans, other bits."""
     peak = lambda step: round(MEMORY * {4: 0.92, 9: 0.99}.get(step, 0.4))  # noqa: E731
-    whole = Trained(desk()).steps(0, 15, peak)
-    begun = Trained(desk()).steps(0, 7, peak)
-    state = json.loads(json.dumps(begun.desk.state()))
-    resumed = Desk(
+    whole = Trained(online()).steps(0, 15, peak)
+    begun = Trained(online()).steps(0, 7, peak)
+    state = json.loads(json.dumps(begun.online.state()))
+    resumed = OnlinePlanner(
         costs=CostModel.from_json(state["costs"]), options=PlannerConfig(), compare=False
     )
     resumed.restore(state)
     resumed.check(700)
-    assert resumed.calibration == begun.desk.calibration
+    assert resumed.calibration == begun.online.calibration
     went_on = Trained(resumed).steps(7, 15, peak)
     assert begun.margins + went_on.margins == whole.margins
     assert len(set(whole.margins)) == 3
-    assert resumed.plan(BATCH).plan.hash == whole.desk.plan(BATCH).plan.hash
+    assert resumed.plan(BATCH).plan.hash == whole.online.plan(BATCH).plan.hash
 
 
 def test_an_explicit_margin_stays() -> None:
     """Would catch a user's word that is overruled."""
-    made = Desk(costs=costs(0.2), options=PlannerConfig(memory_margin=0.2), compare=False)
+    made = OnlinePlanner(costs=costs(0.2), options=PlannerConfig(memory_margin=0.2), compare=False)
     made.check(700)
     trained = Trained(made).steps(0, 5, lambda step: MEMORY)
     assert set(trained.margins) == {0.2}
@@ -119,12 +120,12 @@ def test_an_explicit_margin_stays() -> None:
 
 
 def longest_under(margin: float) -> int:
-    """The longest sequence that a desk with this margin takes."""
+    """The longest sequence that a planner with this margin takes."""
     low, high = 1, 10**6
     while low < high:
         middle = (low + high + 1) // 2
         try:
-            Desk(
+            OnlinePlanner(
                 costs=costs(margin), options=PlannerConfig(memory_margin=margin), compare=False
             ).check(middle)
             low = middle
@@ -136,16 +137,16 @@ def longest_under(margin: float) -> int:
 def test_a_learnt_margin_refuses_nothing_that_would_fit() -> None:
     """Would catch a run that trained yesterday and says 'does not fit' today."""
     longest = longest_under(0.2)
-    made = Desk(costs=costs(0.5), options=PlannerConfig(), compare=False)
+    made = OnlinePlanner(costs=costs(0.5), options=PlannerConfig(), compare=False)
     made.check(longest)
-    assert made.costs.memory_margin == pytest.approx(0.2)
+    assert made.margin.value == pytest.approx(0.2)
     with pytest.raises(InfeasiblePlan):
         made.check(longest_under(0.1) + 1)
 
 
 def test_a_raised_margin_leaves_the_longest_sequence_its_room() -> None:
     """Would catch a raise after which the next long sequence ends the run."""
-    made = desk()
+    made = online()
     made.check(longest_under(0.2))
     trained = Trained(made).steps(0, 4, lambda step: 10 * MEMORY)
     assert trained.margins[-1] == pytest.approx(0.2)
@@ -154,7 +155,7 @@ def test_a_raised_margin_leaves_the_longest_sequence_its_room() -> None:
 
 def test_drift_is_told_by_the_rank_that_watches() -> None:
     """Would catch a slow rank measured against seconds that were corrected for it."""
-    watching = desk(drift=Drift())
+    watching = online(drift=Drift())
     told = []
     for number in range(80):
         planned = watching.plan(BATCH)
@@ -172,7 +173,7 @@ def job(tmp_path_factory):
     assert code == 0, err
     index = json.loads((folder / "first/checkpoints/step-000006/index.json").read_text())
     fingerprint = index["extra"]["planner"]["costs"]["fingerprint"]
-    return config, folder, calibration_path(read_config(config, []), fingerprint), fingerprint
+    return config, folder, calibration_path(Config.load(config), fingerprint), fingerprint
 
 
 def margin_of(folder: Path, step: int) -> float:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.desk import Desk
-from headrace.cli.methods import considered, methods_by_size
 from headrace.config.model import PlannerConfig
 from headrace.costs import FORMULA_METHODS, synthetic_costs
 from headrace.errors import ConfigError, SpecError
 from headrace.spec import Architecture, Lengths
 from headrace.spec.known_methods import FACTS
 from headrace.spec.method import LayerPlan
+from headrace.training.methods import considered, methods_by_size
+from headrace.training.planner import OnlinePlanner
 from running.cli.jobs import metrics, run, write_job
 
 MODEL = Architecture(layers=4, hidden=64, heads=8, kv_heads=2, ffn=192, vocabulary=50)
@@ -115,13 +115,13 @@ def test_methods_by_size_are_those_of_both_branches() -> None:
 def test_smoothed_plans_go_on_where_a_run_stopped() -> None:
     """Would catch a resumed run that forgets the plan before and chooses other layers."""
     costs = synthetic_costs(4, architecture=MODEL, methods=FORMULA_METHODS, memory_bytes=2**24)
-    desk = Desk(costs=costs, options=_planner(smoothing=0.9), compare=False)
+    online = OnlinePlanner(costs=costs, options=_planner(smoothing=0.9), compare=False)
     batches = [Lengths.of(range(1, 400, step)) for step in (3, 7, 5)]
-    plans = [desk.plan(batch).plan for batch in batches[:2]]
-    other = Desk(costs=costs, options=_planner(smoothing=0.9), compare=False)
-    other.restore(desk.state())
-    assert desk.plan(batches[2]).plan == other.plan(batches[2]).plan
-    fresh = Desk(costs=costs, options=_planner(), compare=False)
+    plans = [online.plan(batch).plan for batch in batches[:2]]
+    other = OnlinePlanner(costs=costs, options=_planner(smoothing=0.9), compare=False)
+    other.restore(online.state())
+    assert online.plan(batches[2]).plan == other.plan(batches[2]).plan
+    fresh = OnlinePlanner(costs=costs, options=_planner(), compare=False)
     assert "before" not in fresh.state()
     assert fresh.plan(batches[0]).plan.hash == plans[0].hash
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.cli.desk import Desk
 from headrace.config.planner import PlannerConfig
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.spec import Lengths
+from headrace.training.planner import OnlinePlanner
 from running.cli.jobs import children, losses, metrics, run, start, wait_for_step
 
 TEXTS = ("1*tp2 + 2*cp1", "1*pp2 + 1*cp2", "1*tp2-pp2")
@@ -26,8 +26,8 @@ def costs() -> CostModel:
     return synthetic_costs(4, 4, methods=FORMULA_METHODS)
 
 
-def desk(**options: Any) -> Desk:
-    made = Desk(
+def online(**options: Any) -> OnlinePlanner:
+    made = OnlinePlanner(
         costs=costs(), options=PlannerConfig(name="strategies", **options), compare=False,
         samples=lambda: [lengths.tokens for lengths in BATCHES[:2]],
     )  # fmt: skip
@@ -35,7 +35,7 @@ def desk(**options: Any) -> Desk:
     return made
 
 
-def hashes(planner: Desk, batches: list[Lengths]) -> list[str]:
+def hashes(planner: OnlinePlanner, batches: list[Lengths]) -> list[str]:
     found = []
     for lengths in batches:
         planned = planner.plan(lengths)
@@ -44,9 +44,9 @@ def hashes(planner: Desk, batches: list[Lengths]) -> list[str]:
     return found
 
 
-def test_the_desk_takes_turns() -> None:
+def test_strategies_take_turns() -> None:
     """Would catch strategies that are configured and not used, or in another order."""
-    planner = desk(strategies=TEXTS, rotate=True)
+    planner = online(strategies=TEXTS, rotate=True)
     seen = []
     for lengths in BATCHES:
         planned = planner.plan(lengths)
@@ -60,11 +60,11 @@ def test_the_desk_takes_turns() -> None:
 @pytest.mark.parametrize("options", [{}, {"strategies": TEXTS}, {"strategies": TEXTS, "rotate": 1}])
 def test_a_resumed_run_plans_alike(options: dict[str, Any]) -> None:
     """Would catch candidates or turns outside the checkpoint: other plans, other bits."""
-    whole = hashes(desk(**options), BATCHES)
-    begun = desk(**options)
+    whole = hashes(online(**options), BATCHES)
+    begun = online(**options)
     first = hashes(begun, BATCHES[:2])
     state = json.loads(json.dumps(begun.state()))
-    resumed = Desk(
+    resumed = OnlinePlanner(
         costs=CostModel.from_json(state["costs"]), compare=False,
         options=PlannerConfig(name="strategies", **options), samples=lambda: [[50] * 90],
     )  # fmt: skip
@@ -75,9 +75,9 @@ def test_a_resumed_run_plans_alike(options: dict[str, Any]) -> None:
 def test_a_strategy_that_cannot_hold_the_longest_is_refused_first() -> None:
     """Would catch a run that stops in the middle, at the first long document."""
     with pytest.raises(InfeasiblePlan, match="does not fit"):
-        desk(strategies=("4*cp1",)).check(10_000_000)
+        online(strategies=("4*cp1",)).check(10_000_000)
     with pytest.raises(InfeasiblePlan, match="tp2-cp2"):
-        desk(strategies=("1*tp2-cp2",))
+        online(strategies=("1*tp2-cp2",))
 
 
 @pytest.mark.long

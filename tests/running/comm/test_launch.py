@@ -428,3 +428,63 @@ def test_torchrun_restarts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["attempt 1 rank 0 3.0", "attempt 1 rank 1 3.0"]
     assert "headrace: rank 0 stops: " in done.stderr
+
+
+_LONE = """
+import torch, torch.distributed as dist
+from headrace.comm.launch import lone_rank, start
+from headrace.errors import LaunchError
+
+def add(world):
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    return 0 if ones.tolist() == [world.ranks] * 3 else 1
+
+for threads, ranks_may_thread in ((1, True), (2, False)):
+    torch.set_num_threads(1)
+    for _ in range(2):
+        with lone_rank(threads=threads) as world:
+            assert (world.rank, world.ranks, world.device) == (0, 1, "cpu")
+            assert torch.get_num_threads() == threads and add(world) == 0
+            torch.randn(300, 300, requires_grad=True).exp().sum().backward()
+        assert not dist.is_initialized() and torch.get_num_threads() == 1
+    assert start(add, ranks=2, threads=1) == 0
+    try:
+        found = start(add, ranks=2, threads=2)
+    except LaunchError as error:
+        found = str(error)
+    assert found == 0 if ranks_may_thread else "threads = 1" in found, found
+try:
+    with lone_rank():
+        with lone_rank():
+            raise AssertionError("a rank within a rank")
+except LaunchError as error:
+    assert "initialised" in str(error)
+"""
+
+
+def test_a_lone_rank_leaves_its_process_as_it_was() -> None:
+    """Would catch a world that stays, stores that make later ranks abort, threads that they would
+    wait for, and a second world in the first."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LONE], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_launcher_is_called_while_ranks_run() -> None:
+    """Would catch a call that comes only at the end, and ranks that outlive what it raises."""
+    calls: list[float] = []
+    assert start(linger, ranks=2, each=lambda: calls.append(time.monotonic())) == 0
+    assert len(calls) > 5
+
+    def refuse() -> None:
+        raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        start(linger, ranks=2, each=refuse)
+
+
+def linger(world: World) -> int:
+    time.sleep(0.5)
+    return 0

@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.desk import Desk
-from headrace.cli.forecast import Asked, Forecast, Forecaster
-from headrace.cli.shared import SharedPlanner
 from headrace.comm.mesh import Groups
 from headrace.config.planner import PlannerConfig
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
@@ -25,6 +22,9 @@ from headrace.runtime.recovery import Exhausted
 from headrace.runtime.trainer import Planned, Step
 from headrace.simulator import step_s
 from headrace.spec import Architecture, Lengths, Plan
+from headrace.training.broadcast import BroadcastPlanner
+from headrace.training.planner import OnlinePlanner
+from headrace.training.step_planner import PlannedStep, PlanRequest, StepPlanner
 from ranks import run_ranks
 
 MODEL = Architecture(layers=4, hidden=64, heads=8, kv_heads=2, ffn=192, vocabulary=50)
@@ -40,14 +40,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def desk(
+def online(
     told: list[str] | None = None, saved: Any = None, memory_bytes: int = MEMORY, **options: Any
-) -> Desk:
-    """A desk of four ranks, checked as a run does; gone on from ``saved``."""
+) -> OnlinePlanner:
+    """A planner of four ranks, checked as a run does; gone on from ``saved``."""
     costs = synthetic_costs(
         4, architecture=MODEL, methods=FORMULA_METHODS, memory_bytes=memory_bytes
     )
-    made = Desk(
+    made = OnlinePlanner(
         costs=CostModel.from_json(saved["costs"]) if saved else costs.replace(memory_margin=0.1),
         options=PlannerConfig(**options), compare=False, seed=7,
         samples=lambda: [lengths.tokens for lengths in BATCHES[:2]],
@@ -59,13 +59,13 @@ def desk(
     return made
 
 
-def walked(made: Desk, batches: Sequence[Lengths]) -> list[Planned]:
+def walked(made: OnlinePlanner, batches: Sequence[Lengths]) -> list[Planned]:
     """Plans of batches, each of which then takes ``SLOWER`` times what the costs say."""
     found = []
     for lengths in batches:
         plan = (planned := made.plan(lengths)).plan
         found.append(planned)
-        made.observe(plan.predicted_s, SLOWER * step_s(plan, made.costs))
+        made.observe(plan.predicted_s, SLOWER * step_s(plan, made.current_costs))
     return found
 
 
@@ -73,38 +73,33 @@ def hashes(plans: Sequence[Planned]) -> list[str]:
     return [planned.plan.hash for planned in plans]
 
 
-def saved(made: Desk) -> Any:
+def saved(made: OnlinePlanner) -> Any:
     return json.loads(json.dumps(made.state()))
 
 
-def no_more_here(made: Desk) -> None:
-    """From now on plans of this desk must come from its producer."""
+def no_more_here(made: OnlinePlanner) -> None:
+    """From now on plans of this planner must come from its producer."""
 
-    class Refusing(Forecaster):
-        def __call__(self, asked: Asked) -> Forecast:
-            raise AssertionError(f"step {asked.step} planned where it is trained")
+    class Refusing(StepPlanner):
+        def __call__(self, request: PlanRequest) -> PlannedStep:
+            raise AssertionError(f"step {request.step} planned where it is trained")
 
-    made.forecaster = Refusing(**_fields(made.forecaster))
-
-
-def _fields(forecaster: Forecaster) -> dict[str, Any]:
-    names = ("costs", "options", "seed", "compare", "strategist", "before")
-    return {name: getattr(forecaster, name) for name in names}
+    made.steps = Refusing(planner=made.steps.planner, compare=made.steps.compare)
 
 
-class Counting(Forecaster):
+class Counting(StepPlanner):
     """Counts what is planned in this process."""
 
     steps: list[int]
 
-    def __call__(self, asked: Asked) -> Forecast:
-        self.steps.append(asked.step)
-        return Forecaster.__call__(self, asked)
+    def __call__(self, request: PlanRequest) -> PlannedStep:
+        self.steps.append(request.step)
+        return StepPlanner.__call__(self, request)
 
 
-def counted(made: Desk) -> list[int]:
+def counted(made: OnlinePlanner) -> list[int]:
     """The steps planned from now on where it is trained."""
-    made.forecaster = counting = Counting(**_fields(made.forecaster))
+    made.steps = counting = Counting(planner=made.steps.planner, compare=made.steps.compare)
     counting.steps = []
     return counting.steps
 
@@ -114,14 +109,14 @@ def test_plans_made_ahead_are_those_made_here(kind: str) -> None:
     """Would catch a step's number, a turn or a seed that is counted otherwise ahead, from the
     first step or from where a run goes on; plans that were never made ahead; and a correction
     of seconds that is multiplied by itself, as plans ahead are predicted with an older one."""
-    here = desk(**KINDS[kind])
+    here = online(**KINDS[kind])
     wanted = walked(here, BATCHES)
-    ahead = desk(**KINDS[kind])
+    ahead = online(**KINDS[kind])
     ahead.plan_ahead(iter(BATCHES[:4]), depth=2)
     no_more_here(ahead)
     first = walked(ahead, BATCHES[:4])
     ahead.close()
-    resumed = desk(saved=saved(ahead), **KINDS[kind])
+    resumed = online(saved=saved(ahead), **KINDS[kind])
     resumed.plan_ahead(iter(BATCHES[4:]), depth=3)
     no_more_here(resumed)
     rest = walked(resumed, BATCHES[4:])
@@ -140,18 +135,18 @@ def test_plans_made_ahead_are_those_made_here(kind: str) -> None:
 def test_what_is_measured_changes_no_plan(kind: str) -> None:
     """Would catch plans that take equally long and are chosen between by the rounding of a
     correction: a resumed run would plan otherwise, by how quick the machine happens to be."""
-    made = desk(**KINDS[kind]).forecaster
+    made = online(**KINDS[kind]).steps
     for step, lengths in enumerate(BATCHES):
         found = {
-            made(Asked(lengths=lengths, step=step, ratio=ratio, margin=0.1)).plan.hash
+            made(PlanRequest(lengths=lengths, step=step, ratio=ratio, margin=0.1)).plan.hash
             for ratio in (1.0, 4.000000000000001, 0.7, *(1.1 * n for n in range(1, 20, 3)))
         }
         assert len(found) == 1
 
 
-def test_a_desk_goes_on_here_once_it_is_closed() -> None:
-    """Would catch a closed desk that waits for its producer, or takes a turn anew."""
-    made = desk(**KINDS["rotate"])
+def test_a_planner_goes_on_here_once_it_is_closed() -> None:
+    """Would catch a closed planner that waits for its producer, or takes a turn anew."""
+    made = online(**KINDS["rotate"])
     made.plan_ahead(iter(BATCHES), depth=2)
     plans = walked(made, BATCHES[:2])
     made.close()
@@ -166,12 +161,12 @@ def test_a_desk_goes_on_here_once_it_is_closed() -> None:
 
 def test_what_comes_out_of_turn_is_planned_here() -> None:
     """Would catch the plan of another batch that is taken for this one's."""
-    made = desk()
+    made = online()
     made.plan_ahead(iter(BATCHES), depth=2)
     found = made.plan(BATCHES[3])
     made.close()
     assert found.plan.lengths == BATCHES[3]
-    assert found.plan.hash == desk().plan(BATCHES[3]).plan.hash
+    assert found.plan.hash == online().plan(BATCHES[3]).plan.hash
 
 
 def finished(number: int, planned: Planned, peak: int) -> Step:
@@ -186,7 +181,7 @@ def finished(number: int, planned: Planned, peak: int) -> Step:
 def test_a_raised_margin_throws_away_what_was_planned_ahead() -> None:
     """Would catch plans ahead that still fill the memory up to the old margin, a margin that the
     producer never hears of, and another plan than the one made here."""
-    made, here = desk(), desk()
+    made, here = online(), online()
     made.plan_ahead(iter(BATCHES), depth=2)
     both = []
     for number, lengths in enumerate(BATCHES):
@@ -194,14 +189,14 @@ def test_a_raised_margin_throws_away_what_was_planned_ahead() -> None:
             steps = counted(made)
         plans = [one.plan(lengths) for one in (made, here)]
         both.append(hashes(plans))
-        margin = here.costs.memory_margin
+        margin = here.margin.value
         assert plans[0].facts["memory_margin"] == margin
         assert max(plans[0].peak_bytes) <= MEMORY * (1 - margin)
         peak = round(MEMORY * (0.97 if number == 1 else 0.4))
         told = [one.learn(finished(number, plans[0], peak)) for one in (made, here)]
         assert [bool(lines) for lines in told] == [number == 1] * 2
     made.close()
-    assert made.costs.memory_margin == here.costs.memory_margin > 0.1
+    assert made.margin.value == here.margin.value > 0.1
     assert all(ahead == inline for ahead, inline in both)
     assert steps == [2, 3], "two were ahead"
 
@@ -209,7 +204,7 @@ def test_a_raised_margin_throws_away_what_was_planned_ahead() -> None:
 def test_a_plan_that_ran_out_of_memory_is_made_thriftier() -> None:
     """Would catch a second try that takes as much, is another strategy's turn or shifts all later
     turns, and plans ahead that run into the same wall."""
-    made = desk(**KINDS["rotate"])
+    made = online(**KINDS["rotate"])
     made.plan_ahead(iter(BATCHES), depth=2)
     seen = []
     for number, lengths in enumerate(BATCHES):
@@ -227,13 +222,13 @@ def test_a_plan_that_ran_out_of_memory_is_made_thriftier() -> None:
         made.observe(1.0, 1.0)
     made.close()
     assert seen == list(TEXTS * 2)
-    again = desk(saved=saved(made), **KINDS["rotate"])
-    assert again.costs.memory_margin == made.costs.memory_margin
+    again = online(saved=saved(made), **KINDS["rotate"])
+    assert again.margin.value == made.margin.value
 
 
 def test_running_out_of_memory_again_and_again_comes_to_an_end() -> None:
     """Would catch a batch that is planned alike, and tried, for ever."""
-    made = desk(memory_bytes=2**36)  # of which next to nothing is needed
+    made = online(memory_bytes=2**36)  # of which next to nothing is needed
     plan = made.plan(BATCHES[0]).plan
     exhausted = Exhausted(actions=((0, "0F0[0]"),))
 
@@ -248,7 +243,7 @@ def test_running_out_of_memory_again_and_again_comes_to_an_end() -> None:
 
 def test_smoothed_plans_are_made_here() -> None:
     """Would catch a plan ahead that does not know the layers of the step before."""
-    made, here = desk(smoothing=0.9), desk(smoothing=0.9)
+    made, here = online(smoothing=0.9), online(smoothing=0.9)
     made.plan_ahead(iter(BATCHES), depth=2)
     steps = counted(made)
     assert hashes(walked(made, BATCHES)) == hashes(walked(here, BATCHES))
@@ -259,7 +254,7 @@ def test_smoothed_plans_are_made_here() -> None:
 def test_a_killed_producer_is_told_and_replaced() -> None:
     """Would catch a run that ends with its producer, a batch lost, or a death kept quiet."""
     told: list[str] = []
-    made = desk(told)
+    made = online(told)
     made.plan_ahead(iter(BATCHES), depth=2)
     first = walked(made, BATCHES[:2])
     assert made._ahead is not None
@@ -268,7 +263,7 @@ def test_a_killed_producer_is_told_and_replaced() -> None:
     no_more_here(made)
     rest = walked(made, BATCHES[2:])
     made.close()
-    assert hashes(first + rest) == hashes(walked(desk(), BATCHES))
+    assert hashes(first + rest) == hashes(walked(online(), BATCHES))
     (line,) = told
     assert "was killed by SIGKILL" in line
     assert "another takes over" in line
@@ -279,11 +274,11 @@ TOO_LONG = Lengths.of([10_000_000, 40])
 
 def _shared(ahead: bool) -> list[Any]:
     groups = Groups()
-    planner = SharedPlanner(groups=groups, desk=desk() if groups.rank == 0 else None)
+    planner = BroadcastPlanner(groups=groups, planner=online() if groups.rank == 0 else None)
     found: list[Any] = []
     batches = [BATCHES[0], TOO_LONG, BATCHES[1]]
-    if planner.desk is not None and ahead:
-        planner.desk.plan_ahead(iter(batches), depth=2)
+    if planner.planner is not None and ahead:
+        planner.planner.plan_ahead(iter(batches), depth=2)
     planned = planner.plan(batches[0])
     found.append(planned.plan.hash)
     found.append((len(planned.predicted.rows) > 0, max(planned.peak_bytes) > 0))
@@ -301,8 +296,8 @@ def _shared(ahead: bool) -> list[Any]:
     found.append(planner.plan(batches[2]).plan.hash)
     again = planner.replan(batches[2], planned.plan, Exhausted(actions=((0, "0F0[0]"),)))
     found += [again.plan.hash, sorted(planner.state())]
-    if planner.desk is not None:
-        planner.desk.close()
+    if planner.planner is not None:
+        planner.planner.close()
     return found
 
 
@@ -310,16 +305,16 @@ def _shared(ahead: bool) -> list[Any]:
 def test_one_rank_plans_for_all(ahead: bool) -> None:
     """Would catch ranks with plans of their own, an error that the first rank raises alone (the
     others would wait for its plan), a text wrapped once more on its way, and a second rank that
-    needs a desk."""
+    needs a planner."""
     first, second = run_ranks(2, _shared, ahead)
     plan, expected, *texts = first[:5]
     assert second[:1] + second[2:-1] == first[:1] + first[2:-1]
     assert (expected, second[1]) == ((True, True), (False, False)), "the journal's is the first's"
     with pytest.raises(InfeasiblePlan) as caught:
-        desk().plan(TOO_LONG)
+        online().plan(TOO_LONG)
     assert texts[0] == str(caught.value)
     assert all(text.count("does not fit") <= 1 and "10,000,000" in text for text in texts)
-    inline = desk()
+    inline = online()
     assert plan == inline.plan(BATCHES[0]).plan.hash
     assert first[5] != plan
     assert set(first[-1]) == set(inline.state())
@@ -339,13 +334,12 @@ sys.stdout.buffer.write(pickle.dumps([one.plan.to_json() for one in found]))
 
 @pytest.mark.parametrize("kind", ["adaptive", "rotate"])
 def test_producers_need_no_torch(kind: str) -> None:
-    """Would catch a forecaster that drags torch into the process that plans: seconds at its start
+    """Would catch a planner that drags torch into the process that plans: seconds at its start
     and a gigabyte beside the training."""
-    made = desk(**KINDS[kind]).forecaster
-    if made.strategist is not None:
-        made.strategist.samples = tuple
-    made.compare = True
-    asked = [Asked(lengths=BATCHES[0], step=4, ratio=1.2, margin=margin) for margin in (0.1, 0.3)]
+    made = StepPlanner(planner=online(**KINDS[kind]).steps.planner.sendable(800))
+    asked = [
+        PlanRequest(lengths=BATCHES[0], step=4, ratio=1.2, margin=margin) for margin in (0.1, 0.3)
+    ]
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_TORCH.format(path=sys.path)],
         input=pickle.dumps((made, asked)), capture_output=True, timeout=60, check=False,

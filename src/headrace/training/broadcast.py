@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.cli.desk import Desk
 from headrace.comm.collectives import from_first
 from headrace.comm.mesh import Groups
 from headrace.errors import InfeasiblePlan
@@ -20,52 +19,53 @@ from headrace.runtime.trainer import Planned
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
 from headrace.spec.plan import Plan
+from headrace.training.planner import OnlinePlanner
 
-__all__ = ["SharedPlanner"]
+__all__ = ["BroadcastPlanner"]
 
 
 @dataclass(slots=True, kw_only=True)
-class SharedPlanner:
-    """Passes on what the first rank's ``desk`` decides; other ranks have none.
+class BroadcastPlanner:
+    """Passes on what the first rank's ``planner`` decides; other ranks have none.
 
     On those a plan comes without what is expected of it, which only the first rank writes down.
     """
 
     groups: Groups
-    desk: Desk | None
+    planner: OnlinePlanner | None
 
     def plan(self, lengths: Lengths) -> Planned:
         """The plan of the next step. Raises InfeasiblePlan on every rank when there is none."""
-        return self._shared(lambda desk: desk.plan(lengths))
+        return self._shared(lambda planner: planner.plan(lengths))
 
     def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
         """A thriftier plan of the same batch, likewise."""
-        return self._shared(lambda desk: desk.replan(lengths, failed, exhausted))
+        return self._shared(lambda planner: planner.replan(lengths, failed, exhausted))
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """Take a finished step into what the first rank knows."""
-        if self.desk is not None:
-            self.desk.observe(predicted_s, measured_s)
+        if self.planner is not None:
+            self.planner.observe(predicted_s, measured_s)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to plan alike; nothing on other ranks than the first."""
-        return {} if self.desk is None else self.desk.state()
+        return {} if self.planner is None else self.planner.state()
 
     def check(self, longest: int) -> None:
         """Raise InfeasiblePlan on every rank when so long a sequence will fit nowhere."""
         error: InfeasiblePlan | None = None
-        if self.desk is not None:
+        if self.planner is not None:
             try:
-                self.desk.check(longest)
+                self.planner.check(longest)
             except InfeasiblePlan as found:
                 error = found
         self._told(b"" if error is None else json.dumps({"refused": str(error)}).encode())
 
-    def _shared(self, decide: Callable[[Desk], Planned]) -> Planned:
+    def _shared(self, decide: Callable[[OnlinePlanner], Planned]) -> Planned:
         planned, payload = None, b""
-        if self.desk is not None:
+        if self.planner is not None:
             try:
-                planned = decide(self.desk)
+                planned = decide(self.planner)
                 payload = json.dumps(planned.plan.to_json()).encode()
             except InfeasiblePlan as error:
                 payload = json.dumps({"refused": str(error)}).encode()

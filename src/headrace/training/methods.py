@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.cli.wiring import listed_methods
 from headrace.config.model import PlannerConfig
 from headrace.costs import group_sizes_of
 from headrace.errors import ConfigError
@@ -12,6 +11,7 @@ from headrace.spec.architecture import Architecture
 from headrace.spec.known_methods import FACTS, SINGLE_RANK, facts_of, methods_for
 from headrace.spec.method import BRANCHES, Branch, LayerOption
 from headrace.spec.strategy import Strategy
+from headrace.training.planning import listed_methods
 
 __all__ = ["considered", "methods_by_size"]
 

@@ -1,0 +1,292 @@
+"""The commands. They import what they need when they run, so that planning works without torch and
+``--help`` is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from headrace.cli.app import Changes, Json, app
+from headrace.cli.flags import (
+    PlanFlags,
+    ProfileFlags,
+    RehearseFlags,
+    SimulateFlags,
+    Switch,
+    VerifyFlags,
+    overrides,
+)
+
+__all__ = [
+    "config", "doctor", "export", "plan", "profile", "rehearse", "report", "simulate", "train",
+    "verify",
+]  # fmt: skip
+
+_PLAN, _SIMULATE, _PROFILE = PlanFlags(), SimulateFlags(), ProfileFlags()
+_REHEARSE, _VERIFY = RehearseFlags(), VerifyFlags()
+
+
+@app.command
+def train(
+    config: Path,
+    *,
+    ranks: int | None = None,
+    steps: int | None = None,
+    out: Path | None = None,
+    resume: Switch = False,
+    changes: Changes = [],  # noqa: B006
+) -> int:
+    """Train a model on a corpus; ends with a checkpoint, metrics and a report.
+
+    Starts its own ranks on this machine, or runs as one rank under torchrun:
+
+        headrace train examples/python-sources.toml --ranks 2
+        torchrun --nproc-per-node 8 -m headrace train my.toml
+
+    Parameters
+    ----------
+    config
+        The configuration, a TOML file.
+    ranks
+        Processes to start (devices.ranks).
+    steps
+        Optimizer steps in all (run.steps).
+    out
+        Folder of the run; a new one under run.out when left out.
+    resume
+        Continue the run in OUT, or the newest run of this name, from its last checkpoint, on any
+        number of ranks.
+    """
+    from headrace.cli.train import train as run
+    from headrace.config import Config
+
+    read = Config.load(config, *overrides(changes, {"devices.ranks": ranks, "run.steps": steps}))
+    return run(read, out=out, resume=resume, again=f"headrace train {config}")
+
+
+@app.command
+def plan(config: Path | None = None, *, flags: PlanFlags = _PLAN) -> int:
+    """Plan batches and say why; needs no torch and no devices.
+
+    Costs are those measured for this configuration by profile or train; without them, a formula
+    (and the output says so), or the roofline of hardware that is not at hand:
+
+        headrace plan examples/python-sources.toml --ranks 8
+        headrace plan examples/python-sources.toml --ranks 64 --hardware h100
+        headrace plan examples/python-sources.toml --ranks 64 --lengths "lognormal:median=700,sigma=1.5,max=8192"
+
+    Without a configuration, costs and lengths come from files: costs of pipelines of schemes, or
+    of groups of ranks; --json writes a plan file that anyone can check:
+
+        headrace plan --costs costs.json --lengths lengths.json --devices 64 --json > plan.json
+        headrace plan --costs groups.json --lengths lengths.json --devices 8 --semantics lockstep
+
+    Both draw the plan that takes longest, devices over time and lengths by scheme:
+
+        headrace plan --costs costs.json --lengths lengths.json --devices 64 --picture plan.svg
+
+    Parameters
+    ----------
+    config
+        The configuration, a TOML file; left out, --costs, --lengths and --devices are needed.
+    """  # noqa: E501
+    from headrace.cli.plan import plan as run
+
+    if config is None:
+        from headrace.cli.plan_files import PlanFiles, plan_files
+
+        _only("a CONFIG", ranks=flags.ranks, hardware=flags.hardware,
+              set=flags.changes or None,
+              batches=None if flags.batches == 1 else flags.batches)  # fmt: skip
+        return plan_files(
+            PlanFiles(
+                costs=flags.costs, lengths=flags.lengths, devices=flags.devices,
+                planner=flags.planner, semantics=flags.semantics, picture=flags.picture,
+                seed=flags.seed, as_json=flags.json,
+            )
+        )  # fmt: skip
+    _only(
+        "no configuration beside it", "with one, --set changes it (planner.name, devices.ranks)",
+        devices=flags.devices, planner=flags.planner, semantics=flags.semantics,
+    )  # fmt: skip
+    return run(config, flags)
+
+
+def _only(wanted: str, hint: str | None = None, /, **flags: object) -> None:
+    """Raise ConfigError for a flag that is given and would not be obeyed."""
+    from headrace.errors import ConfigError
+
+    for name, value in flags.items():
+        if value is not None:
+            raise ConfigError(f"--{name}", got=repr(str(value)), wanted=wanted, hint=hint)
+
+
+@app.command
+def simulate(source: Path, *, flags: SimulateFlags = _SIMULATE) -> int:
+    """Run the programs of planned batches on a clock instead of devices.
+
+    Shows every rank's timeline and memory as predicted, and checks the programs:
+
+        headrace simulate examples/python-sources.toml --ranks 4 --trace step.json
+
+    Parameters
+    ----------
+    source
+        A configuration.
+    """
+    from headrace.cli.plan import simulate as run
+
+    return run(source, flags)
+
+
+@app.command
+def profile(config: Path, *, flags: ProfileFlags = _PROFILE) -> int:
+    """Measure what a layer costs on these devices, per group size and recompute level.
+
+    Ends with the longest documents that fit (MaxLen) and the shortest that keep a group busy
+    (UtilLen). The result is cached; train measures the same when it starts:
+
+        headrace profile examples/python-sources.toml
+        headrace profile examples/python-sources.toml --hybrid
+        headrace profile examples/python-sources.toml --ranks 4 --json > costs.json
+
+    Parameters
+    ----------
+    config
+        The configuration, a TOML file.
+    """
+    from headrace.cli.profile import profile as run
+
+    return run(config, flags)
+
+
+@app.command
+def rehearse(config: Path, *, flags: RehearseFlags = _REHEARSE) -> int:
+    """Play one rank of a job without the others: how long a sequence fits, how long a step takes.
+
+    Methods run with tensors that have shapes only: bytes are counted exactly, seconds are a
+    roofline of the hardware. With --device, kernels really run there and only collectives are
+    modelled. The costs can be planned with:
+
+        headrace rehearse examples/llama-8b.toml --ranks 8
+        headrace rehearse examples/llama-8b.toml --ranks 16 --hardware a100-80g --length 1Mi
+        headrace rehearse examples/llama-8b.toml --sizes 1 --sizes 8 --costs costs.json
+        headrace rehearse examples/python-sources.toml --ranks 4 --device cpu
+
+    Parameters
+    ----------
+    config
+        The configuration, a TOML file.
+    """
+    from headrace.cli.rehearse import rehearse as run
+
+    return run(config, flags)
+
+
+@app.command
+def report(run: Path, *, out: Path | None = None, text: Switch = False) -> int:
+    """Write the report of a run: one HTML file with pictures.
+
+        headrace report runs/python-sources
+
+    Parameters
+    ----------
+    run
+        Folder of the run.
+    out
+        The HTML file to write; report.html in the run's folder when left out.
+    text
+        Print a summary instead.
+    """
+    from headrace.cli.display import tell
+    from headrace.training.run_folder import TrainingRun
+
+    found = TrainingRun(run)
+    if text:
+        print(found.summary())
+        return 0
+    tell(f"writing the report of {run}")
+    print(found.report(out))
+    return 0
+
+
+@app.command
+def verify(
+    what: Literal["native", "checkpoint"] = "native",
+    path: Path | None = None,
+    *,
+    flags: VerifyFlags = _VERIFY,
+) -> int:
+    """Prove that what runs here is exact, or that a checkpoint is whole.
+
+    ``native`` runs random plans (mixed group sizes, methods, token orders, packing, recompute) in
+    fp64 on several ranks and compares the loss and every gradient with one plain process;
+    ``checkpoint`` reads every file of a checkpoint and compares checksums:
+
+        headrace verify native --ranks 2 4
+        headrace verify native --methods all --ranks 2 4
+        headrace verify native --methods metp megatron_ts
+        headrace verify checkpoint runs/python-sources/checkpoints
+
+    Parameters
+    ----------
+    what
+        What to verify.
+    path
+        The checkpoint, or a folder of checkpoints.
+    """
+    from headrace.cli.verify import verify as run
+
+    return run(what, path, flags)
+
+
+@app.command
+def export(run: Path, *, out: Path) -> int:
+    """Write the weights of a run's last checkpoint in the Hugging Face naming.
+
+        headrace export runs/python-sources --out my-model
+
+    Parameters
+    ----------
+    run
+        Folder of the run.
+    out
+        Folder for model.safetensors and config.json.
+    """
+    from headrace.training.checkpoints import Checkpoints
+
+    print(Checkpoints(folder=run).latest().export(out))
+    return 0
+
+
+@app.command
+def doctor(*, json: Json = False) -> int:
+    """Say what is installed, what this machine has, and what will and will not work here.
+
+    The exit code is 1 when nothing can be trained:
+
+        headrace doctor
+        headrace doctor --json
+    """
+    from headrace.cli.doctor import doctor as examine
+
+    return examine(as_json=json)
+
+
+@app.command
+def config(*, schema: Switch = False) -> int:
+    """List every key of a configuration file with its default and meaning.
+
+    Editors complete and check files by the schema:
+
+        headrace config
+        headrace config --schema > headrace.schema.json
+
+    Parameters
+    ----------
+    schema
+        Write the JSON schema (for editors) instead.
+    """
+    from headrace.cli.reference import print_config
+
+    return print_config(schema=schema)

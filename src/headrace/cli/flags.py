@@ -1,0 +1,202 @@
+"""The flags of commands that have many, one value each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from headrace.cli.app import Changes, Json
+
+__all__ = [
+    "PlanFlags",
+    "ProfileFlags",
+    "RehearseFlags",
+    "SimulateFlags",
+    "VerifyFlags",
+    "overrides",
+]
+
+Switch = Annotated[bool, Parameter(negative="")]
+Several = Parameter(consume_multiple=True, negative="")
+
+
+def overrides(changes: list[str], keys: Mapping[str, object]) -> list[str]:
+    """The changes of a configuration: those of --set, then the ``keys`` whose flag was given."""
+    return [*changes, *(f"{key}={value}" for key, value in keys.items() if value is not None)]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFlags:
+    """The flags of ``headrace plan``.
+
+    Parameters
+    ----------
+    batches
+        How many batches to plan.
+    ranks
+        Devices to plan for (devices.ranks).
+    lengths
+        Draw lengths from a distribution instead of reading the corpus; without a configuration a
+        JSON file of lengths.
+    costs
+        A cost model, as written by profile --json; without a configuration a JSON file of kind
+        pipelines or groups.
+    hardware
+        Devices and links to plan for, DEVICE[+INSIDE][+ACROSS], by data sheets: h100,
+        a100-80g+pcie4 (devices.hardware).
+    devices
+        Devices to plan for, without a configuration.
+    planner
+        Without a configuration: headrace, or one that it is compared with; for pipelines
+        hydraulis, static, max-length, token-balance or switching, for groups static, best-static,
+        karmarkar-karp, dp-balanced, hybrid-cp, bucket, packed or dcp.
+    semantics
+        Without a configuration, for groups: free (a group starts when its ranks are) or lockstep.
+    picture
+        Draw the plan that takes longest to a .svg, .png or .json file.
+    seed
+        Seed of the drawn lengths, and of planners that draw.
+    """
+
+    batches: int = 1
+    ranks: int | None = None
+    lengths: str | None = None
+    costs: Path | None = None
+    hardware: str | None = None
+    devices: int | None = None
+    planner: str | None = None
+    semantics: str | None = None
+    picture: Path | None = None
+    seed: int = 0
+    json: Json = False
+    changes: Changes = field(default_factory=list)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateFlags:
+    """The flags of ``headrace simulate``.
+
+    Parameters
+    ----------
+    batches
+        How many batches to simulate.
+    ranks
+        Devices to plan for (devices.ranks).
+    lengths
+        Draw lengths from a distribution instead of reading the corpus.
+    costs
+        A cost model, as written by profile --json.
+    hardware
+        Devices and links to plan for, DEVICE[+INSIDE][+ACROSS], by data sheets: h100,
+        a100-80g+pcie4 (devices.hardware).
+    trace
+        Write a Chrome trace of all batches (opens in Perfetto).
+    programs
+        Print the actions of every rank.
+    seed
+        Seed of the drawn lengths.
+    """
+
+    batches: int = 1
+    ranks: int | None = None
+    lengths: str | None = None
+    costs: Path | None = None
+    hardware: str | None = None
+    trace: Path | None = None
+    programs: Switch = False
+    seed: int = 0
+    json: Json = False
+    changes: Changes = field(default_factory=list)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileFlags:
+    """The flags of ``headrace profile``.
+
+    Parameters
+    ----------
+    ranks
+        Processes to start (devices.ranks).
+    fresh
+        Measure again even when a profile is cached.
+    hybrid
+        Fit random forests within the profiled lengths and polynomials beyond them too, and compare
+        them with the quadratics on lengths held out (needs scikit-learn).
+    """
+
+    ranks: int | None = None
+    fresh: Switch = False
+    hybrid: Switch = False
+    json: Json = False
+    changes: Changes = field(default_factory=list)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearseFlags:
+    """The flags of ``headrace rehearse``.
+
+    Parameters
+    ----------
+    ranks
+        Ranks of the job (devices.ranks).
+    rank
+        The one to play.
+    sizes
+        Group sizes to play; all ranks in one group when left out.
+    length
+        A sequence in tokens (128Ki) whose time and memory are shown (data.context).
+    hardware
+        Devices and links, DEVICE[+INSIDE][+ACROSS]: h100, a100-80g+pcie4 (devices.hardware; the
+        cpu when that is left out).
+    dtype
+        Type of activations and working weights: bfloat16 where the hardware knows it.
+    device
+        Run kernels and hold memory here: cpu or cuda.
+    costs
+        Write the cost model to a file that plan and simulate read.
+    """
+
+    ranks: int | None = None
+    rank: int = 0
+    sizes: tuple[int, ...] = ()
+    length: str | None = None
+    hardware: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    costs: Path | None = None
+    json: Json = False
+    changes: Changes = field(default_factory=list)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyFlags:
+    """The flags of ``headrace verify``.
+
+    Parameters
+    ----------
+    ranks
+        Numbers of ranks to try.
+    steps
+        Random batches for each model and number of ranks.
+    seed
+        Seed of weights, documents and plans.
+    tolerance
+        Largest relative error; above it the exit code is 1.
+    methods
+        Methods to verify one by one, "all" for each; a mix of all is always verified.
+    """
+
+    ranks: Annotated[tuple[int, ...], Several] = (1, 2, 3, 4)
+    steps: int = 3
+    seed: int = 0
+    tolerance: float = 1e-10
+    methods: Annotated[tuple[str, ...], Several] = ()

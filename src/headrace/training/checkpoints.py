@@ -1,0 +1,70 @@
+"""The checkpoints of a run: which there are, whether they are whole, their weights for others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import CheckpointError
+from headrace.models.hf_weights import save_pretrained
+from headrace.runtime import checkpoint
+from headrace.spec.architecture import Architecture
+from headrace.spec.weights import weight_table
+
+__all__ = ["Checkpoint", "Checkpoints"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Weights, optimizer and state of a run after some step, in a folder."""
+
+    path: Path
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What it holds besides tensors: step, order of the data, planner, architecture, config."""
+        return checkpoint.load(self.path, [])
+
+    @property
+    def step(self) -> int:
+        """Steps that were done."""
+        return int(self.state["step"])
+
+    def verify(self) -> int:
+        """Read every file and compare checksums; returns the number of tensors. Raises
+        CheckpointError for the first that is missing or damaged."""
+        checkpoint.verify(self.path)
+        return len(checkpoint.names(self.path))
+
+    def export(self, out: str | Path) -> Path:
+        """Write ``model.safetensors`` and ``config.json`` in the Hugging Face naming into the
+        folder ``out``; returns it."""
+        architecture = Architecture.from_json(self.state["architecture"])
+        names = {weight.name for weight in weight_table(architecture)}
+        held = checkpoint.read_all(self.path)
+        save_pretrained(
+            Path(out), {name: w for name, w in held.items() if name in names}, architecture
+        )
+        return Path(out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """The checkpoints in a folder, or of a run's folder."""
+
+    folder: Path
+
+    def latest(self) -> Checkpoint:
+        """The newest that is whole; the folder itself where it is a checkpoint. Raises
+        CheckpointError when there is none."""
+        folder = self.folder
+        if (folder / "index.json").exists():
+            return Checkpoint(path=folder)
+        inside = folder / "checkpoints"
+        path = checkpoint.latest(inside if inside.is_dir() else folder)
+        if path is None:
+            raise CheckpointError(
+                f"checkpoints in {folder}", got="none", wanted="at least one, saved by a run"
+            )
+        return Checkpoint(path=path)

@@ -1,0 +1,103 @@
+"""The costs that a run is planned with: measured on its ranks, or read from the cache."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from headrace.comm.collectives import agree, gather_bytes, gather_floats
+from headrace.costs import CostModel, fingerprint_of
+from headrace.costs.learning.calibration import Calibration
+from headrace.costs.sources.profile import costs_from_profile
+from headrace.costs.library import memory_margin_of
+from headrace.errors import CostError
+from headrace.profiling.profiler import ProfileOptions, Profiler
+from headrace.spec.profile import Profile
+from headrace.training.cost_cache import (
+    calibration_path,
+    profile_path,
+    read_profile,
+    remember_costs,
+)
+from headrace.training.methods import considered
+from headrace.training.rank import Rank
+from headrace.units import seconds_text
+
+__all__ = ["learnt", "measured_costs"]
+
+
+def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profile]:
+    """The cached profile of this set-up, or a new one; the same on every rank.
+
+    Collective. The memory limit is not part of what is measured: it is taken from this run.
+    """
+    sizes, methods = considered(rank.config.planner, rank.storage.architecture, rank.world.ranks)
+    fingerprint = _fingerprint(rank, sizes, methods)
+    path = profile_path(rank.config, fingerprint)
+    profile = None if fresh else read_profile(path, fingerprint, rank.say)
+    have = all(row[0] for row in gather_floats([float(profile is not None)], rank.groups.world))
+    if not have or profile is None:
+        rank.say(f"measuring costs on {rank.world.ranks} ranks of {rank.cluster.device}")
+        profile = _profiler(rank, sizes, methods).profile(fingerprint, rank.cluster)
+        rank.say(f"measured {len(profile.points)} points in {seconds_text(profile.measured_in_s)}")
+    text = json.dumps(profile.to_json())
+    agree("profile", text, rank.groups.world)
+    costs = costs_from_profile(profile)
+    margin = rank.config.planner.memory_margin
+    if margin is None:
+        margin = max(costs.memory_margin, memory_margin_of(rank.cluster.device))
+    costs = costs.replace(cluster=rank.cluster, memory_margin=margin)
+    if rank.first:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        remember_costs(rank.config, costs)
+    return costs, profile
+
+
+def learnt(rank: Rank, fingerprint: str) -> Calibration:
+    """What earlier runs learnt about the costs of a fingerprint, as the first rank's file says.
+
+    Collective. A damaged file is told and counts as none.
+    """
+    found = Calibration(fingerprint=fingerprint)
+    if rank.first:
+        try:
+            path = calibration_path(rank.config, fingerprint)
+            found = Calibration.load(path, fingerprint=fingerprint)
+        except CostError as error:
+            rank.say(f"what earlier runs learnt is not readable and is learnt again ({error})")
+    payload = json.dumps(found.to_json()).encode()
+    return Calibration.from_json(json.loads(gather_bytes(payload, rank.groups.world)[0]))
+
+
+def _profiler(rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...]) -> Profiler:
+    config = rank.config
+    options = ProfileOptions(
+        sizes=sizes, longest=config.profile.longest or config.data.context, methods=methods,
+        point_s=config.profile.rung_s, levels=config.planner.recompute,
+        repeats=config.profile.repeats,
+    )  # fmt: skip
+    return Profiler(
+        rank.storage, rank.groups, options, dtype=rank.dtype, device=rank.world.device,
+        progress=rank.progress,
+    )  # fmt: skip
+
+
+def _fingerprint(rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...]) -> str:
+    machine, config = rank.machine, rank.config
+    return fingerprint_of(
+        model=rank.storage.architecture,
+        ranks=rank.world.ranks,
+        device=rank.cluster.device,
+        processor=machine["host_cpu"],
+        cores=machine["cores"],
+        threads=torch.get_num_threads(),
+        torch=machine["torch"],
+        dtype=config.devices.dtype,
+        longest=config.profile.longest or config.data.context,
+        rung_s=config.profile.rung_s,
+        levels=",".join(config.planner.recompute),
+        methods=",".join(methods),
+        sizes=",".join(map(str, sizes)),
+    )

@@ -1,0 +1,87 @@
+"""How much memory a run's plans leave free, and what changes it while the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.costs.library import memory_margin_of
+from headrace.costs.learning.memory_margin import raised_margin
+from headrace.errors import InfeasiblePlan
+from headrace.training.planning import ConfiguredPlanner
+from headrace.units import bytes_text, percent_text
+
+__all__ = ["MemoryMargin"]
+
+_THRIFTIER = 0.9  # of what a plan that ran out of memory was expected to take
+_HIGHEST = 0.95
+_FINER = 0.05  # by which a margin is lowered until the longest sequence fits
+
+
+@dataclass(slots=True, kw_only=True)
+class MemoryMargin:
+    """The memory margin of a planner, where the configuration leaves it out: it is raised when a
+    peak came too near to the memory, as far as the longest sequence of the run allows. Where the
+    configuration gives it, only a step that runs out of memory raises it.
+
+    A margin that was learnt in earlier runs never refuses what would fit without it.
+    """
+
+    planner: ConfiguredPlanner
+    longest: int = 1
+    _refused: float = 0.0
+
+    @property
+    def value(self) -> float:
+        """The fraction of a rank's memory that plans leave free."""
+        return self.planner.costs.memory_margin
+
+    @property
+    def _fixed(self) -> bool:
+        return self.planner.options.memory_margin is not None
+
+    def require(self, longest: int) -> None:
+        """Raise InfeasiblePlan when a sequence of ``longest`` tokens will fit nowhere; a learnt
+        margin is lowered first, to the least that a run without any experience begins with."""
+        self.longest = max(1, longest)
+        usual = memory_margin_of(self.planner.costs.cluster.device)
+        while not self._fixed and self.value > usual:
+            if self.planner.fits(longest, self.value):
+                return
+            self.planner.use_margin(max(usual, self.value - _FINER))
+        self.planner.require(longest)
+
+    def raise_after_failure(self, peak_bytes: int, failure: object) -> None:
+        """Leave so much free that a plan is expected to take a tenth less than ``peak_bytes``,
+        which ran out of memory. Raises InfeasiblePlan, naming the ``failure``, at the highest."""
+        memory = self.planner.costs.cluster.memory_bytes
+        if self.value >= _HIGHEST:
+            raise InfeasiblePlan(
+                f"memory of {bytes_text(memory)}", got=failure,
+                wanted=f"enough for a plan that leaves {percent_text(_HIGHEST)} of it free",
+                hint="other processes take it, or devices.memory is more than there is",
+            )  # fmt: skip
+        margin = max(1 - _THRIFTIER * peak_bytes / memory, self.value + _FINER)
+        self.planner.use_margin(min(margin, _HIGHEST))
+
+    def raise_after_step(
+        self, step: int, predicted: Sequence[int], measured: Sequence[int]
+    ) -> tuple[str, ...]:
+        """Leave more memory free after a peak that came too near, as far as the longest sequence
+        allows; returns what a user should be told. Peaks are bytes of every rank."""
+        old, memory = self.value, self.planner.costs.cluster.memory_bytes
+        wanted = raised_margin(old, predicted, measured, memory)
+        if self._fixed or wanted <= max(old, self._refused):
+            return ()
+        margin = wanted
+        while margin > old and not self.planner.fits(self.longest, margin):
+            self._refused, margin = wanted, max(old, margin - _FINER)
+        if margin == old:
+            return ()
+        self.planner.use_margin(margin)
+        rank = max(range(len(measured)), key=measured.__getitem__)
+        return (
+            f"memory margin raised from {percent_text(old)} to {percent_text(margin)}: "
+            f"in step {step} rank {rank} took {bytes_text(measured[rank])} of "
+            f"{bytes_text(memory)}, {bytes_text(predicted[rank])} were predicted",
+        )

@@ -1,0 +1,234 @@
+"""Where plans are asked for: no other module of this room calls a planner. No torch here.
+
+:func:`plan` and :func:`baselines` serve a Python session, :class:`ConfiguredPlanner` the batches
+of a run or a command.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from headrace.config.model import PlannerConfig
+from headrace.costs import CostModel
+from headrace.costs.group_costs import GroupCosts
+from headrace.costs.pipeline_costs import PipelineCosts
+from headrace.errors import ConfigError, InfeasiblePlan, SpecError
+from headrace.planning import Problem
+from headrace.planning import plan as plan_batch
+from headrace.simulator import simulate as run_programs
+from headrace.spec.checker import check_programs
+from headrace.spec.compiler import compile_plan
+from headrace.spec.lengths import Lengths
+from headrace.spec.measurement import Timeline
+from headrace.spec.plan import Plan
+from headrace.spec.known_methods import SINGLE_RANK
+from headrace.spec.program import Program
+from headrace.spec.strategy import Strategy
+
+__all__ = [
+    "ConfiguredPlanner",
+    "baselines",
+    "best_static",
+    "listed_methods",
+    "make_problem",
+    "plan",
+    "programs_of",
+    "simulate",
+]
+
+_Costs = CostModel | PipelineCosts | GroupCosts | Problem
+"""What a plan can be asked of: costs, or a problem that restricts the choices."""
+
+
+def plan(
+    lengths: Lengths | Iterable[int], costs: _Costs, *, seed: int = 0, previous: Plan | None = None
+) -> Plan:
+    """The quickest plan found for one batch of sequences of ``lengths`` tokens.
+
+    Deterministic in ``lengths``, ``costs``, ``seed`` and ``previous``, the plan of the step before
+    (its layers are kept where the problem smooths). The plan carries a lower bound, says why, and
+    knows its clock, so that it can be drawn. Raises InfeasiblePlan when a sequence fits nowhere,
+    saying by how much and what would help.
+    """
+    problem = _problem(costs)
+    found = plan_batch(problem, _lengths(lengths), seed=seed, previous=previous)
+    return _timed(found, problem)
+
+
+def baselines(lengths: Lengths | Iterable[int], costs: _Costs) -> dict[str, Plan]:
+    """Plans with groups of one size, as configured by hand: one for each size on which the longest
+    sequence fits, by name (``static-cp8``), smallest first."""
+    problem = _problem(costs)
+    return {
+        made.planner: _timed(made, problem) for made in _static_plans(problem, _lengths(lengths))
+    }
+
+
+def simulate(plan: Plan, costs: CostModel | Problem) -> Timeline:
+    """Run the checked programs of a plan on a clock: what every rank does, and when.
+
+    Raises CostError when the costs lack what the plan uses, ProgramError when the programs would
+    deadlock or leave something out.
+    """
+    model = _problem(costs).model
+    programs = programs_of(plan, model)
+    return run_programs(programs, plan, model)
+
+
+def programs_of(plan: Plan, costs: CostModel) -> tuple[Program, ...]:
+    """The programs of all ranks, checked."""
+    count = costs.shape.bucket_count
+    programs = compile_plan(plan, count)
+    check_programs(programs, plan, count)
+    return programs
+
+
+def best_static(problem: Problem, lengths: Lengths) -> Plan | None:
+    """The fastest plan of one group size; None when no single size fits."""
+    try:
+        return plan_batch(problem.replace(planner="static", strategies=()), lengths)
+    except InfeasiblePlan:
+        return None
+
+
+def _static_plans(problem: Problem, lengths: Lengths) -> list[Plan]:
+    found: list[Plan] = []
+    for p in problem.static_sizes:
+        try:
+            found.append(plan_batch(problem.replace(planner="static", static_size=p), lengths))
+        except InfeasiblePlan:
+            continue
+    return found
+
+
+def _problem(costs: _Costs) -> Problem:
+    if isinstance(costs, Problem):
+        return costs
+    if isinstance(costs, CostModel):
+        return Problem(costs=costs)
+    raise SpecError(
+        "costs of a plan", got="published costs", wanted="a problem that says how many devices",
+        hint="hr.Problem(costs=costs, devices=64)",
+    )  # fmt: skip
+
+
+def _lengths(lengths: Lengths | Iterable[int]) -> Lengths:
+    return lengths if isinstance(lengths, Lengths) else Lengths.of(lengths)
+
+
+def _timed(made: Plan, problem: Problem) -> Plan:
+    """The plan with the clock that draws it."""
+    return made.replace(clock=partial(simulate, costs=problem.costs))
+
+
+def make_problem(costs: CostModel, options: PlannerConfig) -> Problem:
+    """The problem that a configuration poses with these costs."""
+    unknown = [p for p in options.group_sizes if p not in costs.group_sizes]
+    if unknown:
+        raise ConfigError(
+            "planner.group_sizes", got=unknown[0],
+            wanted=f"one of {', '.join(map(str, costs.group_sizes))}",
+        )  # fmt: skip
+    alone = (SINGLE_RANK,) if 1 in costs.group_sizes else ()
+    # A single rank has nothing to choose between.
+    open_ = options.candidates if costs.group_sizes != (1,) else ()
+    return Problem(
+        costs=costs,
+        planner=options.name,
+        static_size=options.static_size if options.name == "static" else None,
+        strategies=tuple(map(Strategy.parse, options.strategies)),
+        sizes=options.group_sizes or None,
+        methods=(*alone, *open_) if open_ else None,
+        layers=listed_methods(options),
+        recompute=options.recompute,
+        smoothing=options.smoothing,
+        holding=("whole", "sharded") if options.working == "auto" else (options.working,),
+    )
+
+
+def listed_methods(options: PlannerConfig) -> tuple[str, ...] | None:
+    """The methods that a configuration fixes, one for all layers or one for each; None where the
+    choice is the planner's."""
+    if options.methods == "auto":
+        return None
+    return (options.methods,) if isinstance(options.methods, str) else options.methods
+
+
+@dataclass(slots=True, kw_only=True)
+class ConfiguredPlanner:
+    """Makes the plans that a configuration asks for, batch by batch.
+
+    ``previous`` is the plan of the step before, where plans are smoothed.
+    """
+
+    costs: CostModel
+    options: PlannerConfig
+    seed: int = 0
+    previous: Plan | None = None
+    steps: int = 0
+    _problem: Problem | None = field(init=False, default=None)
+
+    @property
+    def problem(self) -> Problem:
+        """The problem with these costs."""
+        if self._problem is None:
+            self._problem = make_problem(self.costs, self.options)
+        return self._problem
+
+    def plan(self, lengths: Lengths, *, step: int = 0, scale: float | None = None) -> Plan:
+        """The plan of the batch of a step, its seconds times ``scale`` (that of the costs when left
+        out). Where strategies take turns, step i has the i-th. Raises InfeasiblePlan when nothing
+        fits."""
+        problem = self._scaled(scale)
+        if self.options.rotate and problem.strategies:
+            turn = problem.strategies[step % len(problem.strategies)]
+            problem = problem.replace(strategies=(turn,))
+        made = plan_batch(problem, lengths, seed=self.seed, previous=self.previous)
+        if self.options.smoothing:
+            self.previous = made
+        return made
+
+    def best_static(self, lengths: Lengths, *, scale: float | None = None) -> Plan | None:
+        """The fastest plan of one group size, its seconds times ``scale``."""
+        return best_static(self._scaled(scale), lengths)
+
+    def _scaled(self, scale: float | None) -> Problem:
+        return self.problem if scale is None else self.problem.rescaled(scale)
+
+    def require(self, longest: int) -> None:
+        """Raise InfeasiblePlan when a sequence of ``longest`` tokens fits nowhere, or not every
+        strategy where they take turns."""
+        turns = len(self.options.strategies) if self.options.rotate else 1
+        for step in range(max(1, turns)):
+            copy.copy(self).plan(Lengths(tokens=(longest,)), step=step)
+
+    def fits(self, longest: int, margin: float) -> bool:
+        """Whether a sequence would fit with another memory margin."""
+        other = copy.copy(self)
+        other.use_margin(margin)
+        try:
+            other.require(longest)
+        except InfeasiblePlan:
+            return False
+        return True
+
+    def use_margin(self, margin: float) -> None:
+        """Leave this fraction of the memory free from now on."""
+        if margin != self.costs.memory_margin:
+            self.costs = self.costs.replace(memory_margin=margin)
+            self._problem = None
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to plan alike, besides costs and seed."""
+        before = {"before": self.previous.to_json()} if self.previous else {}
+        return {**before, "steps": self.steps}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on as an earlier run would have."""
+        if "before" in state:
+            self.previous = Plan.from_json(state["before"])
+        self.steps = int(state.get("steps", 0))

@@ -1,0 +1,123 @@
+"""What every rank of a job does first: device, memory, corpus, storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace.comm.collectives import agree, gather_floats
+from headrace.comm.launch import World, join, lone_rank, start, under_torchrun
+from headrace.comm.mesh import Groups
+from headrace.config import Config
+from headrace.config.model import OptimizerConfig
+from headrace.errors import ConfigError
+from headrace.runtime.machine import available_bytes, machine_facts
+from headrace.runtime.optimizers import AdamW, Elementwise, OptimizerOptions
+from headrace.runtime.storage import Storage
+from headrace.spec.cluster import Cluster
+from headrace.training.listener import Listener
+from headrace.training.setup import TrainingData, open_data
+
+__all__ = ["Rank", "launch", "open_rank", "run_here"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One rank, ready to work."""
+
+    world: World
+    config: Config
+    groups: Groups
+    data: TrainingData
+    storage: Storage
+    cluster: Cluster
+    dtype: torch.dtype
+    machine: dict[str, Any]
+    listener: Listener
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that speaks and writes."""
+        return self.world.rank == 0
+
+    def say(self, text: str) -> None:
+        """One line to the listener, from the first rank."""
+        if self.first:
+            self.listener.tell(text)
+
+    def progress(self, what: str, done: int, of: int) -> None:
+        """``done`` of ``of`` parts of a preparation are done, as the first rank says."""
+        if self.first:
+            self.listener.progress(what, done, of)
+
+
+def launch(
+    config: Config, main: Callable[[World], int], each: Callable[[], None] = lambda: None
+) -> int:
+    """Run ``main(world)`` on all ranks: this process is one under torchrun, else it starts them.
+    ``each`` is called time and again while ranks that were started here run."""
+    options = config.devices
+    settings: dict[str, Any] = {
+        "device": _device(config), "threads": options.threads or None,
+        "timeout_s": options.timeout_s, "hang_s": options.hang_s,
+    }  # fmt: skip
+    if under_torchrun():
+        return join(main, **settings)
+    return start(main, ranks=options.ranks, each=each, **settings)
+
+
+def run_here(config: Config, main: Callable[[World], int]) -> int:
+    """Run ``main(world)`` as the only rank, in this process; its errors are raised."""
+    options = config.devices
+    with lone_rank(
+        device=_device(config), threads=options.threads or None, timeout_s=options.timeout_s
+    ) as world:
+        return main(world)
+
+
+def _device(config: Config) -> str:
+    wanted = config.devices.device
+    # device_count asks the driver's library without initialising CUDA, so ranks may be forked.
+    count = torch.cuda.device_count() if wanted != "cpu" else 0
+    if wanted == "cuda" and count < (1 if under_torchrun() else config.devices.ranks):
+        raise ConfigError(
+            "devices.device", got=f"'cuda' with {count} devices for {config.devices.ranks} ranks",
+            wanted="a device for each rank", hint="lower devices.ranks, or device = 'cpu'",
+        )  # fmt: skip
+    if wanted == "auto":
+        return "cuda" if count >= config.devices.ranks else "cpu"
+    return wanted
+
+
+def open_rank(world: World, config: Config, listener: Listener | None = None) -> Rank:
+    """Open the corpus, agree on it, and make this rank's storage. Collective."""
+    listener = listener or Listener()
+    groups = Groups(connections=world.rerendezvous.connections)
+    dtype: torch.dtype = getattr(torch, config.devices.dtype)
+    stored = dtype if dtype.itemsize >= 4 else torch.float32
+    data = open_data(config, listener.progress if world.rank == 0 else None)
+    agree("fingerprint of the corpus", data.corpus.fingerprint, groups.world)
+    free = available_bytes(world.device) if world.device == "cpu" else 0
+    limit = config.devices.memory_bytes or int(
+        0.8 * (free / world.local_ranks if free else available_bytes(world.device))
+    )
+    agreed = int(min(row[0] for row in gather_floats([float(limit)], groups.world)))
+    kind = "cpu" if world.device == "cpu" else torch.cuda.get_device_name()
+    storage = Storage(
+        data.architecture, groups, seed=config.run.seed, dtype=stored, device=world.device,
+        working_dtype=dtype, options=_optimizer(config.optimizer),
+    )  # fmt: skip
+    return Rank(
+        world=world, config=config, groups=groups, data=data, storage=storage, dtype=dtype,
+        cluster=Cluster(devices=world.ranks, memory_bytes=agreed, device=kind),
+        machine=machine_facts(world.device), listener=listener,
+    )  # fmt: skip
+
+
+def _optimizer(o: OptimizerConfig) -> OptimizerOptions:
+    if o.name == "adamw":
+        return AdamW(lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, decay=o.decay, clip=o.clip)
+    return Elementwise(name=o.name, lr=o.lr, decay=o.decay, clip=o.clip, options=o.options)

@@ -1,0 +1,245 @@
+"""One rank's part of a run: set-up, loop, save, restore."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import headrace
+from headrace.comm.collectives import agree, gather_bytes
+from headrace.config import Config
+from headrace.costs import CostModel
+from headrace.costs.learning.calibration import Calibration
+from headrace.costs.learning.drift import Drift
+from headrace.data import Reader, summarise
+from headrace.errors import CheckpointError
+from headrace.runtime import checkpoint
+from headrace.runtime.executor import Executor
+from headrace.runtime.machine import matmul_flops_per_s
+from headrace.runtime.recovery import Recovery
+from headrace.runtime.schedule import Schedule
+from headrace.runtime.shards import StoredShard
+from headrace.runtime.trainer import Step, Trainer, TrainingBatch
+from headrace.spec.architecture import Architecture
+from headrace.spec.lengths import Lengths
+from headrace.spec.profile import Profile
+from headrace.spec.weights import parameter_count
+from headrace.training.broadcast import BroadcastPlanner
+from headrace.training.cost_cache import remember_costs
+from headrace.training.measured_costs import learnt, measured_costs
+from headrace.training.planner import OnlinePlanner
+from headrace.training.rank import Rank
+from headrace.training.run_record import RunRecord
+from headrace.units import bytes_text, count_text, percent_text
+
+__all__ = ["RankRun"]
+
+
+
+@dataclass(slots=True, kw_only=True)
+class RankRun:
+    """One rank's part of the run in ``folder``. ``online`` plans and ``record`` writes on the first
+    rank only."""
+
+    rank: Rank
+    folder: Path
+    online: OnlinePlanner | None = None
+    record: RunRecord | None = None
+    planner: BroadcastPlanner = field(init=False)
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the run."""
+        return self.rank.config
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.folder / "checkpoints"
+
+    def train(self, *, resume: bool) -> bool:
+        """Take the steps that are left, from the last checkpoint with ``resume``; returns whether
+        there were any. Collective."""
+        rank, steps = self.rank, self.config.run.steps
+        path, saved = self._saved() if resume else (None, {})
+        costs, profile, known = self._costs(saved)
+        self.online = self._online(costs, known) if rank.first else None
+        self.planner = BroadcastPlanner(groups=rank.groups, planner=self.online)
+        first = 0
+        if path is not None:
+            # After the costs: measuring them uses the storage and resets its optimizer.
+            first = self._restore(path, saved)
+            if self.online is not None:
+                self.online.restore(saved["planner"])
+        self._announce(first)
+        longest = int(rank.data.corpus.lengths.max())
+        self.planner.check(min(longest, self.config.data.context))
+        self._tell_margin(costs)
+        if first >= steps:
+            rank.say(f"the run has taken {first} of {steps} steps: raise run.steps to go on")
+            return False
+        try:
+            if rank.first:
+                self.record = RunRecord(rank=rank, folder=self.folder, first=first)
+                self.record.begin(costs.fingerprint, profile)
+                rank.listener.begin(first, steps)
+            self._loop(first, steps)
+        finally:
+            self._close()
+        return True
+
+    def _online(self, costs: CostModel, known: Calibration) -> OnlinePlanner:
+        return OnlinePlanner(
+            costs=costs, options=self.config.planner, seed=self.config.run.seed,
+            calibration=known, drift=Drift(), tell=self.rank.say,
+        )  # fmt: skip
+
+    def _costs(self, saved: Mapping[str, Any]) -> tuple[CostModel, Profile | None, Calibration]:
+        """The costs the run was planned with, so that it goes on with the same plans, and what was
+        learnt about them; measured anew on another number of ranks."""
+        rank, margin = self.rank, self.config.planner.memory_margin
+        if saved:
+            costs = CostModel.from_json(saved["planner"]["costs"])
+            if costs.cluster.devices == rank.world.ranks:
+                margin = costs.memory_margin if margin is None else margin
+                known = Calibration(fingerprint=costs.fingerprint)
+                return costs.replace(cluster=rank.cluster, memory_margin=margin), None, known
+        costs, profile = measured_costs(rank)
+        known = learnt(rank, costs.fingerprint)
+        if margin is None:
+            costs = costs.replace(memory_margin=known.peaks.margin(costs.memory_margin))
+            if rank.first:
+                remember_costs(self.config, costs)
+        return costs, profile, known
+
+    def _tell_margin(self, begun: CostModel) -> None:
+        """Say how much memory plans leave free, when that was learnt."""
+        if self.online is None:
+            return
+        margin, peaks = self.online.margin.value, self.online.calibration.peaks
+        if self.config.planner.memory_margin is not None or not peaks.usual.count:
+            return
+        lowered = ", lowered so that the longest sequence fits"
+        self.rank.say(
+            f"memory        {percent_text(margin)} kept free: peaks of {peaks.usual.count:,} steps "
+            f"were up to {peaks.high:.2f} of what was predicted"
+            f"{lowered if margin < begun.memory_margin else ''}"
+        )
+
+    def _loop(self, first: int, steps: int) -> None:
+        rank, config, o = self.rank, self.config, self.config.optimizer
+        executor = Executor(
+            rank.storage, rank.groups, seed=config.run.seed,
+            device=rank.world.device, checked=config.run.check_finite,
+            entered=rank.world.watcher.enter,
+        )  # fmt: skip
+        trainer = Trainer(
+            executor=executor, groups=rank.groups, planner=self.planner,
+            schedule=Schedule(lr=o.lr, steps=steps, warmup_steps=o.warmup_steps, floor=o.floor),
+            device=rank.world.device,
+            peak_flops_per_s=matmul_flops_per_s(rank.world.device, rank.dtype),
+            finished=self._finished, tell=rank.say,
+            recovery=Recovery(rerendezvous=rank.world.rerendezvous, groups=rank.groups),
+        )  # fmt: skip
+        if self.online is not None and config.planner.ahead:
+            self.online.plan_ahead(self._coming(steps - first), depth=config.planner.ahead)
+        with Reader(rank.data.corpus, rank.data.sampler, ahead=config.data.read_ahead) as batches:
+            trainer.train(iter(batches), first, steps)
+
+    def _coming(self, steps: int) -> Iterator[Lengths]:
+        """The lengths of the batches to come, from a sampler of its own."""
+        sampler = self.rank.data.sampler.copy()
+        return (sampler.next_batch().lengths for _ in range(steps))
+
+    def _finished(self, step: Step, batch: TrainingBatch) -> None:
+        done, steps = step.number + 1, self.config.run.steps
+        notices = self.online.learn(step) if self.online is not None else ()
+        if self.record is not None:
+            self.record.step(step, notices)
+            self.rank.listener.step(step, notices)
+        every = self.config.checkpoint.every
+        if done == steps or (every and done % every == 0):
+            self._save(done, batch.state_after)
+
+    def _save(self, done: int, sampler: Mapping[str, Any]) -> None:
+        rank = self.rank
+        rank.world.watcher.enter("checkpoint")
+        checkpoint.save(
+            self.checkpoints, done, self._shards(),
+            {
+                "step": done,
+                "updates": rank.storage.updates,
+                "sampler": dict(sampler),
+                "planner": self.planner.state(),
+                "architecture": rank.storage.architecture.to_json(),
+                "config": self.config.to_json(),
+                "ranks": rank.world.ranks,
+                "headrace": headrace.__version__,
+            },
+            rank=rank.world.rank, keep=self.config.checkpoint.keep,
+            gather=lambda payload: gather_bytes(payload, rank.groups.world),
+        )  # fmt: skip
+        if self.record is not None and self.online is not None:
+            self.record.keep(self.online.calibration)
+
+    def _shards(self) -> list[StoredShard]:
+        storage, me = self.rank.storage, self.rank.world.rank
+        shapes = {w.name: w.shape for w in storage.table}
+        rows = [(name, name, master) for name, master in storage.masters.items()]
+        rows += [(key, key.partition(".")[2], state) for key, state in storage.optimizer_rows()]
+        return [
+            StoredShard(
+                name=key, first_row=storage.partitions[name].parts[me].start, tensor=tensor,
+                shape=shapes[name],
+            )
+            for key, name, tensor in rows
+        ]  # fmt: skip
+
+    def _saved(self) -> tuple[Path | None, dict[str, Any]]:
+        """The checkpoint to go on from and its state; nothing when none was saved yet."""
+        rank = self.rank
+        path = checkpoint.latest(self.checkpoints)
+        agree("checkpoint to resume from", str(path), rank.groups.world)
+        if path is None:
+            rank.say(f"no checkpoint in {self.checkpoints} yet: starting from the first step")
+            return None, {}
+        saved = checkpoint.load(path, [])
+        found = Architecture.from_json(saved["architecture"])
+        if found != rank.storage.architecture:
+            raise CheckpointError(
+                f"model of {path}", got=found, wanted=rank.storage.architecture,
+                hint="resume with the configuration that began the run",
+            )  # fmt: skip
+        return path, saved
+
+    def _restore(self, path: Path, saved: Mapping[str, Any]) -> int:
+        """Load weights, optimizer and the order of the data; returns the step to go on from."""
+        rank = self.rank
+        checkpoint.load(path, self._shards())
+        rank.storage.updates = saved["updates"]
+        rank.data.sampler.restore(saved["sampler"])
+        rank.say(f"continuing from {path}, saved by {saved['ranks']} ranks")
+        return int(saved["step"])
+
+    def _announce(self, first: int) -> None:
+        rank, architecture = self.rank, self.rank.storage.architecture
+        parameters = count_text(parameter_count(architecture))
+        if first == 0:
+            rank.say(str(summarise(rank.data.corpus)))
+        for skipped in rank.data.corpus.skipped[:3]:
+            rank.say(f"skipped {skipped}")
+        rank.say(
+            f"model         {architecture}, {parameters} parameters\n"
+            f"devices       {rank.world.ranks} ranks of {rank.cluster.device}, "
+            f"{bytes_text(rank.cluster.memory_bytes)} each\n"
+            f"run           {self.folder}"
+        )
+
+    def _close(self) -> None:
+        if self.online is not None:
+            self.online.close()
+        if self.record is not None:
+            self.record.close()
+            self.rank.listener.end()

@@ -1,0 +1,86 @@
+"""Folders of runs: a new one, the one to continue, and what a run has left in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.config import Config
+from headrace.errors import ConfigError
+from headrace.notebook import curve_html, table_html
+from headrace.report import read_run, summary_text, write_report
+
+if TYPE_CHECKING:
+    from headrace.training.checkpoints import Checkpoints
+
+__all__ = ["TrainingRun", "choose_folder"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """A run in its folder, finished or not: ``hr.TrainingRun("runs/my-run")``."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The loss of every step. Raises DataError when the folder holds no run."""
+        return tuple(step.loss for step in read_run(self.folder).steps)
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Its checkpoints; needs torch."""
+        from headrace.training.checkpoints import Checkpoints
+
+        return Checkpoints(folder=self.folder)
+
+    def summary(self) -> str:
+        """What it did, in about eleven lines."""
+        return summary_text(self.folder)
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write the report, one HTML file with pictures, and return its path: ``report.html`` in
+        the folder unless told. Raises MissingExtra without the packages of the extra ``report``."""
+        return write_report(self.folder, None if out is None else Path(out))
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        losses = [loss for loss in self.losses if isfinite(loss)]
+        return table_html(self.summary()) + curve_html(losses, "loss by step")
+
+
+def choose_folder(config: Config, out: Path | None, *, resume: bool) -> Path:
+    """The folder of a run: ``out``, or a new one under run.out, or the newest one to resume.
+
+    Raises ConfigError for a folder that already holds a run when it is not resumed, and for
+    nothing to resume.
+    """
+    if resume:
+        return out if out is not None else _newest(config)
+    if out is None:
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        return Path(config.run.out) / f"{config.run.name}-{stamp}"
+    if (out / "run.json").exists():
+        raise ConfigError(
+            f"folder {out}", got="a run", wanted="an empty or new folder",
+            hint="continue it with --resume (resume=True), or choose another --out (out=...)",
+        )  # fmt: skip
+    return out
+
+
+def _newest(config: Config) -> Path:
+    found = sorted(Path(config.run.out).glob(f"{config.run.name}-*/run.json"))
+    if not found:
+        raise ConfigError(
+            f"runs named {config.run.name} in {config.run.out}", got="none to resume",
+            wanted="at least one", hint="name its folder with --out (out=...)",
+        )  # fmt: skip
+    return found[-1].parent

@@ -1,0 +1,129 @@
+"""What the first rank of a run writes down: journal, trackers, facts and what was learnt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import headrace
+from headrace.costs.learning.calibration import Calibration
+from headrace.costs.sources.profile import fit_parts
+from headrace.data import summarise
+from headrace.errors import CostError
+from headrace.runtime.journal import Journal
+from headrace.runtime.trackers import Tracker, make_trackers
+from headrace.runtime.trainer import Step
+from headrace.spec.measurement import Timeline
+from headrace.spec.profile import Profile
+from headrace.spec.weights import parameter_count
+from headrace.training.cost_cache import calibration_path
+from headrace.training.rank import Rank
+
+__all__ = ["RunRecord"]
+
+
+@dataclass(slots=True, kw_only=True)
+class RunRecord:
+    """The files of a run's folder besides checkpoints, from the step it goes on from."""
+
+    rank: Rank
+    folder: Path
+    first: int
+    _journal: Journal = field(init=False)
+    _trackers: list[Tracker] = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = self.rank.config
+        self._journal = Journal(self.folder, self.first)
+        self._trackers = make_trackers(
+            self.folder, tensorboard=config.report.tensorboard, wandb=config.report.wandb,
+            name=config.run.name, config=config.to_json(),
+        )  # fmt: skip
+
+    def begin(self, fingerprint: str, profile: Profile | None) -> None:
+        """Write the facts of a run that begins; ``fingerprint`` is that of its costs, ``profile``
+        what they were fitted to, where it was measured or read now."""
+        if self.first == 0 or not (self.folder / "run.json").exists():
+            self._journal.facts(_facts(self.rank, fingerprint, profile))
+
+    def step(self, step: Step, notices: tuple[str, ...]) -> None:
+        """Write a finished step: metrics, plan and, for some steps, timelines."""
+        told = {"notices": list(notices)} if notices else {}
+        self._journal.metrics(dict(step.metrics) | told)
+        self._journal.plan({"step": step.number} | step.plan.to_json())
+        if self._draws(step.number):
+            self._journal.timelines(_timelines(step))
+        for tracker in self._trackers:
+            tracker.log(step.metrics)
+
+    def keep(self, known: Calibration) -> None:
+        """Write what was learnt, for the report of this run and for those to come."""
+        try:
+            known.save(self.folder / "calibration.json")
+            known.save(calibration_path(self.rank.config, known.fingerprint))
+        except CostError as error:
+            self.rank.say(f"what was learnt about costs is not kept ({error})")
+
+    def close(self) -> None:
+        """Close all files."""
+        self._journal.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _draws(self, number: int) -> bool:
+        """Whether a step's timelines are recorded."""
+        config = self.rank.config
+        wanted, steps = config.report.timelines, config.run.steps
+        return bool(wanted) and (number % max(1, steps // wanted) == 0 or number == steps - 1)
+
+
+def _facts(rank: Rank, fingerprint: str, profile: Profile | None) -> dict[str, Any]:
+    config, summary = rank.config, summarise(rank.data.corpus)
+    fits = fit_parts(profile) if profile else []
+    errors: dict[str, dict[str, dict[str, float]]] = {"forward": {}, "backward": {}}
+    for fit in fits:
+        found = {"median": fit.error.median, "worst": fit.error.worst}
+        errors[fit.part][f"p{fit.p} {fit.option}"] = found
+    return {
+        "format": 1,
+        "name": config.run.name,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "headrace": headrace.__version__,
+        "machine": rank.machine,
+        "ranks": rank.world.ranks,
+        "seed": config.run.seed,
+        "config": config.to_json(),
+        "architecture": rank.storage.architecture.to_json(),
+        "parameters": parameter_count(rank.storage.architecture),
+        "corpus": {
+            "name": summary.name,
+            "fingerprint": rank.data.corpus.fingerprint,
+            "documents": summary.documents,
+            "tokens": summary.tokens,
+            "median": summary.median,
+            "p90": summary.p90,
+            "p99": summary.p99,
+            "max": summary.longest,
+            "skipped": summary.skipped,
+            "context": config.data.context,
+            "histogram": {"edges": list(summary.edges), "counts": list(summary.counts)},
+        },
+        "costs": {
+            "fingerprint": fingerprint,
+            "error": errors,
+            "points": [point for fit in fits for point in fit.to_json()],
+        },
+        "memory": {"capacity_bytes": rank.cluster.memory_bytes},
+    }
+
+
+def _timelines(step: Step) -> dict[str, Any]:
+    static = step.facts.get("static_timeline")
+    return {
+        "step": step.number,
+        "measured": step.measured.to_json(),
+        "predicted": step.predicted.to_json(),
+        "static": static.to_json() if isinstance(static, Timeline) else None,
+    }

@@ -1,0 +1,71 @@
+"""From a configuration to data, architecture and costs by formula; no torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headrace.config import Config
+from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
+from headrace.costs.library import roofline
+from headrace.data import Corpus, Sampler, SamplerOptions, Source, make_tokenizer, open_corpus
+from headrace.spec.architecture import Architecture
+
+__all__ = ["TrainingData", "architecture_of", "formula_costs", "open_data"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingData:
+    """The corpus of a run, its sampler, and the architecture that fits its tokenizer."""
+
+    corpus: Corpus
+    sampler: Sampler
+    architecture: Architecture
+
+
+def open_data(
+    config: Config, progress: Callable[[str, int, int], None] | None = None
+) -> TrainingData:
+    """Open (and index, the first time) the corpus of a configuration."""
+    options = config.data
+    tokenizer = make_tokenizer(options.tokenizer)
+    source = Source(
+        kind=options.kind, paths=options.paths, patterns=options.patterns,
+        field=options.field, end_id=options.end_id, dtype=options.dtype,
+    )  # fmt: skip
+    cache = Path(options.cache).expanduser() / "corpora"
+    corpus = open_corpus(source, tokenizer, cache=cache, progress=progress)
+    architecture = config.model.architecture(corpus.vocabulary, options.context, tokenizer.mask_id)
+    sampler = Sampler(
+        corpus,
+        SamplerOptions(
+            seed=config.run.seed, context=options.context, too_long=options.too_long,
+            batch_tokens=options.batch_tokens, batch_sequences=options.batch_sequences,
+            min_tokens=options.min_tokens, curriculum=options.curriculum,
+            curriculum_steps=options.curriculum_steps,
+        ),
+    )  # fmt: skip
+    return TrainingData(corpus=corpus, sampler=sampler, architecture=architecture)
+
+
+def architecture_of(config: Config) -> Architecture:
+    """The architecture of a configuration whose corpus is not at hand."""
+    tokenizer = make_tokenizer(config.data.tokenizer)
+    return config.model.architecture(tokenizer.vocabulary, config.data.context, tokenizer.mask_id)
+
+
+def formula_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel:
+    """Costs from formulas, for planning where nothing was measured: the roofline of the hardware
+    that the configuration names, or those of a made-up device."""
+    options = config.devices
+    memory = options.memory_bytes
+    if options.hardware is not None:
+        return roofline(
+            architecture, options.hardware, devices=ranks, dtype=options.dtype,
+            memory_bytes=memory, memory_margin=config.planner.memory_margin,
+        )  # fmt: skip
+    costs = synthetic_costs(ranks, architecture=architecture, methods=FORMULA_METHODS)
+    if memory is None:
+        return costs
+    return costs.replace(cluster=replace(costs.cluster, memory_bytes=memory))

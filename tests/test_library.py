@@ -1,0 +1,224 @@
+"""headrace from Python, as the guide shows it: plans without torch, runs on one rank and more."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import headrace as hr
+
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / "docs/guides/library.md").read_text()
+PLANNING, TRAINING = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+README = (ROOT / "README.md").read_text()
+NO_TORCH = "import sys\nsys.modules['torch'] = None\n"
+
+
+@pytest.fixture(scope="module")
+def costs() -> hr.CostModel:
+    return hr.costs.roofline(hr.Architecture.preset("llama-tiny"), "h100", devices=4)
+
+
+def test_the_guide_plans_without_torch(tmp_path: Path) -> None:
+    """Catches a line of the guide that does not run, or takes torch with it."""
+    pytest.importorskip("altair")
+    checks = """
+assert plan.devices == 64 and plan.gap >= 0 and timeline.devices == 64
+assert hr.Plan.load("plan.json") == plan and hr.Plan.load("plan.json").hash == plan.hash
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TORCH + PLANNING + checks],
+        capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ratios = [float(line.split()[1]) for line in done.stdout.splitlines() if "static-cp" in line]
+    assert len(ratios) > 3
+    assert min(ratios) >= 1
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+
+
+def test_the_page_and_the_guide_agree() -> None:
+    """Catches a session that was changed in one of the two."""
+    for line in (*TRAINING.splitlines(), "plan = hr.plan(lengths, costs)"):
+        assert line in README, line
+
+
+def test_names_are_seen_and_documented() -> None:
+    """Catches a public name that completion does not show, or that says nothing."""
+    assert dir(hr) == sorted(hr.__all__)
+    page = (ROOT / "docs/reference/library.md").read_text()
+    for name in hr.__all__:
+        value = getattr(hr, name)
+        parts = vars(value) if isinstance(value, ModuleType) else {}
+        assert inspect.getdoc(value), name
+        assert f"headrace.{name}" in page, name
+        for part in {"costs": hr.costs.library, "lengths": hr.lengths}.get(name, hr).__all__:
+            assert part not in parts or inspect.getdoc(parts[part]), (name, part)
+    with pytest.raises(AttributeError, match="trane"):
+        hr.__getattr__("trane")
+
+
+def test_lists_and_problems_are_taken(costs: hr.CostModel) -> None:
+    """Catches a wrapper that plans otherwise than the planner, or ignores a restriction."""
+    lengths = [5000, 400, 300, 20]
+    plan = hr.plan(lengths, costs)
+    assert plan == hr.plan(hr.Lengths.of(lengths), hr.Problem(costs=costs, devices=4))
+    narrow = hr.plan(lengths, hr.Problem(costs=costs, devices=4, sizes=(1,)))
+    assert {len(pipeline.ranks) for pipeline in narrow.pipelines} == {1}
+    others = hr.baselines(lengths, costs)
+    assert list(others) == [f"static-cp{p}" for p in costs.group_sizes]
+    assert min(other.predicted_s for other in others.values()) >= plan.predicted_s
+    assert hr.simulate(plan, costs).seconds == pytest.approx(plan.predicted_s)
+
+
+def test_lengths_are_drawn_alike() -> None:
+    """Catches a budget or seed that is not passed on."""
+    first, second = hr.lengths.batches("fixed:100", 2, tokens="1Ki")
+    assert set(first.tokens + second.tokens) == {100}
+    assert len(first) == len(second) == 10
+    law = "lognormal:median=60,sigma=1,max=256"
+    assert hr.lengths.draw(law, tokens=5000) == hr.lengths.draw(law, tokens=5000, seed=0)
+    assert hr.lengths.draw(law, tokens=5000) != hr.lengths.draw(law, tokens=5000, seed=1)
+    assert hr.lengths.parse("5x2") == hr.Lengths.of([5, 5])
+
+
+def test_costs_come_from_files(costs: hr.CostModel, tmp_path: Path) -> None:
+    """Catches a kind of file that is taken for another, and one that nobody can plan with."""
+    costs.save(tmp_path / "costs.json")
+    assert hr.costs.load(tmp_path / "costs.json") == costs
+    for name in ("hydraulis-7b", "flexsp-7b-a100"):
+        published = hr.costs.published(name)
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(published.to_json()))
+        assert hr.costs.load(path) == published
+        with pytest.raises(hr.errors.CostError, match="published costs"):
+            hr.plan([100], published)
+    with pytest.raises(hr.errors.CostError, match="did you mean 'hydraulis-7b'"):
+        hr.costs.published("hydraulis-7")
+    with pytest.raises(hr.errors.CostError, match="nowhere"):
+        hr.costs.load(tmp_path / "nowhere.json")
+
+
+def test_plans_show_and_draw_themselves(costs: hr.CostModel, tmp_path: Path) -> None:
+    """Catches text taken for markup, and a picture of a plan that has no clock."""
+    plan = hr.plan([700, 60, 60], costs).replace(why=("a < b",))
+    assert "<td style='text-align:left'>a &lt; b</td>" in plan._repr_html_()
+    plan.save(tmp_path / "plan.json")
+    loaded = hr.Plan.load(tmp_path / "plan.json")
+    with pytest.raises(hr.errors.SpecError, match=r"hr\.simulate"):
+        loaded.draw(tmp_path / "plan.json")
+    pytest.importorskip("altair")
+    loaded.draw(tmp_path / "picture.json", hr.simulate(loaded, costs))
+    plan.draw(tmp_path / "own.json")
+    drawn, own = ((tmp_path / name).read_text() for name in ("picture.json", "own.json"))
+    assert drawn == own
+    (tmp_path / "torn.json").write_text("{")
+    with pytest.raises(hr.errors.SpecError, match="no JSON"):
+        hr.Plan.load(tmp_path / "torn.json")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a configuration, my.toml, and its corpus."""
+    pytest.importorskip("torch")
+    from running.cli.jobs import write_job
+
+    made = tmp_path_factory.mktemp("library")
+    write_job(made, steps=3, candidates=["megatron_cz"]).rename(made / "my.toml")
+    return made
+
+
+@pytest.mark.slow
+def test_the_guide_trains(folder: Path, monkeypatch, capfd) -> None:
+    """Catches a line of the guide that does not run, steps that are told in a rank's process, and
+    a run on one rank that is another one."""
+    pytest.importorskip("altair")
+    monkeypatch.chdir(folder)
+    values: dict[str, object] = {"hr": hr}
+    exec(TRAINING.replace("run.steps=200", "run.steps=3"), values)
+    run = values["run"]
+    assert isinstance(run, hr.TrainingRun)
+    lines = re.findall(r"^([0-9.]+) [0-9.]+$", capfd.readouterr().out, re.MULTILINE)
+    assert tuple(map(float, lines)) == run.losses
+    assert len(run.losses) == 3
+    assert (folder / "hf/model.safetensors").exists()
+    assert (run.folder / "report.html").exists()
+    assert "<polyline" in run._repr_html_()
+    pids: list[int] = []
+    told: list[str] = []
+    alone = hr.train(
+        hr.Config.load("my.toml", "devices.ranks=1"), out=folder / "alone",
+        on_step=lambda step: pids.append(os.getpid()), tell=told.append,
+    )  # fmt: skip
+    assert pids == [os.getpid()] * 3
+    assert alone.losses == pytest.approx(run.losses, rel=1e-5)
+    assert any(line.startswith("model ") for line in told)
+    assert capfd.readouterr().err == ""
+    before = alone.losses
+    more = hr.Config.load("my.toml", "devices.ranks=1", "run.steps=4")
+    again = hr.train(more, out=folder / "alone", resume=True, tell=told.append)
+    assert again.losses[:3] == before
+    assert len(again.losses) == 4
+    assert again.checkpoints.latest().step == 4
+    assert again.checkpoints.latest().verify() > 0
+
+
+def test_errors_of_ranks_are_raised_here(folder: Path) -> None:
+    """Catches an error that only stderr tells, and ranks that outlive a callback's error."""
+    psutil = pytest.importorskip("psutil")
+    path, seen = folder / "my.toml", list[int]()
+    with pytest.raises(hr.errors.InfeasiblePlan, match="does not fit"):
+        hr.train(hr.Config.load(path, "devices.memory=64KiB"), out=folder / "small")
+    children = psutil.Process().children()
+
+    def refuse(step: object) -> None:
+        seen.append(len(psutil.Process().children()))
+        raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        hr.train(hr.Config.load(path), out=folder / "refused", on_step=refuse)
+    assert seen[0] >= len(children) + 2
+    assert len(psutil.Process().children()) == len(children)
+
+    def kill_rank(step: object) -> None:
+        psutil.Process().children()[-1].kill()
+
+    with pytest.raises(hr.errors.LaunchError, match="exit code 137"):
+        hr.train(hr.Config.load(path), out=folder / "killed", on_step=kill_rank)
+    with pytest.raises(KeyboardInterrupt):
+        hr.train(
+            hr.Config.load(path), out=folder / "interrupted",
+            on_step=lambda step: os.kill(os.getpid(), signal.SIGINT),
+        )  # fmt: skip
+
+
+def test_costs_are_measured_or_cached(folder: Path) -> None:
+    """Catches a profile of another set-up, or measured twice."""
+    config = hr.Config.load(folder / "my.toml", "devices.ranks=1")
+    first = hr.costs.profile(config)
+    assert first.cluster.devices == 1
+    assert first.options == hr.costs.profile(config).options
+    assert hr.plan([100, 20], first).devices == 1
+
+
+def test_training_without_torch_says_what_to_install() -> None:
+    """Catches a ModuleNotFoundError where an extra is missing."""
+    code = NO_TORCH + (
+        "import headrace as hr\n"
+        "for what in (lambda: hr.train, lambda: hr.costs.profile(None)):\n"
+        "    try: what()\n"
+        "    except hr.errors.MissingExtra as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.count("pip install 'headrace[train]'") == 2, done.stderr
