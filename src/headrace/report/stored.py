@@ -81,11 +81,11 @@ def _adapter(kind: type[_Value]) -> TypeAdapter[_Value]:
 def read_object(path: Path) -> Object:
     """The one JSON object of a file. Raises DataError when it holds anything else."""
     try:
-        value = _parsed(path.read_text(encoding="utf-8", errors="replace"))
-    except OSError as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(str(path), got=str(error), wanted="a JSON object")
-    if value is None:
-        raise DataError(str(path), got="something else", wanted="a JSON object")
+    if not isinstance(value, dict):
+        raise DataError(str(path), got=type(value).__name__, wanted="a JSON object")
     return Object(values=value, place=path.name)
 
 

@@ -14,6 +14,7 @@ from math import ceil, floor, isfinite, log10
 from typing import Any
 
 import altair as alt
+from altair.utils.schemapi import debug_mode
 
 from headrace.units import GIB, KIB, MIB
 
@@ -119,9 +120,9 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 def data(rows: Sequence[dict[str, Any]]) -> alt.InlineData:
     """Rows of a figure; what is not a number becomes null, which JSON can say and Vega skips."""
-    return alt.InlineData(
-        values=[{key: _plain(value) for key, value in row.items()} for row in rows]
-    )
+    values = [{key: _plain(value) for key, value in row.items()} for row in rows]
+    with debug_mode(False):  # Altair would hold every row against its schema
+        return alt.InlineData(values=values)
 
 
 def _plain(value: Any) -> Any:
