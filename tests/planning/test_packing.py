@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 from headrace.costs import Speeds, synthetic_costs
 from headrace.planning.frontier import Frontier
 from headrace.planning.layers import layer_frontier
-from headrace.planning.packing import pack
+from headrace.planning.batch import Batch, PriceTable
+from headrace.planning.packing import Packed
+from headrace.planning.packing import pack as pack_group
+from headrace.planning.priced import PricedScheme
+from headrace.spec import Lengths, Scheme
 from headrace.units import GIB
 from planning.brute_force import partitions
 
@@ -18,6 +22,13 @@ def frontier_of(memory_gib: float, launch_s: float) -> Frontier:
         1, layers=4, memory_bytes=int(memory_gib * GIB), speeds=Speeds(launch_s=launch_s)
     )
     return layer_frontier(costs, 1)
+
+
+def pack(tokens: list[int], frontier: Frontier) -> Packed:
+    """The micro-batches of all sequences on one rank."""
+    scheme = PricedScheme(scheme=Scheme(), frontier=frontier)
+    table = PriceTable(Batch.of(Lengths.of(tokens)), [scheme], 1)
+    return pack_group(table, 0, range(len(tokens)))
 
 
 FRONTIERS = [frontier_of(m, launch_s) for m in (3, 4, 8, 40) for launch_s in (0.0, 1e-3)]
@@ -34,7 +45,7 @@ def test_every_sequence_once_within_memory(frontier: Frontier, lengths: list[int
     packed = pack(tokens, frontier)
     assert sorted(i for bin_ in packed.bins for i in bin_) == list(range(len(tokens)))
     seconds = 0.0
-    for bin_, index in zip(packed.bins, packed.plans, strict=True):
+    for bin_, index in zip(packed.bins, packed.rows, strict=True):
         total = sum(tokens[i] for i in bin_)
         assert total <= frontier.caps[index]
         a, b, c = frontier.rows[index]
@@ -63,4 +74,4 @@ def test_what_fits_is_one_micro_batch() -> None:
     frontier = frontier_of(40, 1e-3)
     packed = pack([5000] * 20, frontier)
     assert packed.bins == (tuple(range(20)),)
-    assert packed.plans == (0,)
+    assert packed.rows == (0,)

@@ -32,19 +32,13 @@ def check(made: Plan, costs: CostModel) -> None:
     """Everything that must hold of any plan."""
     held = Counter(i for micro in made.micro_batches for i in micro.sequences)
     assert held == Counter(range(len(made.lengths)))
-    sizes = [len(made.pipelines[micro.pipeline].ranks) for micro in made.micro_batches]
-    assert sizes == sorted(sizes, reverse=True)
     for pipeline in made.pipelines:
-        p, first = len(pipeline.ranks), pipeline.ranks[0]
-        assert pipeline.scheme.context == p
-        assert first % p == 0
-        assert pipeline.ranks == tuple(range(first, first + p))
-    for size, micro in zip(sizes, made.micro_batches, strict=True):
-        assert {str(option) for option in micro.layers.options} <= set(costs.options[size])
-        assert micro.order == costs.order_of(size, micro.layers)
-        tokens = sum(made.tokens_of(micro))
-        needed = costs.micro_batch_bytes(tokens, size, micro.layers, made.working)
-        assert needed <= costs.capacity_bytes
+        assert list(pipeline.ranks) == sorted(set(pipeline.ranks))
+        assert pipeline.ranks[-1] < made.devices
+    for micro in made.micro_batches:
+        width = made.pipelines[micro.pipeline].scheme.width
+        assert {str(option) for option in micro.layers.options} <= set(costs.options[width])
+        assert micro.order == costs.order_of(width, micro.layers)
     assert max(peak_bytes(made, costs)) <= costs.capacity_bytes
     assert made.lower_bound_s <= made.predicted_s
     assert made.predicted_s == step_s(made, costs)
@@ -67,10 +61,10 @@ def test_any_batch_in_any_world(costs: CostModel, lengths: Lengths, seed: int) -
         return
     check(made, costs)
     assert made.seed == seed
-    assert 2 <= len(made.why) <= 5
+    assert 2 <= len(made.why) <= 7
     for static in statics(problem, lengths):
         check(static, costs)
-        assert compute_s(made, costs) <= compute_s(static, costs) * (1 + 1e-12)
+        assert made.predicted_s <= static.predicted_s * (1 + 1e-12)
     again = plan(Problem(costs=costs, devices=costs.cluster.devices), lengths, seed=seed)
     assert again == made
 
@@ -191,15 +185,17 @@ def test_a_margin_makes_thriftier_plans() -> None:
     assert tight.predicted_s > loose.predicted_s
 
 
-def test_weights_are_sharded_only_where_whole_ones_do_not_fit() -> None:
+def test_weights_are_cut_only_where_whole_ones_do_not_fit() -> None:
     """Catches holding weights in a way that cannot work, or paying gathers for nothing."""
-    big = Architecture(layers=48, hidden=1024, heads=16, kv_heads=4, ffn=4096, vocabulary=32000)
-    costs = synthetic_costs(4, architecture=big, memory_bytes=6 * GIB)
-    made = plan(Problem(costs=costs, devices=4), Lengths.of([2000, 300, 300]))
-    assert made.working == "sharded"
+    costs = synthetic_costs(4, layers=48, memory_bytes=6 * GIB)
+    made = plan(Problem(costs=costs), Lengths.of([2000, 300, 300]))
+    cut = made.working == "sharded" or any(p.scheme.tensor > 1 for p in made.pipelines)
+    assert cut or any(p.scheme.pipeline > 1 for p in made.pipelines)
     check(made, costs)
     plenty = costs.replace(cluster=replace(costs.cluster, memory_bytes=80 * GIB))
-    assert plan(Problem(costs=plenty, devices=4), Lengths.of([2000, 300])).working == "whole"
+    roomy = plan(Problem(costs=plenty), Lengths.of([2000, 300]))
+    assert roomy.working == "whole"
+    assert all(p.scheme.context == p.scheme.devices for p in roomy.pipelines)
 
 
 def test_the_order_of_the_batch_does_not_matter() -> None:

@@ -16,7 +16,9 @@ from headrace.units import GIB
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"semantics": "lockstep"}, "not supported by this planner"),
+        ({"semantics": "locked"}, "did you mean 'lockstep'"),
+        ({"planner": "adaptve"}, "did you mean 'adaptive'"),
+        ({"static_size": 2}, "planner 'static' with it"),
         ({"devices": 3}, "got 3, wanted 4"),
         ({"sizes": (1, 9)}, "one with costs"),
         ({"methods": ("ulyses_z",)}, "did you mean 'ulysses_z'"),

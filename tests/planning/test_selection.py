@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from headrace.costs import CostModel, Linear, OptionCost, Quadratic, synthetic_costs
 from headrace.errors import SpecError
-from headrace.planning import StrategySelector, best_layers
+from headrace.planning.layers import best_layers
+from headrace.planning.selection import StrategySelector
 from planning.test_layers import layer_costs
 
 

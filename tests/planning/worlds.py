@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.costs import FORMULA_METHODS, CostModel, Speeds, synthetic_costs
 from headrace.errors import InfeasiblePlan
-from headrace.planning import Problem, static_plan
+from headrace.planning import Problem, plan
 from headrace.spec import Lengths, Plan
 from headrace.units import GIB
 
@@ -47,7 +47,7 @@ def statics(problem: Problem, lengths: Lengths) -> list[Plan]:
     plans = []
     for p in problem.group_sizes:
         try:
-            plans.append(static_plan(problem, lengths, p))
+            plans.append(plan(problem.replace(planner="static", static_size=p), lengths))
         except InfeasiblePlan:
             continue
     return plans

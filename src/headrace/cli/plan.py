@@ -46,10 +46,6 @@ class _Work:
 
     def plans(self) -> Iterator[tuple[Lengths, Plan, float]]:
         """Every batch, its plan and the seconds of planning."""
-        options = self.planner.options
-        if options.name == "strategies" and not options.strategies:
-            known = self.planner.propose(self.batches[0])
-            tell(f"strategies    {len(known)} to choose among: {', '.join(map(str, known))}")
         for step, batch in enumerate(self.batches):
             start = time.perf_counter()
             made = self.planner.plan(batch, step=step)

@@ -18,7 +18,8 @@ from headrace.planning.priced import PricedScheme
 from headrace.planning.problem import Problem
 from headrace.planning.schedule import Schedule
 from headrace.planning.smoothing import smoothed
-from headrace.planning.static import best_static, static_schedule
+from headrace.planning.static import best_statics, static_schedule
+from headrace.simulator import exposed_s
 from headrace.spec import Plan, Scheme, Strategy
 
 __all__ = ["ModelSearch"]
@@ -107,16 +108,16 @@ class ModelSearch:
         return low_s + _PROMISED * max(0.0, self.best_s - min(self.lows)) < self.best_s
 
     def _static(self, tables: Sequence[PriceTable]) -> None:
-        """The best schedule of one group size; with weights whole where they fit."""
-        size = self.problem.static_size
+        """Schedules of one group size that may be the best by the step's clock: pull and push
+        change no more than their own seconds."""
+        size, costs = self.problem.static_size, self.problem.model
+        slack_s = costs.exchange_s.pull_s + costs.exchange_s.push_s
         for table in tables:
-            made = None
             if size is None:
-                made = best_static(table)
+                self.found += best_statics(table, slack_s)
             elif size in table.width:
                 made = static_schedule(table, table.width.index(size))
-            if made is not None:
-                self.found.append(made)
+                self.found += [] if made is None else [made]
 
     def _side_by_side(
         self, table: PriceTable, low_s: float, most: Sequence[int] | None = None
@@ -206,11 +207,14 @@ class ModelSearch:
         """The quickest of the best several on the simulator."""
         problem, costs = self.problem, self.problem.model
         unscaled = costs.replace(scale=1.0)
-        tried = [
-            Candidate(schedule=schedule, plan=laid_out(schedule, unscaled, larger_last=last))
-            for schedule in self._promising(bound)
-            for last in ((False, True) if _overlap(schedule) else (False,))
-        ]
+        tried = list[Candidate]()
+        for schedule in self._promising(bound):
+            least_s = schedule.seconds + exposed_s(unscaled)
+            if tried and least_s > min(one.plan.predicted_s for one in tried):
+                continue
+            for last in (False, True) if _overlap(schedule) else (False,):
+                made = laid_out(schedule, unscaled, larger_last=last)
+                tried.append(Candidate(schedule=schedule, plan=made))
         tried.sort(key=lambda candidate: candidate.plan.predicted_s)
         best = tried[0].plan
         if previous is not None and problem.smoothing > 0:
@@ -236,11 +240,10 @@ class ModelSearch:
         limit_s, seen = self.found[0].seconds * _NEAR, set[tuple[Strategy, str]]()
         chosen = list[Schedule]()
         for schedule in self.found:
-            key = schedule.strategy, schedule.source
-            static = schedule.source == "static"
-            if key in seen or (schedule.seconds > limit_s and not static):
-                continue
-            if len(chosen) < _SIMULATED or static:
+            key, static = (schedule.strategy, schedule.source), schedule.source == "static"
+            if static or (
+                key not in seen and len(seen) < _SIMULATED and schedule.seconds <= limit_s
+            ):  # fmt: skip
                 seen.add(key)
                 chosen.append(schedule)
         return chosen

@@ -156,7 +156,7 @@ class Pricing:
             if slots and all(o in slot for o, slot in zip(plan.options, each, strict=True))
         ]
 
-    def _made(self, scheme: Scheme, weights: Working) -> PricedScheme:
+    def _made(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
         if scheme.pipeline > 1:
             return self._staged(scheme, weights)
         return PricedScheme(

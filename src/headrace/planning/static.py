@@ -16,7 +16,7 @@ from headrace.planning.schedule import Schedule, placed
 from headrace.planning.side_by_side import Filler, Pipelines, deal
 from headrace.planning.search import Effort, least_time
 
-__all__ = ["best_static", "static_schedule"]
+__all__ = ["best_static", "best_statics", "static_schedule"]
 
 
 def static_schedule(table: PriceTable, k: int) -> Schedule | None:
@@ -33,15 +33,21 @@ def static_schedule(table: PriceTable, k: int) -> Schedule | None:
 
 
 def best_static(table: PriceTable) -> Schedule | None:
-    """The static schedule with the least seconds, ties to the fewer devices. Schemes whose bound
-    is no better than what is found are left out."""
-    best: Schedule | None = None
+    """The static schedule with the least seconds, ties to the fewer devices."""
+    return next(iter(best_statics(table)), None)
+
+
+def best_statics(table: PriceTable, slack_s: float = 0.0) -> list[Schedule]:
+    """The static schedules that take up to ``slack_s`` more than the best, quickest first. Schemes
+    whose bound says that theirs does not are left out."""
+    found, best_s = list[tuple[float, int, Schedule]](), float("inf")
     for bound_s, k in sorted(_bounds(table)):
-        if best is None or bound_s < best.seconds:
-            found = static_schedule(table, k)
-            if found is not None and (best is None or found.seconds < best.seconds):
-                best = found
-    return best
+        if bound_s < best_s + slack_s or best_s == float("inf"):
+            made = static_schedule(table, k)
+            if made is not None:
+                found.append((made.seconds, k, made))
+                best_s = min(best_s, made.seconds)
+    return [made for seconds, _, made in sorted(found, key=lambda item: item[:2]) if seconds <= best_s + slack_s]
 
 
 def _bounds(table: PriceTable) -> Iterator[tuple[float, int]]:

@@ -19,6 +19,7 @@ from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import ConfigError, InfeasiblePlan, SpecError
 from headrace.planning import Problem
 from headrace.planning import plan as plan_batch
+from headrace.planning.clock import published_timeline
 from headrace.simulator import simulate as run_programs
 from headrace.spec.checker import check_programs
 from headrace.spec.compiler import compile_plan
@@ -68,15 +69,17 @@ def baselines(lengths: Lengths | Iterable[int], costs: _Costs) -> dict[str, Plan
     }
 
 
-def simulate(plan: Plan, costs: CostModel | Problem) -> Timeline:
-    """Run the checked programs of a plan on a clock: what every rank does, and when.
+def simulate(plan: Plan, costs: _Costs) -> Timeline:
+    """Run the checked programs of a plan on a clock: what every rank does, and when; of published
+    costs, which know no layers, its micro-batches by their formula.
 
     Raises CostError when the costs lack what the plan uses, ProgramError when the programs would
     deadlock or leave something out.
     """
-    model = _problem(costs).model
-    programs = programs_of(plan, model)
-    return run_programs(programs, plan, model)
+    given = costs.costs if isinstance(costs, Problem) else costs
+    if not isinstance(given, CostModel):
+        return published_timeline(plan, given)
+    return run_programs(programs_of(plan, given), plan, given)
 
 
 def programs_of(plan: Plan, costs: CostModel) -> tuple[Program, ...]:

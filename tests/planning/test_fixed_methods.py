@@ -18,7 +18,7 @@ from headrace.costs import (
     synthetic_costs,
 )
 from headrace.planning.layers import layer_frontier, layer_table
-from headrace.planning.listed import listed_frontier
+from headrace.planning.fixed_methods import listed_frontier
 from headrace.spec import Architecture, LayerOption, LayerPlan
 from headrace.spec.method import RECOMPUTE
 from headrace.units import GIB
