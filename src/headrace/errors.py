@@ -1,4 +1,4 @@
-"""Every error that headrace raises on purpose.
+"""Every error that headrace raises on purpose::
 
     HeadraceError
     |-- SpecError         a value (scheme, strategy, plan, ...) is malformed or contradicts itself
