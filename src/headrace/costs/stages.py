@@ -14,6 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.costs.cost_model import CostModel
 from headrace.costs.quadratic import Linear
 from headrace.spec.method import LayerOption, LayerPlan
@@ -26,9 +29,12 @@ __all__ = [
     "kept_line",
     "message_s",
     "moments",
+    "segment_rows",
     "segment_seconds",
     "stage_gather",
 ]
+
+Floats = NDArray[np.float64]
 
 
 def stage_gather(
@@ -78,6 +84,24 @@ def segment_seconds(
                 )
             found.append(of_option[option])
     return tuple(found)
+
+
+def segment_rows(
+    costs: CostModel, scheme: Scheme, layers: LayerPlan, working: Working
+) -> tuple[Floats, Floats]:
+    """Coefficients (a, b, c) of the seconds of (forward, backward) of every segment of a pipeline
+    of one stage [buckets, 3], as :func:`segment_seconds` has them."""
+    width = scheme.width
+    rows = {0: [(0.0, 0.0, 0.0)], 1: [(0.0, 0.0, 0.0)]}
+    for option, count in layers.counts:
+        cost = costs.option(width, option)
+        gather = stage_gather(costs, scheme, option, working)
+        for way, (line, more) in enumerate(zip((cost.forward, cost.backward), gather, strict=True)):
+            rows[way] += [(line.a, line.b, line.c + more)] * count
+    ends = costs.ends[width]
+    for way, line in enumerate((ends.forward, ends.backward)):
+        rows[way].append((line.a, line.b, line.c))
+    return np.array(rows[0]) * costs.scale, np.array(rows[1]) * costs.scale
 
 
 def message_s(costs: CostModel, rows: int) -> float:

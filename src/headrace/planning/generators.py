@@ -35,17 +35,19 @@ class Limits:
     Batches of up to ``few`` sequences are tried in more ways. ``levels`` are the parts of the time
     up to which sequences are dealt out again. Where schemes with stages seem cheaper than they turn
     out to be, their devices count ``biases`` times. Exchanges of pipelines place up to
-    ``exchanged`` sequences. Nested groups are drafted for ``targets`` times the bound, and filled
+    ``exchanged`` sequences, on at most ``large`` devices where frontiers have many rows. Nested groups are drafted for ``targets`` times the bound, and filled
     where there are at most ``crowd`` sequences for each device, with up to ``promotions`` larger
     sizes. ``packed`` drafts are packed exactly; ``polished`` of those, within ``near`` of the best
     and at most ``alike`` of one source, are improved in ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough``
-    of the bound nothing more is tried.
+    of the bound nothing more is tried. Where frontiers have many rows packing takes longer: there
+    ``packed_fluid`` drafts are packed, ``polished_fluid`` improved in ``steps_fluid`` steps.
     """
 
     few: int = 300
     levels: Sequence[float] = (0.08, 0.3, float("inf"))
     biases: Sequence[float] = (1.0, 1.1, 1.25)
     exchanged: int = 6000
+    large: int = 16
     targets: Sequence[float] = (1.0, 1.05, 1.15, 1.4, 2.0, float("inf"))
     crowd: int = 3
     promotions: int = 6
@@ -55,6 +57,9 @@ class Limits:
     near: float = 0.01
     steps: int = 100
     step_work: int = 20_000
+    packed_fluid: int = 4
+    polished_fluid: int = 2
+    steps_fluid: int = 12
     enough: float = 1e-6
 
 
@@ -70,12 +75,12 @@ class Draft:
 
 def side_by_side(
     table: PriceTable, bound_s: float, high_s: float, *, seed: int, limits: Limits,
-    most: Sequence[int] | None = None,
+    most: Sequence[int] | None = None, deeper: bool = False,
 ) -> Iterator[Draft]:  # fmt: skip
     """Drafts of pipelines side by side that may take less than ``high_s``; ``most[k]`` limits the
-    pipelines of each scheme."""
+    pipelines of each scheme. ``deeper``: those without stages are known already."""
     starts, single = list[Counts](), [depth == 1 for depth in table.depth]
-    for bias in _biases(single, limits):
+    for bias in _biases(single, limits, deeper):
         filler = Filler(table, most=most, bias=bias)
         found = _filled(filler, bound_s, high_s, seed, limits)
         if found is not None:
@@ -83,6 +88,8 @@ def side_by_side(
             high_s = min(high_s, found.seconds)
             yield from _dealt(filler, found, limits)
     if most is not None or high_s <= bound_s * (1 + limits.enough):
+        return
+    if any(table.fluid) and table.devices > limits.large:
         return
     found, kinds = None, worthwhile(table, bound_s * 1.1)
     starts = starts[::-1] or _homogeneous(table)
@@ -92,9 +99,9 @@ def side_by_side(
         yield from _dealt(filler, found, limits)
 
 
-def _biases(single: Sequence[bool], limits: Limits) -> Iterator[list[float]]:
+def _biases(single: Sequence[bool], limits: Limits, deeper: bool) -> Iterator[list[float]]:
     """With the schemes of one stage only, then with all."""
-    if any(single):
+    if any(single) and not deeper:
         yield [1.0 if one else float("inf") for one in single]
     if not all(single):
         for bias in limits.biases:
@@ -224,7 +231,8 @@ def _various(drafts: Iterable[Draft], limits: Limits) -> list[Draft]:
         if seen[draft.source] < limits.alike:
             seen[draft.source] += 1
             found.append(draft)
-    return found[: limits.packed]
+    fluid = any(any(draft.table.fluid) for draft in found)
+    return found[: limits.packed_fluid if fluid else limits.packed]
 
 
 def scheduled(
@@ -233,19 +241,21 @@ def scheduled(
     """The best ``drafts`` packed exactly, with the schedules ``found``, the best of all improved;
     quickest first."""
     best = _various(drafts, limits)
+    fluid = any(any(draft.table.fluid) for draft in best)
+    polished = limits.polished_fluid if fluid else limits.polished
     made = [Schedule.of(draft.table, draft.groups, draft.source) for draft in best]
     made = sorted([*found, *made], key=lambda schedule: schedule.seconds)
     limit_s, seen = made[0].seconds * (1 + limits.near), Counter[str]()
     for schedule in list(made):
         done = made[0].seconds <= bound_s * (1 + limits.enough)
-        if done or schedule.seconds > limit_s or seen.total() >= limits.polished:
+        if done or schedule.seconds > limit_s or seen.total() >= polished:
             break
         if seen[schedule.source] >= limits.alike:
             continue
         seen[schedule.source] += 1
         steps = min(limits.steps, limits.step_work // len(schedule.table.tokens))
-        if any(schedule.table.fluid):
-            steps //= 4  # packing takes longer
+        if fluid:
+            steps = min(steps, limits.steps_fluid)
         better = improved(schedule, target_s=bound_s, steps=steps)
         if better is not schedule:
             made.append(better)

@@ -24,7 +24,7 @@ from headrace.spec import Plan, Scheme, Strategy
 
 __all__ = ["ModelSearch"]
 
-_PROMISED = 0.5
+_PROMISED = 0.6  # of what the best is above the best table's bound, others will be above theirs
 _SIMULATED = 4
 _NEAR = 1.03  # times the best by computing: what is slower is not simulated
 _FREE_OF_MEMORY = 1.01  # times the ideal bound: deeper schemes could gain no more than that
@@ -120,11 +120,13 @@ class ModelSearch:
                 self.found += [] if made is None else [made]
 
     def _side_by_side(
-        self, table: PriceTable, low_s: float, most: Sequence[int] | None = None
-    ) -> None:
+        self, table: PriceTable, low_s: float, most: Sequence[int] | None = None,
+        *, deeper: bool = False,
+    ) -> None:  # fmt: skip
         if not self._close(low_s):
             self.drafts += side_by_side(
-                table, low_s, self.best_s, seed=self.seed, limits=self.limits, most=most
+                table, low_s, self.best_s, seed=self.seed, limits=self.limits, most=most,
+                deeper=deeper,
             )
 
     def _nests(self) -> Iterator[PriceTable]:
@@ -135,6 +137,9 @@ class ModelSearch:
         whole = self._table(pricing.nested("whole", sizes))
         if whole is not None:
             yield whole
+        alone = self._table(pricing.groups("sharded"))
+        if alone is None or "sharded" not in problem.holding or not self._promises(alone):
+            return
         for few in combinations(sizes, 2):
             if few[-1] % few[0] or (
                 costs.held_bytes(few, "sharded") >= costs.held_bytes(few, "whole")
@@ -168,7 +173,7 @@ class ModelSearch:
             deeper = pricing.deeper(weights)
             table = self._table([*pricing.groups(weights), *deeper])
             if table is not None and self._promises(table):
-                self._side_by_side(table, self.lows[-1])
+                self._side_by_side(table, self.lows[-1], deeper=True)
             for scheme in deeper:
                 width = scheme.scheme.width
                 widths[width] = max(widths.get(width, 0), scheme.most_tokens)
@@ -210,18 +215,19 @@ class ModelSearch:
         tried = list[Candidate]()
         for schedule in self._promising(bound):
             least_s = schedule.seconds + exposed_s(unscaled)
-            if tried and least_s > min(one.plan.predicted_s for one in tried):
+            known = schedule.source != "static" or any(map(_is_static, tried))
+            if tried and known and least_s > min(one.plan.predicted_s for one in tried):
                 continue
             for last in (False, True) if _overlap(schedule) else (False,):
                 made = laid_out(schedule, unscaled, larger_last=last)
                 tried.append(Candidate(schedule=schedule, plan=made))
-        tried.sort(key=lambda candidate: candidate.plan.predicted_s)
+        tried.sort(key=lambda one: (one.plan.predicted_s, not _is_static(one)))
         best = tried[0].plan
         if previous is not None and problem.smoothing > 0:
             best = smoothed(problem, best, previous)
         bound_s = step_bound_s(unscaled, bound.seconds)
         assert bound_s <= best.predicted_s * (1 + 1e-9), "a bound is below every plan"
-        static = next((one for one in tried if one.schedule.source == "static"), None)
+        static = next(filter(_is_static, tried), None)
         return best.replace(
             predicted_s=best.predicted_s * costs.scale,
             lower_bound_s=min(bound_s, best.predicted_s) * costs.scale,
@@ -247,6 +253,10 @@ class ModelSearch:
                 seen.add(key)
                 chosen.append(schedule)
         return chosen
+
+
+def _is_static(candidate: Candidate) -> bool:
+    return candidate.schedule.source == "static"
 
 
 def _overlap(schedule: Schedule) -> bool:

@@ -29,6 +29,7 @@ __all__ = ["Packed", "best_fit", "pack"]
 
 _COUNTS_RANKED = 8
 _COUNTS_TRIED = 2
+_FEW_PACKS = 3  # of the quickest row: with more, the fewest micro-batches recompute for nothing
 
 Bins = list[list[int]]
 
@@ -63,7 +64,9 @@ def pack(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
         a, b, c = frontier.rows[0]
         return _of(a * squares + b * total + c, [list(members)], (0,))
     quick = frontier.quickest_cap(squares, total)
-    tries = [best_fit(tokens, members, quick), best_fit(tokens, members, frontier.most_tokens)]
+    tries = [best_fit(tokens, members, quick)]
+    if total <= _FEW_PACKS * quick:
+        tries.append(best_fit(tokens, members, frontier.most_tokens))
     for count in _counts(len(own), total, squares, quick, frontier):
         filled = _fill(tokens, members, count, frontier.most_tokens)
         if filled is not None:

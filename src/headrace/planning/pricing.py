@@ -8,7 +8,7 @@ those as they lie can run there. They would fetch, of sharded weights on w ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import isclose
 from typing import TYPE_CHECKING
 
@@ -45,13 +45,20 @@ class Pricing:
         self.problem = problem
         self.costs: CostModel = problem.model.replace(scale=1.0)
         self._priced: dict[tuple[Scheme, Working], PricedScheme | None] = {}
+        self._kinds: dict[tuple[str, Working], tuple[PricedScheme, ...]] = {}
         self._nested: dict[tuple[Working, tuple[int, ...]], tuple[PricedScheme, ...]] = {}
 
     def groups(self, weights: Working) -> tuple[PricedScheme, ...]:
         """One stage without tensor blocks, of every group size that holds a token."""
-        sizes = self.problem.group_sizes
-        found = (self.price(Scheme(context=p), weights) for p in sizes)
-        return tuple(priced for priced in found if priced is not None)
+        return self._several("groups", weights, [Scheme(context=p) for p in self.problem.group_sizes])
+
+    def _several(
+        self, kind: str, weights: Working, schemes: Iterable[Scheme]
+    ) -> tuple[PricedScheme, ...]:
+        if (kind, weights) not in self._kinds:
+            found = (self.price(scheme, weights) for scheme in schemes)
+            self._kinds[kind, weights] = tuple(priced for priced in found if priced is not None)
+        return self._kinds[kind, weights]
 
     def nested(self, weights: Working, sizes: Sequence[int]) -> tuple[PricedScheme, ...]:
         """The same where ranks work in groups of all ``sizes`` in one step: shards of several
@@ -74,8 +81,7 @@ class Pricing:
     def deeper(self, weights: Working) -> tuple[PricedScheme, ...]:
         """Schemes with tensor blocks or several stages, which leave more room: degrees that are
         powers of two, or fill a width."""
-        found = (self.price(scheme, weights) for scheme in self._deeper())
-        return tuple(priced for priced in found if priced is not None)
+        return self._several("deeper", weights, self._deeper())
 
     def _deeper(self) -> Iterator[Scheme]:
         layers, devices = self.costs.shape.layers, self.problem.devices

@@ -2,86 +2,109 @@
 
 A plan without stages has a closed form. Micro-batches run in the plan's order, each when all ranks
 of its group are free. One that starts before all weights are there waits for them segment by
-segment; in the last one of each rank the gradients of a segment are complete when it ends. With
-stages the programs are walked, of one rank per stage: the first has the most rows of every
-message, so none of the others is later.
+segment, so its forward ends no sooner than the weights of any segment plus the segments from there
+on; in the last one of each rank the gradients of a segment are complete when it ends. With stages
+the programs are walked, of one rank per stage: the first has the most rows of every message, so
+none of the others is later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.costs.cost_model import CostModel
+from headrace.costs.stages import segment_rows
 from headrace.simulator.exchange import arrivals, push_ends
-from headrace.simulator.seconds import micro_batch_seconds, segments_of
+from headrace.simulator.seconds import check_costs
 from headrace.simulator.walk import Walk
 from headrace.spec.compiler import compile_rank
-from headrace.spec.plan import MicroBatch, Plan
-from headrace.spec.stage import Stage
+from headrace.spec.plan import Plan
 
 __all__ = ["step_s"]
+
+Floats = NDArray[np.float64]
 
 
 def step_s(plan: Plan, costs: CostModel) -> float:
     """Predicted seconds of the whole step: the end of what
     :func:`headrace.simulator.simulate` gives for the plan's programs."""
+    check_costs(plan, costs)
     if any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines):
         return _staged_s(plan, costs)
-    runs = _runs(plan, costs)
-    buckets = costs.shape.bucket_count
-    issued = [0.0] * buckets
-    # Latest first: a rank that ends before all of another's pushes are issued changes nothing.
-    for index in sorted(_last_of_ranks(plan), key=lambda index: -runs[index][1]):
-        if runs[index][1] > min(issued):
-            _push(plan, plan.micro_batches[index], runs[index], costs, issued)
-    order = [(bucket, issued[bucket]) for bucket in reversed(range(buckets))]
-    ends = push_ends(costs, order)
-    last_s = max(ends[-1], arrivals(costs)[-1], *(end_s for _, end_s in runs), 0.0)
+    forward, backward = _segments(plan, costs)
+    there = np.array(arrivals(costs))
+    begins, ends = _runs(plan, forward, backward.sum(axis=1), there)
+    last = _last_of_ranks(plan)
+    buckets = len(there)
+    issued = np.zeros(buckets)
+    if last:
+        complete = np.cumsum(backward[last][:, ::-1], axis=1)[:, ::-1]
+        issued = (begins[last][:, None] + complete).max(axis=0)
+    order = [(bucket, float(issued[bucket])) for bucket in reversed(range(buckets))]
+    pushed = push_ends(costs, order)
+    last_s = max(pushed[-1], float(there[-1]), float(ends.max(initial=0.0)), 0.0)
     return last_s + costs.exchange_s.update_s * costs.scale
 
 
-def _runs(plan: Plan, costs: CostModel) -> list[tuple[float, float]]:
+def _segments(plan: Plan, costs: CostModel) -> tuple[Floats, Floats]:
+    """Seconds of (forward, backward) of the segments of each micro-batch [micro-batches,
+    buckets]."""
+    tokens = np.array(plan.lengths.tokens, dtype=np.float64)
+    counts = [len(micro.sequences) for micro in plan.micro_batches]
+    held = tokens[[i for micro in plan.micro_batches for i in micro.sequences]]
+    first = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
+    sums = np.stack(
+        [np.add.reduceat(held**2, first), np.add.reduceat(held, first), np.ones(len(counts))]
+    )
+    # By identity: hashing all layers of all micro-batches takes longer than the few repetitions.
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, micro in enumerate(plan.micro_batches):
+        alike.setdefault((id(micro.layers), micro.pipeline), []).append(number)
+    known: dict[tuple[int, object], tuple[Floats, Floats]] = {}
+    forward = np.zeros((len(counts), costs.shape.bucket_count))
+    backward = np.zeros_like(forward)
+    for (layers_id, pipeline), numbers in alike.items():
+        scheme, key = plan.pipelines[pipeline].scheme, (layers_id, plan.pipelines[pipeline].scheme)
+        if key not in known:
+            layers = plan.micro_batches[numbers[0]].layers
+            known[key] = segment_rows(costs, scheme, layers, plan.working)
+        own = sums[:, numbers]
+        forward[numbers], backward[numbers] = (known[key][0] @ own).T, (known[key][1] @ own).T
+    return forward, backward
+
+
+def _runs(
+    plan: Plan, forward: Floats, backward_s: Floats, there: Floats
+) -> tuple[Floats, Floats]:
     """When the backward of each micro-batch starts, and ends."""
-    free, there = [0.0] * plan.devices, arrivals(costs)
-    runs: list[tuple[float, float]] = []
-    seconds = micro_batch_seconds(plan, costs)
-    for micro, (forward_s, backward_s) in zip(plan.micro_batches, seconds, strict=True):
+    rest = np.cumsum(forward[:, ::-1], axis=1)[:, ::-1]
+    waited = (there + rest).max(axis=1).tolist()
+    free, all_there = [0.0] * plan.devices, float(there[-1])
+    begins, ends = list[float](), list[float]()
+    for micro, forward_s, back_s, least_s in zip(
+        plan.micro_batches, rest[:, 0].tolist(), backward_s.tolist(), waited, strict=True
+    ):
         ranks = plan.pipelines[micro.pipeline].ranks
-        now_s = max(free[rank] for rank in ranks)
-        if now_s < there[-1]:
-            stage = _only_stage(plan, micro, costs)
-            for bucket, (segment_s, _) in enumerate(segments_of(plan, micro, stage, costs)):
-                now_s = max(now_s, there[bucket]) + segment_s
-        else:
-            now_s += forward_s
-        runs.append((now_s, now_s + backward_s))
+        now_s = max([free[rank] for rank in ranks])
+        now_s = max(now_s + forward_s, least_s) if now_s < all_there else now_s + forward_s
+        begins.append(now_s)
+        ends.append(now_s + back_s)
         for rank in ranks:
-            free[rank] = now_s + backward_s
-    return runs
+            free[rank] = ends[-1]
+    return np.array(begins), np.array(ends)
 
 
-def _only_stage(plan: Plan, micro: MicroBatch, costs: CostModel) -> Stage:
-    return plan.pipelines[micro.pipeline].stages(costs.shape.layers)[0]
-
-
-def _last_of_ranks(plan: Plan) -> set[int]:
+def _last_of_ranks(plan: Plan) -> list[int]:
     """The last micro-batch of every rank that has one."""
-    last = {
-        rank: index
-        for index, micro in enumerate(plan.micro_batches)
-        for rank in plan.pipelines[micro.pipeline].ranks
-    }
-    return set(last.values())
-
-
-def _push(
-    plan: Plan, micro: MicroBatch, run: tuple[float, float], costs: CostModel, issued: list[float]
-) -> None:
-    """Note when the gradients of a rank's last micro-batch are complete, bucket by bucket."""
-    segments, now_s = segments_of(plan, micro, _only_stage(plan, micro, costs), costs), run[0]
-    for bucket in reversed(range(len(issued))):
-        now_s += segments[bucket][1]
-        issued[bucket] = max(issued[bucket], now_s)
+    last_of = {micro.pipeline: index for index, micro in enumerate(plan.micro_batches)}
+    last: dict[int, int] = {}
+    for pipeline, index in last_of.items():
+        for rank in plan.pipelines[pipeline].ranks:
+            last[rank] = max(index, last.get(rank, -1))
+    return sorted(set(last.values()))
 
 
 def _staged_s(plan: Plan, costs: CostModel) -> float:
