@@ -47,9 +47,9 @@ def layer_costs(draw: st.DrawFn) -> CostModel:
 
     names = draw(st.sampled_from(CHOICES))
     return CostModel(
-        architecture=Architecture(
+        shape=Architecture(
             layers=draw(st.integers(1, 4)), hidden=4, heads=2, kv_heads=2, ffn=4, vocabulary=9
-        ),
+        ).shape,
         cluster=Cluster(devices=1, memory_bytes=draw(st.integers(1, 2000))),
         fingerprint="",
         options={1: {name: option() for name in names}},
