@@ -35,7 +35,7 @@ from dataclasses import replace
 from headrace.errors import SpecError, did_you_mean
 from headrace.spec.architecture import Architecture
 from headrace.spec.method import Branch, LayerOption
-from headrace.spec.method_facts import BranchUse, Members, MethodFacts, Rule
+from headrace.spec.method_facts import BranchUse, Members, MethodFacts, SupportRule
 from headrace.spec.rank_blocks import RankBlocks, largest_divisor, tensor_blocks, ulysses_blocks
 
 __all__ = [
@@ -62,7 +62,7 @@ def _any_group(architecture: Architecture, ranks: int) -> str | None:
     return None
 
 
-def _one_each(name: str, part: str, count: Callable[[Architecture], int]) -> Rule:
+def _one_each(name: str, part: str, count: Callable[[Architecture], int]) -> SupportRule:
     """The rule of a method that gives each rank one of the model's parts at least."""
 
     def rule(architecture: Architecture, ranks: int) -> str | None:
@@ -72,11 +72,11 @@ def _one_each(name: str, part: str, count: Callable[[Architecture], int]) -> Rul
     return rule
 
 
-def _a_group_each(name: str) -> Rule:
+def _a_group_each(name: str) -> SupportRule:
     return _one_each(name, "key-value head", lambda a: a.kv_heads)
 
 
-def _a_block_each(name: str) -> Rule:
+def _a_block_each(name: str) -> SupportRule:
     return _one_each(name, "block of the feed-forward", lambda a: a.ffn // a.ffn_block)
 
 
@@ -106,7 +106,7 @@ LOCAL = MethodFacts(
     name="local", owner="local",
     attention_rule=lambda a, ranks: None if ranks == 1 else f"local runs on 1 rank, not {ranks}",
     feed_forward_rule=lambda a, ranks: None if ranks == 1 else f"local runs on 1 rank, not {ranks}",
-    attention=_local, feed_forward=_gathered,
+    attention_use=_local, feed_forward_use=_gathered,
 )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def _switched(a: Architecture, p: int, r: float) -> BranchUse:
 ULYSSES_Z = MethodFacts(
     name="ulysses_z", owner="ulysses_z", feed_forward_rule=_any_group,
     attention_rule=_one_each("ulysses_z", "query head", lambda a: a.heads),
-    unlevelled=("attention",), attention=_switched, feed_forward=_gathered,
+    unlevelled=("attention",), attention_use=_switched, feed_forward_use=_gathered,
 )  # fmt: skip
 
 
@@ -145,10 +145,10 @@ def _keys_gathered(a: Architecture, p: int, r: float) -> BranchUse:
 
 MEGATRON_CZ = MethodFacts(
     name="megatron_cz", owner="ulysses_z", attention_rule=_any_group,
-    feed_forward_rule=_any_group, order="zigzag", attention=_ring, feed_forward=_gathered,
+    feed_forward_rule=_any_group, order="zigzag", attention_use=_ring, feed_forward_use=_gathered,
 )  # fmt: skip
-MEGATRON_CZ_GATHER = replace(MEGATRON_CZ, name="megatron_cz_gather", attention=_keys_gathered)
-COLOSSAL_Z = replace(MEGATRON_CZ, name="colossal_z", attention=None, automatic=False)
+MEGATRON_CZ_GATHER = replace(MEGATRON_CZ, name="megatron_cz_gather", attention_use=_keys_gathered)
+COLOSSAL_Z = replace(MEGATRON_CZ, name="colossal_z", attention_use=None, automatic=False)
 
 
 def _shard_of_heads(a: Architecture, p: int, r: float) -> BranchUse:
@@ -170,7 +170,7 @@ def _shard_of_features(a: Architecture, p: int, r: float) -> BranchUse:
 MEGATRON_TS = MethodFacts(
     name="megatron_ts", owner="megatron_ts", attention_rule=_a_group_each("megatron_ts"),
     feed_forward_rule=_a_block_each("megatron_ts"), block=lambda ranks, most: ranks,
-    unlevelled=("attention",), attention=_shard_of_heads, feed_forward=_shard_of_features,
+    unlevelled=("attention",), attention_use=_shard_of_heads, feed_forward_use=_shard_of_features,
 )  # fmt: skip
 
 
@@ -193,14 +193,15 @@ def _shards_pass(a: Architecture, p: int, r: float) -> BranchUse:
 METP = MethodFacts(
     name="metp", owner="metp", attention_rule=_a_group_each("metp"),
     feed_forward_rule=_a_block_each("metp"), order="zigzag",
-    unlevelled=("attention", "feed_forward"), attention=_ring_of_shards, feed_forward=_shards_pass,
+    unlevelled=("attention", "feed_forward"), attention_use=_ring_of_shards,
+    feed_forward_use=_shards_pass,
 )  # fmt: skip
 
 
 _Blocks = Callable[[Architecture, int, int], RankBlocks | None]
 
 
-def _in_blocks(name: str, blocks: _Blocks) -> Rule:
+def _in_blocks(name: str, blocks: _Blocks) -> SupportRule:
     def rule(a: Architecture, ranks: int) -> str | None:
         if blocks(a, ranks, 1) is not None:
             return None

@@ -14,7 +14,15 @@ from headrace.spec.architecture import Architecture
 from headrace.spec.method import BRANCHES, Branch
 from headrace.spec.plan import TokenOrder
 
-__all__ = ["BranchUse", "Groups", "Members", "MethodFacts", "Rule", "TrafficPattern", "Use"]
+__all__ = [
+    "BranchUse",
+    "GroupRule",
+    "Members",
+    "MethodFacts",
+    "SupportRule",
+    "TrafficPattern",
+    "BranchFormula",
+]
 
 Members = tuple[int, ...]
 """Ranks of a group, counted within the group."""
@@ -49,13 +57,13 @@ class BranchUse:
     recomputes: bool = False
 
 
-Rule = Callable[[Architecture, int], str | None]
+SupportRule = Callable[[Architecture, int], str | None]
 """None when a group of so many ranks can run a branch, else the rule it breaks."""
 
-Groups = Callable[[Architecture, int, int], tuple[Members, ...]]
+GroupRule = Callable[[Architecture, int, int], tuple[Members, ...]]
 """The groups within a group of so many ranks, in tensor blocks of so many, that a branch needs."""
 
-Use = Callable[[Architecture, int, float], BranchUse]
+BranchFormula = Callable[[Architecture, int, float], BranchUse]
 """What a branch uses on so many ranks, where one sum takes the place of so many elements."""
 
 
@@ -77,22 +85,21 @@ class MethodFacts:
     neighbouring ranks that use their shards of a layer's weights as they lie, of at most ``most``
     shards; 1 where each rank wants whole weights. ``unlevelled`` branches do the same at the levels
     ``none`` and ``attention``. ``automatic`` methods are considered when the choice is left to the
-    planner. ``attention`` and ``feed_forward`` are formulas of what the branches use, None where
-    there are none.
+    planner. ``*_use`` are formulas of what the branches use, None where there are none.
     """
 
     name: str
     owner: str
-    attention_rule: Rule
-    feed_forward_rule: Rule
+    attention_rule: SupportRule
+    feed_forward_rule: SupportRule
     order: TokenOrder = "natural"
-    attention_groups: Groups = _no_groups
-    feed_forward_groups: Groups = _no_groups
+    attention_groups: GroupRule = _no_groups
+    feed_forward_groups: GroupRule = _no_groups
     block: Callable[[int, int], int] = _alone
     unlevelled: tuple[Branch, ...] = ()
     automatic: bool = True
-    attention: Use | None = None
-    feed_forward: Use | None = None
+    attention_use: BranchFormula | None = None
+    feed_forward_use: BranchFormula | None = None
 
     def rule(self, branch: Branch, architecture: Architecture, ranks: int) -> str | None:
         """None when a group of ``ranks`` can run the branch, else the rule it breaks."""

@@ -37,7 +37,7 @@ from headrace.spec.method_facts import BranchUse, MethodFacts, TrafficPattern
 
 __all__ = ["FORMULA_METHODS", "feed_forwards_of", "layer_options"]
 
-FORMULA_METHODS = tuple(facts.name for facts in FACTS.values() if facts.attention is not None)
+FORMULA_METHODS = tuple(facts.name for facts in FACTS.values() if facts.attention_use is not None)
 """Methods with formulas."""
 
 _NOTHING = Quadratic()
@@ -134,8 +134,8 @@ def layer_options(
 
 
 def _attention(g: _Group, facts: MethodFacts) -> _Branch:
-    assert facts.attention is not None, "the method has formulas"
-    a, k, use = g.a, g.k, facts.attention(g.a, g.p, g.r)
+    assert facts.attention_use is not None, "the method has formulas"
+    a, k, use = g.a, g.k, facts.attention_use(g.a, g.p, g.r)
     weights = 2 * a.hidden * a.hidden * (1 + k)
     projected = (1 + 2 * k) / (2 + 2 * k)
     return _Branch(
@@ -145,8 +145,8 @@ def _attention(g: _Group, facts: MethodFacts) -> _Branch:
 
 
 def _feed_forward(g: _Group, facts: MethodFacts) -> _Branch:
-    assert facts.feed_forward is not None, "the method has formulas"
-    a, use = g.a, facts.feed_forward(g.a, g.p, g.r)
+    assert facts.feed_forward_use is not None, "the method has formulas"
+    a, use = g.a, facts.feed_forward_use(g.a, g.p, g.r)
     matrices = 3 if a.gated else 2
     wide = a.ffn / a.hidden
     active = matrices * wide
