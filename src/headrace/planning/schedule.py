@@ -24,7 +24,7 @@ from headrace.planning.batch import PriceTable
 from headrace.planning.packing import Packed, pack
 from headrace.spec import Strategy
 
-__all__ = ["Group", "Schedule", "Semantics", "placed"]
+__all__ = ["Group", "Schedule", "Semantics", "launch_s", "placed"]
 
 Semantics = Literal["free", "lockstep"]
 
@@ -127,27 +127,41 @@ def _in_step_s(devices: int, runs: Iterable[tuple[Sequence[int], float]]) -> flo
     return sum(steps)
 
 
+def launch_s(table: PriceTable, k: int, members: Sequence[int]) -> float:
+    """Seconds of one micro-batch on one stage of scheme k, by the quickest row that holds it."""
+    scheme = table.schemes[k]
+    if len(scheme.frontier.caps) == 1:
+        seconds = table.seconds(k)
+        return sum([seconds[i] for i in members]) + table.c[k]
+    found = scheme.frontier.best(*_sums(table, members))
+    assert found is not None, "a scheme holds its micro-batches"
+    return found[0]
+
+
+def _sums(table: PriceTable, members: Sequence[int]) -> tuple[int, int]:
+    """(sum of squared lengths, sum of lengths)."""
+    own = [table.tokens[i] for i in members]
+    return sum([n * n for n in own]), sum(own)
+
+
 def _timed(table: PriceTable, k: int, bins: Sequence[Sequence[int]]) -> Packed:
     """Micro-batches with their rows: the quickest that holds each, or, with stages, all."""
-    scheme, own = table.schemes[k], [[table.tokens[i] for i in members] for members in bins]
-    frontier = scheme.frontier
-    sums = [(sum([n * n for n in some]), sum(some)) for some in own]
+    scheme, frontier = table.schemes[k], table.schemes[k].frontier
+    sums = [_sums(table, members) for members in bins]
+    held = max(tokens for _, tokens in sums)
     given = tuple(map(tuple, bins))
+    assert held <= frontier.most_tokens, "a scheme holds its micro-batches"
     if scheme.depth == 1:
         found = [frontier.best(squares, tokens) for squares, tokens in sums]
         best = [one for one in found if one is not None]
-        assert len(best) == len(bins), "a scheme holds its micro-batches"
         return Packed(sum([seconds for seconds, _ in best]), given, tuple(r for _, r in best))
-    held = max(tokens for _, tokens in sums)
-    rows = [row for row, cap in enumerate(frontier.caps) if cap >= held]
-    assert rows, "a scheme holds its micro-batches"
 
     def pipeline_s(row: int) -> float:
         a, b, c = frontier.rows[row]
         times = [a * squares + b * tokens + c for squares, tokens in sums]
         return sum(times) + (scheme.depth - 1) * max(times)
 
-    row = min(rows, key=pipeline_s)
+    row = min((row for row, cap in enumerate(frontier.caps) if cap >= held), key=pipeline_s)
     return Packed(pipeline_s(row), given, (row,) * len(bins))
 
 

@@ -3,10 +3,10 @@
 At least as many waves as hold the tokens; a few more leave room for launches that take the same
 time. V waves of D seconds have V N rank-waves, each with D - c seconds and room for some tokens. On
 p ranks, with t seconds, a sequence takes p t / (D - c) of their time, and its tokens' part of their
-room. Packed with others of its kind it takes the larger of the two of the rank-waves: ``guess_s`` is
-the least D at which all fit so. Packed with those that need more of what it leaves, together they
-may take less, though not less than the sum of either: ``least_s``. Both are read off a grid of D; of
-many sequences the short ones are counted by samples.
+room. Packed with others of its kind it takes the larger of the two of the rank-waves: ``guess_s``
+is the least D at which all fit so. Packed with those that need more of what it leaves, together
+they may take less, though not less than the sum of either: ``least_s``. Both are read off a grid of
+D; of many sequences the short ones are counted by samples.
 """
 
 from __future__ import annotations

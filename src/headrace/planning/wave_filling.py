@@ -18,6 +18,7 @@ from operator import neg
 import numpy as np
 
 from headrace.planning.batch import PriceTable
+from headrace.planning.schedule import launch_s
 from headrace.planning.side_by_side import Pipelines
 
 __all__ = ["Wave", "WaveFiller", "sorted_into_waves"]
@@ -30,9 +31,9 @@ _SHORT = 1 / 16  # of the time: sequences that are dealt out again to level the 
 
 class WaveFiller:
     """Fills groups of the table's schemes ``kinds``, each of one stage. ``cheapest[i]`` are those
-    that hold sequence i, by rising area. By kind and sequence: ``alone`` are the seconds of a launch
-    of its own, ``bare`` the device-seconds without the constant ``opening``, ``part`` the ranks
-    whose tokens it takes."""
+    that hold sequence i, by rising area. By kind and sequence: ``alone`` are the seconds of a
+    launch of its own, ``bare`` the device-seconds without the constant ``opening``, ``part`` the
+    ranks whose tokens it takes."""
 
     def __init__(self, table: PriceTable, kinds: Sequence[int]) -> None:
         self.table, self.kinds = table, list(kinds)
@@ -54,19 +55,9 @@ class WaveFiller:
         """Seconds of a launch of one sequence, by the usual row."""
         return self.seconds[k][i] + self.table.c[k]
 
-    def launch_s(self, k: int, members: Sequence[int]) -> float:
-        """Seconds of one launch, by the quickest row that holds it."""
-        seconds, frontier = self.seconds[k], self.table.schemes[k].frontier
-        if len(frontier.caps) == 1:
-            return sum([seconds[i] for i in members]) + self.table.c[k]
-        own = [self.table.tokens[i] for i in members]
-        found = frontier.best(sum([n * n for n in own]), sum(own))
-        assert found is not None, "a group is within its room"
-        return found[0]
-
     def wave_s(self, wave: Wave) -> float:
         """Seconds of a wave: its slowest launch."""
-        return max([self.launch_s(k, members) for k, members in wave])
+        return max([launch_s(self.table, k, members) for k, members in wave])
 
     def waves_s(self, waves: Sequence[Wave]) -> float:
         """Seconds of waves one after the other."""
@@ -141,8 +132,10 @@ class WaveFiller:
         return groups, left
 
     def _next(
-        self, rooms: Sequence[list[tuple[float, int]]], parked: Sequence[list[tuple[int, float, int]]]
-    ) -> int:  # fmt: skip
+        self,
+        rooms: Sequence[list[tuple[float, int]]],
+        parked: Sequence[list[tuple[int, float, int]]],
+    ) -> int:
         """The first position that may still find a place in some group."""
         found = len(self.table.tokens)
         for k in self.kinds:
@@ -191,7 +184,7 @@ def sorted_into_waves(filler: WaveFiller, groups: Pipelines, count: int) -> list
     """The groups in ``count`` waves, longest first; None when they do not fit."""
     widths, devices = filler.table.width, filler.table.devices
     narrowest = min(widths[k] for k in filler.kinds)
-    timed = [(filler.launch_s(*group), group) for group in groups]
+    timed = [(launch_s(filler.table, *group), group) for group in groups]
     by_time = sorted(timed, key=lambda item: (-item[0], item[1][1][0]))
     by_size = sorted(timed, key=lambda item: (-item[1][0], -item[0], item[1][1][0]))
     for order in (by_time, by_size):
