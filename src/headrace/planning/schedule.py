@@ -2,19 +2,31 @@
 
 Pipelines stand in the order in which their ranks run them, larger ones first. Pipelines side by
 side share no ranks; nested ones lie one in another, so that short sequences fill the gaps that long
-ones leave. A pipeline starts when the last of its ranks is free.
+ones leave. When they start, by the semantics:
+
+    free      a pipeline starts when the last of its ranks is free
+    lockstep  the i-th pipeline of every rank starts together with every other i-th: ranks that
+              share one wait until all of them have come to it, and each step lasts as long as its
+              slowest pipeline
+
+A schedule may be made launch by launch, each a group with one micro-batch, and it may have several
+phases, one after the other, with other pipelines on the same ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.packing import Packed, pack
 from headrace.spec import Strategy
 
-__all__ = ["Group", "Schedule", "placed"]
+__all__ = ["Group", "Schedule", "Semantics", "launch_s", "placed"]
+
+Semantics = Literal["free", "lockstep"]
 
 Group = tuple[int, tuple[int, ...], list[int]]
 """A pipeline: the number of its scheme in the table, its ranks, its sequences (positions)."""
@@ -23,13 +35,18 @@ Group = tuple[int, tuple[int, ...], list[int]]
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
     """``packs[g]`` are the micro-batches of ``groups[g]``. ``seconds`` is when the last rank has
-    nothing left to compute if all weights are there at once, without the costs' scale."""
+    nothing left to compute if all weights are there at once, without the costs' scale. Where there
+    are ``phases``, they are schedules of parts of the batch, and changes between them take
+    ``switch_s`` of the seconds."""
 
     table: PriceTable
     groups: tuple[Group, ...]
     packs: tuple[Packed, ...]
     seconds: float
     source: str
+    semantics: Semantics = "free"
+    phases: tuple[Schedule, ...] = ()
+    switch_s: float = 0.0
 
     @classmethod
     def of(cls, table: PriceTable, groups: Iterable[Group], source: str) -> Schedule:
@@ -40,6 +57,33 @@ class Schedule:
         timed = zip((ranks for _, ranks, _ in order), packs, strict=True)
         seconds = last_free_s(table.devices, ((ranks, own.seconds) for ranks, own in timed))
         return cls(table=table, groups=order, packs=packs, seconds=seconds, source=source)
+
+    @classmethod
+    def of_launches(
+        cls, table: PriceTable, launches: Iterable[Group], source: str,
+        semantics: Semantics = "free",
+    ) -> Schedule:  # fmt: skip
+        """Each of ``launches``, in the order in which they are issued, is one micro-batch that
+        its scheme holds."""
+        return cls.of_bins(
+            table, ((k, ranks, [members]) for k, ranks, members in launches), source, semantics
+        )
+
+    @classmethod
+    def of_bins(
+        cls, table: PriceTable, given: Iterable[tuple[int, tuple[int, ...], list[list[int]]]],
+        source: str, semantics: Semantics = "free",
+    ) -> Schedule:  # fmt: skip
+        """Pipelines, (scheme, ranks, micro-batches), whose sequences are packed already."""
+        some = [(k, ranks, bins) for k, ranks, bins in given if bins]
+        packs = tuple(_timed(table, k, bins) for k, _, bins in some)
+        groups = tuple((k, ranks, sorted(chain.from_iterable(bins))) for k, ranks, bins in some)
+        runs = [(ranks, own.seconds) for (_, ranks, _), own in zip(groups, packs, strict=True)]
+        clock = last_free_s if semantics == "free" else _in_step_s
+        return cls(
+            table=table, groups=groups, packs=packs, seconds=clock(table.devices, runs),
+            source=source, semantics=semantics,
+        )  # fmt: skip
 
     @property
     def strategy(self) -> Strategy:
@@ -67,6 +111,58 @@ def last_free_s(devices: int, runs: Iterable[tuple[Sequence[int], float]]) -> fl
         for rank in ranks:
             free[rank] = end
     return max(free)
+
+
+def _in_step_s(devices: int, runs: Iterable[tuple[Sequence[int], float]]) -> float:
+    """When the last rank is free in lockstep, given (ranks, seconds) in order."""
+    done, steps = [0] * devices, list[float]()
+    for ranks, seconds in runs:
+        step = max([done[rank] for rank in ranks])
+        if step == len(steps):
+            steps.append(seconds)
+        else:
+            steps[step] = max(steps[step], seconds)
+        for rank in ranks:
+            done[rank] = step + 1
+    return sum(steps)
+
+
+def launch_s(table: PriceTable, k: int, members: Sequence[int]) -> float:
+    """Seconds of one micro-batch on one stage of scheme k, by the quickest row that holds it."""
+    scheme = table.schemes[k]
+    if len(scheme.frontier.caps) == 1:
+        seconds = table.seconds(k)
+        return sum([seconds[i] for i in members]) + table.c[k]
+    found = scheme.frontier.best(*_sums(table, members))
+    assert found is not None, "a scheme holds its micro-batches"
+    return found[0]
+
+
+def _sums(table: PriceTable, members: Sequence[int]) -> tuple[int, int]:
+    """(sum of squared lengths, sum of lengths)."""
+    own = [table.tokens[i] for i in members]
+    return sum([n * n for n in own]), sum(own)
+
+
+def _timed(table: PriceTable, k: int, bins: Sequence[Sequence[int]]) -> Packed:
+    """Micro-batches with their rows: the quickest that holds each, or, with stages, all."""
+    scheme, frontier = table.schemes[k], table.schemes[k].frontier
+    sums = [_sums(table, members) for members in bins]
+    held = max(tokens for _, tokens in sums)
+    given = tuple(map(tuple, bins))
+    assert held <= frontier.most_tokens, "a scheme holds its micro-batches"
+    if scheme.depth == 1:
+        found = [frontier.best(squares, tokens) for squares, tokens in sums]
+        best = [one for one in found if one is not None]
+        return Packed(sum([seconds for seconds, _ in best]), given, tuple(r for _, r in best))
+
+    def pipeline_s(row: int) -> float:
+        a, b, c = frontier.rows[row]
+        times = [a * squares + b * tokens + c for squares, tokens in sums]
+        return sum(times) + (scheme.depth - 1) * max(times)
+
+    row = min((row for row, cap in enumerate(frontier.caps) if cap >= held), key=pipeline_s)
+    return Packed(pipeline_s(row), given, (row,) * len(bins))
 
 
 def placed(table: PriceTable, some: Iterable[tuple[int, list[int]]]) -> list[Group]:

@@ -1,0 +1,5 @@
+"""Others' planners, over the tables that ours reads."""
+
+from headrace.planning.baselines.registry import BASELINES, Baseline
+
+__all__ = ["BASELINES", "Baseline"]

@@ -1,0 +1,55 @@
+"""Bucket parallel and packed parallel, the two classes that Data-Centric Parallel starts from.
+
+Both keep one size for all groups, the smallest that fits the longest sequence.
+
+bucket   Sequences of like length (within a factor of two) form a bucket. A launch holds sequences
+         of one bucket, as many as memory allows, but no more than take as long as one sequence of
+         the longest bucket: "decrease the batch size for slow batches".
+packed   Sequences are packed to the most tokens that memory allows, whatever their lengths, and
+         the packs dealt out evenly.
+
+Launches go to the groups in turn, the longest first.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from headrace.planning.baselines.launched import fitting, in_turn
+from headrace.planning.batch import PriceTable
+from headrace.planning.packing import best_fit
+from headrace.planning.schedule import Group
+
+__all__ = ["bucket", "buckets", "packed"]
+
+
+def buckets(table: PriceTable) -> list[list[int]]:
+    """Positions of like length: (2^(k-1), 2^k] tokens, longest bucket first."""
+    tokens = table.tokens
+    grouped = groupby(range(len(tokens)), key=lambda i: (tokens[i] - 1).bit_length())
+    return [list(some) for _, some in grouped]
+
+
+def bucket(table: PriceTable) -> list[Group]:
+    """Launches of the whole batch by bucket parallel; none where no size holds the longest."""
+    k = fitting(table)
+    if k is None:
+        return []
+    seconds, room = table.seconds(k), table.room(k)
+    launches = list[list[int]]()
+    for some in buckets(table):
+        fit, slowest_s = table.cap[k] // room[some[0]], seconds[some[0]]
+        even = int(seconds[0] / slowest_s) if slowest_s > 0 else fit
+        size = max(1, min(fit, even))
+        launches += [some[n : n + size] for n in range(0, len(some), size)]
+    return in_turn(table, k, launches)
+
+
+def packed(table: PriceTable) -> list[Group]:
+    """Launches of the whole batch by packed parallel; none where no size holds the longest."""
+    k = fitting(table)
+    if k is None:
+        return []
+    room, everyone = table.room(k), range(len(table.tokens))
+    whole = [list(everyone)] if sum(room) <= table.cap[k] else []
+    return in_turn(table, k, whole or best_fit(room, everyone, table.cap[k]))

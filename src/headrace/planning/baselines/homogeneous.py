@@ -1,0 +1,113 @@
+"""One scheme for all pipelines, the one that is best over all batches.
+
+static         sequences dispatched by cost
+max-length     sequences are packed to the longest's length as they come, and the packs dealt
+               out evenly (Megatron-LM)
+token-balance  tokens balanced by Karmarkar and Karp's differencing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+from headrace.errors import InfeasiblePlan
+from headrace.planning.baselines.launched import fitting
+from headrace.planning.baselines.megatron import as_they_come
+from headrace.planning.baselines.token_balance import by_tokens
+from headrace.planning.batch import PriceTable
+from headrace.planning.schedule import Schedule, placed
+from headrace.planning.static import static_schedule
+
+__all__ = [
+    "Planned", "best_scheme", "by_length", "max_length", "roomiest_first", "static",
+    "token_balance",
+]  # fmt: skip
+
+Planned = Callable[[int, PriceTable], Schedule]
+"""What plans batch number i."""
+
+Make = Callable[[PriceTable, int], Schedule | None]
+
+
+def static(tables: Sequence[PriceTable]) -> Planned:
+    """One scheme, sequences dispatched by cost, longest first; of groups the smallest size that
+    holds the longest sequence of all batches."""
+    if is_groups(tables[0]):
+        holding = [fitting(table) for table in tables]
+        k = max((k for k in holding if k is not None), default=None)
+        if k is not None and None not in holding:
+            return _one(k, static_schedule)
+    return _one(_best(tables, static_schedule), static_schedule)
+
+
+def is_groups(table: PriceTable) -> bool:
+    """Whether all schemes are groups: one stage, and no tensor blocks."""
+    return all(s.depth == 1 and s.scheme.tensor == 1 for s in table.schemes)
+
+
+def max_length(tables: Sequence[PriceTable]) -> Planned:
+    """Packs as long as the longest sequence of all batches, dealt out evenly."""
+    context = max(table.tokens[0] for table in tables)
+
+    def make(table: PriceTable, k: int) -> Schedule | None:
+        return by_length(table, k, context)
+
+    return _one(_best(tables, make), make)
+
+
+def token_balance(tables: Sequence[PriceTable]) -> Planned:
+    """The same tokens for every pipeline."""
+    return _one(_best(tables, by_tokens), by_tokens)
+
+
+def by_length(table: PriceTable, k: int, context: int) -> Schedule | None:
+    """Packs of up to ``context`` tokens on pipelines of scheme k; None where it does not hold
+    them."""
+    if context > table.schemes[k].most_tokens:
+        return None
+    packs, count = as_they_come(table, table.tokens, context), table.devices // table.width[k]
+    ranks = [own for _, own, _ in placed(table, [(k, []) for _ in range(count)])]
+    bins = [(k, own, packs[q::count]) for q, own in enumerate(ranks)]
+    return Schedule.of_bins(table, bins, "max-length")
+
+
+def roomiest_first(table: PriceTable) -> list[int]:
+    """The schemes that the devices have room for, those that hold the longest sequences first."""
+
+    def key(k: int) -> tuple[int, int, int, str]:
+        scheme = table.schemes[k]
+        return -scheme.most_tokens, scheme.devices, scheme.depth, str(scheme)
+
+    return sorted((k for k, width in enumerate(table.width) if width <= table.devices), key=key)
+
+
+def best_scheme(tables: Sequence[PriceTable], make: Make) -> tuple[float, int | None]:
+    """(seconds over all batches, scheme) of the best; infinite where none holds all of them."""
+    best_s, best = inf, None
+    for k in roomiest_first(tables[0]):
+        total = 0.0
+        for table in tables:
+            schedule = make(table, k)
+            total += inf if schedule is None else schedule.seconds
+            if total >= best_s:
+                break
+        if total < best_s:
+            best_s, best = total, k
+    return best_s, best
+
+
+def _best(tables: Sequence[PriceTable], make: Make) -> int:
+    _, best = best_scheme(tables, make)
+    if best is None:
+        raise InfeasiblePlan("no homogeneous strategy holds every iteration")
+    return best
+
+
+def _one(k: int, make: Make) -> Planned:
+    def one(_: int, table: PriceTable) -> Schedule:
+        schedule = make(table, k)
+        assert schedule is not None, "it held every batch"
+        return schedule
+
+    return one

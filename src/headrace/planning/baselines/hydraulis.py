@@ -1,0 +1,89 @@
+"""Hydraulis' own planner: its proposal, its greedy dispatch, one packing.
+
+Every strategy that is proposed (:mod:`headrace.planning.baselines.dynamic_program`) is dispatched
+and packed for every batch. Algorithm 1 of its appendix E: sequences in random order, each to the pipeline that keeps the
+slowest pipeline's sum_i T(l_i) + (P - 1) T(longest) lowest, the first of equals; the best of T
+trials. All trials run side by side as arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.planning.baselines.dynamic_program import proposed
+from headrace.planning.baselines.homogeneous import Planned, roomiest_first
+from headrace.planning.batch import PriceTable
+from headrace.planning.schedule import Schedule, placed
+from headrace.planning.side_by_side import Pipelines
+from headrace.planning.strategy_search import Counts
+
+__all__ = ["by_greedy", "greedy", "hydraulis", "hydraulis_candidates"]
+
+_TRIALS = 100
+_MOST_CANDIDATES = 40
+
+
+def hydraulis(tables: Sequence[PriceTable], seed: int) -> Planned:
+    """The paper's planner: every candidate is dispatched and packed for every batch."""
+    candidates = hydraulis_candidates(tables)
+
+    def one(number: int, table: PriceTable) -> Schedule:
+        tried = (by_greedy(table, counts, seed=seed + number) for counts in candidates)
+        found = [schedule for schedule in tried if schedule is not None]
+        return min(found, key=lambda schedule: schedule.seconds)  # the first holds any sequence
+
+    return one
+
+
+def hydraulis_candidates(tables: Sequence[PriceTable]) -> list[Counts]:
+    """The strategies that are dispatched for every batch; the first holds any sequence."""
+    table, every = tables[0], [tokens for one in tables for tokens in one.tokens]
+    roomiest = roomiest_first(table)[0]
+    first = [0] * len(table)
+    first[roomiest] = table.devices // table.width[roomiest]
+    # The authors' lists begin with pipelines of one scheme that hold any sequence. Those that hold
+    # the longest come last from the programs, and first here.
+    found = [tuple(first), *reversed(proposed(table, every, relaxed=False))]
+    found += reversed(proposed(table, every, relaxed=True))
+    return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
+
+
+def by_greedy(table: PriceTable, counts: Counts, *, seed: int) -> Schedule | None:
+    """What :func:`hydraulis` makes of one batch and strategy; None where it cannot hold the
+    batch."""
+    if not any(n and np.isfinite(table.alone[k, 0]) for k, n in enumerate(counts)):
+        return None
+    return Schedule.of(table, placed(table, greedy(table, counts, seed=seed)), "hydraulis")
+
+
+def greedy(table: PriceTable, counts: Counts, *, seed: int, trials: int = _TRIALS) -> Pipelines:
+    """Algorithm 1 of appendix E, for a strategy that holds the batch."""
+    pipes = [k for k in roomiest_first(table) for _ in range(counts[k])]
+    used, sequences = sorted(set(pipes)), len(table.tokens)
+    column = np.array([used.index(k) for k in pipes])
+    seconds = np.array([table.seconds(k) for k in used]).T  # [sequences, used schemes]
+    bubbles = np.array([table.depth[k] - 1 for k in pipes], dtype=np.float64)
+    random = np.random.default_rng(seed)
+    orders = np.stack([random.permutation(sequences) for _ in range(trials)])
+    work = np.zeros((trials, len(pipes)))
+    longest = np.zeros((trials, len(pipes)))
+    given = np.zeros((trials, sequences), dtype=np.int64)
+    rows = np.arange(trials)
+    for step in range(sequences):
+        which = orders[:, step]
+        own = seconds[which][:, column]
+        with np.errstate(invalid="ignore"):
+            extra = np.where(bubbles > 0, bubbles * np.maximum(longest, own), 0.0)
+            slowest = (work + bubbles * longest).max(axis=1, keepdims=True)
+            after = np.maximum(work + own + extra, slowest)
+        chosen = after.argmin(axis=1)
+        work[rows, chosen] += own[rows, chosen]
+        longest[rows, chosen] = np.maximum(longest[rows, chosen], own[rows, chosen])
+        given[rows, which] = chosen
+    best = int((work + bubbles * longest).max(axis=1).argmin())
+    members: list[list[int]] = [[] for _ in pipes]
+    for i, q in enumerate(given[best].tolist()):
+        members[q].append(i)
+    return list(zip(pipes, members, strict=True))

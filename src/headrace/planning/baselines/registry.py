@@ -1,0 +1,175 @@
+"""Planners of others by name: what they make of a batch, and what each cannot beat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.planning.baselines.accumulation import accumulated, accumulated_s
+from headrace.planning.baselines.buckets import bucket, packed
+from headrace.planning.baselines.homogeneous import (
+    Planned,
+    is_groups,
+    max_length,
+    static,
+    token_balance,
+)  # fmt: skip
+from headrace.planning.baselines.hydraulis import hydraulis
+from headrace.planning.baselines.launched import fitting, static_launches
+from headrace.planning.baselines.megatron import dp_balanced, hybrid
+from headrace.planning.baselines.switching import switching
+from headrace.planning.baselines.token_balance import by_weight
+from headrace.planning.batch import PriceTable
+from headrace.planning.schedule import Group, Schedule, Semantics
+from headrace.planning.static import best_static
+
+__all__ = ["BASELINES", "Baseline"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """A planner of others.
+
+    ``schedules`` plans one batch under some semantics with a seed; None where it cannot hold the
+    batch. ``least_s`` is a bound of its schedules that costs less than making them, or 0.
+    ``staged``: it plans tables of any schemes, else only of groups, and only it knows ``prepare``,
+    which decides for all batches at once (with a seed and the model's parameters, if known) and
+    gives what plans one after the other; this raises InfeasiblePlan where a batch fits nowhere.
+    ``meaning`` is one line for people.
+    """
+
+    schedules: Callable[[PriceTable, Semantics, int], Schedule | None]
+    least_s: Callable[[PriceTable], float]
+    meaning: str
+    staged: bool = False
+    prepare: Callable[[Sequence[PriceTable], int, int | None], Planned] | None = None
+
+
+def _nothing_s(_: PriceTable) -> float:
+    return 0.0
+
+
+def _fitting_s(table: PriceTable) -> float:
+    """What groups of the smallest size that holds the longest cannot beat."""
+    k = fitting(table)
+    return 0.0 if k is None else _static_s(table, k)
+
+
+def _static_s(table: PriceTable, k: int) -> float:
+    """What pipelines of scheme k alone cannot beat: their share of the sequences, and the longest
+    in a micro-batch of its own."""
+    count = table.devices // table.width[k]
+    work_s = float(table.work[k].sum()) / count + float(table.least_c[k, 0])
+    share_s = max(float(table.spread[k].sum()) / count, work_s)
+    return max(share_s, table.depth[k] * float(table.alone[k, 0]))
+
+
+def _best_static_s(table: PriceTable) -> float:
+    holding = np.flatnonzero(np.isfinite(table.alone[:, 0])).tolist()
+    bounds = (_static_s(table, k) for k in holding if table.width[k] <= table.devices)
+    return min(bounds, default=0.0)
+
+
+def _hybrid_s(table: PriceTable) -> float:
+    """Every sequence in a launch of its own, on the size of the least device-seconds."""
+    alone = (table.ranks * table.alone).min(axis=0)
+    return float(alone.sum()) / table.devices if np.isfinite(alone).all() else 0.0
+
+
+def _static(table: PriceTable, semantics: Semantics, _: int) -> Schedule | None:
+    if not is_groups(table):
+        return best_static(table)
+    k = fitting(table)
+    return None if k is None else static_launches(table, k, semantics)
+
+
+def _best_static(table: PriceTable, semantics: Semantics, _: int) -> Schedule | None:
+    if semantics == "free":
+        return best_static(table)
+    tried = (static_launches(table, k, semantics) for k in range(len(table)))
+    found = [schedule for schedule in tried if schedule is not None]
+    return min(found, key=lambda schedule: schedule.seconds, default=None)
+
+
+def _launched(
+    name: str, make: Callable[[PriceTable], list[Group]]
+) -> Callable[[PriceTable, Semantics, int], Schedule | None]:
+    """A planner that issues launch by launch."""
+
+    def schedules(table: PriceTable, semantics: Semantics, _: int) -> Schedule | None:
+        launches = make(table)
+        return Schedule.of_launches(table, launches, name, semantics) if launches else None
+
+    return schedules
+
+
+def _alone(
+    prepare: Callable[[Sequence[PriceTable], int], Planned],
+) -> Callable[[PriceTable, Semantics, int], Schedule | None]:
+    """A planner of several batches for one of them, under the free semantics."""
+
+    def schedules(table: PriceTable, _: Semantics, seed: int) -> Schedule | None:
+        if not np.isfinite(table.alone[:, 0]).any():
+            return None
+        return prepare([table], seed)(0, table)
+
+    return schedules
+
+
+BASELINES: Mapping[str, Baseline] = {
+    "static": Baseline(
+        schedules=_static, least_s=lambda t: _fitting_s(t) if is_groups(t) else _best_static_s(t),
+        staged=True, prepare=lambda tables, *_: static(tables),
+        meaning="one scheme: the smallest group that fits the longest sequence (DeepSpeed-like), "
+        "or the pipelines that are best for all batches",
+    ),
+    "best-static": Baseline(
+        schedules=_best_static, least_s=_best_static_s, meaning="one group size, the best of all"
+    ),
+    "karmarkar-karp": Baseline(
+        schedules=_launched("karmarkar-karp", by_weight), least_s=_fitting_s,
+        meaning="one group size, sequences balanced by a fixed formula (verl-like)",
+    ),
+    "dp-balanced": Baseline(
+        schedules=_launched("dp-balanced", dp_balanced), least_s=_fitting_s,
+        meaning="one group size, greedy packs dealt out in turn (Megatron-like)",
+    ),
+    "hybrid-cp": Baseline(
+        schedules=_launched("hybrid-cp", hybrid), least_s=_hybrid_s,
+        meaning="every sequence alone on the fewest ranks that hold it (Megatron-like)",
+    ),
+    "bucket": Baseline(
+        schedules=_launched("bucket", bucket), least_s=_fitting_s,
+        meaning="one group size, smaller batches of longer sequences (bucket parallel)",
+    ),
+    "packed": Baseline(
+        schedules=_launched("packed", packed), least_s=_fitting_s,
+        meaning="one group size, packs as full as memory allows (packed parallel)",
+    ),
+    "dcp": Baseline(
+        schedules=_launched("dcp", accumulated), least_s=accumulated_s,
+        meaning="a size per bucket, accumulation steps to end together (Data-Centric Parallel)",
+    ),
+    "max-length": Baseline(
+        schedules=_alone(lambda tables, _: max_length(tables)), least_s=_best_static_s,
+        staged=True, prepare=lambda tables, *_: max_length(tables),
+        meaning="one scheme, packs as long as the longest sequence (Megatron-LM)",
+    ),
+    "token-balance": Baseline(
+        schedules=_alone(lambda tables, _: token_balance(tables)), least_s=_best_static_s,
+        staged=True, prepare=lambda tables, *_: token_balance(tables),
+        meaning="one scheme, the same tokens for every pipeline",
+    ),
+    "hydraulis": Baseline(
+        schedules=_alone(hydraulis), least_s=_nothing_s,
+        staged=True, prepare=lambda tables, seed, _: hydraulis(tables, seed),
+        meaning="strategies by a dynamic program, sequences by greedy trials (Hydraulis)",
+    ),
+    "switching": Baseline(
+        schedules=_alone(lambda tables, _: switching(tables)), least_s=_nothing_s,
+        staged=True, prepare=lambda tables, _, parameters: switching(tables, parameters),
+        meaning="up to three homogeneous strategies in turn, by length (HotSPa-like)",
+    ),
+}  # fmt: skip

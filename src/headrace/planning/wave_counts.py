@@ -1,0 +1,85 @@
+"""How many waves are worth trying, and about how long each would be.
+
+At least as many waves as hold the tokens; a few more leave room for launches that take the same
+time. V waves of D seconds have V N rank-waves, each with D - c seconds and room for some tokens. On
+p ranks, with t seconds, a sequence takes p t / (D - c) of their time, and its tokens' part of their
+room. Packed with others of its kind it takes the larger of the two of the rank-waves: ``guess_s``
+is the least D at which all fit so. Packed with those that need more of what it leaves, together
+they may take less, though not less than the sum of either: ``least_s``. Both are read off a grid of
+D; of many sequences the short ones are counted by samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.planning.wave_filling import WaveFiller
+
+__all__ = ["WaveCount", "wave_counts"]
+
+Floats = NDArray[np.float64]
+
+_GRID = 33
+_LONG = 8  # times the longest time that one wave may need
+_EXACT = 96  # sequences, the longest; of the others every so many are alike
+_ALIKE = 24
+_MORE = (1.0, 1.12, 1.3, 1.6, 2.0, 2.5)  # times the fewest waves that hold the tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaveCount:
+    """A number of waves; the seconds of each are hardly below ``least_s``, and about ``guess_s``
+    where no launch holds sequences of different kinds."""
+
+    count: int
+    least_s: float
+    guess_s: float
+
+
+def wave_counts(filler: WaveFiller, some: Sequence[int]) -> list[WaveCount]:
+    """Numbers of waves worth trying for the sequences ``some``, longest first; the most promising
+    number first."""
+    at, weight = _samples(some)
+    times, bare, part = (rows[:, at] for rows in (filler.alone, filler.bare, filler.part))
+    bare, part = weight * bare, weight * part
+    devices = filler.table.devices
+    fewest = max(1, ceil(float(part.min(axis=0).sum()) / devices * (1 - 1e-9)))
+    counts = sorted({round(more * fewest) for more in _MORE} | {fewest + 1, fewest + 2})
+    quickest_s = float(times.min(axis=0).max())
+    even_s = float(bare.min(axis=0).sum()) / devices + float(filler.opening.max())
+    least_s = max(quickest_s, even_s / counts[-1], 1e-300)
+    grid = np.geomspace(least_s, _LONG * max(quickest_s, even_s, 1e-300), _GRID)
+    limits = grid[:, None, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        need = bare / (limits - filler.opening)
+    need[times > limits * (1 + 1e-9)] = np.inf
+    need = np.nan_to_num(need, nan=0.0, posinf=np.inf)  # what takes no time needs none
+    mixed, apart = need.min(axis=1).sum(axis=1), np.maximum(need, part).min(axis=1).sum(axis=1)
+    ranks = np.array(counts, dtype=np.float64) * devices
+    found = [
+        WaveCount(count=count, least_s=least_s, guess_s=max(least_s, guess_s))
+        for count, least_s, guess_s in zip(
+            counts, _crossing(grid, mixed, ranks), _crossing(grid, apart, ranks), strict=True
+        )
+    ]
+    return sorted(found, key=lambda one: (one.guess_s * one.count, one.count))
+
+
+def _crossing(grid: Floats, need: Floats, ranks: Floats) -> list[float]:
+    """The times at which a falling need, about linear in 1 / D, comes down to each of ``ranks``."""
+    falling = np.minimum.accumulate(need)[::-1]
+    return (1 / np.interp(ranks, falling, 1 / grid[::-1])).tolist()
+
+
+def _samples(some: Sequence[int]) -> tuple[list[int], Floats]:
+    """Some of the sequences, and how many each stands for."""
+    head, tail = list(some[:_EXACT]), some[_EXACT:]
+    chunks = range(0, len(tail), _ALIKE)
+    sampled = [tail[min(n + _ALIKE // 2, len(tail) - 1)] for n in chunks]
+    sizes = [1.0] * len(head) + [float(min(_ALIKE, len(tail) - n)) for n in chunks]
+    return head + sampled, np.array(sizes)
