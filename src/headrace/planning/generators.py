@@ -32,7 +32,8 @@ __all__ = ["Draft", "Limits", "nested", "scheduled", "side_by_side"]
 class Limits:
     """What a search spends, in sequences placed, steps and schedules: never in time.
 
-    Batches of up to ``few`` sequences are tried in more ways. ``levels`` are the parts of the time
+    Batches of up to ``few`` sequences are tried in more ways, ``shaken`` of them placed in drawn
+    orders. ``levels`` are the parts of the time
     up to which sequences are dealt out again. Where schemes with stages seem cheaper than they turn
     out to be, their devices count ``biases`` times. Exchanges of pipelines place up to
     ``exchanged`` sequences, on at most ``large`` devices where frontiers have many rows. Nested groups are drafted for ``targets`` times the bound, and filled
@@ -40,10 +41,13 @@ class Limits:
     sizes. ``packed`` drafts are packed exactly; ``polished`` of those, within ``near`` of the best
     and at most ``alike`` of one source, are improved in ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough``
     of the bound nothing more is tried. Where frontiers have many rows packing takes longer: there
-    ``packed_fluid`` drafts are packed, ``polished_fluid`` improved in ``steps_fluid`` steps.
+    ``packed_fluid`` drafts are packed, ``polished_fluid`` improved in ``steps_fluid`` steps. Others'
+    planners are run for few sequences on at most ``crowded`` devices.
     """
 
     few: int = 300
+    fewest: int = 100
+    shaken: int = 3000
     levels: Sequence[float] = (0.08, 0.3, float("inf"))
     biases: Sequence[float] = (1.0, 1.1, 1.25)
     exchanged: int = 6000
@@ -61,6 +65,7 @@ class Limits:
     polished_fluid: int = 2
     steps_fluid: int = 12
     enough: float = 1e-6
+    crowded: int = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +132,16 @@ def _filled(
     table = filler.table
     few = len(table.tokens) <= limits.few
 
-    def fill(tau: float, order: Sequence[int] | None) -> Pipelines | None:
+    def fill(tau: float, order: Sequence[int] | None) -> Pipelines | float:
         found = filler.fill(tau, order)
-        if found is None and few and order is None:
+        if isinstance(found, float) and few and order is None:
             found = filler.fill(tau, order, join_any=False)
         return found
 
-    effort = Effort() if few and not any(table.fluid) else Effort(shaken=0, close=1e-3)
+    effort = Effort()
+    if few and not any(table.fluid):
+        shaken = limits.shaken if len(table.tokens) <= limits.fewest else 0
+        effort = Effort(shaken=shaken, halvings=10, close=3e-4)
     return least_time(fill, table.batch.values, bound_s, high_s, effort, seed)
 
 
@@ -167,12 +175,22 @@ def nested(
         for draft in _drafts(nesting, bound_s, limits):
             high_s = min(high_s, draft.seconds)
             yield draft
+        if some is chain and len(table.tokens) <= limits.crowd * table.devices:
+            found = least_time(
+                lambda tau, _: nesting.by_deadline(tau),  # noqa: B023
+                table.batch.values, bound_s, high_s, Effort(least=8e-3, halvings=5),
+            )  # fmt: skip
+            if found is not None:
+                high_s = found.seconds
+                yield Draft(
+                    table=table, seconds=found.seconds, groups=found.result, source="by deadline"
+                )
         if len(table.tokens) <= limits.crowd * table.devices:
 
-            def fill(tau: float, order: Sequence[int] | None) -> list[Group] | None:
+            def fill(tau: float, order: Sequence[int] | None) -> list[Group] | float:
                 return nesting.fill(tau, order, promotions=limits.promotions)  # noqa: B023
 
-            effort = Effort(shaken=0, close=1e-3)
+            effort = Effort(halvings=8 if few else 5)
             found = least_time(fill, table.batch.values, bound_s, high_s, effort, seed)
             if found is not None:
                 high_s = found.seconds

@@ -44,14 +44,14 @@ class Nesting:
         order: Sequence[int] | None = None,
         *,
         promotions: int = 3,
-    ) -> list[Group] | None:
+    ) -> list[Group] | float:
         """Groups in which every rank is free within ``tau`` by the usual rows, larger ones first;
-        None when a sequence finds no place. ``order``: positions as they are taken; ``promotions``:
+        about the part of the work that finds no place where some does not. ``order``: positions as they are taken; ``promotions``:
         how many sequences may be given a larger size."""
         area = np.where(self.alone > tau, np.inf, self.area)
         total = float(area.min(axis=0).sum())
         if not total <= self.table.devices * tau:
-            return None
+            return max(0.0, min(1.0, total / (self.table.devices * tau) - 1))
         rank = None
         chosen = area.argmin(axis=0)
         levels = [np.flatnonzero(chosen == level).tolist() for level in range(len(self.rows))]
@@ -74,7 +74,7 @@ class Nesting:
                     promotions -= 1
                     larger = self._larger(area, level, filled)
                     if promotions < 0 or larger is None:
-                        return None
+                        return 0.0
                     levels[level].remove(filled)
                     levels[larger].append(filled)
                     levels[larger].sort(key=None if rank is None else rank.__getitem__)
@@ -86,6 +86,48 @@ class Nesting:
         for _, _, members in found if rank is not None else ():
             members.sort()
         return found
+
+    def by_deadline(self, tau: float) -> list[Group] | float:
+        """:meth:`fill` in another way, for sizes that divide one another and few sequences: longest
+        first over all sizes, each where it takes the fewest device-seconds and still ends by
+        ``tau``, in the group that it fills best; so a size is chosen for the room that is left."""
+        table, area = self.table, np.where(self.alone > tau, np.inf, self.area)
+        order = area.argsort(axis=0, kind="stable").T.tolist()
+        within = np.isfinite(area).sum(axis=0).tolist()
+        widths = [table.width[k] for k in self.rows]
+        free = [np.zeros(table.devices // p) for p in widths]  # of a group's last rank
+        opening = [np.full(table.devices // p, table.c[k])
+                   for p, k in zip(widths, self.rows, strict=True)]  # fmt: skip
+        seconds, tokens = ([of(k) for k in self.rows] for of in (table.seconds, table.room))
+        rooms: dict[tuple[int, int], list[int]] = {}
+        members: dict[tuple[int, int], list[int]] = {}
+        for i, (levels, count) in enumerate(zip(order, within, strict=True)):
+            for level in levels[:count]:
+                ends = free[level] + opening[level] + seconds[level][i]
+                ends[ends > tau] = -1.0
+                g = int(ends.argmax())
+                end, room = float(ends[g]), rooms.setdefault((level, g), [])
+                if room and tokens[level][i] > room[-1]:
+                    end += table.added_s(self.rows[level], room, tokens[level][i])
+                if 0 <= end <= tau:
+                    break
+            else:
+                return 0.0
+            table.put(self.rows[level], room, tokens[level][i])
+            opening[level][g] = 0.0
+            members.setdefault((level, g), []).append(i)
+            first, later = g * widths[level], end - float(free[level][g])
+            for below in range(level + 1):
+                p = widths[below]
+                free[below][first // p : (first + widths[level]) // p] += later
+            for above in range(level + 1, len(widths)):
+                at = first // widths[above]
+                if at < len(free[above]):
+                    free[above][at] = max(free[above][at], end)
+        return [
+            (self.rows[level], tuple(range(g * widths[level], (g + 1) * widths[level])), own)
+            for (level, g), own in sorted(members.items(), key=lambda item: (-item[0][0], item[0]))
+        ]
 
     def dealt(
         self, target_s: float, levels: Sequence[int], known: Container[Hashable]

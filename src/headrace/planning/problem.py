@@ -3,7 +3,7 @@ depend on a batch worked out once."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, get_args
@@ -148,6 +148,17 @@ class Problem:
         """The schemes of published costs that fit the devices. Raises CostError or InfeasiblePlan
         when there are none."""
         return priced(self.published, self.devices)
+
+    @property
+    def parameters(self) -> int | None:
+        """The model's parameters, 12 h^2 a layer, if published costs say how many layers of what
+        width."""
+        facts = getattr(self.published, "facts", {}).get("architecture")
+        if not isinstance(facts, Mapping):
+            return None
+        layers, hidden = facts.get("layers"), facts.get("hidden")
+        known = isinstance(layers, int) and isinstance(hidden, int)
+        return 12 * layers * hidden**2 if known else None
 
     @property
     def nests(self) -> bool:

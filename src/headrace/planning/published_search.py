@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headrace.planning.baselines import BASELINES
+from headrace.planning.baselines.homogeneous import is_groups
 from headrace.planning.batch import Batch, PriceTable
 from headrace.planning.bounds import Bound, BoundRows, lower_bound
 from headrace.planning.generators import Limits, nested, scheduled, side_by_side
 from headrace.planning.problem import Problem
 from headrace.planning.published import require_held
 from headrace.planning.schedule import Schedule
-from headrace.planning.static import best_static
-from headrace.spec import LayerPlan, MicroBatch, Pipeline, Plan
+from headrace.planning.waves import waves
+from headrace.spec import LayerPlan, MicroBatch, Pipeline, Plan, Scheme
 from headrace.units import percent_text, seconds_text
 
-__all__ = ["PublishedSearch", "plan_of"]
+__all__ = ["PublishedSearch", "bounded", "plan_of", "published_table"]
+
+
+def published_table(problem: Problem, batch: Batch) -> PriceTable:
+    """The table of a batch. Raises InfeasiblePlan when its longest sequence fits no scheme."""
+    schemes = problem.published_schemes
+    require_held(
+        problem.published, schemes, problem.devices, batch.tokens[0], batch.order[0]
+    )  # fmt: skip
+    return PriceTable(batch, schemes, problem.devices)
+
+
+def bounded(table: PriceTable) -> Bound:
+    """The bound of a table's plans."""
+    return lower_bound(BoundRows.of(table), table.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,45 +45,71 @@ class PublishedSearch:
 
     def plan(self) -> Plan:
         """See :func:`headrace.planning.planner.plan`."""
-        problem, batch = self.problem, self.batch
-        schemes = problem.published_schemes
-        costs = problem.published
-        require_held(costs, schemes, problem.devices, batch.tokens[0], batch.order[0])
-        table = PriceTable(batch, schemes, problem.devices)
-        bound = lower_bound(BoundRows.of(table), problem.devices)
-        found = self._schedules(table, bound)
+        table = published_table(self.problem, self.batch)
+        bound = bounded(table)
+        found = self._static(table)
+        if self.problem.planner != "static":
+            found = self._rivals(table, bound, self._found(table, bound, found))
         made = plan_of(found[0], bound)
-        return made.replace(
-            planner=problem.planner, seed=self.seed, why=_reasons(found, bound),
-        )  # fmt: skip
+        name = self.problem.planner
+        if self.problem.static_size is not None:
+            name = f"static-cp{self.problem.static_size}"
+        return made.replace(planner=name, seed=self.seed, why=reasons(found, bound))
 
-    def _schedules(self, table: PriceTable, bound: Bound) -> list[Schedule]:
+    def _static(self, table: PriceTable) -> list[Schedule]:
+        size, semantics = self.problem.static_size, self.problem.semantics
+        if size is not None:
+            table = PriceTable(
+                self.batch, [s for s in table.schemes if s.devices == size], table.devices
+            )
+        made = BASELINES["best-static"].schedules(table, semantics, self.seed)
+        return [] if made is None else [made]
+
+    def _found(
+        self, table: PriceTable, bound: Bound, found: list[Schedule]
+    ) -> list[Schedule]:
         """Schedules, the quickest first."""
         problem, limits, low_s = self.problem, self.limits, bound.seconds
-        static = best_static(table)
-        found = [] if static is None else [static]
-        if problem.planner == "static":
-            return found
-        high_s = static.seconds if static is not None else float("inf")
-        if high_s == float("inf"):
-            high_s = low_s * len(table.tokens)
-        drafts = list(
-            side_by_side(table, low_s, high_s, seed=self.seed, limits=limits)
-        )  # fmt: skip
+        if problem.semantics == "lockstep":
+            made = waves(table, low_s, seed=self.seed)
+            every = [*found, *([] if made is None else [made])]
+            return sorted(every, key=lambda schedule: schedule.seconds)
+        high_s = min(
+            (one.seconds for one in found), default=low_s * (1 + len(table.tokens))
+        )
+        drafts = list(side_by_side(table, low_s, high_s, seed=self.seed, limits=limits))
         high_s = min([high_s, *(draft.seconds for draft in drafts)])
         if problem.nests and high_s > low_s * (1 + limits.enough):
             drafts += nested(table, low_s, high_s, seed=self.seed, limits=limits)
         return scheduled(drafts, found, low_s, limits)
 
+    def _rivals(
+        self, table: PriceTable, bound: Bound, found: list[Schedule]
+    ) -> list[Schedule]:
+        """With what others' planners make, where a bound of theirs is below the best: few
+        sequences are a lottery that any of them may win."""
+        best_s = found[0].seconds if found else float("inf")
+        few = len(table.tokens) <= self.limits.few and not table.devices > self.limits.crowded
+        for name, baseline in BASELINES.items():
+            if not few or name == "switching" or is_groups(table) == baseline.staged:
+                continue
+            if best_s <= bound.seconds * (1 + self.limits.enough):
+                break
+            if baseline.least_s(table) < best_s:
+                made = baseline.schedules(table, self.problem.semantics, self.seed)
+                if made is not None:
+                    found.append(made)
+                    best_s = min(best_s, made.seconds)
+        return sorted(found, key=lambda schedule: schedule.seconds)
+
 
 def plan_of(schedule: Schedule, bound: Bound) -> Plan:
     """The plan of a schedule, timed by the formula."""
-    batch = schedule.table.batch
-    pipelines, micro_batches = list[Pipeline](), list[MicroBatch]()
-    for number, ((k, ranks, _), packed) in enumerate(
-        zip(schedule.groups, schedule.packs, strict=True)
-    ):
-        pipelines.append(Pipeline(scheme=schedule.table.schemes[k].scheme, ranks=ranks))
+    table, batch = schedule.table, schedule.table.batch
+    numbers: dict[tuple[Scheme, tuple[int, ...]], int] = {}
+    micro_batches = list[MicroBatch]()
+    for (k, ranks, _), packed in zip(schedule.groups, schedule.packs, strict=True):
+        number = numbers.setdefault((table.schemes[k].scheme, ranks), len(numbers))
         micro_batches += [
             MicroBatch(
                 pipeline=number, layers=LayerPlan(),
@@ -75,14 +118,16 @@ def plan_of(schedule: Schedule, bound: Bound) -> Plan:
             for members in packed.bins
         ]  # fmt: skip
     return Plan(
-        lengths=batch.lengths, devices=schedule.table.devices, pipelines=tuple(pipelines),
+        lengths=batch.lengths, devices=table.devices,
+        pipelines=tuple(Pipeline(scheme=scheme, ranks=ranks) for scheme, ranks in numbers),
         micro_batches=tuple(micro_batches), predicted_s=schedule.seconds,
-        lower_bound_s=min(bound.seconds, schedule.seconds),
+        lower_bound_s=min(bound.seconds, schedule.seconds), semantics=schedule.semantics,
     )  # fmt: skip
 
 
-def _reasons(found: list[Schedule], bound: Bound) -> tuple[str, ...]:
-    """What binds, who is last, what the best static schedule and the next strategy would take."""
+def reasons(found: Sequence[Schedule], bound: Bound) -> tuple[str, ...]:
+    """What binds, who is busiest, what the best static schedule and the next strategy would
+    take."""
     best, table = found[0], found[0].table
     gap = percent_text(best.seconds / bound.seconds - 1)
     binds = "the longest sequence is quicker nowhere"
@@ -95,12 +140,14 @@ def _reasons(found: list[Schedule], bound: Bound) -> tuple[str, ...]:
     last = max(range(len(best.packs)), key=lambda g: best.packs[g].seconds)
     k, _, members = best.groups[last]
     texts.append(
-        f"the busiest pipeline is a {table.schemes[k]} with {len(members)} sequences in "
-        f"{len(best.packs[last].bins)} micro-batches, the longest of "
+        f"the busiest pipeline is a {table.schemes[k]}: {_several(len(members), 'sequence', 's')}"
+        f" in {_several(len(best.packs[last].bins), 'micro-batch', 'es')}, the longest of "
         f"{table.tokens[min(members)]:,} tokens"
     )
     static = next((one for one in found if one.source == "static"), None)
-    if static is not None and static is not best:
+    if static is best:
+        texts.append("the best static plan")
+    elif static is not None:
         ratio = static.seconds / best.seconds
         texts.append(f"best static: {static.names}, {seconds_text(static.seconds)} ({ratio:.3g}x)")
     other = next((one for one in found if one.strategy != best.strategy and one is not static), None)
@@ -111,3 +158,7 @@ def _reasons(found: list[Schedule], bound: Bound) -> tuple[str, ...]:
     if idle:
         texts.append(f"{idle} devices are idle: no scheme that helps is small enough")
     return tuple(texts)
+
+
+def _several(count: int, what: str, ending: str) -> str:
+    return f"{count:,} {what}{ending if count != 1 else ''}"

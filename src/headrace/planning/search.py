@@ -1,11 +1,12 @@
-"""Searches the least time in which a filling succeeds: halving, then other orders.
+"""Searches the least time in which a filling succeeds: steps up, halving, then other orders.
 
-A filling (:mod:`headrace.planning.side_by_side`, :mod:`headrace.planning.nested`,
-:mod:`headrace.planning.waves`) answers whether everything ends within a guessed time. The time is
-halved between a bound and what is known to be enough. Where sequences are few, whether they fit is a
-matter of luck: the longest first is one order among many, so others close to it are drawn and tried
-with a little less time, and each success lowers the time. Effort is counted in sequences placed,
-never in time, so that a seed gives one plan.
+A filling (:mod:`headrace.planning.side_by_side`, :mod:`headrace.planning.nested`) answers whether
+everything ends within a guessed time, and if not, about which part of the work found no place. From
+a bound upwards the time grows by that part until a filling succeeds; then it is halved between what
+failed and what did not. Where sequences are few, whether they fit is a matter of luck: the longest
+first is one order among many, so others close to it are drawn and tried with a little less time,
+and each success lowers the time. Effort is counted in sequences placed, never in time, so that a
+seed gives one plan.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ Result = TypeVar("Result")
 class Effort:
     """How hard a search tries.
 
-    ``first`` is the first step above the bound, which grows by ``growth`` until a filling succeeds;
-    then the time is halved until it is known to ``close``, or ``halvings`` are done. ``shaken``
-    sequences may be placed in drawn orders, each with ``gain`` less time, in which a length counts
-    for ``spread`` more or less of itself. A time within ``enough`` of the bound is not improved.
+    A time grows by ``growth`` times the part that found no place, at least by ``least``; then it is
+    halved until it is known to ``close``, or ``halvings`` are done. ``shaken`` sequences may be
+    placed in drawn orders, each with ``gain`` less time, in which a length counts for ``spread``
+    more or less of itself. A time within ``enough`` of the bound is not improved.
     """
 
-    first: float = 1.5e-3
-    growth: float = 2.5
-    halvings: int = 12
-    close: float = 3e-4
-    shaken: int = 3000
+    least: float = 2e-3
+    growth: float = 0.7
+    steps: int = 16
+    halvings: int = 5
+    close: float = 1e-3
+    shaken: int = 0
     gain: float = 2e-3
     spread: Sequence[float] = (0.03, 0.1, 0.3)
     enough: float = 2e-4
@@ -50,7 +52,7 @@ class Found(Generic[Result]):
 
 
 def least_time(
-    fill: Callable[[float, Sequence[int] | None], Result | None],
+    fill: Callable[[float, Sequence[int] | None], Result | float],
     values: np.ndarray,
     low_s: float,
     high_s: float,
@@ -58,7 +60,8 @@ def least_time(
     seed: int = 0,
 ) -> Found[Result] | None:
     """The least time found between ``low_s``, which nothing beats, and ``high_s`` in which ``fill``
-    succeeds for sequences of ``values`` tokens; None when none is below ``high_s``."""
+    succeeds for sequences of ``values`` tokens; None when none is below ``high_s``. ``fill`` returns
+    a float, the part of the work that found no place, where it fails."""
     best = _halved(fill, low_s, high_s, effort)
     if best is None:
         return None
@@ -69,7 +72,7 @@ def least_time(
         order = np.argsort(-values * np.exp(noise), kind="stable").tolist()
         tau = max(low_s, best.seconds * (1 - effort.gain))
         result = fill(tau, order)
-        if result is not None:
+        if not isinstance(result, float):
             best = Found(seconds=tau, result=result)
         placed -= len(values)
         tries += 1
@@ -77,27 +80,30 @@ def least_time(
 
 
 def _halved(
-    fill: Callable[[float, Sequence[int] | None], Result | None],
+    fill: Callable[[float, Sequence[int] | None], Result | float],
     low_s: float,
     high_s: float,
     effort: Effort,
 ) -> Found[Result] | None:
     best: Found[Result] | None = None
-    step, tau = effort.first, low_s * (1 + effort.first)
-    for _ in range(effort.halvings):
+    tau = low_s * (1 + 1e-9)
+    for _ in range(effort.steps):
         tau = min(tau, high_s)
         result = fill(tau, None)
-        if result is not None:
+        if not isinstance(result, float):
             best, high_s = Found(seconds=tau, result=result), tau
-        elif tau >= high_s:
+            break
+        if tau >= high_s:
             return None
-        else:
-            low_s = tau
+        low_s = tau
+        tau *= 1 + max(effort.least, effort.growth * result)
+    for _ in range(effort.halvings if best is not None else 0):
         if high_s <= low_s * (1 + effort.close):
             break
-        if best is None:
-            step *= effort.growth
-            tau = low_s * (1 + step)
+        tau = (low_s + high_s) / 2
+        result = fill(tau, None)
+        if isinstance(result, float):
+            low_s = tau
         else:
-            tau = (low_s + high_s) / 2
+            best, high_s = Found(seconds=tau, result=result), tau
     return best

@@ -57,6 +57,7 @@ class Filler:
                 table.depth, table.c, table.cap, table.util, strict=True
             )
         ]
+        self._after: Floats | None = None
         self._cheapest: dict[int, list[list[int]]] = {}
 
     def cheapest(self, tau: float) -> list[list[int]]:
@@ -91,9 +92,9 @@ class Filler:
 
     def fill(
         self, tau: float, order: Sequence[int] | None = None, *, join_any: bool = True
-    ) -> Pipelines | None:
-        """Pipelines that end within ``tau`` by their usual rows; None when a sequence finds no
-        place. ``order``: positions as they are taken, longest first where left out. With
+    ) -> Pipelines | float:
+        """Pipelines that end within ``tau`` by their usual rows; the part of the work from the
+        first sequence on that finds no place. ``order``: positions as they are taken, longest first where left out. With
         ``join_any`` a sequence looks for room in pipelines of all its schemes before it opens one,
         else scheme by scheme."""
         table, lines = self.table, self.lines
@@ -146,7 +147,7 @@ class Filler:
                 opening = -2
                 break
             if opening == -1:
-                return None
+                return self._rest(i)
             if opening >= 0:
                 k = opening
                 need = seconds_of[k][i]
@@ -163,6 +164,13 @@ class Filler:
             for _, members in found:
                 members.sort()
         return found
+
+    def _rest(self, i: int) -> float:
+        """The part of the work of position i and those after it."""
+        if self._after is None:
+            least = (self.table.ranks * self.table.spread).min(axis=0)
+            self._after = np.cumsum(least[::-1])[::-1] / least.sum()
+        return float(self._after[i])
 
     def levelled(self, found: Pipelines, limit_s: float) -> tuple[float, Pipelines]:
         """The pipelines with the sequences that take up to ``limit_s`` dealt out again, longest

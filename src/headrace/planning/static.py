@@ -67,6 +67,6 @@ def _staged(table: PriceTable, k: int, count: int) -> Pipelines | None:
     filler, low_s = Filler(table, most=most), table.depth[k] * float(table.alone[k, 0])
     high_s = table.depth[k] * float(table.sums(k)[-1] + table.c[k] * len(table.tokens)) + low_s
     found = least_time(
-        filler.fill, table.batch.values, low_s, high_s, Effort(shaken=0, halvings=24)
+        filler.fill, table.batch.values, low_s, high_s, Effort(growth=1.0, close=0.01)
     )
     return None if found is None else found.result

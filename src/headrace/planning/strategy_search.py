@@ -63,7 +63,7 @@ def climbed(
             work -= len(table.tokens)
             filler = Filler(table, most=counts)
             tau, found = best_s * (1 - _GAIN), None
-            while (filled := filler.fill(tau)) is not None:
+            while not isinstance(filled := filler.fill(tau), float):
                 found = Found(seconds=tau, result=filled)
                 tau *= 1 - _GAIN
                 work -= len(table.tokens)
