@@ -38,7 +38,12 @@ def group_table(
     """Groups of all sizes; each of ``rows`` rows more is a tenth slower and holds twice as much."""
     schemes = []
     for p in (p for p in costs.sizes if p <= devices):
-        a, b, c, cap = costs.a_s / p, (costs.b_s + costs.kappa_s[p]) / p, costs.c_s, costs.cap_tokens
+        a, b, c, cap = (
+            costs.a_s / p,
+            (costs.b_s + costs.kappa_s[p]) / p,
+            costs.c_s,
+            costs.cap_tokens,
+        )
         frontier = Frontier.of_rows([(a, b, c)] * rows, cap * p)
         if rows > 1:
             slower = [1.1**row for row in range(rows)]

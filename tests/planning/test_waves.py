@@ -35,9 +35,7 @@ def planned(table: PriceTable, seed: int = 0) -> Schedule:
     costs=world_costs(), lengths=batches(), devices=st.integers(1, 17),
     rows=st.sampled_from([1, 1, 3]),
 )  # fmt: skip
-def test_waves_of_any_world(
-    costs: GroupCosts, lengths: list[int], devices: int, rows: int
-) -> None:
+def test_waves_of_any_world(costs: GroupCosts, lengths: list[int], devices: int, rows: int) -> None:
     """Would catch a sequence lost or doubled, memory exceeded, a rank in two places, a wrong
     prediction, and a bound above it."""
     table = group_table(costs, lengths, devices, rows=rows) if devices >= costs.sizes[0] else None
