@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from itertools import accumulate, product
 from math import inf
@@ -15,20 +14,15 @@ from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.planning.pipelines.batch import Batch
 from headrace.planning.pipelines.bounds import Relaxation
 from headrace.planning.pipelines.climb import climb, filled, rounded
-from headrace.planning.pipelines.differencing import differenced
 from headrace.planning.pipelines.dispatch import dispatch, estimate_s
-from headrace.planning.pipelines.dynamic_program import proposed
 from headrace.planning.pipelines.fluid import fluid
 from headrace.planning.pipelines.head import opened
 from headrace.planning.pipelines.local import improve
 from headrace.planning.pipelines.packing import pack, pigeons_s
-from headrace.planning.pipelines.paper import greedy
-from headrace.planning.pipelines.programs import dispatch_program, packing_program
 from headrace.planning.pipelines.proposal import propose
-from headrace.planning.pipelines.solution import packed, solved
-from headrace.planning.pipelines.strategy_bound import strategy_bound_s
+from headrace.planning.pipelines.solution import solved
 from headrace.planning.pipelines.world import Counts, World
-from planning.pipelines.worlds import batches, costs_of, log_normal, published, small_costs
+from planning.pipeline_worlds import batches, costs_of, log_normal, published, small_costs
 
 BIG = World.of(published("hydraulis-32b"), 64)
 
@@ -49,18 +43,6 @@ STRATEGIES = (
 )
 
 
-@pytest.mark.parametrize("counts", STRATEGIES, ids=BIG.text)
-def test_dispatch_beats_the_papers_greedy(counts: Counts) -> None:
-    """Catches a dispatch that a hundred random trials beat, and an estimate far from it."""
-    for seed in range(3):
-        batch = Batch(BIG, log_normal(200_000, seed))
-        theirs = packed(batch, counts, greedy(batch, counts, seed=seed, trials=20))
-        ours = solved(batch, counts, steps=12)
-        assert ours is not None
-        assert ours.seconds <= theirs.seconds * (1 + 1e-9)
-        assert ours.seconds <= fluid(batch, counts).seconds * 1.1
-
-
 @pytest.mark.parametrize("counts", STRATEGIES[:3], ids=BIG.text)
 def test_dispatch_without_stages_is_within_a_few_thousandths(counts: Counts) -> None:
     """Catches a search that stops early: work alone, without constants, levels to 0.2 %."""
@@ -73,16 +55,6 @@ def test_dispatch_without_stages_is_within_a_few_thousandths(counts: Counts) -> 
         improve(batch, found, steps=60, target_s=0.0)
         least = sum(load for load in found.loads) / len(found.loads)
         assert found.seconds <= least * 1.002
-
-
-def test_no_greedy_trial_is_lost() -> None:
-    """Catches sequences that trials side by side mix up, or put where they do not fit."""
-    batch = Batch(BIG, log_normal(100_000, 1))
-    counts = STRATEGIES[3]
-    found = greedy(batch, counts, seed=0, trials=7)
-    assert sorted(i for own in found.members for i in own) == list(range(len(batch)))
-    for k, own in zip(found.pipes, found.members, strict=True):
-        assert all(batch.tokens[i] <= BIG.pipes[k].cap for i in own)
 
 
 @settings(max_examples=80, deadline=None)
@@ -221,50 +193,6 @@ def test_a_few_long_ones_among_very_many() -> None:
     assert ours.seconds == pytest.approx(world.pipes[0].alone_s(5000))
 
 
-def test_pipelines_with_stages_are_planned_in_milliseconds() -> None:
-    """Catches packing that tries everything for every pipeline; the limits leave a factor of ten
-    for slow machines."""
-    for devices, tokens, limit_s in ((64, 200_000, 0.015), (1024, 3_200_000, 0.1)):
-        world = World.of(published("hydraulis-32b"), devices)
-        batch = Batch(world, log_normal(tokens, 1))
-        names = {"tp16": devices // 64, "tp2-pp4": devices // 64 * 6}
-        counts = tuple(names.get(pipe.name, 0) for pipe in world.pipes)
-        spent = list[float]()
-        for _ in range(3):
-            before = time.process_time()
-            ours = solved(batch, counts, steps=12)
-            spent.append(time.process_time() - before)
-        assert ours is not None
-        assert ours.seconds <= strategy_bound_s(batch, counts) * 1.1
-        assert min(spent) < limit_s
-
-
-@pytest.mark.parametrize("name", ["tp8", "tp4-pp2", "tp2-pp4"])
-def test_packing_is_close_to_the_integer_program(name: str) -> None:
-    """Catches a heuristic that loses more than a percent or two, and one that beats what is
-    proved, which would be a wrong program."""
-    k = [pipe.name for pipe in BIG.pipes].index(name)
-    lengths = [2900, 2400, 1900, 1500, 900, 700, 400, 300, 200]
-    batch = Batch(BIG, lengths)
-    answer = packing_program(batch, k, range(len(batch)), limit_s=2.0)
-    seconds, _ = pack(batch, k, range(len(batch)))
-    assert answer.members is not None
-    assert answer.bound_s * (1 - 1e-6) <= seconds <= answer.seconds * 1.02
-
-
-def test_dispatch_is_close_to_the_integer_program() -> None:
-    """Catches a dispatch that a solver beats by more than a percent where pipelines have one
-    stage, and a program whose proof our plan contradicts."""
-    batch = Batch(BIG, [9000, 5000, 4000, 3000, 2000, 1500, 1200, 900, 500, 300])
-    counts = counts_of(BIG, tp8=1, tp4=2)
-    answer = dispatch_program(batch, counts, limit_s=5.0)
-    ours = solved(batch, counts, steps=40)
-    assert answer.members is not None
-    assert ours is not None
-    assert sorted(i for own in answer.members for i in own) == list(range(len(batch)))
-    assert answer.bound_s * (1 - 1e-6) <= ours.seconds <= answer.seconds * 1.01
-
-
 @settings(max_examples=60, deadline=None)
 @given(costs=small_costs(), lengths=batches(12))
 def test_more_devices_and_fewer_sequences_lower_the_bound(
@@ -277,29 +205,6 @@ def test_more_devices_and_fewer_sequences_lower_the_bound(
     wider = World(devices=16, pipes=world.pipes)
     assert Relaxation(Batch(wider, fits)).bound().seconds <= bound_s * (1 + 2e-4)
     assert Relaxation(Batch(world, fits[:1])).bound().seconds <= bound_s * (1 + 2e-4)
-
-
-@settings(max_examples=40, deadline=None)
-@given(costs=small_costs(2), lengths=batches(30), numbers=st.tuples(*[st.integers(0, 3)] * 2))
-def test_nothing_beats_the_bound_of_a_strategy(
-    costs: PipelineCosts, lengths: list[int], numbers: tuple[int, int]
-) -> None:
-    """Catches pigeons and shares that are no bound."""
-    world = World.of(costs, 24)
-    counts = numbers[: len(world.pipes)]
-    batch = Batch(world, [min(tokens, world.pipes[0].cap) for tokens in lengths])
-    ours = solved(batch, counts, steps=20) if any(counts) else None
-    if ours is not None:
-        assert strategy_bound_s(batch, counts) <= ours.seconds * (1 + 1e-9)
-
-
-def test_two_long_sequences_for_one_pipeline() -> None:
-    """Catches a bound of a strategy that lets one pipeline's load flow to those that cannot hold
-    it."""
-    world = World.of(costs_of(("tp2", 0.0, 1e-3, 0.5, 9000), ("cp1", 0.0, 1e-3, 0.0, 1000)), 64)
-    batch = Batch(world, [8000, 7000, 500])
-    assert strategy_bound_s(batch, (1, 60)) == pytest.approx(15 + 0.5 * 15 / 9, rel=1e-3)
-    assert strategy_bound_s(batch, (2, 60)) == pytest.approx(8.5)
 
 
 def test_the_longest_sequence_binds() -> None:
@@ -363,43 +268,3 @@ def test_proposals_serve_every_longest_sequence() -> None:
     for longest, counts in made.classes:
         assert any(n and p.cap >= longest for n, p in zip(counts, BIG.pipes, strict=True))
     assert [longest for longest, _ in made.classes] == sorted(x for x, _ in made.classes)
-
-
-@pytest.mark.parametrize("relaxed", [False, True])
-def test_the_papers_proposal(relaxed: bool) -> None:
-    """Catches strategies over the devices, and a longest sequence that none of them holds."""
-    lengths = [tokens for seed in range(2) for tokens in log_normal(100_000, seed)]
-    found = proposed(BIG, lengths, relaxed=relaxed, bins=16, units=64)
-    assert len(found) > 2
-    assert all(0 < BIG.used(counts) <= 64 for counts in found)
-    longest = max(lengths)
-    assert any(
-        n and pipe.cap >= longest
-        for counts in found for n, pipe in zip(counts, BIG.pipes, strict=True)
-    )  # fmt: skip
-
-
-def test_the_dynamic_program_by_hand() -> None:
-    """Catches a table that mixes up devices and pipelines: short sequences on single devices, the
-    long one on the only scheme that holds it."""
-    world = World.of(costs_of(("cp1", 0.0, 1.0, 0.0, 10), ("tp2", 0.0, 0.9, 0.0, 100)), 4)
-    found = proposed(world, [10] * 18 + [100], relaxed=False, bins=10)
-    assert found[0] == (0, 4)
-    assert found[-1] == (1, 2)
-
-
-@settings(max_examples=60, deadline=None)
-@given(weights=st.lists(st.integers(1, 500), max_size=30), parts=st.integers(1, 9))
-def test_differencing_loses_nothing(weights: list[int], parts: int) -> None:
-    """Catches sets that lose or double numbers when they are joined."""
-    sets = differenced(weights, parts)
-    assert len(sets) == parts
-    assert sorted(i for own in sets for i in own) == list(range(len(weights)))
-    sums = [sum(weights[i] for i in own) for own in sets]
-    assert max(sums) - min(sums) <= max(weights, default=0)
-
-
-def test_differencing_by_hand() -> None:
-    """Catches greedy filling in its place: 8 7 6 5 4 in two sets is 16 and 14 by differencing."""
-    sets = differenced([8, 7, 6, 5, 4], 2)
-    assert sorted(sum([8, 7, 6, 5, 4][i] for i in own) for own in sets) == [14, 16]

@@ -12,8 +12,7 @@ from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import CostError, InfeasiblePlan, SpecError
 from headrace.planning.pipelines import PLANNERS, phases_apart, plan_pipelines
 from headrace.planning.pipelines.world import World
-from planning.pipelines.checker import faults, optimum_s
-from planning.pipelines.worlds import (
+from planning.pipeline_worlds import (
     batches,
     costs_of,
     log_normal,
@@ -21,6 +20,7 @@ from planning.pipelines.worlds import (
     small_costs,
     tiny_world,
 )  # fmt: skip
+from planning.pipelines.checker import faults, optimum_s
 
 OTHERS = sorted(set(PLANNERS) - {"headrace"})
 

@@ -1,9 +1,9 @@
 """Hydraulis' own planner: its proposal, its greedy dispatch, one packing.
 
 Every strategy that is proposed (:mod:`headrace.planning.baselines.dynamic_program`) is dispatched
-and packed for every batch. Algorithm 1 of its appendix E: sequences in random order, each to the pipeline that keeps the
-slowest pipeline's sum_i T(l_i) + (P - 1) T(longest) lowest, the first of equals; the best of T
-trials. All trials run side by side as arrays.
+and packed for every batch. Algorithm 1 of its appendix E: sequences in random order, each to the
+pipeline that keeps the slowest pipeline's sum_i T(l_i) + (P - 1) T(longest) lowest, the first of
+equals; the best of T trials. All trials run side by side as arrays.
 """
 
 from __future__ import annotations

@@ -43,16 +43,18 @@ def switch_s(parameters: int | None) -> float:
 def switching(tables: Sequence[PriceTable], parameters: int | None = None) -> Planned:
     """Up to three homogeneous strategies in turn, of a model of so many ``parameters``."""
     change_s = switch_s(parameters)
-    longest = max(scheme.most_tokens for scheme in tables[0].schemes)
+    longest = max(table.tokens[0] for table in tables)
     best_s, best = inf, list[Phase]()
     for cuts in _CUTS:
         total, phases = 0.0, list[Phase]()
-        for low, high in zip((0, *cuts), (*cuts, longest), strict=True):
+        for low, high in zip((0, *cuts), (*cuts, max((longest, *cuts))), strict=True):
             parts = [part for table in tables if (part := _part(table, low, high)) is not None]
             if parts:
                 seconds, k = best_scheme(parts, static_schedule)
                 total += seconds
-                phases.append((low, high, -1 if k is None else k))
+                if k is None:
+                    break
+                phases.append((low, high, k))
         total += change_s * (len(phases) - 1) * len(tables)
         if total < best_s:
             best_s, best = total, phases

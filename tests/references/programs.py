@@ -8,7 +8,7 @@ Packing (Hydraulis, equation 1), for one pipeline and V micro-batches:
     Objective   minimise z.
 
 With V given, sum_j t_j + (P - 1) max_j t_j = sum_i T_i + c V + (P - 1) (z + c), so the same
-program serves our objective; V is enumerated.
+program serves our objective; V is enumerated. Schemes have one row each.
 
 Dispatch (equation 3), for one strategy:
 
@@ -30,8 +30,8 @@ from dataclasses import dataclass
 
 import highspy
 
-from headrace.planning.pipelines.batch import Batch
-from headrace.planning.pipelines.world import Counts
+from headrace.planning.batch import PriceTable
+from headrace.planning.strategy_search import Counts
 
 __all__ = ["Answer", "dispatch_program", "packing_program"]
 
@@ -47,28 +47,28 @@ class Answer:
 
 
 def packing_program(
-    batch: Batch, k: int, members: Sequence[int], *, limit_s: float = 5.0
+    table: PriceTable, k: int, members: Sequence[int], *, limit_s: float = 5.0
 ) -> Answer:
     """The best micro-batches of one pipeline, with ``limit_s`` seconds for each V."""
-    pipe, seconds = batch.world.pipes[k], batch.seconds(k)
-    held = sum(batch.tokens[i] for i in members)
-    least = -(-held // pipe.cap)
-    most = min(len(members), max(least, held // pipe.util))
+    seconds, c, bubbles = table.seconds(k), table.c[k], table.depth[k] - 1
+    held = sum(table.tokens[i] for i in members)
+    least = -(-held // table.cap[k])
+    most = min(len(members), max(least, held // table.util[k]))
     work = sum(seconds[i] for i in members)
     best = Answer(members=None, seconds=float("inf"), bound_s=float("inf"))
     for v in range(least, len(members) + 1):
         if v > most and best.members is not None:
             break
-        fixed_s = work + pipe.c * v + (pipe.stages - 1) * pipe.c
-        floor_s = fixed_s + (pipe.stages - 1) * max(seconds[members[0]], work / v)
+        fixed_s = work + c * v + bubbles * c
+        floor_s = fixed_s + bubbles * max(seconds[members[0]], work / v)
         if floor_s >= best.seconds:
             best = Answer(
                 members=best.members, seconds=best.seconds, bound_s=min(best.bound_s, floor_s)
             )
             continue
-        bins, longest_s, proved_s = _even(batch, k, members, v, limit_s)
-        bound_s = min(best.bound_s, fixed_s + (pipe.stages - 1) * proved_s)
-        found_s = fixed_s + (pipe.stages - 1) * longest_s
+        bins, longest_s, proved_s = _even(table, k, members, v, limit_s)
+        bound_s = min(best.bound_s, fixed_s + bubbles * proved_s)
+        found_s = fixed_s + bubbles * longest_s
         if bins is not None and found_s < best.seconds:
             best = Answer(members=bins, seconds=found_s, bound_s=bound_s)
         else:
@@ -77,10 +77,10 @@ def packing_program(
 
 
 def _even(
-    batch: Batch, k: int, members: Sequence[int], v: int, limit_s: float
+    table: PriceTable, k: int, members: Sequence[int], v: int, limit_s: float
 ) -> tuple[list[list[int]] | None, float, float]:
     """``v`` micro-batches, the longest's seconds and what is proved of them."""
-    pipe, seconds = batch.world.pipes[k], batch.seconds(k)
+    seconds, cap = table.seconds(k), table.cap[k]
     model = _model(limit_s)
     inside = [[model.addBinary() for _ in range(v)] for _ in members]
     longest = model.addVariable()
@@ -88,8 +88,8 @@ def _even(
         model.addConstr(model.qsum(row) == 1)
     for j in range(v):
         model.addConstr(
-            model.qsum(row[j] * batch.tokens[i] for row, i in zip(inside, members, strict=True))
-            <= pipe.cap
+            model.qsum(row[j] * table.tokens[i] for row, i in zip(inside, members, strict=True))
+            <= cap
         )
         model.addConstr(
             model.qsum(row[j] * seconds[i] for row, i in zip(inside, members, strict=True))
@@ -103,40 +103,38 @@ def _even(
     if chosen is None:
         return None, float("inf"), proved
     bins = [[i for i, j in zip(members, chosen, strict=True) if j == at] for at in range(v)]
-    held = [sum(batch.tokens[i] for i in own) for own in bins]
-    if max(held) > pipe.cap:
+    held = [sum(table.tokens[i] for i in own) for own in bins]
+    if max(held) > cap:
         return None, float("inf"), proved
     bins = [own for own in bins if own]
     return bins, max(sum(seconds[i] for i in own) for own in bins), proved
 
 
-def dispatch_program(batch: Batch, counts: Counts, *, limit_s: float = 30.0) -> Answer:
+def dispatch_program(table: PriceTable, counts: Counts, *, limit_s: float = 30.0) -> Answer:
     """The best dispatch of one strategy that holds the batch; ``seconds`` is its objective."""
-    world = batch.world
     kinds = [k for k, n in enumerate(counts) for _ in range(n)]
+    everyone = range(len(table.tokens))
     model = _model(limit_s)
     given = [
-        [model.addBinary() if batch.tokens[i] <= world.pipes[k].cap else None for k in kinds]
-        for i in range(len(batch))
+        [model.addBinary() if table.tokens[i] <= table.cap[k] else None for k in kinds]
+        for i in everyone
     ]
     step = model.addVariable()
     for row in given:
         model.addConstr(model.qsum(x for x in row if x is not None) == 1)
     for q, k in enumerate(kinds):
-        pipe, seconds = world.pipes[k], batch.seconds(k)
+        seconds, c, bubbles = table.seconds(k), table.c[k], table.depth[k] - 1
         own = [(i, x) for i, row in enumerate(given) if (x := row[q]) is not None]
         if not own:
             continue
         count, longest, used = model.addIntegral(), model.addVariable(), model.addBinary()
         for i, x in own:
             model.addConstr(x <= used)
-            if pipe.stages > 1:
+            if bubbles:
                 model.addConstr(x * seconds[i] <= longest)
-        model.addConstr(model.qsum(x * batch.tokens[i] for i, x in own) <= count * pipe.cap)
+        model.addConstr(model.qsum(x * table.tokens[i] for i, x in own) <= count * table.cap[k])
         work = model.qsum(x * seconds[i] for i, x in own)
-        bubbles = pipe.stages - 1
-        constants = count * pipe.c + used * (bubbles * pipe.c)
-        model.addConstr(work + constants + longest * bubbles <= step)
+        model.addConstr(work + (count * c + used * (bubbles * c)) + longest * bubbles <= step)
     model.minimize(step)
     chosen = _whole(model, given)
     if chosen is None:

@@ -1,11 +1,10 @@
-"""A checker of group plans, worlds to plan for, and every plan of a tiny batch: written apart from
-the planners, so that it can disagree with them."""
+"""Worlds of groups to plan for, a clock, and every plan of a tiny batch: written apart from the
+planners, so that they can disagree."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -14,7 +13,6 @@ from headrace.costs.group_costs import GroupCosts
 __all__ = [
     "batches",
     "best_by_force",
-    "checked_s",
     "clock_s",
     "launch_s",
     "plain_bound_s",
@@ -28,23 +26,6 @@ def launch_s(costs: GroupCosts, lengths: Sequence[int], p: int) -> float:
     """The formula, spelled out."""
     work = sum(costs.a_s * n**2 + costs.b_s * n for n in lengths)
     return (work + costs.kappa_s[p] * sum(lengths)) / p + costs.c_s
-
-
-def checked_s(costs: GroupCosts, lengths: Sequence[int], value: dict[str, Any]) -> float:
-    """Seconds of the only iteration of a plan file; fails when it is no valid plan."""
-    (iteration,) = value["iterations"]
-    seen: list[int] = []
-    launches: Launches = []
-    for launch in iteration["launches"]:
-        ranks, held = launch["ranks"], [lengths[i] for i in launch["sequences"]]
-        seen += launch["sequences"]
-        assert held
-        assert len(set(ranks)) == len(ranks) >= 1
-        assert set(ranks) <= set(range(value["devices"]))
-        assert sum(held) <= costs.cap_tokens * len(ranks), "memory"
-        launches.append((tuple(ranks), launch_s(costs, held, len(ranks))))
-    assert sorted(seen) == list(range(len(lengths))), "every sequence once"
-    return clock_s(value["devices"], launches, value["semantics"])
 
 
 def clock_s(devices: int, launches: Launches, semantics: str) -> float:

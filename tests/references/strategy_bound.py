@@ -3,7 +3,7 @@
 1. Each sequence runs somewhere: the longest on its quickest pipe, P_k (T_k(l) + c_k).
 2. Pigeons. Of the j n + 1 longest sequences that only the n pipelines of the roomiest pipe hold,
    some pipeline has j + 1, together no less than the j + 1 shortest of them.
-3. Shares. With share_k(l, tau) as in :mod:`headrace.planning.pipelines.bounds`, a plan of tau
+3. Shares. With share_k(l, tau) as in :mod:`headrace.planning.bounds`, a plan of tau
    seconds has x_ik in {0, 1} with sum_k x_ik = 1 and sum_i x_ik share_k(l_i, tau) <= n_k. If no
    fractional x does, tau is too short: a linear program in each step of a bisection. (It is the
    strategy's own relaxation: here pipelines are given, so devices cannot be traded.)
@@ -14,9 +14,9 @@ from __future__ import annotations
 import highspy
 import numpy as np
 
-from headrace.planning.pipelines.batch import Batch
-from headrace.planning.pipelines.bounds import Relaxation
-from headrace.planning.pipelines.world import Counts
+from headrace.planning.batch import PriceTable
+from headrace.planning.bounds import BoundRows
+from headrace.planning.strategy_search import Counts
 
 __all__ = ["strategy_bound_s"]
 
@@ -24,42 +24,46 @@ _STEPS = 30
 _CLOSE = 1e-4
 
 
-def strategy_bound_s(batch: Batch, counts: Counts) -> float:
+def strategy_bound_s(table: PriceTable, counts: Counts) -> float:
     """Seconds that no plan of a strategy, which holds the batch, gets below."""
     used = [k for k, n in enumerate(counts) if n]
-    relaxation = Relaxation(batch)
-    low_s = max(float(relaxation.alone[used, 0].min()), _pigeons_s(batch, counts, used))
+    rows = BoundRows.of(table)
+    longest_s = float((table.stages * table.alone)[used, 0].min())
+    low_s = max(longest_s, _pigeons_s(table, counts, used))
     high_s = low_s
-    while not _fits(relaxation, counts, used, high_s):
+    while not _fits(rows, counts, used, high_s):
         low_s, high_s = high_s, high_s * 1.3
     for _ in range(_STEPS if high_s > low_s else 0):
         if high_s - low_s <= _CLOSE * low_s:
             break
         middle_s = (low_s + high_s) / 2
-        if _fits(relaxation, counts, used, middle_s):
+        if _fits(rows, counts, used, middle_s):
             high_s = middle_s
         else:
             low_s = middle_s
     return low_s * (1 - 1e-9)
 
 
-def _pigeons_s(batch: Batch, counts: Counts, used: list[int]) -> float:
+def _pigeons_s(table: PriceTable, counts: Counts, used: list[int]) -> float:
     """The bound by 2, for one stage."""
-    first, pipe = used[0], batch.world.pipes[used[0]]
-    held = batch.first[used[1]] if len(used) > 1 else len(batch)
-    seconds, n = batch.work(first), counts[first]
+    used = sorted(used, key=lambda k: -table.cap[k])
+    first = used[0]
+    held = len(table.tokens)
+    if len(used) > 1:
+        held = int(np.isinf(table.alone[used[1]]).sum())
+    seconds, n = table.sums(first), counts[first]
     best = 0.0
-    if pipe.stages > 1:
+    if table.depth[first] > 1:
         return best
     for j in range(1, (held - 1) // n + 1):
         end = j * n + 1
-        best = max(best, seconds[end] - seconds[end - j - 1] + pipe.c)
+        best = max(best, seconds[end] - seconds[end - j - 1] + table.c[first])
     return best
 
 
-def _fits(relaxation: Relaxation, counts: Counts, used: list[int], tau: float) -> bool:
+def _fits(rows: BoundRows, counts: Counts, used: list[int], tau: float) -> bool:
     """Whether fractions of sequences on the strategy's pipes fit into ``tau``."""
-    shares = relaxation.shares(tau)[used] / relaxation.each[used]
+    shares = rows.shares(tau)[used] / rows.ranks[used]
     if not np.isfinite(shares).any(axis=0).all():
         return False
     if len(used) == 1:

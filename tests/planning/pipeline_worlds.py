@@ -13,7 +13,7 @@ from headrace.spec import Scheme
 
 __all__ = ["batches", "costs_of", "log_normal", "published", "small_costs", "tiny_world"]
 
-_PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "published"
+_PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published"
 
 Entry = tuple[str, float, float, float, int]
 """Scheme, a, b, c and room."""
