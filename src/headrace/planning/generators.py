@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -276,6 +276,6 @@ def scheduled(
             steps = min(steps, limits.steps_fluid)
         better = improved(schedule, target_s=bound_s, steps=steps)
         if better is not schedule:
-            made.append(better)
+            made.append(replace(better, source="improved"))
             made.sort(key=lambda schedule: schedule.seconds)
     return made
