@@ -22,6 +22,11 @@ from math import inf
 from statistics import fmean
 from typing import Any
 
+from headrace.planning.pipelines import plan_pipelines
+from headrace.planning.pipelines.batch import Batch
+from headrace.planning.pipelines.climb import climb
+from headrace.planning.pipelines.proposal import propose
+from headrace.planning.pipelines.world import Counts, World
 from hetero_scenarios import (
     WORKLOADS,
     Scenario,
@@ -35,11 +40,6 @@ from hetero_scenarios import (
 from rich.table import Table
 
 from headrace.cli.display import tell
-from headrace.planning.pipelines import plan_pipelines
-from headrace.planning.pipelines.batch import Batch
-from headrace.planning.pipelines.climb import climb
-from headrace.planning.pipelines.proposal import propose
-from headrace.planning.pipelines.world import Counts, World
 
 __all__ = ["ablation", "ablation_tables"]
 

@@ -47,6 +47,9 @@ from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
+from headrace.planning.pipelines import plan_pipelines
+from headrace.planning.pipelines.batch import Batch
+from headrace.planning.pipelines.world import World
 from hetero_scenarios import WORKLOADS, Scenario, best_static, by_equation_1, holding
 from numpy.typing import NDArray
 from rich.table import Table
@@ -54,9 +57,6 @@ from rich.table import Table
 from headrace.cli.display import tell
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.layouts import Partition, Rows, link, split_rows, stage_rows, storage_partition
-from headrace.planning.pipelines import plan_pipelines
-from headrace.planning.pipelines.batch import Batch
-from headrace.planning.pipelines.world import World
 from headrace.spec.architecture import Architecture
 from headrace.spec.plan import Pipeline
 from headrace.spec.scheme import Scheme

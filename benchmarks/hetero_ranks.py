@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from headrace.planning.strategies import Schemes, plan_strategy
 from rich.table import Table
 
 from headrace.cli.display import tell
@@ -32,7 +33,6 @@ from headrace.comm.mesh import Groups
 from headrace.costs import CostModel
 from headrace.costs.sources.profile import costs_from_profile
 from headrace.planning import Problem
-from headrace.planning.strategies import Schemes, plan_strategy
 from headrace.profiling.profiler import ProfileOptions, Profiler
 from headrace.runtime.executor import Executor
 from headrace.runtime.storage import Storage

@@ -46,6 +46,12 @@ from statistics import fmean, geometric_mean, pstdev
 from typing import Any
 
 import numpy as np
+from headrace.planning.pipelines import plan_pipelines
+from headrace.planning.pipelines.baselines import by_length
+from headrace.planning.pipelines.batch import Batch
+from headrace.planning.pipelines.solution import Solution, solved
+from headrace.planning.pipelines.switching import switch_s
+from headrace.planning.pipelines.world import Counts, World
 from numpy.typing import NDArray
 from rich.table import Table
 
@@ -53,12 +59,6 @@ from headrace.cli.display import tell
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.data.distributions import Distribution
 from headrace.data.synthetic import PRESETS, draw_batches
-from headrace.planning.pipelines import plan_pipelines
-from headrace.planning.pipelines.baselines import by_length
-from headrace.planning.pipelines.batch import Batch
-from headrace.planning.pipelines.solution import Solution, solved
-from headrace.planning.pipelines.switching import switch_s
-from headrace.planning.pipelines.world import Counts, World
 
 __all__ = [
     "BASELINES", "WORKLOADS", "Scenario", "Solve", "best_static", "by_equation_1", "dealt",

@@ -38,11 +38,6 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from rich.table import Table
-
-from headrace.cli.display import out_console, tell
-from headrace.costs.pipeline_costs import PipelineCosts
-from headrace.errors import HeadraceError
 from headrace.planning.pipelines import PLANNERS, plan_pipelines
 from headrace.planning.pipelines.batch import Batch
 from headrace.planning.pipelines.dynamic_program import proposed
@@ -53,6 +48,11 @@ from headrace.planning.pipelines.proposal import propose
 from headrace.planning.pipelines.solution import packed, solved
 from headrace.planning.pipelines.strategy_bound import strategy_bound_s
 from headrace.planning.pipelines.world import Counts, World
+from rich.table import Table
+
+from headrace.cli.display import out_console, tell
+from headrace.costs.pipeline_costs import PipelineCosts
+from headrace.errors import HeadraceError
 from headrace.units import count_text, percent_text, seconds_text
 
 HERE = Path(__file__).parent

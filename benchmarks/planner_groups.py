@@ -26,13 +26,13 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, get_args
 
+from headrace.planning.groups import GROUP_PLANNERS, GroupPlan, plan_groups
+from headrace.planning.groups.clock import Semantics
 from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.display import tell
 from headrace.costs.group_costs import GroupCosts
-from headrace.planning.groups import GROUP_PLANNERS, GroupPlan, plan_groups
-from headrace.planning.groups.clock import Semantics
 
 _FOLDER = Path(__file__).parent
 _TOKENS = ("100k", "1000k", "4000k")

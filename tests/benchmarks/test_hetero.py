@@ -8,11 +8,11 @@ import hetero_breakdown
 import hetero_scenarios
 import numpy as np
 import pytest
+from headrace.planning.pipelines.batch import Batch
+from headrace.planning.pipelines.world import World
 
 from benchmarks.scripts import Ran, run
 from headrace.costs.pipeline_costs import PipelineCosts, SchemeCost
-from headrace.planning.pipelines.batch import Batch
-from headrace.planning.pipelines.world import World
 from headrace.spec import Architecture, Scheme
 from headrace.spec.weights import parameter_count
 

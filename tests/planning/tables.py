@@ -9,11 +9,11 @@ from pathlib import Path
 
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
-from headrace.planning.batch import Batch, PriceTable
+from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import BoundRows, lower_bound
 from headrace.planning.frontier import Frontier
 from headrace.planning.priced import PricedScheme
-from headrace.planning.schedule import Schedule
+from headrace.planning.schedule import Assignment
 from headrace.spec import Lengths, Scheme
 from planning.group_worlds import clock_s
 
@@ -52,7 +52,7 @@ def group_table(
                 caps=tuple(cap * p * 2**row for row in range(rows)), layers=frontier.layers,
             )  # fmt: skip
         schemes.append(PricedScheme(scheme=Scheme(context=p), frontier=frontier))
-    return PriceTable(Batch.of(Lengths(tokens=tuple(lengths))), schemes, devices)
+    return PriceTable(SortedBatch.of(Lengths(tokens=tuple(lengths))), schemes, devices)
 
 
 def pipeline_table(costs: PipelineCosts, lengths: Sequence[int], devices: int) -> PriceTable:
@@ -67,14 +67,14 @@ def pipeline_table(costs: PipelineCosts, lengths: Sequence[int], devices: int) -
     ]  # fmt: skip
     most = max((scheme.most_tokens for scheme in schemes), default=0)
     tokens = tuple(min(most, length) for length in lengths)
-    return PriceTable(Batch.of(Lengths(tokens=tokens)), schemes, devices)
+    return PriceTable(SortedBatch.of(Lengths(tokens=tokens)), schemes, devices)
 
 
 def bound_s(table: PriceTable) -> float:
     return lower_bound(BoundRows.of(table), table.devices).seconds
 
 
-def checked_s(schedule: Schedule) -> float:
+def checked_s(schedule: Assignment) -> float:
     """Seconds worked out anew; fails when the schedule is none."""
     table, seen, runs = schedule.table, list[int](), list[tuple[tuple[int, ...], float]]()
     for (k, ranks, members), own in zip(schedule.groups, schedule.packs, strict=True):

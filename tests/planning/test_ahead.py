@@ -17,8 +17,8 @@ import pytest
 
 from headrace.costs.group_costs import GroupCosts
 from headrace.errors import InfeasiblePlan, LaunchError, SpecError
-from headrace.planning.ahead import PlanAhead
 from headrace.planning import Problem, plan
+from headrace.planning.ahead import PlanAhead
 from headrace.spec import Lengths
 from planning.ahead_work import (
     dies_on_even_first,

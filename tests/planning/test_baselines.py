@@ -22,7 +22,8 @@ from headrace.planning.baselines.hydraulis import greedy, hydraulis_candidates
 from headrace.planning.baselines.switching import sequences_of, switch_s
 from headrace.planning.batch import PriceTable
 from headrace.planning.packing import pack
-from headrace.planning.schedule import Schedule, Semantics, placed
+from headrace.planning.schedule import Assignment, placed
+from headrace.spec.plan import Semantics
 from planning.group_worlds import batches, world_costs
 from planning.pipeline_worlds import batches as short_batches
 from planning.pipeline_worlds import costs_of, log_normal, published, small_costs
@@ -52,7 +53,7 @@ def launched(planner: str, lengths: list[int], devices: int) -> list[tuple[tuple
     ]
 
 
-def prepared(planner: str, tables: list[PriceTable], seed: int = 0) -> list[Schedule]:
+def prepared(planner: str, tables: list[PriceTable], seed: int = 0) -> list[Assignment]:
     prepare = BASELINES[planner].prepare
     assert prepare is not None
     one = prepare(tables, seed, None)
@@ -302,7 +303,7 @@ def test_dispatch_programs_prove_less_than_any_schedule() -> None:
     answer = dispatch_program(table, counts, limit_s=5.0)
     assert answer.members is not None
     assert sorted(i for own in answer.members for i in own) == list(range(len(lengths)))
-    theirs = Schedule.of(table, placed(table, greedy(table, counts, seed=0)), "hydraulis")
+    theirs = Assignment.of(table, placed(table, greedy(table, counts, seed=0)), "hydraulis")
     assert answer.bound_s * (1 - 1e-6) <= theirs.seconds
     assert answer.seconds <= theirs.seconds * (1 + 1e-6)
     assert strategy_bound_s(table, counts) <= answer.seconds * (1 + 1e-6)
@@ -319,5 +320,5 @@ def test_nothing_beats_the_bound_of_a_strategy() -> None:
         lengths = [random.randint(1, 9000) for _ in range(12)]
         table = pipeline_table(made, lengths, 64)
         counts = (random.randint(1, 4), random.randint(1, 4))
-        theirs = Schedule.of(table, placed(table, greedy(table, counts, seed=0)), "hydraulis")
+        theirs = Assignment.of(table, placed(table, greedy(table, counts, seed=0)), "hydraulis")
         assert strategy_bound_s(table, counts) <= theirs.seconds * (1 + 1e-9)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headrace.costs import CostModel, ExchangeCost, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
-from headrace.planning.batch import Batch, PriceTable
+from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import BoundRows, lower_bound, step_bound_s
 from headrace.planning.drawn import random_plan, random_strategy
 from headrace.planning.infeasible import require_fit
@@ -23,7 +23,7 @@ from planning.worlds import batches, worlds
 
 def bound_s(costs: CostModel, lengths: list[int]) -> float:
     """The bound of groups, with weights whole or sharded."""
-    problem, batch = Problem(costs=costs, planner="static"), Batch.of(Lengths.of(lengths))
+    problem, batch = Problem(costs=costs, planner="static"), SortedBatch.of(Lengths.of(lengths))
     require_fit(problem, batch.tokens[0], batch.order[0])
     found = [
         BoundRows.of(PriceTable(batch, schemes, problem.devices))
@@ -56,7 +56,8 @@ def test_nothing_beats_the_bound(devices: int, memory_gib: float, lengths: list[
 def test_one_rank_and_one_micro_batch_is_exact() -> None:
     """Catches a bound that forgets the constants."""
     costs = synthetic_costs(1)
-    assert bound_s(costs, [5000, 300, 7]) == pytest.approx(optimum_s(costs, [5000, 300, 7]), rel=2e-5)
+    lengths = [5000, 300, 7]
+    assert bound_s(costs, lengths) == pytest.approx(optimum_s(costs, lengths), rel=2e-5)
 
 
 def test_the_longest_sequence_binds() -> None:

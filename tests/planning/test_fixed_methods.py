@@ -17,8 +17,8 @@ from headrace.costs import (
     Quadratic,
     synthetic_costs,
 )
-from headrace.planning.layers import layer_frontier, layer_table
 from headrace.planning.fixed_methods import listed_frontier
+from headrace.planning.layers import layer_frontier, layer_table
 from headrace.spec import Architecture, LayerOption, LayerPlan
 from headrace.spec.method import RECOMPUTE
 from headrace.units import GIB

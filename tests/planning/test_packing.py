@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.costs import Speeds, synthetic_costs
+from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.frontier import Frontier
 from headrace.planning.layers import layer_frontier
-from headrace.planning.batch import Batch, PriceTable
 from headrace.planning.packing import Packed
 from headrace.planning.packing import pack as pack_group
 from headrace.planning.priced import PricedScheme
@@ -27,7 +27,7 @@ def frontier_of(memory_gib: float, launch_s: float) -> Frontier:
 def pack(tokens: list[int], frontier: Frontier) -> Packed:
     """The micro-batches of all sequences on one rank."""
     scheme = PricedScheme(scheme=Scheme(), frontier=frontier)
-    table = PriceTable(Batch.of(Lengths.of(tokens)), [scheme], 1)
+    table = PriceTable(SortedBatch.of(Lengths.of(tokens)), [scheme], 1)
     return pack_group(table, 0, range(len(tokens)))
 
 

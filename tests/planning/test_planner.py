@@ -14,7 +14,7 @@ from headrace.costs import FORMULA_METHODS, CostModel, ExchangeCost, Speeds, syn
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
 from headrace.simulator import peak_bytes, simulate, step_s
-from headrace.spec import Architecture, Lengths, Plan, check_programs, compile_plan
+from headrace.spec import Lengths, Plan, check_programs, compile_plan
 from headrace.units import GIB
 from planning.brute_force import optimum_s
 from planning.worlds import batches, log_normal, statics, worlds

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.costs.group_costs import GroupCosts
 from headrace.planning.batch import PriceTable
-from headrace.planning.schedule import Schedule, launch_s
+from headrace.planning.schedule import Assignment, launch_s
 from headrace.planning.wave_filling import WaveFiller, sorted_into_waves
 from headrace.planning.waves import waves
 from planning.group_worlds import batches, best_by_force, world_costs
@@ -21,7 +21,7 @@ from planning.tables import bound_s, checked_s, fixture, flexsp, group_table
 BEFORE = json.loads((Path(__file__).parent / "others.json").read_text())["waves"]
 
 
-def planned(table: PriceTable, seed: int = 0) -> Schedule:
+def planned(table: PriceTable, seed: int = 0) -> Assignment:
     found = waves(table, bound_s(table), seed=seed)
     assert found is not None
     assert found.semantics == "lockstep"

@@ -179,9 +179,7 @@ def _plan(options: PlanFiles, problem: Problem, iterations: Iterations) -> int:
     return 0
 
 
-def _require_ranges(
-    costs: PipelineCosts | GroupCosts, path: Path, iterations: Iterations
-) -> None:
+def _require_ranges(costs: PipelineCosts | GroupCosts, path: Path, iterations: Iterations) -> None:
     """Raise CostError for costs whose sums or ratios would be no numbers."""
     for tokens in (1, max(map(sum, iterations))):
         if isinstance(costs, GroupCosts):

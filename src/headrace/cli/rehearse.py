@@ -16,8 +16,8 @@ from headrace.cli.display import out_console, tell
 from headrace.cli.flags import RehearseFlags, overrides
 from headrace.config import Config
 from headrace.costs import CostModel, fingerprint_of
-from headrace.costs.sources.profile import costs_from_profile
 from headrace.costs.limits import MemoryParts, memory_parts
+from headrace.costs.sources.profile import costs_from_profile
 from headrace.errors import ConfigError, InfeasiblePlan
 from headrace.profiling.rehearsal import Rehearsal
 from headrace.spec.cluster import Cluster

@@ -11,10 +11,10 @@ hold it, in seconds of one stage:
 Each is a lower bound, whichever row its micro-batch has. A search counts with one row, the *usual*
 one: the row that is quickest for as many tokens as a pipeline of the scheme may expect. There a
 sequence adds ``seconds`` to its pipeline and fills ``room`` tokens of a micro-batch, and each
-micro-batch costs ``c`` and holds ``cap`` tokens; a sequence that the usual row does not hold takes a
-micro-batch for itself, by the best row that does. Where a frontier has one row, micro-batches are
-counted as they are filled. Where it has more, *fluid* ones, the next micro-batch is hardly dearer if
-it holds a little more: beyond the first, constants are dealt out to tokens.
+micro-batch costs ``c`` and holds ``cap`` tokens; a sequence that the usual row does not hold takes
+a micro-batch for itself, by the best row that does. Where a frontier has one row, micro-batches
+are counted as they are filled. Where it has more, *fluid* ones, the next micro-batch is hardly
+dearer if it holds a little more: beyond the first, constants are dealt out to tokens.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from headrace.planning.frontier import Frontier
 from headrace.planning.priced import PricedScheme
 from headrace.spec import Lengths
 
-__all__ = ["Batch", "PriceTable"]
+__all__ = ["SortedBatch", "PriceTable"]
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Batch:
+class SortedBatch:
     """Sequences longest first (ties by index): position i is sequence ``order[i]`` of ``lengths``
     and has ``tokens[i]`` tokens."""
 
@@ -48,7 +48,7 @@ class Batch:
     _rows: dict[int, tuple[Frontier, Floats]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, lengths: Lengths) -> Batch:
+    def of(cls, lengths: Lengths) -> SortedBatch:
         """Sort ``lengths``."""
         given = np.array(lengths.tokens, dtype=np.int64)
         order = np.argsort(-given, kind="stable")
@@ -84,7 +84,7 @@ class PriceTable:
     that row's constant and tokens.
     """
 
-    def __init__(self, batch: Batch, schemes: Sequence[PricedScheme], devices: int) -> None:
+    def __init__(self, batch: SortedBatch, schemes: Sequence[PricedScheme], devices: int) -> None:
         self.batch, self.devices = batch, devices
         self.schemes = sorted(schemes, key=lambda s: (s.devices, s.depth, s.scheme.tensor))
         self.tokens = batch.tokens

@@ -58,7 +58,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.costs import CostModel
-from headrace.planning.batch import Batch, PriceTable
+from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.priced import PricedScheme
 from headrace.simulator import exposed_s
 
@@ -109,7 +109,7 @@ class BoundRows:
 
     @classmethod
     def of_widths(
-        cls, batch: Batch, schemes: Sequence[PricedScheme], deepest: int = 1
+        cls, batch: SortedBatch, schemes: Sequence[PricedScheme], deepest: int = 1
     ) -> BoundRows:
         """Rows of whole models on stages of some width, for pipelines of up to ``deepest`` stages
         that take no longer than their stages do."""

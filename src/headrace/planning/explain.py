@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace.planning.bounds import Bound, step_bound_s
 from headrace.planning.problem import Problem
-from headrace.planning.schedule import Schedule
+from headrace.planning.schedule import Assignment
 from headrace.spec import Plan
 from headrace.units import bytes_text, percent_text, seconds_text
 
@@ -22,7 +22,7 @@ _WORTH_TELLING = 0.05  # of the step
 class Candidate:
     """A schedule and its plan, timed without the costs' scale."""
 
-    schedule: Schedule
+    schedule: Assignment
     plan: Plan
 
 
@@ -88,9 +88,7 @@ def _static(problem: Problem, best: Candidate, static: Candidate) -> str:
     return f"{text} ({_ratio(there_s, best.plan.predicted_s):.3g}x)"
 
 
-def _next(
-    problem: Problem, tried: Sequence[Candidate], static: Candidate | None
-) -> str | None:
+def _next(problem: Problem, tried: Sequence[Candidate], static: Candidate | None) -> str | None:
     """The next candidate that differs in its strategy, and is not the static plan."""
     best_s, mine = tried[0].plan.predicted_s, tried[0].schedule.strategy
     for other in tried[1:]:

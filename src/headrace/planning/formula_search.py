@@ -10,13 +10,13 @@ from headrace.costs import CostModel
 from headrace.errors import InfeasiblePlan
 from headrace.planning.baselines import BASELINES
 from headrace.planning.baselines.homogeneous import is_groups
-from headrace.planning.batch import Batch, PriceTable
+from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import Bound, BoundRows, lower_bound
-from headrace.planning.generators import Limits, nested, scheduled, side_by_side
+from headrace.planning.generators import SearchLimits, nested, scheduled, side_by_side
 from headrace.planning.infeasible import require_lockstep
 from headrace.planning.problem import Problem
 from headrace.planning.published import require_held
-from headrace.planning.schedule import Schedule
+from headrace.planning.schedule import Assignment
 from headrace.planning.waves import waves
 from headrace.spec import LayerPlan, MicroBatch, Pipeline, Plan, Scheme
 from headrace.units import percent_text, seconds_text
@@ -24,7 +24,7 @@ from headrace.units import percent_text, seconds_text
 __all__ = ["FormulaSearch", "bounded", "formula_table", "plan_of", "reasons"]
 
 
-def formula_table(problem: Problem, batch: Batch) -> PriceTable:
+def formula_table(problem: Problem, batch: SortedBatch) -> PriceTable:
     """The table of a batch. Raises InfeasiblePlan when its longest sequence fits no scheme."""
     longest, index = batch.tokens[0], batch.order[0]
     if problem.is_published:
@@ -46,9 +46,9 @@ class FormulaSearch:
     """One batch being planned."""
 
     problem: Problem
-    batch: Batch
+    batch: SortedBatch
     seed: int
-    limits: Limits
+    limits: SearchLimits
 
     def plan(self) -> Plan:
         """See :func:`headrace.planning.planner.plan`."""
@@ -65,7 +65,7 @@ class FormulaSearch:
             name = f"static-cp{self.problem.static_size}"
         return made.replace(planner=name, seed=self.seed, why=reasons(found, bound))
 
-    def _static(self, table: PriceTable) -> list[Schedule]:
+    def _static(self, table: PriceTable) -> list[Assignment]:
         size, semantics = self.problem.static_size, self.problem.semantics
         if size is not None:
             some = [scheme for scheme in table.schemes if scheme.devices == size]
@@ -78,27 +78,21 @@ class FormulaSearch:
         made = BASELINES["best-static"].schedules(table, semantics, self.seed)
         return [] if made is None else [made]
 
-    def _found(
-        self, table: PriceTable, bound: Bound, found: list[Schedule]
-    ) -> list[Schedule]:
+    def _found(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> list[Assignment]:
         """Schedules, the quickest first."""
         problem, limits, low_s = self.problem, self.limits, bound.seconds
         if problem.semantics == "lockstep":
             made = waves(table, low_s, seed=self.seed)
             every = [*found, *([] if made is None else [made])]
             return sorted(every, key=lambda schedule: schedule.seconds)
-        high_s = min(
-            (one.seconds for one in found), default=low_s * (1 + len(table.tokens))
-        )
+        high_s = min((one.seconds for one in found), default=low_s * (1 + len(table.tokens)))
         drafts = list(side_by_side(table, low_s, high_s, seed=self.seed, limits=limits))
         high_s = min([high_s, *(draft.seconds for draft in drafts)])
         if problem.nests and high_s > low_s * (1 + limits.enough):
             drafts += nested(table, low_s, high_s, seed=self.seed, limits=limits)
         return scheduled(drafts, found, low_s, limits)
 
-    def _rivals(
-        self, table: PriceTable, bound: Bound, found: list[Schedule]
-    ) -> list[Schedule]:
+    def _rivals(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> list[Assignment]:
         """With what others' planners make, where a bound of theirs is below the best: few
         sequences are a lottery that any of them may win."""
         best_s = found[0].seconds if found else float("inf")
@@ -116,7 +110,7 @@ class FormulaSearch:
         return sorted(found, key=lambda schedule: schedule.seconds)
 
 
-def plan_of(schedule: Schedule, bound: Bound) -> Plan:
+def plan_of(schedule: Assignment, bound: Bound) -> Plan:
     """The plan of a schedule, timed by the formula."""
     table, batch = schedule.table, schedule.table.batch
     numbers: dict[tuple[Scheme, tuple[int, ...]], int] = {}
@@ -138,7 +132,7 @@ def plan_of(schedule: Schedule, bound: Bound) -> Plan:
     )  # fmt: skip
 
 
-def _with_model(plan: Plan, costs: CostModel, schedule: Schedule) -> Plan:
+def _with_model(plan: Plan, costs: CostModel, schedule: Assignment) -> Plan:
     """The plan with the layers of a model's costs, the update's seconds and their scale."""
     schemes, rows = schedule.table.schemes, [row for own in schedule.packs for row in own.rows]
     kinds = [k for (k, _, _), own in zip(schedule.groups, schedule.packs, strict=True)
@@ -158,11 +152,11 @@ def _with_model(plan: Plan, costs: CostModel, schedule: Schedule) -> Plan:
     )  # fmt: skip
 
 
-def reasons(found: Sequence[Schedule], bound: Bound) -> tuple[str, ...]:
+def reasons(found: Sequence[Assignment], bound: Bound) -> tuple[str, ...]:
     """What binds, who is busiest, what the best static schedule and the next strategy would
     take."""
     best, table = found[0], found[0].table
-    gap = percent_text(best.seconds / bound.seconds - 1)
+    gap = percent_text(_over(best.seconds, bound.seconds))
     binds = "the longest sequence is quicker nowhere"
     if not bound.by_longest:
         binds = (
@@ -181,16 +175,21 @@ def reasons(found: Sequence[Schedule], bound: Bound) -> tuple[str, ...]:
     if static is best:
         texts.append("the best static plan")
     elif static is not None:
-        ratio = static.seconds / best.seconds
+        ratio = 1 + _over(static.seconds, best.seconds)
         texts.append(f"best static: {static.names}, {seconds_text(static.seconds)} ({ratio:.3g}x)")
-    other = next((one for one in found if one.strategy != best.strategy and one is not static), None)
+    others = (one for one in found if one.strategy != best.strategy and one is not static)
+    other = next(others, None)
     if other is not None:
-        over = percent_text(other.seconds / best.seconds - 1)
+        over = percent_text(_over(other.seconds, best.seconds))
         texts.append(f"next strategy: {other.names}, {seconds_text(other.seconds)} (+{over})")
     idle = table.devices - len({rank for _, ranks, _ in best.groups for rank in ranks})
     if idle:
         texts.append(f"{idle} devices are idle: no scheme that helps is small enough")
     return tuple(texts)
+
+
+def _over(seconds: float, least_s: float) -> float:
+    return seconds / least_s - 1 if least_s else 0.0
 
 
 def _several(count: int, what: str, ending: str) -> str:

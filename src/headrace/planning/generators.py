@@ -21,29 +21,30 @@ import numpy as np
 from headrace.planning.batch import PriceTable
 from headrace.planning.local_search import improved
 from headrace.planning.nested import Nesting
-from headrace.planning.schedule import Group, Schedule, placed
-from headrace.planning.search import Effort, Found, least_time
+from headrace.planning.schedule import Assignment, Group, placed
+from headrace.planning.search import Effort, Searched, least_time
 from headrace.planning.side_by_side import Filler, Pipelines
 from headrace.planning.strategy_search import Counts, climbed, counts_of, worthwhile
 
-__all__ = ["Draft", "Limits", "nested", "scheduled", "side_by_side"]
+__all__ = ["Draft", "SearchLimits", "nested", "scheduled", "side_by_side"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SearchLimits:
     """What a search spends, in sequences placed, steps and schedules: never in time.
 
     Batches of up to ``few`` sequences are tried in more ways, ``shaken`` of them placed in drawn
-    orders. ``levels`` are the parts of the time
-    up to which sequences are dealt out again. Where schemes with stages seem cheaper than they turn
-    out to be, their devices count ``biases`` times. Exchanges of pipelines place up to
-    ``exchanged`` sequences, on at most ``large`` devices where frontiers have many rows. Nested groups are drafted for ``targets`` times the bound, and filled
+    orders. ``levels`` are the parts of the time up to which sequences are dealt out again. Where
+    schemes with stages seem cheaper than they turn out to be, their devices count ``biases`` times.
+    Exchanges of pipelines place up to ``exchanged`` sequences, on at most ``large`` devices where
+    frontiers have many rows. Nested groups are drafted for ``targets`` times the bound, and filled
     where there are at most ``crowd`` sequences for each device, with up to ``promotions`` larger
     sizes. ``packed`` drafts are packed exactly; ``polished`` of those, within ``near`` of the best
-    and at most ``alike`` of one source, are improved in ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough``
-    of the bound nothing more is tried. Where frontiers have many rows packing takes longer: there
-    ``packed_fluid`` drafts are packed, ``polished_fluid`` improved in ``steps_fluid`` steps. Others'
-    planners are run for few sequences on at most ``crowded`` devices.
+    and at most ``alike`` of one source, are improved in ``steps`` steps, or as many as place
+    ``step_work`` sequences; within ``enough`` of the bound nothing more is tried. Where frontiers
+    have many rows packing takes longer: there ``packed_fluid`` drafts are packed,
+    ``polished_fluid`` improved in ``steps_fluid`` steps. Others' planners are run for few sequences
+    on at most ``crowded`` devices.
     """
 
     few: int = 300
@@ -80,7 +81,7 @@ class Draft:
 
 
 def side_by_side(
-    table: PriceTable, bound_s: float, high_s: float, *, seed: int, limits: Limits,
+    table: PriceTable, bound_s: float, high_s: float, *, seed: int, limits: SearchLimits,
     most: Sequence[int] | None = None, deeper: bool = False,
 ) -> Iterator[Draft]:  # fmt: skip
     """Drafts of pipelines side by side that may take less than ``high_s``; ``most[k]`` limits the
@@ -97,15 +98,13 @@ def side_by_side(
         return
     if any(table.fluid) and table.devices > limits.large:
         return
-    found, kinds = None, worthwhile(table, bound_s * 1.1)
-    starts = starts[::-1] or _homogeneous(table)
-    for filler, found in climbed(table, starts, kinds, high_s, bound_s, limits.exchanged):
-        pass
-    if found is not None:
-        yield from _dealt(filler, found, limits)
+    kinds, starts = worthwhile(table, bound_s * 1.1), starts[::-1] or _homogeneous(table)
+    climbs = [*climbed(table, starts, kinds, high_s, bound_s, limits.exchanged)]
+    if climbs:
+        yield from _dealt(*climbs[-1], limits)
 
 
-def _biases(single: Sequence[bool], limits: Limits, deeper: bool) -> Iterator[list[float]]:
+def _biases(single: Sequence[bool], limits: SearchLimits, deeper: bool) -> Iterator[list[float]]:
     """With the schemes of one stage only, then with all."""
     if any(single) and not deeper:
         yield [1.0 if one else float("inf") for one in single]
@@ -128,8 +127,8 @@ def _homogeneous(table: PriceTable) -> list[Counts]:
 
 
 def _filled(
-    filler: Filler, bound_s: float, high_s: float, seed: int, limits: Limits
-) -> Found[Pipelines] | None:
+    filler: Filler, bound_s: float, high_s: float, seed: int, limits: SearchLimits
+) -> Searched[Pipelines] | None:
     table = filler.table
     few = len(table.tokens) <= limits.few
 
@@ -146,7 +145,7 @@ def _filled(
     return least_time(fill, table.batch.values, bound_s, high_s, effort, seed)
 
 
-def _dealt(filler: Filler, found: Found[Pipelines], limits: Limits) -> Iterator[Draft]:
+def _dealt(filler: Filler, found: Searched[Pipelines], limits: SearchLimits) -> Iterator[Draft]:
     """What a filling gives, and dealt out in other ways."""
     table = filler.table
     yield Draft(
@@ -162,7 +161,7 @@ def _dealt(filler: Filler, found: Found[Pipelines], limits: Limits) -> Iterator[
 
 
 def nested(
-    table: PriceTable, bound_s: float, high_s: float, *, seed: int, limits: Limits
+    table: PriceTable, bound_s: float, high_s: float, *, seed: int, limits: SearchLimits
 ) -> Iterator[Draft]:
     """Drafts of nested groups: with the sizes that divide one another, and, for few sequences,
     with all where there are others."""
@@ -201,7 +200,7 @@ def nested(
                 )
 
 
-def _drafts(nesting: Nesting, bound_s: float, limits: Limits) -> list[Draft]:
+def _drafts(nesting: Nesting, bound_s: float, limits: SearchLimits) -> list[Draft]:
     """Sizes by a row of target times, then without those that cost more than they bring."""
     drafts: dict[tuple[int, ...], tuple[float, list[Group]]] = {}
 
@@ -242,7 +241,7 @@ def _chain(table: PriceTable, rows: Sequence[int]) -> list[int]:
     return max(best.values(), key=key, default=[])
 
 
-def _various(drafts: Iterable[Draft], limits: Limits) -> list[Draft]:
+def _various(drafts: Iterable[Draft], limits: SearchLimits) -> list[Draft]:
     """The best drafts, a few of each source."""
     seen, found = Counter[str](), list[Draft]()
     for draft in sorted(drafts, key=lambda draft: draft.seconds):
@@ -256,14 +255,14 @@ def _various(drafts: Iterable[Draft], limits: Limits) -> list[Draft]:
 
 
 def scheduled(
-    drafts: Iterable[Draft], found: Iterable[Schedule], bound_s: float, limits: Limits
-) -> list[Schedule]:
+    drafts: Iterable[Draft], found: Iterable[Assignment], bound_s: float, limits: SearchLimits
+) -> list[Assignment]:
     """The best ``drafts`` packed exactly, with the schedules ``found``, the best of all improved;
     quickest first."""
     best = _various(drafts, limits)
     fluid = any(any(draft.table.fluid) for draft in best)
     polished = limits.polished_fluid if fluid else limits.polished
-    made = [Schedule.of(draft.table, draft.groups, draft.source) for draft in best]
+    made = [Assignment.of(draft.table, draft.groups, draft.source) for draft in best]
     made = sorted([*found, *made], key=lambda schedule: schedule.seconds)
     limit_s, seen = made[0].seconds * (1 + limits.near), Counter[str]()
     for schedule in list(made):

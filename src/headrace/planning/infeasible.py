@@ -103,9 +103,7 @@ def _refuse(
     )  # fmt: skip
 
 
-def _least_bytes(
-    problem: Problem, among: Iterable[Scheme], tokens: int
-) -> tuple[int, str, Scheme]:
+def _least_bytes(problem: Problem, among: Iterable[Scheme], tokens: int) -> tuple[int, str, Scheme]:
     """The thriftiest way to hold a micro-batch: (bytes, in words, scheme)."""
     found = list[tuple[int, Scheme, str]]()
     capacity = problem.model.capacity_bytes

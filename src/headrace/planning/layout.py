@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from headrace.costs import CostModel
-from headrace.planning.batch import Batch
+from headrace.planning.batch import SortedBatch
 from headrace.planning.packing import Packed
 from headrace.planning.priced import PricedScheme
-from headrace.planning.schedule import Schedule
+from headrace.planning.schedule import Assignment
 from headrace.planning.stages import StageCosts, shares_of
 from headrace.simulator import peak_bytes, step_s
 from headrace.spec import LayerPlan, Lengths, MicroBatch, Pipeline, Plan
@@ -32,7 +32,7 @@ class _Setup:
     rows: tuple[int, ...]
 
 
-def laid_out(schedule: Schedule, costs: CostModel, *, larger_last: bool = False) -> Plan:
+def laid_out(schedule: Assignment, costs: CostModel, *, larger_last: bool = False) -> Plan:
     """The plan of a schedule with the seconds that the simulator predicts, and no bound yet.
     ``larger_last``: ranks work in larger groups after smaller ones, not before."""
     table = schedule.table
@@ -44,7 +44,8 @@ def laid_out(schedule: Schedule, costs: CostModel, *, larger_last: bool = False)
             setup = _set_up(priced, ranks, packed, batch, costs)
         else:
             setup = _plain(priced, ranks, packed, batch)
-        micro_batches += micro_batches_of(priced, setup.bins, setup.rows, len(pipelines), batch, costs)
+        number = len(pipelines)
+        micro_batches += micro_batches_of(priced, setup.bins, setup.rows, number, batch, costs)
         pipelines.append(setup.pipeline)
     weights = {table.schemes[k].weights for k, _, _ in schedule.groups}
     plan = Plan(
@@ -58,7 +59,7 @@ def laid_out(schedule: Schedule, costs: CostModel, *, larger_last: bool = False)
 
 def micro_batches_of(
     priced: PricedScheme, bins: Sequence[Sequence[int]], rows: Sequence[int], pipeline: int,
-    batch: Batch, costs: CostModel,
+    batch: SortedBatch, costs: CostModel,
 ) -> Iterator[MicroBatch]:  # fmt: skip
     """The micro-batches of a pipeline of a plan."""
     for members, row in zip(bins, rows, strict=True):
@@ -70,7 +71,7 @@ def micro_batches_of(
 
 
 def _plain(
-    priced: PricedScheme, ranks: tuple[int, ...], packed: Packed, batch: Batch
+    priced: PricedScheme, ranks: tuple[int, ...], packed: Packed, batch: SortedBatch
 ) -> _Setup:
     pipeline = Pipeline(scheme=priced.scheme, ranks=ranks)
     if len(packed.bins) == 1:
@@ -82,7 +83,7 @@ def _plain(
     )  # fmt: skip
 
 
-def _falling(priced: PricedScheme, packed: Packed, batch: Batch) -> list[int]:
+def _falling(priced: PricedScheme, packed: Packed, batch: SortedBatch) -> list[int]:
     """Micro-batches by their seconds, longest first."""
     each = []
     for members, row in zip(packed.bins, packed.rows, strict=True):
@@ -93,7 +94,11 @@ def _falling(priced: PricedScheme, packed: Packed, batch: Batch) -> list[int]:
 
 
 def _set_up(
-    priced: PricedScheme, ranks: tuple[int, ...], packed: Packed, batch: Batch, costs: CostModel
+    priced: PricedScheme,
+    ranks: tuple[int, ...],
+    packed: Packed,
+    batch: SortedBatch,
+    costs: CostModel,
 ) -> _Setup:
     """The quickest shares for micro-batches longest first, then the quickest order: shortest
     first, or the longest in the middle, so that short ones fill and drain the pipeline."""
@@ -115,7 +120,7 @@ def _set_up(
 
 def _timed(
     priced: PricedScheme, stages: StageCosts, ranks: tuple[int, ...], packed: Packed,
-    order: Sequence[int], batch: Batch, costs: CostModel,
+    order: Sequence[int], batch: SortedBatch, costs: CostModel,
 ) -> tuple[float, _Setup]:  # fmt: skip
     """(seconds, set-up) of a pipeline alone, infinite where it does not fit."""
     bins = tuple(packed.bins[j] for j in order)
@@ -127,12 +132,12 @@ def _timed(
     return step_s(plan, costs) if fits else inf, setup
 
 
-def _alone(priced: PricedScheme, setup: _Setup, batch: Batch, costs: CostModel) -> Plan:
+def _alone(priced: PricedScheme, setup: _Setup, batch: SortedBatch, costs: CostModel) -> Plan:
     """The plan of one pipeline with its sequences only."""
     held = sorted(i for members in setup.bins for i in members)
     place = {i: at for at, i in enumerate(held)}
     lengths = Lengths(tokens=tuple(batch.tokens[i] for i in held))
-    own = Batch.of(lengths)
+    own = SortedBatch.of(lengths)
     at = {index: position for position, index in enumerate(own.order)}
     bins = [[at[place[i]] for i in members] for members in setup.bins]
     return Plan(
@@ -154,7 +159,7 @@ def _shared(stages: StageCosts) -> Iterator[StageCosts]:
 
 
 def _quickened(
-    stages: StageCosts, bins: Sequence[Sequence[int]], rows: Sequence[int], batch: Batch
+    stages: StageCosts, bins: Sequence[Sequence[int]], rows: Sequence[int], batch: SortedBatch
 ) -> tuple[int, ...]:
     """Rows of micro-batches in this order, quicker ones than ``rows`` where the stages have memory
     for what is in flight at the same time, what gains most first."""

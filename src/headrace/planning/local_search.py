@@ -13,7 +13,7 @@ from heapq import nsmallest
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.packing import Packed, pack
-from headrace.planning.schedule import Group, Schedule
+from headrace.planning.schedule import Assignment, Group
 
 __all__ = ["improved"]
 
@@ -26,7 +26,7 @@ _Change = tuple[float, int, int, int, int]
 """(expected later end of the two, from, to, sequence over, sequence back or -1)."""
 
 
-def improved(schedule: Schedule, *, target_s: float, steps: int) -> Schedule:
+def improved(schedule: Assignment, *, target_s: float, steps: int) -> Assignment:
     """The schedule after at most ``steps`` steps, or as soon as it takes ``target_s``."""
     search = _Search(schedule)
     for _ in range(steps):
@@ -34,15 +34,16 @@ def improved(schedule: Schedule, *, target_s: float, steps: int) -> Schedule:
             break
     if search.seconds >= schedule.seconds:
         return schedule
-    some = [(k, ranks, own) for (k, ranks, _), own in zip(schedule.groups, search.members, strict=True)]
-    return Schedule.of(schedule.table, some, schedule.source)
+    groups = zip(schedule.groups, search.members, strict=True)
+    some = [(k, ranks, own) for (k, ranks, _), own in groups]
+    return Assignment.of(schedule.table, some, schedule.source)
 
 
 class _Search:
     """Pipelines while sequences move: ``free[r]`` is when rank r is free, ``ends[g]`` when the
     last rank of pipeline g is."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Assignment) -> None:
         self.table: PriceTable = schedule.table
         self.groups: tuple[Group, ...] = schedule.groups
         self.members = [list(members) for _, _, members in schedule.groups]

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from headrace.costs.cost_model import MOST_TOKENS
-from headrace.planning.batch import Batch, PriceTable
+from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import Bound, BoundRows, lower_bound, step_bound_s
 from headrace.planning.explain import Candidate, reasons
 from headrace.planning.frontier import Frontier
-from headrace.planning.generators import Draft, Limits, nested, scheduled, side_by_side
+from headrace.planning.generators import Draft, SearchLimits, nested, scheduled, side_by_side
 from headrace.planning.infeasible import require_fit, require_strategies
 from headrace.planning.layout import laid_out
 from headrace.planning.priced import PricedScheme
 from headrace.planning.problem import Problem
-from headrace.planning.schedule import Schedule
+from headrace.planning.schedule import Assignment
 from headrace.planning.smoothing import smoothed
 from headrace.planning.static import best_statics, static_schedule
 from headrace.simulator import exposed_s
@@ -36,10 +36,10 @@ class ModelSearch:
     """One batch being planned. ``found`` are schedules; ``bound`` is of their computations."""
 
     problem: Problem
-    batch: Batch
+    batch: SortedBatch
     seed: int
-    limits: Limits
-    found: list[Schedule] = field(default_factory=list)
+    limits: SearchLimits
+    found: list[Assignment] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
     lows: list[float] = field(default_factory=list)
 
@@ -125,7 +125,12 @@ class ModelSearch:
     ) -> None:  # fmt: skip
         if not self._close(low_s):
             self.drafts += side_by_side(
-                table, low_s, self.best_s, seed=self.seed, limits=self.limits, most=most,
+                table,
+                low_s,
+                self.best_s,
+                seed=self.seed,
+                limits=self.limits,
+                most=most,
                 deeper=deeper,
             )
 
@@ -197,15 +202,14 @@ class ModelSearch:
                     continue
                 counts = dict(strategy.counts)
                 most = [counts[scheme.scheme] for scheme in table.schemes]
-                rows = [
-                    _whole_model(problem, s.scheme.width, s.most_tokens) for s in table.schemes
-                ]
+                rows = [_whole_model(problem, s.scheme.width, s.most_tokens) for s in table.schemes]
                 widths = BoundRows.of_widths(self.batch, rows, max(table.depth))
                 bound = lower_bound(widths, strategy.devices)
                 bounds.append(bound)
                 if bound.seconds < self.best_s:
                     self._side_by_side(table, bound.seconds, most)
-        assert bounds and self.drafts, "some strategy holds the longest sequence"
+        assert bounds
+        assert self.drafts, "some strategy holds the longest sequence"
         return min(bounds, key=lambda bound: bound.seconds)
 
     def _best(self, bound: Bound, previous: Plan | None) -> Plan:
@@ -239,14 +243,14 @@ class ModelSearch:
         size = self.problem.static_size
         return self.problem.planner if size is None else f"static-cp{size}"
 
-    def _promising(self, bound: Bound) -> list[Schedule]:
+    def _promising(self, bound: Bound) -> list[Assignment]:
         """What is simulated: the quickest by computing, one of each strategy and source, and the
         static schedule."""
         if self.problem.planner == "static":
             return sorted(self.found, key=lambda schedule: schedule.seconds)
         self.found = scheduled(self.drafts, self.found, bound.seconds, self.limits)
         limit_s, seen = self.found[0].seconds * _NEAR, set[tuple[Strategy, str]]()
-        chosen = list[Schedule]()
+        chosen = list[Assignment]()
         for schedule in self.found:
             key, static = (schedule.strategy, schedule.source), schedule.source == "static"
             if static or (
@@ -261,7 +265,7 @@ def _is_static(candidate: Candidate) -> bool:
     return candidate.schedule.source == "static"
 
 
-def _overlap(schedule: Schedule) -> bool:
+def _overlap(schedule: Assignment) -> bool:
     """Whether some rank works in several groups."""
     used = sum(len(ranks) for _, ranks, _ in schedule.groups)
     return used > len({rank for _, ranks, _ in schedule.groups for rank in ranks})

@@ -4,12 +4,12 @@ Data        sequences with their seconds on every group size; N ranks; a time ta
 Variables   the group of each sequence.
 Constraint  a group starts when all its ranks are free, and every rank is free within tau.
 
-A dual approximation like :mod:`headrace.planning.side_by_side`, size by size from the largest. Each
-sequence has a size: that of the fewest device-seconds that ends it within tau. For a size the ranks
-are cut into groups in the order in which they are free; where sizes divide one another a group lies
-in one of the size before, and no rank waits for another. Longest first, a sequence goes to the group
-that it fills best. One that finds no room is given the next larger size, and the sizes from there on
-are filled again.
+A dual approximation like :mod:`headrace.planning.side_by_side`, size by size from the largest.
+Each sequence has a size: that of the fewest device-seconds that ends it within tau. For a size the
+ranks are cut into groups in the order in which they are free; where sizes divide one another a
+group lies in one of the size before, and no rank waits for another. Longest first, a sequence goes
+to the group that it fills best. One that finds no room is given the next larger size, and the sizes
+from there on are filled again.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Nesting:
         promotions: int = 3,
     ) -> list[Group] | float:
         """Groups in which every rank is free within ``tau`` by the usual rows, larger ones first;
-        about the part of the work that finds no place where some does not. ``order``: positions as they are taken; ``promotions``:
-        how many sequences may be given a larger size."""
+        about the part of the work that finds no place where some does not. ``order``: positions as
+        they are taken; ``promotions``: how many sequences may be given a larger size."""
         area = np.where(self.alone > tau, np.inf, self.area)
         total = float(area.min(axis=0).sum())
         if not total <= self.table.devices * tau:
@@ -214,9 +214,7 @@ class Nesting:
             else:
                 table.put(k, space, tokens[i])
             members[g].append(i)
-        used = [
-            (load, (k, groups[g][1], members[g])) for load, g in loads if members[g]
-        ]
+        used = [(load, (k, groups[g][1], members[g])) for load, g in loads if members[g]]
         rest = [groups[g] for _, g in loads if not members[g]]
         after_it = [(load, group[1]) for load, group in used]
         return sorted([*left, *rest, *after_it]), [group for _, group in used]

@@ -23,11 +23,11 @@ In lockstep schedules are waves (:mod:`headrace.planning.waves`).
 
 from __future__ import annotations
 
-from headrace.planning.batch import Batch
-from headrace.planning.generators import Limits
+from headrace.planning.batch import SortedBatch
+from headrace.planning.formula_search import FormulaSearch
+from headrace.planning.generators import SearchLimits
 from headrace.planning.model_search import ModelSearch
 from headrace.planning.problem import Problem
-from headrace.planning.formula_search import FormulaSearch
 from headrace.spec import Lengths, Plan
 
 __all__ = ["plan"]
@@ -39,7 +39,7 @@ def plan(
     *,
     seed: int = 0,
     previous: Plan | None = None,
-    limits: Limits | None = None,
+    limits: SearchLimits | None = None,
 ) -> Plan:
     """The quickest plan found for one batch.
 
@@ -48,7 +48,7 @@ def plan(
     (:mod:`headrace.planning.smoothing`). ``limits`` say what a search spends. Raises InfeasiblePlan
     when a sequence fits no pipeline, saying by how much and what would help.
     """
-    batch, spent = Batch.of(lengths), limits or Limits()
+    batch, spent = SortedBatch.of(lengths), limits or SearchLimits()
     if problem.is_published or problem.semantics == "lockstep":
         return FormulaSearch(problem=problem, batch=batch, seed=seed, limits=spent).plan()
     return ModelSearch(problem=problem, batch=batch, seed=seed, limits=spent).plan(previous)

@@ -52,7 +52,8 @@ class Pricing:
 
     def groups(self, weights: Working) -> tuple[PricedScheme, ...]:
         """One stage without tensor blocks, of every group size that holds a token."""
-        return self._several("groups", weights, [Scheme(context=p) for p in self.problem.group_sizes])
+        schemes = [Scheme(context=p) for p in self.problem.group_sizes]
+        return self._several("groups", weights, schemes)
 
     def _several(
         self, kind: str, weights: Working, schemes: Iterable[Scheme]

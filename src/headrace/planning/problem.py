@@ -12,9 +12,9 @@ from headrace.costs import CostModel
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import SpecError, did_you_mean
+from headrace.planning.fixed_methods import listed_frontier
 from headrace.planning.frontier import Frontier
 from headrace.planning.layers import layer_frontier, layer_table
-from headrace.planning.fixed_methods import listed_frontier
 from headrace.planning.method_list import ListedLayer, parse_layers
 from headrace.planning.priced import PricedScheme
 from headrace.planning.pricing import Pricing

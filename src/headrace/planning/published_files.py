@@ -19,18 +19,19 @@ from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import InfeasiblePlan, SpecError, did_you_mean
 from headrace.planning.baselines import BASELINES
 from headrace.planning.baselines.switching import sequences_of
-from headrace.planning.batch import Batch
+from headrace.planning.batch import SortedBatch
 from headrace.planning.bounds import Bound
+from headrace.planning.formula_search import bounded, formula_table, plan_of, reasons
 from headrace.planning.planner import plan
 from headrace.planning.problem import Problem
-from headrace.planning.formula_search import bounded, formula_table, plan_of, reasons
-from headrace.planning.schedule import Schedule
+from headrace.planning.schedule import Assignment
 from headrace.spec import Lengths, Plan, Scheme
 
 __all__ = ["OWN", "PlannedIteration", "plan_iterations", "planner_names", "plans_to_json"]
 
 OWN = "headrace"
 """The name of this planner among others'."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedIteration:
@@ -107,13 +108,11 @@ def _own(problem: Problem, seed: int) -> Make:
     return make
 
 
-def _others(
-    problem: Problem, batches: Sequence[Lengths], planner: str, seed: int
-) -> Make:
+def _others(problem: Problem, batches: Sequence[Lengths], planner: str, seed: int) -> Make:
     tables = []
     for number, lengths in enumerate(batches):
         with _Named(number):
-            tables.append(formula_table(problem, Batch.of(lengths)))
+            tables.append(formula_table(problem, SortedBatch.of(lengths)))
     baseline = BASELINES[planner]
     prepared = None
     if baseline.prepare is not None and isinstance(problem.published, PipelineCosts):
@@ -122,7 +121,7 @@ def _others(
     def make(number: int, _: Lengths) -> PlannedIteration:
         table = tables[number]
         if prepared is not None:
-            made: Schedule | None = prepared(number, table)
+            made: Assignment | None = prepared(number, table)
         else:
             made = baseline.schedules(table, problem.semantics, seed)
         if made is None:
@@ -143,7 +142,7 @@ def _others(
     return make
 
 
-def _planned(made: Schedule, bound: Bound, planner: str, seed: int) -> Plan:
+def _planned(made: Assignment, bound: Bound, planner: str, seed: int) -> Plan:
     return plan_of(made, bound).replace(
         planner=planner, seed=seed, why=reasons([made], bound)[:2]
     )  # fmt: skip

@@ -18,22 +18,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.packing import Packed, pack
 from headrace.spec import Strategy
+from headrace.spec.plan import Semantics
 
-__all__ = ["Group", "Schedule", "Semantics", "launch_s", "placed"]
+__all__ = ["Assignment", "Group", "launch_s", "placed"]
 
-Semantics = Literal["free", "lockstep"]
 
 Group = tuple[int, tuple[int, ...], list[int]]
 """A pipeline: the number of its scheme in the table, its ranks, its sequences (positions)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Schedule:
+class Assignment:
     """``packs[g]`` are the micro-batches of ``groups[g]``. ``seconds`` is when the last rank has
     nothing left to compute if all weights are there at once, without the costs' scale. Where there
     are ``phases``, they are schedules of parts of the batch, and changes between them take
@@ -45,11 +44,11 @@ class Schedule:
     seconds: float
     source: str
     semantics: Semantics = "free"
-    phases: tuple[Schedule, ...] = ()
+    phases: tuple[Assignment, ...] = ()
     switch_s: float = 0.0
 
     @classmethod
-    def of(cls, table: PriceTable, groups: Iterable[Group], source: str) -> Schedule:
+    def of(cls, table: PriceTable, groups: Iterable[Group], source: str) -> Assignment:
         """Pack ``groups``, each with its sequences longest first; ``source`` names what made
         them."""
         order = tuple(group for group in groups if group[2])
@@ -62,7 +61,7 @@ class Schedule:
     def of_launches(
         cls, table: PriceTable, launches: Iterable[Group], source: str,
         semantics: Semantics = "free",
-    ) -> Schedule:  # fmt: skip
+    ) -> Assignment:  # fmt: skip
         """Each of ``launches``, in the order in which they are issued, is one micro-batch that
         its scheme holds."""
         return cls.of_bins(
@@ -73,7 +72,7 @@ class Schedule:
     def of_bins(
         cls, table: PriceTable, given: Iterable[tuple[int, tuple[int, ...], list[list[int]]]],
         source: str, semantics: Semantics = "free",
-    ) -> Schedule:  # fmt: skip
+    ) -> Assignment:  # fmt: skip
         """Pipelines, (scheme, ranks, micro-batches), whose sequences are packed already."""
         some = [(k, ranks, bins) for k, ranks, bins in given if bins]
         packs = tuple(_timed(table, k, bins) for k, _, bins in some)

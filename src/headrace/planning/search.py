@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-__all__ = ["Effort", "Found", "least_time"]
+__all__ = ["Effort", "Searched", "least_time"]
 
 Result = TypeVar("Result")
 
@@ -44,7 +44,7 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found(Generic[Result]):
+class Searched(Generic[Result]):
     """What a filling gave, and the time in which it succeeded."""
 
     seconds: float
@@ -58,10 +58,10 @@ def least_time(
     high_s: float,
     effort: Effort,
     seed: int = 0,
-) -> Found[Result] | None:
+) -> Searched[Result] | None:
     """The least time found between ``low_s``, which nothing beats, and ``high_s`` in which ``fill``
-    succeeds for sequences of ``values`` tokens; None when none is below ``high_s``. ``fill`` returns
-    a float, the part of the work that found no place, where it fails."""
+    succeeds for sequences of ``values`` tokens; None when none is below ``high_s``. ``fill``
+    returns a float, the part of the work that found no place, where it fails."""
     best = _halved(fill, low_s, high_s, effort)
     if best is None:
         return None
@@ -73,7 +73,7 @@ def least_time(
         tau = max(low_s, best.seconds * (1 - effort.gain))
         result = fill(tau, order)
         if not isinstance(result, float):
-            best = Found(seconds=tau, result=result)
+            best = Searched(seconds=tau, result=result)
         placed -= len(values)
         tries += 1
     return best
@@ -84,14 +84,14 @@ def _halved(
     low_s: float,
     high_s: float,
     effort: Effort,
-) -> Found[Result] | None:
-    best: Found[Result] | None = None
+) -> Searched[Result] | None:
+    best: Searched[Result] | None = None
     tau = low_s * (1 + 1e-9)
     for _ in range(effort.steps):
         tau = min(tau, high_s)
         result = fill(tau, None)
         if not isinstance(result, float):
-            best, high_s = Found(seconds=tau, result=result), tau
+            best, high_s = Searched(seconds=tau, result=result), tau
             break
         if tau >= high_s:
             return None
@@ -105,5 +105,5 @@ def _halved(
         if isinstance(result, float):
             low_s = tau
         else:
-            best, high_s = Found(seconds=tau, result=result), tau
+            best, high_s = Searched(seconds=tau, result=result), tau
     return best

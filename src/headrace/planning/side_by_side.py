@@ -54,9 +54,7 @@ class Filler:
         self.devices = table.devices if devices is None else devices
         self.lines = [
             Line(stages=depth, c=c, cap=cap, util=util)
-            for depth, c, cap, util in zip(
-                table.depth, table.c, table.cap, table.util, strict=True
-            )
+            for depth, c, cap, util in zip(table.depth, table.c, table.cap, table.util, strict=True)
         ]
         self._after: Floats | None = None
         self._cheapest: dict[int, list[list[int]]] = {}
@@ -95,9 +93,9 @@ class Filler:
         self, tau: float, order: Sequence[int] | None = None, *, join_any: bool = True
     ) -> Pipelines | float:
         """Pipelines that end within ``tau`` by their usual rows; the part of the work from the
-        first sequence on that finds no place. ``order``: positions as they are taken, longest first where left out. With
-        ``join_any`` a sequence looks for room in pipelines of all its schemes before it opens one,
-        else scheme by scheme."""
+        first sequence on that finds no place. ``order``: positions as they are taken, longest first
+        where left out. With ``join_any`` a sequence looks for room in pipelines of all its schemes
+        before it opens one, else scheme by scheme."""
         table, lines = self.table, self.lines
         caps, widths, staged = table.cap, table.width, [line.stages > 1 for line in lines]
         seconds_of = [table.seconds(k) for k in range(len(table))]
@@ -219,7 +217,7 @@ def deal(table: PriceTable, kept: Pipelines, loose: Sequence[int]) -> float:
     for i in loose:
         heap, seconds, tokens, k = kinds[0]
         if len(kinds) > 1:
-            heap, seconds, tokens, k = min(kinds, key=lambda kind: kind[0][0][0] + kind[1][i])  # noqa: B023
+            heap, seconds, tokens, k = min(kinds, key=lambda kind: kind[0][0][0] + kind[1][i])
         load, g = heap[0]
         space = spaces[g]
         if space:  # the first micro-batch is paid

@@ -174,9 +174,7 @@ def _longest_first(
     return _Bins(members=bins, times=times, held=held)
 
 
-def _first_fit(
-    tokens: Sequence[int], seconds: Seconds, cap: int, members: Sequence[int]
-) -> _Bins:
+def _first_fit(tokens: Sequence[int], seconds: Seconds, cap: int, members: Sequence[int]) -> _Bins:
     """As few micro-batches as fitting the fullest first finds."""
     found = _Bins(members=[], times=[], held=[])
     for i in members:

@@ -12,42 +12,43 @@ from collections.abc import Iterator
 import numpy as np
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.schedule import Schedule, placed
-from headrace.planning.side_by_side import Filler, Pipelines, deal
+from headrace.planning.schedule import Assignment, placed
 from headrace.planning.search import Effort, least_time
+from headrace.planning.side_by_side import Filler, Pipelines, deal
 
 __all__ = ["best_static", "best_statics", "static_schedule"]
 
 
-def static_schedule(table: PriceTable, k: int) -> Schedule | None:
+def static_schedule(table: PriceTable, k: int) -> Assignment | None:
     """Every sequence on pipelines of scheme k; None when it does not hold the longest."""
     count = table.devices // table.width[k]
     if not count or not np.isfinite(table.alone[k, 0]):
         return None
     if table.depth[k] > 1:
         found = _staged(table, k, count)
-        return None if found is None else Schedule.of(table, placed(table, found), "static")
+        return None if found is None else Assignment.of(table, placed(table, found), "static")
     pipelines: Pipelines = [(k, []) for _ in range(count)]
     deal(table, pipelines, range(len(table.tokens)))
-    return Schedule.of(table, placed(table, pipelines), "static")
+    return Assignment.of(table, placed(table, pipelines), "static")
 
 
-def best_static(table: PriceTable) -> Schedule | None:
+def best_static(table: PriceTable) -> Assignment | None:
     """The static schedule with the least seconds, ties to the fewer devices."""
     return next(iter(best_statics(table)), None)
 
 
-def best_statics(table: PriceTable, slack_s: float = 0.0) -> list[Schedule]:
+def best_statics(table: PriceTable, slack_s: float = 0.0) -> list[Assignment]:
     """The static schedules that take up to ``slack_s`` more than the best, quickest first. Schemes
     whose bound says that theirs does not are left out."""
-    found, best_s = list[tuple[float, int, Schedule]](), float("inf")
+    found, best_s = list[tuple[float, int, Assignment]](), float("inf")
     for bound_s, k in sorted(_bounds(table)):
         if bound_s < best_s + slack_s or best_s == float("inf"):
             made = static_schedule(table, k)
             if made is not None:
                 found.append((made.seconds, k, made))
                 best_s = min(best_s, made.seconds)
-    return [made for seconds, _, made in sorted(found, key=lambda item: item[:2]) if seconds <= best_s + slack_s]
+    found.sort(key=lambda item: item[:2])
+    return [made for seconds, _, made in found if seconds <= best_s + slack_s]
 
 
 def _bounds(table: PriceTable) -> Iterator[tuple[float, int]]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.bounds import BoundRows
-from headrace.planning.search import Found
+from headrace.planning.search import Searched
 from headrace.planning.side_by_side import Filler, Pipelines
 
 __all__ = ["climbed", "counts_of", "worthwhile"]
@@ -39,7 +39,8 @@ def worthwhile(table: PriceTable, tau: float) -> list[int]:
     quickest, at most eight."""
     shares = BoundRows.of(table).shares(tau)
     least, chosen = shares.min(axis=0), shares.argmin(axis=0)
-    weight = np.bincount(chosen, weights=np.where(np.isfinite(least), least, 0.0), minlength=len(table))
+    finite = np.where(np.isfinite(least), least, 0.0)
+    weight = np.bincount(chosen, weights=finite, minlength=len(table))
     near = (shares <= least * 1.1).sum(axis=1)
     order = sorted(range(len(table)), key=lambda k: (-weight[k], -int(near[k]), k))
     return sorted(k for k in order[:_KINDS] if near[k])
@@ -48,7 +49,7 @@ def worthwhile(table: PriceTable, tau: float) -> list[int]:
 def climbed(
     table: PriceTable, starts: Sequence[Counts], kinds: Sequence[int], best_s: float,
     bound_s: float, work: int,
-) -> Iterator[tuple[Filler, Found[Pipelines]]]:  # fmt: skip
+) -> Iterator[tuple[Filler, Searched[Pipelines]]]:  # fmt: skip
     """Fillings that take less and less than ``best_s``, by exchanges from ``starts``, the most
     promising first; ``work`` sequences are placed at most."""
     seen, waiting = set(starts), list(starts)
@@ -64,7 +65,7 @@ def climbed(
             filler = Filler(table, most=counts)
             tau, found = best_s * (1 - _GAIN), None
             while not isinstance(filled := filler.fill(tau), float):
-                found = Found(seconds=tau, result=filled)
+                found = Searched(seconds=tau, result=filled)
                 tau *= 1 - _GAIN
                 work -= len(table.tokens)
             if found is not None:

@@ -25,7 +25,7 @@ import numpy as np
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.openings import Opening, openings
-from headrace.planning.schedule import Schedule
+from headrace.planning.schedule import Assignment
 from headrace.planning.side_by_side import Pipelines
 from headrace.planning.wave_counts import WaveCount
 from headrace.planning.wave_filling import Wave, WaveFiller, sorted_into_waves
@@ -48,7 +48,7 @@ _STEP = 0.998  # of the best: less gain is not worth a try
 
 def waves(
     table: PriceTable, bound_s: float, *, seed: int, effort: int = _EFFORT
-) -> Schedule | None:
+) -> Assignment | None:
     """The best waves found for all sequences, with groups of the table's schemes of one stage;
     None where these do not hold the longest. ``effort``: about how many sequences are placed."""
     kinds = [
@@ -67,7 +67,7 @@ def waves(
     if few:
         search.shuffled(np.random.default_rng(seed))
     launches = [launch for wave in search.best for launch in _launches(table, wave)]
-    return Schedule.of_launches(table, launches, "waves", "lockstep")
+    return Assignment.of_launches(table, launches, "waves", "lockstep")
 
 
 def _launches(table: PriceTable, wave: Wave) -> Iterator[tuple[int, tuple[int, ...], list[int]]]:

@@ -76,9 +76,7 @@ def _segments(plan: Plan, costs: CostModel) -> tuple[Floats, Floats]:
     return forward, backward
 
 
-def _runs(
-    plan: Plan, forward: Floats, backward_s: Floats, there: Floats
-) -> tuple[Floats, Floats]:
+def _runs(plan: Plan, forward: Floats, backward_s: Floats, there: Floats) -> tuple[Floats, Floats]:
     """When the backward of each micro-batch starts, and ends."""
     rest = np.cumsum(forward[:, ::-1], axis=1)[:, ::-1]
     waited = (there + rest).max(axis=1).tolist()

@@ -72,7 +72,9 @@ class LayerPlan:
 
     @classmethod
     def uniform(cls, option: LayerOption, layers: int) -> LayerPlan:
-        """The same option for every layer."""
+        """The same option for every layer. Raises SpecError without layers."""
+        if layers < 1:
+            raise SpecError("there are no layers", got=layers, wanted="at least 1")
         return cls(options=(option,) * layers)
 
     @property

@@ -9,8 +9,8 @@ import torch
 from headrace.comm.collectives import agree, gather_bytes, gather_floats
 from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.learning.calibration import Calibration
-from headrace.costs.sources.profile import costs_from_profile
 from headrace.costs.library import memory_margin_of
+from headrace.costs.sources.profile import costs_from_profile
 from headrace.errors import CostError
 from headrace.profiling.profiler import ProfileOptions, Profiler
 from headrace.spec.profile import Profile

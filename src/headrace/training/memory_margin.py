@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.costs.library import memory_margin_of
 from headrace.costs.learning.memory_margin import raised_margin
+from headrace.costs.library import memory_margin_of
 from headrace.errors import InfeasiblePlan
 from headrace.training.planning import ConfiguredPlanner
 from headrace.units import bytes_text, percent_text

@@ -8,7 +8,7 @@ It is where the wing that plans and the wing that runs meet: the trainer asks it
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -23,10 +23,10 @@ from headrace.planning.clock import published_timeline
 from headrace.simulator import simulate as run_programs
 from headrace.spec.checker import check_programs
 from headrace.spec.compiler import compile_plan
+from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
 from headrace.spec.plan import Plan
-from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.program import Program
 from headrace.spec.strategy import Strategy
 

@@ -37,7 +37,6 @@ from headrace.units import bytes_text, count_text, percent_text
 __all__ = ["RankRun"]
 
 
-
 @dataclass(slots=True, kw_only=True)
 class RankRun:
     """One rank's part of the run in ``folder``. ``online`` plans and ``record`` writes on the first

@@ -16,7 +16,7 @@ from headrace.planning.baselines.launched import fitting
 from headrace.planning.baselines.megatron import as_they_come
 from headrace.planning.baselines.token_balance import by_tokens
 from headrace.planning.batch import PriceTable
-from headrace.planning.schedule import Schedule, placed
+from headrace.planning.schedule import Assignment, placed
 from headrace.planning.static import static_schedule
 
 __all__ = [
@@ -24,10 +24,10 @@ __all__ = [
     "token_balance",
 ]  # fmt: skip
 
-Planned = Callable[[int, PriceTable], Schedule]
+Planned = Callable[[int, PriceTable], Assignment]
 """What plans batch number i."""
 
-Make = Callable[[PriceTable, int], Schedule | None]
+Make = Callable[[PriceTable, int], Assignment | None]
 
 
 def static(tables: Sequence[PriceTable]) -> Planned:
@@ -50,7 +50,7 @@ def max_length(tables: Sequence[PriceTable]) -> Planned:
     """Packs as long as the longest sequence of all batches, dealt out evenly."""
     context = max(table.tokens[0] for table in tables)
 
-    def make(table: PriceTable, k: int) -> Schedule | None:
+    def make(table: PriceTable, k: int) -> Assignment | None:
         return by_length(table, k, context)
 
     return _one(_best(tables, make), make)
@@ -61,7 +61,7 @@ def token_balance(tables: Sequence[PriceTable]) -> Planned:
     return _one(_best(tables, by_tokens), by_tokens)
 
 
-def by_length(table: PriceTable, k: int, context: int) -> Schedule | None:
+def by_length(table: PriceTable, k: int, context: int) -> Assignment | None:
     """Packs of up to ``context`` tokens on pipelines of scheme k; None where it does not hold
     them."""
     if context > table.schemes[k].most_tokens:
@@ -69,7 +69,7 @@ def by_length(table: PriceTable, k: int, context: int) -> Schedule | None:
     packs, count = as_they_come(table, table.tokens, context), table.devices // table.width[k]
     ranks = [own for _, own, _ in placed(table, [(k, []) for _ in range(count)])]
     bins = [(k, own, packs[q::count]) for q, own in enumerate(ranks)]
-    return Schedule.of_bins(table, bins, "max-length")
+    return Assignment.of_bins(table, bins, "max-length")
 
 
 def roomiest_first(table: PriceTable) -> list[int]:
@@ -105,7 +105,7 @@ def _best(tables: Sequence[PriceTable], make: Make) -> int:
 
 
 def _one(k: int, make: Make) -> Planned:
-    def one(_: int, table: PriceTable) -> Schedule:
+    def one(_: int, table: PriceTable) -> Assignment:
         schedule = make(table, k)
         assert schedule is not None, "it held every batch"
         return schedule

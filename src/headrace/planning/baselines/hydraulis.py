@@ -15,7 +15,7 @@ import numpy as np
 from headrace.planning.baselines.dynamic_program import proposed
 from headrace.planning.baselines.homogeneous import Planned, roomiest_first
 from headrace.planning.batch import PriceTable
-from headrace.planning.schedule import Schedule, placed
+from headrace.planning.schedule import Assignment, placed
 from headrace.planning.side_by_side import Pipelines
 from headrace.planning.strategy_search import Counts
 
@@ -29,7 +29,7 @@ def hydraulis(tables: Sequence[PriceTable], seed: int) -> Planned:
     """The paper's planner: every candidate is dispatched and packed for every batch."""
     candidates = hydraulis_candidates(tables)
 
-    def one(number: int, table: PriceTable) -> Schedule:
+    def one(number: int, table: PriceTable) -> Assignment:
         tried = (by_greedy(table, counts, seed=seed + number) for counts in candidates)
         found = [schedule for schedule in tried if schedule is not None]
         return min(found, key=lambda schedule: schedule.seconds)  # the first holds any sequence
@@ -50,12 +50,12 @@ def hydraulis_candidates(tables: Sequence[PriceTable]) -> list[Counts]:
     return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
 
 
-def by_greedy(table: PriceTable, counts: Counts, *, seed: int) -> Schedule | None:
+def by_greedy(table: PriceTable, counts: Counts, *, seed: int) -> Assignment | None:
     """What :func:`hydraulis` makes of one batch and strategy; None where it cannot hold the
     batch."""
     if not any(n and np.isfinite(table.alone[k, 0]) for k, n in enumerate(counts)):
         return None
-    return Schedule.of(table, placed(table, greedy(table, counts, seed=seed)), "hydraulis")
+    return Assignment.of(table, placed(table, greedy(table, counts, seed=seed)), "hydraulis")
 
 
 def greedy(table: PriceTable, counts: Counts, *, seed: int, trials: int = _TRIALS) -> Pipelines:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.schedule import Group, Schedule, Semantics
+from headrace.planning.schedule import Assignment, Group
 from headrace.planning.static import static_schedule
+from headrace.spec.plan import Semantics
 
 __all__ = ["block", "fitting", "in_turn", "interleaved", "static_launches"]
 
@@ -41,7 +42,7 @@ def interleaved(table: PriceTable, k: int, taken: Sequence[Sequence[list[int]]])
     return [(k, block(table.width[k], group), members) for _, group, members in launches]
 
 
-def static_launches(table: PriceTable, k: int, semantics: Semantics) -> Schedule | None:
+def static_launches(table: PriceTable, k: int, semantics: Semantics) -> Assignment | None:
     """The static schedule of scheme k; in lockstep launch by launch, the longest of each group
     first."""
     found = static_schedule(table, k)
@@ -52,4 +53,4 @@ def static_launches(table: PriceTable, k: int, semantics: Semantics) -> Schedule
         sorted(map(list, own.bins), key=lambda held: (-sum([seconds[i] for i in held]), held[0]))
         for own in found.packs
     ]
-    return Schedule.of_launches(table, interleaved(table, k, taken), "static", semantics)
+    return Assignment.of_launches(table, interleaved(table, k, taken), "static", semantics)

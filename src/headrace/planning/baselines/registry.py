@@ -22,8 +22,9 @@ from headrace.planning.baselines.megatron import dp_balanced, hybrid
 from headrace.planning.baselines.switching import switching
 from headrace.planning.baselines.token_balance import by_weight
 from headrace.planning.batch import PriceTable
-from headrace.planning.schedule import Group, Schedule, Semantics
+from headrace.planning.schedule import Assignment, Group
 from headrace.planning.static import best_static
+from headrace.spec.plan import Semantics
 
 __all__ = ["BASELINES", "Baseline"]
 
@@ -40,7 +41,7 @@ class Baseline:
     ``meaning`` is one line for people.
     """
 
-    schedules: Callable[[PriceTable, Semantics, int], Schedule | None]
+    schedules: Callable[[PriceTable, Semantics, int], Assignment | None]
     least_s: Callable[[PriceTable], float]
     meaning: str
     staged: bool = False
@@ -78,14 +79,14 @@ def _hybrid_s(table: PriceTable) -> float:
     return float(alone.sum()) / table.devices if np.isfinite(alone).all() else 0.0
 
 
-def _static(table: PriceTable, semantics: Semantics, _: int) -> Schedule | None:
+def _static(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
     if not is_groups(table):
         return best_static(table)
     k = fitting(table)
     return None if k is None else static_launches(table, k, semantics)
 
 
-def _best_static(table: PriceTable, semantics: Semantics, _: int) -> Schedule | None:
+def _best_static(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
     if semantics == "free":
         return best_static(table)
     tried = (static_launches(table, k, semantics) for k in range(len(table)))
@@ -95,22 +96,22 @@ def _best_static(table: PriceTable, semantics: Semantics, _: int) -> Schedule | 
 
 def _launched(
     name: str, make: Callable[[PriceTable], list[Group]]
-) -> Callable[[PriceTable, Semantics, int], Schedule | None]:
+) -> Callable[[PriceTable, Semantics, int], Assignment | None]:
     """A planner that issues launch by launch."""
 
-    def schedules(table: PriceTable, semantics: Semantics, _: int) -> Schedule | None:
+    def schedules(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
         launches = make(table)
-        return Schedule.of_launches(table, launches, name, semantics) if launches else None
+        return Assignment.of_launches(table, launches, name, semantics) if launches else None
 
     return schedules
 
 
 def _alone(
     prepare: Callable[[Sequence[PriceTable], int], Planned],
-) -> Callable[[PriceTable, Semantics, int], Schedule | None]:
+) -> Callable[[PriceTable, Semantics, int], Assignment | None]:
     """A planner of several batches for one of them, under the free semantics."""
 
-    def schedules(table: PriceTable, _: Semantics, seed: int) -> Schedule | None:
+    def schedules(table: PriceTable, _: Semantics, seed: int) -> Assignment | None:
         if not np.isfinite(table.alone[:, 0]).any():
             return None
         return prepare([table], seed)(0, table)

@@ -13,9 +13,9 @@ from math import inf
 
 from headrace.errors import InfeasiblePlan
 from headrace.planning.baselines.homogeneous import Planned, best_scheme
-from headrace.planning.batch import Batch, PriceTable
+from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.packing import Packed
-from headrace.planning.schedule import Group, Schedule
+from headrace.planning.schedule import Assignment, Group
 from headrace.planning.static import static_schedule
 from headrace.spec import Lengths
 
@@ -61,8 +61,8 @@ def switching(tables: Sequence[PriceTable], parameters: int | None = None) -> Pl
     if not best:
         raise InfeasiblePlan("no homogeneous strategy holds every iteration")
 
-    def one(_: int, table: PriceTable) -> Schedule:
-        made = list[Schedule]()
+    def one(_: int, table: PriceTable) -> Assignment:
+        made = list[Assignment]()
         for low, high, k in best:
             part = _part(table, low, high)
             if part is not None:
@@ -74,7 +74,7 @@ def switching(tables: Sequence[PriceTable], parameters: int | None = None) -> Pl
     return one
 
 
-def sequences_of(whole: Schedule, phase: Schedule) -> list[int]:
+def sequences_of(whole: Assignment, phase: Assignment) -> list[int]:
     """Indices in the caller's batch of the sequences of a phase, in the order of its lengths."""
     longest, shortest = phase.table.tokens[0], phase.table.tokens[-1]
     tokens = whole.table.batch.lengths.tokens
@@ -86,10 +86,10 @@ def _part(table: PriceTable, low: int, high: int) -> PriceTable | None:
     tokens = tuple(length for length in table.batch.lengths.tokens if low < length <= high)
     if not tokens:
         return None
-    return PriceTable(Batch.of(Lengths(tokens=tokens)), table.schemes, table.devices)
+    return PriceTable(SortedBatch.of(Lengths(tokens=tokens)), table.schemes, table.devices)
 
 
-def _joined(table: PriceTable, made: Sequence[Schedule], change_s: float) -> Schedule:
+def _joined(table: PriceTable, made: Sequence[Assignment], change_s: float) -> Assignment:
     """Schedules of ranges of lengths, the short ones first, as one of the whole batch."""
     groups, packs, first = list[Group](), list[Packed](), len(table.tokens)
     for phase in made:
@@ -100,7 +100,7 @@ def _joined(table: PriceTable, made: Sequence[Schedule], change_s: float) -> Sch
             for own in phase.packs
         ]
     changes_s = change_s * (len(made) - 1)
-    return Schedule(
+    return Assignment(
         table=table, groups=tuple(groups), packs=tuple(packs), source="switching",
         seconds=sum(phase.seconds for phase in made) + changes_s,
         phases=tuple(made) if len(made) > 1 else (), switch_s=changes_s,

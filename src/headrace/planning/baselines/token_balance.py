@@ -18,19 +18,19 @@ import numpy as np
 from headrace.planning.baselines.differencing import differenced
 from headrace.planning.baselines.launched import fitting, interleaved
 from headrace.planning.batch import PriceTable
-from headrace.planning.schedule import Group, Schedule, placed
+from headrace.planning.schedule import Assignment, Group, placed
 
 __all__ = ["by_tokens", "by_weight"]
 
 _LINEAR = 24576
 
 
-def by_tokens(table: PriceTable, k: int) -> Schedule | None:
+def by_tokens(table: PriceTable, k: int) -> Assignment | None:
     """The same tokens for every pipeline of scheme k; None where it does not hold the longest."""
     if not np.isfinite(table.alone[k, 0]):
         return None
     sets = differenced(table.tokens, table.devices // table.width[k])
-    return Schedule.of(table, placed(table, [(k, held) for held in sets]), "token-balance")
+    return Assignment.of(table, placed(table, [(k, held) for held in sets]), "token-balance")
 
 
 def by_weight(table: PriceTable) -> list[Group]:
