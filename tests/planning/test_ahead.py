@@ -18,7 +18,8 @@ import pytest
 from headrace.costs.group_costs import GroupCosts
 from headrace.errors import InfeasiblePlan, LaunchError, SpecError
 from headrace.planning.ahead import PlanAhead
-from headrace.planning.groups import plan_groups
+from headrace.planning import Problem, plan
+from headrace.spec import Lengths
 from planning.ahead_work import (
     dies_on_even_first,
     dies_on_two,
@@ -58,10 +59,11 @@ def test_plans_do_not_depend_on_the_number_of_producers() -> None:
     """Would catch plans that depend on what a process planned before, or on a seed of its own."""
     costs = GroupCosts(a_s=5e-9, b_s=2e-4, c_s=0.02, cap_tokens=16384, kappa_s={1: 0.0, 2: 2e-5})
     batches = [[100 * k + 1, 900, 17, 12000 + k] for k in range(6)]
-    plan = partial(plan_groups, costs, devices=3, seed=7)
-    here = [plan(batch) for batch in batches]
+    made = partial(plan, Problem(costs=costs, devices=3), seed=7)
+    lengths = [Lengths.of(batch) for batch in batches]
+    here = [made(batch) for batch in lengths]
     for producers in (1, 3):
-        with PlanAhead(plan, batches, producers=producers, depth=4) as ahead:
+        with PlanAhead(made, lengths, producers=producers, depth=4) as ahead:
             assert list(ahead) == here
 
 

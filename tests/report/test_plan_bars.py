@@ -15,12 +15,10 @@ from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import ConfigError
 from headrace.planning import Problem
 from headrace.planning import plan as make_plan
-from headrace.planning.groups import plan_groups
-from headrace.planning.pipelines import plan_pipelines
-from headrace.planning.pipelines.plan import Iteration, PlannedPipeline
-from headrace.report.plan_bars import PlanBars, bars_of_groups, bars_of_pipelines, bars_of_plan
+from headrace.planning.clock import published_timeline
+from headrace.report.plan_bars import PlanBars, bars_of_plan
 from headrace.simulator import simulate, without_waits
-from headrace.spec import Lengths
+from headrace.spec import Lengths, Plan
 from headrace.spec.compiler import compile_plan
 
 PIPELINES = PipelineCosts.from_json({
@@ -52,49 +50,35 @@ def _checked(plan: PlanBars) -> None:
     assert sorted(placed) == sorted(LENGTHS)
 
 
+def shown(problem: Problem) -> tuple[Plan, PlanBars]:
+    """The plan of the lengths and its bars."""
+    plan = make_plan(problem, Lengths(tokens=tuple(LENGTHS)))
+    return plan, bars_of_plan(plan, published_timeline(plan, problem.published))
+
+
 def test_pipelines_end_when_the_plan_says() -> None:
     """Catches a pipeline without the time that its last stage is behind, and shared devices."""
-    plan = plan_pipelines(PIPELINES, [LENGTHS], 8)
-    found = bars_of_pipelines(PIPELINES, plan.iterations[0], LENGTHS, 8)
+    plan, found = shown(Problem(costs=PIPELINES, devices=8))
     _checked(found)
+    assert found.seconds == pytest.approx(plan.predicted_s)
     behind = [bar for bar in found.bars if not bar.longest]
-    assert len(behind) == sum("pp" in p.scheme and bool(p.micro_batches)
-                              for p in plan.iterations[0].pipelines)  # fmt: skip
+    assert len(behind) == sum(p.scheme.pipeline > 1 for p in plan.pipelines)
     assert behind, "the long sequence fits on two stages only"
 
 
 @pytest.mark.parametrize("semantics", ["free", "lockstep"])
 def test_groups_end_when_the_plan_says(semantics: Literal["free", "lockstep"]) -> None:
     """Catches waves that start before the one before has ended."""
-    plan = plan_groups(GROUPS, LENGTHS, 6, semantics=semantics)
-    found = bars_of_groups(GROUPS, plan)
+    plan, found = shown(Problem(costs=GROUPS, devices=6, semantics=semantics))
+    assert plan.semantics == semantics
     if semantics == "free":
         _checked(found)
+        assert found.seconds == pytest.approx(plan.predicted_s)
     else:  # the last wave may be short where others are
-        assert max(bar.end_s for bar in found.bars) <= found.seconds * (1 + 1e-9)
+        assert max(bar.end_s for bar in found.bars) <= plan.predicted_s * (1 + 1e-9)
     assert sum(bar.last - bar.first + 1 for bar in found.bars) == sum(
-        len(launch.ranks) for launch in plan.launches
+        len(plan.pipelines[micro.pipeline].ranks) for micro in plan.micro_batches
     )
-
-
-def test_strategies_in_turn_wait_for_the_change() -> None:
-    """Catches pipelines of a second strategy that start one after the other, or without the time
-    that changing takes."""
-    cost = next(cost for cost in PIPELINES.schemes if cost.name == "tp2")
-    long_s, short_s = cost.micro_batch_s([3000]), cost.micro_batch_s([40])
-    iteration = Iteration(
-        strategy="2*tp2 then 2*tp2", predicted_s=long_s + 0.5 + short_s, lower_bound_s=long_s,
-        switch_s=0.5,
-        pipelines=tuple(
-            PlannedPipeline(scheme="tp2", micro_batches=((i,),), seconds=seconds, phase=phase)
-            for i, seconds, phase in ((0, long_s, 0), (1, long_s, 0), (2, short_s, 1),
-                                      (3, short_s, 1))
-        ),
-    )  # fmt: skip
-    found = bars_of_pipelines(PIPELINES, iteration, [3000, 3000, 40, 40], 4)
-    assert [(bar.first, bar.last) for bar in found.bars] == [(0, 1), (2, 3), (0, 1), (2, 3)]
-    assert [bar.start_s for bar in found.bars] == pytest.approx([0, 0, long_s + 0.5, long_s + 0.5])
-    assert max(bar.end_s for bar in found.bars) == pytest.approx(found.seconds)
 
 
 def test_plans_of_a_configuration_show_the_clock() -> None:
@@ -117,9 +101,9 @@ def test_pictures_are_written(tmp_path: Path, ending: str) -> None:
     pytest.importorskip("altair")
     from headrace.report.plan_picture import write_plan_picture
 
-    plan = plan_groups(GROUPS, LENGTHS, 6)
+    _, bars = shown(Problem(costs=GROUPS, devices=6))
     path = tmp_path / f"plan{ending}"
-    write_plan_picture(bars_of_groups(GROUPS, plan), "a plan", path)
+    write_plan_picture(bars, "a plan", path)
     start = path.read_bytes()[:4]
     assert start.startswith({".svg": b"<svg", ".png": b"\x89PNG", ".json": b"{"}[ending])
     if ending == ".json":
@@ -132,7 +116,7 @@ def test_other_endings_and_places_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("altair")
     from headrace.report.plan_picture import write_plan_picture
 
-    bars = bars_of_groups(GROUPS, plan_groups(GROUPS, [5], 1))
+    _, bars = shown(Problem(costs=GROUPS, devices=6))
     for name in ("plan.bmp", "plan", "no/such/folder/plan.svg"):
         with pytest.raises(ConfigError, match="picture"):
             write_plan_picture(bars, "a plan", tmp_path / name)

@@ -4,7 +4,6 @@ lengths in files, without a configuration or a model."""
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,15 @@ from typing import Any, TypeVar, get_args
 
 from rich.table import Table
 
-from headrace.cli.display import out_console, tell
+from headrace.cli.display import out_console
 from headrace.cli.plan_picture import draw_picture, require_picture
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
-from headrace.errors import ConfigError, CostError, DataError, InfeasiblePlan, did_you_mean
-from headrace.planning.groups import GroupPlan, plan_groups, plans_to_json
-from headrace.planning.pipelines import PipelinePlan, phases_apart, plan_pipelines
-from headrace.report.plan_bars import bars_of_groups, bars_of_pipelines
+from headrace.errors import ConfigError, CostError, DataError, did_you_mean
+from headrace.planning import Problem
+from headrace.planning.clock import published_timeline
+from headrace.planning.published_files import OWN, plan_iterations, plans_to_json
+from headrace.report.plan_bars import bars_of_plan
 from headrace.spec.plan import Semantics
 from headrace.units import percent_text, seconds_text
 
@@ -63,16 +63,20 @@ def plan_files(options: PlanFiles) -> int:
     value = _read(options.costs)
     kind = _kind(value, options.costs)
     iterations = read_iterations(Path(options.lengths))
+    costs: PipelineCosts | GroupCosts
     if kind == "groups":
-        groups = _costs(GroupCosts.from_json, value, options.costs)
-        return _groups(options, groups, iterations, options.devices)
-    if options.semantics not in (None, "free"):
-        raise ConfigError(
-            "--semantics", got=repr(options.semantics),
-            wanted="free for pipelines: each starts when its devices are free",
-        )  # fmt: skip
-    pipelines = _costs(PipelineCosts.from_json, value, options.costs)
-    return _pipelines(options, pipelines, iterations, options.devices)
+        costs = _costs(GroupCosts.from_json, value, options.costs)
+    else:
+        costs = _costs(PipelineCosts.from_json, value, options.costs)
+        if options.semantics not in (None, "free"):
+            raise ConfigError(
+                "--semantics", got=repr(options.semantics),
+                wanted="free for pipelines: each starts when its devices are free",
+            )  # fmt: skip
+    _require_ranges(costs, options.costs, iterations)
+    semantics = _semantics(options.semantics)
+    problem = Problem(costs=costs, devices=options.devices, semantics=semantics)
+    return _plan(options, problem, iterations)
 
 
 def read_iterations(path: Path) -> list[list[int]]:
@@ -147,69 +151,46 @@ def _semantics(given: str | None) -> Semantics:
                       hint=did_you_mean(str(given), get_args(Semantics)))  # fmt: skip
 
 
-def _groups(options: PlanFiles, costs: GroupCosts, iterations: Iterations, devices: int) -> int:
-    plans, times, semantics = list[GroupPlan](), list[float](), _semantics(options.semantics)
-    planner = "headrace" if options.planner is None else options.planner
-    for tokens in (1, max(map(sum, iterations))):
-        for p in costs.sizes:
-            _require_range(
-                f"costs {options.costs}, groups of {p}", costs.seconds([tokens], p), tokens
-            )
-    for number, lengths in enumerate(iterations):
-        start = time.perf_counter()
-        try:
-            made = plan_groups(costs, lengths, devices, semantics=semantics, planner=planner,
-                               seed=options.seed)  # fmt: skip
-        except InfeasiblePlan as error:
-            what = error.what if error.what == "devices" else f"iteration {number}, {error.what}"
-            raise InfeasiblePlan(what, got=error.got, wanted=error.wanted, hint=error.hint)
-        times.append(time.perf_counter() - start)
-        plans.append(made)
-    worst = max(plans, key=lambda plan: plan.predicted_s)
+def _plan(options: PlanFiles, problem: Problem, iterations: Iterations) -> int:
+    planner = OWN if options.planner is None else options.planner
+    found = plan_iterations(problem, iterations, planner=planner, seed=options.seed)
     if options.picture is not None:
-        name = f"iteration {plans.index(worst)}"
-        draw_picture(bars_of_groups(costs, worst), name, options.picture)
-    if options.as_json:
-        print(json.dumps(plans_to_json(plans, times)))
-        return 0
-    rows = [
-        (plan.strategy, plan.predicted_s, plan.lower_bound_s, plan.gap, took, plan.why)
-        for plan, took in zip(plans, times, strict=True)
-    ]
-    _print(f"{devices} devices, {semantics}, planner {planner}", rows)
-    return 0
-
-
-def _pipelines(
-    options: PlanFiles, costs: PipelineCosts, iterations: Iterations, devices: int
-) -> int:
-    for tokens in (1, max(map(sum, iterations))):
-        for scheme in costs.schemes:
-            _require_range(
-                f"costs {options.costs}, {scheme.name}", scheme.micro_batch_s([tokens]), tokens
-            )
-    plan: PipelinePlan = plan_pipelines(
-        costs, iterations, devices, seed=options.seed,
-        planner="headrace" if options.planner is None else options.planner,
-    )  # fmt: skip
-    worst = max(range(len(iterations)), key=lambda i: plan.iterations[i].predicted_s)
-    if options.picture is not None:
-        bars = bars_of_pipelines(costs, plan.iterations[worst], iterations[worst], devices)
+        worst = max(range(len(found)), key=lambda i: found[i].plan.predicted_s)
+        made = found[worst].plan
+        if found[worst].phases:
+            raise ConfigError(
+                "--picture", got=f"iteration {worst} with strategies in turn",
+                wanted="a plan of one strategy",
+            )  # fmt: skip
+        bars = bars_of_plan(made, published_timeline(made, problem.published))
         draw_picture(bars, f"iteration {worst}", options.picture)
     if options.as_json:
-        in_turn = any(item.phases for item in plan.iterations)
-        if in_turn:
-            tell("strategies change within iterations: every phase is written as an iteration, "
-                 "and the lengths that go with them as `lengths`")  # fmt: skip
-        print(json.dumps(phases_apart(plan, iterations) if in_turn else plan.to_json()))
+        print(json.dumps(plans_to_json(problem, found, planner=planner, seed=options.seed)))
         return 0
     rows = [
-        (item.strategy, item.predicted_s, item.lower_bound_s, item.gap, item.planning_s, item.why)
-        for item in plan.iterations
-    ]
-    proposed = f", {len(plan.candidates)} strategies proposed in {seconds_text(plan.proposal_s)}"
-    _print(f"{devices} devices, planner {plan.planner}{proposed if plan.candidates else ''}", rows)
+        (
+            one.strategy, one.plan.predicted_s, one.plan.lower_bound_s, one.plan.gap,
+            one.planning_s, one.plan.why,
+        )
+        for one in found
+    ]  # fmt: skip
+    how = "" if isinstance(problem.published, PipelineCosts) else f", {problem.semantics}"
+    _print(f"{problem.devices} devices{how}, planner {planner}", rows)
     return 0
+
+
+def _require_ranges(
+    costs: PipelineCosts | GroupCosts, path: Path, iterations: Iterations
+) -> None:
+    """Raise CostError for costs whose sums or ratios would be no numbers."""
+    for tokens in (1, max(map(sum, iterations))):
+        if isinstance(costs, GroupCosts):
+            for p in costs.sizes:
+                _require_range(f"costs {path}, groups of {p}", costs.seconds([tokens], p), tokens)
+        else:
+            for scheme in costs.schemes:
+                what = f"costs {path}, {scheme.name}"
+                _require_range(what, scheme.micro_batch_s([tokens]), tokens)
 
 
 _Row = tuple[str, float, float, float, float, tuple[str, ...]]

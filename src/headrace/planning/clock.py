@@ -17,6 +17,7 @@ from headrace.planning.priced import PricedScheme
 from headrace.planning.published import priced
 from headrace.spec import Plan, Scheme, Timeline
 from headrace.spec.measurement import Row
+from headrace.spec.program import Forward
 
 __all__ = ["published_timeline"]
 
@@ -31,8 +32,9 @@ def published_timeline(plan: Plan, costs: PipelineCosts | GroupCosts) -> Timelin
     for number, (micro, start_s, taken_s) in enumerate(
         zip(plan.micro_batches, starts, times, strict=True)
     ):
-        action = f"0F{number}"
-        for rank in plan.pipelines[micro.pipeline].ranks:
+        ranks = plan.pipelines[micro.pipeline].ranks
+        action = str(Forward(stage=0, micro_batch=number, group=ranks))
+        for rank in ranks:
             rows[rank].append(
                 Row(
                     rank=rank, action=action, kind="forward", start_s=start_s,

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isinf
 
 import numpy as np
 
@@ -152,7 +153,8 @@ def _dealt(filler: Filler, found: Found[Pipelines], limits: Limits) -> Iterator[
         table=table, seconds=found.seconds, groups=placed(table, found.result), source="filled"
     )
     for level in limits.levels:
-        seconds, dealt = filler.levelled(found.result, found.seconds * level)
+        limit_s = level if isinf(level) else found.seconds * level
+        seconds, dealt = filler.levelled(found.result, limit_s)
         if dealt:
             yield Draft(
                 table=table, seconds=seconds, groups=placed(table, dealt), source=f"dealt {level}"
@@ -276,6 +278,6 @@ def scheduled(
             steps = min(steps, limits.steps_fluid)
         better = improved(schedule, target_s=bound_s, steps=steps)
         if better is not schedule:
-            made.append(better)
+            made.append(replace(better, source="improved"))
             made.sort(key=lambda schedule: schedule.seconds)
     return made

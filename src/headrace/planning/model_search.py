@@ -242,6 +242,8 @@ class ModelSearch:
     def _promising(self, bound: Bound) -> list[Schedule]:
         """What is simulated: the quickest by computing, one of each strategy and source, and the
         static schedule."""
+        if self.problem.planner == "static":
+            return sorted(self.found, key=lambda schedule: schedule.seconds)
         self.found = scheduled(self.drafts, self.found, bound.seconds, self.limits)
         limit_s, seen = self.found[0].seconds * _NEAR, set[tuple[Strategy, str]]()
         chosen = list[Schedule]()

@@ -2,46 +2,51 @@
 
 A plan file has the kind of its costs. ``pipelines`` lists pipelines side by side by the scheme's
 name, ``groups`` launches on ranks in the order in which they are issued; sequences go by their
-number in the iteration's lengths.
+number in the iteration's lengths. The form of pipelines knows what runs at once only. Where a
+planner changes the strategy within an iteration, every phase is a plan of some of the sequences: it
+is written as an iteration of its own, with ``lengths`` beside them, and ``phases`` says of what
+iteration each is, which of its sequences it has, and the seconds of the change before it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import InfeasiblePlan, SpecError, did_you_mean
 from headrace.planning.baselines import BASELINES
+from headrace.planning.baselines.switching import sequences_of
 from headrace.planning.batch import Batch
+from headrace.planning.bounds import Bound
 from headrace.planning.planner import plan
 from headrace.planning.problem import Problem
 from headrace.planning.published_search import bounded, plan_of, published_table, reasons
 from headrace.planning.schedule import Schedule
-from headrace.spec import Lengths, Plan
+from headrace.spec import Lengths, Plan, Scheme
 
 __all__ = ["OWN", "PlannedIteration", "plan_iterations", "planner_names", "plans_to_json"]
 
 OWN = "headrace"
 """The name of this planner among others'."""
 
-Make = Callable[[int, Lengths], tuple[Plan, str, tuple[Plan, ...], float]]
-"""From the number and lengths of an iteration to its plan, its strategy by the costs' names, its
-phases where it has several, and the seconds of changing between them."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedIteration:
-    """The plan of an iteration. Where the strategy changes within it, ``phases`` are the plans
-    that run one after the other, and changing takes ``switch_s`` of the seconds."""
+    """The plan of an iteration, its strategy by the costs' names, and the seconds of planning.
+    Where the strategy changes within it, ``phases`` are what runs one after the other, each with
+    the numbers of its sequences, and changing takes ``switch_s`` of the seconds."""
 
     plan: Plan
     strategy: str
-    planning_s: float = field(compare=False)
-    phases: tuple[Plan, ...] = ()
+    planning_s: float = field(default=0.0, compare=False)
+    phases: tuple[tuple[PlannedIteration, tuple[int, ...]], ...] = ()
     switch_s: float = 0.0
+
+
+Make = Callable[[int, Lengths], PlannedIteration]
+"""Plans an iteration by its number and lengths."""
 
 
 def planner_names(problem: Problem) -> tuple[str, ...]:
@@ -69,13 +74,8 @@ def plan_iterations(
     for number, lengths in enumerate(batches):
         began = time.perf_counter()
         with _Named(number):
-            made, strategy, phases, switch_s = make(number, lengths)
-        found.append(
-            PlannedIteration(
-                plan=made, strategy=strategy, planning_s=time.perf_counter() - began,
-                phases=phases, switch_s=switch_s,
-            )
-        )  # fmt: skip
+            made = make(number, lengths)
+        found.append(replace(made, planning_s=time.perf_counter() - began))
     return found
 
 
@@ -99,10 +99,10 @@ class _Named:
 def _own(problem: Problem, seed: int) -> Make:
     names = {one.scheme: str(one) for one in problem.published_schemes}
 
-    def make(_: int, lengths: Lengths) -> tuple[Plan, str, tuple[Plan, ...], float]:
+    def make(_: int, lengths: Lengths) -> PlannedIteration:
         made = plan(problem, lengths, seed=seed)
         text = " + ".join(f"{count}*{names[scheme]}" for scheme, count in made.strategy.counts)
-        return made, text, (), 0.0
+        return PlannedIteration(plan=made, strategy=text)
 
     return make
 
@@ -119,7 +119,7 @@ def _others(
     if baseline.prepare is not None and isinstance(problem.published, PipelineCosts):
         prepared = baseline.prepare(tables, seed, problem.parameters)
 
-    def make(number: int, _: Lengths) -> tuple[Plan, str, tuple[Plan, ...], float]:
+    def make(number: int, _: Lengths) -> PlannedIteration:
         table = tables[number]
         if prepared is not None:
             made: Schedule | None = prepared(number, table)
@@ -128,14 +128,25 @@ def _others(
         if made is None:
             raise InfeasiblePlan(f"a plan by {planner}", got="none that holds the batch")
         bound = bounded(table)
-        phases = tuple(plan_of(phase, bounded(phase.table)) for phase in made.phases)
-        chosen = plan_of(made, bound).replace(
-            planner=planner, seed=seed, why=reasons([made], bound)[:2]
+        phases = tuple(
+            (
+                PlannedIteration(plan=plan_of(one, bounded(one.table)), strategy=one.names),
+                tuple(sequences_of(made, one)),
+            )
+            for one in made.phases
         )
-        names = " then ".join(phase.names for phase in made.phases) or made.names
-        return chosen, names, phases, made.switch_s
+        return PlannedIteration(
+            plan=_planned(made, bound, planner, seed), phases=phases, switch_s=made.switch_s,
+            strategy=" then ".join(one.names for one in made.phases) or made.names,
+        )  # fmt: skip
 
     return make
+
+
+def _planned(made: Schedule, bound: Bound, planner: str, seed: int) -> Plan:
+    return plan_of(made, bound).replace(
+        planner=planner, seed=seed, why=reasons([made], bound)[:2]
+    )  # fmt: skip
 
 
 def plans_to_json(
@@ -143,10 +154,8 @@ def plans_to_json(
 ) -> dict[str, Any]:
     """The plan file of some iterations."""
     if isinstance(problem.published, PipelineCosts):
-        names = {one.scheme: str(one) for one in problem.published_schemes}
-        items = [_pipelines(one, names) for one in found]
         head = {"kind": "pipelines", "planner": planner, "seed": seed, "devices": problem.devices}
-        return {**head, "iterations": items}
+        return {**head, **_pipelines(problem, found)}
     items = [
         {
             "planner": planner, "seed": seed, "predicted_s": one.plan.predicted_s,
@@ -168,18 +177,40 @@ def plans_to_json(
     }  # fmt: skip
 
 
-def _pipelines(one: PlannedIteration, names: Mapping[object, str]) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = []
-    for phase, made in enumerate(one.phases or (one.plan,)):
-        for number, pipeline in enumerate(made.pipelines):
-            micro_batches = [
-                list(micro.sequences) for micro in made.micro_batches if micro.pipeline == number
-            ]
-            part = {"scheme": names[pipeline.scheme], "micro_batches": micro_batches}
-            parts.append({**part, "phase": phase} if phase else part)
-    value = {
-        "strategy": one.strategy, "pipelines": parts, "predicted_s": one.plan.predicted_s,
-        "lower_bound_s": one.plan.lower_bound_s, "planning_s": one.planning_s,
-        "why": list(one.plan.why),
-    }  # fmt: skip
-    return {**value, "switch_s": one.switch_s} if one.switch_s else value
+def _pipelines(problem: Problem, found: Sequence[PlannedIteration]) -> dict[str, Any]:
+    names = {one.scheme: str(one) for one in problem.published_schemes}
+    if not any(one.phases for one in found):
+        return {"iterations": [_iteration(one, names) for one in found]}
+    items, lengths, phases = list[Any](), list[list[int]](), list[dict[str, Any]]()
+    for number, one in enumerate(found):
+        everything = tuple(range(len(one.plan.lengths)))
+        made = one.phases or ((one, everything),)
+        for place, (phase, held) in enumerate(made):
+            planning_s = one.planning_s / len(made)
+            items.append(_iteration(replace(phase, planning_s=planning_s), names))
+            lengths.append(list(phase.plan.lengths.tokens))
+            change_s = one.switch_s / (len(made) - 1) if place else 0.0
+            phases.append({"iteration": number, "sequences": list(held), "switch_s": change_s})
+    return {"iterations": items, "lengths": {"iterations": lengths}, "phases": phases}
+
+
+def _iteration(one: PlannedIteration, names: Mapping[Scheme, str]) -> dict[str, Any]:
+    made = one.plan
+    return {
+        "strategy": one.strategy,
+        "pipelines": [
+            {
+                "scheme": names[pipeline.scheme],
+                "micro_batches": [
+                    list(micro.sequences)
+                    for micro in made.micro_batches
+                    if micro.pipeline == number
+                ],
+            }
+            for number, pipeline in enumerate(made.pipelines)
+        ],
+        "predicted_s": made.predicted_s,
+        "lower_bound_s": made.lower_bound_s,
+        "planning_s": one.planning_s,
+        "why": list(made.why),
+    }

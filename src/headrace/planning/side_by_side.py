@@ -36,6 +36,7 @@ Pipelines = list[tuple[int, list[int]]]
 """(number of the scheme, positions longest first) of each pipeline."""
 
 _STEP = 0.04  # of the time: within it the order of schemes stays
+_LEAST_S = 1e-30
 _RANKED = 4  # schemes that a sequence looks at, the cheapest first
 
 
@@ -63,7 +64,7 @@ class Filler:
     def cheapest(self, tau: float) -> list[list[int]]:
         """For every sequence the schemes that may end it within about ``tau``, by the devices that
         it takes of them."""
-        step = round(log(tau) / _STEP)
+        step = round(log(max(tau, _LEAST_S)) / _STEP)
         if step not in self._cheapest:
             needed = self._needed(float(np.exp((step + 1) * _STEP)))
             order = needed.argsort(axis=0, kind="stable")[:_RANKED]
