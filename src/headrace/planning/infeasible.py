@@ -12,7 +12,7 @@ from headrace.spec import Scheme, Strategy
 from headrace.spec.plan import Working
 from headrace.units import bytes_text
 
-__all__ = ["require_fit", "require_strategies"]
+__all__ = ["require_fit", "require_lockstep", "require_strategies"]
 
 
 def require_fit(problem: Problem, longest: int, index: int) -> None:
@@ -27,6 +27,20 @@ def require_fit(problem: Problem, longest: int, index: int) -> None:
         if any(priced.most_tokens >= longest for priced in pricing.groups(weights)):
             return
     _require(problem, pricing.schemes(), longest, index)
+
+
+def require_lockstep(problem: Problem, longest: int, index: int) -> None:
+    """Raise InfeasiblePlan when a sequence fits no group whose weights are gathered layer by layer
+    from the whole world."""
+    _require_positions(problem, longest, index)
+    priced = problem.pricing.lockstep()
+    holds = max((one.most_tokens for one in priced), default=0)
+    if holds < longest:
+        raise InfeasiblePlan(
+            f"{_name(index, longest)} does not fit", got=f"{longest:,} tokens",
+            wanted=f"at most {holds:,} on any group in lockstep",
+            hint=f"a context of at most {holds:,} tokens" if holds else "more devices",
+        )  # fmt: skip
 
 
 def require_strategies(

@@ -27,7 +27,7 @@ from headrace.planning.batch import Batch
 from headrace.planning.generators import Limits
 from headrace.planning.model_search import ModelSearch
 from headrace.planning.problem import Problem
-from headrace.planning.published_search import PublishedSearch
+from headrace.planning.formula_search import FormulaSearch
 from headrace.spec import Lengths, Plan
 
 __all__ = ["plan"]
@@ -49,6 +49,6 @@ def plan(
     when a sequence fits no pipeline, saying by how much and what would help.
     """
     batch, spent = Batch.of(lengths), limits or Limits()
-    if problem.is_published:
-        return PublishedSearch(problem=problem, batch=batch, seed=seed, limits=spent).plan()
+    if problem.is_published or problem.semantics == "lockstep":
+        return FormulaSearch(problem=problem, batch=batch, seed=seed, limits=spent).plan()
     return ModelSearch(problem=problem, batch=batch, seed=seed, limits=spent).plan(previous)

@@ -9,6 +9,7 @@ those as they lie can run there. They would fetch, of sharded weights on w ranks
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import isclose
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ class Pricing:
         self.costs: CostModel = problem.model.replace(scale=1.0)
         self._priced: dict[tuple[Scheme, Working], PricedScheme | None] = {}
         self._kinds: dict[tuple[str, Working], tuple[PricedScheme, ...]] = {}
+        self._lockstep: dict[str, tuple[PricedScheme, ...]] = {}
         self._nested: dict[tuple[Working, tuple[int, ...]], tuple[PricedScheme, ...]] = {}
 
     def groups(self, weights: Working) -> tuple[PricedScheme, ...]:
@@ -59,6 +61,30 @@ class Pricing:
             found = (self.price(scheme, weights) for scheme in schemes)
             self._kinds[kind, weights] = tuple(priced for priced in found if priced is not None)
         return self._kinds[kind, weights]
+
+    def lockstep(self) -> tuple[PricedScheme, ...]:
+        """Groups of every size where all ranks meet at every layer, as its weights are gathered
+        from the whole world and its gradients scattered over it: with the world's gather on each
+        layer, and the memory that shards of the world leave."""
+        if "lockstep" not in self._lockstep:
+            world = max(self.costs.working_bytes)
+            found = (self._in_lockstep(p, world) for p in self.problem.group_sizes)
+            self._lockstep["lockstep"] = tuple(one for one in found if one.most_tokens)
+        return self._lockstep["lockstep"]
+
+    def _in_lockstep(self, p: int, world: int) -> PricedScheme:
+        costs, slots = self.costs, self.problem.slots[p]
+        room = costs.capacity_bytes - costs.state_bytes - costs.held_bytes({world}, "sharded")
+        table = Table.of(costs, p, "whole", self.problem.options[p], room)
+        seconds = table.seconds.copy()
+        # A layer that is computed again has its weights there: its backward gathers them anyway.
+        seconds[:-1, 2] += sum(costs.gather_s.get(world, (0.0, 0.0)))
+        table = replace(table, seconds=seconds)
+        if len(slots) == 1:
+            frontier = mixed_frontier(table, costs.shape.layers)
+        else:
+            frontier = listed_frontier(table, slots)
+        return PricedScheme(scheme=Scheme(context=p), frontier=frontier, weights="sharded")
 
     def nested(self, weights: Working, sizes: Sequence[int]) -> tuple[PricedScheme, ...]:
         """The same where ranks work in groups of all ``sizes`` in one step: shards of several

@@ -23,7 +23,7 @@ from headrace.planning.batch import Batch
 from headrace.planning.bounds import Bound
 from headrace.planning.planner import plan
 from headrace.planning.problem import Problem
-from headrace.planning.published_search import bounded, plan_of, published_table, reasons
+from headrace.planning.formula_search import bounded, formula_table, plan_of, reasons
 from headrace.planning.schedule import Schedule
 from headrace.spec import Lengths, Plan, Scheme
 
@@ -113,7 +113,7 @@ def _others(
     tables = []
     for number, lengths in enumerate(batches):
         with _Named(number):
-            tables.append(published_table(problem, Batch.of(lengths)))
+            tables.append(formula_table(problem, Batch.of(lengths)))
     baseline = BASELINES[planner]
     prepared = None
     if baseline.prepare is not None and isinstance(problem.published, PipelineCosts):

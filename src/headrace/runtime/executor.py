@@ -82,8 +82,8 @@ class Executor:
         """Agree on the plan, check the programs of the ranks that this one depends on, make its
         groups; returns this rank's program.
 
-        Raises PlanMismatch when ranks hold different plans, or the plan is for other semantics or
-        another number of ranks; ProgramError when it would deadlock.
+        Raises PlanMismatch when ranks hold different plans, or the plan is for other semantics,
+        another number of ranks or another number of layers; ProgramError when it would deadlock.
         """
         agree("hash of the plan", plan.hash, self.groups.world)
         if plan.semantics != "free" or plan.devices != self.groups.ranks:
@@ -91,6 +91,12 @@ class Executor:
                 "plan", got=f"{plan.semantics} for {plan.devices} ranks",
                 wanted=f"free for {self.groups.ranks}",
             )  # fmt: skip
+        layers = self.storage.architecture.layers
+        for number, micro in enumerate(plan.micro_batches):
+            if len(micro.layers.options) != layers:
+                raise PlanMismatch(
+                    f"layers of micro-batch {number}", got=len(micro.layers.options), wanted=layers
+                )
         mine, overlap = self.groups.rank, self._overlap
         programs = {
             rank: compile_rank(plan, rank, self.buckets, overlap=overlap)

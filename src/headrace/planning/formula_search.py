@@ -1,15 +1,19 @@
-"""Plans a batch with published costs: by the formula, as nothing is known of weights."""
+"""Plans a batch by the formula: with published costs, which know nothing of weights, and in
+lockstep, where weights are gathered layer by layer and there is nothing else to hide."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from headrace.costs import CostModel
+from headrace.errors import InfeasiblePlan
 from headrace.planning.baselines import BASELINES
 from headrace.planning.baselines.homogeneous import is_groups
 from headrace.planning.batch import Batch, PriceTable
 from headrace.planning.bounds import Bound, BoundRows, lower_bound
 from headrace.planning.generators import Limits, nested, scheduled, side_by_side
+from headrace.planning.infeasible import require_lockstep
 from headrace.planning.problem import Problem
 from headrace.planning.published import require_held
 from headrace.planning.schedule import Schedule
@@ -17,15 +21,18 @@ from headrace.planning.waves import waves
 from headrace.spec import LayerPlan, MicroBatch, Pipeline, Plan, Scheme
 from headrace.units import percent_text, seconds_text
 
-__all__ = ["PublishedSearch", "bounded", "plan_of", "published_table"]
+__all__ = ["FormulaSearch", "bounded", "formula_table", "plan_of", "reasons"]
 
 
-def published_table(problem: Problem, batch: Batch) -> PriceTable:
+def formula_table(problem: Problem, batch: Batch) -> PriceTable:
     """The table of a batch. Raises InfeasiblePlan when its longest sequence fits no scheme."""
-    schemes = problem.published_schemes
-    require_held(
-        problem.published, schemes, problem.devices, batch.tokens[0], batch.order[0]
-    )  # fmt: skip
+    longest, index = batch.tokens[0], batch.order[0]
+    if problem.is_published:
+        schemes = problem.published_schemes
+        require_held(problem.published, schemes, problem.devices, longest, index)
+    else:
+        schemes = problem.pricing.lockstep()
+        require_lockstep(problem, longest, index)
     return PriceTable(batch, schemes, problem.devices)
 
 
@@ -35,7 +42,7 @@ def bounded(table: PriceTable) -> Bound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedSearch:
+class FormulaSearch:
     """One batch being planned."""
 
     problem: Problem
@@ -45,12 +52,14 @@ class PublishedSearch:
 
     def plan(self) -> Plan:
         """See :func:`headrace.planning.planner.plan`."""
-        table = published_table(self.problem, self.batch)
+        table = formula_table(self.problem, self.batch)
         bound = bounded(table)
         found = self._static(table)
         if self.problem.planner != "static":
             found = self._rivals(table, bound, self._found(table, bound, found))
         made = plan_of(found[0], bound)
+        if not self.problem.is_published:
+            made = _with_model(made, self.problem.model, found[0])
         name = self.problem.planner
         if self.problem.static_size is not None:
             name = f"static-cp{self.problem.static_size}"
@@ -59,9 +68,13 @@ class PublishedSearch:
     def _static(self, table: PriceTable) -> list[Schedule]:
         size, semantics = self.problem.static_size, self.problem.semantics
         if size is not None:
-            table = PriceTable(
-                self.batch, [s for s in table.schemes if s.devices == size], table.devices
-            )
+            some = [scheme for scheme in table.schemes if scheme.devices == size]
+            if not some or some[0].most_tokens < table.tokens[0]:
+                raise InfeasiblePlan(
+                    f"sequence {self.batch.order[0]} of {table.tokens[0]:,} tokens does not fit",
+                    got=f"groups of {size}", wanted="a size that holds it",
+                )  # fmt: skip
+            table = PriceTable(self.batch, some, table.devices)
         made = BASELINES["best-static"].schedules(table, semantics, self.seed)
         return [] if made is None else [made]
 
@@ -122,6 +135,26 @@ def plan_of(schedule: Schedule, bound: Bound) -> Plan:
         pipelines=tuple(Pipeline(scheme=scheme, ranks=ranks) for scheme, ranks in numbers),
         micro_batches=tuple(micro_batches), predicted_s=schedule.seconds,
         lower_bound_s=min(bound.seconds, schedule.seconds), semantics=schedule.semantics,
+    )  # fmt: skip
+
+
+def _with_model(plan: Plan, costs: CostModel, schedule: Schedule) -> Plan:
+    """The plan with the layers of a model's costs, the update's seconds and their scale."""
+    schemes, rows = schedule.table.schemes, [row for own in schedule.packs for row in own.rows]
+    kinds = [k for (k, _, _), own in zip(schedule.groups, schedule.packs, strict=True)
+             for _ in own.rows]  # fmt: skip
+    micro_batches = tuple(
+        replace(
+            micro, layers=schemes[k].layer_plan(row) or LayerPlan(),
+            order=schemes[k].order_of(row, costs),
+        )
+        for micro, k, row in zip(plan.micro_batches, kinds, rows, strict=True)
+    )  # fmt: skip
+    update_s = costs.exchange_s.update_s
+    return plan.replace(
+        micro_batches=micro_batches, working="sharded",
+        predicted_s=(plan.predicted_s + update_s) * costs.scale,
+        lower_bound_s=(plan.lower_bound_s + update_s) * costs.scale,
     )  # fmt: skip
 
 
