@@ -8,8 +8,8 @@ import numpy as np
 
 from headrace.planning import Problem
 from headrace.planning.batch import Batch, PriceTable
+from headrace.planning.formula_search import bounded, formula_table
 from headrace.planning.generators import Limits, scheduled, side_by_side
-from headrace.planning.published_search import bounded, published_table
 from headrace.planning.schedule import Schedule
 from headrace.planning.static import static_schedule
 from headrace.planning.strategy_search import Counts
@@ -20,7 +20,7 @@ __all__ = ["counted", "dispatched", "table_of"]
 
 def table_of(problem: Problem, lengths: Sequence[int]) -> PriceTable:
     """One iteration on all schemes that fit the devices."""
-    return published_table(problem, Batch.of(Lengths(tokens=tuple(lengths))))
+    return formula_table(problem, Batch.of(Lengths(tokens=tuple(lengths))))
 
 
 def counted(table: PriceTable, counts: Counts) -> str:
