@@ -4,8 +4,10 @@
                     that holds the context, as in the three steps that follow
     a               sequences dispatched by cost (equation 3), then packed to the context
     b               packed by equation 1
-    c               one strategy of several schemes that holds the context, found by exchanging
-                    pipelines while the first iterations get quicker
+    c               one strategy of several schemes that holds the context: of those that ours
+                    chooses for an iteration with one more sequence, as long as the context, the one
+                    that is best for all
+    d, filled       ours for each iteration without exchanges of pipelines and local search
     d               ours for each iteration
     d by hydraulis  the paper's planner for each iteration
 
@@ -18,19 +20,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from math import inf
 from statistics import fmean
 from typing import Any
 
-from headrace.planning.pipelines import plan_pipelines
-from headrace.planning.pipelines.batch import Batch
-from headrace.planning.pipelines.climb import climb
-from headrace.planning.pipelines.proposal import propose
-from headrace.planning.pipelines.world import Counts, World
+from given_strategies import counted, dispatched, table_of
 from hetero_scenarios import (
     WORKLOADS,
+    Make,
     Scenario,
-    Solve,
     best_static,
     by_equation_1,
     holding,
@@ -40,11 +37,16 @@ from hetero_scenarios import (
 from rich.table import Table
 
 from headrace.cli.display import tell
+from headrace.planning import Problem, plan
+from headrace.planning.batch import PriceTable
+from headrace.planning.generators import SearchLimits
+from headrace.planning.published_files import OWN, plan_iterations
+from headrace.planning.strategy_search import Counts
+from headrace.spec import Lengths
 
 __all__ = ["ablation", "ablation_tables"]
 
-_EXCHANGES = 150
-_FEW_ITERATIONS = 8  # to search one strategy for all; more only cost time
+_FILLED = SearchLimits(exchanged=0, steps=0)
 
 
 def ablation(o: argparse.Namespace) -> dict[str, Any]:
@@ -72,51 +74,51 @@ def parts_of(scenario: Scenario, iterations: int, seed: int) -> dict[str, tuple[
     """Mean seconds and strategy of each step of the ablation."""
     costs, devices, context = scenario.costs_of(), scenario.devices, scenario.context
     lengths = scenario.lengths(iterations, seed)
-    world = World.of(holding(costs, devices, context), devices)
-    batches = [Batch(world, tokens) for tokens in lengths]
-    ways: dict[str, tuple[Solve, ...]] = {
+    roomy = Problem(costs=holding(costs, devices, context), devices=devices)
+    tables = [table_of(roomy, tokens) for tokens in lengths]
+    ways: dict[str, tuple[Make, ...]] = {
         "base": max_length_ways(context),
-        "a": (lambda batch, counts: packed_to_context(batch, counts, context),),
+        "a": (lambda table, k: packed_to_context(table, k, context),),
         "b": (by_equation_1,),
     }
     found = dict[str, tuple[float, str]]()
     for name, own in ways.items():
-        counts, made = best_static(world, batches, *own)
-        found[name] = fmean(solution.seconds for solution in made), world.text(counts)
-    found["c"] = one_for_all(World.of(costs, devices), lengths, context, seed)
-    for name, planner in (("d", "headrace"), ("d by hydraulis", "hydraulis")):
-        plan = plan_pipelines(costs, lengths, devices, planner=planner, seed=seed)
-        used = len({item.strategy for item in plan.iterations})
-        found[name] = plan.mean_s, f"{used} strategies"
+        strategy, made = best_static(tables, *own)
+        found[name] = fmean(schedule.seconds for schedule in made), strategy
+    problem = Problem(costs=costs, devices=devices)
+    found["c"] = one_for_all(problem, lengths, context, seed)
+    filled = [
+        plan(problem, Lengths(tokens=tuple(tokens)), seed=seed, limits=_FILLED)
+        for tokens in lengths
+    ]
+    used = len({str(own.strategy) for own in filled})
+    found["d, filled"] = fmean(own.predicted_s for own in filled), f"{used} strategies"
+    for name, planner in (("d", OWN), ("d by hydraulis", "hydraulis")):
+        planned = plan_iterations(problem, lengths, planner=planner, seed=seed)
+        used = len({item.strategy for item in planned})
+        found[name] = fmean(item.plan.predicted_s for item in planned), f"{used} strategies"
     return found
 
 
 def one_for_all(
-    world: World, lengths: Sequence[Sequence[int]], context: int, seed: int
+    problem: Problem, lengths: Sequence[Sequence[int]], context: int, seed: int
 ) -> tuple[float, str]:
-    """Mean seconds and text of the best found strategy that holds the context: the best proposed
-    one, and from there exchanges of pipelines while some of the iterations get quicker."""
-    batches = [Batch(world, tokens) for tokens in lengths]
+    """Mean seconds and text of the best strategy that holds the context, of those that ours
+    chooses for an iteration and one more sequence as long as that."""
+    tables = [table_of(problem, tokens) for tokens in lengths]
+    longer = plan_iterations(problem, [[context, *tokens] for tokens in lengths], seed=seed)
+    schemes = [scheme.scheme for scheme in tables[0].schemes]
+    chosen = {
+        tuple(dict(item.plan.strategy.counts).get(scheme, 0) for scheme in schemes)
+        for item in longer
+    }
+    return min((mean_s(tables, counts), counted(tables[0], counts)) for counts in chosen)
 
-    def mean_s(counts: Counts, of: Sequence[Batch]) -> float:
-        if not any(n and pipe.cap >= context for n, pipe in zip(counts, world.pipes, strict=True)):
-            return inf
-        total = 0.0
-        for batch in of:
-            solution = by_equation_1(batch, counts)
-            if solution is None:
-                return inf
-            total += solution.seconds
-        return total / len(of)
 
-    few = batches[:_FEW_ITERATIONS]
-    proposal = propose(world, [*lengths, [context]], seed)
-    starts = {*proposal.candidates, *world.homogeneous()}
-    start_s, start = min((mean_s(counts, few), counts) for counts in starts)
-    _, best, _ = climb(
-        world, start, start_s, lambda counts, _: mean_s(counts, few), proposal.kinds, _EXCHANGES,
-    )  # fmt: skip
-    return min((mean_s(counts, batches), world.text(counts)) for counts in {start, best})
+def mean_s(tables: Sequence[PriceTable], counts: Counts) -> float:
+    """Mean seconds of a strategy that holds all batches."""
+    made = [dispatched(table, counts) for table in tables]
+    return fmean(schedule.seconds for schedule in made if schedule is not None)
 
 
 def ablation_tables(found: dict[str, Any]) -> list[Table]:

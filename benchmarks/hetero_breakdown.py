@@ -47,16 +47,15 @@ from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
-from headrace.planning.pipelines import plan_pipelines
-from headrace.planning.pipelines.batch import Batch
-from headrace.planning.pipelines.world import World
-from hetero_scenarios import WORKLOADS, Scenario, best_static, by_equation_1, holding
+from hetero_scenarios import WORKLOADS, Scenario, holding
 from numpy.typing import NDArray
 from rich.table import Table
 
 from headrace.cli.display import tell
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.layouts import Partition, Rows, link, split_rows, stage_rows, storage_partition
+from headrace.planning import Problem
+from headrace.planning.published_files import OWN, plan_iterations
 from headrace.spec.architecture import Architecture
 from headrace.spec.plan import Pipeline
 from headrace.spec.scheme import Scheme
@@ -220,8 +219,9 @@ def breakdown(o: argparse.Namespace) -> dict[str, Any]:
     tell(f"breakdown {scenario}")
     costs, lengths = scenario.costs_of(), scenario.lengths(o.iterations, o.seed)
     architecture = architecture_of(costs)
-    static, strategy = static_plans(scenario, lengths)
-    dynamic = dynamic_plans(scenario, lengths, o.seed)
+    roomy = holding(costs, scenario.devices, scenario.context)
+    static = plans_of(roomy, scenario.devices, lengths, "static", o.seed)
+    dynamic = plans_of(costs, scenario.devices, lengths, OWN, o.seed)
     memo = dict[tuple[Any, ...], Moved]()
 
     def moved_by(plan: Sequence[_Used], storage: Storage) -> tuple[tuple[Pipeline, ...], Moved]:
@@ -259,7 +259,7 @@ def breakdown(o: argparse.Namespace) -> dict[str, Any]:
     return {
         "paper": PAPER, "scenario": str(scenario), "iterations": o.iterations,
         "strategies": {
-            "homogeneous": strategy,
+            "homogeneous": _text(static[0]),
             "heterogeneous": sorted({_text(plan) for plan in dynamic}),
         },
         "weights_bytes": weights_bytes, "most_bytes": most, "readings": readings,
@@ -272,39 +272,24 @@ def breakdown(o: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def static_plans(
-    scenario: Scenario, lengths: Sequence[Sequence[int]]
-) -> tuple[list[list[_Used]], str]:
-    """The best strategy of one scheme that holds the context, every iteration, and its text."""
-    costs = holding(scenario.costs_of(), scenario.devices, scenario.context)
-    world = World.of(costs, scenario.devices)
-    batches = [Batch(world, tokens) for tokens in lengths]
-    counts, made = best_static(world, batches, by_equation_1)
-    plans = [
-        [
-            _Used(scheme=world.pipes[k].name, seconds=seconds,
-                  parts=tuple(tuple(batch.tokens[i] for i in part) for part in parts))
-            for k, parts, seconds in zip(
-                own.pipes, own.micro_batches, own.each_s, strict=True
-            )
-        ]
-        for batch, own in zip(batches, made, strict=True)
-    ]  # fmt: skip
-    return plans, world.text(counts)
-
-
-def dynamic_plans(
-    scenario: Scenario, lengths: Sequence[Sequence[int]], seed: int
+def plans_of(
+    costs: PipelineCosts, devices: int, lengths: Sequence[Sequence[int]], planner: str, seed: int
 ) -> list[list[_Used]]:
-    """Our pipelines of every iteration, largest first; those without work pull nothing."""
-    plan = plan_pipelines(scenario.costs_of(), lengths, scenario.devices, seed=seed)
-    plans = list[list[_Used]]()
-    for item, tokens in zip(plan.iterations, lengths, strict=True):
-        used = [
-            _Used(scheme=own.scheme, seconds=own.seconds,
-                  parts=tuple(tuple(tokens[i] for i in part) for part in own.micro_batches))
-            for own in item.pipelines if own.micro_batches
-        ]  # fmt: skip
+    """A planner's pipelines of every iteration, largest first; those without work pull
+    nothing."""
+    by_scheme = {cost.scheme: cost for cost in costs.schemes}
+    plans, problem = list[list[_Used]](), Problem(costs=costs, devices=devices)
+    for item in plan_iterations(problem, lengths, planner=planner, seed=seed):
+        used = list[_Used]()
+        for number, pipeline in enumerate(item.plan.pipelines):
+            cost = by_scheme[pipeline.scheme]
+            parts = tuple(
+                item.plan.tokens_of(micro)
+                for micro in item.plan.micro_batches if micro.pipeline == number
+            )  # fmt: skip
+            each_s = [cost.micro_batch_s(part) for part in parts]
+            seconds = sum(each_s) + (pipeline.scheme.pipeline - 1) * max(each_s)
+            used.append(_Used(scheme=cost.name, seconds=seconds, parts=parts))
         plans.append(sorted(used, key=lambda own: (-Scheme.parse(own.scheme).devices, own.scheme)))
     return plans
 

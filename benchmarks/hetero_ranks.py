@@ -23,7 +23,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from headrace.planning.strategies import Schemes, plan_strategy
 from rich.table import Table
 
 from headrace.cli.display import tell
@@ -32,7 +31,7 @@ from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
 from headrace.costs import CostModel
 from headrace.costs.sources.profile import costs_from_profile
-from headrace.planning import Problem
+from headrace.planning import Problem, plan
 from headrace.profiling.profiler import ProfileOptions, Profiler
 from headrace.runtime.executor import Executor
 from headrace.runtime.storage import Storage
@@ -98,17 +97,14 @@ def _measured(world: World, o: argparse.Namespace) -> dict[str, Any]:
     storage = Storage(a, groups, seed=0)
     costs = _profiled(storage, groups, batches[0].longest, say)
     problem = Problem(costs=costs, devices=groups.ranks)
-    schemes = Schemes(problem)
     found: dict[str, Any] = {"architecture": str(a), "batches": [b.total for b in batches]}
     found["ranks"], found["strategies"] = groups.ranks, {}
     sides = {True: Executor(storage, groups, seed=0),
              False: Executor(storage, groups, seed=0, overlap=False)}  # fmt: skip
     for text in STRATEGIES[groups.ranks]:
         say(f"{text}: {len(batches)} batches, with and without overlap")
-        plans = [
-            plan_strategy(problem, lengths, strategies=(Strategy.parse(text),), schemes=schemes)
-            for lengths in batches
-        ]
+        given = problem.replace(strategies=(Strategy.parse(text),))
+        plans = [plan(given, lengths) for lengths in batches]
         found["strategies"][text] = _strategy(sides, plans, groups, 2 if o.quick else 3)
     return found
 
@@ -130,13 +126,13 @@ def _strategy(
     """Parts of the middle step of each side, and predicted and measured seconds of each batch."""
     parts: dict[bool, list[list[float]]] = {True: [], False: []}
     measured: list[float] = []
-    for plan in plans:
-        rng = np.random.default_rng(plan.lengths.total)
-        tokens = tuple(rng.integers(4096, size=n).astype(np.int32) for n in plan.lengths.tokens)
+    for own in plans:
+        rng = np.random.default_rng(own.lengths.total)
+        tokens = tuple(rng.integers(4096, size=n).astype(np.int32) for n in own.lengths.tokens)
         steps: dict[bool, list[list[float]]] = {True: [], False: []}
         for number in range(repeats + 1):
             for side, executor in sides.items():
-                rows = executor.run(plan, tokens, step=0, lr=1e-4).rows
+                rows = executor.run(own, tokens, step=0, lr=1e-4).rows
                 if number:  # the first makes groups and buffers
                     steps[side].append(_slowest(rows, groups))
         for side, several in steps.items():

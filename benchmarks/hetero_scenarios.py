@@ -30,8 +30,15 @@ The first three are the paper's baselines, configured as there. The next three a
 system but what is left of Hydraulis and ours without their strategies; ours dispatches for them,
 as for hotspa-like (HotSPa does not balance by cost). What is static is tuned on the very
 iterations that count. No scheme of the cost files splits sequences (context parallel), which the
-paper's static strategies of 32B use; tp16 takes its place. ``at most`` is what plans at the lower
-bound of all plans of one strategy an iteration would have over the best of the paper's baselines.
+paper's static strategies of 32B use; tp16 takes its place.
+
+Three numbers sum up a scenario:
+
+    over best       mean step of the best of the paper's baselines over ours
+    over hydraulis  mean step of the paper's planner over ours, with the same costs
+    of bound        the share of what the bound allows: the mean of the lower bounds of all plans of
+                    one strategy an iteration, over ours; ``at_most``, in JSON, is what plans at
+                    that bound would have over the best of the paper's baselines
 """
 
 from __future__ import annotations
@@ -39,19 +46,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
-from math import inf
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, geometric_mean, pstdev
 from typing import Any
 
 import numpy as np
-from headrace.planning.pipelines import plan_pipelines
-from headrace.planning.pipelines.baselines import by_length
-from headrace.planning.pipelines.batch import Batch
-from headrace.planning.pipelines.solution import Solution, solved
-from headrace.planning.pipelines.switching import switch_s
-from headrace.planning.pipelines.world import Counts, World
+from given_strategies import dispatched, table_of
 from numpy.typing import NDArray
 from rich.table import Table
 
@@ -59,10 +60,19 @@ from headrace.cli.display import tell
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.data.distributions import Distribution
 from headrace.data.synthetic import PRESETS, draw_batches
+from headrace.planning import Problem
+from headrace.planning.baselines.homogeneous import best_scheme, by_length
+from headrace.planning.baselines.switching import switch_s
+from headrace.planning.batch import PriceTable
+from headrace.planning.published_files import OWN, plan_iterations
+from headrace.planning.schedule import Assignment, placed
+from headrace.planning.static import static_schedule
+from headrace.planning.strategy_search import Counts
+from headrace.units import percent_text
 
 __all__ = [
-    "BASELINES", "WORKLOADS", "Scenario", "Solve", "best_static", "by_equation_1", "dealt",
-    "holding", "in_turn", "max_length_ways", "packed_to_context", "scenario_list",
+    "BASELINES", "WORKLOADS", "Make", "Scenario", "best_static", "by_equation_1", "dealt",
+    "holding", "in_turn", "max_length_ways", "only", "packed_to_context", "scenario_list",
     "scenario_tables", "scenarios",
 ]  # fmt: skip
 
@@ -73,16 +83,16 @@ BASELINES = ("megatron-like", "deepspeed-like", "hotspa-like")
 STRONGER = ("switching", "static", "token-balance")
 RANGES = {16_384: (4096, 16_384), 32_768: (4096, 16_384, 32_768), 8192: (4096, 8192)}
 """Upper ends of the ranges of lengths that run in turn, by context (Hydraulis, appendix G)."""
-PLANNERS = ("hydraulis", "headrace")
+PLANNERS = ("hydraulis", OWN)
 CLUSTERS = (("7b", (8, 16)), ("13b", (16, 32)), ("32b", (32, 64)))
 CORPORA = {"CommonCrawl": "commoncrawl-like", "GitHub": "github-code"}
 WORKLOADS = {"F1": (16_384, 100_000), "F2": (32_768, 100_000), "F3": (32_768, 200_000)}
 """Context, and tokens of an iteration."""
 
 _CLOSE = 1e-9
-_STEPS = 12
 
-Solve = Callable[[Batch, Counts], Solution | None]
+Make = Callable[[PriceTable, int], Assignment | None]
+"""What a batch takes on pipelines of one scheme of its table; None where they do not hold it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,52 +153,42 @@ def holding(costs: PipelineCosts, devices: int, context: int) -> PipelineCosts:
     return replace(costs, schemes=tuple(kept))
 
 
-def best_static(
-    world: World, batches: Sequence[Batch], *ways: Solve
-) -> tuple[Counts, list[Solution]]:
-    """The strategy of one scheme with the least seconds over all batches, and its solutions, in
+def only(table: PriceTable, k: int) -> Counts:
+    """The strategy of as many pipelines of scheme k as the devices have room for."""
+    return tuple(table.devices // table.width[k] if j == k else 0 for j in range(len(table)))
+
+
+def best_static(tables: Sequence[PriceTable], *ways: Make) -> tuple[str, list[Assignment]]:
+    """The strategy of one scheme with the least seconds over all batches, and its schedules, in
     the best of some ways."""
-    best_s, best = inf, None
-    for solve, counts in product(ways, world.homogeneous()):
-        tried = [solve(batch, counts) for batch in batches]
-        made = [solution for solution in tried if solution is not None]
-        total = sum(solution.seconds for solution in made) if len(made) == len(tried) else inf
-        if total < best_s:
-            best_s, best = total, (counts, made)
-    assert best is not None, "some scheme holds the context"
-    return best
+    found = [(*best_scheme(tables, make), make) for make in ways]
+    _, k, make = min(found, key=lambda one: one[0])
+    assert k is not None, "some scheme holds the context"
+    made = [schedule for table in tables if (schedule := make(table, k)) is not None]
+    return f"{tables[0].devices // tables[0].width[k]}*{tables[0].schemes[k]}", made
 
 
-def dealt(batch: Batch, counts: Counts, context: int) -> Solution:
+def dealt(table: PriceTable, k: int, context: int) -> Assignment | None:
     """Packs of up to ``context`` tokens by first-fit decreasing, dealt out evenly to pipelines of
-    one scheme that holds them."""
-    k = next(k for k, n in enumerate(counts) if n)
-    packs = _first_fit(batch.tokens, range(len(batch)), context)
-    pipes = (k,) * counts[k]
-    return _timed(batch, counts, pipes, [packs[q :: counts[k]] for q in range(counts[k])])
-
-
-def packed_to_context(batch: Batch, counts: Counts, context: int) -> Solution | None:
-    """Sequences dispatched by cost, then packed to the context by first-fit decreasing."""
-    found = solved(batch, counts, steps=_STEPS)
-    if found is None:
+    scheme k; None where it does not hold them."""
+    if context > table.schemes[k].most_tokens:
         return None
-    members = [sorted(i for part in own for i in part) for own in found.micro_batches]
-    bins = [_first_fit(batch.tokens, own, context) for own in members]
-    return _timed(batch, counts, found.pipes, bins)
+    packs, count = _first_fit(table.tokens, range(len(table.tokens)), context), only(table, k)[k]
+    ranks = [own for _, own, _ in placed(table, [(k, []) for _ in range(count)])]
+    bins = [(k, own, packs[q::count]) for q, own in enumerate(ranks)]
+    return Assignment.of_bins(table, bins, "dealt")
 
 
-def _timed(
-    batch: Batch, counts: Counts, pipes: Sequence[int], bins: Sequence[Sequence[Sequence[int]]]
-) -> Solution:
-    each_s = list[float]()
-    for k, parts in zip(pipes, bins, strict=True):
-        pipe, seconds = batch.world.pipes[k], batch.seconds(k)
-        each_s.append(pipe.pipeline_s([sum(seconds[i] for i in part) + pipe.c for part in parts]))
-    return Solution(
-        counts=counts, pipes=tuple(pipes), each_s=tuple(each_s),
-        micro_batches=tuple(tuple(tuple(part) for part in parts) for parts in bins),
-    )  # fmt: skip
+def packed_to_context(table: PriceTable, k: int, context: int) -> Assignment | None:
+    """Sequences dispatched by cost, then packed to the context by first-fit decreasing."""
+    found = by_equation_1(table, k)
+    if found is None or context > table.schemes[k].most_tokens:
+        return None
+    bins = [
+        (k, ranks, _first_fit(table.tokens, sorted(members), context))
+        for _, ranks, members in found.groups
+    ]
+    return Assignment.of_bins(table, bins, "packed to the context")
 
 
 def _first_fit(tokens: Sequence[int], members: Sequence[int], context: int) -> list[list[int]]:
@@ -203,16 +203,16 @@ def _first_fit(tokens: Sequence[int], members: Sequence[int], context: int) -> l
     return parts
 
 
-def by_equation_1(batch: Batch, counts: Counts) -> Solution | None:
+def by_equation_1(table: PriceTable, k: int) -> Assignment | None:
     """Sequences dispatched by cost and packed by equation 1."""
-    return solved(batch, counts, steps=_STEPS)
+    return dispatched(table, only(table, k))
 
 
-def max_length_ways(context: int) -> tuple[Solve, Solve]:
+def max_length_ways(context: int) -> tuple[Make, Make]:
     """How packs of max-length packing may be made."""
     return (
-        lambda batch, counts: by_length(batch, counts, context),
-        lambda batch, counts: dealt(batch, counts, context),
+        lambda table, k: by_length(table, k, context),
+        lambda table, k: dealt(table, k, context),
     )
 
 
@@ -225,12 +225,10 @@ def steps_of(scenario: Scenario, iterations: int, seed: int) -> dict[str, dict[s
     found = dict[str, dict[str, Any]]()
     for name, own in zip(BASELINES[:2], (static, replace(static, schemes=tuple(staged))),
                          strict=True):  # fmt: skip
-        world = World.of(own, devices)
-        batches = [Batch(world, tokens) for tokens in lengths]
-        counts, made = best_static(world, batches, *max_length_ways(context))
-        found[name] = {
-            "steps_s": [solution.seconds for solution in made], "strategies": [world.text(counts)],
-        }  # fmt: skip
+        problem = Problem(costs=own, devices=devices)
+        tables = [table_of(problem, tokens) for tokens in lengths]
+        strategy, made = best_static(tables, *max_length_ways(context))
+        found[name] = {"steps_s": [one.seconds for one in made], "strategies": [strategy]}
     found["hotspa-like"] = in_turn(costs, devices, lengths, RANGES[context])
     # What runs in turn must hold the context too: one more iteration, which does not count.
     for name, own, given in (
@@ -238,14 +236,14 @@ def steps_of(scenario: Scenario, iterations: int, seed: int) -> dict[str, dict[s
         *((name, static, lengths) for name in STRONGER[1:]),
         *((name, costs, lengths) for name in PLANNERS),
     ):
-        plan = plan_pipelines(own, given, devices, planner=name, seed=seed)
-        made = plan.iterations[: len(lengths)]
+        problem = Problem(costs=own, devices=devices)
+        planned = plan_iterations(problem, given, planner=name, seed=seed)[: len(lengths)]
         found[name] = {
-            "steps_s": [item.predicted_s for item in made],
-            "strategies": list(dict.fromkeys(item.strategy for item in made)),
+            "steps_s": [item.plan.predicted_s for item in planned],
+            "strategies": list(dict.fromkeys(item.strategy for item in planned)),
         }
-        if name == "headrace":
-            found[name]["bounds_s"] = [item.lower_bound_s for item in made]
+        if name == OWN:
+            found[name]["bounds_s"] = [item.plan.lower_bound_s for item in planned]
     return found
 
 
@@ -257,18 +255,18 @@ def in_turn(
     steps, phases = [0.0] * len(lengths), [0] * len(lengths)
     strategies = list[str]()
     for low, high in pairwise((0, *ends)):
-        world = World.of(holding(costs, devices, high), devices)
+        kept = Problem(costs=holding(costs, devices, high), devices=devices)
         parts = [[x for x in tokens if low < x <= high] for tokens in lengths]
         with_some = [i for i, part in enumerate(parts) if part]
         if not with_some:
             continue
-        batches = [Batch(world, parts[i]) for i in with_some]
-        counts, made = best_static(world, batches, lambda b, n: solved(b, n, steps=0))
-        strategies.append(world.text(counts))
-        for i, solution in zip(with_some, made, strict=True):
-            steps[i] += solution.seconds
+        tables = [table_of(kept, parts[i]) for i in with_some]
+        strategy, made = best_static(tables, static_schedule)
+        strategies.append(strategy)
+        for i, schedule in zip(with_some, made, strict=True):
+            steps[i] += schedule.seconds
             phases[i] += 1
-    change_s = switch_s(World.of(costs, devices))
+    change_s = switch_s(Problem(costs=costs, devices=devices).parameters)
     return {
         "steps_s": [s + change_s * (n - 1) for s, n in zip(steps, phases, strict=True)],
         "strategies": strategies, "change_s": change_s,
@@ -282,10 +280,10 @@ def scenarios(o: argparse.Namespace) -> dict[str, Any]:
         tell(f"scenario {scenario}")
         found = steps_of(scenario, o.iterations, o.seed)
         mean = {name: fmean(own["steps_s"]) for name, own in found.items()}
-        ours, bounds = found["headrace"]["steps_s"], found["headrace"]["bounds_s"]
+        ours, bounds = found[OWN]["steps_s"], found[OWN]["bounds_s"]
         best = min(BASELINES, key=mean.__getitem__)
-        speedup = mean[best] / mean["headrace"]
-        over_every = min(mean[name] for name in (*BASELINES, *STRONGER)) / mean["headrace"]
+        speedup = mean[best] / mean[OWN]
+        over_every = min(mean[name] for name in (*BASELINES, *STRONGER)) / mean[OWN]
         rows.append(
             {
                 "scenario": str(scenario), "in_paper": scenario.workload in WORKLOADS,
@@ -295,7 +293,8 @@ def scenarios(o: argparse.Namespace) -> dict[str, Any]:
                 "mean_s": mean, "deviation_s": {n: pstdev(x["steps_s"]) for n, x in found.items()},
                 "planned": found, "best_baseline": best, "speedup": speedup,
                 "over_every": over_every, "at_most": mean[best] / fmean(bounds),
-                "over_hydraulis": mean["hydraulis"] / mean["headrace"],
+                "over_hydraulis": mean["hydraulis"] / mean[OWN],
+                "of_bound": fmean(bounds) / mean[OWN],
                 "goal_met": speedup >= GOAL, "goal_met_over_every": over_every >= GOAL,
                 "never_behind_hydraulis": all(
                     own <= theirs * (1 + _CLOSE)
@@ -334,15 +333,16 @@ def scenario_tables(found: dict[str, Any]) -> list[Table]:
                   caption_justify="left", pad_edge=False)  # fmt: skip
     table.add_column("scenario", no_wrap=True)
     names = (*BASELINES, *STRONGER, *PLANNERS)
-    for name in (*names, "over best", "at most", "over every", "over hydraulis"):
+    for name in (*names, "over best", "over hydraulis", "of bound"):
         title = name.replace("-", " ").replace(" ", "\n")
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("goal", no_wrap=True)
     for row in found["rows"]:
-        ratios = (row[key] for key in ("speedup", "at_most", "over_every", "over_hydraulis"))
+        ratios = (f"{row['speedup']:.2f}", f"{row['over_hydraulis']:.2f}",
+                  percent_text(row["of_bound"]))  # fmt: skip
         table.add_row(
             row["scenario"],
-            *(f"{row['mean_s'][name]:.2f}" for name in names), *(f"{x:.2f}" for x in ratios),
+            *(f"{row['mean_s'][name]:.2f}" for name in names), *ratios,
             ("met" if row["goal_met"] else "not met")
             + ("" if row["never_behind_hydraulis"] else ", behind"),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Planners of pipelines side by side: how quick, how good, how far they reach.
+"""Our planner: how quick, how good, how far it reaches, beside others' planners.
 
     headrace       ours
     hydraulis      the paper's dynamic program, greedy dispatch with T trials, our packing
@@ -7,21 +7,27 @@
     token-balance  the same, tokens balanced by differencing (Karmarkar and Karp)
     switching      up to three strategies of one scheme in turn, changes included (HotSPa)
 
-The step is the longest pipeline's sum_j t_j + (P - 1) max_j t_j. Gaps are over lower bounds: of
-every plan (first table), of the strategy's plans (second). Planning is timed in CPU seconds of
-this process, on one core; ``planning_s`` and ``proposal_s``, which plans carry, are the clock's.
-The lengths are synthetic draws, the costs are what Hydraulis' authors measured.
+With published costs, parts 1 to 5, the step is the longest pipeline's sum_j t_j + (P - 1) max_j
+t_j. Gaps are over lower bounds: of every plan, in part 2 of the strategy's plans. Planning is timed
+in CPU seconds of this process, on one core; only ``planning_s`` is the clock's. The lengths are
+synthetic draws, the costs are what Hydraulis' authors measured; those of part 6 are a roofline's.
 
-    1  whole planners: mean step, gap, proposal once, planning per iteration
+    1  whole planners: mean step, gap, CPU of all iterations, clock of the middle one. Others decide
+       about all iterations at once, which the clock of one leaves out
     2  dispatch and packing of given strategies, beside the paper's greedy; equation 2 has no
        constants, so its gap shows the dispatch alone
     3  integer programs (HiGHS) on the first sequences of an iteration
-    4  proposals, beside the paper's dynamic program
+    4  strategies of an iteration: ours beside the best of those that the paper's dynamic program
+       (whole pipelines) proposes for three iterations, each dispatched and packed by ours
     5  growth with devices and tokens
+    6  plans for training, Llama 8B on H100: preparation is what a first plan takes beyond a warm
+       one; of three batches the mean step, the middle CPU and gap, and the first strategy
+
+``--beside`` sets ratios to an earlier run's numbers behind those that it has.
 
 examples:
     python benchmarks/planner.py
-    python benchmarks/planner.py --parts 1 5 --planners headrace static
+    python benchmarks/planner.py --parts 1 --beside benchmarks/results/planner.json
     python benchmarks/planner.py --json planner.json --pictures pictures
 """
 
@@ -32,30 +38,36 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from headrace.planning.pipelines import PLANNERS, plan_pipelines
-from headrace.planning.pipelines.batch import Batch
-from headrace.planning.pipelines.dynamic_program import proposed
-from headrace.planning.pipelines.packing import pack
-from headrace.planning.pipelines.paper import greedy
-from headrace.planning.pipelines.programs import dispatch_program, packing_program
-from headrace.planning.pipelines.proposal import propose
-from headrace.planning.pipelines.solution import packed, solved
-from headrace.planning.pipelines.strategy_bound import strategy_bound_s
-from headrace.planning.pipelines.world import Counts, World
+from beside import Earlier
+from given_strategies import counted, dispatched, table_of
+from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.display import out_console, tell
+import headrace as hr
+from headrace.cli.display import tell
 from headrace.costs.pipeline_costs import PipelineCosts
+from headrace.data.synthetic import draw_batches, parse_distribution
 from headrace.errors import HeadraceError
+from headrace.planning import Problem, plan
+from headrace.planning.baselines.dynamic_program import proposed
+from headrace.planning.baselines.hydraulis import greedy
+from headrace.planning.batch import PriceTable
+from headrace.planning.frontier import Frontier
+from headrace.planning.packing import pack
+from headrace.planning.published_files import OWN, plan_iterations, planner_names
+from headrace.planning.schedule import Assignment, placed
+from headrace.planning.strategy_search import Counts
 from headrace.units import count_text, percent_text, seconds_text
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "tests"))  # where the references of parts 2 and 3 stand
+
 CASES = (
     ("hydraulis-32b", 64, "commoncrawl-like-200k"),
     ("hydraulis-32b", 1024, "commoncrawl-like-3.2m"),
@@ -69,9 +81,15 @@ STRATEGIES = (
     "1/4*tp16 + 1/4*tp8-pp2 + 2/4*tp4-pp2 + 2/4*tp2-pp4",
 )  # fmt: skip
 """Pipelines for every 16 devices."""
+SIZES = (64, 256, 1024, 4096, 16_384)
+TRAINING = ((8, 1), (64, 1), (256, 4), (1024, 16), (1024, 4))
+"""Devices, and millions of tokens of a batch."""
+TRAINED = "lognormal:median=2000,sigma=1.5,max=131072"
+
+Value = TypeVar("Value")
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+def timed(work: Callable[[], Value]) -> tuple[float, Value]:
     began = time.process_time()
     value = work()
     return time.process_time() - began, value
@@ -92,63 +110,71 @@ def drawn(tokens: int, seed: int) -> list[int]:
     return lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1].tolist()
 
 
+def planned(
+    costs: PipelineCosts, iterations: Sequence[Sequence[int]], devices: int, planner: str, seed: int
+) -> dict[str, Any]:
+    """What a planner makes of some iterations."""
+    problem = Problem(costs=costs, devices=devices)
+    spent, found = timed(lambda: plan_iterations(problem, iterations, planner=planner, seed=seed))
+    plans = [item.plan for item in found]
+    return {
+        "mean_s": fmean(own.predicted_s for own in plans),
+        "steps_s": [own.predicted_s for own in plans],
+        "bounds_s": [own.lower_bound_s for own in plans],
+        "gap": median(own.gap for own in plans),
+        "strategies": [item.strategy for item in found],
+        "planning_s": median(item.planning_s for item in found), "cpu_s": spent,
+    }  # fmt: skip
+
+
 def whole_planners(o: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, devices, fixture in CASES:
-        costs, iterations = costs_of(name), lengths_of(fixture)
         for planner in o.planners:
             tell(f"{planner}: {name}, {devices} devices, {fixture}")
-            spent, plan = timed(
-                lambda: plan_pipelines(costs, iterations, devices, planner=planner, seed=o.seed)  # noqa: B023
-            )
-            rows.append(
-                {
-                    "costs": name, "devices": devices, "lengths": fixture, "planner": planner,
-                    "mean_s": plan.mean_s,
-                    "steps_s": [item.predicted_s for item in plan.iterations],
-                    "bounds_s": [item.lower_bound_s for item in plan.iterations],
-                    "gap": median(item.gap for item in plan.iterations),
-                    "strategies": [item.strategy for item in plan.iterations],
-                    "proposal_s": plan.proposal_s,
-                    "planning_s": median(item.planning_s for item in plan.iterations),
-                    "cpu_s": spent,
-                }
-            )  # fmt: skip
+            made = planned(costs_of(name), lengths_of(fixture), devices, planner, o.seed)
+            case = {"costs": name, "devices": devices, "lengths": fixture, "planner": planner}
+            rows.append({**case, **made})
     return rows
 
 
-def strategy_of(world: World, text: str) -> Counts:
+def strategy_of(table: PriceTable, text: str) -> Counts:
     """One of STRATEGIES for all the devices."""
-    counts = [0] * len(world.pipes)
-    names = [pipe.name for pipe in world.pipes]
+    names, counts = list(map(str, table.schemes)), [0] * len(table)
     for term in text.split(" + "):
         number, _, name = term.partition("*")
         top, _, below = number.partition("/")
-        counts[names.index(name)] = int(top) * world.devices // (16 * int(below or 1))
+        counts[names.index(name)] = int(top) * table.devices // (16 * int(below or 1))
     return tuple(counts)
 
 
-def without_constants(world: World) -> World:
-    return replace(world, pipes=tuple(replace(pipe, c=0.0, util=1) for pipe in world.pipes))
+def without_constants(table: PriceTable) -> PriceTable:
+    schemes = [
+        replace(
+            scheme, util=1,
+            frontier=Frontier.of_rows(
+                [(a, b, 0.0) for a, b, _ in scheme.frontier.rows], scheme.most_tokens
+            ),
+        )
+        for scheme in table.schemes
+    ]  # fmt: skip
+    return PriceTable(table.batch, schemes, table.devices)
 
 
 def given_strategies(o: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, devices, fixture in CASES[:2]:
-        world = World.of(costs_of(name), devices)
-        iterations = lengths_of(fixture)[: o.iterations]
+        problem = Problem(costs=costs_of(name), devices=devices)
+        tables = [table_of(problem, lengths) for lengths in lengths_of(fixture)[: o.iterations]]
         for text in STRATEGIES:
-            counts = strategy_of(world, text)
-            tell(f"{world.text(counts)} on {fixture}")
-            found = [
-                of_strategy(Batch(w, lengths), counts, o)
-                for lengths in iterations
-                for w in (world, without_constants(world))
-            ]
-            ours, bare = found[::2], found[1::2]
+            counts = strategy_of(tables[0], text)
+            strategy = counted(tables[0], counts)
+            tell(f"{strategy} on {fixture}")
+            ours = [of_strategy(table, counts, o) for table in tables]
+            bare = [of_strategy(without_constants(table), counts, o) for table in tables]
             rows.append(
                 {
-                    "devices": devices, "lengths": fixture, "strategy": world.text(counts),
+                    "devices": devices, "lengths": fixture, "strategy": strategy,
                     "step_s": fmean(row["ours_s"] for row in ours),
                     "gap": median(row["gap"] for row in ours),
                     "gap_equation_2": median(row["gap"] for row in bare),
@@ -161,16 +187,18 @@ def given_strategies(o: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def of_strategy(batch: Batch, counts: Counts, o: argparse.Namespace) -> dict[str, Any]:
-    """Ours and the paper's greedy on one iteration; tables of costs are made for both before."""
-    for k, n in enumerate(counts):
-        if n:
-            batch.seconds(k), batch.work(k)
-    cpu_s, ours = timed(lambda: solved(batch, counts, steps=12))
+def of_strategy(table: PriceTable, counts: Counts, o: argparse.Namespace) -> dict[str, Any]:
+    """Ours and the paper's greedy on one iteration."""
+    from references.strategy_bound import strategy_bound_s
+
+    cpu_s, ours = timed(lambda: dispatched(table, counts, seed=o.seed))
+    assert ours is not None, "the strategies hold all sequences"
     greedy_cpu_s, theirs = timed(
-        lambda: packed(batch, counts, greedy(batch, counts, seed=o.seed, trials=o.trials))
+        lambda: Assignment.of(
+            table, placed(table, greedy(table, counts, seed=o.seed, trials=o.trials)), "hydraulis"
+        )
     )
-    bound_s = strategy_bound_s(batch, counts)
+    bound_s = strategy_bound_s(table, counts)
     return {
         "ours_s": ours.seconds, "cpu_s": cpu_s, "gap": ours.seconds / bound_s - 1,
         "greedy_s": theirs.seconds, "greedy_cpu_s": greedy_cpu_s,
@@ -179,28 +207,36 @@ def of_strategy(batch: Batch, counts: Counts, o: argparse.Namespace) -> dict[str
 
 
 def programs(o: argparse.Namespace) -> list[dict[str, Any]]:
+    from references.programs import dispatch_program, packing_program
+
     name, devices, fixture = CASES[0]
-    world = World.of(costs_of(name), devices)
-    names = [pipe.name for pipe in world.pipes]
-    rows = []
-    for number, (pipe, sequences) in enumerate((("tp8", 14), ("tp4-pp2", 14), ("tp2-pp4", 14))):
-        k = names.index(pipe)
-        fits = [x for x in lengths_of(fixture)[number] if x <= world.pipes[k].cap][:sequences]
-        batch, everything = Batch(world, fits), range(sequences)
-        tell(f"integer program: packing on {pipe}")
+    problem = Problem(costs=costs_of(name), devices=devices)
+    rooms = {str(scheme): scheme.most_tokens for scheme in problem.published_schemes}
+    iterations, rows = lengths_of(fixture), []
+    for lengths, (scheme, count) in zip(
+        iterations, (("tp8", 14), ("tp4-pp2", 14), ("tp2-pp4", 14)), strict=False
+    ):
+        fits = [x for x in lengths if x <= rooms[scheme]][:count]
+        table = table_of(problem, fits)
+        k = list(map(str, table.schemes)).index(scheme)
+        tell(f"integer program: packing on {scheme}")
         cpu_s, answer = timed(
-            lambda: packing_program(batch, k, everything, limit_s=o.program_s)  # noqa: B023
+            lambda: packing_program(table, k, range(count), limit_s=o.program_s)  # noqa: B023
         )
-        own_s, (seconds, _) = timed(lambda: pack(batch, k, everything))  # noqa: B023
-        rows.append(program_row(f"packing {sequences} on {pipe}", seconds, own_s, answer, cpu_s))
-    for number, wanted in enumerate(({"tp8": 1, "tp4": 4}, {"tp8": 2, "tp4-pp2": 2, "tp4": 2})):
-        counts = tuple(wanted.get(name, 0) for name in names)
-        batch = Batch(world, [x for x in lengths_of(fixture)[number] if x <= 20_000][:30])
-        tell(f"integer program: dispatch on {world.text(counts)}")
-        cpu_s, answer = timed(lambda: dispatch_program(batch, counts, limit_s=o.program_s))  # noqa: B023
-        own_s, ours = timed(lambda: solved(batch, counts, steps=40))  # noqa: B023
-        text = f"dispatch 30 on {world.text(counts)}"
+        own_s, ours = timed(lambda: pack(table, k, range(count)))  # noqa: B023
+        text = f"packing {count} on {scheme}"
         rows.append(program_row(text, ours.seconds, own_s, answer, cpu_s))
+    for lengths, wanted in zip(
+        iterations, ({"tp8": 1, "tp4": 4}, {"tp8": 2, "tp4-pp2": 2, "tp4": 2}), strict=False
+    ):
+        table = table_of(problem, [x for x in lengths if x <= 20_000][:30])
+        counts = tuple(wanted.get(str(scheme), 0) for scheme in table.schemes)
+        text = counted(table, counts)
+        tell(f"integer program: dispatch on {text}")
+        cpu_s, answer = timed(lambda: dispatch_program(table, counts, limit_s=o.program_s))  # noqa: B023
+        own_s, found = timed(lambda: dispatched(table, counts, seed=o.seed))  # noqa: B023
+        assert found is not None, "the strategies hold 20,000 tokens"
+        rows.append(program_row(f"dispatch 30 on {text}", found.seconds, own_s, answer, cpu_s))
     return rows
 
 
@@ -211,94 +247,151 @@ def program_row(text: str, seconds: float, own_s: float, answer: Any, cpu_s: flo
     }  # fmt: skip
 
 
-def proposals(o: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
-    costs = costs_of("hydraulis-32b")
-    for devices in (size for size in (64, 256, 1024, 4096, 16_384) if size <= o.largest):
-        world = World.of(costs, devices)
+def strategies(o: argparse.Namespace) -> list[dict[str, Any]]:
+    rows, costs = [], costs_of("hydraulis-32b")
+    for devices in (size for size in SIZES if size <= o.largest):
         iterations = [drawn(devices * 3125, seed) for seed in range(3)]
-        tell(f"proposal for {devices} devices")
-        cpu_s, made = timed(lambda: propose(world, iterations, o.seed))  # noqa: B023
+        tell(f"strategies for {devices} devices")
+        table = table_of(Problem(costs=costs, devices=devices), iterations[0])
         every = [tokens for lengths in iterations for tokens in lengths]
-        whole_s, whole = timed(lambda: proposed(world, every, relaxed=False))  # noqa: B023
-        relaxed_s, relaxed = timed(lambda: proposed(world, every, relaxed=True))  # noqa: B023
+        program_s, found = timed(lambda: proposed(table, every, relaxed=False))  # noqa: B023
+        tried_s, steps = timed(lambda: [dispatched(table, counts) for counts in found])  # noqa: B023
+        ours = planned(costs, iterations[:1], devices, OWN, o.seed)
         rows.append(
             {
-                "devices": devices, "cpu_s": cpu_s, "candidates": len(made.candidates),
-                "whole_cpu_s": whole_s, "whole_candidates": len(whole),
-                "relaxed_cpu_s": relaxed_s, "relaxed_candidates": len(relaxed),
+                "devices": devices, "step_s": ours["mean_s"], "gap": ours["gap"],
+                "cpu_s": ours["cpu_s"],
+                "program_step_s": min(one.seconds for one in steps if one is not None),
+                "program_cpu_s": program_s, "tried": len(found), "tried_cpu_s": tried_s,
             }
         )  # fmt: skip
     return rows
 
 
 def growth(o: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
-    costs = costs_of("hydraulis-32b")
-    for devices in (size for size in (64, 256, 1024, 4096, 16_384) if size <= o.largest):
+    rows, costs = [], costs_of("hydraulis-32b")
+    for devices in (size for size in SIZES if size <= o.largest):
         tokens = 64_000_000 * devices // 16_384
         iterations = [drawn(tokens, seed) for seed in range(3)]
         tell(f"{devices} devices, {count_text(tokens)} tokens")
-        spent, plan = timed(lambda: plan_pipelines(costs, iterations, devices, seed=o.seed))  # noqa: B023
+        made = planned(costs, iterations, devices, OWN, o.seed)
+        sizes = {"devices": devices, "tokens": tokens, "sequences": len(iterations[0])}
+        rows.append({**sizes, **made})
+    return rows
+
+
+def training(o: argparse.Namespace) -> list[dict[str, Any]]:
+    rows, law = [], parse_distribution(TRAINED)
+    for devices, millions in (row for row in TRAINING if row[0] <= o.largest):
+        tell(f"training on {devices} devices, {millions}M tokens")
+        model = hr.Architecture.preset("llama-8b")
+        problem = Problem(costs=hr.costs.roofline(model, "h100", devices=devices))
+        batches = draw_batches(law, millions * 10**6, 3, o.seed)
+        first_s, _ = timed(lambda: plan(problem, batches[0], seed=o.seed))  # noqa: B023
+        found = [timed(lambda: plan(problem, own, seed=o.seed)) for own in batches]  # noqa: B023
+        plans = [made for _, made in found]
         rows.append(
             {
-                "devices": devices, "tokens": tokens, "sequences": len(iterations[0]),
-                "proposal_s": plan.proposal_s, "cpu_s": spent,
-                "planning_s": median(item.planning_s for item in plan.iterations),
-                "mean_s": plan.mean_s, "gap": median(item.gap for item in plan.iterations),
+                "devices": devices, "tokens": millions * 10**6, "sequences": len(batches[0]),
+                "preparation_s": max(0.0, first_s - found[0][0]),
+                "cpu_s": median(spent for spent, _ in found),
+                "cpus_s": [spent for spent, _ in found],
+                "mean_s": fmean(made.predicted_s for made in plans),
+                "steps_s": [made.predicted_s for made in plans],
+                "bounds_s": [made.lower_bound_s for made in plans],
+                "gap": median(made.gap for made in plans),
+                "strategy": str(plans[0].strategy),
+                "strategies": [str(made.strategy) for made in plans],
             }
         )  # fmt: skip
     return rows
 
 
-COLUMNS: dict[str, Sequence[tuple[str, str, Callable[[Any], str]]]] = {
-    "whole planners": (
-        ("costs", "costs", str), ("devices", "devices", str), ("lengths", "lengths", str),
-        ("planner", "planner", str), ("mean step", "mean_s", "{:.4f} s".format),
-        ("gap", "gap", percent_text), ("proposal", "proposal_s", seconds_text),
-        ("an iteration", "planning_s", seconds_text),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """``work`` makes rows of different ``keys``; ``columns`` are (title, name of a number, form),
+    those of the keys first."""
+
+    work: Callable[[argparse.Namespace], list[dict[str, Any]]]
+    keys: Sequence[str]
+    columns: Sequence[tuple[str, str, Callable[[Any], str]]]
+    after: Sequence[str] = ()
+
+
+STEP = "{:.4f} s".format
+PARTS = {
+    "whole planners": Part(
+        work=whole_planners, keys=("costs", "devices", "lengths", "planner"),
+        columns=(
+            ("mean step", "mean_s", STEP), ("gap", "gap", percent_text),
+            ("cpu", "cpu_s", seconds_text), ("clock of one", "planning_s", seconds_text),
+        ),
     ),
-    "given strategies": (
-        ("strategy", "strategy", str), ("step", "step_s", "{:.4f} s".format),
-        ("gap", "gap", percent_text), ("equation 2", "gap_equation_2", percent_text),
-        ("cpu", "cpu_s", seconds_text), ("greedy", "greedy_s", "{:.4f} s".format),
-        ("equation 2", "greedy_gap_equation_2", percent_text),
-        ("cpu", "greedy_cpu_s", seconds_text),
+    "given strategies": Part(
+        work=given_strategies, keys=("devices", "lengths", "strategy"),
+        columns=(
+            ("step", "step_s", STEP), ("gap", "gap", percent_text),
+            ("equation 2", "gap_equation_2", percent_text), ("cpu", "cpu_s", seconds_text),
+            ("greedy", "greedy_s", STEP), ("equation 2", "greedy_gap_equation_2", percent_text),
+            ("cpu", "greedy_cpu_s", seconds_text),
+        ),
     ),
-    "integer programs": (
-        ("problem", "problem", str), ("ours", "ours_s", "{:.4f} s".format),
-        ("cpu", "cpu_s", seconds_text), ("program", "program_s", "{:.4f} s".format),
-        ("proved", "program_bound_s", "{:.4f} s".format), ("cpu", "program_cpu_s", seconds_text),
+    "integer programs": Part(
+        work=programs, keys=("problem",),
+        columns=(
+            ("ours", "ours_s", STEP), ("cpu", "cpu_s", seconds_text),
+            ("program", "program_s", STEP), ("proved", "program_bound_s", STEP),
+            ("cpu", "program_cpu_s", seconds_text),
+        ),
     ),
-    "proposals": (
-        ("devices", "devices", str), ("ours", "cpu_s", seconds_text),
-        ("candidates", "candidates", str), ("whole pipelines", "whole_cpu_s", seconds_text),
-        ("candidates", "whole_candidates", str), ("relaxed", "relaxed_cpu_s", seconds_text),
-        ("candidates", "relaxed_candidates", str),
+    "strategies": Part(
+        work=strategies, keys=("devices",),
+        columns=(
+            ("step", "step_s", STEP), ("gap", "gap", percent_text), ("cpu", "cpu_s", seconds_text),
+            ("theirs", "program_step_s", STEP), ("cpu", "program_cpu_s", seconds_text),
+            ("tried", "tried", str), ("cpu", "tried_cpu_s", seconds_text),
+        ),
     ),
-    "growth": (
-        ("devices", "devices", str), ("tokens", "tokens", count_text),
-        ("sequences", "sequences", str), ("proposal", "proposal_s", seconds_text),
-        ("an iteration", "planning_s", seconds_text), ("mean step", "mean_s", seconds_text),
-        ("gap", "gap", percent_text),
+    "growth": Part(
+        work=growth, keys=("devices", "tokens", "sequences"),
+        columns=(
+            ("mean step", "mean_s", STEP), ("gap", "gap", percent_text),
+            ("cpu", "cpu_s", seconds_text), ("clock of one", "planning_s", seconds_text),
+        ),
+    ),
+    "training": Part(
+        work=training, keys=("devices", "tokens", "sequences"),
+        columns=(
+            ("preparation", "preparation_s", seconds_text), ("cpu", "cpu_s", seconds_text),
+            ("mean step", "mean_s", STEP), ("gap", "gap", percent_text),
+        ),
+        after=("strategy",),
     ),
 }  # fmt: skip
-PARTS = dict(
-    zip(COLUMNS, (whole_planners, given_strategies, programs, proposals, growth), strict=True)
-)
 
 
-def table_of(name: str, rows: Sequence[dict[str, Any]]) -> Table:
+def table_for(name: str, rows: Sequence[dict[str, Any]], earlier: dict[str, Any]) -> Table:
+    part = PARTS[name]
+    before = Earlier(earlier.get(name, ()), part.keys)
     table = Table(title=name, title_justify="left")
-    for title, _, form in COLUMNS[name]:
-        table.add_column(title, justify="left" if form is str else "right", no_wrap=True)
-    before = None
+    for title in part.keys:
+        table.add_column(title, no_wrap=True)
+    for title, _, _ in part.columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for title in part.after:
+        table.add_column(title)
+    last = None
     for row in rows:
-        group = (row.get("costs"), row.get("devices"), row.get("lengths"))
-        if before is not None and before != group and name != "growth":
+        group = [row[key] for key in part.keys[:-1]]
+        if last is not None and last != group and len(part.keys) > 2 and "tokens" not in row:
             table.add_section()
-        before = group
-        table.add_row(*(form(row[key]) for _, key, form in COLUMNS[name]))
+        last = group
+        keys = (count_text(row[key]) if key == "tokens" else str(row[key]) for key in part.keys)
+        numbers = (
+            before.text(row, key, form) if key.endswith("_s") else form(row[key])
+            for _, key, form in part.columns
+        )
+        table.add_row(*keys, *numbers, *(row[key] for key in part.after))
     return table
 
 
@@ -306,27 +399,31 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", type=int, nargs="+", default=range(1, 6), choices=range(1, 6))
-    parser.add_argument("--planners", nargs="+", default=list(PLANNERS), choices=list(PLANNERS))
+    every = range(1, len(PARTS) + 1)
+    planners = planner_names(Problem(costs=costs_of("hydraulis-32b"), devices=64))
+    parser.add_argument("--parts", type=int, nargs="+", default=every, choices=every)
+    parser.add_argument("--planners", nargs="+", default=planners, choices=planners)
     parser.add_argument("--trials", type=int, default=100, help="of the paper's greedy")
     parser.add_argument("--iterations", type=int, default=3, help="of part 2")
     parser.add_argument("--program-s", type=float, default=10.0, help="limit of one program")
-    parser.add_argument("--largest", type=int, default=16_384, help="devices in parts 4 and 5")
+    parser.add_argument("--largest", type=int, default=16_384, help="devices in parts 4 to 6")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="of an earlier run")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="of parts 1 and 5")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:
     o = options(arguments)
-    console = out_console()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     found: dict[str, Any] = {}
+    earlier = json.loads(o.beside.read_text()) if o.beside else {}
     try:
         for number, (name, part) in enumerate(PARTS.items(), 1):
             if number in o.parts:
-                found[name] = part(o)
-                console.print(table_of(name, found[name]), crop=False)
+                found[name] = part.work(o)
+                console.print(table_for(name, found[name], earlier), crop=False)
     except HeadraceError as error:
         print(error, file=sys.stderr)
         return 2

@@ -10,8 +10,11 @@ headrace's, and those of others as their authors describe them.
     gap     headrace's seconds over its own, closer bound, less one
     ms      planning, processor time of one core, median of the batches and rounds
 
+``--beside`` sets ratios to an earlier run's numbers behind those that it has.
+
 examples:
     python benchmarks/planner_groups.py
+    python benchmarks/planner_groups.py --beside benchmarks/results/planner_groups.json
     python benchmarks/planner_groups.py --tokens 1000k --devices 64 --rounds 5 --json groups.json
 """
 
@@ -26,13 +29,16 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, get_args
 
-from headrace.planning.groups import GROUP_PLANNERS, GroupPlan, plan_groups
-from headrace.planning.groups.clock import Semantics
+from beside import Earlier
 from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.display import tell
 from headrace.costs.group_costs import GroupCosts
+from headrace.planning import Problem
+from headrace.planning.published_files import OWN, plan_iterations, planner_names
+from headrace.spec import Plan
+from headrace.spec.plan import Semantics
 
 _FOLDER = Path(__file__).parent
 _TOKENS = ("100k", "1000k", "4000k")
@@ -46,28 +52,26 @@ def plain_bound_s(costs: GroupCosts, lengths: Sequence[int], devices: int) -> fl
 
 
 def timed(
-    costs: GroupCosts, lengths: Sequence[int], devices: int, semantics: Semantics, planner: str,
-    rounds: int,
-) -> tuple[GroupPlan, list[float]]:  # fmt: skip
+    problem: Problem, lengths: Sequence[int], planner: str, rounds: int
+) -> tuple[Plan, list[float]]:
     """The plan, and the seconds of every round of making it."""
     found = list[float]()
     while True:
         began = time.process_time()
-        plan = plan_groups(costs, lengths, devices, semantics=semantics, planner=planner)
+        (made,) = plan_iterations(problem, [lengths], planner=planner)
         found.append(time.process_time() - began)
         if len(found) >= rounds:
-            return plan, found
+            return made.plan, found
 
 
 def cell(
-    costs: GroupCosts, batches: Sequence[list[int]], devices: int, semantics: Semantics,
-    planner: str, rounds: int,
-) -> dict[str, Any]:  # fmt: skip
+    problem: Problem, costs: GroupCosts, batches: Sequence[list[int]], planner: str, rounds: int
+) -> dict[str, Any]:
     """One planner on the batches of one size."""
     ratios, gaps, planning = list[float](), list[float](), list[float]()
     for lengths in batches:
-        plan, seconds = timed(costs, lengths, devices, semantics, planner, rounds)
-        ratios.append(plan.predicted_s / plain_bound_s(costs, lengths, devices))
+        plan, seconds = timed(problem, lengths, planner, rounds)
+        ratios.append(plan.predicted_s / plain_bound_s(costs, lengths, problem.devices))
         gaps.append(plan.gap)
         planning += seconds
     return {
@@ -77,41 +81,51 @@ def cell(
 
 
 def cells(o: argparse.Namespace, costs: GroupCosts) -> Iterator[dict[str, Any]]:
-    timed(costs, [4096, 64], 8, "free", "headrace", 1)  # what is loaded late is loaded now
+    timed(Problem(costs=costs, devices=8), [4096, 64], OWN, 1)  # what is loaded late is loaded now
     for tokens in o.tokens:
         path = _FOLDER / f"fixtures/longtail-32k-{tokens}.json"
         batches = json.loads(path.read_text())["iterations"]
         for devices in o.devices:
             for semantics in o.semantics:
                 tell(f"{tokens} tokens on {devices} devices, {semantics}")
+                problem = Problem(costs=costs, devices=devices, semantics=semantics)
                 yield {
                     "tokens": tokens, "devices": devices, "semantics": semantics,
                     "sequences": [len(lengths) for lengths in batches],
                     "planners": [
-                        cell(costs, batches, devices, semantics, planner, o.rounds)
-                        for planner in o.planners
+                        cell(problem, costs, batches, planner, o.rounds) for planner in o.planners
                     ],
                 }  # fmt: skip
 
 
-def show(found: Sequence[dict[str, Any]], planners: Sequence[str]) -> None:
-    console = Console(width=150 if not sys.stdout.isatty() else None)
+def flat(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for every cell and planner."""
+    return [{**row, **own} for row in found for own in row["planners"]]
+
+
+def show(found: Sequence[dict[str, Any]], earlier: Sequence[dict[str, Any]]) -> None:
+    before = Earlier(flat(earlier), ("tokens", "devices", "semantics", "planner"))
+    console = Console(width=220 if not sys.stdout.isatty() else None)
     table = Table(title="seconds over the plain bound")
-    for name in ("tokens", "devices", "semantics"):
+    for name in ("tokens", "devices", "semantics", "gap", "ms"):
         table.add_column(name, justify="right")
-    for name in ("gap", "ms", *planners):
-        table.add_column(name, justify="right")
+    for own in found[0]["planners"]:
+        table.add_column(own["planner"], justify="right")
     for row in found:
-        own = next((x for x in row["planners"] if x["planner"] == "headrace"), None)
+        every = flat([row])
+        ours = next((x for x in every if x["planner"] == OWN), None)
         table.add_row(
             row["tokens"], str(row["devices"]), row["semantics"],
-            f"{100 * own['gap']:.1f} %" if own else "", f"{own['planning_ms']:.0f}" if own else "",
-            *(f"{x['ratio']:.3f}" for x in row["planners"]),
+            f"{100 * ours['gap']:.1f} %" if ours else "",
+            before.text(ours, "planning_ms", "{:.0f}".format) if ours else "",
+            *(before.text(x, "ratio", "{:.3f}".format) for x in every),
         )  # fmt: skip
     console.print(table)
 
 
 def main() -> int:
+    costs = GroupCosts.load(_FOLDER / "published/flexsp-7b-a100.json")
+    planners = planner_names(Problem(costs=costs, devices=8))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -119,14 +133,13 @@ def main() -> int:
     parser.add_argument("--devices", nargs="+", type=int, default=[8, 64, 256])
     parser.add_argument("--semantics", nargs="+", choices=get_args(Semantics),
                         default=list(get_args(Semantics)))  # fmt: skip
-    parser.add_argument("--planners", nargs="+", choices=GROUP_PLANNERS,
-                        default=list(GROUP_PLANNERS))  # fmt: skip
+    parser.add_argument("--planners", nargs="+", choices=planners, default=planners)
     parser.add_argument("--rounds", type=int, default=3, help="plans of every batch, for the ms")
     parser.add_argument("--json", type=Path, help="write all numbers there")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="of an earlier run")
     o = parser.parse_args()
-    costs = GroupCosts.load(_FOLDER / "published/flexsp-7b-a100.json")
     found = list(cells(o, costs))
-    show(found, o.planners)
+    show(found, json.loads(o.beside.read_text())["cells"] if o.beside else ())
     if o.json:
         o.json.parent.mkdir(parents=True, exist_ok=True)
         value = {"costs": costs.to_json(), "rounds": o.rounds, "cells": found}

@@ -8,7 +8,7 @@ from typing import Any
 
 import altair as alt
 
-from headrace.report.charts.theme import HALF, INK, MEASURED, PREDICTED, STATIC, data, styled
+from headrace.report.charts.theme import HALF, INK, MEASURED, STATIC, data, styled
 
 __all__ = ["draw"]
 
@@ -47,17 +47,12 @@ def planners(rows: Sequence[dict[str, Any]]) -> alt.Chart:
 
 
 def growth(rows: Sequence[dict[str, Any]]) -> alt.LayerChart:
-    """Seconds of the proposal and of one iteration's plan, by devices; both logarithmic."""
-    marks = [
-        {"devices": row["devices"], "what": what, "seconds": row[key]}
-        for row in rows
-        for what, key in (("proposal, once", "proposal_s"), ("an iteration", "planning_s"))
-    ]
-    scale = alt.Scale(domain=["proposal, once", "an iteration"], range=[PREDICTED, MEASURED])
+    """Seconds of one iteration's plan, by devices; both logarithmic."""
+    marks = [{"devices": row["devices"], "seconds": row["planning_s"]} for row in rows]
     base = alt.Chart(data(marks)).encode(
         x=alt.X("devices:Q", scale=alt.Scale(type="log", base=2), title="devices"),
-        y=alt.Y("seconds:Q", scale=alt.Scale(type="log"), title="seconds"),
-        color=alt.Color("what:N", scale=scale, title=None),
+        y=alt.Y("seconds:Q", scale=alt.Scale(type="log"), title="seconds of planning"),
+        color=alt.value(MEASURED),
     )
     rule = alt.Chart(data([{"seconds": 1.0}])).mark_rule(color=INK, strokeDash=[4, 4])
     return alt.layer(

@@ -6,15 +6,19 @@ from pathlib import Path
 
 from benchmarks.scripts import run
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "planner_groups.json"
+
 
 def test_planners_are_compared_in_one_cell(tmp_path: Path) -> None:
-    """Would catch a ratio below one, a planner left out, or JSON without its numbers."""
+    """Would catch a ratio below one, a planner left out, JSON without its numbers, or an earlier
+    run that is not found."""
     ran = run(
         "planner_groups.py", "--tokens", "1000k", "--devices", 64, "--semantics", "free",
-        "--rounds", 1, json_in=tmp_path,
+        "--rounds", 1, "--beside", RESULTS, json_in=tmp_path,
     )  # fmt: skip
     assert ran.code == 0, ran.err
     assert "seconds over the plain bound" in ran.out
+    assert "(1.000x)" in ran.out
     assert ran.numbers is not None
     (cell,) = ran.numbers["cells"]
     ratios = {x["planner"]: x["ratio"] for x in cell["planners"]}
