@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import isinf
 
 import numpy as np
@@ -93,7 +94,10 @@ def side_by_side(
         if found is not None:
             starts.append(counts_of(table, found.result))
             high_s = min(high_s, found.seconds)
-            yield from _dealt(filler, found, limits)
+            reached = not any(table.fluid) and high_s <= bound_s * (1 + limits.enough)
+            yield from islice(_dealt(filler, found, limits), 1 if reached else None)
+            if reached:
+                return
     if most is not None or high_s <= bound_s * (1 + limits.enough):
         return
     if any(table.fluid) and table.devices > limits.large:

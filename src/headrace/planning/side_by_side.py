@@ -37,6 +37,7 @@ Pipelines = list[tuple[int, list[int]]]
 
 _STEP = 0.04  # of the time: within it the order of schemes stays
 _LEAST_S = 1e-30
+_LOOKS = 16  # pipelines that a sequence looks at before it takes one with seconds to spare
 _RANKED = 4  # schemes that a sequence looks at, the cheapest first
 
 
@@ -116,7 +117,12 @@ class Filler:
                 need, tokens = seconds_of[k][i], tokens_of[k][i]
                 room = rooms[k]
                 at = bisect_left(room, (need, -1))
+                looks = at + _LOOKS
                 while at < len(room):
+                    if at == looks:  # those before have no tokens left: pay for a micro-batch
+                        at = max(at, bisect_left(room, (need + table.c[k], -1)))
+                        if at == len(room):
+                            break
                     spare, g = room[at]
                     if need <= longest[g]:
                         rest, space = spare - need, spaces[g]
@@ -126,7 +132,7 @@ class Filler:
                         if rest >= 0:
                             break
                     at += 1
-                else:
+                if at == len(room):
                     if opening < 0 and (
                         left[k] > 0 if left is not None else widths[k] <= free
                     ) and need <= lines[k].usable_s(tau, need):  # fmt: skip
