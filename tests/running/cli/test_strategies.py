@@ -29,7 +29,6 @@ def costs() -> CostModel:
 def online(**options: Any) -> OnlinePlanner:
     made = OnlinePlanner(
         costs=costs(), options=PlannerConfig(name="strategies", **options), compare=False,
-        samples=lambda: [lengths.tokens for lengths in BATCHES[:2]],
     )  # fmt: skip
     made.check(5000)
     return made
@@ -59,14 +58,14 @@ def test_strategies_take_turns() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"strategies": TEXTS}, {"strategies": TEXTS, "rotate": 1}])
 def test_a_resumed_run_plans_alike(options: dict[str, Any]) -> None:
-    """Would catch candidates or turns outside the checkpoint: other plans, other bits."""
+    """Would catch turns outside the checkpoint: other plans, other bits."""
     whole = hashes(online(**options), BATCHES)
     begun = online(**options)
     first = hashes(begun, BATCHES[:2])
     state = json.loads(json.dumps(begun.state()))
     resumed = OnlinePlanner(
         costs=CostModel.from_json(state["costs"]), compare=False,
-        options=PlannerConfig(name="strategies", **options), samples=lambda: [[50] * 90],
+        options=PlannerConfig(name="strategies", **options),
     )  # fmt: skip
     resumed.restore(state)
     assert first + hashes(resumed, BATCHES[2:]) == whole

@@ -35,7 +35,7 @@ BATCHES = [Lengths.of([700 + 10 * step, *range(60, 300, 23)]) for step in range(
 KINDS: dict[str, dict[str, Any]] = {
     "adaptive": {},
     "static": {"name": "static", "static_size": 2},
-    "proposed": {"name": "strategies"},
+    "side by side": {"name": "strategies"},
     "rotate": {"name": "strategies", "strategies": TEXTS, "rotate": True},
 }
 
@@ -50,7 +50,6 @@ def online(
     made = OnlinePlanner(
         costs=CostModel.from_json(saved["costs"]) if saved else costs.replace(memory_margin=0.1),
         options=PlannerConfig(**options), compare=False, seed=7,
-        samples=lambda: [lengths.tokens for lengths in BATCHES[:2]],
         tell=(told if told is not None else []).append,
     )  # fmt: skip
     if saved:
