@@ -46,7 +46,7 @@ class House:
 
     @classmethod
     def of(cls, root: Path = ROOT) -> House:
-        """Read the house under ``root``. Raises ValueError for a room on no floor."""
+        """Read the code under ``root``. Raises ValueError for a room on no floor."""
         floors, allowed = _contract(root / ".importlinter")
         rooms = {room for floor in floors for room in floor}
         source = root / "src" / PACKAGE
