@@ -35,12 +35,14 @@ lint: $(READY) ## format, lint, types, spelling, dependencies, floors
 	$(BIN)/deptry src
 	$(BIN)/lint-imports
 	$(BIN)/python docs/make_reference.py --check
+	$(BIN)/python docs/make_house.py --check
 
 docs: $(DOCS) ## build the documentation
 	$(BIN)/sphinx-build -qW docs docs/_build
 
-reference: $(READY) ## write the generated pages of the documentation anew
+reference: $(READY) ## write the generated pages and the drawing of the documentation anew
 	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_house.py
 
 lock: ## pin anew what constraints.txt pins (needs uv)
 	echo '$(TORCH)' | uv pip compile -q --universal --python-version 3.11 --all-extras \

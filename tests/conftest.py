@@ -11,7 +11,7 @@ hypothesis.settings.load_profile("headrace")
 
 try:
     import torch
-except ModuleNotFoundError:  # the planning wing is tested without torch too
+except ModuleNotFoundError:  # the planning side is tested without torch too
     collect_ignore_glob = ["running/*"]
 else:
     import torch._dynamo

@@ -171,7 +171,7 @@ def test_missing_packages_are_named(
 
 
 def test_reading_and_summing_up_need_no_extra() -> None:
-    """Catches an import that makes every command slow, or drags torch into the planning wing."""
+    """Catches an import that makes every command slow, or drags torch into the planning side."""
     code = (
         "import sys, headrace.report;"
         "print(sorted({'altair', 'vl_convert', 'torch', 'pandas'} & set(sys.modules)))"

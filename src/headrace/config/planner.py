@@ -28,16 +28,16 @@ class PlannerConfig(Section):
     """Who decides, and between what."""
 
     name: Literal["adaptive", "static", "strategies"] = "adaptive"
-    """``adaptive`` decides for each batch in groups of any size; ``static`` uses groups of
-    ``static_size`` always; ``strategies`` works in pipelines of different shapes side by side,
-    tensor, context and pipeline parallel, proposed from the corpus."""
+    """``adaptive`` decides for each batch, whatever fits; ``static`` uses groups of ``static_size``
+    always; ``strategies`` has pipelines side by side only, of any shapes that fit, tensor, context
+    and pipeline parallel."""
 
     strategies: tuple[StrategyText, ...] = ()
     """The strategies to choose among for each batch, such as ``"1*tp2 + 2*cp1"`` or
-    ``"1*tp2-pp2"``, in place of proposed ones."""
+    ``"1*tp2-pp2"``; whatever fits when empty."""
 
     rotate: bool = False
-    """Take the ``strategies`` in turn, one each step, instead of choosing."""
+    """Take the ``strategies`` in turn, one each step, instead of choosing; needs a list."""
 
     static_size: Positive | None = None
     """Group size of the static planner."""

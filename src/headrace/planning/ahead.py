@@ -2,7 +2,7 @@
 
 Plans come in the order of the batches and depend on nothing but the batch, so they are the same
 whatever the number of producers, and whichever of them dies. A producer is a process of its own
-that imports the planning wing only; one that dies is replaced, and what it had to plan is planned
+that imports the planning side only; one that dies is replaced, and what it had to plan is planned
 again.
 """
 

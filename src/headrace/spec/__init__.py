@@ -1,4 +1,4 @@
-"""Frozen values: what flows between the wing that plans and the wing that runs."""
+"""Frozen values: what flows between the side that plans and the side that runs."""
 
 from headrace.spec.architecture import Architecture
 from headrace.spec.checker import check_programs

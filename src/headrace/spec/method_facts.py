@@ -1,4 +1,4 @@
-"""What every wing knows of a method without running it: its rules, its groups, what it uses.
+"""What both sides know of a method without running it: its rules, its groups, what it uses.
 
 A method is named in two places only: its facts (:mod:`headrace.spec.known_methods`) and, where it
 runs, the file of its two functions. Everyone else asks the facts.
@@ -77,7 +77,7 @@ def _alone(ranks: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodFacts:
-    """One method, as planners, costs and the running wing know it.
+    """One method, as planners, costs and the runtime know it.
 
     ``owner`` names the method whose feed-forward this one uses, its own name where it has one.
     ``order`` is the token order in which it is fastest (it is right in any). ``*_groups`` are the

@@ -1,6 +1,6 @@
 """The planner of a run: costs in, plans out, measurements back.
 
-It is where the wing that plans and the wing that runs meet: the trainer asks it for plans as
+It is where the side that plans and the side that runs meet: the trainer asks it for plans as
 ``runtime.trainer.Planner`` and knows nothing of how they are made. Only the first rank has one; see
 :mod:`headrace.training.broadcast`.
 """
