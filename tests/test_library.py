@@ -100,7 +100,7 @@ def test_costs_come_from_files(costs: hr.CostModel, tmp_path: Path) -> None:
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps(published.to_json()))
         assert hr.costs.load(path) == published
-        with pytest.raises(hr.errors.CostError, match="published costs"):
+        with pytest.raises(hr.errors.SpecError, match="published costs"):
             hr.plan([100], published)
     with pytest.raises(hr.errors.CostError, match="did you mean 'hydraulis-7b'"):
         hr.costs.published("hydraulis-7")

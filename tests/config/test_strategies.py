@@ -39,7 +39,7 @@ def test_strategies_are_read_as_they_write_themselves(tmp_path: Path) -> None:
     assert Config.model_validate(config.to_json()) == config
 
 
-def test_without_strategies_they_are_proposed(tmp_path: Path) -> None:
+def test_strategies_need_no_list(tmp_path: Path) -> None:
     """Catches a planner that cannot do without an explicit list."""
     assert loaded(tmp_path, "").planner.strategies == ()
 

@@ -69,7 +69,8 @@ def test_boundaries_tell_degree_and_jump(model: HybridModel) -> None:
 
 @pytest.mark.parametrize("level", RECOMPUTE)
 def test_layers_are_put_together_as_the_quadratics_are(model: HybridModel, level) -> None:
-    """Catches another rule for branches or for full recomputing than that of costs.sources.branches."""
+    """Catches another rule for branches or for full recomputing than that of
+    costs.sources.branches."""
     costs = costs_from_profile(made_up())
     option = LayerOption.of("local", level)
     cost, n = costs.option(1, option), 4 * LENGTHS[-1]

@@ -79,11 +79,12 @@ def test_any_batch_in_any_world(costs: CostModel, lengths: Lengths, seed: int) -
 def test_close_to_the_optimum(
     devices: int, memory_gib: float, launch_s: float, lengths: list[int]
 ) -> None:
-    """Catches a search that misses what trying everything finds, by more than 5 %."""
+    """Catches a search that misses what trying everything finds, by more than 5 %. Nothing is
+    pulled or pushed: what hides that best need not compute in the least time."""
     costs = synthetic_costs(
         devices, layers=1, memory_bytes=int(memory_gib * GIB),
         speeds=Speeds(launch_s=launch_s, link_bytes_per_s=5e9),
-    )  # fmt: skip
+    ).replace(exchange_s=ExchangeCost())  # fmt: skip
     best_s = optimum_s(costs, lengths)
     if best_s is None:
         return

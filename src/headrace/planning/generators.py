@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from math import isinf
 
 import numpy as np
@@ -95,7 +94,8 @@ def side_by_side(
             starts.append(counts_of(table, found.result))
             high_s = min(high_s, found.seconds)
             reached = not any(table.fluid) and high_s <= bound_s * (1 + limits.enough)
-            yield from islice(_dealt(filler, found, limits), 1 if reached else None)
+            levels = limits.levels[-1:] if reached else limits.levels
+            yield from _dealt(filler, found, levels)
             if reached:
                 return
     if most is not None or high_s <= bound_s * (1 + limits.enough):
@@ -105,7 +105,7 @@ def side_by_side(
     kinds, starts = worthwhile(table, bound_s * 1.1), starts[::-1] or _homogeneous(table)
     climbs = [*climbed(table, starts, kinds, high_s, bound_s, limits.exchanged)]
     if climbs:
-        yield from _dealt(*climbs[-1], limits)
+        yield from _dealt(*climbs[-1], limits.levels)
 
 
 def _biases(single: Sequence[bool], limits: SearchLimits, deeper: bool) -> Iterator[list[float]]:
@@ -149,13 +149,13 @@ def _filled(
     return least_time(fill, table.batch.values, bound_s, high_s, effort, seed)
 
 
-def _dealt(filler: Filler, found: Searched[Pipelines], limits: SearchLimits) -> Iterator[Draft]:
+def _dealt(filler: Filler, found: Searched[Pipelines], levels: Sequence[float]) -> Iterator[Draft]:
     """What a filling gives, and dealt out in other ways."""
     table = filler.table
     yield Draft(
         table=table, seconds=found.seconds, groups=placed(table, found.result), source="filled"
     )
-    for level in limits.levels:
+    for level in levels:
         limit_s = level if isinf(level) else found.seconds * level
         seconds, dealt = filler.levelled(found.result, limit_s)
         if dealt:

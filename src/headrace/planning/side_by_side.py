@@ -18,7 +18,8 @@ Afterwards short sequences are dealt out again, each where it ends first, which 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heapreplace
 from itertools import chain
 from math import log, sqrt
@@ -180,8 +181,8 @@ class Filler:
     def levelled(self, found: Pipelines, limit_s: float) -> tuple[float, Pipelines]:
         """The pipelines with the sequences that take up to ``limit_s`` dealt out again, longest
         first, each where it ends first; devices that are left get pipelines of the smallest
-        scheme. Pipelines with stages keep what they have. Returns the later end of those without,
-        too; no pipelines where nothing is to be dealt out."""
+        scheme, or those that there may be. Pipelines with stages keep what they have. Returns the
+        later end of those without, too; no pipelines where nothing is to be dealt out."""
         table = self.table
         kept, loose = Pipelines(), list[int]()
         for k, members in found:
@@ -194,11 +195,20 @@ class Filler:
             loose += members[first:]
         if not loose:
             return 0.0, []
-        idle = self.devices - sum(table.width[k] for k, _ in found)
-        if self.most is None and table.depth[0] == 1:
-            kept += [(0, []) for _ in range(idle // table.width[0])]
+        kept += [(k, []) for k in self._idle(found)]
         end_s = deal(table, kept, sorted(loose))
         return end_s, [(k, members) for k, members in kept if members]
+
+    def _idle(self, found: Pipelines) -> Iterator[int]:
+        """Schemes without stages of pipelines that there may be besides those found."""
+        table = self.table
+        if self.most is not None:
+            used = Counter(k for k, _ in found)
+            for k, most in enumerate(self.most):
+                yield from [k] * (most - used[k] if table.depth[k] == 1 else 0)
+        elif table.depth[0] == 1:
+            left = self.devices - sum(table.width[k] for k, _ in found)
+            yield from [0] * (left // table.width[0])
 
 
 def deal(table: PriceTable, kept: Pipelines, loose: Sequence[int]) -> float:
