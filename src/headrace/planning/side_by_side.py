@@ -121,9 +121,8 @@ class Filler:
                 looks = at + _LOOKS
                 while at < len(room):
                     if at == looks:  # those before have no tokens left: pay for a micro-batch
-                        at = max(at, bisect_left(room, (need + table.c[k], -1)))
-                        if at == len(room):
-                            break
+                        at, looks = max(at, bisect_left(room, (need + table.c[k], -1))), -1
+                        continue
                     spare, g = room[at]
                     if need <= longest[g]:
                         rest, space = spare - need, spaces[g]
@@ -133,7 +132,7 @@ class Filler:
                         if rest >= 0:
                             break
                     at += 1
-                if at == len(room):
+                else:
                     if opening < 0 and (
                         left[k] > 0 if left is not None else widths[k] <= free
                     ) and need <= lines[k].usable_s(tau, need):  # fmt: skip
