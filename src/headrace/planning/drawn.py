@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from headrace.errors import SpecError
+from headrace.spec.known_methods import DEFAULT, SINGLE_RANK
 from headrace.spec.lengths import Lengths
 from headrace.spec.method import RECOMPUTE, LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
@@ -30,7 +31,7 @@ def random_plan(
     """
     most = min(devices, largest or devices)
     if methods is None:
-        methods = {size: ("local" if size == 1 else "ulysses_z",) for size in range(1, most + 1)}
+        methods = {size: (SINGLE_RANK if size == 1 else DEFAULT,) for size in range(1, most + 1)}
     sizes = [size for size in sorted(methods) if size <= most and methods[size]]
     if not sizes:
         raise SpecError("methods of a random plan", got=dict(methods), wanted="some on few ranks")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import isclose
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +23,7 @@ from headrace.planning.mixtures import Table, mixed_frontier
 from headrace.planning.priced import PricedScheme
 from headrace.planning.stages import StageCosts, shares_of
 from headrace.spec import LayerOption, LayerPlan, Pipeline, Scheme, Strategy
+from headrace.spec.known_methods import block_ranks
 from headrace.spec.plan import Working
 
 if TYPE_CHECKING:
@@ -132,9 +132,7 @@ class Pricing:
 
     def _in_blocks(self, scheme: Scheme, option: LayerOption) -> bool:
         """Whether an option works with the rows of a tensor block as they lie."""
-        width = scheme.width
-        lacking = (1 / scheme.tensor - 1 / width) / (1 - 1 / width)
-        return isclose(self.costs.option(width, option).fetched, lacking, abs_tol=1e-9)
+        return block_ranks(option, scheme.width, self.costs.shape.tensor_ranks) == scheme.tensor
 
     def price(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
         """A scheme with weights held one way; None when no token fits it."""

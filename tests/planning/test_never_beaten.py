@@ -1,0 +1,107 @@
+"""No static plan, no planner of others and no draft of a generator is quicker than the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace.costs import CostModel
+from headrace.costs.group_costs import GroupCosts
+from headrace.costs.pipeline_costs import PipelineCosts
+from headrace.errors import InfeasiblePlan
+from headrace.planning import Problem, plan
+from headrace.planning.baselines import BASELINES
+from headrace.planning.batch import PriceTable, SortedBatch
+from headrace.planning.bounds import BoundRows, lower_bound
+from headrace.planning.formula_search import formula_table
+from headrace.planning.generators import SearchLimits, nested, side_by_side
+from headrace.planning.schedule import Assignment
+from headrace.spec import Lengths
+from headrace.spec.plan import Semantics
+from planning.group_worlds import batches as group_batches
+from planning.group_worlds import world_costs
+from planning.pipeline_worlds import batches as pipeline_batches
+from planning.pipeline_worlds import small_costs
+from planning.worlds import batches, statics, worlds
+
+_ROUNDING = 1e-9
+
+
+def drawn(count: int, **strategies: st.SearchStrategy) -> Callable:
+    """The property on so many problems."""
+    quiet = settings(
+        max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    )
+    return lambda holds: quiet(given(**strategies)(holds))
+
+
+def drafts_s(table: PriceTable, limits: SearchLimits) -> list[tuple[str, float]]:
+    """What every generator makes of a table, packed."""
+    low_s = lower_bound(BoundRows.of(table), table.devices).seconds
+    found = [
+        *side_by_side(table, low_s, float("inf"), seed=0, limits=limits),
+        *nested(table, low_s, float("inf"), seed=0, limits=limits),
+    ]
+    made = (Assignment.of(table, draft.groups, draft.source) for draft in found)
+    return [(one.source, one.seconds) for one in made]
+
+
+def of_formulas(
+    costs: GroupCosts | PipelineCosts, tokens: list[int], devices: int, semantics: Semantics
+) -> None:
+    """The plan of published costs against all that others plan."""
+    problem = Problem(costs=costs, devices=devices, semantics=semantics)
+    try:
+        made = plan(problem, Lengths(tokens=tuple(tokens)))
+    except InfeasiblePlan:
+        return
+    table = formula_table(problem, SortedBatch.of(made.lengths))
+    others = [
+        (name, found.seconds)
+        for name, baseline in BASELINES.items()
+        if baseline.staged or isinstance(costs, GroupCosts)
+        if (found := baseline.schedules(table, semantics, 0)) is not None
+        if found.semantics == semantics
+    ]
+    if semantics == "free" and isinstance(costs, GroupCosts):
+        others += drafts_s(table, SearchLimits())
+    assert others
+    name, seconds = min(others, key=lambda other: other[1])
+    assert made.predicted_s <= seconds * (1 + _ROUNDING), f"{name} is quicker"
+
+
+def of_groups(costs: GroupCosts, tokens: list[int], devices: int, semantics: Semantics) -> None:
+    of_formulas(costs, tokens, devices, semantics)
+
+
+def of_pipelines(costs: PipelineCosts, tokens: list[int], devices: int) -> None:
+    of_formulas(costs, tokens, devices, "free")
+
+
+def of_models(costs: CostModel, lengths: Lengths) -> None:
+    problem = Problem(costs=costs)
+    found = statics(problem, lengths)
+    if found:
+        best_s = min(static.predicted_s for static in found)
+        assert plan(problem, lengths).predicted_s <= best_s * (1 + _ROUNDING)
+
+
+GROUPS = {
+    "costs": world_costs(), "tokens": group_batches(40), "devices": st.integers(1, 17),
+    "semantics": st.sampled_from(["free", "lockstep"]),
+}  # fmt: skip
+PIPELINES = {
+    "costs": small_costs(), "tokens": pipeline_batches(40, 3000), "devices": st.integers(4, 12),
+}  # fmt: skip
+MODELS = {"costs": worlds(), "lengths": batches()}
+
+test_a_few_plans_of_groups = drawn(25, **GROUPS)(of_groups)
+test_a_few_plans_of_pipelines = drawn(25, **PIPELINES)(of_pipelines)
+test_a_few_plans_of_models = drawn(25, **MODELS)(of_models)
+
+test_plans_of_groups = pytest.mark.slow(drawn(800, **GROUPS)(of_groups))
+test_plans_of_pipelines = pytest.mark.slow(drawn(800, **PIPELINES)(of_pipelines))
+test_plans_of_models = pytest.mark.slow(drawn(400, **MODELS)(of_models))
