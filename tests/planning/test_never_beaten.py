@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import log
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.costs import CostModel
+from headrace.costs import CostModel, synthetic_costs
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import InfeasiblePlan
@@ -21,10 +23,12 @@ from headrace.planning.generators import SearchLimits, nested, side_by_side
 from headrace.planning.schedule import Assignment
 from headrace.spec import Lengths
 from headrace.spec.plan import Semantics
+from headrace.units import GIB
 from planning.group_worlds import batches as group_batches
 from planning.group_worlds import world_costs
 from planning.pipeline_worlds import batches as pipeline_batches
-from planning.pipeline_worlds import small_costs
+from planning.pipeline_worlds import published, small_costs
+from planning.tables import flexsp
 from planning.worlds import batches, statics, worlds
 
 _ROUNDING = 1e-9
@@ -65,6 +69,7 @@ def of_formulas(
         if baseline.staged or isinstance(costs, GroupCosts)
         if (found := baseline.schedules(table, semantics, 0)) is not None
         if found.semantics == semantics
+        if not found.phases  # changing pipelines within a step is free here, and nobody's plan
     ]
     if semantics == "free" and isinstance(costs, GroupCosts):
         others += drafts_s(table, SearchLimits())
@@ -89,6 +94,27 @@ def of_models(costs: CostModel, lengths: Lengths) -> None:
         assert plan(problem, lengths).predicted_s <= best_s * (1 + _ROUNDING)
 
 
+def of_many_devices(seed: int) -> None:
+    """Long-tailed batches on 8 to 64 devices, by costs that were measured or by formula."""
+    random = Random(seed)
+    kind, devices = random.choice(["groups", "pipelines", "model"]), random.choice([8, 16, 32, 64])
+    sigma, middle = random.choice([1.0, 1.5]), log(random.choice([700, 2000, 6000]))
+    most = 32_768 if kind == "pipelines" else 131_072
+    tokens = [
+        min(most, max(16, round(random.lognormvariate(middle, sigma))))
+        for _ in range(random.choice([5, 20, 60, 150, 400]))
+    ]
+    if kind == "groups":
+        of_formulas(flexsp(), tokens, devices, random.choice(["free", "lockstep"]))
+    elif kind == "pipelines":  # which list what fits from 32 devices on
+        costs = published(f"hydraulis-{random.choice(['7b', '13b', '32b'])}")
+        of_formulas(costs, tokens, max(32, devices), "free")
+    else:
+        memory_bytes = random.choice([10, 40, 80]) * GIB
+        costs = synthetic_costs(devices, random.choice([4, 32]), memory_bytes=memory_bytes)
+        of_models(costs, Lengths.of(tokens))
+
+
 GROUPS = {
     "costs": world_costs(), "tokens": group_batches(40), "devices": st.integers(1, 17),
     "semantics": st.sampled_from(["free", "lockstep"]),
@@ -102,6 +128,11 @@ test_a_few_plans_of_groups = drawn(25, **GROUPS)(of_groups)
 test_a_few_plans_of_pipelines = drawn(25, **PIPELINES)(of_pipelines)
 test_a_few_plans_of_models = drawn(25, **MODELS)(of_models)
 
+test_a_few_plans_for_many_devices = drawn(6, seed=st.integers(0, 10**6))(of_many_devices)
+
 test_plans_of_groups = pytest.mark.slow(drawn(800, **GROUPS)(of_groups))
 test_plans_of_pipelines = pytest.mark.slow(drawn(800, **PIPELINES)(of_pipelines))
 test_plans_of_models = pytest.mark.slow(drawn(400, **MODELS)(of_models))
+test_plans_for_many_devices = pytest.mark.slow(
+    drawn(60, seed=st.integers(0, 10**6))(of_many_devices)
+)
