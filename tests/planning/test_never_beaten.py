@@ -66,7 +66,7 @@ def of_formulas(
     others = [
         (name, found.seconds)
         for name, baseline in BASELINES.items()
-        if baseline.staged or isinstance(costs, GroupCosts)
+        if baseline.staged == isinstance(costs, PipelineCosts)
         if (found := baseline.schedules(table, semantics, 0)) is not None
         if found.semantics == semantics
         if not found.phases  # changing pipelines within a step is free here, and nobody's plan

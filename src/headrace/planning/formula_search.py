@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.costs import CostModel
+from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import InfeasiblePlan
 from headrace.planning.baselines import BASELINES
-from headrace.planning.baselines.homogeneous import is_groups
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import Bound, BoundRows, lower_bound
 from headrace.planning.generators import SearchLimits, nested, scheduled, side_by_side
@@ -89,6 +89,8 @@ class FormulaSearch:
         drafts = list(side_by_side(table, low_s, high_s, seed=self.seed, limits=limits))
         high_s = min([high_s, *(draft.seconds for draft in drafts)])
         if problem.nests and high_s > low_s * (1 + limits.enough):
+            if len(table.tokens) <= limits.fewest:
+                high_s = float("inf")  # what is filled in a longer time may be packed in a shorter
             drafts += nested(table, low_s, high_s, seed=self.seed, limits=limits)
         return scheduled(drafts, found, low_s, limits)
 
@@ -98,7 +100,8 @@ class FormulaSearch:
         best_s = found[0].seconds if found else float("inf")
         few = len(table.tokens) <= self.limits.few and not table.devices > self.limits.crowded
         for name, baseline in BASELINES.items():
-            if not few or name == "switching" or is_groups(table) == baseline.staged:
+            of_pipelines = isinstance(self.problem.costs, PipelineCosts)
+            if not few or name == "switching" or of_pipelines != baseline.staged:
                 continue
             if best_s <= bound.seconds * (1 + self.limits.enough):
                 break

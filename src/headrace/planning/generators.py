@@ -246,9 +246,12 @@ def _chain(table: PriceTable, rows: Sequence[int]) -> list[int]:
 
 
 def _various(drafts: Iterable[Draft], limits: SearchLimits) -> list[Draft]:
-    """The best drafts, a few of each source."""
+    """The best drafts, a few of each source; all of them for the fewest sequences."""
     seen, found = Counter[str](), list[Draft]()
-    for draft in sorted(drafts, key=lambda draft: draft.seconds):
+    drafts = sorted(drafts, key=lambda draft: draft.seconds)
+    if drafts and len(drafts[0].table.tokens) <= limits.fewest and not any(drafts[0].table.fluid):
+        return drafts
+    for draft in drafts:
         if found and draft.seconds > found[0].seconds * (1 + 2 * limits.near):
             break
         if seen[draft.source] < limits.alike:

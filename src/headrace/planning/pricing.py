@@ -179,12 +179,13 @@ class Pricing:
 
     def layer_plans(self, scheme: Scheme) -> list[LayerPlan]:
         """Plans of equal layers, or of one level where methods are given for each layer."""
-        slots, number = self.slots(scheme), self.costs.shape.layers
-        each = slots * number if len(slots) == 1 else slots
+        slots, plans = self.slots(scheme), self.problem.uniform_layers(scheme.width)
+        if len(slots) == 1:
+            return [plan for plan in plans if set(plan.options) <= set(slots[0])]
         return [
             plan
-            for plan in self.problem.uniform_layers(scheme.width)
-            if slots and all(o in slot for o, slot in zip(plan.options, each, strict=True))
+            for plan in plans
+            if slots and all(o in slot for o, slot in zip(plan.options, slots, strict=True))
         ]
 
     def _made(self, scheme: Scheme, weights: Working) -> PricedScheme | None:

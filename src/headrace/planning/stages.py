@@ -8,10 +8,11 @@ those of S - s - 1 are kept, and likewise before a backward, where they are youn
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import floor
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +20,13 @@ from numpy.typing import NDArray
 from headrace.costs import CostModel, Linear, Quadratic
 from headrace.costs.cost_model import MOST_TOKENS
 from headrace.costs.stages import held_bytes, kept_line, message_s, moments, stage_gather
-from headrace.spec import LayerPlan, Pipeline, Scheme
+from headrace.spec import LayerOption, LayerPlan, Pipeline, Scheme
 from headrace.spec.plan import Working
 from headrace.spec.stage import Stage, share_layers
 
 __all__ = ["Row", "StageCosts", "shares_of"]
 
+Value = TypeVar("Value")
 Row = tuple[float, float, float]
 """Seconds ``a sum(l^2) + b sum(l) + c`` of a micro-batch, forward and backward."""
 
@@ -68,16 +70,13 @@ class StageCosts:
     @cached_property
     def rows(self) -> NDArray[np.float64]:
         """Seconds of each plan on each stage, messages included [plans, stages, 3]."""
-        return np.array([[self._row(s, plan) for s in self.stages] for plan in self.plans])
+        return np.array([self._of_stages(plan, self._row) for plan in self.plans])
 
     @cached_property
     def lines(self) -> list[list[tuple[Linear, list[Linear]]]]:
         """What each plan keeps on each stage, and its moments: what is kept of it so far and
         needed in passing."""
-        return [
-            [(kept_line(self.costs, s, plan), moments(self.costs, s, plan)) for s in self.stages]
-            for plan in self.plans
-        ]
+        return [self._of_stages(plan, self._lines) for plan in self.plans]
 
     @cached_property
     def slowest(self) -> list[Row]:
@@ -123,6 +122,19 @@ class StageCosts:
                 if both + over > room:
                     return False
         return True
+
+    def _of_stages(self, plan: LayerPlan, of: Callable[[Stage, LayerPlan], Value]) -> list[Value]:
+        """Something of each stage, worked out once for stages of like layers."""
+        known, found = dict[tuple[bool, tuple[LayerOption, ...]], Value](), list[Value]()
+        for stage in self.stages:
+            key = stage.last, plan.options[stage.start : stage.stop]
+            if key not in known:
+                known[key] = of(stage, plan)
+            found.append(known[key])
+        return found
+
+    def _lines(self, stage: Stage, plan: LayerPlan) -> tuple[Linear, list[Linear]]:
+        return kept_line(self.costs, stage, plan), moments(self.costs, stage, plan)
 
     def _row(self, stage: Stage, plan: LayerPlan) -> Row:
         width = len(stage.ranks)
