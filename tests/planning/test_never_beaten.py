@@ -1,6 +1,6 @@
-"""No static plan, no planner of others and, for the fewest sequences, no draft of a generator is
-quicker than the plan. The problems drawn are always the same: what a heuristic promises is
-measured, not proved."""
+"""No static plan and no planner of others is quicker than the plan and, for the fewest sequences,
+no draft that a generator makes for longer times by more than a thousandth. The problems drawn are
+always the same: what a heuristic promises is measured, not proved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import log
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from headrace.costs import CostModel, synthetic_costs
@@ -34,13 +34,14 @@ from planning.tables import flexsp
 from planning.worlds import batches, statics, worlds
 
 _ROUNDING = 1e-9
+_DRAFTED = 1e-3
 
 
 def drawn(count: int, **strategies: st.SearchStrategy) -> Callable:
     """The property on so many problems."""
     quiet = settings(
         max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None,
-        derandomize=True,
+        derandomize=True, phases=[Phase.generate],
     )  # fmt: skip
     return lambda holds: quiet(given(**strategies)(holds))
 
@@ -76,7 +77,8 @@ def of_formulas(
     ]
     limits = SearchLimits()
     if semantics == "free" and isinstance(costs, GroupCosts) and len(tokens) <= limits.fewest:
-        others += drafts_s(table, limits)
+        drafts = drafts_s(table, limits)
+        others += [(name, seconds * (1 + _DRAFTED)) for name, seconds in drafts]
     assert others
     name, seconds = min(others, key=lambda other: other[1])
     assert made.predicted_s <= seconds * (1 + _ROUNDING), f"{name} is quicker"
