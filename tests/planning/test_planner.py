@@ -79,7 +79,7 @@ def test_any_batch_in_any_world(costs: CostModel, lengths: Lengths, seed: int) -
 def test_close_to_the_optimum(
     devices: int, memory_gib: float, launch_s: float, lengths: list[int]
 ) -> None:
-    """Catches a search that misses what trying everything finds, by more than 6 %. Nothing is
+    """Catches a search that misses what trying everything finds, by more than 5 %. Nothing is
     pulled or pushed: what hides that best need not compute in the least time."""
     costs = synthetic_costs(
         devices, layers=1, memory_bytes=int(memory_gib * GIB),
@@ -89,7 +89,7 @@ def test_close_to_the_optimum(
     if best_s is None:
         return
     made = plan(Problem(costs=costs, devices=devices), Lengths.of(lengths))
-    assert compute_s(made, costs) <= 1.06 * best_s
+    assert compute_s(made, costs) <= 1.05 * best_s
     if made.working == "whole":
         assert compute_s(made, costs) >= best_s * (1 - 1e-9)
 

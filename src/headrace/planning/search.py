@@ -97,6 +97,11 @@ def _halved(
             return None
         low_s = tau
         tau *= 1 + max(effort.least, effort.growth * result)
+    if best is None:  # what found no place is little, and yet all steps were too small
+        tau = min(high_s, 2 * low_s)
+        result = fill(tau, None)
+        if not isinstance(result, float):
+            best, high_s = Searched(seconds=tau, result=result), tau
     for _ in range(effort.halvings if best is not None else 0):
         if high_s <= low_s * (1 + effort.close):
             break

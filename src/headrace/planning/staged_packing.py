@@ -62,16 +62,6 @@ class Line:
         high = self.c * (floor + 1) + bubbles * max(longest_s, work_s / (floor + 1))
         return floor if low <= high else floor + 1
 
-    def load_s(self, work_s: float, tokens: float, longest_s: float) -> float:
-        """Seconds to expect of a pipeline, its micro-batches as even as can be: what they take
-        never less unless more of them are made than can be needed."""
-        if work_s <= 0:
-            return 0.0
-        if self.stages == 1:
-            return work_s + self.c * max(1, ceil(tokens / self.cap))
-        v = self.count(work_s, tokens, longest_s)
-        return work_s + self.c * v + (self.stages - 1) * (max(longest_s, work_s / v) + self.c)
-
     def usable_s(self, limit_s: float, longest_s: float) -> float:
         """Seconds of work that end within ``limit_s``.
 

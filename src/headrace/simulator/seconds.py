@@ -1,4 +1,4 @@
-"""Seconds of the micro-batches of a plan."""
+"""Seconds of the segments of a plan's micro-batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headrace.errors import CostError
 from headrace.spec.plan import MicroBatch, Plan
 from headrace.spec.stage import Stage
 
-__all__ = ["check_costs", "micro_batch_seconds", "segments_of"]
+__all__ = ["check_costs", "segments_of"]
 
 Segments = tuple[tuple[float, float], ...]
 
@@ -41,20 +41,3 @@ def segments_of(plan: Plan, micro: MicroBatch, stage: Stage, costs: CostModel) -
         costs, plan.tokens_of(micro), plan.pipelines[micro.pipeline], stage, micro.layers,
         plan.working,
     )  # fmt: skip
-
-
-def micro_batch_seconds(plan: Plan, costs: CostModel) -> list[tuple[float, float]]:
-    """Seconds of (forward, backward) of each micro-batch, over all its stages, in the plan's
-    order; nothing is waited for."""
-    check_costs(plan, costs)
-    return [_seconds(plan, micro, costs) for micro in plan.micro_batches]
-
-
-def _seconds(plan: Plan, micro: MicroBatch, costs: CostModel) -> tuple[float, float]:
-    pipeline = plan.pipelines[micro.pipeline]
-    if pipeline.scheme.context == pipeline.scheme.devices:
-        width = pipeline.scheme.context
-        return costs.micro_batch_s(plan.tokens_of(micro), width, micro.layers, plan.working)
-    stages = pipeline.stages(costs.shape.layers)
-    pairs = [pair for stage in stages for pair in segments_of(plan, micro, stage, costs)]
-    return sum(forward for forward, _ in pairs), sum(backward for _, backward in pairs)
