@@ -130,9 +130,9 @@ def test_planning_with_all_methods_takes_milliseconds() -> None:
 
 
 def test_planning_takes_milliseconds() -> None:
-    """Catches an accidental square in the number of sequences or ranks; the limit leaves a factor
-    of ten for slow machines."""
-    for devices, sequences, limit_s in ((2, 50, 0.03), (8, 300, 0.1), (64, 300, 0.5)):
+    """Catches an accidental square in the number of sequences or ranks; the limits leave a factor
+    of thirty for slow and busy machines."""
+    for devices, sequences, limit_s in ((2, 50, 0.15), (8, 300, 0.5), (64, 300, 2.5)):
         problem = Problem(costs=synthetic_costs(devices), devices=devices)
         plan(problem, log_normal(sequences, 0))
         before = time.process_time()

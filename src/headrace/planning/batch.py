@@ -32,7 +32,7 @@ from headrace.planning.frontier import Frontier
 from headrace.planning.priced import PricedScheme
 from headrace.spec import Lengths
 
-__all__ = ["SortedBatch", "PriceTable"]
+__all__ = ["SortedBatch", "PriceTable", "prices"]
 
 Floats = NDArray[np.float64]
 
@@ -72,7 +72,7 @@ class SortedBatch:
         once; infinite where it does not fit."""
         key = id(frontier)  # the frontier stands beside its row, so the id stays its own
         if key not in self._rows:
-            self._rows[key] = (frontier, _lowest(frontier, self.values))
+            self._rows[key] = (frontier, prices(frontier, self.values))
         return self._rows[key][1]
 
 
@@ -165,7 +165,7 @@ class PriceTable:
         return self._work[k]
 
 
-def _lowest(frontier: Frontier, lengths: Floats) -> Floats:
+def prices(frontier: Frontier, lengths: Floats) -> Floats:
     """(alone, work, spread) of sequences of ``lengths`` tokens, longest first [3, sequences]."""
     out = np.full((3, len(lengths)), np.inf)
     if len(frontier.caps) == 1:

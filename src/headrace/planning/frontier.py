@@ -2,7 +2,7 @@
 
 The seconds of a pack depend on it through sum(l^2) and sum(l), and the capacity of a layer plan
 bounds sum(l). So the plans together are quadratics, each with the most tokens that its layers
-hold. Up to a thousand of them are reduced to those that no other beats in every coefficient and
+hold. Up to three hundred of them are reduced to those that no other beats in every coefficient and
 in capacity, which loses nothing. More are *thinned*: for packs of several shapes those are kept
 that are quickest among all that hold as much, in steps of a thousandth of the seconds. Of packs
 of those shapes the quickest kept is thus within a thousandth of the quickest tried, and what
@@ -26,7 +26,7 @@ __all__ = ["Frontier", "Share", "worth_keeping"]
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
-_EXACT = 1000
+_EXACT = 300
 """As many plans are compared with one another."""
 
 _STEP = 1e-3
@@ -82,6 +82,10 @@ class Frontier:
         return list(zip(self.a.tolist(), self.b.tolist(), self.c.tolist(), strict=True))
 
     @cached_property
+    def _table(self) -> Floats:
+        return np.column_stack([self.a, self.b, self.c])
+
+    @cached_property
     def rules(self) -> list[bool]:
         """Whether plan i is at least as quick as every later one whatever the pack."""
         return [bool(rule) for rule in _ruling(self.a, self.b, self.c)]
@@ -101,7 +105,7 @@ class Frontier:
                 b=b,
                 c=c,
                 rules=_ruling(self.a, b, c),
-                quickest=_unbeaten(np.column_stack([self.a, b, c]), zero),
+                quickest=_quickest(np.column_stack([self.a, b, c])),
             )
             for b, c in ((self.b, self.c), (self.b, zero), (spread, zero))
         )
@@ -113,8 +117,7 @@ class Frontier:
         if first == len(self.caps):
             return None
         if not self.rules[first]:
-            seconds = self.a[first:] * squares + self.b[first:] * tokens + self.c[first:]
-            first += int(seconds.argmin())
+            first += int(self._table[first:].dot(np.array((squares, tokens, 1.0))).argmin())
         a, b, c = self.rows[first]
         return a * squares + b * tokens + c, first
 
@@ -122,7 +125,7 @@ class Frontier:
         """Capacity of the plan that would be quickest for a pack if memory were no matter."""
         if self.rules[0]:
             return self.caps[0]
-        return self.caps[int((self.a * squares + self.b * tokens + self.c).argmin())]
+        return self.caps[int(self._table.dot(np.array((squares, tokens, 1.0))).argmin())]
 
     def layer_plan(self, index: int) -> LayerPlan:
         """The layer plan of one entry."""
@@ -164,17 +167,29 @@ def _unbeaten(seconds: Floats, caps: Floats) -> Counts:
     return unbeaten
 
 
+def _quickest(table: Floats) -> Counts:
+    """Rows that no other beats in every column, where these are few; of equal ones the first."""
+    left, found = np.argsort(table.sum(axis=1), kind="stable"), list[int]()
+    while len(left):
+        best = int(left[0])
+        found.append(best)
+        left = left[(table[left] < table[best]).any(axis=1)]
+    return np.array(sorted(found), dtype=np.int64)
+
+
 def _thinned(seconds: Floats, caps: Floats) -> Counts:
     """For every shape of pack the quickest of all that hold as much, in steps of seconds."""
     falling = np.argsort(-caps, kind="stable")
-    table = seconds[falling]
-    kept = np.zeros(len(table), dtype=np.bool_)
-    for length, tokens in _PACKS:
-        per_token = table @ np.array([length, 1.0, 1.0 / tokens])
-        least = np.minimum.accumulate(per_token)
-        better = np.flatnonzero(np.append(True, per_token[1:] < least[:-1]))
-        steps = np.floor(np.log(np.maximum(per_token[better], 1e-300)) / _STEP)
-        kept[better[np.append(True, steps[1:] != steps[:-1])]] = True
-        kept[better[-1]] = True
+    packs = np.array([(length, 1.0, 1.0 / tokens) for length, tokens in _PACKS])
+    per_token = packs @ seconds[falling].T
+    least = np.minimum.accumulate(per_token, axis=1)
+    better = np.ones(per_token.shape, dtype=np.bool_)
+    better[:, 1:] = per_token[:, 1:] < least[:, :-1]
+    kept = np.zeros(len(falling), dtype=np.bool_)
+    for row, here in zip(per_token, better, strict=True):
+        at = np.flatnonzero(here)
+        steps = np.floor(np.log(np.maximum(row[at], 1e-300)) / _STEP)
+        kept[at[np.append(True, steps[1:] != steps[:-1])]] = True
+        kept[at[-1]] = True
     thinned: Counts = np.sort(falling[kept]).astype(np.int64)
     return thinned

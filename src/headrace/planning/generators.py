@@ -70,7 +70,7 @@ class SearchLimits:
     crowded: int = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Draft:
     """Pipelines with their sequences, larger ones first, and the seconds to expect."""
 
@@ -246,19 +246,25 @@ def _chain(table: PriceTable, rows: Sequence[int]) -> list[int]:
 
 
 def _various(drafts: Iterable[Draft], limits: SearchLimits) -> list[Draft]:
-    """The best drafts, a few of each source; all of them for the fewest sequences."""
-    seen, found = Counter[str](), list[Draft]()
+    """The best drafts, a few of each source and of several tables, as some promise what
+    packing does not keep; all of them for the fewest sequences."""
     drafts = sorted(drafts, key=lambda draft: draft.seconds)
-    if drafts and len(drafts[0].table.tokens) <= limits.fewest and not any(drafts[0].table.fluid):
+    if not drafts:
+        return []
+    fluid = any(any(draft.table.fluid) for draft in drafts)
+    most = limits.packed_fluid if fluid else limits.packed
+    if len(drafts[0].table.tokens) <= limits.fewest and not fluid:
         return drafts
-    for draft in drafts:
-        if found and draft.seconds > found[0].seconds * (1 + 2 * limits.near):
-            break
-        if seen[draft.source] < limits.alike:
-            seen[draft.source] += 1
-            found.append(draft)
-    fluid = any(any(draft.table.fluid) for draft in found)
-    return found[: limits.packed_fluid if fluid else limits.packed]
+    limit_s, found = drafts[0].seconds * (1 + 2 * limits.near), list[Draft]()
+    for shared in (max(1, most - 1), most):
+        for draft in drafts:
+            if draft.seconds > limit_s or len(found) == most:
+                break
+            alike = sum(other.source == draft.source for other in found)
+            beside = sum(other.table is draft.table for other in found)
+            if draft not in found and alike < limits.alike and beside < shared:
+                found.append(draft)
+    return found
 
 
 def scheduled(

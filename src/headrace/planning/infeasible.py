@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from headrace.errors import InfeasiblePlan
 from headrace.planning.problem import Problem
-from headrace.planning.stages import StageCosts, shares_of
+from headrace.planning.stages import LayerTable, StageCosts, shares_of
 from headrace.spec import Scheme, Strategy
 from headrace.spec.plan import Working
 from headrace.units import bytes_text
@@ -111,10 +111,11 @@ def _least_bytes(problem: Problem, among: Iterable[Scheme], tokens: int) -> tupl
         plans = tuple(problem.pricing.layer_plans(scheme))
         weights: tuple[Working, ...] = problem.holding if scheme.context > 1 else ("whole",)
         for working in weights:
+            table = LayerTable.of(problem.pricing.costs, scheme, working, plans)
             for shares in shares_of(problem.model.shape.layers, scheme.pipeline):
                 costs = StageCosts(
                     costs=problem.pricing.costs, scheme=scheme, shares=shares, working=working,
-                    plans=plans,
+                    table=table,
                 )  # fmt: skip
                 for number, plan in enumerate(plans):
                     what = str(plan.options[0]) if len(plan.counts) == 1 else str(plan)

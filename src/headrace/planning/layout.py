@@ -167,7 +167,9 @@ def _quickened(
         (sum([batch.tokens[i] ** 2 for i in own]), sum([batch.tokens[i] for i in own]))
         for own in bins
     ]
-    table = [[stages.seconds(row, *both) for row in range(len(stages.plans))] for both in sums]
+    table = [
+        [stages.seconds(row, *both) for row in range(len(stages.table.plans))] for both in sums
+    ]
     chosen = list(rows)
     gains = sorted(
         (each[other] - each[chosen[j]], j, other)

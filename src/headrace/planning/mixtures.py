@@ -1,16 +1,17 @@
 """Mixtures: how many layers take which of at most three options, and what they then hold.
 
 [Note: what is tried] First the options go that another beats in everything: swapping the better
-one in never takes longer nor more memory. Of what is left all single options, all pairs with all
-counts and, where that makes no more than sixty thousand, all triples with all counts are tried:
-then nothing is missing but mixtures of four. Else triples are tried with counts of which two come
-from a geometric row, beginning with 1 (near the memory's end single layers matter), and all
-counts of those triples that turned out worth keeping.
+one in never takes longer nor more memory. Of what is left all single options are tried, and pairs
+and triples with all counts where that makes no more than six thousand: then nothing is missing but
+mixtures of four. Else they are tried with counts from a geometric row that begins with 1 (near the
+memory's end single layers matter), triples only of options of which pairs are worth keeping, and
+those that turned out worth keeping with all counts. Ten times as many bring a pack
+0.0002 % on average, 0.1 % at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations, product
 from math import comb
@@ -29,8 +30,7 @@ __all__ = ["Table", "mixed_frontier"]
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
-_TRIED = 60_000
-_REFINED = 40_000
+_TRIED = 6_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +101,17 @@ def mixed_frontier(table: Table, layers: int) -> Frontier:
     """The layer plans of ``layers`` layers that mix at most three options of a table."""
     table = table.pruned()
     options = len(table.options)
-    tried = [
-        _of_all(table, _subsets(options, size), _compositions(layers, size))
-        for size in range(1, min(3, options, layers) + 1)
-        if size < 3 or comb(options, 3) * comb(layers - 1, 2) <= _TRIED
-    ]
-    if len(tried) == 2 and min(options, layers) >= 3:
-        coarse = _of_all(table, _subsets(options, 3), _coarse(layers, comb(options, 3)))
-        triples = _promising([*tried, coarse], layers)
-        tried += [coarse, _of_all(table, triples, _compositions(layers, 3))]
+    tried = list[_Mixtures]()
+    for size in range(1, min(3, options, layers) + 1):
+        ways, among = comb(layers - 1, size - 1), range(options)
+        if size > 2 and comb(options, size) * ways > _TRIED:
+            among = np.unique(_worth_keeping(tried)).tolist()
+        subsets = _subsets(among, size)
+        if size > 1 and len(subsets) * ways > _TRIED:
+            coarse = _of_all(table, subsets, _coarse(layers, size, len(subsets)))
+            subsets = _promising([*tried, coarse], layers)
+            tried.append(coarse)
+        tried.append(_of_all(table, subsets, _compositions(layers, size)))
     seconds = np.vstack([mixtures.seconds for mixtures in tried])
     caps = np.concatenate([mixtures.caps for mixtures in tried])
     kept = worth_keeping(seconds, caps)
@@ -125,8 +127,8 @@ def _lines(lines: Sequence[Linear]) -> Floats:
     return np.array([(line.slope, line.constant) for line in lines], dtype=np.float64)
 
 
-def _subsets(options: int, size: int) -> Counts:
-    return np.array(list(combinations(range(options), size)), dtype=np.int64).reshape(-1, size)
+def _subsets(options: Iterable[int], size: int) -> Counts:
+    return np.array(list(combinations(options, size)), dtype=np.int64).reshape(-1, size)
 
 
 def _compositions(total: int, parts: int) -> Counts:
@@ -137,20 +139,25 @@ def _compositions(total: int, parts: int) -> Counts:
     return np.column_stack([grid, last])[last >= 1]
 
 
-def _coarse(total: int, subsets: int) -> Counts:
-    """Rows of three counts, two of them from a geometric row as fine as the budget allows."""
-    found = _of_row(total, (1, max(1, total - 2)))
+def _coarse(total: int, parts: int, subsets: int) -> Counts:
+    """Rows of counts, all but one of them from a geometric row as fine as the budget allows."""
+    found = _of_row(total, parts, (1, max(1, total - parts + 1)))
     for marks in range(3, total):
-        finer = _of_row(total, np.geomspace(1, total - 2, marks).round().astype(int).tolist())
+        row = np.geomspace(1, total - parts + 1, marks).round().astype(int).tolist()
+        finer = _of_row(total, parts, row)
         if len(finer) * subsets > _TRIED:
             break
         found = finer
     return np.array(found, dtype=np.int64)
 
 
-def _of_row(total: int, row: Sequence[int]) -> list[tuple[int, int, int]]:
-    pairs = [(x, y, total - x - y) for x in set(row) for y in set(row) if x + y < total]
-    return sorted({(x, y, z) for pair in pairs for x, y, z in permutations(pair)})
+def _of_row(total: int, parts: int, row: Sequence[int]) -> list[tuple[int, ...]]:
+    some = [
+        (*counts, total - sum(counts))
+        for counts in product(set(row), repeat=parts - 1)
+        if sum(counts) < total
+    ]
+    return sorted({order for counts in some for order in permutations(counts)})
 
 
 def _of_all(table: Table, subsets: Counts, counts: Counts) -> _Mixtures:
@@ -194,17 +201,21 @@ def _caps(table: Table, chosen: Counts, counts: Counts) -> Floats:
 
 
 def _promising(tried: Sequence[_Mixtures], layers: int) -> Counts:
-    """The triples among the mixtures worth keeping, those found most often first, as many as may
-    be tried with all counts."""
+    """The subsets of the last mixtures that are worth keeping, those found most often first, as
+    many as may be tried with all counts."""
+    found, often = np.unique(np.sort(_worth_keeping(tried), axis=1), axis=0, return_counts=True)
+    most = max(1, _TRIED // comb(layers - 1, found.shape[1] - 1))
+    return found[np.argsort(-often, kind="stable")[:most]]
+
+
+def _worth_keeping(tried: Sequence[_Mixtures]) -> Counts:
+    """The options of those of the last mixtures that are worth keeping [kept, options]."""
     kept = worth_keeping(
         np.vstack([mixtures.seconds for mixtures in tried]),
         np.concatenate([mixtures.caps for mixtures in tried]),
     )
     before = sum(len(mixtures.caps) for mixtures in tried[:-1])
-    triples = np.sort(tried[-1].chosen[kept[kept >= before] - before], axis=1)
-    found, often = np.unique(triples, axis=0, return_counts=True)
-    most = max(1, _REFINED // comb(layers - 1, 2))
-    return found[np.argsort(-often, kind="stable")[:most]]
+    return tried[-1].chosen[kept[kept >= before] - before]
 
 
 def _layers(tried: Sequence[_Mixtures], kept: Counts, layers: int) -> Counts:

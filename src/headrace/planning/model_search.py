@@ -28,6 +28,7 @@ _PROMISED = 0.6  # of what the best is above the best table's bound, others will
 _SIMULATED = 4
 _NEAR = 1.03  # times the best by computing: what is slower is not simulated
 _FREE_OF_MEMORY = 1.01  # times the ideal bound: deeper schemes could gain no more than that
+_DEEPER = 2e-3  # of their bound stages and tensor blocks must save, as they fill less evenly
 _CLOSE_ENOUGH = 1 + 2e-4  # of the bound: no search beyond it
 
 
@@ -173,11 +174,13 @@ class ModelSearch:
         """With tensor blocks and stages too."""
         problem, pricing = self.problem, self.problem.pricing
         rows, widths = list[BoundRows](map(BoundRows.of, tables)), dict[int, int]()
-        deepest = 1
+        deepest, groups_s = 1, min(self.lows, default=float("inf"))
         for weights in problem.holding:
             deeper = pricing.deeper(weights)
             table = self._table([*pricing.groups(weights), *deeper])
-            if table is not None and self._promises(table):
+            if table is not None and self._promises(table) and (
+                self.lows[-1] < groups_s * (1 - _DEEPER)
+            ):  # fmt: skip
                 self._side_by_side(table, self.lows[-1], deeper=True)
             for scheme in deeper:
                 width = scheme.scheme.width

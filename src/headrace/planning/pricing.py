@@ -17,11 +17,12 @@ import numpy as np
 from headrace.costs import CostModel
 from headrace.costs.stages import held_bytes
 from headrace.errors import InfeasiblePlan
+from headrace.planning.batch import prices
 from headrace.planning.fixed_methods import listed_frontier
 from headrace.planning.frontier import Frontier, worth_keeping
 from headrace.planning.mixtures import Table, mixed_frontier
 from headrace.planning.priced import PricedScheme
-from headrace.planning.stages import StageCosts, shares_of
+from headrace.planning.stages import LayerTable, StageCosts, shares_of
 from headrace.spec import LayerOption, LayerPlan, Pipeline, Scheme, Strategy
 from headrace.spec.known_methods import block_ranks
 from headrace.spec.plan import Working
@@ -36,6 +37,12 @@ Slots = tuple[tuple[LayerOption, ...], ...]
 
 _MOST_TENSOR = 8
 """Tensor blocks of more ranks than a machine has are not proposed."""
+
+_PAYS = 2e-3
+"""Part of the device-seconds that a scheme with stages or tensor blocks saves at least."""
+
+_LENGTHS = 40
+"""As many lengths are looked at, up to the longest that a scheme holds."""
 
 
 class Pricing:
@@ -107,8 +114,12 @@ class Pricing:
 
     def deeper(self, weights: Working) -> tuple[PricedScheme, ...]:
         """Schemes with tensor blocks or several stages, which leave more room: degrees that are
-        powers of two, or fill a width."""
-        return self._several("deeper", weights, self._deeper())
+        powers of two, or fill a width. Those that never pay are left out."""
+        if ("paying", weights) not in self._kinds:
+            every = self._several("deeper", weights, self._deeper())
+            groups = [one for held in self.problem.holding for one in self.groups(held)]
+            self._kinds["paying", weights] = _paying(every, groups)
+        return self._kinds["paying", weights]
 
     def _deeper(self) -> Iterator[Scheme]:
         layers, devices = self.costs.shape.layers, self.problem.devices
@@ -179,12 +190,12 @@ class Pricing:
 
     def layer_plans(self, scheme: Scheme) -> list[LayerPlan]:
         """Plans of equal layers, or of one level where methods are given for each layer."""
-        slots, plans = self.slots(scheme), self.problem.uniform_layers(scheme.width)
+        slots = self.slots(scheme)
         if len(slots) == 1:
-            return [plan for plan in plans if set(plan.options) <= set(slots[0])]
+            return [LayerPlan.uniform(o, self.costs.shape.layers) for o in slots[0]]
         return [
             plan
-            for plan in plans
+            for plan in self.problem.uniform_layers(scheme.width)
             if slots and all(o in slot for o, slot in zip(plan.options, slots, strict=True))
         ]
 
@@ -216,11 +227,11 @@ class Pricing:
         """Several stages: every layer plan as all micro-batches in flight could have it. The
         shares of the layers are those with the quickest slowest stage for short sequences, where
         the head weighs most; if these hold nothing, those that hold the most."""
-        plans = tuple(self.layer_plans(scheme))
+        table = LayerTable.of(self.costs, scheme, weights, self.layer_plans(scheme))
         tried = list[StageCosts]()
         for shares in shares_of(self.costs.shape.layers, scheme.pipeline):
             made = StageCosts(
-                costs=self.costs, scheme=scheme, shares=shares, working=weights, plans=plans
+                costs=self.costs, scheme=scheme, shares=shares, working=weights, table=table
             )
             if tried and made.pace_s >= tried[-1].pace_s:
                 break
@@ -233,20 +244,34 @@ class Pricing:
         kept = worth_keeping(seconds, caps)
         if not len(kept):
             return None
-        options = tuple(dict.fromkeys(o for plan in plans for o in plan.options))
-        number = {option: at for at, option in enumerate(options)}
-        layers = [[number[o] for o in plans[i].options] for i in kept]
         a, b, c = seconds[kept].T
         frontier = Frontier(
-            options=options, a=a.copy(), b=b.copy(), c=c.copy(),
-            caps=tuple(best.caps[i] for i in kept),
-            layers=np.array(layers, dtype=np.int64).reshape(len(kept), len(plans[0].options)),
+            options=table.options, a=a.copy(), b=b.copy(), c=c.copy(),
+            caps=tuple(best.caps[i] for i in kept), layers=table.layers[kept],
         )  # fmt: skip
-        stages = StageCosts(
-            costs=self.costs, scheme=scheme, shares=best.shares, working=weights,
-            plans=tuple(plans[i] for i in kept),
-        )  # fmt: skip
+        stages = replace(best, table=table.only(kept))
         return PricedScheme(scheme=scheme, frontier=frontier, weights=weights, stages=stages)
+
+
+def _paying(
+    deeper: Sequence[PricedScheme], groups: Sequence[PricedScheme]
+) -> tuple[PricedScheme, ...]:
+    """The schemes in which sequences of some length take clearly fewer device-seconds than in every
+    group that is as quick for them alone."""
+    most = max((scheme.most_tokens for scheme in deeper), default=1)
+    lengths = np.geomspace(most, 1, _LENGTHS).round()
+    with np.errstate(invalid="ignore"):
+        known = [(g.devices, prices(g.frontier, lengths)) for g in groups]
+        found = list[PricedScheme]()
+        for scheme in deeper:
+            alone, _, spread = prices(scheme.frontier, lengths)
+            late_s, area = scheme.depth * alone * (1 + _PAYS), scheme.devices * spread
+            beaten = ~np.isfinite(alone)
+            for devices, (other, _, shared) in known:
+                beaten |= (other <= late_s) & (devices * shared <= area * (1 - _PAYS))
+            if not beaten.all():
+                found.append(scheme)
+    return tuple(found)
 
 
 def _powers(most: int) -> list[int]:

@@ -7,26 +7,25 @@ those of S - s - 1 are kept, and likewise before a backward, where they are youn
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.costs import CostModel, Linear, Quadratic
+from headrace.costs import CostModel, Linear
 from headrace.costs.cost_model import MOST_TOKENS
 from headrace.costs.stages import held_bytes, kept_line, message_s, moments, stage_gather
 from headrace.spec import LayerOption, LayerPlan, Pipeline, Scheme
 from headrace.spec.plan import Working
 from headrace.spec.stage import Stage, share_layers
 
-__all__ = ["Row", "StageCosts", "shares_of"]
+__all__ = ["LayerTable", "Row", "StageCosts", "shares_of"]
 
-Value = TypeVar("Value")
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
 Row = tuple[float, float, float]
 """Seconds ``a sum(l^2) + b sum(l) + c`` of a micro-batch, forward and backward."""
 
@@ -39,16 +38,58 @@ def shares_of(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
         yield (*share_layers(layers - last, stages - 1), last)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerTable:
+    """Layer plans, and what one layer of their options costs in a scheme: option ``layers[i, j]``
+    is that of layer j in plan i; of every option ``seconds`` [options, 3] forward and backward,
+    ``kept`` and ``passing`` [options, 2], slope and constant of its bytes."""
+
+    plans: tuple[LayerPlan, ...]
+    options: tuple[LayerOption, ...]
+    layers: Counts
+    seconds: Floats
+    kept: Floats
+    passing: Floats
+
+    @classmethod
+    def of(
+        cls, costs: CostModel, scheme: Scheme, working: Working, plans: Sequence[LayerPlan]
+    ) -> LayerTable:
+        """The table of some plans."""
+        number: dict[LayerOption, int] = {}
+        layers = [
+            [at for o, count in plan.counts for at in [number.setdefault(o, len(number))] * count]
+            for plan in plans
+        ]
+        listed = [costs.option(scheme.width, option) for option in number]
+        seconds = list[Row]()
+        for option, cost in zip(number, listed, strict=True):
+            both = cost.forward + cost.backward
+            gathered = sum(stage_gather(costs, scheme, option, working))
+            seconds.append((both.a, both.b, both.c + gathered))
+        return cls(
+            plans=tuple(plans), options=tuple(number), layers=np.array(layers, dtype=np.int64),
+            seconds=np.array(seconds), kept=_lines([cost.kept for cost in listed]),
+            passing=_lines([cost.transient for cost in listed]),
+        )  # fmt: skip
+
+    def only(self, some: Counts) -> LayerTable:
+        """With some plans only."""
+        return replace(
+            self, plans=tuple(self.plans[i] for i in some.tolist()), layers=self.layers[some]
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StageCosts:
-    """What micro-batches of some layer plans cost the stages of a pipeline, without the costs'
-    scale; ``plans`` may be chosen by number."""
+    """What micro-batches of the layer plans of ``table`` cost the stages of a pipeline, without the
+    costs' scale; plans go by their number."""
 
     costs: CostModel
     scheme: Scheme
     shares: tuple[int, ...]
     working: Working
-    plans: tuple[LayerPlan, ...]
+    table: LayerTable
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -68,15 +109,24 @@ class StageCosts:
         return tuple(free - held for held in held_bytes(self.costs, self.pipeline, self.working))
 
     @cached_property
-    def rows(self) -> NDArray[np.float64]:
+    def rows(self) -> Floats:
         """Seconds of each plan on each stage, messages included [plans, stages, 3]."""
-        return np.array([self._of_stages(plan, self._row) for plan in self.plans])
+        width, table = self.scheme.width, self.table
+        starts = [stage.start for stage in self.stages]
+        rows: Floats = np.add.reduceat(table.seconds[table.layers], starts, axis=1)
+        ends = self.costs.ends[width]
+        both = ends.forward + ends.backward
+        rows[:, -1] += (both.a, both.b, both.c)
+        if len(self.stages) > 1:
+            # Activations to the next stage and gradients back, or from and to the one before.
+            rows[:, :, 1] += 2 * message_s(self.costs, 1) / width
+        return rows
 
     @cached_property
     def lines(self) -> list[list[tuple[Linear, list[Linear]]]]:
         """What each plan keeps on each stage, and its moments: what is kept of it so far and
         needed in passing."""
-        return [self._of_stages(plan, self._lines) for plan in self.plans]
+        return [self._of_stages(plan) for plan in self.table.plans]
 
     @cached_property
     def slowest(self) -> list[Row]:
@@ -86,12 +136,36 @@ class StageCosts:
     @property
     def pace_s(self) -> float:
         """Seconds per token of short sequences, by the quickest plan."""
-        return min(b for _, b, _ in self.slowest)
+        return float(self.rows[:, :, 1].max(axis=1).min())
 
     @cached_property
     def caps(self) -> list[int]:
         """By plan the tokens of a micro-batch of which as many fit as may be held at once."""
-        return [self._cap(plan) for plan in range(len(self.plans))]
+        table, depth = self.table, len(self.stages)
+        most = np.full(len(table.plans), float(MOST_TOKENS))
+        for s, (stage, room) in enumerate(zip(self.stages, self.rooms, strict=True)):
+            held, peaks = self._moments(stage)
+            lines = (depth - s - 1) * held[:, None] + peaks
+            slope, free = lines[:, :, 0], room - lines[:, :, 1]
+            fits = np.where(slope > 0, free / np.where(slope > 0, slope, 1.0), float(MOST_TOKENS))
+            most = np.minimum(most, np.where(free < 0, 0.0, fits).min(axis=1))
+        return [floor(tokens) for tokens in most.tolist()]
+
+    def _moments(self, stage: Stage) -> tuple[Floats, Floats]:
+        """:func:`kept_line` [plans, 2] and :func:`moments` [plans, moments, 2] of a stage, slopes
+        and constants."""
+        chosen = self.table.layers[:, stage.start : stage.stop]
+        kept, passing = self.table.kept[chosen], self.table.passing[chosen]
+        held = kept.cumsum(axis=1)
+        if not stage.last:
+            return held[:, -1], held + passing
+        ends = self.costs.ends[self.scheme.width]
+        first, head = _lines([ends.kept, ends.transient])
+        kept[:, 0] += first
+        so_far = kept.cumsum(axis=1)
+        return held[:, -1] + first, np.concatenate(
+            [so_far + passing, so_far[:, -1:] + head], axis=1
+        )
 
     def seconds(self, plan: int, squares: float, tokens: int) -> float:
         """Of the slowest stage for a pack of sum(l^2) ``squares`` and sum(l) ``tokens``."""
@@ -123,41 +197,18 @@ class StageCosts:
                     return False
         return True
 
-    def _of_stages(self, plan: LayerPlan, of: Callable[[Stage, LayerPlan], Value]) -> list[Value]:
-        """Something of each stage, worked out once for stages of like layers."""
-        known, found = dict[tuple[bool, tuple[LayerOption, ...]], Value](), list[Value]()
+    def _of_stages(self, plan: LayerPlan) -> list[tuple[Linear, list[Linear]]]:
+        """:attr:`lines` of one plan, worked out once for stages of like layers."""
+        known = dict[tuple[bool, tuple[LayerOption, ...]], tuple[Linear, list[Linear]]]()
+        found = list[tuple[Linear, list[Linear]]]()
         for stage in self.stages:
             key = stage.last, plan.options[stage.start : stage.stop]
             if key not in known:
-                known[key] = of(stage, plan)
+                lines = moments(self.costs, stage, plan)
+                known[key] = kept_line(self.costs, stage, plan), lines
             found.append(known[key])
         return found
 
-    def _lines(self, stage: Stage, plan: LayerPlan) -> tuple[Linear, list[Linear]]:
-        return kept_line(self.costs, stage, plan), moments(self.costs, stage, plan)
 
-    def _row(self, stage: Stage, plan: LayerPlan) -> Row:
-        width = len(stage.ranks)
-        total, gathered = Quadratic(), 0.0
-        for option, count in Counter(plan.options[stage.start : stage.stop]).items():
-            cost = self.costs.option(width, option)
-            total = total + (cost.forward + cost.backward) * count
-            gathered += count * sum(stage_gather(self.costs, self.scheme, option, self.working))
-        if stage.last:
-            ends = self.costs.ends[width]
-            total = total + ends.forward + ends.backward
-        # Activations to the next stage and gradients back, or from and to the one before.
-        sent = 2 * message_s(self.costs, 1) / width if stage.count > 1 else 0.0
-        return total.a, total.b + sent, total.c + gathered
-
-    def _cap(self, plan: int) -> int:
-        depth, most = len(self.stages), float(MOST_TOKENS)
-        for s, ((kept, peaks), room) in enumerate(zip(self.lines[plan], self.rooms, strict=True)):
-            for line in peaks:
-                slope = (depth - s - 1) * kept.slope + line.slope
-                free = room - (depth - s - 1) * kept.constant - line.constant
-                if free < 0:
-                    return 0
-                if slope > 0:
-                    most = min(most, free / slope)
-        return floor(most)
+def _lines(lines: Sequence[Linear]) -> Floats:
+    return np.array([(line.slope, line.constant) for line in lines])
