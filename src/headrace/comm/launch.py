@@ -16,12 +16,16 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from headrace.comm.children import bury, caught, fork, supervise
 from headrace.comm.exit import end
+from headrace.comm.lifeline import Lifeline
+from headrace.comm.meeting import Comer, take_seat
+from headrace.comm.network import interface_of, route
 from headrace.comm.ranks import RankPlace, Settings, World, here, run_rank
 from headrace.comm.status import StatusBoard
 from headrace.comm.store import reach_store
@@ -42,7 +46,7 @@ def start(
     threads: int | None = None,
     timeout_s: float = 1800,
     heartbeat_s: float = 0.2,
-    hang_s: float = 3.0,
+    hang_s: float = 30.0,
     port: int = 0,
     each: Callable[[], None] = lambda: None,
 ) -> int:
@@ -174,18 +178,20 @@ def join(
     threads: int | None = None,
     timeout_s: float = 1800,
     heartbeat_s: float = 0.2,
-    hang_s: float = 3.0,
+    hang_s: float = 30.0,
     connect_s: float = 120.0,
 ) -> int:
     """Run ``main`` as the rank that the environment describes, as set by torchrun; returns 0.
 
     When ``main`` fails, the others are told, and the process ends itself with the code that
     :func:`start` would return for this rank. SIGTERM and SIGINT end it too, with a line that says
-    where it was: torchrun sends them when another rank has died. After a restart by torchrun all
-    keys are new ones, by the count of restarts.
+    where it was: torchrun sends them when another rank has died. All ranks meet in the store first,
+    so that a restart on any machine is a new attempt for all.
 
-    ``connect_s`` is the time to reach the store; the rest is as for :func:`start`. Raises
-    LaunchError when the variables are missing or malformed or the store cannot be reached.
+    ``connect_s`` is the time to reach the store; the rest is as for :func:`start`. gloo talks
+    through the interface on the way to the store, unless GLOO_SOCKET_IFNAME names another. Raises
+    LaunchError when the variables are missing or malformed, or the store or other ranks cannot be
+    reached.
     """
     settings = Settings(
         device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=heartbeat_s, hang_s=hang_s
@@ -194,10 +200,38 @@ def join(
     # Where no agent keeps the store (launchers other than torchrun), rank 0 does.
     serve = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = reach_store(place.host, place.port, serve=serve, limit_s=connect_s)
-    code = run_rank(main, place, settings, store, obey=(signal.SIGTERM, signal.SIGINT))
+    lifeline = Lifeline()
+    place = _meet(place, store, lifeline, limit_s=timeout_s)
+    code = run_rank(
+        main, place, settings, store, obey=(signal.SIGTERM, signal.SIGINT), lifeline=lifeline
+    )
     if code:
         end(code)
     return code
+
+
+def _meet(place: RankPlace, store: dist.Store, lifeline: Lifeline, *, limit_s: float) -> RankPlace:
+    """Meet the other ranks; the place, with the number of the attempt."""
+    mine, theirs = route(place.host, place.port)
+    seat = take_seat(
+        store, Comer(address=mine, store=theirs, port=lifeline.port),
+        rank=place.rank, ranks=place.ranks, limit_s=limit_s,
+    )  # fmt: skip
+    if place.ranks > 1:
+        lifeline.hold(seat.before)
+    if not os.environ.get("GLOO_SOCKET_IFNAME"):
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(seat.address)
+    return replace(place, attempt=seat.attempt)
+
+
+def _interface(address: str) -> str:
+    found = interface_of(address)
+    if found is None:
+        raise LaunchError(
+            f"address {address} of this machine", got="no network interface with it",
+            wanted="one", hint="set GLOO_SOCKET_IFNAME to the interface that leads to the others",
+        )  # fmt: skip
+    return found
 
 
 def _place() -> RankPlace:
@@ -205,7 +239,7 @@ def _place() -> RankPlace:
     place = RankPlace(
         rank=_number("RANK"), ranks=ranks, local_rank=_number("LOCAL_RANK"),
         local_ranks=_number("LOCAL_WORLD_SIZE", ranks),
-        attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
+        attempt=0,  # the ranks agree on it: torchrun's count is that of one node
         host=_variable("MASTER_ADDR"), port=_number("MASTER_PORT"),
     )  # fmt: skip
     if not place.rank < ranks:

@@ -397,6 +397,29 @@ def test_join_without_an_agent(run_job: RunJob) -> None:
     assert [job.err for job in jobs] == [""] * 3
 
 
+def test_a_restart_is_counted_differently_on_other_machines(run_job: RunJob) -> None:
+    """Would catch an attempt that is what torchrun's agent of one machine says: it does not count
+    restarts that another machine began."""
+    port = free_port()
+
+    def body(rank: int) -> Callable[[Job], int]:
+        def run(job: Job) -> int:
+            def main(world: World) -> int:
+                through = os.environ["GLOO_SOCKET_IFNAME"]
+                job.note("found", (world.attempt, total(world), through))
+                return 0
+
+            set_variables(rank, 2, port)
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
+            return join(main)
+
+        return run
+
+    jobs = [run_job(body(rank)) for rank in range(2)]
+    assert [job.wait() for job in jobs] == [0, 0], [job.err for job in jobs]
+    assert [job.read("found") for job in jobs] == [str((0, 3.0, "lo"))] * 2
+
+
 @pytest.mark.slow
 def test_torchrun_restarts(tmp_path: Path) -> None:
     """Catches the second attempt reading addresses of the first, dead one from the store."""
