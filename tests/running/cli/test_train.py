@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.comm.watcher import Watcher
 from headrace.runtime import checkpoint
+from headrace.training.run_folder import TrainingRun
 from running.cli.jobs import children, losses, metrics, run, start, wait_for_step, write_job
 
 
@@ -115,6 +118,34 @@ def test_a_stopped_rank_is_named(whole, tmp_path):
     assert process.returncode not in (0, None)
     assert "rank 1" in err
     assert "no sign of life" in err
+
+
+def test_a_report_that_takes_long_keeps_nobody_waiting(whole, tmp_path, monkeypatch):
+    """Would catch a finished run that is taken for a hung one while its report is drawn, and ranks
+    of which nobody knows what they do between two steps."""
+    config, _, _ = whole
+    enter = Watcher.enter
+
+    def entering(self, action, limit_s=None):
+        with (tmp_path / "entered").open("a") as file:
+            file.write(action + "\n")
+        enter(self, action, limit_s)
+
+    def draw(run):
+        ctypes.PyDLL(None).usleep(4_000_000)  # and holds Python's lock
+        return run.folder / "report.html"
+
+    monkeypatch.setattr(Watcher, "enter", entering)
+    monkeypatch.setattr(TrainingRun, "report", draw)
+    code, out, err = run("train", config, "--out", tmp_path / "run", "--set", "run.steps=1",
+                         "--set", "devices.hang_s=2", "--set", "report.html=true")  # fmt: skip
+    assert code == 0, err
+    assert out.strip() == str(tmp_path / "run" / "report.html")
+    entered = (tmp_path / "entered").read_text().splitlines()
+    assert {
+        "reading and tokenising the corpus", "making the weights",
+        "reading and planning the batch of step 0", "writing down step 0", "writing checkpoint 1",
+    } <= set(entered)  # fmt: skip
 
 
 def _samples(folder):
