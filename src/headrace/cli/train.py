@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from headrace.cli.display import Terminal, tell
 from headrace.comm.launch import World
+from headrace.comm.watcher import STOPPED
 from headrace.config import Config
 from headrace.runtime import checkpoint
 from headrace.training.rank import launch, open_rank
@@ -28,8 +30,9 @@ def train(config: Config, *, out: Path | None, resume: bool, again: str) -> int:
         return 0
 
     code = launch(config, main)
-    if code == 130:
-        tell(f"interrupted; continue with: {again} --out {folder} --resume")
+    if code >= STOPPED:  # not by a mistake that would be made again
+        why = "interrupted" if code == 128 + signal.SIGINT else "stopped"
+        tell(f"{why}; continue with: {again} --out {folder} --resume")
     # The ranks have parted: nobody waits while the report is drawn. Under torchrun this is a rank.
     if code == 0 and ranks_here in ([], [0]):
         _finish(TrainingRun(folder), config)

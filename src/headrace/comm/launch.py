@@ -11,7 +11,6 @@ import errno
 import gc
 import importlib
 import os
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from headrace.comm.children import bury, caught, fork, supervise
+from headrace.comm.children import bury, caught, fork, stopping, supervise
 from headrace.comm.exit import end
 from headrace.comm.lifeline import Lifeline
 from headrace.comm.meeting import Comer, take_seat
@@ -52,7 +51,8 @@ def start(
 ) -> int:
     """Run ``main`` on ``ranks`` forked ranks of this machine and return the job's exit code.
 
-    0 when every rank returned 0; 130 on Ctrl-C; 143 on SIGTERM; 2 for an error of headrace's tree
+    0 when every rank returned 0; 130 on Ctrl-C, 143 on SIGTERM, 129 on SIGHUP (but for nohup), 138
+    on SIGUSR1; 2 for an error of headrace's tree
     (its text is printed once); 128 + signal for a rank that was killed; 75 for one that hung; else
     the code of the first rank that failed. Who died, and in what action, is on stderr.
 
@@ -73,7 +73,7 @@ def start(
     importlib.import_module("torch._dynamo")
     gc.collect()  # a store that an earlier world left behind would be joined by ranks, and abort
     children: dict[int, int] = {}
-    with _listen(port) as listener, caught(signal.SIGINT, signal.SIGTERM) as heard:
+    with _listen(port) as listener, caught(*stopping()) as heard:
         port = listener.getsockname()[1]
 
         def body(rank: int) -> int:
@@ -184,9 +184,9 @@ def join(
     """Run ``main`` as the rank that the environment describes, as set by torchrun; returns 0.
 
     When ``main`` fails, the others are told, and the process ends itself with the code that
-    :func:`start` would return for this rank. SIGTERM and SIGINT end it too, with a line that says
-    where it was: torchrun sends them when another rank has died. All ranks meet in the store first,
-    so that a restart on any machine is a new attempt for all.
+    :func:`start` would return for this rank. Signals end it too, as with :func:`start`, with a
+    line that says where it was: torchrun sends them when another rank has died. All ranks meet in
+    the store first, so that a restart on any machine is a new attempt for all.
 
     ``connect_s`` is the time to reach the store; the rest is as for :func:`start`. gloo talks
     through the interface on the way to the store, unless GLOO_SOCKET_IFNAME names another. Raises
@@ -202,9 +202,7 @@ def join(
     store = reach_store(place.host, place.port, serve=serve, limit_s=connect_s)
     lifeline = Lifeline()
     place = _meet(place, store, lifeline, limit_s=timeout_s)
-    code = run_rank(
-        main, place, settings, store, obey=(signal.SIGTERM, signal.SIGINT), lifeline=lifeline
-    )
+    code = run_rank(main, place, settings, store, obey=stopping(), lifeline=lifeline)
     if code:
         end(code)
     return code

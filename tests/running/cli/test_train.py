@@ -99,9 +99,22 @@ def test_control_c_ends_everything_with_130(whole, tmp_path):
     os.kill(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert "--resume" in err
+    assert "interrupted; continue with: headrace train" in err
     assert "Traceback" not in err
     assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_say_how_to_go_on(whole, tmp_path, number):
+    """Would catch runs that a scheduler or a closed terminal ends without a word."""
+    config, _, _ = whole
+    process = start("train", config, "--out", tmp_path / "run", "--set", "run.steps=2000")
+    wait_for_step(process, tmp_path / "run", 2)
+    os.kill(process.pid, number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + number
+    assert f"stopped by {number.name}: rank 0 in" in err
+    assert f"stopped; continue with: headrace train {config} --out {tmp_path / 'run'} --res" in err
 
 
 def test_a_stopped_rank_is_named(whole, tmp_path):
