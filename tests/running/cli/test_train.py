@@ -133,6 +133,21 @@ def test_a_stopped_rank_is_named(whole, tmp_path):
     assert "no sign of life" in err
 
 
+def test_a_run_keeps_others_out_of_its_folder(whole, tmp_path):
+    """Would catch a second run that goes on with the first one's folder and kills it."""
+    config, _, _ = whole
+    process = start("train", config, "--out", tmp_path / "run", "--set", "run.steps=2000")
+    wait_for_step(process, tmp_path / "run", 2)
+    code, _, err = run("train", config, "--out", tmp_path / "run", "--resume")
+    assert code == 2
+    assert "got a run that goes on (process " in err
+    steps = len(metrics(tmp_path / "run"))
+    wait_for_step(process, tmp_path / "run", steps + 3)
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+
+
 def test_a_report_that_takes_long_keeps_nobody_waiting(whole, tmp_path, monkeypatch):
     """Would catch a finished run that is taken for a hung one while its report is drawn, and ranks
     of which nobody knows what they do between two steps."""
