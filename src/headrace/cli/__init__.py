@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from headrace.cli import commands  # registers them
 from headrace.cli.app import app, errors
@@ -37,8 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> None:
-    """Entry point of the ``headrace`` script."""
-    sys.exit(main())
+    """Run a command and end the process at once: to take torch apart takes seconds, in which one
+    more Ctrl-C would end in a traceback."""
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or its reader is gone
+            stream.flush()
+    os._exit(code)
 
 
 def _escaped(text: str) -> str:

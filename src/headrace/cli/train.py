@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from headrace.cli.display import Terminal, tell
 from headrace.comm.launch import World
+from headrace.comm.watcher import STOPPED
 from headrace.config import Config
 from headrace.runtime import checkpoint
 from headrace.training.rank import launch, open_rank
@@ -19,17 +21,21 @@ def train(config: Config, *, out: Path | None, resume: bool, again: str) -> int:
     """Train; prints the path of the report (or of the run's folder) to stdout. ``again`` is the
     command that goes on with it."""
     folder = choose_folder(config, out, resume=resume)
+    ranks_here: list[int] = []
 
     def main(world: World) -> int:
+        ranks_here.append(world.rank)
         rank = open_rank(world, config, Terminal())
-        run = train_rank(rank, folder, resume=resume)
-        if run.record is not None:
-            _finish(TrainingRun(run.folder), config)
+        train_rank(rank, folder, resume=resume)
         return 0
 
     code = launch(config, main)
-    if code == 130:
-        tell(f"interrupted; continue with: {again} --out {folder} --resume")
+    if code >= STOPPED:  # not by a mistake that would be made again
+        why = "interrupted" if code == 128 + signal.SIGINT else "stopped"
+        tell(f"{why}; continue with: {again} --out {folder} --resume")
+    # The ranks have parted: nobody waits while the report is drawn. Under torchrun this is a rank.
+    if code == 0 and ranks_here in ([], [0]):
+        _finish(TrainingRun(folder), config)
     return code
 
 

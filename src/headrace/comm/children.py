@@ -15,11 +15,20 @@ from headrace.comm.exit import end, say
 from headrace.comm.status import Death, StatusBoard
 from headrace.errors import LaunchError
 
-__all__ = ["bury", "caught", "fork", "supervise"]
+__all__ = ["bury", "caught", "fork", "stopping", "supervise"]
 
 _POLL_S = 0.02
 _GRACE_S = 2.0  # for the last words of the others
 _PR_SET_PDEATHSIG = 1
+
+
+def stopping() -> tuple[signal.Signals, ...]:
+    """What people, schedulers and terminals send to end a job (Slurm may warn by SIGUSR1); without
+    SIGHUP where it is ignored, which is what nohup does."""
+    found = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return found
+    return (*found, signal.SIGHUP)
 
 
 @contextmanager
@@ -39,7 +48,8 @@ def caught(*signals: signal.Signals) -> Iterator[list[int]]:
 
 def fork(ranks: int, body: Callable[[int], int]) -> dict[int, int]:
     """Fork ``ranks`` children that each run ``body(rank)`` and end with its code; returns their
-    process ids by rank. Children ignore SIGINT and die with this process, however it dies."""
+    process ids by rank. Children ignore SIGINT and SIGHUP, and die with this process, however it
+    dies."""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -60,8 +70,10 @@ def _live(parent: int, rank: int, body: Callable[[int], int]) -> None:
     """The child's life; never returns into the code of its parent."""
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all of us
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGHUP):  # the terminal sends it to all of us
+            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == parent:  # else it died before the line above
             code = body(rank)

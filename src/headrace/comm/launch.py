@@ -11,17 +11,20 @@ import errno
 import gc
 import importlib
 import os
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from headrace.comm.children import bury, caught, fork, supervise
+from headrace.comm.children import bury, caught, fork, stopping, supervise
 from headrace.comm.exit import end
+from headrace.comm.lifeline import Lifeline
+from headrace.comm.meeting import Comer, take_seat
+from headrace.comm.network import interface_of, route
 from headrace.comm.ranks import RankPlace, Settings, World, here, run_rank
 from headrace.comm.status import StatusBoard
 from headrace.comm.store import reach_store
@@ -42,13 +45,14 @@ def start(
     threads: int | None = None,
     timeout_s: float = 1800,
     heartbeat_s: float = 0.2,
-    hang_s: float = 3.0,
+    hang_s: float = 30.0,
     port: int = 0,
     each: Callable[[], None] = lambda: None,
 ) -> int:
     """Run ``main`` on ``ranks`` forked ranks of this machine and return the job's exit code.
 
-    0 when every rank returned 0; 130 on Ctrl-C; 143 on SIGTERM; 2 for an error of headrace's tree
+    0 when every rank returned 0; 130 on Ctrl-C, 143 on SIGTERM, 129 on SIGHUP (but for nohup), 138
+    on SIGUSR1; 2 for an error of headrace's tree
     (its text is printed once); 128 + signal for a rank that was killed; 75 for one that hung; else
     the code of the first rank that failed. Who died, and in what action, is on stderr.
 
@@ -69,7 +73,7 @@ def start(
     importlib.import_module("torch._dynamo")
     gc.collect()  # a store that an earlier world left behind would be joined by ranks, and abort
     children: dict[int, int] = {}
-    with _listen(port) as listener, caught(signal.SIGINT, signal.SIGTERM) as heard:
+    with _listen(port) as listener, caught(*stopping()) as heard:
         port = listener.getsockname()[1]
 
         def body(rank: int) -> int:
@@ -174,18 +178,20 @@ def join(
     threads: int | None = None,
     timeout_s: float = 1800,
     heartbeat_s: float = 0.2,
-    hang_s: float = 3.0,
+    hang_s: float = 30.0,
     connect_s: float = 120.0,
 ) -> int:
     """Run ``main`` as the rank that the environment describes, as set by torchrun; returns 0.
 
     When ``main`` fails, the others are told, and the process ends itself with the code that
-    :func:`start` would return for this rank. SIGTERM and SIGINT end it too, with a line that says
-    where it was: torchrun sends them when another rank has died. After a restart by torchrun all
-    keys are new ones, by the count of restarts.
+    :func:`start` would return for this rank. Signals end it too, as with :func:`start`, with a
+    line that says where it was: torchrun sends them when another rank has died. All ranks meet in
+    the store first, so that a restart on any machine is a new attempt for all.
 
-    ``connect_s`` is the time to reach the store; the rest is as for :func:`start`. Raises
-    LaunchError when the variables are missing or malformed or the store cannot be reached.
+    ``connect_s`` is the time to reach the store; the rest is as for :func:`start`. gloo talks
+    through the interface on the way to the store, unless GLOO_SOCKET_IFNAME names another. Raises
+    LaunchError when the variables are missing or malformed, or the store or other ranks cannot be
+    reached.
     """
     settings = Settings(
         device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=heartbeat_s, hang_s=hang_s
@@ -194,10 +200,36 @@ def join(
     # Where no agent keeps the store (launchers other than torchrun), rank 0 does.
     serve = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = reach_store(place.host, place.port, serve=serve, limit_s=connect_s)
-    code = run_rank(main, place, settings, store, obey=(signal.SIGTERM, signal.SIGINT))
+    lifeline = Lifeline()
+    place = _meet(place, store, lifeline, limit_s=timeout_s)
+    code = run_rank(main, place, settings, store, obey=stopping(), lifeline=lifeline)
     if code:
         end(code)
     return code
+
+
+def _meet(place: RankPlace, store: dist.Store, lifeline: Lifeline, *, limit_s: float) -> RankPlace:
+    """Meet the other ranks; the place, with the number of the attempt."""
+    mine, theirs = route(place.host, place.port)
+    seat = take_seat(
+        store, Comer(address=mine, store=theirs, port=lifeline.port),
+        rank=place.rank, ranks=place.ranks, limit_s=limit_s,
+    )  # fmt: skip
+    if place.ranks > 1:
+        lifeline.hold(seat.before)
+    if not os.environ.get("GLOO_SOCKET_IFNAME"):
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(seat.address)
+    return replace(place, attempt=seat.attempt)
+
+
+def _interface(address: str) -> str:
+    found = interface_of(address)
+    if found is None:
+        raise LaunchError(
+            f"address {address} of this machine", got="no network interface with it",
+            wanted="one", hint="set GLOO_SOCKET_IFNAME to the interface that leads to the others",
+        )  # fmt: skip
+    return found
 
 
 def _place() -> RankPlace:
@@ -205,7 +237,7 @@ def _place() -> RankPlace:
     place = RankPlace(
         rank=_number("RANK"), ranks=ranks, local_rank=_number("LOCAL_RANK"),
         local_ranks=_number("LOCAL_WORLD_SIZE", ranks),
-        attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
+        attempt=0,  # the ranks agree on it: torchrun's count is that of one node
         host=_variable("MASTER_ADDR"), port=_number("MASTER_PORT"),
     )  # fmt: skip
     if not place.rank < ranks:

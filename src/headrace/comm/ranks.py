@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm.exit import say, say_traceback
+from headrace.comm.lifeline import Lifeline
 from headrace.comm.rerendezvous import Rerendezvous
+from headrace.comm.sockets import hurry
 from headrace.comm.status import StatusBoard
 from headrace.comm.waiting import Freed
 from headrace.comm.watcher import Watcher
@@ -84,18 +86,16 @@ def run_rank(
     store: dist.Store,
     *,
     obey: tuple[signal.Signals, ...] = (),
+    lifeline: Lifeline | None = None,
 ) -> int:
     """Run ``main`` as one rank and return its exit code, having told the others of any failure.
 
     ``store`` is a client for the process groups; the watcher gets its own. Signals in ``obey`` end
-    the rank with a line that says where it was. After any code but 0 the caller must end the
+    the rank with a line that says where it was; a broken ``lifeline`` tells that the rank before
+    has ended, where no launcher does. After any code but 0 the caller must end the
     process with ``os._exit``: transfers may be under way that nothing can cancel.
     """
-    own = dist.TCPStore(place.host, place.port, is_master=False)
-    watcher = Watcher(
-        StatusBoard.of_attempt(own, place.attempt), rank=place.rank, ranks=place.ranks,
-        heartbeat_s=settings.heartbeat_s, hang_s=settings.hang_s,
-    )  # fmt: skip
+    watcher = _watcher(place, settings, lifeline)
     watcher.start()
     if obey:
         watcher.obey(*obey)
@@ -117,11 +117,7 @@ def run_rank(
 @contextmanager
 def here(place: RankPlace, settings: Settings, store: dist.Store) -> Iterator[World]:
     """A world of one rank, this process, until the context ends."""
-    own = dist.TCPStore(place.host, place.port, is_master=False)
-    watcher = Watcher(
-        StatusBoard.of_attempt(own, place.attempt), rank=place.rank, ranks=place.ranks,
-        heartbeat_s=settings.heartbeat_s, hang_s=settings.hang_s,
-    )  # fmt: skip
+    watcher = _watcher(place, settings)
     watcher.start()
     try:
         yield _join(place, settings, store, watcher)
@@ -130,6 +126,15 @@ def here(place: RankPlace, settings: Settings, store: dist.Store) -> Iterator[Wo
             dist.destroy_process_group()
         watcher.part()
         watcher.close()
+
+
+def _watcher(place: RankPlace, settings: Settings, lifeline: Lifeline | None = None) -> Watcher:
+    own = dist.TCPStore(place.host, place.port, is_master=False)
+    hurry(place.port)
+    return Watcher(
+        StatusBoard.of_attempt(own, place.attempt), rank=place.rank, ranks=place.ranks,
+        heartbeat_s=settings.heartbeat_s, hang_s=settings.hang_s, lifeline=lifeline,
+    )  # fmt: skip
 
 
 def _join(place: RankPlace, settings: Settings, store: dist.Store, watcher: Watcher) -> World:

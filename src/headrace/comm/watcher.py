@@ -4,7 +4,8 @@ Neither gloo nor NCCL tells who died, and gloo's sends and receives may wait for
 timeout when a peer is killed in the middle of a transfer; nothing but the end of the process
 unblocks them. So each rank publishes its action five times a second and looks for the notice of a
 death; each watches the heartbeat of the rank before it, so that the traffic grows with the ranks,
-not with their square, and no two clocks are ever compared.
+not with their square, and no two clocks are ever compared. A rank that cannot reach the store can
+tell and hear nothing: it stops as well.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from headrace.comm.clock import AwakeClock
 from headrace.comm.exit import end, say
+from headrace.comm.lifeline import Lifeline
 from headrace.comm.status import Beat, Death, StatusBoard
 from headrace.units import seconds_text
 
@@ -26,15 +29,18 @@ __all__ = ["STOPPED", "Watcher"]
 STOPPED = 75
 """Exit code of a rank that stops because another failed (``EX_TEMPFAIL``: try again)."""
 
-_ASLEEP_S = 1.0  # a round this late means that we were stopped, not the others
+_NOTICE_S = 0.5  # for those who know more about a rank that is gone
+_CUT_OFF_S = 1.0  # a store that is gone breaks at once; one that is only out of reach, after this
 
 
 class Watcher:
     """Watches one rank of ``ranks``. ``heartbeat_s`` between rounds; ``hang_s`` without a beat and
     the rank before this one is declared dead.
 
-    The store client behind ``board`` must be this watcher's own. Time in which this process was
-    stopped itself (Ctrl-Z, a suspended machine) never counts against anybody.
+    The store client behind ``board`` must be this watcher's own; one that does not answer for
+    ``hang_s`` ends this rank. With a ``lifeline`` to the rank before, its end is seen at once. Time
+    in which this process was stopped itself (Ctrl-Z, a suspended machine) never counts against
+    anybody.
     """
 
     def __init__(
@@ -44,14 +50,14 @@ class Watcher:
         rank: int,
         ranks: int,
         heartbeat_s: float = 0.2,
-        hang_s: float = 3.0,
+        hang_s: float = 30.0,
+        lifeline: Lifeline | None = None,
     ) -> None:
         self.board, self._rank, self._ranks = board, rank, ranks
-        self._heartbeat_s, self._hang_s = heartbeat_s, hang_s
+        self._heartbeat_s, self._hang_s, self._lifeline = heartbeat_s, hang_s, lifeline
         self._count = 0
-        self._asleep_s = 0.0
-        self._round_s = time.monotonic()
-        self._action: tuple[str, float, float | None] = ("", self._clock(), None)
+        self._clock = AwakeClock(tick_s=heartbeat_s, limit_s=hang_s, too_long=self._cut_off)
+        self._action: tuple[str, float, float | None] = ("", self._clock.seconds(), None)
         self._before: tuple[Beat, float] | None = None
         self._ending = False
         self._obeyed: dict[signal.Signals, Any] = {}  # and the handlers before
@@ -62,6 +68,7 @@ class Watcher:
 
     def start(self) -> None:
         """Begin: the first heartbeat is out when this returns."""
+        self._clock.start()
         self._publish()
         self._thread.start()
 
@@ -71,7 +78,7 @@ class Watcher:
         Longer than ``limit_s`` in it means no progress: all ranks' actions are reported and the
         job ends.
         """
-        self._action = (action, self._clock(), limit_s)
+        self._action = (action, self._clock.seconds(), limit_s)
 
     def free(self, number: int, cut: Callable[[], object]) -> None:
         """From now on ``cut`` what the rank may be waiting for, as soon as some rank asks for the
@@ -147,16 +154,15 @@ class Watcher:
             signal.signal(number, handler)
         os.write(self._waker, b"\0")
         self._thread.join()
+        self._clock.close()
+        if self._lifeline is not None:
+            self._lifeline.close()
         os.close(self._wake)
         os.close(self._waker)
 
-    def _clock(self) -> float:
-        """Seconds for which this process was awake."""
-        return time.monotonic() - self._asleep_s
-
     def _beat(self, *, left: bool = False) -> Beat:
         action, since_s, _ = self._action
-        seconds = max(0.0, self._clock() - since_s)
+        seconds = max(0.0, self._clock.seconds() - since_s)
         return Beat(count=self._count, action=action, seconds=seconds, left=left)
 
     def _publish(self, *, left: bool = False) -> None:
@@ -169,12 +175,19 @@ class Watcher:
                 self._round()
             self._publish(left=True)
         except RuntimeError as error:  # every error of the store
-            if not self._ending:
-                self._stop(f"the store is gone, so is the launcher ({str(error).splitlines()[0]})")
+            if self._ending:
+                return
+            if self._clock.waited_s > _CUT_OFF_S:
+                self._cut_off(self._clock.waited_s)
+            self._stop(f"the store is gone, so is the launcher ({str(error).splitlines()[0]})")
+
+    def _cut_off(self, seconds: float) -> None:
+        self._stop(f"cut off from the store for {seconds_text(seconds)}")
 
     def _sleep(self) -> bool:
         """Wait for the next round; True when the watcher shall end. Obeys signals at once."""
-        if not select.select([self._wake], [], [], self._heartbeat_s)[0]:
+        others = () if self._lifeline is None or self._ending else self._lifeline.sockets
+        if self._wake not in select.select([self._wake, *others], [], [], self._heartbeat_s)[0]:
             return False
         heard = os.read(self._wake, 64)
         for number in self._obeyed:
@@ -185,11 +198,8 @@ class Watcher:
         return 0 in heard
 
     def _round(self) -> None:
-        now_s = time.monotonic()
-        if now_s - self._round_s > self._heartbeat_s + _ASLEEP_S:
-            self._asleep_s += now_s - self._round_s - self._heartbeat_s
-        self._round_s = now_s
         self._publish()
+        self._clock.answered()
         if self._ending:
             return
         if death := self.board.death():
@@ -197,6 +207,7 @@ class Watcher:
         with self._again_lock:
             if self._again is not None and self.board.asked_again(self._again[0]):
                 self._again[1]()
+        self._check_lifeline()
         self._check_before()
         self._check_limit()
 
@@ -205,6 +216,18 @@ class Watcher:
             end(code)
         self._stop(str(death), code=code)
 
+    def _check_lifeline(self) -> None:
+        """Is the process of the rank before this one still there?"""
+        how = "" if self._lifeline is None else self._lifeline.what_broke()
+        if not how:
+            return
+        _poll(lambda: self.board.finished() or self.board.death() is not None, _NOTICE_S)
+        if self.board.finished():
+            return
+        before = (self._rank - 1) % self._ranks
+        how = f"{how} ({self.board.where(before)})"
+        self._obey_death(self.board.declare(Death(rank=before, how=how, code=STOPPED)))
+
     def _check_before(self) -> None:
         """Has the rank before this one beaten since the last round?"""
         before = (self._rank - 1) % self._ranks
@@ -212,10 +235,10 @@ class Watcher:
         if beat is None:  # it may not have started: the launcher sees to that
             return
         if self._before is None or self._before[0].count != beat.count:
-            self._before = (beat, self._clock())
-        elif self._clock() - self._before[1] > self._hang_s:
-            silent = f"gave no sign of life for {seconds_text(self._clock() - self._before[1])}"
-            how = f"{silent} (last heard of {beat.where})"
+            self._before = (beat, self._clock.seconds())
+        elif (silent_s := self._clock.seconds() - self._before[1]) > self._hang_s:
+            silent = f"gave no sign of life for {seconds_text(silent_s)}"
+            how = f"{silent} (last heard of {beat.where}; devices.hang_s is the limit)"
             self._obey_death(self.board.declare(Death(rank=before, how=how, code=STOPPED)))
 
     def _check_limit(self) -> None:

@@ -263,8 +263,9 @@ class DevicesConfig(Section):
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Seconds that a collective may wait."""
 
-    hang_s: Annotated[float, Field(gt=0)] = 3.0
-    """Seconds without a heartbeat after which a rank counts as dead."""
+    hang_s: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds without a heartbeat after which a rank counts as hung; one whose process or machine
+    is gone is missed within four seconds."""
 
     @field_validator("memory")
     @classmethod

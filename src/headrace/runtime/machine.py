@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import torch
 
+from headrace.runtime.cgroup import memory_left
+
 __all__ = [
     "available_bytes",
     "is_out_of_memory",
@@ -39,12 +41,13 @@ def machine_facts(device: str) -> dict[str, Any]:
 
 
 def available_bytes(device: str) -> int:
-    """Bytes that new tensors could take: of the device, or of this machine."""
+    """Bytes that new tensors could take: of the device, or of this machine and what the control
+    groups leave of it."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info()[0])
-    limit = _cgroup_limit()
     free = int(psutil.virtual_memory().available)
-    return min(free, limit) if limit else free
+    left = memory_left()
+    return free if left is None else min(free, left)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -106,11 +109,3 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _cgroup_limit() -> int | None:
-    try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None

@@ -99,7 +99,8 @@ class Step:
 class Trainer:
     """Trains until ``steps`` are done.
 
-    ``finished`` is called on every rank after each step (progress, journal, checkpoints).
+    ``finished`` is called on every rank after each step (progress, journal, checkpoints);
+    ``entered`` is told what is done between the actions of two steps.
     ``peak_flops_per_s`` of one device gives the utilisation; None leaves it out. With a
     ``recovery`` a step that runs out of memory is planned and taken again, which ``tell`` says.
     """
@@ -113,6 +114,7 @@ class Trainer:
     finished: Callable[[Step, TrainingBatch], None] = lambda step, batch: None
     recovery: Recovery | None = None
     tell: Callable[[str], None] = lambda text: None
+    entered: Callable[[str], None] = lambda action: None
 
     def train(self, batches: Iterator[TrainingBatch], first_step: int, steps: int) -> None:
         """Take the steps ``first_step`` to ``steps - 1``.
@@ -120,11 +122,14 @@ class Trainer:
         Raises HeadraceError when the loss stops being finite: nothing of that step is written.
         """
         for number in range(first_step, steps):
+            self.entered(f"reading and planning the batch of step {number}")
             asked_s = time.perf_counter()
             batch = next(batches)
             planned = self.planner.plan(batch.lengths)
             waited_s = time.perf_counter() - asked_s
-            self.finished(self._step(number, batch, planned, waited_s), batch)
+            step = self._step(number, batch, planned, waited_s)
+            self.entered(f"writing down step {number}")
+            self.finished(step, batch)
 
     def _step(self, number: int, batch: TrainingBatch, planned: Planned, waited_s: float) -> Step:
         held = self.executor.storage.bytes_now()

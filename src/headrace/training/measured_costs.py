@@ -38,6 +38,7 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
     profile = None if fresh else read_profile(path, fingerprint, rank.say)
     have = all(row[0] for row in gather_floats([float(profile is not None)], rank.groups.world))
     if not have or profile is None:
+        rank.enters("measuring costs")
         rank.say(f"measuring costs on {rank.world.ranks} ranks of {rank.cluster.device}")
         profile = _profiler(rank, sizes, methods).profile(fingerprint, rank.cluster)
         rank.say(f"measured {len(profile.points)} points in {seconds_text(profile.measured_in_s)}")

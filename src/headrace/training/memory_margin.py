@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from headrace.costs.learning.memory_margin import raised_margin
 from headrace.costs.library import memory_margin_of
@@ -13,8 +14,10 @@ from headrace.units import bytes_text, percent_text
 
 __all__ = ["MemoryMargin"]
 
-_THRIFTIER = 0.9  # of what a plan that ran out of memory was expected to take
-_HIGHEST = 0.95
+Found = TypeVar("Found")
+
+# Of what a plan that ran out of memory was expected to take: the next that can be had.
+_THRIFTIER = (0.9, 0.97, 0.995)
 _FINER = 0.05  # by which a margin is lowered until the longest sequence fits
 
 
@@ -51,18 +54,38 @@ class MemoryMargin:
             self.planner.use_margin(max(usual, self.value - _FINER))
         self.planner.require(longest)
 
-    def raise_after_failure(self, peak_bytes: int, failure: object) -> None:
-        """Leave so much free that a plan is expected to take a tenth less than ``peak_bytes``,
-        which ran out of memory. Raises InfeasiblePlan, naming the ``failure``, at the highest."""
-        memory = self.planner.costs.cluster.memory_bytes
-        if self.value >= _HIGHEST:
-            raise InfeasiblePlan(
-                f"memory of {bytes_text(memory)}", got=failure,
-                wanted=f"enough for a plan that leaves {percent_text(_HIGHEST)} of it free",
-                hint="other processes take it, or devices.memory is more than there is",
-            )  # fmt: skip
-        margin = max(1 - _THRIFTIER * peak_bytes / memory, self.value + _FINER)
-        self.planner.use_margin(min(margin, _HIGHEST))
+    def plan_after_failure(
+        self, peak_bytes: int, failure: object, plan: Callable[[float], Found]
+    ) -> Found:
+        """What ``plan`` finds, given a margin, for a batch whose plan ran out of memory: expected
+        to take a tenth less than that one's ``peak_bytes``, or as much less as can be had. Later
+        batches leave as much free as far as the longest sequence of the run allows.
+
+        Raises InfeasiblePlan, naming the ``failure``, when the plan that failed was the thriftiest.
+        """
+        old, memory = self.value, self.planner.costs.cluster.memory_bytes
+        none = ""
+        for thriftier in _THRIFTIER:
+            margin = max(old, 1 - thriftier * peak_bytes / memory)
+            try:
+                found = plan(margin)
+            except InfeasiblePlan as error:
+                none = str(error)
+                continue
+            self.planner.use_margin(self._fitting(old, margin))
+            return found
+        self.planner.use_margin(old)
+        raise InfeasiblePlan(
+            f"memory of {bytes_text(memory)}", got=failure,
+            wanted=f"enough for a plan that takes less than {bytes_text(peak_bytes)} ({none})",
+            hint="other processes take it, or devices.memory is more than there is",
+        )  # fmt: skip
+
+    def _fitting(self, old: float, margin: float) -> float:
+        """The margin, lowered until the longest sequence fits, to ``old`` at most."""
+        while margin > old and not self.planner.fits(self.longest, margin):
+            margin = max(old, margin - _FINER)
+        return margin
 
     def raise_after_step(
         self, step: int, predicted: Sequence[int], measured: Sequence[int]
@@ -73,9 +96,9 @@ class MemoryMargin:
         wanted = raised_margin(old, predicted, measured, memory)
         if self._fixed or wanted <= max(old, self._refused):
             return ()
-        margin = wanted
-        while margin > old and not self.planner.fits(self.longest, margin):
-            self._refused, margin = wanted, max(old, margin - _FINER)
+        margin = self._fitting(old, wanted)
+        if margin < wanted:
+            self._refused = wanted
         if margin == old:
             return ()
         self.planner.use_margin(margin)

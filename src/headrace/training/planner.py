@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.config.model import PlannerConfig
@@ -112,14 +112,19 @@ class OnlinePlanner:
 
     def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
         """A plan of the same batch that is expected to take a tenth less memory than ``failed`` did
-        where it ran out; the margin stays as high for the rest of the run, and is learnt."""
+        where it ran out, or as much less as can be had; the margin stays as high for the rest of
+        the run, as far as its longest sequence allows, and is learnt."""
         costs = self.current_costs
         memory, predicted = costs.cluster.memory_bytes, peak_bytes(failed, costs)
         measured = [memory if r in exhausted.ranks else p for r, p in enumerate(predicted)]
         self.calibration.peaks = self.calibration.peaks.after(predicted, measured, memory)
-        self.margin.raise_after_failure(max(predicted[r] for r in exhausted.ranks), exhausted)
         self._step -= 1  # the same step
-        return self._planned(self.steps(self._request(lengths)))
+        request = self._request(lengths)
+        found = self.margin.plan_after_failure(
+            max(predicted[r] for r in exhausted.ranks), exhausted,
+            lambda margin: self.steps(replace(request, margin=margin)),
+        )  # fmt: skip
+        return self._planned(found)
 
     @property
     def current_costs(self) -> CostModel:

@@ -48,6 +48,10 @@ class Rank:
         if self.first:
             self.listener.tell(text)
 
+    def enters(self, action: str) -> None:
+        """This rank begins ``action``: what the others are told should it die or hang in it."""
+        self.world.watcher.enter(action)
+
     def progress(self, what: str, done: int, of: int) -> None:
         """``done`` of ``of`` parts of a preparation are done, as the first rank says."""
         if self.first:
@@ -98,6 +102,7 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
     groups = Groups(connections=world.rerendezvous.connections)
     dtype: torch.dtype = getattr(torch, config.devices.dtype)
     stored = dtype if dtype.itemsize >= 4 else torch.float32
+    world.watcher.enter("reading and tokenising the corpus")
     data = open_data(config, listener.progress if world.rank == 0 else None)
     agree("fingerprint of the corpus", data.corpus.fingerprint, groups.world)
     free = available_bytes(world.device) if world.device == "cpu" else 0
@@ -106,6 +111,7 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
     )
     agreed = int(min(row[0] for row in gather_floats([float(limit)], groups.world)))
     kind = "cpu" if world.device == "cpu" else torch.cuda.get_device_name()
+    world.watcher.enter("making the weights")
     storage = Storage(
         data.architecture, groups, seed=config.run.seed, dtype=stored, device=world.device,
         working_dtype=dtype, options=_optimizer(config.optimizer),

@@ -73,6 +73,7 @@ class RankRun:
             if self.online is not None:
                 self.online.restore(saved["planner"])
         self._announce(first)
+        rank.enters("planning for the longest sequence")
         longest = int(rank.data.corpus.lengths.max())
         self.planner.check(min(longest, self.config.data.context))
         self._tell_margin(costs)
@@ -132,14 +133,14 @@ class RankRun:
         executor = Executor(
             rank.storage, rank.groups, seed=config.run.seed,
             device=rank.world.device, checked=config.run.check_finite,
-            entered=rank.world.watcher.enter,
+            entered=rank.enters,
         )  # fmt: skip
         trainer = Trainer(
             executor=executor, groups=rank.groups, planner=self.planner,
             schedule=Schedule(lr=o.lr, steps=steps, warmup_steps=o.warmup_steps, floor=o.floor),
             device=rank.world.device,
             peak_flops_per_s=matmul_flops_per_s(rank.world.device, rank.dtype),
-            finished=self._finished, tell=rank.say,
+            finished=self._finished, tell=rank.say, entered=rank.enters,
             recovery=Recovery(rerendezvous=rank.world.rerendezvous, groups=rank.groups),
         )  # fmt: skip
         if self.online is not None and config.planner.ahead:
@@ -164,7 +165,7 @@ class RankRun:
 
     def _save(self, done: int, sampler: Mapping[str, Any]) -> None:
         rank = self.rank
-        rank.world.watcher.enter("checkpoint")
+        rank.enters(f"writing checkpoint {done}")
         checkpoint.save(
             self.checkpoints, done, self._shards(),
             {
@@ -199,6 +200,7 @@ class RankRun:
     def _saved(self) -> tuple[Path | None, dict[str, Any]]:
         """The checkpoint to go on from and its state; nothing when none was saved yet."""
         rank = self.rank
+        rank.enters("reading the checkpoint")
         path = checkpoint.latest(self.checkpoints)
         agree("checkpoint to resume from", str(path), rank.groups.world)
         if path is None:
@@ -216,6 +218,7 @@ class RankRun:
     def _restore(self, path: Path, saved: Mapping[str, Any]) -> int:
         """Load weights, optimizer and the order of the data; returns the step to go on from."""
         rank = self.rank
+        rank.enters("reading the checkpoint")
         checkpoint.load(path, self._shards())
         rank.storage.updates = saved["updates"]
         rank.data.sampler.restore(saved["sampler"])

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import isfinite
@@ -16,7 +22,7 @@ from headrace.report import read_run, summary_text, write_report
 if TYPE_CHECKING:
     from headrace.training.checkpoints import Checkpoints
 
-__all__ = ["TrainingRun", "choose_folder"]
+__all__ = ["TrainingRun", "choose_folder", "locked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +90,43 @@ def _newest(config: Config) -> Path:
             wanted="at least one", hint="name its folder with --out (out=...)",
         )  # fmt: skip
     return found[-1].parent
+
+
+@contextmanager
+def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
+    """Keep other runs out of ``folder`` while the context, or this process, lasts: two that write
+    into one folder spoil it for both. Waits ``wait_s`` for one that is just ending.
+
+    Raises ConfigError where another run goes on, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "run.lock").open("a+")
+    except OSError as error:
+        raise ConfigError(f"folder {folder}", got=error.strerror, wanted="a place for a run")
+    with file:
+        deadline = time.monotonic() + wait_s
+        # Of this process, not of its children: one that plans ahead may outlive a killed rank.
+        while not _lock(file.fileno()):
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise ConfigError(
+                    f"folder {folder}", got=f"a run that goes on ({file.read().strip()})",
+                    wanted="one run at a time", hint="wait for its end, or stop it and resume",
+                )  # fmt: skip
+            time.sleep(0.1)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        yield
+
+
+def _lock(number: int) -> bool:
+    """Whether the file is ours now."""
+    try:
+        fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # a file system that knows no locks: better a run without than none
+        return True
+    return True

@@ -8,7 +8,7 @@ back as exceptions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,13 +24,15 @@ from headrace.training.listener import Listener, tell
 from headrace.training.measured_costs import measured_costs
 from headrace.training.rank import Rank, launch, open_rank, run_here
 from headrace.training.run import RankRun
-from headrace.training.run_folder import TrainingRun, choose_folder
+from headrace.training.run_folder import TrainingRun, choose_folder, locked
 
 __all__ = ["on_ranks", "profile", "train", "train_rank"]
 
 Found = TypeVar("Found")
 
 _INTERRUPTED = 130
+_LOCK_S = 2.0
+_DEAD_LOCK_S = 120.0  # a shared file system keeps the lock of a machine that died for a while
 
 
 def train(
@@ -67,7 +69,9 @@ def train_rank(rank: Rank, folder: Path, *, resume: bool) -> RankRun:
     # Under torchrun each rank named a folder by its own clock.
     agreed = gather_bytes(str(folder).encode(), rank.groups.world)[0].decode()
     run = RankRun(rank=rank, folder=Path(agreed))
-    run.train(resume=resume)
+    wait_s = _DEAD_LOCK_S if rank.world.attempt else _LOCK_S
+    with locked(run.folder, wait_s=wait_s) if rank.first else nullcontext():
+        run.train(resume=resume)
     return run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.comm.watcher import Watcher
 from headrace.runtime import checkpoint
+from headrace.training.run_folder import TrainingRun
 from running.cli.jobs import children, losses, metrics, run, start, wait_for_step, write_job
 
 
@@ -96,15 +99,29 @@ def test_control_c_ends_everything_with_130(whole, tmp_path):
     os.kill(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert "--resume" in err
+    assert "interrupted; continue with: headrace train" in err
     assert "Traceback" not in err
     assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_say_how_to_go_on(whole, tmp_path, number):
+    """Would catch runs that a scheduler or a closed terminal ends without a word."""
+    config, _, _ = whole
+    process = start("train", config, "--out", tmp_path / "run", "--set", "run.steps=2000")
+    wait_for_step(process, tmp_path / "run", 2)
+    os.kill(process.pid, number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + number
+    assert f"stopped by {number.name}: rank 0 in" in err
+    assert f"stopped; continue with: headrace train {config} --out {tmp_path / 'run'} --res" in err
 
 
 def test_a_stopped_rank_is_named(whole, tmp_path):
     """Would catch a hang that says nothing until a collective's timeout of half an hour."""
     config, _, _ = whole
-    process = start("train", config, "--out", tmp_path / "run", "--set", "run.steps=2000")
+    process = start("train", config, "--out", tmp_path / "run", "--set", "run.steps=2000",
+                    "--set", "devices.hang_s=3")  # fmt: skip
     wait_for_step(process, tmp_path / "run", 2)
     victim = children(process)[1]
     began = time.monotonic()
@@ -114,6 +131,49 @@ def test_a_stopped_rank_is_named(whole, tmp_path):
     assert process.returncode not in (0, None)
     assert "rank 1" in err
     assert "no sign of life" in err
+
+
+def test_a_run_keeps_others_out_of_its_folder(whole, tmp_path):
+    """Would catch a second run that goes on with the first one's folder and kills it."""
+    config, _, _ = whole
+    process = start("train", config, "--out", tmp_path / "run", "--set", "run.steps=2000")
+    wait_for_step(process, tmp_path / "run", 2)
+    code, _, err = run("train", config, "--out", tmp_path / "run", "--resume")
+    assert code == 2
+    assert "got a run that goes on (process " in err
+    steps = len(metrics(tmp_path / "run"))
+    wait_for_step(process, tmp_path / "run", steps + 3)
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+
+
+def test_a_report_that_takes_long_keeps_nobody_waiting(whole, tmp_path, monkeypatch):
+    """Would catch a finished run that is taken for a hung one while its report is drawn, and ranks
+    of which nobody knows what they do between two steps."""
+    config, _, _ = whole
+    enter = Watcher.enter
+
+    def entering(self, action, limit_s=None):
+        with (tmp_path / "entered").open("a") as file:
+            file.write(action + "\n")
+        enter(self, action, limit_s)
+
+    def draw(run):
+        ctypes.PyDLL(None).usleep(4_000_000)  # and holds Python's lock
+        return run.folder / "report.html"
+
+    monkeypatch.setattr(Watcher, "enter", entering)
+    monkeypatch.setattr(TrainingRun, "report", draw)
+    code, out, err = run("train", config, "--out", tmp_path / "run", "--set", "run.steps=1",
+                         "--set", "devices.hang_s=2", "--set", "report.html=true")  # fmt: skip
+    assert code == 0, err
+    assert out.strip() == str(tmp_path / "run" / "report.html")
+    entered = (tmp_path / "entered").read_text().splitlines()
+    assert {
+        "reading and tokenising the corpus", "making the weights",
+        "reading and planning the batch of step 0", "writing down step 0", "writing checkpoint 1",
+    } <= set(entered)  # fmt: skip
 
 
 def _samples(folder):

@@ -183,7 +183,13 @@ def note_and_block(job: Job) -> Callable[[World], int]:
 
 @pytest.mark.parametrize(
     ("number", "group", "code"),
-    [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGTERM, True, 143)],
+    [
+        (signal.SIGINT, True, 130),
+        (signal.SIGTERM, False, 143),
+        (signal.SIGTERM, True, 143),
+        (signal.SIGHUP, True, 129),
+        (signal.SIGUSR1, False, 138),
+    ],
 )
 def test_a_signal_ends_all(run_job: RunJob, number: signal.Signals, group: bool, code: int) -> None:
     """Catches orphans, tracebacks of KeyboardInterrupt, and a wrong code; SIGINT goes to the whole
@@ -195,9 +201,22 @@ def test_a_signal_ends_all(run_job: RunJob, number: signal.Signals, group: bool,
     assert job.wait(5) == code
     assert job.left_over() == []
     assert "Traceback" not in job.err
-    if number == signal.SIGINT:
-        assert job.err.startswith("headrace: stopped by SIGINT: rank 0 in 0F3 for ")
+    if number != signal.SIGTERM:  # which may end the ranks before they are asked where they are
+        assert job.err.startswith(f"headrace: stopped by {number.name}: rank 0 in 0F3 for ")
         assert "rank 1 in 0F3 for " in job.err
+
+
+def test_nohup_is_respected(run_job: RunJob) -> None:
+    """Would catch a run that was to outlive its terminal and does not."""
+
+    def body(job: Job) -> int:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        return start(lambda world: job.note("on") or time.sleep(0.5) or 0, ranks=1)
+
+    job = run_job(body)
+    job.read("on")
+    os.killpg(job.pid, signal.SIGHUP)
+    assert job.wait(5) == 0, job.err
 
 
 def test_ranks_deaf_to_sigterm_are_killed(run_job: RunJob) -> None:
@@ -395,6 +414,29 @@ def test_join_without_an_agent(run_job: RunJob) -> None:
     assert [job.wait() for job in jobs] == [0, 0, 0], [job.err for job in jobs]
     assert [job.read("end") for job in jobs] == ["True"] * 3
     assert [job.err for job in jobs] == [""] * 3
+
+
+def test_a_restart_is_counted_differently_on_other_machines(run_job: RunJob) -> None:
+    """Would catch an attempt that is what torchrun's agent of one machine says: it does not count
+    restarts that another machine began."""
+    port = free_port()
+
+    def body(rank: int) -> Callable[[Job], int]:
+        def run(job: Job) -> int:
+            def main(world: World) -> int:
+                through = os.environ["GLOO_SOCKET_IFNAME"]
+                job.note("found", (world.attempt, total(world), through))
+                return 0
+
+            set_variables(rank, 2, port)
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
+            return join(main)
+
+        return run
+
+    jobs = [run_job(body(rank)) for rank in range(2)]
+    assert [job.wait() for job in jobs] == [0, 0], [job.err for job in jobs]
+    assert [job.read("found") for job in jobs] == [str((0, 3.0, "lo"))] * 2
 
 
 @pytest.mark.slow

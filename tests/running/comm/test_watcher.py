@@ -138,7 +138,9 @@ def test_a_broken_connection_nobody_explains(run_job: RunJob) -> None:
     assert "rank 1| Traceback" in job.err
 
 
-def joined(rank: int, port: int, main: Callable[[Job, World], int]) -> Callable[[Job], int]:
+def joined(
+    rank: int, port: int, main: Callable[[Job, World], int], hang_s: float
+) -> Callable[[Job], int]:
     """One of two ranks, started by variables."""
 
     def run(job: Job) -> int:
@@ -146,25 +148,27 @@ def joined(rank: int, port: int, main: Callable[[Job, World], int]) -> Callable[
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
-        return join(lambda world: main(job, world))
+        return join(lambda world: main(job, world), hang_s=hang_s)
 
     return run
 
 
-def two_joined(run_job: RunJob) -> list[Job]:
-    """Two ranks that wait for each other; no launcher looks after them."""
+def two_joined(run_job: RunJob, *, hang_s: float = 30.0, talk: bool = True) -> list[Job]:
+    """Two ranks that wait for each other, or sleep; no launcher looks after them."""
 
     def main(job: Job, world: World) -> int:
         world.watcher.enter(f"R{world.rank}")
         dist.barrier()
         job.note("pid", os.getpid())
+        if not talk:
+            time.sleep(60)
         dist.recv(torch.zeros(1), src=1 - world.rank)
         return 0
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    jobs = [run_job(joined(rank, port, main)) for rank in range(2)]
+    jobs = [run_job(joined(rank, port, main, hang_s)) for rank in range(2)]
     for job in jobs:
         job.read("pid")
     time.sleep(0.3)  # a heartbeat
@@ -189,6 +193,27 @@ def test_the_store_is_gone(run_job: RunJob) -> None:
     assert jobs[1].wait(5) == 75
     assert "rank 1 stops: the store is gone" in jobs[1].err
     assert "this rank was in R1 for" in jobs[1].err
+
+
+def test_a_store_that_does_not_answer(run_job: RunJob) -> None:
+    """Would catch a watcher that waits for ever for its store, hears nothing and says nothing."""
+    jobs = two_joined(run_job, hang_s=1.0)
+    os.kill(jobs[0].pid, signal.SIGSTOP)
+    assert jobs[1].wait(5) == 75
+    wanted = (
+        r"headrace: rank 1 stops: cut off from the store for 1(\.\d+)? s; this rank was in R1 .*"
+    )
+    assert re.fullmatch(wanted, jobs[1].said[0]), jobs[1].err
+
+
+def test_a_dead_rank_is_not_a_slow_one(run_job: RunJob) -> None:
+    """Would catch a rank killed on another machine that is missed only after the time that a busy
+    one may be silent for."""
+    jobs = two_joined(run_job, talk=False)
+    os.kill(jobs[1].pid, signal.SIGKILL)
+    assert jobs[0].wait(3) == 75
+    wanted = "headrace: rank 0 stops: rank 1 ended without a word (last heard of in R1); this rank"
+    assert jobs[0].said[0].startswith(wanted), jobs[0].err
 
 
 def test_the_first_death_counts() -> None:

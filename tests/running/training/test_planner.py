@@ -238,6 +238,22 @@ def test_running_out_of_memory_again_and_again_comes_to_an_end() -> None:
         retry()
 
 
+def test_a_second_failure_is_not_the_end() -> None:
+    """Would catch a run that gives up after two failures because little memory was predicted, and
+    one whose longest sequence fits no more after them."""
+    made = online(memory_bytes=2**36)
+    planned = made.plan(BATCHES[0])
+    peaks = [max(planned.peak_bytes)]
+    for _ in range(2):
+        worst = max(range(4), key=planned.peak_bytes.__getitem__)
+        exhausted = Exhausted(actions=((worst, "1F0[0]"),))
+        planned = made.replan(BATCHES[0], planned.plan, exhausted)
+        peaks.append(max(planned.peak_bytes))
+    assert peaks[0] > peaks[1] > peaks[2]
+    assert made.margin.value > 0.95
+    made.plan(Lengths.of([800]))
+
+
 def test_smoothed_plans_are_made_here() -> None:
     """Would catch a plan ahead that does not know the layers of the step before."""
     made, here = online(smoothing=0.9), online(smoothing=0.9)

@@ -1,0 +1,141 @@
+"""Where ranks of several machines meet before they know anything of each other: which attempt it
+is, and at what addresses the others are.
+
+An agent (torchrun's) counts the restarts of its own node, so ranks of one attempt may be given
+different counts, and the store still holds what a dead attempt wrote. So each start of a rank
+comes with a token of its own. The first rank calls those that have come, under a new number;
+whoever finds his own token called answers, and the attempt begins when all have. A rank that died
+meanwhile never answers; when it has come again all are called again::
+
+    here/{rank}      who has come: token and addresses
+    attempts         how many calls there were; the last one's number is this less one
+    call/{rank}      who was called: token, number of the attempt, addresses
+    answers/{n}      how many answered the n-th call
+    begun/{n}        set when all have
+    old              the tokens of the last attempt that began: dead ones, for the next
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from headrace.errors import LaunchError
+from headrace.units import seconds_text
+
+__all__ = ["Comer", "Seat", "take_seat"]
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comer:
+    """A rank that comes: its ``address`` on the way to the store, the ``store``'s as it sees it,
+    and the ``port`` at which the next rank watches it."""
+
+    address: str
+    store: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What a rank is told: the number of the ``attempt``, its own ``address`` as other machines
+    reach it, and where the rank ``before`` it listens."""
+
+    attempt: int
+    address: str
+    before: tuple[str, int]
+
+
+def take_seat(store: dist.Store, comer: Comer, *, rank: int, ranks: int, limit_s: float) -> Seat:
+    """Come to the meeting, and return when all ranks have. Collective; restarts may come and go.
+
+    Raises LaunchError when some rank has not come within ``limit_s``.
+    """
+    token, deadline = secrets.token_hex(8), time.monotonic() + limit_s
+    store = dist.PrefixStore("meeting", store)
+    first = _First(store, ranks) if rank == 0 else None
+    values = [token, comer.address, comer.store, comer.port]
+    store.set(f"here/{rank}", json.dumps(values))
+    seat: Seat | None = None
+    while True:
+        if first is not None:
+            first.call()
+        called = _called(store, rank, token)
+        if called is not None and called != seat:
+            seat = called
+            store.add(f"answers/{seat.attempt}", 1)
+        if seat is not None and store.check([f"begun/{seat.attempt}"]):
+            return seat
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                "ranks of the job", got=_missing(store, ranks),
+                wanted=f"all {ranks} within {seconds_text(limit_s)}",
+                hint="see what the other machines say",
+            )  # fmt: skip
+        time.sleep(_POLL_S)
+
+
+class _First:
+    """The first rank's part: it calls those that have come, again when others have."""
+
+    def __init__(self, store: dist.Store, ranks: int) -> None:
+        self._store, self._ranks = store, ranks
+        self._old = set(json.loads(store.get("old"))) if store.check(["old"]) else set()
+        self._called: list[list[Any]] = []
+        self._attempt = 0
+
+    def call(self) -> None:
+        """Call those that have come, and begin when they have answered."""
+        came = self._came()
+        if came and came != self._called:
+            self._called, self._attempt = came, self._store.add("attempts", 1) - 1
+            self._seat()
+        if self._called and self._store.add(f"answers/{self._attempt}", 0) == self._ranks:
+            self._store.set(f"begun/{self._attempt}", "1")
+            self._store.set("old", json.dumps([token for token, *_ in self._called]))
+
+    def _came(self) -> list[list[Any]]:
+        """What all ranks of this attempt said; nothing while some of them have not come."""
+        keys = [f"here/{rank}" for rank in range(self._ranks)]
+        if not self._store.check(keys):
+            return []
+        came = [json.loads(value) for value in self._store.multi_get(keys)]
+        return [] if any(token in self._old for token, *_ in came) else came
+
+    def _seat(self) -> None:
+        # A machine may know itself as 127.0.0.1 only; the others know the one with the store.
+        seen = [store for _, _, store, _ in self._called if not _loops(store)]
+        known = [
+            seen[0] if seen and _loops(address) else address for _, address, _, _ in self._called
+        ]
+        ports = [port for *_, port in self._called]
+        for rank, (token, *_) in enumerate(self._called):
+            before = [known[rank - 1], ports[rank - 1]]
+            values = [token, self._attempt, known[rank], before]
+            self._store.set(f"call/{rank}", json.dumps(values))
+
+
+def _called(store: dist.Store, rank: int, token: str) -> Seat | None:
+    """The seat that the rank with this token was called to."""
+    if not store.check([f"call/{rank}"]):
+        return None
+    called, attempt, address, (host, port) = json.loads(store.get(f"call/{rank}"))
+    return Seat(attempt=attempt, address=address, before=(host, port)) if called == token else None
+
+
+def _missing(store: dist.Store, ranks: int) -> str:
+    missing = [str(rank) for rank in range(ranks) if not store.check([f"here/{rank}"])]
+    shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
+    return f"no rank {shown}" if missing else "ranks that have not come again after a restart"
+
+
+def _loops(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
