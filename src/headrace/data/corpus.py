@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.data.token_reading import Tokens
 from headrace.errors import DataError
 
 __all__ = ["Corpus", "Skipped", "StoredCorpus", "corpus_of"]
@@ -78,7 +79,7 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredCorpus:
-    """A corpus over flat arrays of ids, in memory or mapped from disk.
+    """A corpus over flat arrays of ids, in memory or in files.
 
     ``table [documents, 3]`` holds the array, the first token and the tokens of each document.
     """
@@ -86,7 +87,7 @@ class StoredCorpus:
     name: str
     fingerprint: str
     vocabulary: int
-    arrays: tuple[NDArray[Any], ...]
+    arrays: tuple[Tokens, ...]
     table: NDArray[np.int64]
     lengths: NDArray[np.int64]
     skipped: tuple[Skipped, ...] = ()
@@ -102,7 +103,8 @@ class StoredCorpus:
         tokenizer than the one named.
         """
         array, first, count = (int(number) for number in self.table[index])
-        stored = self.arrays[array][first : first + count][start:stop]
+        part = range(first, first + count)[start:stop]
+        stored = self.arrays[array][part.start : part.stop]
         if len(stored) and (int(stored.min()) < 0 or int(stored.max()) >= self.vocabulary):
             raise DataError(
                 f"document {index} of {self.name}",
@@ -113,16 +115,14 @@ class StoredCorpus:
         return stored.astype(np.int32)
 
 
-def fingerprint_of(
-    arrays: Sequence[NDArray[Any]], table: NDArray[np.int64], vocabulary: int
-) -> str:
+def fingerprint_of(arrays: Sequence[Tokens], table: NDArray[np.int64], vocabulary: int) -> str:
     """Sha256 over the vocabulary, the table of documents and both ends of each array."""
     digest = hashlib.sha256(f"headrace corpus 1 {vocabulary}".encode())
     digest.update(np.ascontiguousarray(table).data)
     for array in arrays:
         digest.update(f"{array.dtype.name} {len(array)}".encode())
-        digest.update(np.ascontiguousarray(array[:FINGERPRINT_TOKENS]).data)
-        digest.update(np.ascontiguousarray(array[-FINGERPRINT_TOKENS:]).data)
+        for part in (slice(FINGERPRINT_TOKENS), slice(-FINGERPRINT_TOKENS, None)):
+            digest.update(np.ascontiguousarray(array[part]).data)
     return digest.hexdigest()
 
 
