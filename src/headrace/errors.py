@@ -35,7 +35,11 @@ __all__ = [
     "ProgramError",
     "SpecError",
     "did_you_mean",
+    "shortened",
 ]
+
+_LONGEST = 1000
+"""Characters of what was got that a message shows."""
 
 
 class HeadraceError(Exception):
@@ -55,7 +59,7 @@ class HeadraceError(Exception):
         self.what, self.got, self.wanted, self.hint = what, got, wanted, hint
         text = what
         if got is not None:
-            text += f": got {got}"
+            text += f": got {shortened(got, _LONGEST)}"
         if wanted is not None:
             text += f"{', ' if got is not None else ': '}wanted {wanted}"
         if hint:
@@ -111,6 +115,15 @@ class MissingExtra(HeadraceError):
             f"{needed_for} needs the package {package}",
             hint=f"pip install 'headrace[{extra}]'",
         )
+
+
+def shortened(value: object, longest: int = 80) -> str:
+    """The text of a value, its middle left out where it has more than ``longest`` characters."""
+    text = str(value)
+    if len(text) <= longest:
+        return text
+    left = f" ...{len(text) - longest:,} characters... "
+    return text[: longest * 2 // 3] + left + text[-(longest // 3) :]
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str | None:

@@ -13,7 +13,7 @@ from pydantic import (
 
 from headrace.config.load import read_config
 from headrace.config.planner import PlannerConfig
-from headrace.config.section import Count, Natural, Positive, Section, number
+from headrace.config.section import Count, Natural, Place, Positive, Section, number
 from headrace.errors import SpecError
 from headrace.spec.architecture import PRESETS, Architecture
 from headrace.spec.hardware import Hardware
@@ -40,7 +40,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run; its folder is ``OUT/NAME-DATE-TIME`` unless ``--out`` says otherwise."""
 
-    out: str = "runs"
+    out: Place = "runs"
     """Folder of all runs."""
 
     seed: Natural = 0
@@ -61,7 +61,7 @@ class DataConfig(Section):
     """Kind of files: one document per file (text), per line (jsonl), per row (parquet), token ids
     of Megatron or nanoGPT (memmap), or records of FASTA."""
 
-    paths: Annotated[tuple[str, ...], Field(min_length=1)]
+    paths: Annotated[tuple[Place, ...], Field(min_length=1)]
     """Folders, files and globs; relative to the configuration file. ``python:stdlib`` is the
     standard library's sources, ``package:NAME`` those of an installed package."""
 
@@ -77,7 +77,7 @@ class DataConfig(Section):
     dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of the ids in a token memmap without index."""
 
-    tokenizer: str = "bytes"
+    tokenizer: Place = "bytes"
     """``bytes``, ``kmer:K``, a ``tokenizer.json``, or a local Hugging Face folder or name."""
 
     context: Count = 8192
@@ -101,7 +101,7 @@ class DataConfig(Section):
     curriculum_steps: Natural = 0
     """Batches until all lengths are allowed."""
 
-    cache: str = "~/.cache/headrace"
+    cache: Place = "~/.cache/headrace"
     """Folder of token and profile caches."""
 
     read_ahead: Positive = 2
@@ -240,13 +240,13 @@ class OptimizerConfig(Section):
 class DevicesConfig(Section):
     """The ranks and what each may use."""
 
-    ranks: Positive = 2
+    ranks: Annotated[int, Field(ge=1, le=65_536)] = 2
     """Processes to start on this machine (under torchrun: its own number)."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of each rank; ``auto`` takes CUDA when every rank can have one."""
 
-    threads: Natural = 0
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of each rank on a CPU; 0 shares the cores evenly."""
 
     memory: str = "auto"
@@ -260,7 +260,7 @@ class DevicesConfig(Section):
     """Of the weights and activations that ranks work with. Stored weights, optimizer state and
     sums of gradients are float32 with ``bfloat16``, and of the same type otherwise."""
 
-    timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    timeout_s: Annotated[float, Field(ge=1, le=1e6)] = 1800.0
     """Seconds that a collective may wait."""
 
     hang_s: Annotated[float, Field(gt=0)] = 3.0

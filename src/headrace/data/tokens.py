@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -186,10 +187,10 @@ def make_tokenizer(spec: str) -> Tokenizer:
         return _kmers(spec)
     if spec.startswith("ids:"):
         return _ready(spec)
-    path = Path(spec).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(spec))
+    if os.path.isdir(path):
         path /= "tokenizer.json"
-    if path.is_file():
+    if os.path.isfile(path):
         return load_file(path)
     if not spec or spec.startswith((".", "/", "~")) or spec.endswith(".json"):
         raise DataError("tokenizer", got=f"{spec!r}, no such file", wanted=WANTED)

@@ -30,13 +30,15 @@ def open_data(
     """Open (and index, the first time) the corpus of a configuration."""
     options = config.data
     tokenizer = make_tokenizer(options.tokenizer)
+    architecture = config.model.architecture(
+        tokenizer.vocabulary, options.context, tokenizer.mask_id
+    )
     source = Source(
         kind=options.kind, paths=options.paths, patterns=options.patterns,
         field=options.field, end_id=options.end_id, dtype=options.dtype,
     )  # fmt: skip
     cache = Path(options.cache).expanduser() / "corpora"
     corpus = open_corpus(source, tokenizer, cache=cache, progress=progress)
-    architecture = config.model.architecture(corpus.vocabulary, options.context, tokenizer.mask_id)
     sampler = Sampler(
         corpus,
         SamplerOptions(
