@@ -312,3 +312,16 @@ def test_a_file_that_is_no_toml(tmp_path: Path, text: str) -> None:
     """Catches the parser's own exceptions."""
     with pytest.raises(ConfigError, match="no TOML"):
         Config.load(write(tmp_path, f"x = {text}"))
+
+
+def test_the_cache_is_where_the_system_keeps_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a home folder that fills though another place is named for caches."""
+    path = write(tmp_path, GOOD)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert Config.load(path).data.cache_folder == tmp_path / "xdg" / "headrace"
+    assert Config.load(path, "data.cache=~/mine").data.cache_folder == Path.home() / "mine"
+    for unset in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        assert Config.load(path).data.cache_folder == Path.home() / ".cache" / "headrace"

@@ -8,6 +8,7 @@ from headrace.cli.display import Terminal, tell
 from headrace.comm.launch import World
 from headrace.config import Config
 from headrace.runtime import checkpoint
+from headrace.runtime.trackers import require_trackers
 from headrace.training.rank import launch, open_rank
 from headrace.training.run_folder import TrainingRun, choose_folder
 from headrace.training.train import train_rank
@@ -19,6 +20,7 @@ def train(config: Config, *, out: Path | None, resume: bool, again: str) -> int:
     """Train; prints the path of the report (or of the run's folder) to stdout. ``again`` is the
     command that goes on with it."""
     folder = choose_folder(config, out, resume=resume)
+    require_trackers(tensorboard=config.report.tensorboard, wandb=config.report.wandb)
 
     def main(world: World) -> int:
         rank = open_rank(world, config, Terminal())

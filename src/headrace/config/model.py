@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -101,11 +102,21 @@ class DataConfig(Section):
     curriculum_steps: Natural = 0
     """Batches until all lengths are allowed."""
 
-    cache: Place = "~/.cache/headrace"
-    """Folder of token and profile caches."""
+    cache: Place | None = None
+    """Folder of token and profile caches; ``headrace`` in ``XDG_CACHE_HOME``, or in ``~/.cache``
+    where that is not set, when left out."""
 
     read_ahead: Positive = 2
     """Batches prepared while one trains."""
+
+    @property
+    def cache_folder(self) -> Path:
+        """``cache``, or the folder that stands for it."""
+        if self.cache is not None:
+            return Path(self.cache).expanduser()
+        named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        # A relative one counts as not set, says its specification.
+        return (named if named.is_absolute() else Path.home() / ".cache") / "headrace"
 
     @model_validator(mode="after")
     def _one_budget(self) -> DataConfig:

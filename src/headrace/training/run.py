@@ -27,7 +27,6 @@ from headrace.spec.lengths import Lengths
 from headrace.spec.profile import Profile
 from headrace.spec.weights import parameter_count
 from headrace.training.broadcast import BroadcastPlanner
-from headrace.training.cost_cache import remember_costs
 from headrace.training.measured_costs import learnt, measured_costs
 from headrace.training.planner import OnlinePlanner
 from headrace.training.rank import Rank
@@ -109,8 +108,6 @@ class RankRun:
         known = learnt(rank, costs.fingerprint)
         if margin is None:
             costs = costs.replace(memory_margin=known.peaks.margin(costs.memory_margin))
-            if rank.first:
-                remember_costs(self.config, costs)
         return costs, profile, known
 
     def _tell_margin(self, begun: CostModel) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from headrace.config import Config
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
@@ -37,7 +36,7 @@ def open_data(
         kind=options.kind, paths=options.paths, patterns=options.patterns,
         field=options.field, end_id=options.end_id, dtype=options.dtype,
     )  # fmt: skip
-    cache = Path(options.cache).expanduser() / "corpora"
+    cache = options.cache_folder / "corpora"
     corpus = open_corpus(source, tokenizer, cache=cache, progress=progress)
     sampler = Sampler(
         corpus,
