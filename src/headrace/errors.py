@@ -9,6 +9,7 @@
     |-- ProgramError      a program would deadlock or leave something out; found before it runs
     |-- PlanMismatch      the ranks do not hold the same plan
     |-- CheckpointError   a checkpoint is missing, damaged or of another model
+    |   `-- DamagedCheckpoint   it is missing or damaged: the one before may be whole
     |-- NotFinite         a layer gave a value that is no number (looked for when asked)
     |-- LaunchError       ranks cannot be started
     `-- MissingExtra      an optional dependency is absent; says what to install
@@ -25,6 +26,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "CostError",
+    "DamagedCheckpoint",
     "DataError",
     "HeadraceError",
     "InfeasiblePlan",
@@ -97,6 +99,10 @@ class PlanMismatch(HeadraceError):
 
 class CheckpointError(HeadraceError):
     """A checkpoint is missing, damaged or of another model."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is missing or not as it was written; the one before may be whole."""
 
 
 class NotFinite(HeadraceError):
