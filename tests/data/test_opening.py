@@ -129,6 +129,29 @@ def test_named_field_and_foreign_ids(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").glob(".*")) == []
 
 
+def test_labels_of_their_own_are_refused(tmp_path: Path) -> None:
+    """Catches a prompt that is masked in the file and trained on all the same."""
+    (tmp_path / "a.jsonl").write_text(
+        '{"input_ids": [1, 2], "labels": [1, 2]}\n{"text": "x", "labels": [3]}\n'
+    )
+    assert len(opened(tmp_path, "jsonl", "a.jsonl")) == 2
+    (tmp_path / "b.jsonl").write_text('{"input_ids": [1, 2], "labels": [-100, 2]}\n')
+    with pytest.raises(DataError, match=r"b\.jsonl:1: got labels that differ"):
+        opened(tmp_path, "jsonl", "b.jsonl")
+
+
+def test_labels_in_parquet(tmp_path: Path) -> None:
+    """Catches the same in a column."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    same = {"input_ids": [[1, 2]], "labels": [[1, 2]], "other": ["x"]}
+    parquet.write_table(pyarrow.table(same), tmp_path / "a.parquet")
+    assert opened(tmp_path, "parquet", "a.parquet").tokens(0).tolist() == [1, 2]
+    parquet.write_table(pyarrow.table(same | {"labels": [[-100, 2]]}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet:0: got labels that differ"):
+        opened(tmp_path, "parquet", "b.parquet")
+
+
 def test_nothing_left(tmp_path: Path) -> None:
     """Catches an empty corpus, and an error that does not say why it is."""
     (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')

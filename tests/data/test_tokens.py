@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.data import make_tokenizer
+from headrace.data.tokens import tokenizer_sizes
 from headrace.errors import DataError, MissingExtra
 
 PYTHON = Path(__file__).parents[2] / "examples" / "tokenizers" / "python-4096.json"
@@ -160,3 +161,38 @@ def test_a_model_of_the_local_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="not there") as caught:
         make_tokenizer("other/model")
     assert "long story" not in str(caught.value)
+
+
+def test_sizes_need_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a plan of lengths alone that asks for a package, or is made for another model."""
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert tokenizer_sizes(str(PYTHON)) == (4096, None)
+    assert tokenizer_sizes("ids:70:9") == (70, None)
+    path = tmp_path / "tokenizer.json"
+    added = [{"id": 9, "content": "[MASK]"}]
+    for vocab in ({"a": 0, "b": 1}, [["a", -1.0], ["b", -2.0]]):
+        path.write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": added}))
+        assert tokenizer_sizes(str(tmp_path)) == (10, 9)
+    for text in ("{}", "[]", '{"model": {"vocab": 3}}', "[" * 99999):
+        path.write_text(text)
+        with pytest.raises(DataError, match=r"wanted a tokenizer\.json"):
+            tokenizer_sizes(str(path))
+
+
+def test_sizes_are_those_of_the_library(tmp_path: Path) -> None:
+    """Catches a vocabulary that is counted otherwise than the tokenizer's."""
+    tokenizers = pytest.importorskip("tokenizers")
+    names = {"a": 0, "[MASK]": 1}
+    models = [
+        tokenizers.models.WordLevel(names, unk_token="a"),
+        tokenizers.models.BPE(names, []),
+        tokenizers.models.Unigram([("a", -1.0), ("[MASK]", -2.0)], unk_id=0),
+    ]
+    for model in models:
+        library = tokenizers.Tokenizer(model)
+        library.add_special_tokens(["<mask>", "</s>"])
+        library.save(str(tmp_path / "tokenizer.json"))
+        whole = make_tokenizer(str(tmp_path))
+        assert tokenizer_sizes(str(tmp_path)) == (whole.vocabulary, whole.mask_id)
+    whole = make_tokenizer(str(PYTHON))
+    assert tokenizer_sizes(str(PYTHON)) == (whole.vocabulary, whole.mask_id)

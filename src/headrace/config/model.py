@@ -79,13 +79,15 @@ class DataConfig(Section):
     """Type of the ids in a token memmap without index."""
 
     tokenizer: Place = "bytes"
-    """``bytes``, ``kmer:K``, a ``tokenizer.json``, or a local Hugging Face folder or name."""
+    """``bytes``, ``kmer:K``, a ``tokenizer.json``, a local Hugging Face folder or name, or
+    ``ids:VOCABULARY[:END]`` for data that is ids already, END being the id that ends a document."""
 
     context: Count = 8192
     """Longest sequence in tokens; a number, or a text (``"32Ki"`` is 32,768)."""
 
     too_long: Literal["truncate", "split", "refuse"] = "split"
-    """What to do with longer documents: cut them off, cut them in pieces, or stop."""
+    """What to do with longer documents: cut them off, cut them in pieces that overlap by one token
+    (so that each is predicted), or stop."""
 
     batch_tokens: Count | None = None
     """Token budget of one optimizer step (``"256Ki"``)."""

@@ -15,6 +15,12 @@ from headrace.errors import DataError
 
 __all__ = ["Corpus", "Skipped", "StoredCorpus", "corpus_of"]
 
+FOREIGN_IDS = (
+    "data.tokenizer is that of these ids, or 'ids:VOCABULARY' with all of them below VOCABULARY; "
+    "data.dtype is that of a file without index"
+)
+"""What to look at where ids are too large."""
+
 FINGERPRINT_TOKENS = 1 << 15
 """Tokens at either end of a file of ready tokens that count for its fingerprint."""
 
@@ -110,7 +116,7 @@ class StoredCorpus:
                 f"document {index} of {self.name}",
                 got=f"a token id {int(stored.max())}",
                 wanted=f"ids from 0 to {self.vocabulary - 1}",
-                hint="the tokens were made by another tokenizer, or are stored in another dtype",
+                hint=FOREIGN_IDS,
             )
         return stored.astype(np.int32)
 

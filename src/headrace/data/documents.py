@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.corpus import Skipped
+from headrace.data.corpus import FOREIGN_IDS, Skipped
 from headrace.errors import DataError
 
 __all__ = ["Document", "Skips", "check_ids", "usable"]
@@ -88,5 +88,5 @@ def check_ids(ids: NDArray[Any], *, label: str, vocabulary: int) -> None:
             label,
             got=f"token id {worst}",
             wanted=f"ids from 0 to {vocabulary - 1}",
-            hint="these tokens were made by another tokenizer than the one named",
+            hint=FOREIGN_IDS,
         )

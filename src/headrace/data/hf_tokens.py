@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import DataError, MissingExtra
 
-__all__ = ["HfTokenizer", "load_cached", "load_file"]
+__all__ = ["HfTokenizer", "load_cached", "load_file", "sizes_of_file"]
 
 END_TOKENS = ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
 """Special tokens known to end a document, looked for when nothing beside the file names one."""
@@ -95,6 +95,22 @@ def load_file(path: Path) -> HfTokenizer:
         raise DataError("tokenizer", got=str(path), wanted="a tokenizer.json", hint=hint)
     named = _named_end(path.with_name("tokenizer_config.json"))
     return _wrap(library, name=str(path), end_token=named)
+
+
+def sizes_of_file(path: Path) -> tuple[int, int | None]:
+    """Vocabulary and mask id of a ``tokenizer.json``, as :func:`load_file` finds them, without the
+    library: enough for a model's shape. Raises DataError when the file cannot be read as one."""
+    try:
+        value = json.loads(path.read_bytes())
+        vocabulary = value["model"]["vocab"]
+        if isinstance(vocabulary, list):  # Unigram: pairs of text and score
+            vocabulary = {text: i for i, (text, _) in enumerate(vocabulary)}
+        ids = vocabulary | {item["content"]: item["id"] for item in value["added_tokens"]}
+        found = [int(ids[token]) for token in MASK_TOKENS if token in ids]
+        return max(int(i) for i in ids.values()) + 1, found[0] if found else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        hint = f"{type(error).__name__}: {error}"
+        raise DataError("tokenizer", got=str(path), wanted="a tokenizer.json", hint=hint)
 
 
 def load_cached(name: str, *, wanted: str) -> HfTokenizer:

@@ -9,6 +9,7 @@ from headrace.config import Config
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.costs.library import roofline
 from headrace.data import Corpus, Sampler, SamplerOptions, Source, make_tokenizer, open_corpus
+from headrace.data.tokens import tokenizer_sizes
 from headrace.spec.architecture import Architecture
 
 __all__ = ["TrainingData", "architecture_of", "formula_costs", "open_data"]
@@ -52,8 +53,8 @@ def open_data(
 
 def architecture_of(config: Config) -> Architecture:
     """The architecture of a configuration whose corpus is not at hand."""
-    tokenizer = make_tokenizer(config.data.tokenizer)
-    return config.model.architecture(tokenizer.vocabulary, config.data.context, tokenizer.mask_id)
+    vocabulary, mask_id = tokenizer_sizes(config.data.tokenizer)
+    return config.model.architecture(vocabulary, config.data.context, mask_id)
 
 
 def formula_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel:
