@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from headrace.data.corpus import FOREIGN_IDS, Skipped
 from headrace.errors import DataError
 
-__all__ = ["Document", "Skips", "check_ids", "usable"]
+__all__ = ["Document", "Skips", "check_ids", "no_memory", "usable"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +78,14 @@ def _encodes(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def no_memory(label: str) -> DataError:
+    """The error for a file or document that is too large to be held."""
+    return DataError(
+        label, got="more than the memory holds", wanted="documents that fit into it",
+        hint="cut the file into several, or its lines into documents (data.kind = 'jsonl')",
+    )  # fmt: skip
 
 
 def check_ids(ids: NDArray[Any], *, label: str, vocabulary: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data.cache import write_table
-from headrace.data.documents import Document, Skips, check_ids
+from headrace.data.documents import Document, Skips, check_ids, no_memory
 from headrace.data.files import Found
 from headrace.data.readers import Reading, read_documents
 from headrace.data.source import Source
@@ -50,7 +50,10 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def _encode(group: list[Document], tokenizer: Tokenizer) -> Encoded:
     """Label and ids of each document of a group, and the bytes read by its end."""
     texts = [item.content for item in group if isinstance(item.content, str)]
-    encoded = iter(tokenizer.encode_batch(texts) if texts else [])
+    try:
+        encoded = iter(tokenizer.encode_batch(texts) if texts else [])
+    except MemoryError:
+        raise no_memory(max(group, key=lambda item: len(item.content)).label)
     ids = []
     for item in group:
         if isinstance(item.content, str):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from headrace.data.documents import Document, Skips, usable
+from headrace.data.documents import Document, Skips, no_memory, usable
 from headrace.data.files import FoundFile
 from headrace.data.source import Source
 from headrace.errors import DataError, MissingExtra
@@ -155,6 +155,8 @@ def read_documents(files: list[FoundFile], reading: Reading) -> Iterator[Documen
                 content = usable(document, reading.skips)
                 if content is not None:
                     yield Document(document.label, content, before + document.read_bytes)
+        except MemoryError:
+            raise no_memory(file.label)
         except UnicodeDecodeError:
             reading.skips.add(file.label, "not UTF-8")
         except (OSError, EOFError, zlib.error) as error:
