@@ -7,9 +7,9 @@ import re
 import pytest
 
 from headrace import errors
-from headrace.errors import HeadraceError, MissingExtra, SpecError, did_you_mean
+from headrace.errors import HeadraceError, MissingExtra, SpecError, did_you_mean, shortened
 
-CLASSES = [name for name in errors.__all__ if name != "did_you_mean"]
+CLASSES = [name for name in errors.__all__ if name not in ("did_you_mean", "shortened")]
 
 TEXTS = [
     ({}, "size"),
@@ -33,9 +33,19 @@ def test_the_text_says_what_got_wanted_and_hint(parts: dict, text: str) -> None:
     )
 
 
+def test_a_long_value_is_shortened_in_the_text_alone() -> None:
+    """Catches a screen full of digits, and an error that no longer holds what was got."""
+    long = "a" * 900 + "b" * 900
+    error = SpecError("size", got=long, wanted="less")
+    assert error.got == long
+    assert 1000 < len(str(error)) < 1100
+    assert re.fullmatch(r"size: got a+ \.\.\.800 characters\.\.\. b+, wanted less", str(error))
+    assert shortened("x" * 80) == "x" * 80
+
+
 def test_the_drawn_tree_is_the_tree() -> None:
     """Catches an error that is exported but not drawn, or does not descend from the base."""
-    drawn = re.findall(r"^ +(?:\|-- |`-- )?([A-Z]\w+) {2,}|^ +(HeadraceError)$",
+    drawn = re.findall(r"^[ |]+(?:\|-- |`-- )?([A-Z]\w+) {2,}|^ +(HeadraceError)$",
                        errors.__doc__ or "", re.MULTILINE)  # fmt: skip
     assert sorted(one or other for one, other in drawn) == sorted(CLASSES)
     for name in CLASSES:

@@ -9,6 +9,7 @@
     |-- ProgramError      a program would deadlock or leave something out; found before it runs
     |-- PlanMismatch      the ranks do not hold the same plan
     |-- CheckpointError   a checkpoint is missing, damaged or of another model
+    |   `-- DamagedCheckpoint   it is missing or damaged: the one before may be whole
     |-- NotFinite         a layer gave a value that is no number (looked for when asked)
     |-- LaunchError       ranks cannot be started
     `-- MissingExtra      an optional dependency is absent; says what to install
@@ -25,6 +26,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "CostError",
+    "DamagedCheckpoint",
     "DataError",
     "HeadraceError",
     "InfeasiblePlan",
@@ -35,7 +37,11 @@ __all__ = [
     "ProgramError",
     "SpecError",
     "did_you_mean",
+    "shortened",
 ]
+
+_LONGEST = 1000
+"""Characters of what was got that a message shows."""
 
 
 class HeadraceError(Exception):
@@ -55,7 +61,7 @@ class HeadraceError(Exception):
         self.what, self.got, self.wanted, self.hint = what, got, wanted, hint
         text = what
         if got is not None:
-            text += f": got {got}"
+            text += f": got {shortened(got, _LONGEST)}"
         if wanted is not None:
             text += f"{', ' if got is not None else ': '}wanted {wanted}"
         if hint:
@@ -95,6 +101,10 @@ class CheckpointError(HeadraceError):
     """A checkpoint is missing, damaged or of another model."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is missing or not as it was written; the one before may be whole."""
+
+
 class NotFinite(HeadraceError):
     """A layer gave a value that is not a finite number."""
 
@@ -111,6 +121,15 @@ class MissingExtra(HeadraceError):
             f"{needed_for} needs the package {package}",
             hint=f"pip install 'headrace[{extra}]'",
         )
+
+
+def shortened(value: object, longest: int = 80) -> str:
+    """The text of a value, its middle left out where it has more than ``longest`` characters."""
+    text = str(value)
+    if len(text) <= longest:
+        return text
+    left = f" ...{len(text) - longest:,} characters... "
+    return text[: longest * 2 // 3] + left + text[-(longest // 3) :]
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from headrace.errors import SpecError
+from headrace.errors import SpecError, shortened
 
 __all__ = [
     "GIB",
@@ -23,6 +23,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 _BYTES = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40}
 _BYTES |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": KIB, "mi": MIB, "gi": GIB}
+_DIGITS = 30
 _NUMBER = re.compile(r"^\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
 
 
@@ -30,7 +31,13 @@ def _parse(text: str, table: dict[str, int], what: str) -> int:
     found = _NUMBER.match(text)
     if not found or found[2].lower() not in table:
         units = ", ".join(unit for unit in table if unit)
-        raise SpecError(what, got=repr(text), wanted=f"a number and one of the units {units}")
+        raise SpecError(
+            what, got=shortened(repr(text)), wanted=f"a number and one of the units {units}"
+        )
+    if len(found[1]) > _DIGITS:
+        raise SpecError(
+            what, got=f"a number of {len(found[1])} digits", wanted=f"{_DIGITS} at most"
+        )
     number, unit = found[1].replace(",", "").replace("_", ""), table[found[2].lower()]
     return round(float(number) * unit) if "." in number else int(number) * unit
 

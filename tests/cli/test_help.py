@@ -94,3 +94,17 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     assert done.stdout == "{"
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 141)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["plan", "x.toml", "--batches", "1.5"], ["train", "x.toml", "--steps", "1.5"],
+     ["train", "x.toml", "--ranks", "1e3"], ["verify", "native", "--ranks", "2", "2.5"],
+     ["rehearse", "x.toml", "--sizes", "1.5"], ["plan", "x.toml", "--seed", "9" * 5000]],
+)  # fmt: skip
+def test_whole_numbers_are_whole(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches one step where 1.5 were asked for."""
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code
+    assert re.search("whole number|unable to convert", capsys.readouterr().err)

@@ -243,7 +243,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no configuration": (["plan"], "wanted a CONFIG"),
     "unknown command": (["plam", "{config}"], 'Did you mean "plan"?'),
     "unknown flag": (["plan", "{config}", "--batchs", "2"], "Did you mean --batches?"),
-    "no number": (["plan", "{config}", "--batches", "two"], '"two" into int'),
+    "no number": (["plan", "{config}", "--batches", "two"], "got two, wanted a whole number"),
     "no batches": (["plan", "{config}", "--batches", "0"], "--batches: got 0, wanted >= 1"),
     "fewer than no batches": (["plan", "{config}", "--batches", "-3"], "--batches: got -3"),
     "no ranks": (["plan", "{config}", "--ranks", "0"], "devices.ranks"),

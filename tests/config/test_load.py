@@ -253,3 +253,75 @@ def test_a_configuration_reads_back(tmp_path: Path) -> None:
     """Catches a key that the journal of a run would lose."""
     config = Config.load(write(tmp_path, GOOD), "planner.group_sizes=[1, 2]")
     assert Config.model_validate(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["optimizer.clip", "optimizer.eps", "optimizer.lr", "devices.hang_s", "devices.timeout_s",
+     "model.rope_theta", "profile.rung_s", "planner.memory_margin", "planner.smoothing"],
+)  # fmt: skip
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_no_number_is_infinite(tmp_path: Path, key: str, value: str) -> None:
+    """Catches a run that trains until its first checkpoint, which cannot hold such a number."""
+    assert "finite" in problems(write(tmp_path, GOOD), f"{key}={value}")[key]
+
+
+def test_an_option_of_an_optimizer_is_finite(tmp_path: Path) -> None:
+    """Catches the same in a table of free names."""
+    path = write(tmp_path, GOOD)
+    with pytest.raises(ConfigError, match=r"options\.momentum.*finite"):
+        Config.load(path, 'optimizer.name="sgd"', "optimizer.options={ momentum = inf }")
+
+
+NINES = "9" * 5000
+
+ODD = {
+    "devices.threads=100000": "1024",
+    "devices.timeout_s=1.8e19": "1000000",
+    "devices.timeout_s=1e-9": "1",
+    f"devices.ranks={'9' * 23}": "65536",
+    f"devices.memory='{NINES}.5GiB'": "5002 digits",
+    f"data.context='{NINES}'": "5000 digits",
+    f"data.context={NINES}": "4300 digits",
+    f"run.seed={'9' * 23}": "9223372036854775807",
+    "data.cache='~nosuchuser'": "home folder",
+    "data.paths=['~nosuchuser/x']": "home folder",
+    "data.tokenizer='~nosuchuser/x'": "home folder",
+    'data.cache="a\\u0000b"': "null",
+    f"data.paths={'[' * 3000}{']' * 3000}": "recursion",
+    "run.steps=1.5": "fractional",
+}
+
+
+@pytest.mark.parametrize("change", ODD, ids=lambda text: text[:30])
+def test_odd_values_are_refused_in_a_few_words(tmp_path: Path, change: str) -> None:
+    """Catches an exception from the depths, and a message as long as the value."""
+    with pytest.raises(ConfigError, match=ODD[change]) as caught:
+        Config.load(write(tmp_path, GOOD), change)
+    assert len(str(caught.value)) < 600
+
+
+def test_a_name_too_long_for_a_file_is_a_name(tmp_path: Path) -> None:
+    """Catches an OSError from looking whether a tokenizer's name is a file beside the file."""
+    name = "x" * 5000
+    assert Config.load(write(tmp_path, GOOD), f"data.tokenizer='{name}'").data.tokenizer == name
+
+
+@pytest.mark.parametrize("text", ["[" * 3000 + "]" * 3000, "a" * 3, f"a = {NINES}"])
+def test_a_file_that_is_no_toml(tmp_path: Path, text: str) -> None:
+    """Catches the parser's own exceptions."""
+    with pytest.raises(ConfigError, match="no TOML"):
+        Config.load(write(tmp_path, f"x = {text}"))
+
+
+def test_the_cache_is_where_the_system_keeps_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a home folder that fills though another place is named for caches."""
+    path = write(tmp_path, GOOD)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert Config.load(path).data.cache_folder == tmp_path / "xdg" / "headrace"
+    assert Config.load(path, "data.cache=~/mine").data.cache_folder == Path.home() / "mine"
+    for unset in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        assert Config.load(path).data.cache_folder == Path.home() / ".cache" / "headrace"

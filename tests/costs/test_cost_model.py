@@ -311,4 +311,5 @@ def test_malformed_profiles_are_cost_errors(tmp_path: Path) -> None:
     with pytest.raises(CostError, match=r"absent\.json"):
         CostModel.load(tmp_path / "absent.json")
     with pytest.raises(CostError, match="writable"):
-        by_hand().save(tmp_path / "no" / "folder.json")
+        by_hand().save(tmp_path / "bad.json" / "costs.json")
+    assert not list(tmp_path.glob("*.part"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from headrace.data import Corpus, Source, Tokenizer, make_tokenizer, open_corpus
+from headrace.data.token_reading import BLOCK_BYTES
 from headrace.errors import DataError, MissingExtra
 
 BYTES = make_tokenizer("bytes")
@@ -127,6 +129,29 @@ def test_named_field_and_foreign_ids(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").glob(".*")) == []
 
 
+def test_labels_of_their_own_are_refused(tmp_path: Path) -> None:
+    """Catches a prompt that is masked in the file and trained on all the same."""
+    (tmp_path / "a.jsonl").write_text(
+        '{"input_ids": [1, 2], "labels": [1, 2]}\n{"text": "x", "labels": [3]}\n'
+    )
+    assert len(opened(tmp_path, "jsonl", "a.jsonl")) == 2
+    (tmp_path / "b.jsonl").write_text('{"input_ids": [1, 2], "labels": [-100, 2]}\n')
+    with pytest.raises(DataError, match=r"b\.jsonl:1: got labels that differ"):
+        opened(tmp_path, "jsonl", "b.jsonl")
+
+
+def test_labels_in_parquet(tmp_path: Path) -> None:
+    """Catches the same in a column."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    same = {"input_ids": [[1, 2]], "labels": [[1, 2]], "other": ["x"]}
+    parquet.write_table(pyarrow.table(same), tmp_path / "a.parquet")
+    assert opened(tmp_path, "parquet", "a.parquet").tokens(0).tolist() == [1, 2]
+    parquet.write_table(pyarrow.table(same | {"labels": [[-100, 2]]}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet:0: got labels that differ"):
+        opened(tmp_path, "parquet", "b.parquet")
+
+
 def test_nothing_left(tmp_path: Path) -> None:
     """Catches an empty corpus, and an error that does not say why it is."""
     (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')
@@ -155,7 +180,9 @@ def test_fasta(tmp_path: Path) -> None:
     assert sorted(os.listdir(genome)) == ["bad.fa", "g.fa"]
     assert "not a FASTA file" in reasons(corpus)["genome/bad.fa"]
     (stored,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
-    assert sorted(os.listdir(stored)) == ["documents.npy", "meta.json", "tokens.bin"]
+    assert sorted(os.listdir(stored)) == [
+        "blocks.npy", "documents.npy", "meta.json", "tokens.bin",
+    ]  # fmt: skip
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -253,15 +280,52 @@ def test_damaged_cache_is_rebuilt(tmp_path: Path, name: str, damage: str) -> Non
     assert opened(tmp_path, "text", "root").notes == ()
 
 
-def test_lengths_that_do_not_add_up(tmp_path: Path) -> None:
-    """Catches a table whose numbers have changed while its size has not."""
+def flip(path: Path, at: int) -> None:
+    """Turn one bit over, as a failing disk does."""
+    raw = bytearray(path.read_bytes())
+    raw[at // 8] ^= 1 << at % 8
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("name", ["documents.npy", "blocks.npy", "meta.json"])
+def test_every_flipped_bit_of_a_table_is_seen(tmp_path: Path, name: str) -> None:
+    """Catches a table that is believed, a parser that fails on it, a rebuilt one that differs."""
     folder(tmp_path)
-    opened(tmp_path, "text", "root")
-    path = stored_folder(tmp_path) / "documents.npy"
-    table = np.load(path)
-    table[0, 2] += 1
-    np.save(path, table)
-    assert "add up" in opened(tmp_path, "text", "root").notes[0]
+    whole = opened(tmp_path, "text", "root")
+    victim = stored_folder(tmp_path) / name
+    bits = len(victim.read_bytes()) * 8
+    for at in np.random.default_rng(0).integers(bits, size=40).tolist():
+        flip(victim, at)
+        again = opened(tmp_path, "text", "root")
+        assert texts(again) == texts(whole)
+        assert (again.fingerprint, again.skipped) == (whole.fingerprint, whole.skipped)
+
+
+def test_every_flipped_bit_of_the_tokens_is_seen(tmp_path: Path) -> None:
+    """Catches tokens trained on that nobody wrote, in whatever block, and a cache that stays
+    damaged."""
+    words = "".join(str(i % 10) for i in range(2 * BLOCK_BYTES))
+    (tmp_path / "a.txt").write_text(words)
+    size = 2 * (len(words) + 1)
+    for at in (0, 8 * BLOCK_BYTES - 1, 8 * BLOCK_BYTES, 8 * size - 9):
+        corpus = opened(tmp_path, "text", "a.txt")
+        assert texts(corpus) == [words]
+        flip(stored_folder(tmp_path) / "tokens.bin", at)
+        corpus = opened(tmp_path, "text", "a.txt")
+        first = max(0, at // 16 - 5)
+        with pytest.raises(DataError, match=r"tokens\.bin.*checksum.*start again"):
+            corpus.tokens(0, first, first + 20)
+    far = opened(tmp_path, "text", "a.txt")
+    flip(stored_folder(tmp_path) / "tokens.bin", 8 * size - 9)
+    assert far.tokens(0, 0, 3).tolist() == [48, 49, 50]  # a block is checked when it is read
+
+
+def test_tokens_outlive_their_cache(tmp_path: Path) -> None:
+    """Catches a run that ends because somebody clears the cache."""
+    folder(tmp_path)
+    corpus = opened(tmp_path, "text", "root")
+    shutil.rmtree(tmp_path / "cache")
+    assert texts(corpus) == ["one\r\n", "zw\u00f6lf", "last"]
 
 
 def test_two_at_once_tokenize_once(tmp_path: Path) -> None:

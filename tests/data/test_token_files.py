@@ -66,6 +66,31 @@ def test_damaged_index(tmp_path: Path, at: int, value: bytes) -> None:
         opened(tmp_path, "a")
 
 
+@pytest.mark.parametrize(("at", "value"), [(34 + 8, 2**63 - 2), (34 + 24 + 8, -(2**63))])
+def test_an_index_that_overflows(tmp_path: Path, at: int, value: int) -> None:
+    """Catches an offset or border so large that sums of it are negative, and pass."""
+    write_megatron(tmp_path / "a", [[[1, 2]], [[4]]])
+    raw = bytearray((tmp_path / "a.idx").read_bytes())
+    struct.pack_into("<q", raw, at, value)
+    (tmp_path / "a.idx").write_bytes(raw)
+    with pytest.raises(DataError, match=r"a\.(idx|bin)"):
+        opened(tmp_path, "a")
+
+
+@pytest.mark.parametrize("files", [1, 300])
+def test_a_file_that_shrinks_meanwhile(tmp_path: Path, files: int) -> None:
+    """Catches the signal that ends a process which reads a mapped file past its end; with many
+    files, more open ones than a process may have."""
+    for i in range(files):
+        np.arange(99, dtype="<u2").tofile(tmp_path / f"{i:03d}.bin")
+    corpus = opened(tmp_path, "*.bin")
+    assert corpus.tokens(len(corpus) - 1).tolist() == list(range(10, 99))
+    with open(tmp_path / f"{files - 1:03d}.bin", "r+b") as stream:
+        stream.truncate(40)
+    with pytest.raises(DataError, match="shrunk"):
+        corpus.tokens(len(corpus) - 1)
+
+
 def test_documents_that_are_torn(tmp_path: Path) -> None:
     """Catches a document read through a gap between its sequences."""
     write_megatron(tmp_path / "a", [[[1, 2], [3, 4]], [[5]]])

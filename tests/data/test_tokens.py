@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.data import make_tokenizer
+from headrace.data import Source, make_tokenizer, open_corpus
+from headrace.data.hf_tokens import load_file
+from headrace.data.tokens import tokenizer_sizes
 from headrace.errors import DataError, MissingExtra
 
 PYTHON = Path(__file__).parents[2] / "examples" / "tokenizers" / "python-4096.json"
@@ -160,3 +163,103 @@ def test_a_model_of_the_local_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="not there") as caught:
         make_tokenizer("other/model")
     assert "long story" not in str(caught.value)
+
+
+def test_sizes_need_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a plan of lengths alone that asks for a package, or is made for another model."""
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert tokenizer_sizes(str(PYTHON)) == (4096, None)
+    assert tokenizer_sizes("ids:70:9") == (70, None)
+    path = tmp_path / "tokenizer.json"
+    added = [{"id": 9, "content": "[MASK]"}]
+    for vocab in ({"a": 0, "b": 1}, [["a", -1.0], ["b", -2.0]]):
+        path.write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": added}))
+        assert tokenizer_sizes(str(tmp_path)) == (10, 9)
+    for text in ("{}", "[]", '{"model": {"vocab": 3}}', "[" * 99999):
+        path.write_text(text)
+        with pytest.raises(DataError, match=r"wanted a tokenizer\.json"):
+            tokenizer_sizes(str(path))
+
+
+def test_sizes_are_those_of_the_library(tmp_path: Path) -> None:
+    """Catches a vocabulary that is counted otherwise than the tokenizer's."""
+    tokenizers = pytest.importorskip("tokenizers")
+    names = {"a": 0, "[MASK]": 1}
+    models = [
+        tokenizers.models.WordLevel(names, unk_token="a"),
+        tokenizers.models.BPE(names, []),
+        tokenizers.models.Unigram([("a", -1.0), ("[MASK]", -2.0)], unk_id=0),
+    ]
+    for model in models:
+        library = tokenizers.Tokenizer(model)
+        library.add_special_tokens(["<mask>", "</s>"])
+        library.save(str(tmp_path / "tokenizer.json"))
+        whole = make_tokenizer(str(tmp_path))
+        assert tokenizer_sizes(str(tmp_path)) == (whole.vocabulary, whole.mask_id)
+    whole = make_tokenizer(str(PYTHON))
+    assert tokenizer_sizes(str(PYTHON)) == (whole.vocabulary, whole.mask_id)
+
+
+PIECES = [*"ab1.,;(_", "ab", " a", "\n", "\na", " ", "  ", "\r", "\t", "\u00e9", "\U0001f600"]
+TEXTS = st.lists(st.sampled_from(PIECES), min_size=300, max_size=1500).map("".join)
+
+
+def metaspace() -> object:
+    """A tokenizer that puts a blank before every text, as SentencePiece does."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = [(letter, -1.0) for letter in "\u2581ab1.,;(_\n\r\t\u00e9\U0001f600"]
+    words = [("\u2581a", -1.5), ("ab", -1.5), ("\na", -1.2)]
+    library = tokenizers.Tokenizer(tokenizers.models.Unigram([*letters, *words], unk_id=0))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always")
+    return library
+
+
+@settings(max_examples=60)
+@given(TEXTS, st.integers(40, 200), st.booleans())
+def test_pieces_have_the_ids_of_the_whole(text: str, piece: int, spaced: bool) -> None:
+    """Catches a border inside a run of blanks, a word, or where a piece would gain a blank."""
+    pytest.importorskip("tokenizers")
+    whole = load_file(PYTHON)
+    if spaced:
+        whole = replace(whole, library=metaspace())
+    (wanted,) = whole.encode_batch([text])
+    first, again, last = replace(whole, piece=piece).encode_batch(["a b", text, ""])
+    assert again.tolist() == wanted.tolist()
+    assert [ids.tolist() for ids in (first, last)] == [
+        ids.tolist() for ids in whole.encode_batch(["a b", ""])
+    ]
+
+
+def test_a_large_text_is_cut() -> None:
+    """Catches a file of which the library makes 120 times its size."""
+    pytest.importorskip("tokenizers")
+    whole = load_file(PYTHON)
+    given_at_once: list[int] = []
+
+    class Counting:
+        def encode_batch_fast(self, texts: list[str], **options: bool) -> list[object]:
+            given_at_once.append(sum(map(len, texts)))
+            return whole.library.encode_batch_fast(texts, **options)
+
+    lines = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(4000))
+    for text in (lines, lines.replace("\n", " ")):
+        given_at_once.clear()
+        counted = replace(whole, library=Counting(), piece=5000)
+        assert counted.encode_batch([text])[0].tolist() == whole.encode_batch([text])[0].tolist()
+        assert max(given_at_once) <= 5000
+        assert len(given_at_once) > 20
+
+
+def test_memory_that_runs_out_is_told_of_a_file(tmp_path: Path) -> None:
+    """Catches a MemoryError that does not say which of ten thousand files it was."""
+
+    class Full:
+        name, fingerprint, vocabulary, end_id, mask_id = "full", "full", 9, None, None
+
+        def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+            raise MemoryError
+
+    (tmp_path / "a.txt").write_text("some text")
+    source = Source(kind="text", paths=(str(tmp_path / "a.txt"),))
+    with pytest.raises(DataError, match=r"a\.txt: got more than the memory holds"):
+        open_corpus(source, Full(), cache=tmp_path / "cache")

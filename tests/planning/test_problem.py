@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
-from headrace.errors import SpecError
+from headrace.costs.library import roofline
+from headrace.errors import InfeasiblePlan, SpecError
 from headrace.planning import Problem, plan
-from headrace.spec import LayerPlan, Lengths
+from headrace.spec import Architecture, LayerPlan, Lengths
 from headrace.units import GIB
 
 
@@ -144,3 +146,21 @@ def test_which_layers_a_micro_batch_may_have() -> None:
     assert not free.allows(2, LayerPlan.parse("3*metp"))
     assert not free.allows(3, LayerPlan.parse("4*metp"))
     assert free.allows(2, LayerPlan.parse("4*metp/megatron_cz")), "by its other name"
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_devices_that_would_do_are_named(devices: int) -> None:
+    """Catches ``a smaller model`` said to someone who has more devices, and a number far off."""
+    model = Architecture.preset("llama-8b")
+
+    def planned(count: int) -> None:
+        costs = roofline(model, "h100", devices=count, dtype="float32")
+        plan(Problem(costs=costs, devices=count), Lengths.of([4096]))
+
+    with pytest.raises(InfeasiblePlan) as caught:
+        planned(devices)
+    found = re.search(r"about ([0-9,]+) devices, or a smaller model", str(caught.value))
+    assert found, str(caught.value)
+    named = int(found[1].replace(",", ""))
+    assert named > devices
+    planned(2 * named)

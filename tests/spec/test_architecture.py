@@ -137,3 +137,13 @@ def test_it_prints_its_shape() -> None:
     assert str(SMALL) == "llama 3x32, 4/2 heads, ffn 48, vocabulary 61, tied"
     untied = Architecture.from_json(SMALL.to_json() | {"tied": False})
     assert str(untied) == "llama 3x32, 4/2 heads, ffn 48, vocabulary 61"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("vocabulary", 2**31), ("hidden", 2**62), ("layers", 2**17), ("ffn", 64.0), ("heads", "4")],
+)
+def test_dimensions_fit_a_machine(name: str, value: object) -> None:
+    """Catches token ids that wrap around, and a count of weights that never ends."""
+    with pytest.raises(SpecError, match=f"model.{name}"):
+        Architecture.preset("llama-tiny", **{name: value})

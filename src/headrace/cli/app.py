@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, Token
 from rich.console import Console
 
-__all__ = ["Changes", "Json", "app", "errors"]
+from headrace.errors import shortened
+
+__all__ = ["Changes", "Json", "Whole", "app", "errors"]
 
 errors = Console(stderr=True, highlight=False)
 
@@ -29,4 +32,15 @@ Changes = Annotated[
         consume_multiple=False,
     ),
 ]
+
+
+def _whole(type_: object, tokens: Sequence[Token]) -> int:
+    """A whole number; cyclopts itself would make 1 of 1.5."""
+    (token,) = tokens
+    if len(token.value) > 30 or not token.value.strip().removeprefix("-").isdecimal():
+        raise ValueError(f"got {shortened(token.value)}, wanted a whole number")
+    return int(token.value)
+
+
+Whole = Annotated[int, Parameter(converter=_whole)]
 Json = Annotated[bool, Parameter(help="Write JSON to stdout.", negative="")]

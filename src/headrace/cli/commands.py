@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from headrace.cli.app import Changes, Json, app
+from headrace.cli.app import Changes, Json, Whole, app
 from headrace.cli.flags import (
     PlanFlags,
     ProfileFlags,
@@ -30,8 +30,8 @@ _REHEARSE, _VERIFY = RehearseFlags(), VerifyFlags()
 def train(
     config: Path,
     *,
-    ranks: int | None = None,
-    steps: int | None = None,
+    ranks: Whole | None = None,
+    steps: Whole | None = None,
     out: Path | None = None,
     resume: Switch = False,
     changes: Changes = [],  # noqa: B006

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from headrace.cli.app import Changes, Json
+from headrace.cli.app import Changes, Json, Whole
 
 __all__ = [
     "PlanFlags",
@@ -63,16 +63,16 @@ class PlanFlags:
         Seed of the drawn lengths, and of planners that draw.
     """
 
-    batches: int = 1
-    ranks: int | None = None
+    batches: Whole = 1
+    ranks: Whole | None = None
     lengths: str | None = None
     costs: Path | None = None
     hardware: str | None = None
-    devices: int | None = None
+    devices: Whole | None = None
     planner: str | None = None
     semantics: str | None = None
     picture: Path | None = None
-    seed: int = 0
+    seed: Whole = 0
     json: Json = False
     changes: Changes = field(default_factory=list)
 
@@ -103,14 +103,14 @@ class SimulateFlags:
         Seed of the drawn lengths.
     """
 
-    batches: int = 1
-    ranks: int | None = None
+    batches: Whole = 1
+    ranks: Whole | None = None
     lengths: str | None = None
     costs: Path | None = None
     hardware: str | None = None
     trace: Path | None = None
     programs: Switch = False
-    seed: int = 0
+    seed: Whole = 0
     json: Json = False
     changes: Changes = field(default_factory=list)
 
@@ -131,7 +131,7 @@ class ProfileFlags:
         them with the quadratics on lengths held out (needs scikit-learn).
     """
 
-    ranks: int | None = None
+    ranks: Whole | None = None
     fresh: Switch = False
     hybrid: Switch = False
     json: Json = False
@@ -164,9 +164,9 @@ class RehearseFlags:
         Write the cost model to a file that plan and simulate read.
     """
 
-    ranks: int | None = None
-    rank: int = 0
-    sizes: tuple[int, ...] = ()
+    ranks: Whole | None = None
+    rank: Whole = 0
+    sizes: tuple[Whole, ...] = ()
     length: str | None = None
     hardware: str | None = None
     dtype: str | None = None
@@ -195,8 +195,8 @@ class VerifyFlags:
         Methods to verify one by one, "all" for each; a mix of all is always verified.
     """
 
-    ranks: Annotated[tuple[int, ...], Several] = (1, 2, 3, 4)
-    steps: int = 3
-    seed: int = 0
+    ranks: Annotated[tuple[Whole, ...], Several] = (1, 2, 3, 4)
+    steps: Whole = 3
+    seed: Whole = 0
     tolerance: float = 1e-10
     methods: Annotated[tuple[str, ...], Several] = ()

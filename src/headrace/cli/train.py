@@ -10,6 +10,7 @@ from headrace.comm.launch import World
 from headrace.comm.watcher import STOPPED
 from headrace.config import Config
 from headrace.runtime import checkpoint
+from headrace.runtime.trackers import require_trackers
 from headrace.training.rank import launch, open_rank
 from headrace.training.run_folder import TrainingRun, choose_folder
 from headrace.training.train import train_rank
@@ -21,6 +22,7 @@ def train(config: Config, *, out: Path | None, resume: bool, again: str) -> int:
     """Train; prints the path of the report (or of the run's folder) to stdout. ``again`` is the
     command that goes on with it."""
     folder = choose_folder(config, out, resume=resume)
+    require_trackers(tensorboard=config.report.tensorboard, wandb=config.report.wandb)
     ranks_here: list[int] = []
 
     def main(world: World) -> int:

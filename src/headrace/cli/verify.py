@@ -76,6 +76,7 @@ _Errors = dict[str, dict[str, float]]
 
 _MIXED = "mixed"
 _STRATEGIES = "strategies"
+_MOST_RANKS = 256  # all of them on this machine
 _LONG = 600  # long enough to be folded over four ranks
 
 
@@ -86,8 +87,11 @@ def verify(what: str, path: Path | None, flags: VerifyFlags) -> int:
     if path is not None:
         raise ConfigError("verify native", got=f"a path {path}", wanted="none")
     ranks, steps, methods = flags.ranks, flags.steps, flags.methods
-    if steps < 1 or not ranks or min(ranks) < 1:
-        raise ConfigError("verify", got=f"ranks {list(ranks)}, steps {steps}", wanted=">= 1 each")
+    if steps < 1 or not ranks or min(ranks) < 1 or max(ranks) > _MOST_RANKS:
+        got = f"ranks {list(ranks)}, steps {steps}"
+        raise ConfigError("verify", got=got, wanted=f">= 1 each, at most {_MOST_RANKS} ranks")
+    if flags.seed < 0:
+        raise ConfigError("--seed", got=flags.seed, wanted=">= 0")
     names = tuple(FACTS) if "all" in methods else tuple(facts_of(name).name for name in methods)
     names = (*names, _MIXED, _STRATEGIES)
     cases = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from headrace.errors import ConfigError, did_you_mean
+from headrace.errors import ConfigError, did_you_mean, shortened
 
 __all__ = ["apply_overrides", "read_config"]
 
@@ -26,7 +27,7 @@ def read_config(model: type[Model], path: Path, overrides: Sequence[str] = ()) -
         value = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config {path}", got=error.strerror or "an error", wanted="a TOML file")
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # bad TOML or UTF-8, long numbers, deep nesting
         raise ConfigError(f"config {path}", got=f"no TOML ({error})")
     apply_overrides(value, overrides)
     _resolve_paths(value, path.resolve().parent)
@@ -42,25 +43,28 @@ def apply_overrides(value: dict[str, Any], overrides: Sequence[str]) -> None:
     key away, so that its default holds."""
     for override in overrides:
         key, equals, text = override.partition("=")
+        what = f"--set {shortened(override)}"
         parts = key.strip().split(".")
         if not equals or not all(parts):
-            raise ConfigError(f"--set {override}", wanted="SECTION.KEY=VALUE")
+            raise ConfigError(what, wanted="SECTION.KEY=VALUE")
         section = value
         for part in parts[:-1]:
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
-                raise ConfigError(f"--set {override}", got=f"{part} is no section")
+                raise ConfigError(what, got=f"{part} is no section")
         if text.strip():
-            section[parts[-1]] = _read_value(text.strip())
+            section[parts[-1]] = _read_value(text.strip(), what)
         else:
             section.pop(parts[-1], None)
 
 
-def _read_value(text: str) -> Any:
+def _read_value(text: str, what: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    except (ValueError, RecursionError) as error:  # a number too long, nesting too deep
+        raise ConfigError(what, got=error, wanted="a value")
 
 
 def _resolve_paths(value: dict[str, Any], folder: Path) -> None:
@@ -71,14 +75,15 @@ def _resolve_paths(value: dict[str, Any], folder: Path) -> None:
     if isinstance(paths, list):
         data["paths"] = [_resolved(p, folder) if isinstance(p, str) else p for p in paths]
     tokenizer = data.get("tokenizer")
-    if isinstance(tokenizer, str) and (folder / tokenizer).exists():
+    if isinstance(tokenizer, str) and os.path.exists(folder / tokenizer):
         data["tokenizer"] = str(folder / tokenizer)
 
 
 def _resolved(path: str, folder: Path) -> str:
     if path.startswith(("python:", "package:")):
         return path
-    return str(folder / Path(path).expanduser())
+    expanded = os.path.expanduser(path)
+    return path if expanded.startswith("~") else str(folder / expanded)
 
 
 def _problems(model: type[BaseModel], errors: list[dict[str, Any]]) -> list[str]:
@@ -95,8 +100,8 @@ def _problem(model: type[BaseModel], error: dict[str, Any]) -> str:
         return f"{at}: unknown key" + (f"; {hint}" if hint else "")
     if error["type"] == "missing":
         return f"{at}: missing"
-    text = str(error["msg"]).removeprefix("Value error, ")
-    shown = "" if isinstance(error["input"], dict) else f" (got {error['input']!r})"
+    text = shortened(str(error["msg"]).removeprefix("Value error, "), 300)
+    shown = "" if isinstance(error["input"], dict) else f" (got {shortened(repr(error['input']))})"
     said = f"{text[:1].lower()}{text[1:]}{shown}"
     return f"{at}: {said}" if at else said
 

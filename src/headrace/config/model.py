@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,7 @@ from pydantic import (
 
 from headrace.config.load import read_config
 from headrace.config.planner import PlannerConfig
-from headrace.config.section import Count, Natural, Positive, Section, number
+from headrace.config.section import Count, Natural, Place, Positive, Section, number
 from headrace.errors import SpecError
 from headrace.spec.architecture import PRESETS, Architecture
 from headrace.spec.hardware import Hardware
@@ -40,7 +41,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run; its folder is ``OUT/NAME-DATE-TIME`` unless ``--out`` says otherwise."""
 
-    out: str = "runs"
+    out: Place = "runs"
     """Folder of all runs."""
 
     seed: Natural = 0
@@ -61,7 +62,7 @@ class DataConfig(Section):
     """Kind of files: one document per file (text), per line (jsonl), per row (parquet), token ids
     of Megatron or nanoGPT (memmap), or records of FASTA."""
 
-    paths: Annotated[tuple[str, ...], Field(min_length=1)]
+    paths: Annotated[tuple[Place, ...], Field(min_length=1)]
     """Folders, files and globs; relative to the configuration file. ``python:stdlib`` is the
     standard library's sources, ``package:NAME`` those of an installed package."""
 
@@ -77,14 +78,16 @@ class DataConfig(Section):
     dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of the ids in a token memmap without index."""
 
-    tokenizer: str = "bytes"
-    """``bytes``, ``kmer:K``, a ``tokenizer.json``, or a local Hugging Face folder or name."""
+    tokenizer: Place = "bytes"
+    """``bytes``, ``kmer:K``, a ``tokenizer.json``, a local Hugging Face folder or name, or
+    ``ids:VOCABULARY[:END]`` for data that is ids already, END being the id that ends a document."""
 
     context: Count = 8192
     """Longest sequence in tokens; a number, or a text (``"32Ki"`` is 32,768)."""
 
     too_long: Literal["truncate", "split", "refuse"] = "split"
-    """What to do with longer documents: cut them off, cut them in pieces, or stop."""
+    """What to do with longer documents: cut them off, cut them in pieces that overlap by one token
+    (so that each is predicted), or stop."""
 
     batch_tokens: Count | None = None
     """Token budget of one optimizer step (``"256Ki"``)."""
@@ -101,11 +104,21 @@ class DataConfig(Section):
     curriculum_steps: Natural = 0
     """Batches until all lengths are allowed."""
 
-    cache: str = "~/.cache/headrace"
-    """Folder of token and profile caches."""
+    cache: Place | None = None
+    """Folder of token and profile caches; ``headrace`` in ``XDG_CACHE_HOME``, or in ``~/.cache``
+    where that is not set, when left out."""
 
     read_ahead: Positive = 2
     """Batches prepared while one trains."""
+
+    @property
+    def cache_folder(self) -> Path:
+        """``cache``, or the folder that stands for it."""
+        if self.cache is not None:
+            return Path(self.cache).expanduser()
+        named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        # A relative one counts as not set, says its specification.
+        return (named if named.is_absolute() else Path.home() / ".cache") / "headrace"
 
     @model_validator(mode="after")
     def _one_budget(self) -> DataConfig:
@@ -240,13 +253,13 @@ class OptimizerConfig(Section):
 class DevicesConfig(Section):
     """The ranks and what each may use."""
 
-    ranks: Positive = 2
+    ranks: Annotated[int, Field(ge=1, le=65_536)] = 2
     """Processes to start on this machine (under torchrun: its own number)."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of each rank; ``auto`` takes CUDA when every rank can have one."""
 
-    threads: Natural = 0
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of each rank on a CPU; 0 shares the cores evenly."""
 
     memory: str = "auto"
@@ -260,7 +273,7 @@ class DevicesConfig(Section):
     """Of the weights and activations that ranks work with. Stored weights, optimizer state and
     sums of gradients are float32 with ``bfloat16``, and of the same type otherwise."""
 
-    timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    timeout_s: Annotated[float, Field(ge=1, le=1e6)] = 1800.0
     """Seconds that a collective may wait."""
 
     hang_s: Annotated[float, Field(gt=0)] = 30.0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from headrace.errors import HeadraceError
 from headrace.units import parse_count
 
-__all__ = ["Count", "Natural", "Positive", "Section", "number"]
+__all__ = ["Count", "Natural", "Place", "Positive", "Section", "number"]
+
+_MOST = 2**63 - 1  # what arrays and files hold
 
 
 def number(parse: Callable[[str], object]) -> Callable[[Any], Any]:
@@ -25,13 +28,29 @@ def number(parse: Callable[[str], object]) -> Callable[[Any], Any]:
     return read
 
 
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Count = Annotated[int, BeforeValidator(number(parse_count)), Field(ge=1)]
+def _place(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("wanted a path without null characters")
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("wanted the home folder of a user who is known") from None
+    return text
+
+
+Positive = Annotated[int, Field(ge=1, le=_MOST)]
+Natural = Annotated[int, Field(ge=0, le=_MOST)]
+Count = Annotated[int, BeforeValidator(number(parse_count)), Field(ge=1, le=_MOST)]
 """A number, or a text such as ``"32Ki"``."""
+
+Place = Annotated[str, AfterValidator(_place)]
+"""A path, or what stands for one."""
 
 
 class Section(BaseModel):
-    """A table of the file: no unknown keys, and a docstring after each known one."""
+    """A table of the file: no unknown keys, no inf and NaN, which checkpoints cannot hold, and a
+    docstring after each known key."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )

@@ -16,6 +16,7 @@ from typing import Any
 from headrace.costs.fingerprint import fingerprint_difference
 from headrace.costs.option import ExchangeCost, OptionCost
 from headrace.costs.quadratic import Linear
+from headrace.costs.saving import save_whole
 from headrace.errors import CostError, HeadraceError
 from headrace.spec.architecture import stored_shape
 from headrace.spec.cluster import Cluster
@@ -307,11 +308,9 @@ class CostModel:
         return costs
 
     def save(self, path: Path) -> None:
-        """Write the JSON form to ``path``. Raises CostError when it cannot be written."""
-        try:
-            path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-        except OSError as error:
-            raise CostError(f"profile {path}", got=error.strerror, wanted="a writable file")
+        """Write the JSON form to ``path``: whole, or not at all. Raises CostError when it cannot
+        be written."""
+        save_whole(path, json.dumps(self.to_json(), indent=1) + "\n", "profile")
 
     @classmethod
     def load(cls, path: Path, *, fingerprint: str | None = None) -> CostModel:

@@ -1,17 +1,21 @@
 """Tokens on disk, so that a corpus is tokenized once.
 
 A folder per key: ``documents.npy [documents, 3]`` (array, first token, tokens), ``tokens.bin``
-unless the tokens lie elsewhere already, and ``meta.json``. It is written aside and renamed, under
-a lock, so that several processes that open the same corpus build it once.
+with the checksums of its blocks in ``blocks.npy``, unless the tokens lie elsewhere already, and
+``meta.json`` with the checksums of all but the tokens. It is written aside and renamed, under a
+lock, so that several processes that open the same corpus build it once. Tables are checked when
+the folder is opened, tokens when they are first read.
 """
 
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,11 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data.corpus import Skipped
+from headrace.data.token_reading import BLOCK_BYTES, TokenFile
 from headrace.errors import DataError
 
 __all__ = ["Damaged", "Stored", "build", "locked", "read", "write_table"]
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Damaged(Exception):
@@ -38,7 +43,7 @@ class Stored:
     """What a cache folder holds; ``tokens`` is None when they lie elsewhere."""
 
     fingerprint: str
-    tokens: NDArray[Any] | None
+    tokens: TokenFile | None
     table: NDArray[np.int64]
     lengths: NDArray[np.int64]
     skipped: tuple[Skipped, ...]
@@ -46,36 +51,56 @@ class Stored:
 
 
 def read(folder: Path) -> Stored | None:
-    """What a folder holds, None when there is no such folder; raises Damaged."""
+    """What a folder holds, None when there is none of this version; raises Damaged."""
     if not folder.is_dir():
         return None
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = json.loads((folder / "meta.json").read_bytes())
         if meta["format"] != FORMAT:
-            raise Damaged("of another version")
-        table = np.lib.format.open_memmap(folder / "documents.npy", mode="r")  # takes no pickle
-        if table.shape != (meta["documents"], 3) or table.dtype != np.int64:
-            raise Damaged("documents.npy is of another shape")
+            return None
+        _check("meta.json", _meta_sum(meta), meta["crc32"])
+        table = _array(folder, "documents.npy", meta)
         lengths = np.ascontiguousarray(table[:, 2])
-        if int(lengths.sum()) != meta["tokens"]:
-            raise Damaged("the lengths do not add up")
         return Stored(
-            fingerprint=str(meta["fingerprint"]),
-            tokens=_tokens(folder / "tokens.bin", meta) if meta["dtype"] else None,
+            fingerprint=meta["fingerprint"],
+            tokens=_tokens(folder, meta) if meta["dtype"] else None,
             table=table,
             lengths=lengths,
             skipped=tuple(Skipped(**item) for item in meta["skipped"]),
             notes=tuple(meta["notes"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
         raise Damaged(f"{type(error).__name__}: {error}")
 
 
-def _tokens(path: Path, meta: dict[str, Any]) -> NDArray[Any]:
-    dtype = np.dtype(str(meta["dtype"]))
-    if path.stat().st_size != meta["tokens"] * dtype.itemsize:
+def _array(folder: Path, name: str, meta: dict[str, Any]) -> NDArray[Any]:
+    """A whole array, checked before it is parsed."""
+    raw = (folder / name).read_bytes()
+    _check(name, zlib.crc32(raw), meta["sums"][name])
+    return np.load(io.BytesIO(raw), allow_pickle=False)
+
+
+def _check(name: str, found: int, wanted: int) -> None:
+    if found != wanted:
+        raise Damaged(f"{name}: its checksum differs")
+
+
+def _meta_sum(meta: dict[str, Any]) -> int:
+    """What json reads it writes again in the same text, so the text need not be kept."""
+    return zlib.crc32(json.dumps({k: v for k, v in meta.items() if k != "crc32"}).encode())
+
+
+def _tokens(folder: Path, meta: dict[str, Any]) -> TokenFile:
+    dtype = np.dtype(meta["dtype"])
+    stream = open(folder / "tokens.bin", "rb", buffering=0)  # noqa: SIM115 (held while tokens are)
+    size, sums = os.fstat(stream.fileno()).st_size, _array(folder, "blocks.npy", meta)
+    if size != meta["tokens"] * dtype.itemsize or len(sums) != -(-size // BLOCK_BYTES):
+        stream.close()
         raise Damaged("tokens.bin is of another size")
-    return np.memmap(path, dtype=dtype, mode="r")
+    return TokenFile(
+        path=folder / "tokens.bin", dtype=dtype, tokens=meta["tokens"], stream=stream, sums=sums,
+        mark=folder / "meta.json",
+    )  # fmt: skip
 
 
 def write_table(
@@ -83,27 +108,41 @@ def write_table(
     table: NDArray[np.int64],
     *,
     fingerprint: str,
-    dtype: str | None,
+    blocks: NDArray[np.uint32] | None = None,
+    dtype: str | None = None,
     skipped: tuple[Skipped, ...],
     notes: tuple[str, ...],
 ) -> None:
-    """Write ``documents.npy`` and ``meta.json``; the tokens are there when ``dtype`` is given."""
-    with open(folder / "documents.npy", "wb") as stream:
-        np.save(stream, table, allow_pickle=False)
-        os.fsync(stream.fileno())
+    """Write ``documents.npy`` and ``meta.json``; the tokens are there when their ``dtype`` and the
+    checksums of their ``blocks`` are given."""
+    arrays: dict[str, NDArray[Any]] = {"documents.npy": table}
+    if blocks is not None:
+        arrays["blocks.npy"] = blocks
+    sums = {name: _write_array(folder / name, array) for name, array in arrays.items()}
     meta = {
         "format": FORMAT,
         "fingerprint": fingerprint,
         "documents": len(table),
         "tokens": int(table[:, 2].sum()),
         "dtype": dtype,
+        "sums": sums,
         "skipped": [item.to_json() for item in skipped],
         "notes": list(notes),
     }
     with open(folder / "meta.json", "w", encoding="utf-8") as stream:
-        json.dump(meta, stream, indent=1)
+        json.dump({"crc32": _meta_sum(meta), **meta}, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _write_array(path: Path, array: NDArray[Any]) -> int:
+    """Write an array; its file's checksum."""
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    with open(path, "wb") as stream:
+        stream.write(buffer.getbuffer())
+        os.fsync(stream.fileno())
+    return zlib.crc32(buffer.getbuffer())
 
 
 def build(folder: Path, fill: Callable[[Path], None]) -> None:

@@ -10,9 +10,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.data.token_reading import Tokens
 from headrace.errors import DataError
 
 __all__ = ["Corpus", "Skipped", "StoredCorpus", "corpus_of"]
+
+FOREIGN_IDS = (
+    "data.tokenizer is that of these ids, or 'ids:VOCABULARY' with all of them below VOCABULARY; "
+    "data.dtype is that of a file without index"
+)
+"""What to look at where ids are too large."""
 
 FINGERPRINT_TOKENS = 1 << 15
 """Tokens at either end of a file of ready tokens that count for its fingerprint."""
@@ -78,7 +85,7 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredCorpus:
-    """A corpus over flat arrays of ids, in memory or mapped from disk.
+    """A corpus over flat arrays of ids, in memory or in files.
 
     ``table [documents, 3]`` holds the array, the first token and the tokens of each document.
     """
@@ -86,7 +93,7 @@ class StoredCorpus:
     name: str
     fingerprint: str
     vocabulary: int
-    arrays: tuple[NDArray[Any], ...]
+    arrays: tuple[Tokens, ...]
     table: NDArray[np.int64]
     lengths: NDArray[np.int64]
     skipped: tuple[Skipped, ...] = ()
@@ -102,27 +109,26 @@ class StoredCorpus:
         tokenizer than the one named.
         """
         array, first, count = (int(number) for number in self.table[index])
-        stored = self.arrays[array][first : first + count][start:stop]
+        part = range(first, first + count)[start:stop]
+        stored = self.arrays[array][part.start : part.stop]
         if len(stored) and (int(stored.min()) < 0 or int(stored.max()) >= self.vocabulary):
             raise DataError(
                 f"document {index} of {self.name}",
                 got=f"a token id {int(stored.max())}",
                 wanted=f"ids from 0 to {self.vocabulary - 1}",
-                hint="the tokens were made by another tokenizer, or are stored in another dtype",
+                hint=FOREIGN_IDS,
             )
         return stored.astype(np.int32)
 
 
-def fingerprint_of(
-    arrays: Sequence[NDArray[Any]], table: NDArray[np.int64], vocabulary: int
-) -> str:
+def fingerprint_of(arrays: Sequence[Tokens], table: NDArray[np.int64], vocabulary: int) -> str:
     """Sha256 over the vocabulary, the table of documents and both ends of each array."""
     digest = hashlib.sha256(f"headrace corpus 1 {vocabulary}".encode())
     digest.update(np.ascontiguousarray(table).data)
     for array in arrays:
         digest.update(f"{array.dtype.name} {len(array)}".encode())
-        digest.update(np.ascontiguousarray(array[:FINGERPRINT_TOKENS]).data)
-        digest.update(np.ascontiguousarray(array[-FINGERPRINT_TOKENS:]).data)
+        for part in (slice(FINGERPRINT_TOKENS), slice(-FINGERPRINT_TOKENS, None)):
+            digest.update(np.ascontiguousarray(array[part]).data)
     return digest.hexdigest()
 
 

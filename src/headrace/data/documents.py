@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.corpus import Skipped
+from headrace.data.corpus import FOREIGN_IDS, Skipped
 from headrace.errors import DataError
 
-__all__ = ["Document", "Skips", "check_ids", "usable"]
+__all__ = ["Document", "Skips", "check_ids", "no_memory", "usable"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +80,14 @@ def _encodes(text: str) -> bool:
     return True
 
 
+def no_memory(label: str) -> DataError:
+    """The error for a file or document that is too large to be held."""
+    return DataError(
+        label, got="more than the memory holds", wanted="documents that fit into it",
+        hint="cut the file into several, or its lines into documents (data.kind = 'jsonl')",
+    )  # fmt: skip
+
+
 def check_ids(ids: NDArray[Any], *, label: str, vocabulary: int) -> None:
     """Raises DataError when an id is outside the vocabulary."""
     if ids.min() < 0 or ids.max() >= vocabulary:
@@ -88,5 +96,5 @@ def check_ids(ids: NDArray[Any], *, label: str, vocabulary: int) -> None:
             label,
             got=f"token id {worst}",
             wanted=f"ids from 0 to {vocabulary - 1}",
-            hint="these tokens were made by another tokenizer than the one named",
+            hint=FOREIGN_IDS,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.data.text_borders import borders
 from headrace.errors import DataError, MissingExtra
 
-__all__ = ["HfTokenizer", "load_cached", "load_file"]
+__all__ = ["HfTokenizer", "load_cached", "load_file", "sizes_of_file"]
 
 END_TOKENS = ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
 """Special tokens known to end a document, looked for when nothing beside the file names one."""
@@ -36,12 +38,34 @@ class HfTokenizer:
     end_id: int | None
     mask_id: int | None
     library: Any
+    piece: int = 1 << 18
+    """Characters that the library is given at once of a longer text: it takes some 120 bytes for
+    each while it works."""
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int32]]:
         """Ids of each text, with the end id when there is one."""
-        end: list[int] = [] if self.end_id is None else [self.end_id]
+        end = np.array([] if self.end_id is None else [self.end_id], dtype=np.int32)
+        short = [text for text in texts if len(text) <= self.piece]
+        encoded = iter(self._ids(short) if short else [])
+        parts = [[next(encoded)] if len(t) <= self.piece else self._long(t) for t in texts]
+        return [np.concatenate([*of_text, end]) for of_text in parts]
+
+    def _ids(self, texts: list[str]) -> list[NDArray[np.int32]]:
         encoded = self.library.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(item.ids + end, dtype=np.int32) for item in encoded]
+        return [np.array(item.ids, dtype=np.int32) for item in encoded]
+
+    def _long(self, text: str) -> Iterator[NDArray[np.int32]]:
+        """The ids of a long text, piece by piece: the same as of the whole."""
+        at = 0
+        for border in borders(text, self.piece, self._parts):
+            yield self._ids([text[at:border]])[0]
+            at = border
+        yield self._ids([text[at:]])[0]
+
+    def _parts(self, left: str, right: str) -> bool:
+        """Whether two neighbours have the ids of both together."""
+        both, one, other = self._ids([left + right, left, right])
+        return np.array_equal(both, np.concatenate([one, other]))
 
 
 def _wrap(library: Any, *, name: str, end_token: str | None) -> HfTokenizer:
@@ -95,6 +119,22 @@ def load_file(path: Path) -> HfTokenizer:
         raise DataError("tokenizer", got=str(path), wanted="a tokenizer.json", hint=hint)
     named = _named_end(path.with_name("tokenizer_config.json"))
     return _wrap(library, name=str(path), end_token=named)
+
+
+def sizes_of_file(path: Path) -> tuple[int, int | None]:
+    """Vocabulary and mask id of a ``tokenizer.json``, as :func:`load_file` finds them, without the
+    library: enough for a model's shape. Raises DataError when the file cannot be read as one."""
+    try:
+        value = json.loads(path.read_bytes())
+        vocabulary = value["model"]["vocab"]
+        if isinstance(vocabulary, list):  # Unigram: pairs of text and score
+            vocabulary = {text: i for i, (text, _) in enumerate(vocabulary)}
+        ids = vocabulary | {item["content"]: item["id"] for item in value["added_tokens"]}
+        found = [int(ids[token]) for token in MASK_TOKENS if token in ids]
+        return max(int(i) for i in ids.values()) + 1, found[0] if found else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        hint = f"{type(error).__name__}: {error}"
+        raise DataError("tokenizer", got=str(path), wanted="a tokenizer.json", hint=hint)
 
 
 def load_cached(name: str, *, wanted: str) -> HfTokenizer:

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data.cache import write_table
-from headrace.data.documents import Document, Skips, check_ids
+from headrace.data.documents import Document, Skips, check_ids, no_memory
 from headrace.data.files import Found
 from headrace.data.readers import Reading, read_documents
 from headrace.data.source import Source
+from headrace.data.token_reading import BlockSums
 from headrace.data.tokens import Tokenizer
 from headrace.errors import DataError
 
@@ -49,7 +50,10 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def _encode(group: list[Document], tokenizer: Tokenizer) -> Encoded:
     """Label and ids of each document of a group, and the bytes read by its end."""
     texts = [item.content for item in group if isinstance(item.content, str)]
-    encoded = iter(tokenizer.encode_batch(texts) if texts else [])
+    try:
+        encoded = iter(tokenizer.encode_batch(texts) if texts else [])
+    except MemoryError:
+        raise no_memory(max(group, key=lambda item: len(item.content)).label)
     ids = []
     for item in group:
         if isinstance(item.content, str):
@@ -85,7 +89,7 @@ def index_documents(
     """
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
     digest = hashlib.sha256(f"headrace tokens 1 {tokenizer.vocabulary} {dtype.name}".encode())
-    skips = Skips()
+    skips, blocks = Skips(), BlockSums()
     lengths: list[int] = []
     skips.items.extend(found.skipped)
     total = sum(file.size for file in found.files)
@@ -97,6 +101,7 @@ def index_documents(
             lengths += [len(ids) for ids in full]
             packed = np.concatenate([np.empty(0, np.int32), *full]).astype(dtype)
             digest.update(packed.data)
+            blocks.update(packed.data)
             stream.write(packed.data)
             progress("tokenizing", done, total)
         stream.flush()
@@ -112,8 +117,9 @@ def index_documents(
     (folder / "records.fai").unlink(missing_ok=True)
     notes = tuple(found.notes)
     write_table(
-        folder, table, fingerprint=fingerprint, dtype=dtype.str, skipped=skipped, notes=notes
-    )
+        folder, table, fingerprint=fingerprint, blocks=blocks.array(), dtype=dtype.str,
+        skipped=skipped, notes=notes,
+    )  # fmt: skip
 
 
 def _nothing(source: Source, skipped: tuple[object, ...]) -> DataError:

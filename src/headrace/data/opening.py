@@ -1,4 +1,4 @@
-"""From a source to a corpus: find the files, tokenize them once, map the tokens."""
+"""From a source to a corpus: find the files, tokenize them once, read the tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from headrace.data.corpus import StoredCorpus, fingerprint_of
 from headrace.data.files import Found, FoundFile, find_files
 from headrace.data.indexing import Progress, index_documents
 from headrace.data.source import Source
-from headrace.data.token_files import flat_table, is_megatron, map_tokens, megatron_table
+from headrace.data.token_files import flat_table, is_megatron, megatron_table, token_file
+from headrace.data.token_reading import TokenFile
 from headrace.data.tokens import Tokenizer
 from headrace.errors import DataError
 
 __all__ = ["Progress", "open_corpus"]
+
+_HELD_OPEN = 256
+"""Systems let a process open about a thousand files."""
 
 
 def open_corpus(
@@ -48,7 +52,7 @@ def open_corpus(
     if stored.tokens is not None:
         arrays = (stored.tokens,)
     else:
-        arrays = tuple(map_tokens(file, source.dtype) for file in found.files)
+        arrays = _token_files(source, found)
     return StoredCorpus(
         name=source.name,
         fingerprint=stored.fingerprint,
@@ -63,6 +67,12 @@ def open_corpus(
 
 def _silent(what: str, done: int, total: int) -> None:
     """Progress that nobody watches."""
+
+
+def _token_files(source: Source, found: Found) -> tuple[TokenFile, ...]:
+    """The files of ready tokens; few are held open, so that they may be deleted."""
+    hold = len(found.files) <= _HELD_OPEN
+    return tuple(token_file(file, source.dtype, hold=hold) for file in found.files)
 
 
 def _key(source: Source, tokenizer: Tokenizer, found: Found) -> str:
@@ -99,7 +109,7 @@ def _fill_table(
 ) -> None:
     """Find the documents in files of ready tokens and write their table."""
     total, done = sum(file.size for file in found.files), 0
-    arrays = [map_tokens(file, source.dtype) for file in found.files]
+    arrays = _token_files(source, found)
     tables: list[NDArray[np.int64]] = []
     notes = list(found.notes)
     for number, (file, ids) in enumerate(zip(found.files, arrays, strict=True)):
@@ -112,7 +122,7 @@ def _fill_table(
                 end_id=end_id,
                 vocabulary=tokenizer.vocabulary,
                 label=str(file.path),
-                progress=partial(_scanned, tell, done, total, ids.itemsize),
+                progress=partial(_scanned, tell, done, total, ids.dtype.itemsize),
             )
             if len(table) == 1:
                 notes.append(f"{file.label} is one document: no end {end_id} inside")
@@ -125,7 +135,6 @@ def _fill_table(
         folder,
         merged,
         fingerprint=fingerprint_of(arrays, merged, tokenizer.vocabulary),
-        dtype=None,
         skipped=tuple(found.skipped),
         notes=tuple(notes),
     )

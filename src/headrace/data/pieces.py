@@ -31,8 +31,9 @@ def cut(lengths: NDArray[np.int64], *, context: int | None, too_long: TooLong) -
     """The samples of documents of these lengths.
 
     Documents longer than ``context`` tokens are truncated to it, or split into pieces of it and
-    a rest, in which case the first token of each later piece is predicted by nothing; ``refuse``
-    raises DataError for them. Unless documents are split, sample i is document i.
+    a rest; ``refuse`` raises DataError for them. Each later piece begins with the last token of the
+    one before: so every token but the document's first is predicted once, and no rest is a single
+    token. Unless documents are split, sample i is document i.
     """
     documents = np.arange(len(lengths), dtype=np.int64)
     starts = np.zeros_like(documents)
@@ -42,9 +43,10 @@ def cut(lengths: NDArray[np.int64], *, context: int | None, too_long: TooLong) -
         raise _refused(lengths, context)
     if too_long == "truncate":
         return Pieces(documents=documents, starts=starts, lengths=np.minimum(lengths, context))
-    counts = np.maximum(-(-lengths // context), 1)
+    stride = max(1, context - 1)
+    counts = np.maximum(-(-(lengths - 1) // stride), 1)
     first = np.repeat(np.cumsum(counts) - counts, counts)
-    starts = (np.arange(len(first)) - first) * context
+    starts = (np.arange(len(first)) - first) * stride
     documents = np.repeat(documents, counts)
     rest = np.minimum(lengths[documents] - starts, context)
     return Pieces(documents=documents, starts=starts, lengths=rest)

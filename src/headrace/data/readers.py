@@ -5,18 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from headrace.data.documents import Document, Skips, usable
+from headrace.data.documents import Document, Skips, no_memory, usable
 from headrace.data.files import FoundFile
 from headrace.data.source import Source
-from headrace.errors import MissingExtra
+from headrace.errors import DataError, MissingExtra
 
 __all__ = ["READERS", "Reading", "read_documents"]
+
+_LABELS = "labels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,19 @@ def _lines(file: FoundFile, reading: Reading) -> Iterator[Document]:
             elif (name := _field(row, reading.source)) is None:
                 reading.skips.add(label, f"has {_some(row)}, not {_wanted(reading.source)}")
             else:
+                _refuse_labels(row, name, label)
                 yield Document(label, row[name], raw.tell())
+
+
+def _refuse_labels(row: Mapping[str, Any], name: str, label: str) -> None:
+    """Raise DataError for ids with labels of their own: to predict every token instead would train
+    on what the labels leave out."""
+    ids, labels = row[name], row.get(_LABELS)
+    if isinstance(ids, list) and labels is not None and labels != ids:
+        raise DataError(
+            label, got="labels that differ from its ids", wanted="ids alone: all are predicted",
+            hint="take the field 'labels' away to train on every token of such rows",
+        )  # fmt: skip
 
 
 def _field(names: Any, source: Source) -> str | None:
@@ -92,10 +106,12 @@ def _rows(file: FoundFile, reading: Reading) -> Iterator[Document]:
                 reading.skips.add(file.label, f"has {names}, not {_wanted(reading.source)}")
                 return
             done, rows = 0, max(1, table.metadata.num_rows)
-            for batch in table.iter_batches(batch_size=256, columns=[name]):
-                for value in batch.column(0).to_pylist():
+            columns = {name, *table.schema_arrow.names} & {name, _LABELS}
+            for batch in table.iter_batches(batch_size=256, columns=sorted(columns)):
+                for row in batch.to_pylist():
                     label, done = f"{file.label}:{done}", done + 1
-                    yield Document(label, value, file.size * done // rows)
+                    _refuse_labels(row, name, label)
+                    yield Document(label, row[name], file.size * done // rows)
     except ArrowException as error:
         reading.skips.add(file.label, f"not a parquet file: {str(error).partition(chr(10))[0]}")
 
@@ -139,6 +155,8 @@ def read_documents(files: list[FoundFile], reading: Reading) -> Iterator[Documen
                 content = usable(document, reading.skips)
                 if content is not None:
                     yield Document(document.label, content, before + document.read_bytes)
+        except MemoryError:
+            raise no_memory(file.label)
         except UnicodeDecodeError:
             reading.skips.add(file.label, "not UTF-8")
         except (OSError, EOFError, zlib.error) as error:

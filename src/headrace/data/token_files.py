@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from headrace.data.documents import check_ids
 from headrace.data.files import FoundFile
+from headrace.data.token_reading import TokenFile, Tokens
 from headrace.errors import DataError
 
-__all__ = ["flat_table", "is_megatron", "map_tokens", "megatron_table"]
+__all__ = ["flat_table", "is_megatron", "megatron_table", "token_file"]
 
 IDX_MAGIC = b"MMIDIDX\x00\x00"
 IDX_HEADER = struct.Struct("<9sQBQQ")
@@ -37,28 +38,31 @@ def is_megatron(file: FoundFile) -> bool:
     return file.path.with_suffix(".idx").exists()
 
 
-def map_tokens(file: FoundFile, dtype: str) -> NDArray[Any]:
-    """The ids of a file, ``[tokens]``, mapped; ``dtype`` is that of a flat one.
+def token_file(file: FoundFile, dtype: str, *, hold: bool) -> TokenFile:
+    """The ids of a file, ``[tokens]``; ``dtype`` is that of a flat one, ``hold`` keeps it open.
 
     Raises DataError when the file cannot be read or its size is no number of ids.
     """
     try:
-        if not is_megatron(file):
-            return _map_flat(file, dtype)
-        stored = _read_header(file.path.with_suffix(".idx"))[0]
-        return np.memmap(file.path, dtype=stored, mode="r", shape=(file.size // stored.itemsize,))
+        stored, offset = _layout(file, dtype)
+        stream = open(file.path, "rb", buffering=0) if hold else None  # noqa: SIM115 (held while tokens are)
     except OSError as error:
         raise DataError(str(file.path), got=str(error), wanted="a file that can be read")
+    tokens = (file.size - offset) // stored.itemsize
+    return TokenFile(path=file.path, dtype=stored, tokens=tokens, offset=offset, stream=stream)
 
 
-def _map_flat(file: FoundFile, dtype: str) -> NDArray[Any]:
+def _layout(file: FoundFile, dtype: str) -> tuple[np.dtype[Any], int]:
+    """The type of the ids and the byte where they begin."""
+    if is_megatron(file):
+        return _read_header(file.path.with_suffix(".idx"))[0], 0
     offset = FLAT_HEADER_BYTES if _has_header(file.path) else 0
     item = np.dtype(dtype).newbyteorder("<")
     size = file.size - offset
     if size % item.itemsize or size <= 0:
         wanted = f"a number of {dtype} ids"
         raise DataError(str(file.path), got=f"{size} bytes of tokens", wanted=wanted)
-    return np.memmap(file.path, dtype=item, mode="r", offset=offset)
+    return item, offset
 
 
 def _has_header(path: Path) -> bool:
@@ -67,13 +71,13 @@ def _has_header(path: Path) -> bool:
     return len(head) == FLAT_HEADER_BYTES and struct.unpack("<2i", head[:8]) == (FLAT_MAGIC, 1)
 
 
-def _chunks(ids: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
+def _chunks(ids: Tokens) -> Iterator[tuple[int, NDArray[Any]]]:
     for start in range(0, len(ids), CHUNK_TOKENS):
         yield start, ids[start : start + CHUNK_TOKENS]
 
 
 def flat_table(
-    ids: NDArray[Any], *, end_id: int, vocabulary: int, label: str, progress: Callable[[int], None]
+    ids: Tokens, *, end_id: int, vocabulary: int, label: str, progress: Callable[[int], None]
 ) -> NDArray[np.int64]:
     """First token and tokens of each document of a flat file, ``[documents, 2]``.
 
@@ -97,14 +101,17 @@ def megatron_table(file: FoundFile) -> NDArray[np.int64]:
     """
     index = file.path.with_suffix(".idx")
     dtype, sizes, pointers, borders = _read_index(index)
-    if len(borders) < 2 or borders[0] or borders[-1] != len(sizes) or (np.diff(borders) < 0).any():
+    if (
+        len(borders) < 2 or borders[0] or borders[-1] != len(sizes)
+        or borders.min() < 0 or (borders[1:] < borders[:-1]).any()
+    ):  # fmt: skip
         raise _damaged(index, "borders of documents that do not fit the sequences")
-    ends = pointers + sizes * dtype.itemsize
     if (pointers % dtype.itemsize).any() or (sizes < 0).any() or (pointers < 0).any():
         raise _damaged(index, "a sequence that starts inside a token")
-    if len(ends) and ends.max() > file.size:
-        got = f"{file.size:,} bytes"
-        raise DataError(str(file.path), got=got, wanted=f"{ends.max():,} or more, says its .idx")
+    ends = pointers + sizes * dtype.itemsize
+    if len(ends) and max(pointers.max(), ends.max()) > file.size:  # a sum past 2^63 is negative
+        got, wanted = f"{file.size:,} bytes", f"{max(pointers.max(), ends.max()):,} or more"
+        raise DataError(str(file.path), got=got, wanted=f"{wanted}, says its .idx")
     inner = np.ones(len(sizes), dtype=bool)  # sequences that continue a document
     inner[borders[:-1][borders[:-1] < len(sizes)]] = False
     if (pointers[1:] != ends[:-1])[inner[1:]].any():

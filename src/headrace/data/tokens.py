@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -9,10 +10,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.hf_tokens import load_cached, load_file
+from headrace.data.hf_tokens import load_cached, load_file, sizes_of_file
 from headrace.errors import DataError
 
-__all__ = ["Bytes", "Kmers", "ReadyIds", "Tokenizer", "make_tokenizer"]
+__all__ = ["Bytes", "Kmers", "ReadyIds", "Tokenizer", "make_tokenizer", "tokenizer_sizes"]
 
 WANTED = (
     "'bytes', 'kmer:K', 'ids:VOCABULARY[:END]', a tokenizer.json, a folder that holds one, "
@@ -172,6 +173,24 @@ def _ready(spec: str) -> ReadyIds:
     )
 
 
+def _file(spec: str) -> Path | None:
+    """The tokenizer.json that a text names."""
+    path = Path(os.path.expanduser(spec))
+    if os.path.isdir(path):
+        path /= "tokenizer.json"
+    return path if os.path.isfile(path) else None
+
+
+def tokenizer_sizes(spec: str) -> tuple[int, int | None]:
+    """Vocabulary and mask id of the tokenizer that a text names, as of :func:`make_tokenizer`; that
+    of a file is read without the library that would run it."""
+    path = None if spec == "bytes" or spec.startswith(("kmer:", "ids:")) else _file(spec)
+    if path is not None:
+        return sizes_of_file(path)
+    tokenizer = make_tokenizer(spec)
+    return tokenizer.vocabulary, tokenizer.mask_id
+
+
 def make_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer a text names.
 
@@ -186,10 +205,8 @@ def make_tokenizer(spec: str) -> Tokenizer:
         return _kmers(spec)
     if spec.startswith("ids:"):
         return _ready(spec)
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        path /= "tokenizer.json"
-    if path.is_file():
+    path = _file(spec)
+    if path is not None:
         return load_file(path)
     if not spec or spec.startswith((".", "/", "~")) or spec.endswith(".json"):
         raise DataError("tokenizer", got=f"{spec!r}, no such file", wanted=WANTED)

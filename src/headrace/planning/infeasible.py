@@ -148,5 +148,8 @@ def _ways_out(
     if holds:
         ways.append(f"a context of at most {holds:,} tokens")
     else:
+        if room <= 0:  # what is stored, too, is shared by all devices
+            capacity = max(1, problem.model.capacity_bytes)
+            ways.append(f"about {math.ceil(problem.devices * needed / capacity):,} devices")
         ways.append(f"a smaller model: {bytes_text(fixed)} are needed before any sequence")
     return ways

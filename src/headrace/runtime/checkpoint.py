@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from headrace.errors import CheckpointError, SpecError
+from headrace.errors import CheckpointError, DamagedCheckpoint, SpecError
 from headrace.runtime.checkpoint_folders import (
     latest,
     part_of,
@@ -29,8 +29,14 @@ from headrace.runtime.checkpoint_folders import (
     step_of,
     whole_folders,
 )
-from headrace.runtime.shard_files import check_file, read_pieces, write_shards, write_text
-from headrace.runtime.shard_index import INDEX, Index, join_tables, table_of
+from headrace.runtime.shard_files import (
+    check_file,
+    check_header,
+    read_pieces,
+    write_shards,
+    write_text,
+)
+from headrace.runtime.shard_index import INDEX, Index, join_tables, require_json, table_of
 from headrace.runtime.shards import DTYPES, FileInfo, FilePiece, StoredShard
 
 __all__ = [
@@ -39,9 +45,11 @@ __all__ = [
     "latest",
     "load",
     "names",
+    "newest_first",
     "previous",
     "read_all",
     "read_whole",
+    "require_json",
     "save",
     "verify",
 ]
@@ -129,13 +137,13 @@ def load(path: Path, wanted: Sequence[StoredShard]) -> dict[str, Any]:
 
     Each rank calls it for itself: only files that hold its rows are opened, and these are checked
     whole against their checksums. Rows may come from several files. Raises CheckpointError when a
-    tensor is unknown or of another shape or type (nothing is converted), and when anything is
-    missing, damaged or malformed; in the last three cases the hint names the previous good
+    tensor is unknown or of another shape or type (nothing is converted), and DamagedCheckpoint
+    when anything is missing, damaged or malformed; the hint then names the previous good
     checkpoint. After an error the tensors hold no meaning.
     """
     path = Path(path)
     with _naming_another(path):
-        index = Index.read(path)
+        index = _index(path)
     _check_wanted(path, index, wanted)
     with _naming_another(path):
         jobs: dict[str, list[tuple[StoredShard, FilePiece]]] = defaultdict(list)
@@ -146,6 +154,16 @@ def load(path: Path, wanted: Sequence[StoredShard]) -> dict[str, Any]:
         for name, job in jobs.items():
             read_pieces(path / name, job)
     return dict(index.extra)
+
+
+def _index(path: Path) -> Index:
+    """The index of a checkpoint, which is that of the step after which its folder is named."""
+    index, step = Index.read(path), step_of(path)
+    if step not in (None, index.step):
+        raise CheckpointError(
+            f"checkpoint {path}", got=f"the index of step {index.step}", wanted=f"step {step}"
+        )
+    return index
 
 
 def _check_wanted(path: Path, index: Index, wanted: Sequence[StoredShard]) -> None:
@@ -170,7 +188,7 @@ def _naming_another(path: Path) -> Generator[None, None, None]:
         yield
     except CheckpointError as error:
         hints = [hint for hint in (error.hint, _another(path)) if hint]
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             error.what, got=error.got, wanted=error.wanted, hint="; ".join(hints)
         ) from None
 
@@ -198,7 +216,7 @@ def previous(path: Path) -> Path | None:
     whole = whole_folders(path.parent)
     for other in sorted((s for s in whole if s < step), reverse=True):
         try:
-            for file in Index.read(whole[other]).files:
+            for file in _index(whole[other]).files:
                 check_file(whole[other], file, checksum=False)
         except CheckpointError:
             continue
@@ -206,16 +224,29 @@ def previous(path: Path) -> Path | None:
     return None
 
 
+def newest_first(root: Path) -> list[Path]:
+    """All checkpoints in a folder, by the steps in their names. Raises CheckpointError when it
+    cannot be read."""
+    whole = whole_folders(Path(root))
+    return [whole[step] for step in sorted(whole, reverse=True)]
+
+
 def verify(path: Path) -> None:
-    """Check size and checksum of every file; raises CheckpointError naming the first bad one."""
-    with _naming_another(Path(path)):
-        _check_files(Path(path), Index.read(Path(path)).files)
+    """Check that every row of every tensor is there, and size, checksum and header of every file;
+    raises CheckpointError naming the first that is bad."""
+    path = Path(path)
+    with _naming_another(path):
+        index = _index(path)
+        index.check_whole(index.tensors)
+        _check_files(path, index.files)
+        for file in index.files:
+            check_header(path, file, index.tensors)
 
 
 def names(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Global shape and type of every tensor. Raises CheckpointError like :func:`load`."""
     with _naming_another(Path(path)):
-        tensors = Index.read(Path(path)).tensors
+        tensors = _index(Path(path)).tensors
     return {name: (info.shape, DTYPES[info.dtype]) for name, info in tensors.items()}
 
 
@@ -237,7 +268,7 @@ def read_all(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
 def _read(path: Path, choose: Callable[[Index], Iterable[str]]) -> dict[str, torch.Tensor]:
     with _naming_another(path):
-        index = Index.read(path)
+        index = _index(path)
     chosen = {name: index.info(name) for name in choose(index)}
     with _naming_another(path):
         index.check_whole(chosen)  # before memory is asked for what the index claims

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,22 +27,26 @@ class Journal:
     """Appends to the files of a run's folder; only the first rank holds one.
 
     ``first_step`` is the step the run goes on from: lines of that step and later, left by an
-    attempt that was killed after its last checkpoint, are dropped.
+    attempt that was killed after its last checkpoint, are dropped. Raises HeadraceError, as each
+    method but ``close``, when the folder does not take it.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, IO[str]] = {}
-        for name in _FILES:
-            path = folder / f"{name}.jsonl"
-            if path.exists():
-                _drop_from(path, first_step)
-            self._files[name] = path.open("a", encoding="utf-8")
+        with _said(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in _FILES:
+                path = folder / f"{name}.jsonl"
+                if path.exists():
+                    _drop_from(path, first_step)
+                self._files[name] = path.open("a", encoding="utf-8")
 
     def facts(self, facts: dict[str, Any]) -> None:
         """Write run.json."""
-        _write_aside(self.folder / "run.json", json.dumps(facts, indent=1) + "\n")
+        path = self.folder / "run.json"
+        with _said(path):
+            _write_aside(path, json.dumps(facts, indent=1) + "\n")
 
     def metrics(self, row: dict[str, Any]) -> None:
         """Append a step's metrics."""
@@ -55,19 +61,27 @@ class Journal:
         self._append("timelines", row)
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files. What a full disk did not take was told when it was written."""
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):
+                file.close()
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
-        try:
+        with _said(self.folder / f"{name}.jsonl"):
             self._files[name].write(json.dumps(row) + "\n")
             self._files[name].flush()
-        except OSError as error:
-            raise HeadraceError(
-                f"journal {self.folder / name}.jsonl", got=error.strerror or "an error",
-                hint="free some space and continue with --resume",
-            )  # fmt: skip
+
+
+@contextmanager
+def _said(path: Path) -> Iterator[None]:
+    """What the disk says, in our words."""
+    try:
+        yield
+    except OSError as error:
+        raise HeadraceError(
+            f"journal {path}", got=error.strerror or "an error",
+            hint="free some space and continue with --resume",
+        )  # fmt: skip
 
 
 def _drop_from(path: Path, first_step: int) -> None:

@@ -10,16 +10,25 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
-from headrace.runtime.shards import FileInfo, FilePiece, StoredShard
+from headrace.runtime.plain_files import require_plain
+from headrace.runtime.shards import FileInfo, FilePiece, Interval, StoredShard, TensorInfo
 
-__all__ = ["check_file", "fsync_folder", "read_pieces", "write_shards", "write_text"]
+__all__ = [
+    "check_file",
+    "check_header",
+    "fsync_folder",
+    "read_pieces",
+    "write_shards",
+    "write_text",
+]
 
 # Small enough that what was summed is still in the processor's cache when it is written.
 _CHUNK_BYTES = 2**20
@@ -84,11 +93,11 @@ def check_file(folder: Path, file: FileInfo, *, checksum: bool) -> None:
     ``checksum``) not what was written."""
     path = folder / file.file
     try:
-        size = path.stat().st_size
-        if size != file.bytes:
-            hint = "the file is truncated" if size < file.bytes else "the file is too long"
+        size = require_plain(path, most=file.bytes)
+        if size < file.bytes:
             raise CheckpointError(
-                str(path), got=f"{size} bytes", wanted=f"{file.bytes}", hint=hint
+                str(path), got=f"{size} bytes", wanted=f"{file.bytes}",
+                hint="the file is truncated",
             )  # fmt: skip
         if checksum and _crc32(path) != file.crc32:
             raise CheckpointError(f"{path}: checksum differs", hint="the file is damaged")
@@ -114,17 +123,35 @@ def read_pieces(path: Path, wanted: Sequence[tuple[StoredShard, FilePiece]]) -> 
     try:
         with safe_open(path, framework="pt") as file, torch.no_grad():
             for shard, piece in wanted:
-                interval, held = piece.interval, file.get_slice(piece.interval.key)
-                shape = [interval.rows, *shard.shape[1:]]
-                if (held.get_dtype(), held.get_shape()) != (shard.info.dtype, shape):
-                    got = f"{held.get_dtype()} {held.get_shape()}"
-                    what, want = f"{path}: {interval.key}", f"{shard.info.dtype} {shape}"
-                    raise CheckpointError(what, got=got, wanted=want)
+                interval, held = piece.interval, _held(path, file, piece.interval, shard.info)
                 rows = held[piece.first_row - interval.first_row : piece.stop - interval.first_row]
                 at = piece.first_row - shard.first_row
                 shard.tensor[at : at + len(rows)].copy_(rows)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(str(path), got=f"{error}", wanted="the tensors of the index")
+
+
+def check_header(folder: Path, file: FileInfo, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raise CheckpointError when a file does not hold the rows that the index says."""
+    path = folder / file.file
+    try:
+        with safe_open(path, framework="pt") as opened:
+            for interval in file.intervals:
+                _held(path, opened, interval, tensors[interval.name])
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(str(path), got=f"{error}", wanted="the tensors of the index")
+
+
+def _held(path: Path, file: Any, interval: Interval, info: TensorInfo) -> Any:
+    """The rows of an interval in an open file; raises CheckpointError when they are others."""
+    held = file.get_slice(interval.key)
+    shape = [interval.rows, *info.shape[1:]]
+    if (held.get_dtype(), held.get_shape()) != (info.dtype, shape):
+        got = f"{held.get_dtype()} {held.get_shape()}"
+        raise CheckpointError(
+            f"{path}: {interval.key}", got=got, wanted=f"{info.dtype} {shape}"
+        )  # fmt: skip
+    return held
 
 
 def fsync_folder(folder: Path) -> None:

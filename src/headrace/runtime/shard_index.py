@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import CheckpointError, did_you_mean
+from headrace.runtime.plain_files import require_plain
 from headrace.runtime.shards import DTYPES, FileInfo, FilePiece, Interval, StoredShard, TensorInfo
 
-__all__ = ["INDEX", "Index", "join_tables", "table_of"]
+__all__ = ["INDEX", "Index", "join_tables", "require_json", "table_of"]
 
 INDEX = "index.json"
 
 _FORMAT = 1
+_MOST_BYTES = 2**31  # of a table of some ten million rows
 _FILE = re.compile(r"rank[0-9]{5,9}\.safetensors")
 
 
@@ -89,11 +91,8 @@ class Index:
             "files": [_file_to_json(file) for file in self.files],
             "extra": self.extra,
         }
-        try:
-            json.dumps(self.extra, allow_nan=False)
-            body = json.loads(json.dumps(body))  # keys become text here, before the checksum
-        except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError("extra of a checkpoint", got=error, wanted="a JSON object")
+        require_json(self.extra)
+        body = json.loads(json.dumps(body))  # keys become text here, before the checksum
         return json.dumps({"crc32": _checksum(body), **body})
 
     @classmethod
@@ -101,7 +100,8 @@ class Index:
         """The index of a checkpoint; raises CheckpointError when it is missing or malformed."""
         path = folder / INDEX
         try:
-            return _from_json(json.loads(path.read_bytes()))
+            require_plain(path, most=_MOST_BYTES)
+            return _from_json(json.loads(path.read_bytes(), parse_constant=_no_number))
         except CheckpointError as error:
             raise CheckpointError(str(path), got=error.got, wanted=error.wanted)
         except (FileNotFoundError, NotADirectoryError):
@@ -110,6 +110,18 @@ class Index:
             raise CheckpointError(str(path), got=error.strerror, wanted="a readable file")
         except (ValueError, RecursionError) as error:
             raise CheckpointError(str(path), got=f"{error}", wanted="JSON")
+
+
+def require_json(extra: Mapping[str, Any]) -> None:
+    """Raise CheckpointError when this could be no ``extra`` of a checkpoint."""
+    try:
+        json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError("extra of a checkpoint", got=error, wanted="a JSON object")
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
 
 
 def _cover(wanted: Interval, held: Sequence[tuple[FileInfo, Interval]]) -> list[FilePiece]:

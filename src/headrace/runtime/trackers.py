@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.errors import MissingExtra
 
-__all__ = ["Tracker", "make_trackers"]
+__all__ = ["Tracker", "make_trackers", "require_trackers"]
 
 _SCALARS = (
     "loss", "lr", "grad_norm", "step_s", "tokens_per_s", "idle", "mfu", "predicted_s", "gap",
@@ -28,12 +29,8 @@ class Tracker(Protocol):
 
 class _TensorBoard:
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise MissingExtra(
-                "tensorboard", extra="tensorboard", needed_for="report.tensorboard = true"
-            )
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -46,10 +43,8 @@ class _TensorBoard:
 
 class _WandB:
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise MissingExtra("wandb", extra="wandb", needed_for="report.wandb = true")
+        import wandb
+
         self._run: Any = wandb.init(
             project="headrace", name=name, dir=str(folder), config=dict(config)
         )
@@ -61,10 +56,17 @@ class _WandB:
         self._run.finish()
 
 
+def require_trackers(*, tensorboard: bool, wandb: bool) -> None:
+    """Raise MissingExtra when a tracker that is asked for is not installed."""
+    for name, wanted in {"tensorboard": tensorboard, "wandb": wandb}.items():
+        if wanted and find_spec(name) is None:
+            raise MissingExtra(name, extra=name, needed_for=f"report.{name} = true")
+
+
 def make_trackers(
     folder: Path, *, tensorboard: bool, wandb: bool, name: str, config: Mapping[str, Any]
 ) -> list[Tracker]:
-    """The trackers asked for. Raises MissingExtra when one is not installed."""
+    """The trackers asked for, which are installed."""
     trackers: list[Tracker] = []
     if tensorboard:
         trackers.append(_TensorBoard(folder))

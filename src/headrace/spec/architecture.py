@@ -11,6 +11,9 @@ from headrace.spec.model_shape import ModelShape
 
 __all__ = ["PRESETS", "Architecture", "stored_shape"]
 
+_MOST = 2**31 - 1  # token ids have 32 bits, and no dimension is larger
+_MOST_LAYERS = 2**16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
@@ -42,8 +45,9 @@ class Architecture:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"model.{name}", got=getattr(self, name), wanted=">= 1")
+            value, most = getattr(self, name), _MOST_LAYERS if name == "layers" else _MOST
+            if not isinstance(value, int) or not 1 <= value <= most:
+                raise SpecError(f"model.{name}", got=repr(value), wanted=f">= 1, at most {most:,}")
         if self.kind not in ("llama", "gpt", "bert"):
             raise SpecError("model.kind", got=repr(self.kind), wanted="'llama', 'gpt' or 'bert'")
         if self.hidden % self.heads:

@@ -11,6 +11,7 @@ from headrace.models.hf_weights import save_pretrained
 from headrace.runtime import checkpoint
 from headrace.spec.architecture import Architecture
 from headrace.spec.weights import weight_table
+from headrace.training.saved_state import SavedState
 
 __all__ = ["Checkpoint", "Checkpoints"]
 
@@ -29,23 +30,31 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """Steps that were done."""
-        return int(self.state["step"])
+        return SavedState.read(self.path).step
 
     def verify(self) -> int:
-        """Read every file and compare checksums; returns the number of tensors. Raises
-        CheckpointError for the first that is missing or damaged."""
+        """Read every file, compare checksums, and look for all weights of the model; returns the
+        number of tensors. Raises CheckpointError for the first that is missing or damaged."""
         checkpoint.verify(self.path)
+        self._weights()
         return len(checkpoint.names(self.path))
+
+    def _weights(self) -> tuple[Architecture, list[str]]:
+        """The model and the names of its weights, which are all there."""
+        architecture, held = SavedState.read(self.path).architecture, checkpoint.names(self.path)
+        for weight in weight_table(architecture):
+            found = held.get(weight.name, (None, None))[0]
+            if found != tuple(weight.shape):
+                what = f"{self.path}: {weight.name}"
+                raise CheckpointError(what, got=found or "nothing", wanted=tuple(weight.shape))
+        return architecture, [weight.name for weight in weight_table(architecture)]
 
     def export(self, out: str | Path) -> Path:
         """Write ``model.safetensors`` and ``config.json`` in the Hugging Face naming into the
         folder ``out``; returns it."""
-        architecture = Architecture.from_json(self.state["architecture"])
-        names = {weight.name for weight in weight_table(architecture)}
+        architecture, names = self._weights()
         held = checkpoint.read_all(self.path)
-        save_pretrained(
-            Path(out), {name: w for name, w in held.items() if name in names}, architecture
-        )
+        save_pretrained(Path(out), {name: held[name] for name in names}, architecture)
         return Path(out)
 
 

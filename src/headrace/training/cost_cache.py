@@ -1,8 +1,8 @@
 """Costs kept between runs: measured profiles and what runs learnt about them; no torch here.
 
 Files stand in the folder ``profiles`` of ``data.cache``, named by what was measured:
-``HASH.json`` is a profile, ``calibration-HASH.json`` what runs learnt about its costs,
-``latest-HASH.json`` the costs last used for a model on a number of ranks.
+``HASH.json`` is a profile, ``calibration-HASH.json`` what runs of one configuration learnt about
+its costs, ``latest-HASH.json`` the costs last used for a model on a number of ranks.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.config import Config
 from headrace.costs import CostModel, fingerprint_difference
+from headrace.costs.learning.calibration import Calibration
+from headrace.costs.library import memory_margin_of
 from headrace.errors import CostError, SpecError
 from headrace.spec.architecture import Architecture
 from headrace.spec.model_shape import ModelShape
@@ -37,8 +40,18 @@ def profile_path(config: Config, fingerprint: str) -> Path:
 
 
 def calibration_path(config: Config, fingerprint: str) -> Path:
-    """What runs learnt about the costs of a fingerprint, beside its cached profile."""
-    profile = profile_path(config, fingerprint)
+    """What runs like this one learnt about the costs of a fingerprint, beside its cached profile.
+
+    Peaks depend on what fills the memory, so a run of another planner, optimizer, budget or memory
+    learns for itself.
+    """
+    planner = config.planner.model_dump(mode="json", exclude={"ahead", "memory_margin"})
+    batch = config.data.model_dump(include={"context", "batch_tokens", "batch_sequences"})
+    like = {
+        "planner": planner, "batch": batch, "memory": config.devices.memory,
+        "optimizer": config.optimizer.name,
+    }  # fmt: skip
+    profile = profile_path(config, f"{fingerprint} {json.dumps(like, sort_keys=True)}")
     return profile.with_name(f"calibration-{profile.name}")
 
 
@@ -56,18 +69,33 @@ def read_profile(path: Path, fingerprint: str, tell: Callable[[str], object]) ->
 
 
 def newest_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel | None:
-    """The costs last measured for this model on as many ranks, on this machine; None if never."""
+    """The costs last measured for this model on as many ranks, on this machine, with the memory
+    and the margin of this configuration; None if never."""
     try:
-        return CostModel.load(_latest(config, architecture.shape, ranks))
+        costs = CostModel.load(_latest(config, architecture.shape, ranks))
     except CostError:
         return None
+    memory = config.devices.memory_bytes or costs.cluster.memory_bytes
+    margin = config.planner.memory_margin
+    if margin is None:
+        margin = _learnt_margin(config, costs)
+    cluster = replace(costs.cluster, memory_bytes=memory)
+    return costs.replace(cluster=cluster, memory_margin=margin)
+
+
+def _learnt_margin(config: Config, costs: CostModel) -> float:
+    """What runs of this configuration learnt to leave free, else what a first one begins with."""
+    prior = memory_margin_of(costs.cluster.device)
+    path = calibration_path(config, costs.fingerprint)
+    try:
+        return Calibration.load(path, fingerprint=costs.fingerprint).peaks.margin(prior)
+    except CostError:
+        return prior
 
 
 def remember_costs(config: Config, costs: CostModel) -> None:
-    """Keep costs where :func:`newest_costs` finds them."""
-    path = _latest(config, costs.shape, costs.cluster.devices)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    costs.save(path)
+    """Keep costs where :func:`newest_costs` finds them. Raises CostError when it cannot."""
+    costs.save(_latest(config, costs.shape, costs.cluster.devices))
 
 
 def costs_at_hand(
@@ -100,7 +128,7 @@ def costs_at_hand(
 
 
 def _folder(config: Config) -> Path:
-    return Path(config.data.cache).expanduser() / "profiles"
+    return config.data.cache_folder / "profiles"
 
 
 def _latest(config: Config, shape: ModelShape, ranks: int) -> Path:

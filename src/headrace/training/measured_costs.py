@@ -10,6 +10,7 @@ from headrace.comm.collectives import agree, gather_bytes, gather_floats
 from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.learning.calibration import Calibration
 from headrace.costs.library import memory_margin_of
+from headrace.costs.saving import save_whole
 from headrace.costs.sources.profile import costs_from_profile
 from headrace.errors import CostError
 from headrace.profiling.profiler import ProfileOptions, Profiler
@@ -33,7 +34,7 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
     Collective. The memory limit is not part of what is measured: it is taken from this run.
     """
     sizes, methods = considered(rank.config.planner, rank.storage.architecture, rank.world.ranks)
-    fingerprint = _fingerprint(rank, sizes, methods)
+    fingerprint = _fingerprint(rank, sizes, methods, _hosts(rank))
     path = profile_path(rank.config, fingerprint)
     profile = None if fresh else read_profile(path, fingerprint, rank.say)
     have = all(row[0] for row in gather_floats([float(profile is not None)], rank.groups.world))
@@ -50,9 +51,12 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
         margin = max(costs.memory_margin, memory_margin_of(rank.cluster.device))
     costs = costs.replace(cluster=rank.cluster, memory_margin=margin)
     if rank.first:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        remember_costs(rank.config, costs)
+        try:
+            if not have:
+                save_whole(path, text, "profile")
+            remember_costs(rank.config, costs)
+        except CostError as error:
+            rank.say(f"costs are not kept for other runs ({error})")
     return costs, profile
 
 
@@ -85,16 +89,32 @@ def _profiler(rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...]) -> P
     )  # fmt: skip
 
 
-def _fingerprint(rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...]) -> str:
-    machine, config = rank.machine, rank.config
+def _hosts(rank: Rank) -> dict[str, str]:
+    """The machines of all ranks, the same text on each: how many ranks each has, and what differs
+    between machines. Collective."""
+    machine, place = rank.machine, rank.world
+    facts = {
+        "processor": machine["host_cpu"], "cores": machine["cores"], "torch": machine["torch"],
+        "threads": torch.get_num_threads(), "links": machine["links"],
+    }  # fmt: skip
+    told = [place.local_rank, place.local_ranks, facts]
+    said = [json.loads(t) for t in gather_bytes(json.dumps(told).encode(), rank.groups.world)]
+    sizes = [ranks for local, ranks, _ in said if local == 0]
+    hosts = {key: " + ".join(sorted({str(one[key]) for *_, one in said})) for key in facts}
+    if len(sizes) == 1:
+        del hosts["links"]  # nothing leaves the machine
+    return hosts | {"nodes": "+".join(map(str, sizes))}
+
+
+def _fingerprint(
+    rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...], hosts: dict[str, str]
+) -> str:
+    config = rank.config
     return fingerprint_of(
+        **hosts,
         model=rank.storage.architecture,
         ranks=rank.world.ranks,
         device=rank.cluster.device,
-        processor=machine["host_cpu"],
-        cores=machine["cores"],
-        threads=torch.get_num_threads(),
-        torch=machine["torch"],
         dtype=config.devices.dtype,
         longest=config.profile.longest or config.data.context,
         rung_s=config.profile.rung_s,

@@ -13,13 +13,16 @@ from headrace.comm.launch import World, join, lone_rank, start, under_torchrun
 from headrace.comm.mesh import Groups
 from headrace.config import Config
 from headrace.config.model import OptimizerConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, InfeasiblePlan
 from headrace.runtime.machine import available_bytes, machine_facts
 from headrace.runtime.optimizers import AdamW, Elementwise, OptimizerOptions
 from headrace.runtime.storage import Storage
+from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster
+from headrace.spec.weights import parameter_count
 from headrace.training.listener import Listener
 from headrace.training.setup import TrainingData, open_data
+from headrace.units import bytes_text
 
 __all__ = ["Rank", "launch", "open_rank", "run_here"]
 
@@ -110,6 +113,7 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
         0.8 * (free / world.local_ranks if free else available_bytes(world.device))
     )
     agreed = int(min(row[0] for row in gather_floats([float(limit)], groups.world)))
+    _require_room(data.architecture, world.ranks, stored, agreed)
     kind = "cpu" if world.device == "cpu" else torch.cuda.get_device_name()
     world.watcher.enter("making the weights")
     storage = Storage(
@@ -121,6 +125,17 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
         cluster=Cluster(devices=world.ranks, memory_bytes=agreed, device=kind),
         machine=machine_facts(world.device), listener=listener,
     )  # fmt: skip
+
+
+def _require_room(a: Architecture, ranks: int, stored: torch.dtype, limit_bytes: int) -> None:
+    """Raise InfeasiblePlan where no storage can be made: the planner, which would say what each
+    rank needs besides, is asked later."""
+    least = parameter_count(a) * stored.itemsize // ranks
+    if least > limit_bytes:
+        raise InfeasiblePlan(
+            f"weights of {a}", got=f"{bytes_text(least)} on each of {ranks} ranks",
+            wanted=f"at most {bytes_text(limit_bytes)}", hint="more ranks, or a smaller model",
+        )  # fmt: skip
 
 
 def _optimizer(o: OptimizerConfig) -> OptimizerOptions:

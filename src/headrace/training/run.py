@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import headrace
 from headrace.comm.collectives import agree, gather_bytes
 from headrace.config import Config
 from headrace.costs import CostModel
 from headrace.costs.learning.calibration import Calibration
 from headrace.costs.learning.drift import Drift
 from headrace.data import Reader, summarise
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, DamagedCheckpoint, HeadraceError
 from headrace.runtime import checkpoint
 from headrace.runtime.executor import Executor
 from headrace.runtime.machine import matmul_flops_per_s
@@ -22,16 +21,15 @@ from headrace.runtime.recovery import Recovery
 from headrace.runtime.schedule import Schedule
 from headrace.runtime.shards import StoredShard
 from headrace.runtime.trainer import Step, Trainer, TrainingBatch
-from headrace.spec.architecture import Architecture
 from headrace.spec.lengths import Lengths
 from headrace.spec.profile import Profile
 from headrace.spec.weights import parameter_count
 from headrace.training.broadcast import BroadcastPlanner
-from headrace.training.cost_cache import remember_costs
 from headrace.training.measured_costs import learnt, measured_costs
 from headrace.training.planner import OnlinePlanner
 from headrace.training.rank import Rank
 from headrace.training.run_record import RunRecord
+from headrace.training.saved_state import SavedState
 from headrace.units import bytes_text, count_text, percent_text
 
 __all__ = ["RankRun"]
@@ -62,16 +60,17 @@ class RankRun:
         """Take the steps that are left, from the last checkpoint with ``resume``; returns whether
         there were any. Collective."""
         rank, steps = self.rank, self.config.run.steps
-        path, saved = self._saved() if resume else (None, {})
+        path, saved = self._saved() if resume else (None, None)
         costs, profile, known = self._costs(saved)
         self.online = self._online(costs, known) if rank.first else None
         self.planner = BroadcastPlanner(groups=rank.groups, planner=self.online)
         first = 0
-        if path is not None:
-            # After the costs: measuring them uses the storage and resets its optimizer.
+        if path is not None and saved is not None:
+            if profile is not None:  # measuring used the storage and reset its optimizer
+                checkpoint.load(path, self._shards())
             first = self._restore(path, saved)
-            if self.online is not None:
-                self.online.restore(saved["planner"])
+        # Before the first step, and not after the first hours.
+        checkpoint.require_json(self._state(first, rank.data.sampler.state()).to_json())
         self._announce(first)
         rank.enters("planning for the longest sequence")
         longest = int(rank.data.corpus.lengths.max())
@@ -96,12 +95,12 @@ class RankRun:
             calibration=known, drift=Drift(), tell=self.rank.say,
         )  # fmt: skip
 
-    def _costs(self, saved: Mapping[str, Any]) -> tuple[CostModel, Profile | None, Calibration]:
+    def _costs(self, saved: SavedState | None) -> tuple[CostModel, Profile | None, Calibration]:
         """The costs the run was planned with, so that it goes on with the same plans, and what was
         learnt about them; measured anew on another number of ranks."""
         rank, margin = self.rank, self.config.planner.memory_margin
-        if saved:
-            costs = CostModel.from_json(saved["planner"]["costs"])
+        if saved is not None:
+            costs = saved.costs
             if costs.cluster.devices == rank.world.ranks:
                 margin = costs.memory_margin if margin is None else margin
                 known = Calibration(fingerprint=costs.fingerprint)
@@ -110,8 +109,6 @@ class RankRun:
         known = learnt(rank, costs.fingerprint)
         if margin is None:
             costs = costs.replace(memory_margin=known.peaks.margin(costs.memory_margin))
-            if rank.first:
-                remember_costs(self.config, costs)
         return costs, profile, known
 
     def _tell_margin(self, begun: CostModel) -> None:
@@ -167,22 +164,20 @@ class RankRun:
         rank = self.rank
         rank.enters(f"writing checkpoint {done}")
         checkpoint.save(
-            self.checkpoints, done, self._shards(),
-            {
-                "step": done,
-                "updates": rank.storage.updates,
-                "sampler": dict(sampler),
-                "planner": self.planner.state(),
-                "architecture": rank.storage.architecture.to_json(),
-                "config": self.config.to_json(),
-                "ranks": rank.world.ranks,
-                "headrace": headrace.__version__,
-            },
+            self.checkpoints, done, self._shards(), self._state(done, sampler).to_json(),
             rank=rank.world.rank, keep=self.config.checkpoint.keep,
             gather=lambda payload: gather_bytes(payload, rank.groups.world),
         )  # fmt: skip
         if self.record is not None and self.online is not None:
             self.record.keep(self.online.calibration)
+
+    def _state(self, done: int, sampler: Mapping[str, Any]) -> SavedState:
+        rank = self.rank
+        return SavedState(
+            step=done, updates=rank.storage.updates, ranks=rank.world.ranks, sampler=dict(sampler),
+            planner=self.planner.state(), architecture=rank.storage.architecture,
+            config=self.config.to_json(),
+        )  # fmt: skip
 
     def _shards(self) -> list[StoredShard]:
         storage, me = self.rank.storage, self.rank.world.rank
@@ -197,33 +192,52 @@ class RankRun:
             for key, name, tensor in rows
         ]  # fmt: skip
 
-    def _saved(self) -> tuple[Path | None, dict[str, Any]]:
-        """The checkpoint to go on from and its state; nothing when none was saved yet."""
-        rank = self.rank
+    def _saved(self) -> tuple[Path | None, SavedState | None]:
+        """The newest whole checkpoint and its state, its tensors loaded; nothing when none was
+        saved yet. Those that are damaged are told and passed over. Collective."""
+        rank, told = self.rank, list[str]()
         rank.enters("reading the checkpoint")
-        path = checkpoint.latest(self.checkpoints)
-        agree("checkpoint to resume from", str(path), rank.groups.world)
-        if path is None:
-            rank.say(f"no checkpoint in {self.checkpoints} yet: starting from the first step")
-            return None, {}
-        saved = checkpoint.load(path, [])
-        found = Architecture.from_json(saved["architecture"])
-        if found != rank.storage.architecture:
+        found = checkpoint.newest_first(self.checkpoints)
+        agree("checkpoints to resume from", str(found), rank.groups.world)
+        for path in found:
+            state, wrong = self._loaded(path)
+            said = [text.decode() for text in gather_bytes(wrong.encode(), rank.groups.world)]
+            told += [text for text in said if text][:1]
+            if state is not None and not any(said):
+                return path, state
+            rank.say(f"{path} is damaged ({told[-1]}): going on from the one before")
+        if told:
             raise CheckpointError(
-                f"model of {path}", got=found, wanted=rank.storage.architecture,
-                hint="resume with the configuration that began the run",
+                f"checkpoints in {self.checkpoints}", got=told[0], wanted="one that is whole",
+                hint="start anew with another --out (out=...)",
             )  # fmt: skip
-        return path, saved
+        rank.say(f"no checkpoint in {self.checkpoints} yet: starting from the first step")
+        return None, None
 
-    def _restore(self, path: Path, saved: Mapping[str, Any]) -> int:
-        """Load weights, optimizer and the order of the data; returns the step to go on from."""
+    def _loaded(self, path: Path) -> tuple[SavedState | None, str]:
+        """The state of a checkpoint, its tensors loaded; or what is wrong on this rank."""
+        wanted = self.rank.storage.architecture
+        try:
+            state = SavedState.read(path)
+            if state.architecture != wanted:
+                raise CheckpointError(
+                    f"model of {path}", got=state.architecture, wanted=wanted,
+                    hint="resume with the configuration that began the run",
+                )  # fmt: skip
+            checkpoint.load(path, self._shards())
+        except DamagedCheckpoint as error:
+            return None, str(HeadraceError(error.what, got=error.got, wanted=error.wanted))
+        return state, ""
+
+    def _restore(self, path: Path, saved: SavedState) -> int:
+        """Restore the order of the data and the planner; returns the step to go on from."""
         rank = self.rank
-        rank.enters("reading the checkpoint")
-        checkpoint.load(path, self._shards())
-        rank.storage.updates = saved["updates"]
-        rank.data.sampler.restore(saved["sampler"])
-        rank.say(f"continuing from {path}, saved by {saved['ranks']} ranks")
-        return int(saved["step"])
+        rank.storage.updates = saved.updates
+        rank.data.sampler.restore(saved.sampler)
+        if self.online is not None:
+            self.online.restore(saved.planner)
+        rank.say(f"continuing from {path}, saved by {saved.ranks} ranks")
+        return saved.step
 
     def _announce(self, first: int) -> None:
         rank, architecture = self.rank, self.rank.storage.architecture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from headrace.training.checkpoints import Checkpoints
 
 __all__ = ["TrainingRun", "choose_folder", "locked"]
+
+_LEAST_BYTES = 1 << 16
+"""Where no room is left for so much the run would not write a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +70,35 @@ class TrainingRun:
 def choose_folder(config: Config, out: Path | None, *, resume: bool) -> Path:
     """The folder of a run: ``out``, or a new one under run.out, or the newest one to resume.
 
-    Raises ConfigError for a folder that already holds a run when it is not resumed, and for
-    nothing to resume.
+    Raises ConfigError for a folder that already holds a run when it is not resumed, for nothing to
+    resume, and for a folder that takes no files.
     """
+    folder = _chosen(config, out, resume=resume)
+    # Ranks of several machines name a new folder by their own clocks: only one of these is made.
+    _require_writable(Path(config.run.out) if out is None and not resume else folder)
+    return folder
+
+
+def _require_writable(folder: Path) -> None:
+    """Raise ConfigError, before anything that takes long, where no file can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_LEAST_BYTES))
+    except OSError as error:
+        raise ConfigError(
+            f"folder {folder}", got=error.strerror, wanted="a folder that takes the run's files",
+            hint="choose another --out (out=...), or make room",
+        )  # fmt: skip
+
+
+def _chosen(config: Config, out: Path | None, *, resume: bool) -> Path:
     if resume:
         return out if out is not None else _newest(config)
     if out is None:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         return Path(config.run.out) / f"{config.run.name}-{stamp}"
-    if (out / "run.json").exists():
+    if os.path.exists(out / "run.json"):  # False for a name that no file can have
         raise ConfigError(
             f"folder {out}", got="a run", wanted="an empty or new folder",
             hint="continue it with --resume (resume=True), or choose another --out (out=...)",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from headrace.config import Config
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.costs.library import roofline
 from headrace.data import Corpus, Sampler, SamplerOptions, Source, make_tokenizer, open_corpus
+from headrace.data.tokens import tokenizer_sizes
 from headrace.spec.architecture import Architecture
 
 __all__ = ["TrainingData", "architecture_of", "formula_costs", "open_data"]
@@ -30,13 +30,15 @@ def open_data(
     """Open (and index, the first time) the corpus of a configuration."""
     options = config.data
     tokenizer = make_tokenizer(options.tokenizer)
+    architecture = config.model.architecture(
+        tokenizer.vocabulary, options.context, tokenizer.mask_id
+    )
     source = Source(
         kind=options.kind, paths=options.paths, patterns=options.patterns,
         field=options.field, end_id=options.end_id, dtype=options.dtype,
     )  # fmt: skip
-    cache = Path(options.cache).expanduser() / "corpora"
+    cache = options.cache_folder / "corpora"
     corpus = open_corpus(source, tokenizer, cache=cache, progress=progress)
-    architecture = config.model.architecture(corpus.vocabulary, options.context, tokenizer.mask_id)
     sampler = Sampler(
         corpus,
         SamplerOptions(
@@ -51,8 +53,8 @@ def open_data(
 
 def architecture_of(config: Config) -> Architecture:
     """The architecture of a configuration whose corpus is not at hand."""
-    tokenizer = make_tokenizer(config.data.tokenizer)
-    return config.model.architecture(tokenizer.vocabulary, config.data.context, tokenizer.mask_id)
+    vocabulary, mask_id = tokenizer_sizes(config.data.tokenizer)
+    return config.model.architecture(vocabulary, config.data.context, mask_id)
 
 
 def formula_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel:

@@ -19,6 +19,7 @@ from headrace.comm.launch import World, under_torchrun
 from headrace.config import Config
 from headrace.costs import CostModel
 from headrace.errors import HeadraceError, LaunchError
+from headrace.runtime.trackers import require_trackers
 from headrace.runtime.trainer import Step
 from headrace.training.listener import Listener, tell
 from headrace.training.measured_costs import measured_costs
@@ -57,6 +58,7 @@ def train(
     when a rank died; then ``resume`` goes on.
     """
     folder = choose_folder(config, None if out is None else Path(out), resume=resume)
+    require_trackers(tensorboard=config.report.tensorboard, wandb=config.report.wandb)
 
     def body(rank: Rank) -> Path:
         return train_rank(rank, folder, resume=resume).folder

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from headrace.comm.collectives import gather_bytes
-from headrace.errors import CheckpointError, SpecError
+from headrace.errors import CheckpointError, DamagedCheckpoint, SpecError
 from headrace.layouts.intervals import Partition
 from headrace.runtime import checkpoint
 from headrace.runtime.checkpoint import Gather, StoredShard
@@ -260,6 +260,71 @@ def test_extra_that_is_not_json(tmp_path: Path, bad: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="wanted a JSON object"):
         checkpoint.save(tmp_path, 0, [], bad, rank=0, gather=alone)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_only_plain_files_are_opened(tmp_path: Path, kind: str) -> None:
+    """Alone catches a load that waits for a writer for ever, or reads a device without end."""
+    path = save_one(tmp_path, 3, model())
+    for name in ("rank00000.safetensors", "index.json"):
+        (path / name).unlink()
+        if kind == "pipe":
+            os.mkfifo(path / name)
+        elif kind == "device":
+            (path / name).symlink_to("/dev/zero")
+        else:
+            (path / name).mkdir()
+        with pytest.raises(CheckpointError, match=f"{name}.*wanted a plain file"):
+            checkpoint.verify(path)
+
+
+def test_a_folder_named_after_another_step(tmp_path: Path) -> None:
+    """Alone catches a copy under another name that is the newest for ever."""
+    save_one(tmp_path, 3, model())
+    save_one(tmp_path, 5, model()).rename(tmp_path / "step-000900")
+    with pytest.raises(DamagedCheckpoint, match=r"index of step 5.*good checkpoint is .*-000003"):
+        checkpoint.load(tmp_path / "step-000900", [])
+    with pytest.raises(DamagedCheckpoint, match="index of step 5"):
+        checkpoint.verify(tmp_path / "step-000900")
+    (tmp_path / "step-000900").rename(tmp_path / "best")
+    checkpoint.verify(tmp_path / "best")
+
+
+def _drop_rows(body: dict[str, Any]) -> None:
+    body["files"][1]["rows"] = body["files"][1]["rows"][1:]
+
+
+def _drop_file(body: dict[str, Any]) -> None:
+    del body["files"][1]
+
+
+@pytest.mark.parametrize("change", [_drop_rows, _drop_file])
+def test_verify_misses_rows(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Alone catches ``whole`` said of an index that leaves out what nobody can load."""
+    path = save_together(tmp_path, 3, model(), 2)
+    rewrite(path, change)
+    with pytest.raises(CheckpointError, match="none for row"):
+        checkpoint.verify(path)
+
+
+def test_verify_reads_headers(tmp_path: Path) -> None:
+    """Alone catches ``whole`` said of a file whose checksum agrees and that no rank can read."""
+    path = save_one(tmp_path, 3, {"x": torch.ones(3)})
+    file = path / "rank00000.safetensors"
+    raw = file.read_bytes().replace(b"x@0", b"y@0")
+    file.write_bytes(raw)
+    rewrite(path, lambda body: body["files"][0].update(crc32=zlib.crc32(raw)))
+    with pytest.raises(CheckpointError, match="wanted the tensors of the index"):
+        checkpoint.verify(path)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_are_no_json(tmp_path: Path, number: str) -> None:
+    """Alone catches an index whose extra brings NaN into a run."""
+    path = checkpoint.save(tmp_path, 0, [], {"ratio": 7.5}, rank=0, gather=alone)
+    (path / "index.json").write_text((path / "index.json").read_text().replace("7.5", number))
+    with pytest.raises(DamagedCheckpoint, match="is no JSON"):
+        checkpoint.load(path, [])
 
 
 # Folders

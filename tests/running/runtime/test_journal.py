@@ -87,14 +87,26 @@ def test_damaged_lines_are_dropped(tmp_path: Path, torn: bytes) -> None:
     assert _lines(tmp_path, "metrics") == [{"step": 0}]
 
 
+def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
+    """Would catch an OSError from the depths where the folder's name is a file."""
+    (tmp_path / "a").touch()
+    with pytest.raises(HeadraceError, match="journal"):
+        Journal(tmp_path / "a", 0)
+
+
 def test_a_full_disk_is_told_as_such() -> None:
-    """Would catch an OSError without the name of the file or what to do."""
+    """Would catch an OSError without the name of the file or what to do, and one at the end, when
+    what was not written is tried again, that takes its place."""
 
     class Full:
         def write(self, text: str) -> None:
             raise OSError(28, "No space left on device")
 
+        def close(self) -> None:
+            self.write("")
+
     journal = object.__new__(Journal)
     journal.folder, journal._files = Path("runs/a"), {"metrics": Full()}
     with pytest.raises(HeadraceError, match=r"runs/a/metrics\.jsonl: got No space left on device"):
         journal.metrics({"step": 0})
+    journal.close()

@@ -7,7 +7,6 @@ training, would make the plans of a run depend on the load of its machine.
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 from headrace.costs.learning.memory_margin import Estimate, Peaks
 from headrace.costs.learning.residuals import Residual, rank_differences
+from headrace.costs.saving import save_whole
 from headrace.errors import CostError
 
 __all__ = ["Calibration"]
@@ -103,13 +103,7 @@ class Calibration:
     def save(self, path: Path) -> None:
         """Write the JSON form to ``path``: whole, or not at all. Raises CostError when it cannot
         be written."""
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(self.to_json()) + "\n")
-            os.replace(part, path)
-        except OSError as error:
-            raise CostError(f"calibration {path}", got=error.strerror, wanted="a writable file")
+        save_whole(path, json.dumps(self.to_json()) + "\n", "calibration")
 
     @classmethod
     def load(cls, path: Path, *, fingerprint: str) -> Calibration:
