@@ -13,6 +13,7 @@ from headrace.config.model import (
     DataConfig,
     DevicesConfig,
     ModelConfig,
+    OptimizerConfig,
     PlannerConfig,
     ProfileConfig,
 )
@@ -57,6 +58,25 @@ BAD: dict[str, tuple[type, dict[str, Any], str]] = {
     "static without a size": (PlannerConfig, {"name": "static"}, "go together"),
     "a size without static": (PlannerConfig, {"static_size": 2}, "go together"),
     "no recompute level": (PlannerConfig, {"recompute": ()}, "at least one level"),
+    "options of AdamW": (OptimizerConfig, {"options": {"eps": 0.1}}, "options of AdamW are beta1"),
+    "beta1 of Adam": (OptimizerConfig, {"name": "adam", "beta1": 0.9}, r"options, .*betas = \[0.9"),
+    "beta2 of Adam": (OptimizerConfig, {"name": "adam", "beta2": 0.9}, "beta2 is AdamW's"),
+    "eps of SGD": (OptimizerConfig, {"name": "sgd", "eps": 0.1}, "eps is AdamW's"),
+    "decay as an option": (
+        OptimizerConfig,
+        {"name": "sgd", "options": {"weight_decay": 0.1}},
+        "options.weight_decay: wanted optimizer.decay",
+    ),
+    "the rate as an option": (
+        OptimizerConfig,
+        {"name": "sgd", "options": {"lr": 0.1}},
+        "options.lr: wanted optimizer.lr",
+    ),
+    "betas of three": (
+        OptimizerConfig,
+        {"name": "adam", "options": {"betas": [0.1, 0.2, 0.3]}},
+        "betas",
+    ),
     "a group of nobody": (PlannerConfig, {"group_sizes": (1, 0)}, "greater than or equal to 1"),
 }
 
@@ -68,6 +88,13 @@ def test_values_that_cannot_be_meant_are_refused(case: str) -> None:
     base: dict[str, Any] = {"paths": ("a",), "batch_tokens": 64} if section is DataConfig else {}
     with pytest.raises(ValidationError, match=text):
         section(**(base | changes))
+
+
+def test_options_of_other_optimizers() -> None:
+    """Catches betas that nobody can give, or that are not what torch takes."""
+    found = OptimizerConfig(name="adam", options={"betas": [0.5, 0.9], "amsgrad": True, "eps": 1})
+    assert found.options == {"betas": (0.5, 0.9), "amsgrad": True, "eps": 1.0}
+    assert OptimizerConfig(**found.model_dump(mode="json")) == found
 
 
 def test_the_longest_pack_is_checked_when_the_file_is_read() -> None:

@@ -203,20 +203,21 @@ class OptimizerConfig(Section):
     )
     """An elementwise optimizer of torch: each rank updates the rows that it stores."""
 
-    options: dict[str, float | bool] = Field(default_factory=dict)
-    """torch's options of an optimizer other than AdamW, such as ``{ momentum = 0.9 }``."""
+    options: dict[str, float | bool | tuple[float, float]] = Field(default_factory=dict)
+    """torch's options of an optimizer other than AdamW, such as ``{ momentum = 0.9 }`` or
+    ``{ betas = [0.9, 0.99] }``; torch's defaults where left out."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """Highest learning rate."""
 
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of AdamW's first moment."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Decay of AdamW's first moment; 0.9 when left out."""
 
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of AdamW's second moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Decay of AdamW's second moment; 0.95 when left out."""
 
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of AdamW's second moment."""
+    eps: Annotated[float, Field(gt=0)] | None = None
+    """Added to the root of AdamW's second moment; 1e-8 when left out."""
 
     decay: Annotated[float, Field(ge=0)] = 0.1
     """Weight decay of matrices."""
@@ -234,6 +235,15 @@ class OptimizerConfig(Section):
     def _options(self) -> OptimizerConfig:
         if self.name == "adamw" and self.options:
             raise ValueError("options of AdamW are beta1, beta2 and eps")
+        for key in ("beta1", "beta2", "eps"):
+            if self.name != "adamw" and getattr(self, key) is not None:
+                hint = (
+                    "those of others stand in options, such as { betas = [0.9, 0.99], eps = 1e-8 }"
+                )
+                raise ValueError(f"{key} is AdamW's; {hint}")
+        for given, own in (("lr", "lr"), ("weight_decay", "decay")):
+            if given in self.options:
+                raise ValueError(f"options.{given}: wanted optimizer.{own} instead")
         return self
 
 

@@ -183,6 +183,8 @@ class Storage:
         norm = self.gradient_norm() if norm is None else norm
         if not norm < float("inf"):
             return norm
+        if not self._updates:
+            self.reset_optimizer()  # SGD's first step is not that of a state that was laid out
         factor = min(1.0, self.options.clip / (norm + 1e-6)) if self.options.clip > 0 else 1.0
         for name, master in self.masters.items():
             if factor < 1.0:
@@ -190,8 +192,8 @@ class Storage:
             master.grad = self.sums[name]
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self._lay_out()
         self.optimizer.step()
+        self._laid_out = True
         self._updates += 1
         return norm
 
