@@ -13,16 +13,14 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import CheckpointError, did_you_mean
-from headrace.models.hf_config import architecture_of, config_of
 from headrace.models.hf_rules import EMBEDDING, HEAD, HEAD_BIASES, PREFIX, rules_of
 from headrace.spec.architecture import Architecture
+from headrace.spec.hf_config import CONFIG, architecture_of, config_of, read_object
 from headrace.spec.weights import weight_table
 
 __all__ = [
@@ -34,7 +32,7 @@ __all__ = [
     "to_hugging_face",
 ]
 
-_CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _OURS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
 # Buffers that old files hold beside the weights; what BERT learned for pairs of sentences.
@@ -159,7 +157,7 @@ def save_pretrained(
     named = to_hugging_face(weights, architecture)
     config["torch_dtype"] = str(weights["embed.weight"].dtype).removeprefix("torch.")
     files = _split_files(named, max_file_bytes)
-    texts = {_CONFIG: config}
+    texts = {CONFIG: config}
     if len(files) > 1:
         places = {name: file for file, names in files.items() for name in names}
         size = sum(weight.nbytes for weight in named.values())
@@ -212,7 +210,7 @@ def load_pretrained(folder: Path) -> tuple[dict[str, torch.Tensor], Architecture
     a model that is not ours (see :func:`architecture_of`).
     """
     folder = Path(folder)
-    architecture = architecture_of(_read_object(folder / _CONFIG))
+    architecture = architecture_of(read_object(folder / CONFIG))
     if (folder / _SINGLE).exists() or not (folder / _INDEX).exists():
         files = [_SINGLE]
     else:
@@ -228,7 +226,7 @@ def load_pretrained(folder: Path) -> tuple[dict[str, torch.Tensor], Architecture
 
 
 def _files_of_index(folder: Path) -> list[str]:
-    places = _read_object(folder / _INDEX).get("weight_map")
+    places = read_object(folder / _INDEX).get("weight_map")
     names = list(places.values()) if isinstance(places, dict) else [None]
     for name in names:
         # Only files of the folder itself are opened, whatever the index says.
@@ -237,17 +235,6 @@ def _files_of_index(folder: Path) -> list[str]:
                 f"weight_map of {folder / _INDEX}", got=repr(name), wanted="names of files"
             )
     return sorted(set(names))
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        cause = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(str(path), got=cause, wanted="a JSON object")
-    if not isinstance(value, dict):
-        raise CheckpointError(str(path), got=type(value).__name__, wanted="a JSON object")
-    return value
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
