@@ -77,6 +77,11 @@ BAD: dict[str, tuple[type, dict[str, Any], str]] = {
         {"name": "adam", "options": {"betas": [0.1, 0.2, 0.3]}},
         "betas",
     ),
+    "a folder and a preset": (
+        ModelConfig,
+        {"from": "m", "preset": "gpt2", "heads": 2},
+        "leave out heads, preset",
+    ),
     "a group of nobody": (PlannerConfig, {"group_sizes": (1, 0)}, "greater than or equal to 1"),
 }
 
@@ -146,8 +151,22 @@ def test_a_shape_in_full() -> None:
         "kind": "llama", "layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 40,
         "vocabulary": 999, "tied": False, "causal": False, "dropout": 0.25, "rope_theta": 5e5,
     }  # fmt: skip
-    assert set(given) == set(ModelConfig.model_fields) - {"preset"}
+    assert set(given) == set(ModelConfig.model_fields) - {"preset", "from_"}
     assert ModelConfig(**given).architecture(300, 512) == Architecture(**given)
+
+
+def test_a_model_of_a_folder_has_its_tokenizer_unless_told() -> None:
+    """Catches bytes fed to a model that was trained on other ids, and a saved configuration that
+    says less than was meant."""
+    plain = {"paths": ("a",), "batch_tokens": 64}
+    config = Config(data=plain, model={"from": "/m", "dropout": 0.0})
+    assert (config.model.from_, config.data.tokenizer) == ("/m", "/m")
+    assert Config(**config.to_json()) == config
+    assert config.to_json()["model"]["from"] == "/m"
+    assert Config(data=DataConfig(**plain), model=ModelConfig(from_="/m")).data.tokenizer == "/m"
+    told = Config(data=plain | {"tokenizer": "bytes"}, model={"from": "/m"})
+    assert told.data.tokenizer == "bytes"
+    assert Config(data=plain, model={"preset": "gpt2"}).data.tokenizer == "bytes"
 
 
 def test_presets_with_changes() -> None:
@@ -206,7 +225,8 @@ def test_every_key_is_listed() -> None:
     wanted = []
     for section, field in Config.model_fields.items():
         assert isinstance(field.annotation, type)
-        wanted += [f"{section}.{key}" for key in field.annotation.model_fields]
+        inner = field.annotation.model_fields
+        wanted += [f"{section}.{one.alias or key}" for key, one in inner.items()]
     assert listed == wanted
     page = config_markdown()
     for name in Config.model_fields:

@@ -139,6 +139,13 @@ class Storage:
         self._working: Working | None = None
         self._layout: tuple[object, ...] | None = None
 
+    def fill(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take whole weights by name, of any float type, in place of those of the seed: this rank's
+        rows of each."""
+        for name, weight in weights:
+            rows = self.partitions[name].parts[self._groups.rank]
+            self.masters[name].copy_(weight[rows.start : rows.stop])
+
     def _make_optimizer(self) -> torch.optim.Optimizer:
         matrices = [self.masters[w.name] for w in self.table if len(w.shape) > 1]
         vectors = [self.masters[w.name] for w in self.table if len(w.shape) == 1]

@@ -86,9 +86,10 @@ def architecture_of(config: Mapping[str, Any], *, dropout: float | None = None) 
 
     ``dropout`` takes the place of all rates in the file. Without, it is GPT-2's and BERT's of the
     residual stream, and a rate at another place that is named and not zero is refused. What is
-    kept as ``positions`` of a Llama is the longest context it was trained for. BERT's ``mask_id`` is ``mask_token_id`` where there is such
-    a field, else 103 (the last id of smaller vocabularies). Raises SpecError for other models, for
-    variants that our model does not compute, and for missing or malformed fields.
+    kept as ``positions`` of a Llama is the longest context it was trained for. BERT's ``mask_id``
+    is ``mask_token_id`` where there is such a field, else 103 (the last id of smaller
+    vocabularies). Raises SpecError for other models, for variants that our model does not compute,
+    and for missing or malformed fields.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _CLASSES:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headrace.data.tokenizer_files import save_tokenizer
 from headrace.errors import CheckpointError
 from headrace.models.hf_weights import save_pretrained
 from headrace.runtime import checkpoint
@@ -38,15 +39,23 @@ class Checkpoint:
         return len(checkpoint.names(self.path))
 
     def export(self, out: str | Path) -> Path:
-        """Write ``model.safetensors`` and ``config.json`` in the Hugging Face naming into the
-        folder ``out``; returns it."""
-        architecture = Architecture.from_json(self.state["architecture"])
+        """Write ``model.safetensors``, ``config.json`` and the files of the tokenizer, as the
+        Hugging Face has them, into the folder ``out``; returns it.
+
+        The longest context that a Llama was trained for is the larger of the run's and of what it
+        began with. Raises CheckpointError and DataError when weights or tokenizer cannot be read
+        or written.
+        """
+        state, out = self.state, Path(out)
+        architecture, data = Architecture.from_json(state["architecture"]), state["config"]["data"]
+        if not architecture.learned_positions:
+            longest = max(architecture.positions, data["context"])
+            architecture = replace(architecture, positions=longest)
         names = {weight.name for weight in weight_table(architecture)}
         held = checkpoint.read_all(self.path)
-        save_pretrained(
-            Path(out), {name: w for name, w in held.items() if name in names}, architecture
-        )
-        return Path(out)
+        weights = {name: w for name, w in held.items() if name in names}
+        save_pretrained(out, weights, architecture, ids=save_tokenizer(data["tokenizer"], out))
+        return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

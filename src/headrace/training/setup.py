@@ -11,6 +11,7 @@ from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.costs.library import roofline
 from headrace.data import Corpus, Sampler, SamplerOptions, Source, make_tokenizer, open_corpus
 from headrace.spec.architecture import Architecture
+from headrace.spec.hf_config import read_architecture
 
 __all__ = ["TrainingData", "architecture_of", "formula_costs", "open_data"]
 
@@ -28,7 +29,7 @@ def open_data(
     config: Config, progress: Callable[[str, int, int], None] | None = None
 ) -> TrainingData:
     """Open (and index, the first time) the corpus of a configuration."""
-    options = config.data
+    options, folder = config.data, _of_folder(config)  # what is wrong there is said at once
     tokenizer = make_tokenizer(options.tokenizer)
     source = Source(
         kind=options.kind, paths=options.paths, patterns=options.patterns,
@@ -36,7 +37,7 @@ def open_data(
     )  # fmt: skip
     cache = Path(options.cache).expanduser() / "corpora"
     corpus = open_corpus(source, tokenizer, cache=cache, progress=progress)
-    architecture = config.model.architecture(corpus.vocabulary, options.context, tokenizer.mask_id)
+    architecture = _architecture(config, folder, corpus.vocabulary, tokenizer.mask_id)
     sampler = Sampler(
         corpus,
         SamplerOptions(
@@ -51,8 +52,27 @@ def open_data(
 
 def architecture_of(config: Config) -> Architecture:
     """The architecture of a configuration whose corpus is not at hand."""
-    tokenizer = make_tokenizer(config.data.tokenizer)
-    return config.model.architecture(tokenizer.vocabulary, config.data.context, tokenizer.mask_id)
+    folder, tokenizer = _of_folder(config), make_tokenizer(config.data.tokenizer)
+    return _architecture(config, folder, tokenizer.vocabulary, tokenizer.mask_id)
+
+
+def _of_folder(config: Config) -> Architecture | None:
+    """The architecture of ``model.from``; None where the configuration has a shape of its own."""
+    model = config.model
+    if model.from_ is None:
+        return None
+    return read_architecture(Path(model.from_), dropout=model.dropout)
+
+
+def _architecture(
+    config: Config, folder: Architecture | None, vocabulary: int, mask_id: int | None
+) -> Architecture:
+    model, context = config.model, config.data.context
+    if folder is None:
+        return model.architecture(vocabulary, context, mask_id)
+    if folder.masked and mask_id is not None:
+        folder = replace(folder, mask_id=mask_id)
+    return model.fitted(folder, vocabulary, context)
 
 
 def formula_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel:
