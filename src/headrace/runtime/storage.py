@@ -12,8 +12,11 @@ Where storage and working layout are the same partition (one rank, say) of the s
 
 [Note: mixed precision] Masters, optimizer state and sums are wide (fp32 or fp64). Where working
 weights are of a half type, pull and push carry that type: owners round what they send, readers
-round the gradients that they send. A rank's partial sum over its micro-batches is wide, and so is
-the owner's sum over the readers: only one rounding lies between a token and the optimizer.
+round the gradients that they send. Sums are wide: a matrix product's within it, a rank's over its
+micro-batches, an owner's over the readers. Between them gradients are rounded twice: the product of
+a matrix in each micro-batch, and what a rank sends. Products left in fp32 were measured: 17 % less
+error with one micro-batch, 2 % less with 32, as what is rounded in the activations weighs more, for
+a third more time on a CPU. One process in bf16 that sums in bf16 has 2.1 times this error with 32.
 """
 
 from __future__ import annotations
