@@ -139,6 +139,16 @@ def test_paths_are_those_of_the_files_folder(tmp_path: Path, monkeypatch) -> Non
     assert config.data.tokenizer == str(tmp_path / "tokenizer.json")
 
 
+def test_a_model_s_folder_is_taken_from_the_files_folder(tmp_path: Path) -> None:
+    """Catches a folder of where the command runs, and a hint that names a key nobody can write."""
+    path = tmp_path / "from.toml"
+    path.write_text('data = { paths = ["a"], batch_tokens = 9 }\nmodel = { from = "m" }\n')
+    assert Config.load(path).model.from_ == str(tmp_path / "m")
+    assert Config.load(path).data.tokenizer == str(tmp_path / "m")
+    assert Config.load(path, "model.from=/other").model.from_ == "/other"
+    assert problems(path, "model.form=x")["model.form"] == "unknown key; did you mean 'from'?"
+
+
 @pytest.mark.parametrize("name", ["bytes", "kmer:3", "org/model", "missing.json"])
 def test_a_tokenizer_that_is_no_file_stays_a_name(tmp_path: Path, name: str) -> None:
     """Catches a Hugging Face name or ``bytes`` that becomes a path."""

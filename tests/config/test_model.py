@@ -13,6 +13,7 @@ from headrace.config.model import (
     DataConfig,
     DevicesConfig,
     ModelConfig,
+    OptimizerConfig,
     PlannerConfig,
     ProfileConfig,
 )
@@ -57,6 +58,30 @@ BAD: dict[str, tuple[type, dict[str, Any], str]] = {
     "static without a size": (PlannerConfig, {"name": "static"}, "go together"),
     "a size without static": (PlannerConfig, {"static_size": 2}, "go together"),
     "no recompute level": (PlannerConfig, {"recompute": ()}, "at least one level"),
+    "options of AdamW": (OptimizerConfig, {"options": {"eps": 0.1}}, "options of AdamW are beta1"),
+    "beta1 of Adam": (OptimizerConfig, {"name": "adam", "beta1": 0.9}, r"options, .*betas = \[0.9"),
+    "beta2 of Adam": (OptimizerConfig, {"name": "adam", "beta2": 0.9}, "beta2 is AdamW's"),
+    "eps of SGD": (OptimizerConfig, {"name": "sgd", "eps": 0.1}, "eps is AdamW's"),
+    "decay as an option": (
+        OptimizerConfig,
+        {"name": "sgd", "options": {"weight_decay": 0.1}},
+        "options.weight_decay: wanted optimizer.decay",
+    ),
+    "the rate as an option": (
+        OptimizerConfig,
+        {"name": "sgd", "options": {"lr": 0.1}},
+        "options.lr: wanted optimizer.lr",
+    ),
+    "betas of three": (
+        OptimizerConfig,
+        {"name": "adam", "options": {"betas": [0.1, 0.2, 0.3]}},
+        "betas",
+    ),
+    "a folder and a preset": (
+        ModelConfig,
+        {"from": "m", "preset": "gpt2", "heads": 2},
+        "leave out heads, preset",
+    ),
     "a group of nobody": (PlannerConfig, {"group_sizes": (1, 0)}, "greater than or equal to 1"),
 }
 
@@ -68,6 +93,13 @@ def test_values_that_cannot_be_meant_are_refused(case: str) -> None:
     base: dict[str, Any] = {"paths": ("a",), "batch_tokens": 64} if section is DataConfig else {}
     with pytest.raises(ValidationError, match=text):
         section(**(base | changes))
+
+
+def test_options_of_other_optimizers() -> None:
+    """Catches betas that nobody can give, or that are not what torch takes."""
+    found = OptimizerConfig(name="adam", options={"betas": [0.5, 0.9], "amsgrad": True, "eps": 1})
+    assert found.options == {"betas": (0.5, 0.9), "amsgrad": True, "eps": 1.0}
+    assert OptimizerConfig(**found.model_dump(mode="json")) == found
 
 
 def test_the_longest_pack_is_checked_when_the_file_is_read() -> None:
@@ -119,8 +151,22 @@ def test_a_shape_in_full() -> None:
         "kind": "llama", "layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 40,
         "vocabulary": 999, "tied": False, "causal": False, "dropout": 0.25, "rope_theta": 5e5,
     }  # fmt: skip
-    assert set(given) == set(ModelConfig.model_fields) - {"preset"}
+    assert set(given) == set(ModelConfig.model_fields) - {"preset", "from_"}
     assert ModelConfig(**given).architecture(300, 512) == Architecture(**given)
+
+
+def test_a_model_of_a_folder_has_its_tokenizer_unless_told() -> None:
+    """Catches bytes fed to a model that was trained on other ids, and a saved configuration that
+    says less than was meant."""
+    plain = {"paths": ("a",), "batch_tokens": 64}
+    config = Config(data=plain, model={"from": "/m", "dropout": 0.0})
+    assert (config.model.from_, config.data.tokenizer) == ("/m", "/m")
+    assert Config(**config.to_json()) == config
+    assert config.to_json()["model"]["from"] == "/m"
+    assert Config(data=DataConfig(**plain), model=ModelConfig(from_="/m")).data.tokenizer == "/m"
+    told = Config(data=plain | {"tokenizer": "bytes"}, model={"from": "/m"})
+    assert told.data.tokenizer == "bytes"
+    assert Config(data=plain, model={"preset": "gpt2"}).data.tokenizer == "bytes"
 
 
 def test_presets_with_changes() -> None:
@@ -179,7 +225,8 @@ def test_every_key_is_listed() -> None:
     wanted = []
     for section, field in Config.model_fields.items():
         assert isinstance(field.annotation, type)
-        wanted += [f"{section}.{key}" for key in field.annotation.model_fields]
+        inner = field.annotation.model_fields
+        wanted += [f"{section}.{one.alias or key}" for key, one in inner.items()]
     assert listed == wanted
     page = config_markdown()
     for name in Config.model_fields:

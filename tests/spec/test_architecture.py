@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from headrace.errors import SpecError
 from headrace.spec import Architecture, weight_table
 from headrace.spec.architecture import PRESETS
+from headrace.spec.known_methods import FACTS
 
 SMALL = Architecture(layers=3, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=61)
 BERT: dict[str, Any] = {"kind": "bert", "causal": False, "positions": 8, "mask_id": 60}
@@ -64,6 +65,31 @@ def test_flops_are_those_of_the_weights_and_of_attention(a: Architecture, length
     assert a.flops_per_token(length) == pytest.approx(3 * (2 * weights + attention))
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
+def test_a_narrow_feed_forward_is_spread_over_all_key_value_heads(kind: str) -> None:
+    """Catches blocks of 64 rows that keep 64 features on one rank."""
+    a = Architecture.preset(f"{kind}-tiny", ffn=64, kv_heads=4)
+    assert (a.ffn_block, a.tensor_ranks) == (16, 4)
+    assert FACTS["megatron_ts"].supports(a, 4) is None
+    assert Architecture.preset(f"{kind}-tiny").ffn_block == 64
+
+
+def test_stored_weights_keep_their_blocks() -> None:
+    """Catches a checkpoint of old whose gates would be read as its ups."""
+    a = Architecture.preset("llama-tiny", ffn=64, kv_heads=4)
+    stored = a.to_json()
+    assert Architecture.from_json(stored) == a
+    del stored["gate_block"]
+    old = Architecture.from_json(stored)
+    assert (old.ffn_block, old == a) == (64, False)
+    assert Architecture.from_json(old.to_json()) == old
+    wide = Architecture.preset("llama-tiny").to_json()
+    del wide["gate_block"]
+    assert Architecture.from_json(wide) == Architecture.preset("llama-tiny")
+    with pytest.raises(SpecError, match="rows of a gate's block: got 3, wanted a divisor of 64"):
+        Architecture.preset("llama-tiny", ffn=64, gate_block=3)
+
+
 @given(architectures())
 def test_derived_sizes(a: Architecture) -> None:
     """Catches a block that does not divide f, and head counts that do not multiply up."""
@@ -72,7 +98,10 @@ def test_derived_sizes(a: Architecture) -> None:
     assert a.ffn % a.ffn_block == 0
     assert a.ffn_block <= 64
     assert a.ffn_block & (a.ffn_block - 1) == 0
-    assert a.ffn_block == 64 or (a.ffn // a.ffn_block) % 2, "a larger block would divide f"
+    larger = 2 * a.ffn_block
+    needless = larger <= 64 and a.ffn % larger == 0 and a.ffn // larger >= a.kv_heads
+    assert not needless, "a larger block would do"
+    assert a.ffn_block == 1 or a.ffn // a.ffn_block >= a.kv_heads, "a rank of its own for each head"
     assert (a.gated, a.biased) == (a.kind == "llama", a.kind != "llama")
     assert (a.norm_first, a.masked) == (a.kind != "bert", a.kind == "bert")
     assert a.kind == "llama" or a.gelu == {"gpt": "tanh", "bert": "none"}[a.kind]

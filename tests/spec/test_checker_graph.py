@@ -109,7 +109,9 @@ def mutated(draw: st.DrawFn) -> tuple[Plan, Programs]:
     actions = list(programs[rank].actions)
     index = st.integers(0, len(actions) - 1)
     i, j = draw(index), draw(index)
-    kinds = ["drop", "double", "move", "near", "swap", "other", "blocks", "part", "message"]
+    kinds = [
+        "drop", "double", "move", "near", "swap", "other", "blocks", "part", "message", "pulls",
+    ]  # fmt: skip
     match draw(st.sampled_from(kinds)):
         case "drop":
             del actions[i]
@@ -134,6 +136,11 @@ def mutated(draw: st.DrawFn) -> tuple[Plan, Programs]:
         case "part":
             first = draw(st.booleans())
             actions = list(parted(programs[rank], receive_first=first).actions)
+        case "pulls":
+            # Rank by rank they may begin with what they receive.
+            first = BUCKETS - draw(st.integers(1, BUCKETS))
+            place = BUCKETS + draw(st.integers(1, 3))
+            actions[first:place] = [*actions[BUCKETS:place], *actions[first:BUCKETS]]
         case "message":
             actions[i] = _other_message(draw, actions[i])
     changed = list(programs)
@@ -163,8 +170,9 @@ def atoms(action: Action) -> list[Action]:
 
 def sound(plan: Plan, programs: Programs) -> bool:
     """The rules again: an action that several ranks share, and a message, is one node of a graph
-    without circles."""
+    without circles. A forward comes after the pulls of all ranks."""
     graph: dict[object, set[object]] = {}
+    pulls = {(program.rank, Pull(bucket=b)) for program in programs for b in range(BUCKETS)}
     for program, model in zip(programs, compile_plan(plan, BUCKETS), strict=True):
         if _world(program) != _world(model):
             return False
@@ -175,6 +183,8 @@ def sound(plan: Plan, programs: Programs) -> bool:
         for before, after in pairwise(program.actions):
             for node in _nodes(after, program.rank):
                 graph.setdefault(node, set()).update(_nodes(before, program.rank))
+                if isinstance(after, Forward):
+                    graph[node] |= pulls
     try:
         TopologicalSorter(graph).prepare()
     except CycleError:

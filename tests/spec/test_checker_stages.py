@@ -203,6 +203,18 @@ def test_sends_and_receives_that_are_not_exchanged_deadlock() -> None:
     assert "rank 1 waits at Rg0<2*10; rank 2 waits at Ra1<1*20" in turned
 
 
+@pytest.mark.parametrize("bucket", range(BUCKETS))
+def test_a_pull_after_what_another_rank_sends_deadlocks(bucket: int) -> None:
+    """Catches a forward that waits for a pull which another rank issues only once it has the
+    activations of that forward: locally each rank is fine, as its own forwards come later."""
+    pulls = " ".join(f"P{i}" for i in range(bucket, BUCKETS))
+    programs = changed(
+        compile_plan(LINE, BUCKETS), 1, put(f"{pulls} Ra0<0*10", f"Ra0<0*10 {pulls}")
+    )
+    wanted = "rule 5, the programs deadlock: got rank 0 waits at 0F0[0]; rank 1 waits at Ra0<0*10"
+    assert refusal(programs, LINE, BUCKETS).startswith(wanted)
+
+
 def test_members_of_a_stage_keep_one_order() -> None:
     """Catches messages that are checked without the groups that meet between them: each of these
     ranks agrees with its neighbour in the other stage."""

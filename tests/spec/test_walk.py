@@ -20,6 +20,12 @@ def left(*lists: str) -> list[str]:
 RUNS = {
     "nothing to do": ("", ""),
     "pulls and pushes wait for nobody": ("P0 P1 G0", "G1"),
+    "a forward waits for pulls that others issue later": (
+        "P0 P1 0F0[0]",
+        "Sg0>2*1 P0 P1",
+        "Rg0<1*1 P0 P1",
+    ),
+    "a pull that no forward works with": ("P0 0F0[0] Sa0>1*4", "P0 Ra0<0*4 P1"),
     "a message": ("Sa0>1*4", "Ra0<0*4"),
     "a message along a line": ("Sa0>1*4", "Ra0<0*4 Sa0>2*4", "Ra0<1*4"),
     "messages one after the other": ("Sa0>1*4 Sa1>1*2", "Ra0<0*4 Ra1<0*2"),
@@ -48,6 +54,11 @@ STUCK = {
         ["0 Sa0>1*1", "1 Sa1>2*1", "2 Sa2>0*1"]),
     "a group that is not complete": (("0F0[0,1] U", "U"), ["0 0F0[0,1]", "1 U"]),
     "a stranger in a group": (("0F0[0,1]", "", "0F0[0,1]"), ["0 0F0[0,1]", "2 0F0[0,1]"]),
+    "a pull after what a forward sends": (
+        ("P0 P1 0F0[0] Sa0>1*4 U", "P0 Ra0<0*4 P1 1F0[1] U"), ["0 0F0[0]", "1 Ra0<0*4"]),
+    "a pull after what a group sends": (
+        ("P0 0F0[0,1] Sa0>2*4", "P0 0F0[0,1]", "Ra0<0*4 P0"),
+        ["0 0F0[0,1]", "2 Ra0<0*4", "1 0F0[0,1]"]),
     "forward against backward": (("0F0[0,1]", "0B0[0,1]"), ["0 0F0[0,1]", "1 0B0[0,1]"]),
     "another micro-batch": (("0F0[0,1]", "0F1[0,1]"), ["0 0F0[0,1]", "1 0F1[0,1]"]),
     "a peer that does not exist": (("Sa0>7*4", ""), ["0 Sa0>7*4"]),

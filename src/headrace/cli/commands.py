@@ -242,7 +242,7 @@ def verify(
 
 @app.command
 def export(run: Path, *, out: Path) -> int:
-    """Write the weights of a run's last checkpoint in the Hugging Face naming.
+    """Write a run's last checkpoint as a model of the Hugging Face, with its tokenizer.
 
         headrace export runs/python-sources --out my-model
 
@@ -251,7 +251,7 @@ def export(run: Path, *, out: Path) -> int:
     run
         Folder of the run.
     out
-        Folder for model.safetensors and config.json.
+        Folder for model.safetensors, config.json and the files of the tokenizer.
     """
     from headrace.training.checkpoints import Checkpoints
 

@@ -20,8 +20,8 @@ Model = TypeVar("Model", bound=BaseModel)
 def read_config(model: type[Model], path: Path, overrides: Sequence[str] = ()) -> Model:
     """The ``model`` in the TOML file ``path`` with ``a.b=c`` changes applied.
 
-    Relative ``data.paths`` and ``data.tokenizer`` are taken from the file's folder. Raises
-    ConfigError that lists every wrong key or value.
+    Relative ``data.paths``, ``data.tokenizer`` and ``model.from`` are taken from the file's folder.
+    Raises ConfigError that lists every wrong key or value.
     """
     try:
         value = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -71,6 +71,9 @@ def _resolve_paths(value: dict[str, Any], folder: Path) -> None:
     data = value.get("data")
     if not isinstance(data, dict):
         return
+    model = value.get("model")
+    if isinstance(model, dict) and isinstance(model.get("from"), str):
+        model["from"] = _resolved(model["from"], folder)
     paths = data.get("paths")
     if isinstance(paths, list):
         data["paths"] = [_resolved(p, folder) if isinstance(p, str) else p for p in paths]
@@ -113,4 +116,4 @@ def _keys(model: type[BaseModel], loc: Sequence[str | int]) -> list[str]:
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         model = annotation
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]

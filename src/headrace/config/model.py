@@ -12,11 +12,10 @@ from pydantic import (
     model_validator,
 )
 
+from headrace.config.architecture import ModelConfig
 from headrace.config.load import read_config
 from headrace.config.planner import PlannerConfig
 from headrace.config.section import Count, Natural, Place, Positive, Section, number
-from headrace.errors import SpecError
-from headrace.spec.architecture import PRESETS, Architecture
 from headrace.spec.hardware import Hardware
 from headrace.spec.strategy import Strategy
 from headrace.units import parse_bytes
@@ -129,84 +128,6 @@ class DataConfig(Section):
         return self
 
 
-class ModelConfig(Section):
-    """The model: a preset with changes, or all of its shape."""
-
-    preset: str | None = None
-    """A named architecture; the other keys change it."""
-
-    kind: Literal["llama", "gpt", "bert"] | None = None
-    """Block: RMSNorm, SwiGLU and rotary positions (llama), or LayerNorm, GELU and learned positions
-    (gpt); bert has the norms after the sums, sees both sides and learns to guess masked tokens."""
-
-    layers: Positive | None = None
-    """Transformer layers."""
-
-    hidden: Positive | None = None
-    """Features of the residual stream."""
-
-    heads: Positive | None = None
-    """Query heads."""
-
-    kv_heads: Positive | None = None
-    """Key-value heads (``heads`` when left out; fewer is grouped-query attention)."""
-
-    ffn: Positive | None = None
-    """Features of the feed-forward (8/3 of ``hidden`` for llama, 4 times for gpt and bert by
-    default)."""
-
-    vocabulary: Positive | None = None
-    """Rows of the embedding; the tokenizer's size when left out, and one more for bert when the
-    tokenizer has no mask token."""
-
-    tied: bool | None = None
-    """Whether the head uses the embedding's weights."""
-
-    causal: bool | None = None
-    """Whether a token sees only earlier ones (never for bert, by default for the others)."""
-
-    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Rate of dropout on both branches of each layer."""
-
-    rope_theta: Annotated[float, Field(gt=0)] | None = None
-    """Base of the rotary positions."""
-
-    def architecture(
-        self, vocabulary: int, context: int, mask_id: int | None = None
-    ) -> Architecture:
-        """The architecture for a tokenizer of ``vocabulary`` ids and sequences of ``context``.
-
-        ``mask_id`` is the tokenizer's mask token; a model that needs one where there is none has
-        an id of its own for it, the first that the tokenizer does not use. Raises SpecError when
-        the shape contradicts itself, is incomplete, or the vocabulary is too small.
-        """
-        given = {k: v for k, v in self.model_dump(exclude={"preset"}).items() if v is not None}
-        kind = given.get("kind") or (PRESETS[self.preset].kind if self.preset in PRESETS else None)
-        wanted, needed = f"at least the tokenizer's {vocabulary}", vocabulary
-        given["mask_id"] = None
-        if kind == "bert":
-            given.setdefault("causal", False)
-            given["mask_id"] = vocabulary if mask_id is None else mask_id
-            if mask_id is None:
-                wanted, needed = f"{wanted} and one for the mask", vocabulary + 1
-        if given.setdefault("vocabulary", needed) < needed:
-            raise SpecError("model.vocabulary", got=given["vocabulary"], wanted=wanted)
-        if kind in ("gpt", "bert"):
-            given["positions"] = context
-        if self.preset is not None:
-            return Architecture.preset(self.preset, **given)
-        missing = [name for name in ("layers", "hidden", "heads") if name not in given]
-        if missing:
-            raise SpecError(
-                f"model.{missing[0]}", got="nothing", wanted="a value, or a model.preset"
-            )
-        given.setdefault("kv_heads", given["heads"])
-        hidden = given["hidden"]
-        wide = 4 * hidden if kind in ("gpt", "bert") else -(-8 * hidden // 3 // 64) * 64
-        given.setdefault("ffn", wide)
-        return Architecture(**given)
-
-
 class OptimizerConfig(Section):
     """The optimizer and its schedule: linear warm-up, then a cosine down to ``floor`` times
     ``lr``."""
@@ -216,20 +137,21 @@ class OptimizerConfig(Section):
     )
     """An elementwise optimizer of torch: each rank updates the rows that it stores."""
 
-    options: dict[str, float | bool] = Field(default_factory=dict)
-    """torch's options of an optimizer other than AdamW, such as ``{ momentum = 0.9 }``."""
+    options: dict[str, float | bool | tuple[float, float]] = Field(default_factory=dict)
+    """torch's options of an optimizer other than AdamW, such as ``{ momentum = 0.9 }`` or
+    ``{ betas = [0.9, 0.99] }``; torch's defaults where left out."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """Highest learning rate."""
 
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of AdamW's first moment."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Decay of AdamW's first moment; 0.9 when left out."""
 
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of AdamW's second moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Decay of AdamW's second moment; 0.95 when left out."""
 
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of AdamW's second moment."""
+    eps: Annotated[float, Field(gt=0)] | None = None
+    """Added to the root of AdamW's second moment; 1e-8 when left out."""
 
     decay: Annotated[float, Field(ge=0)] = 0.1
     """Weight decay of matrices."""
@@ -247,6 +169,15 @@ class OptimizerConfig(Section):
     def _options(self) -> OptimizerConfig:
         if self.name == "adamw" and self.options:
             raise ValueError("options of AdamW are beta1, beta2 and eps")
+        for key in ("beta1", "beta2", "eps"):
+            if self.name != "adamw" and getattr(self, key) is not None:
+                hint = (
+                    "those of others stand in options, such as { betas = [0.9, 0.99], eps = 1e-8 }"
+                )
+                raise ValueError(f"{key} is AdamW's; {hint}")
+        for given, own in (("lr", "lr"), ("weight_decay", "decay")):
+            if given in self.options:
+                raise ValueError(f"options.{given}: wanted optimizer.{own} instead")
         return self
 
 
@@ -351,6 +282,13 @@ class Config(Section):
     report: ReportConfig = ReportConfig()
 
     @model_validator(mode="after")
+    def _tokenizer_of_the_model(self) -> Config:
+        if self.model.from_ is not None and "tokenizer" not in self.data.model_fields_set:
+            # Written out, so that what is saved of a configuration says what was meant.
+            self.__dict__["data"] = self.data.model_copy(update={"tokenizer": self.model.from_})
+        return self
+
+    @model_validator(mode="after")
     def _ranks_of_strategies(self) -> Config:
         for text in self.planner.strategies:
             devices = Strategy.parse(text).devices
@@ -363,8 +301,8 @@ class Config(Section):
     @classmethod
     def load(cls, path: str | Path, *changes: str) -> Config:
         """Read a TOML file, with changes such as ``"run.steps=200"``; ``"run.steps="`` restores the
-        default. Relative ``data.paths`` and ``data.tokenizer`` are taken from the file's folder.
-        Raises ConfigError that lists every wrong key or value."""
+        default. Relative ``data.paths``, ``data.tokenizer`` and ``model.from`` are taken from the
+        file's folder. Raises ConfigError that lists every wrong key or value."""
         return read_config(cls, Path(path), changes)
 
     def to_json(self) -> dict[str, Any]:

@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import CheckpointError, did_you_mean
-from headrace.models.hf_config import architecture_of, config_of
 from headrace.models.hf_rules import EMBEDDING, HEAD, HEAD_BIASES, PREFIX, rules_of
 from headrace.spec.architecture import Architecture
+from headrace.spec.hf_config import (
+    CONFIG,
+    architecture_of,
+    config_of,
+    read_architecture,
+    read_object,
+)
 from headrace.spec.weights import weight_table
 
 __all__ = [
@@ -30,11 +36,12 @@ __all__ = [
     "config_of",
     "from_hugging_face",
     "load_pretrained",
+    "read_pretrained",
     "save_pretrained",
     "to_hugging_face",
 ]
 
-_CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _OURS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
 # Buffers that old files hold beside the weights; what BERT learned for pairs of sentences.
@@ -71,6 +78,12 @@ def from_hugging_face(
     the model's prefix are taken. Raises CheckpointError that lists what is unknown, missing or of
     another shape.
     """
+    return dict(_joined(weights, architecture))
+
+
+def _joined(
+    weights: Mapping[str, torch.Tensor], architecture: Architecture
+) -> Iterator[tuple[str, torch.Tensor]]:
     shapes = {weight.name: weight.shape for weight in weight_table(architecture)}
     rules = rules_of(architecture)
     expected: dict[str, tuple[int, ...]] = {}
@@ -79,10 +92,8 @@ def from_hugging_face(
         expected |= {n: tuple(part.shape) for n, part in zip(rule.theirs, parts, strict=True)}
     named = _known(weights, architecture)
     _check("pretrained weights", named, expected)
-    return {
-        rule.ours: rule.join([named[name] for name in rule.theirs]).contiguous()
-        for rule in rules
-    }  # fmt: skip
+    for rule in rules:
+        yield rule.ours, rule.join([named[name] for name in rule.theirs]).contiguous()
 
 
 def _known(
@@ -146,32 +157,35 @@ def _listed(names: list[str]) -> str:
 
 def save_pretrained(
     folder: Path, weights: Mapping[str, torch.Tensor], architecture: Architecture, *,
-    max_file_bytes: int = 5 * 10**9,
+    ids: Mapping[str, int | None] | None = None, max_file_bytes: int = 5 * 10**9,
 ) -> None:  # fmt: skip
     """Write our whole ``weights`` as a folder that ``from_pretrained`` of transformers takes.
 
     Weights of an earlier save into the folder are replaced. Tied weights are written once. A
-    file holds at most ``max_file_bytes`` of weights, or one weight. Raises CheckpointError when
+    file holds at most ``max_file_bytes`` of weights, or one weight. ``ids`` are those of special
+    tokens, fields of the configuration. Raises CheckpointError when
     the weights are not those of the architecture or the disk refuses, SpecError when the
     architecture has no counterpart.
     """
-    config = config_of(architecture)
+    config = config_of(architecture) | dict(ids or {})
     named = to_hugging_face(weights, architecture)
     config["torch_dtype"] = str(weights["embed.weight"].dtype).removeprefix("torch.")
     files = _split_files(named, max_file_bytes)
-    texts = {_CONFIG: config}
+    texts = {CONFIG: config}
     if len(files) > 1:
         places = {name: file for file, names in files.items() for name in names}
         size = sum(weight.nbytes for weight in named.values())
         texts[_INDEX] = {"metadata": {"total_size": size}, "weight_map": places}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, names in files.items():
-            part = {name: named[name].detach().cpu() for name in names}
-            save_file(part, folder / f"{file}.part", metadata={"format": "pt"})
         for file, value in texts.items():
             text = json.dumps(value, indent=2, sort_keys=True) + "\n"
             (folder / f"{file}.part").write_text(text, encoding="utf-8")
+        for file, names in files.items():
+            part = {name: named[name].detach().cpu() for name in names}
+            save_file(part, folder / f"{file}.part", metadata={"format": "pt"})
+            # The package lets nobody else read what it writes.
+            shutil.copymode(folder / f"{CONFIG}.part", folder / f"{file}.part")
         # Renamed, not overwritten: weights loaded from this folder still read the files before.
         for file in [*files, *texts]:
             (folder / f"{file}.part").replace(folder / file)
@@ -212,7 +226,13 @@ def load_pretrained(folder: Path) -> tuple[dict[str, torch.Tensor], Architecture
     a model that is not ours (see :func:`architecture_of`).
     """
     folder = Path(folder)
-    architecture = architecture_of(_read_object(folder / _CONFIG))
+    architecture = read_architecture(folder)
+    return dict(read_pretrained(folder, architecture)), architecture
+
+
+def read_pretrained(folder: Path, architecture: Architecture) -> Iterator[tuple[str, torch.Tensor]]:
+    """The name and the whole tensor of each of our weights, one after the other: no more than one
+    of them is made at a time. Raises CheckpointError as :func:`load_pretrained` does."""
     if (folder / _SINGLE).exists() or not (folder / _INDEX).exists():
         files = [_SINGLE]
     else:
@@ -221,14 +241,14 @@ def load_pretrained(folder: Path) -> tuple[dict[str, torch.Tensor], Architecture
     for file in files:
         weights |= _read_weights(folder / file)
     try:
-        return from_hugging_face(weights, architecture), architecture
+        yield from _joined(weights, architecture)
     except CheckpointError as error:
         what, hint = f"{folder}: {error.what}", error.hint
         raise CheckpointError(what, got=error.got, wanted=error.wanted, hint=hint)
 
 
 def _files_of_index(folder: Path) -> list[str]:
-    places = _read_object(folder / _INDEX).get("weight_map")
+    places = read_object(folder / _INDEX).get("weight_map")
     names = list(places.values()) if isinstance(places, dict) else [None]
     for name in names:
         # Only files of the folder itself are opened, whatever the index says.
@@ -237,17 +257,6 @@ def _files_of_index(folder: Path) -> list[str]:
                 f"weight_map of {folder / _INDEX}", got=repr(name), wanted="names of files"
             )
     return sorted(set(names))
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        cause = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(str(path), got=cause, wanted="a JSON object")
-    if not isinstance(value, dict):
-        raise CheckpointError(str(path), got=type(value).__name__, wanted="a JSON object")
-    return value
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:

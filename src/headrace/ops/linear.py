@@ -121,5 +121,7 @@ class _Embed(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         (ids,) = ctx.saved_tensors
         weight, shape, anchor = ctx.rest
-        weight.add(grad.new_zeros(shape).index_add_(0, ids, grad))
+        # A word comes often: a sum of its rows in a half type would stand still at 256 of them.
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        weight.add(grad.new_zeros(shape, dtype=wide).index_add_(0, ids, grad.to(wide)))
         return torch.zeros_like(anchor), None, None

@@ -1,8 +1,11 @@
 """Randomness without state: a function of (seed, step, site, sample, position, feature).
 
 The mask of a token is the same on whatever rank, in whatever pack and order it is computed, and is
-computed again in the backward instead of being kept. The hash is a 32-bit finaliser of two
-xor-shift-multiply rounds in wrapping int32 arithmetic: good enough for dropout, not for statistics.
+computed again in the backward instead of being kept. Seed, step and site make a key of 64 bits by
+splitmix64, one after the other: a sum of them would give sample 4 of one seed the mask of sample 5
+of another. What differs from token to token and from feature to feature is mixed by a 32-bit
+finaliser of two xor-shift-multiply rounds in wrapping int32 arithmetic: good enough for dropout,
+not for statistics.
 """
 
 from __future__ import annotations
@@ -56,9 +59,10 @@ class _Dropout(torch.autograd.Function):
 
 def keep_mask(features: int, rate: float, key: DropoutKey, site: int) -> torch.Tensor:
     """[t, features] bool, True with probability 1 - rate."""
-    start = _int32(key.seed * 0x9E3779B1 + key.step * 0x85EBCA6B + site * 0xC2B2AE35)
-    samples, positions = key.samples.to(torch.int32), key.positions.to(torch.int32)
-    token = _mix(_mix(samples * _int32(0x9E3779B1) + start) + positions * _int32(0x85EBCA77))
+    run = _splitmix(_splitmix(_splitmix(key.seed) + key.step) + site)
+    low, high = key.samples.to(torch.int32), (key.samples >> 32).to(torch.int32)
+    sample = _mix(_mix(low ^ _int32(run)) + (high ^ _int32(run >> 32)))
+    token = _mix(sample + key.positions.to(torch.int32) * _int32(0x85EBCA77))
     column = torch.arange(features, dtype=torch.int32, device=token.device) * _int32(0x9E3779B9)
     bits = _mix(_mix(token[:, None] + column) ^ _mix(token + _int32(0x27D4EB2F))[:, None])
     return bits >= min(round(rate * 2**32) - 2**31, 2**31 - 1)
@@ -66,6 +70,14 @@ def keep_mask(features: int, rate: float, key: DropoutKey, site: int) -> torch.T
 
 def _int32(value: int) -> int:
     return (value + 2**31) % 2**32 - 2**31
+
+
+def _splitmix(x: int) -> int:
+    """A 64-bit number of another one."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.mesh import Groups
 from headrace.errors import PlanMismatch
 from headrace.layouts.transfer import Pending
+from headrace.methods.registry import branch
 from headrace.models.transformer import Transformer
 from headrace.runtime.micro_batch import MicroBatchRun, sources
 from headrace.runtime.step_state import StepState
@@ -83,7 +85,8 @@ class Executor:
         groups; returns this rank's program.
 
         Raises PlanMismatch when ranks hold different plans, or the plan is for other semantics,
-        another number of ranks or another number of layers; ProgramError when it would deadlock.
+        another number of ranks or another number of layers; SpecError when a stage cannot run a
+        method of its layers; ProgramError when it would deadlock.
         """
         agree("hash of the plan", plan.hash, self.groups.world)
         if plan.semantics != "free" or plan.devices != self.groups.ranks:
@@ -109,7 +112,8 @@ class Executor:
         return programs[mine]
 
     def _groups_of(self, plan: Plan) -> set[tuple[int, ...]]:
-        """The groups of all stages, of their tensor blocks, and those that methods need."""
+        """The groups of all stages, of their tensor blocks, and those that methods need. Raises
+        SpecError for a method that a stage cannot run."""
         a, wanted = self.storage.architecture, set[tuple[int, ...]]()
         for micro in plan.micro_batches:
             pipeline = plan.pipelines[micro.pipeline]
@@ -120,6 +124,8 @@ class Executor:
                 for size in {parts, pipeline.scheme.tensor}:
                     wanted |= {ranks[at : at + size] for at in range(0, len(ranks), size)}
                 for option in set(micro.layers.options[stage.start : stage.stop]):
+                    branch(option.attention, "attention", a, len(ranks))
+                    branch(option.feed_forward, "feed_forward", a, len(ranks))
                     for members in subgroups(option, a, len(ranks), pipeline.scheme.tensor):
                         wanted.add(tuple(ranks[member] for member in members))
         return wanted
@@ -127,9 +133,17 @@ class Executor:
     def run(
         self, plan: Plan, tokens: tuple[np.ndarray, ...], *, step: int, lr: float
     ) -> StepResult:
-        """One optimizer step of ``plan`` at rate ``lr``; ``tokens[i]`` are sequence i's ids."""
+        """One optimizer step of ``plan`` at rate ``lr``; ``tokens[i]`` are sequence i's ids.
+
+        Raises what :meth:`prepare` does, and PlanMismatch when the sequences are not as long as
+        the plan says: their packs would be cut elsewhere, and the loss divided by another count.
+        """
         self.written, self.action = False, "the agreement on the plan"
         program = self.prepare(plan)
+        found, planned = map(len, tokens), plan.lengths.tokens
+        for i, (got, wanted) in enumerate(zip_longest(found, planned, fillvalue="none")):
+            if got != wanted:
+                raise PlanMismatch(f"tokens of sequence {i}", got=got, wanted=wanted)
         working = self.storage.working(plan)
         working.begin()
         state = StepState(

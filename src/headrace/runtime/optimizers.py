@@ -70,8 +70,9 @@ ELEMENTWISE: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elementwise:
-    """Any of them with torch's own ``options``. Raises SpecError for a name that is none, and, when
-    it is made, for options that the optimizer does not take."""
+    """Any of them with torch's own ``options``. Raises SpecError for a name that is none, for
+    options that are fields here, and, when it is made, for those that the optimizer does not
+    take."""
 
     name: str
     lr: float = 1e-3
@@ -83,6 +84,10 @@ class Elementwise:
         if self.name not in ELEMENTWISE:
             hint = did_you_mean(self.name, ELEMENTWISE) or f"known are {', '.join(ELEMENTWISE)}"
             raise SpecError("optimizer", got=repr(self.name), wanted="elementwise", hint=hint)
+        for given, own in (("lr", "lr"), ("weight_decay", "decay")):
+            if given in self.options:
+                wanted = f"optimizer.{own}, which would overrule it"
+                raise SpecError(f"options of {self.name}", got=given, wanted=wanted)
 
     def make(self, groups: Groups) -> torch.optim.Optimizer:
         """torch's optimizer."""

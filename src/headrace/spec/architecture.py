@@ -26,6 +26,8 @@ class Architecture:
     exact GELU and the norms after the residual sums, is bidirectional, and learns to guess masked
     tokens (``mask_id`` stands in their place) instead of the next one.
     ``positions`` is the longest sequence that learned positions can take (unused by ``llama``).
+    ``gate_block`` are the rows in which gate and up are interleaved, where weights that were stored
+    want others than :attr:`ffn_block` chooses.
     """
 
     layers: int
@@ -42,6 +44,7 @@ class Architecture:
     norm_eps: float = 1e-5
     dropout: float = 0.0
     mask_id: int | None = None
+    gate_block: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary"):
@@ -60,6 +63,10 @@ class Architecture:
             wanted = f">= 1 for kind '{self.kind}'"
             raise SpecError("model.positions", got=self.positions, wanted=wanted)
         self._check_objective()
+        block = 1 if self.gate_block is None else self.gate_block
+        if block < 1 or self.ffn % block:
+            wanted = f"a divisor of {self.ffn}"
+            raise SpecError("rows of a gate's block", got=block, wanted=wanted)
         if not 0 <= self.dropout < 1:
             raise SpecError("model.dropout", got=self.dropout, wanted="0 <= dropout < 1")
 
@@ -124,8 +131,14 @@ class Architecture:
 
     @property
     def ffn_block(self) -> int:
-        """Rows B in which gate and up are interleaved: the largest power of two <= 64 in f."""
-        return min(64, self.ffn & -self.ffn)
+        """Rows B of the feed-forward that stay on one rank, in which gate and up are interleaved:
+        the largest power of two <= 64 in f that leaves a block for each key-value head."""
+        if self.gate_block is not None:
+            return self.gate_block
+        block = min(64, self.ffn & -self.ffn)
+        while block > 1 and self.ffn // block < self.kv_heads:
+            block //= 2
+        return block
 
     @property
     def tensor_ranks(self) -> int:
@@ -184,7 +197,12 @@ class Architecture:
     def from_json(cls, value: dict[str, Any]) -> Architecture:
         """The inverse of :meth:`to_json`. Raises SpecError when it is malformed."""
         try:
-            return cls(**value)
+            found = cls(**value)
+            if found.gated and "gate_block" not in value:
+                # Weights of old stand in the largest blocks, however many heads there are.
+                found = replace(found, gate_block=min(64, found.ffn & -found.ffn))
+            same = found.gate_block == replace(found, gate_block=None).ffn_block
+            return replace(found, gate_block=None) if same else found
         except TypeError as error:
             raise SpecError("architecture", got=str(error), wanted="its JSON form")
 

@@ -13,8 +13,9 @@ with others: what they check by themselves holds for the world, as the order of 
    the order in which its segments end, the update last;
 4. every action exactly once: every bucket pulled and pushed, every micro-batch of the plan forward
    and backward on each rank of its pipeline, with a message wherever two stages meet;
-5. the lists run to their end when every meeting waits for all its members and every send waits for
-   its receiver (the strict mode: what runs in it runs with any transport).
+5. the lists run to their end when every meeting waits for all its members, every send for its
+   receiver, and every forward until all ranks have issued the pulls before it (the strict mode:
+   what runs in it runs with any transport).
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 Every wait names fixed partners, so where the walk ends does not depend on who moves first. A send
 waits for its receiver here: it is done when both ranks stand at the message. An exchange posts both
 its messages on arrival.
+
+[Note: pulls] A pull is issued and waits for nobody, but what works with its weights waits until all
+ranks have issued it. Here a forward waits for every pull that its rank has issued, until all ranks
+of the walk have. That stands for the world: where ranks issue their pulls in one order and come
+through alone, what comes before a pull needs earlier pulls only, of any rank.
 """
 
 from __future__ import annotations
@@ -11,7 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.spec.program import Action, Backward, Exchange, Forward, Program, Recv, Send, Update
+from headrace.spec.program import (
+    Action,
+    Backward,
+    Exchange,
+    Forward,
+    Program,
+    Pull,
+    Recv,
+    Send,
+    Update,
+)
 
 __all__ = ["Posted", "meeting", "meeting_key", "messages_of", "waiting"]
 
@@ -81,7 +96,8 @@ def waiting(programs: Sequence[Program]) -> list[tuple[int, Action]]:
 
 
 class _Walk:
-    """Where every rank stands, who has come to which meeting, and which messages are posted."""
+    """Where every rank stands, who has come to which meeting, which messages are posted, and who
+    has issued which pull."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self._actions = {program.rank: program.actions for program in programs}
@@ -89,6 +105,9 @@ class _Walk:
         self._places = dict.fromkeys(self.world, 0)
         self._come: dict[tuple[Any, ...], set[int]] = {}
         self._posted: set[tuple[bool, tuple[int, int, str, int]]] = set()
+        self._issued: dict[int, set[int]] = {}
+        self._under_way: dict[int, list[int]] = {rank: [] for rank in self.world}
+        self._pulling: list[int] = []
         self._ready = list(self.world)
 
     def head(self, rank: int) -> Action | None:
@@ -121,7 +140,8 @@ class _Walk:
         if action is None:
             return None
         group, key = meeting(action, rank, self.world), meeting_key(action)
-        late = [other for other in group if other != rank and other not in self._come.get(key, ())]
+        late = [other for pull in self._awaited(action, rank) for other in self._late(pull)]
+        late += [other for other in group if other != rank and other not in self._come.get(key, ())]
         late += [
             message.peer
             for message in messages_of(action)
@@ -135,6 +155,11 @@ class _Walk:
         action = self.head(rank)
         if action is None:
             return
+        if self._awaited(action, rank):
+            self._pulling.append(rank)
+            return
+        if isinstance(action, Pull):
+            self._issue(action.bucket, rank)
         group = meeting(action, rank, self.world)
         if group != (rank,) and not self._met(action, rank, group):
             return
@@ -142,6 +167,26 @@ class _Walk:
             for other in group:
                 self._places[other] += 1
             self._ready += group
+
+    def _issue(self, bucket: int, rank: int) -> None:
+        """Take an issued pull; those who wait for pulls look again when all have issued it."""
+        self._issued.setdefault(bucket, set()).add(rank)
+        self._under_way[rank].append(bucket)
+        if not self._late(bucket):
+            self._ready += self._pulling
+            self._pulling = []
+
+    def _awaited(self, action: Action, rank: int) -> list[int]:
+        """The pulls that an action of ``rank`` waits for."""
+        if isinstance(action, Forward):
+            self._under_way[rank] = [b for b in self._under_way[rank] if self._late(b)]
+            return self._under_way[rank]
+        return []
+
+    def _late(self, bucket: int) -> list[int]:
+        """Who has not issued a pull."""
+        issued = self._issued[bucket]
+        return [] if len(issued) == len(self.world) else sorted(set(self.world) - issued)
 
     def _met(self, action: Action, rank: int, group: tuple[int, ...]) -> bool:
         key = meeting_key(action)

@@ -6,7 +6,7 @@ Tensor Layout"; methods of Ulysses' kind gather the same rows):
 
     qkv   [(n + 2 g) d, h]   KV-group-major: for each group its m query heads, then its k, its v
     proj  [n d, h]           rows are input features, in head order
-    in    [f, h] or [2 f, h] SwiGLU: gate and up interleaved in blocks of B rows
+    in    [f, h] or [2 f, h] SwiGLU: gate and up interleaved in blocks of B rows (Architecture)
     out   [f, h]             rows are input features
     embed, head [V, h]       rows are ids; positions and types alike
     head_dense  [h, h]       rows are output features

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headrace.data.tokenizer_files import save_tokenizer
 from headrace.errors import CheckpointError
 from headrace.models.hf_weights import save_pretrained
 from headrace.runtime import checkpoint
@@ -50,12 +51,22 @@ class Checkpoint:
         return architecture, [weight.name for weight in weight_table(architecture)]
 
     def export(self, out: str | Path) -> Path:
-        """Write ``model.safetensors`` and ``config.json`` in the Hugging Face naming into the
-        folder ``out``; returns it."""
+        """Write ``model.safetensors``, ``config.json`` and the files of the tokenizer, as the
+        Hugging Face has them, into the folder ``out``; returns it.
+
+        The longest context that a Llama was trained for is the larger of the run's and of what it
+        began with. Raises CheckpointError and DataError when weights or tokenizer cannot be read
+        or written.
+        """
         architecture, names = self._weights()
+        data, out = SavedState.read(self.path).config["data"], Path(out)
+        if not architecture.learned_positions:
+            longest = max(architecture.positions, data["context"])
+            architecture = replace(architecture, positions=longest)
         held = checkpoint.read_all(self.path)
-        save_pretrained(Path(out), {name: held[name] for name in names}, architecture)
-        return Path(out)
+        weights = {name: held[name] for name in names}
+        save_pretrained(out, weights, architecture, ids=save_tokenizer(data["tokenizer"], out))
+        return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

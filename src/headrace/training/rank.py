@@ -140,5 +140,7 @@ def _require_room(a: Architecture, ranks: int, stored: torch.dtype, limit_bytes:
 
 def _optimizer(o: OptimizerConfig) -> OptimizerOptions:
     if o.name == "adamw":
-        return AdamW(lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, decay=o.decay, clip=o.clip)
+        given = {"beta1": o.beta1, "beta2": o.beta2, "eps": o.eps}
+        own = {key: value for key, value in given.items() if value is not None}
+        return AdamW(lr=o.lr, decay=o.decay, clip=o.clip, **own)
     return Elementwise(name=o.name, lr=o.lr, decay=o.decay, clip=o.clip, options=o.options)

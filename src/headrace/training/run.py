@@ -14,6 +14,7 @@ from headrace.costs.learning.calibration import Calibration
 from headrace.costs.learning.drift import Drift
 from headrace.data import Reader, summarise
 from headrace.errors import CheckpointError, DamagedCheckpoint, HeadraceError
+from headrace.models.hf_weights import read_pretrained
 from headrace.runtime import checkpoint
 from headrace.runtime.executor import Executor
 from headrace.runtime.machine import matmul_flops_per_s
@@ -61,6 +62,10 @@ class RankRun:
         there were any. Collective."""
         rank, steps = self.rank, self.config.run.steps
         path, saved = self._saved() if resume else (None, None)
+        if path is None and self.config.model.from_ is not None:
+            folder = Path(self.config.model.from_)
+            rank.say(f"weights       {folder}")
+            rank.storage.fill(read_pretrained(folder, rank.storage.architecture))
         costs, profile, known = self._costs(saved)
         self.online = self._online(costs, known) if rank.first else None
         self.planner = BroadcastPlanner(groups=rank.groups, planner=self.online)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from headrace.config import Config
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
@@ -11,6 +12,7 @@ from headrace.costs.library import roofline
 from headrace.data import Corpus, Sampler, SamplerOptions, Source, make_tokenizer, open_corpus
 from headrace.data.tokens import tokenizer_sizes
 from headrace.spec.architecture import Architecture
+from headrace.spec.hf_config import read_architecture
 
 __all__ = ["TrainingData", "architecture_of", "formula_costs", "open_data"]
 
@@ -28,11 +30,9 @@ def open_data(
     config: Config, progress: Callable[[str, int, int], None] | None = None
 ) -> TrainingData:
     """Open (and index, the first time) the corpus of a configuration."""
-    options = config.data
+    options, folder = config.data, _of_folder(config)  # what is wrong there is said at once
     tokenizer = make_tokenizer(options.tokenizer)
-    architecture = config.model.architecture(
-        tokenizer.vocabulary, options.context, tokenizer.mask_id
-    )
+    architecture = _architecture(config, folder, tokenizer.vocabulary, tokenizer.mask_id)
     source = Source(
         kind=options.kind, paths=options.paths, patterns=options.patterns,
         field=options.field, end_id=options.end_id, dtype=options.dtype,
@@ -53,8 +53,28 @@ def open_data(
 
 def architecture_of(config: Config) -> Architecture:
     """The architecture of a configuration whose corpus is not at hand."""
+    folder = _of_folder(config)
     vocabulary, mask_id = tokenizer_sizes(config.data.tokenizer)
-    return config.model.architecture(vocabulary, config.data.context, mask_id)
+    return _architecture(config, folder, vocabulary, mask_id)
+
+
+def _of_folder(config: Config) -> Architecture | None:
+    """The architecture of ``model.from``; None where the configuration has a shape of its own."""
+    model = config.model
+    if model.from_ is None:
+        return None
+    return read_architecture(Path(model.from_), dropout=model.dropout)
+
+
+def _architecture(
+    config: Config, folder: Architecture | None, vocabulary: int, mask_id: int | None
+) -> Architecture:
+    model, context = config.model, config.data.context
+    if folder is None:
+        return model.architecture(vocabulary, context, mask_id)
+    if folder.masked and mask_id is not None:
+        folder = replace(folder, mask_id=mask_id)
+    return model.fitted(folder, vocabulary, context)
 
 
 def formula_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel:

@@ -312,3 +312,18 @@ def test_both_kinds_are_cut_at_the_same_units() -> None:
     ]
     assert [whole.split(parts) for parts in (1, 2, 3, 4)] == wanted
     assert run_ranks(2, _splits) == [wanted] * 2
+
+
+def test_products_of_micro_batches_are_summed_wide() -> None:
+    """Would catch a partial sum in bf16: each product is rounded once, their sum is not."""
+    generator = torch.Generator().manual_seed(2)
+    wide, narrow = torch.zeros(8, 4), torch.zeros(8, 4, dtype=torch.bfloat16)
+    exact = torch.zeros(8, 4, dtype=torch.float64)
+    weight = Whole(value=narrow.clone(), grad=wide)
+    for _ in range(200):
+        left, right = ((torch.rand(16, n, generator=generator)).bfloat16() for n in (8, 4))
+        weight.add_product(left, right)
+        narrow += left.t() @ right
+        exact += left.double().t() @ right.double()
+    assert float(((wide - exact) / exact).abs().max()) < 2**-10
+    assert float(((narrow - exact) / exact).abs().max()) > 2**-6

@@ -348,6 +348,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (G, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer"),
     (G, {"add_cross_attention": True}, "add_cross"),
     (G, {"n_positions": 0}, "positions"),
+    (L, {"is_causal": False}, "is_causal: got False, wanted True"),
+    (G, {"is_causal": False}, "is_causal"),
+    (B, {"is_causal": True}, "is_causal"),
+    (L, {"attention_dropout": 0.1}, "attention_dropout: got 0.1, wanted 0; model.dropout takes"),
+    (G, {"attn_pdrop": 0.1}, "attn_pdrop: got 0.1, wanted 0"),
+    (G, {"embd_pdrop": 0.1}, "embd_pdrop"),
+    (G, {"attn_pdrop": "0.1"}, "attn_pdrop: got '0.1', wanted a number"),
+    (B, {"attention_probs_dropout_prob": 0.1}, "attention_probs_dropout_prob"),
     (G, {"n_inner": -1}, "n_inner"),
     (B, {"hidden_act": "gelu_new"}, "hidden_act: got 'gelu_new', wanted 'gelu'"),
     (B, {"position_embedding_type": "relative_key"}, "position_embedding_type: got 'relative_key'"),
@@ -364,6 +372,15 @@ def test_config_refused(kind: str, change: dict[str, Any], text: str) -> None:
     """Alone catches a variant that would load and compute something else."""
     with pytest.raises(SpecError, match=text):
         architecture_of(config_of({L: LLAMA, G: GPT, B: BERT}[kind]) | change)
+
+
+def test_a_dropout_of_one_s_own_takes_the_place_of_all() -> None:
+    """Alone catches published GPT-2s and BERTs, which have dropout everywhere, refused for good."""
+    rates = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
+    assert architecture_of(config_of(GPT) | rates, dropout=0.0) == GPT
+    rates = {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1}
+    assert architecture_of(config_of(BERT) | rates, dropout=0.2) == replace(BERT, dropout=0.2)
+    assert architecture_of(config_of(LLAMA) | {"attention_dropout": 0.1}, dropout=0.0) == LLAMA
 
 
 def test_architecture_without_counterpart() -> None:

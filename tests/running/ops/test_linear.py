@@ -162,6 +162,15 @@ def test_embedding_adds_the_gradients_of_a_word_that_comes_twice() -> None:
     torch.testing.assert_close(source.grad - 1.0, leaf.grad)
 
 
+def test_a_frequent_word_s_gradient_does_not_stand_still() -> None:
+    """Would catch a sum of rows in bf16: 256 + 1 is 256 there."""
+    source = Held(torch.zeros(2, 3, dtype=torch.bfloat16))
+    source.grad = torch.zeros(2, 3)
+    x = embed(torch.ones(5000, dtype=torch.int64), source, torch.empty(0, requires_grad=True))
+    x.backward(torch.ones_like(x))
+    assert source.grad.tolist() == [[0.0] * 3, [5000.0] * 3]
+
+
 def test_a_rank_without_tokens_still_runs_the_backward_of_its_embedding() -> None:
     """Would catch a rank that skips its part of a reduce-scatter: its group would hang."""
     asked: list[tuple[int, ...]] = []

@@ -68,6 +68,31 @@ def test_sample_and_position_are_not_interchangeable() -> None:
     assert _agreement(mask, other) == pytest.approx(0.5, abs=0.02)
 
 
+@pytest.mark.parametrize(
+    "moved", [{"seed": 2}, {"seed": 0}, {"step": 3}, {"step": 1}, {"site": 5}, {"site": 3}], ids=str
+)
+def test_no_sample_has_the_mask_of_another_under_another_seed_step_or_site(
+    moved: dict[str, int],
+) -> None:
+    """Would catch a key that adds seed, step, site and sample times a factor each: the mask of
+    sample 4 under seed 1 would be that of sample 5 under seed 0."""
+
+    def masks(seed: int = 1, step: int = 2, site: int = 4) -> torch.Tensor:
+        key = _key(torch.arange(400), 3, seed=seed, step=step)
+        return keep_mask(FEATURES, 0.5, key, site)
+
+    agreement = (masks()[:, None] == masks(**moved)[None]).double().mean(2)
+    assert float(agreement.max()) < 0.95
+
+
+def test_samples_beyond_32_bits_have_masks_of_their_own() -> None:
+    """Would catch an id that is cut to 32 bits."""
+    key = _key(torch.arange(100), 0)
+    mask = keep_mask(FEATURES, 0.5, key, 0)
+    other = keep_mask(FEATURES, 0.5, _key(torch.arange(100) + 2**32, 0), 0)
+    assert _agreement(mask, other) == pytest.approx(0.5, abs=0.05)
+
+
 def test_the_first_token_of_the_first_sample_is_not_always_dropped_alike() -> None:
     """Would catch sample 0, position 0 with one mask for every seed, step and layer."""
     masks = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from headrace.comm.mesh import Groups
-from headrace.errors import PlanMismatch, SpecError
+from headrace.errors import HeadraceError, PlanMismatch, SpecError
 from headrace.layouts.layout import storage_partition
 from headrace.runtime.executor import Executor
 from headrace.runtime.optimizers import AdamW
@@ -110,6 +111,63 @@ def test_a_plan_of_another_kind_or_of_other_ranks_is_refused_everywhere() -> Non
     assert [text.partition("on rank ")[2][0] for text in told[2:5]] == ["2", "1", "2"]
     assert told[5] == "accepted"  # predictions are no decisions
     assert len({loss for _, loss in results}) == 1
+
+
+def _layers(text: str) -> Plan:
+    plan = _plan(2, (5, 4), (0, 1), (1,))
+    micros = [replace(micro, layers=LayerPlan.parse(text)) for micro in plan.micro_batches]
+    return plan.replace(micro_batches=(micros[0], plan.micro_batches[1]))
+
+
+UNFIT = {
+    "1*ulysses_z": "layers of micro-batch 0: got 1, wanted 2",
+    "3*ulysses_z": "layers of micro-batch 0: got 3, wanted 2",
+    "1*ulysses_z 1*local": "method local: local runs on 1 rank, not 2",
+    "1*ulysses_z/local 1*ulysses_z": "method local: local runs on 1 rank, not 2",
+    "2*tensor_ring": "method tensor_ring: tensor_ring runs on ranks that are blocks of at least 2",
+}
+
+
+def _unfit() -> list[str]:
+    executor, out = _executor(), []
+    for text in UNFIT:
+        try:
+            executor.prepare(_layers(text))
+            out.append("accepted")
+        except HeadraceError as error:
+            out.append(str(error))
+    loss = executor.run(_layers("2*ulysses_z"), _documents((5, 4)), step=0, lr=0.0).loss
+    return [*out, "then it runs" if loss > 0 else "nothing runs"]
+
+
+def test_layers_that_the_model_or_a_stage_does_not_have_are_refused_before_the_step() -> None:
+    """Would catch layers that are cut off or missing, and a method that is found out in the
+    middle of a forward, when others wait in theirs."""
+    for told in run_ranks(2, _unfit):
+        for got, wanted in zip(told, [*UNFIT.values(), "then it runs"], strict=True):
+            assert got.startswith(wanted)
+
+
+def _wrong_lengths() -> list[str]:
+    executor, out = _executor(), []
+    plan = _plan(1, (6, 5), (0,), (0,))
+    for lengths in ((6, 4), (7, 5), (5, 6), (6,), (6, 5, 1), ()):
+        try:
+            executor.run(plan, _documents(lengths), step=0, lr=0.1)
+            out.append("accepted")
+        except PlanMismatch as error:
+            out.append(str(error))
+    return [*out, str(executor.storage.updates)]
+
+
+def test_sequences_that_are_not_as_long_as_planned_are_refused() -> None:
+    """Would catch tokens that are cut off, and a loss divided by the planned count."""
+    (told,) = run_ranks(1, _wrong_lengths)
+    assert told == [
+        "tokens of sequence 1: got 4, wanted 5", "tokens of sequence 0: got 7, wanted 6",
+        "tokens of sequence 0: got 5, wanted 6", "tokens of sequence 1: got none, wanted 5",
+        "tokens of sequence 2: got 1, wanted none", "tokens of sequence 0: got none, wanted 6", "0",
+    ]  # fmt: skip
 
 
 def test_a_plan_of_another_kind_on_one_rank_is_refused_everywhere() -> None:

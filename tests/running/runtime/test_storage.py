@@ -328,17 +328,22 @@ def test_listing_the_state_does_not_spoil_the_first_update() -> None:
     assert run_ranks(1, _listed_then_updated)[0] > 0
 
 
-OTHERS = {
-    "sgd": {"momentum": 0.9}, "adam": {}, "adamax": {}, "radam": {}, "adagrad": {},
-    "adadelta": {}, "rmsprop": {"momentum": 0.5, "centered": True},
-}  # fmt: skip
+OTHERS = [
+    ("sgd", {"momentum": 0.9}), ("sgd", {"momentum": 0.9, "dampening": 0.5}),
+    ("sgd", {"momentum": 0.9, "nesterov": True}), ("adam", {"betas": (0.5, 0.7)}),
+    ("adam", {"amsgrad": True}), ("adamax", {}), ("radam", {}),
+    ("adagrad", {"initial_accumulator_value": 0.5}), ("adadelta", {}),
+    ("rmsprop", {"momentum": 0.5, "centered": True}),
+]  # fmt: skip
 
 
-def _three_updates(name: str, saved: bool) -> dict[str, np.ndarray]:
-    options = Elementwise(name=name, decay=0.1, clip=0.0, options=OTHERS[name])
+def _three_updates(
+    name: str, given: dict[str, Any], saved_before: int | None
+) -> dict[str, np.ndarray]:
+    options = Elementwise(name=name, decay=0.1, clip=0.0, options=given)
     storage = Storage(ODD, Groups(), seed=3, dtype=torch.float64, options=options)
     for step in range(3):
-        if saved and step == 2:  # as a checkpoint would: into a storage that has done nothing
+        if step == saved_before:  # as a checkpoint would: into a storage that has done nothing
             rows = {key: t.clone() for key, t in storage.optimizer_rows()}
             other = Storage(ODD, Groups(), seed=3, dtype=torch.float64, options=options)
             for key, t in other.optimizer_rows():
@@ -353,20 +358,23 @@ def _three_updates(name: str, saved: bool) -> dict[str, np.ndarray]:
     return {n: m.numpy() for n, m in storage.masters.items()}
 
 
-@pytest.mark.parametrize("saved", [False, True], ids=["at once", "resumed"])
-@pytest.mark.parametrize("name", OTHERS)
-def test_any_elementwise_optimizer_is_torch_s(name: str, saved: bool) -> None:
-    """Would catch state that a checkpoint forgets, a first step that was taken for laying it out,
-    and a rate or decay that stays at the zero of that step."""
+@pytest.mark.parametrize("saved_before", [None, 0, 2], ids=["at once", "from 0", "from 2"])
+@pytest.mark.parametrize(("name", "options"), OTHERS, ids=str)
+def test_any_elementwise_optimizer_is_torch_s(
+    name: str, options: dict[str, Any], saved_before: int | None
+) -> None:
+    """Would catch state that a checkpoint forgets, a first step that was taken for laying it out
+    (dampening would hold back the true one), and a rate or decay that stays at the zero of that
+    step."""
     ranks = 2 if name == "sgd" else 1
-    results = run_ranks(ranks, _three_updates, name, saved)
+    results = run_ranks(ranks, _three_updates, name, options, saved_before)
     weights = {n: torch.nn.Parameter(w) for n, w in full_weights(ODD, 3, torch.float64).items()}
     optimizer = ELEMENTWISE[name](
         [
             {"params": [w for w in weights.values() if w.dim() > 1], "weight_decay": 0.1},
             {"params": [w for w in weights.values() if w.dim() == 1], "weight_decay": 0.0},
         ],
-        lr=0.05, **OTHERS[name],
+        lr=0.05, **options,
     )  # fmt: skip
     for step in range(3):
         for w in weight_table(ODD):
@@ -385,3 +393,7 @@ def test_unknown_optimizers_and_options_are_refused() -> None:
         Elementwise(name="rmspro")
     with pytest.raises(SpecError, match=r"options of sgd.*momentun"):
         Elementwise(name="sgd", options={"momentun": 0.9}).make([{"params": [torch.zeros(1)]}])
+    with pytest.raises(
+        SpecError, match=r"options of sgd: got weight_decay, wanted optimizer.decay"
+    ):
+        Elementwise(name="sgd", options={"weight_decay": 0.1})

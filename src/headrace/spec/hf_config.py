@@ -1,18 +1,26 @@
 """``config.json`` of the Hugging Face and our architectures: Llama, GPT-2 and BERT.
 
 What our model does not compute is refused, never ignored: other activations, scaled or partial
-rotary positions, biases where there are none, attention that is scaled otherwise.
+rotary positions, biases where there are none, attention that is scaled otherwise or sees other
+tokens, dropout where ours has none. Ours has one rate, for what the branches of a layer add to the
+residual stream; whoever names it himself takes it in place of all rates of a file.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from headrace.errors import SpecError, did_you_mean
+from headrace.errors import CheckpointError, SpecError, did_you_mean
 from headrace.spec.architecture import Architecture
 
-__all__ = ["architecture_of", "config_of"]
+__all__ = ["CONFIG", "architecture_of", "config_of", "read_architecture", "read_object"]
+
+CONFIG = "config.json"
+"""The file of a model's configuration in its folder."""
 
 # The first is what we write; the others hold the same weights, and more.
 _CLASSES = {
@@ -27,32 +35,61 @@ _LLAMA_FIXED: dict[str, tuple[object, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1.0,),
+    "is_causal": (True,),
 }
 _GPT2_FIXED: dict[str, tuple[object, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
+    "is_causal": (True,),
     "add_cross_attention": (False,),
 }
 _BERT_FIXED: dict[str, tuple[object, ...]] = {
     "hidden_act": ("gelu",),
     "position_embedding_type": ("absolute",),
     "type_vocab_size": (2,),
+    "is_causal": (False,),
     "is_decoder": (False,),
     "add_cross_attention": (False,),
+}
+# Rates at places where our model drops nothing; 0 where a file does not name them.
+_OTHER_DROPOUT = {
+    "llama": ("attention_dropout",),
+    "gpt2": ("embd_pdrop", "attn_pdrop"),
+    "bert": ("attention_probs_dropout_prob",),
 }
 _BERT_MASK = 103
 """``[MASK]`` in all vocabularies that were published with BERT; no field of theirs names it."""
 
 
-def architecture_of(config: Mapping[str, Any]) -> Architecture:
+def read_architecture(folder: Path, *, dropout: float | None = None) -> Architecture:
+    """The architecture of the ``config.json`` in a folder, see :func:`architecture_of`. Raises
+    CheckpointError for a file that cannot be read, SpecError for a model that is not ours."""
+    return architecture_of(read_object(folder / CONFIG), dropout=dropout)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError for anything else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(str(path), got=cause, wanted="a JSON object")
+    if not isinstance(value, dict):
+        raise CheckpointError(str(path), got=type(value).__name__, wanted="a JSON object")
+    return value
+
+
+def architecture_of(config: Mapping[str, Any], *, dropout: float | None = None) -> Architecture:
     """The architecture of a ``config.json`` of LlamaForCausalLM, GPT2LMHeadModel or
     BertForMaskedLM.
 
-    ``dropout`` is GPT-2's and BERT's of the residual stream; ``positions`` of a Llama is the
-    longest context it was trained for. BERT's ``mask_id`` is ``mask_token_id`` where there is such
-    a field, else 103 (the last id of smaller vocabularies). Raises SpecError for other models, for
-    variants that our model does not compute, and for missing or malformed fields.
+    ``dropout`` takes the place of all rates in the file. Without, it is GPT-2's and BERT's of the
+    residual stream, and a rate at another place that is named and not zero is refused. What is
+    kept as ``positions`` of a Llama is the longest context it was trained for. BERT's ``mask_id``
+    is ``mask_token_id`` where there is such a field, else 103 (the last id of smaller
+    vocabularies). Raises SpecError for other models, for variants that our model does not compute,
+    and for missing or malformed fields.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _CLASSES:
@@ -61,7 +98,10 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     classes, known = config.get("architectures"), _CLASSES[kind]
     if classes and (not isinstance(classes, list) or not any(name in classes for name in known)):
         raise SpecError("architectures", got=classes, wanted=" or ".join(known))
-    return {"llama": _llama, "gpt2": _gpt, "bert": _bert}[kind](config)
+    if dropout is None:
+        _check_dropout(config, _OTHER_DROPOUT[kind])
+    found = {"llama": _llama, "gpt2": _gpt, "bert": _bert}[kind](config)
+    return found if dropout is None else replace(found, dropout=dropout)
 
 
 def config_of(architecture: Architecture) -> dict[str, Any]:
@@ -204,6 +244,15 @@ def _check_fixed(config: Mapping[str, Any], fixed: Mapping[str, tuple[object, ..
     for name, values in fixed.items():
         if config.get(name, values[0]) not in values:
             raise SpecError(name, got=repr(config[name]), wanted=repr(values[0]))
+
+
+def _check_dropout(config: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        if _number(config, name, 0.0) != 0:
+            raise SpecError(
+                name, got=config[name], wanted="0",
+                hint="model.dropout takes the place of all rates: there is none at this place",
+            )  # fmt: skip
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
