@@ -9,6 +9,7 @@
     |-- ProgramError      a program would deadlock or leave something out; found before it runs
     |-- PlanMismatch      the ranks do not hold the same plan
     |-- CheckpointError   a checkpoint is missing, damaged or of another model
+    |-- ModelError        a foreign model cannot run with sequence parallelism, or on its inputs
     |-- NotFinite         a layer gave a value that is no number (looked for when asked)
     |-- LaunchError       ranks cannot be started
     `-- MissingExtra      an optional dependency is absent; says what to install
@@ -30,6 +31,7 @@ __all__ = [
     "InfeasiblePlan",
     "LaunchError",
     "MissingExtra",
+    "ModelError",
     "NotFinite",
     "PlanMismatch",
     "ProgramError",
@@ -93,6 +95,11 @@ class PlanMismatch(HeadraceError):
 
 class CheckpointError(HeadraceError):
     """A checkpoint is missing, damaged or of another model."""
+
+
+class ModelError(HeadraceError):
+    """A model that nobody here wrote cannot run with sequence parallelism, or is given what it
+    cannot take."""
 
 
 class NotFinite(HeadraceError):
