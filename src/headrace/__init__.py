@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from headrace import costs, errors, lengths
     from headrace.config import Config
     from headrace.costs import CostModel
+    from headrace.passes.adopted import adopt
+    from headrace.passes.recompute import recomputed
     from headrace.planning import Problem
     from headrace.simulator import draw, peak_bytes
     from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy, Timeline
@@ -39,6 +41,7 @@ __all__ = [
     "Timeline",
     "TrainingRun",
     "__version__",
+    "adopt",
     "baselines",
     "costs",
     "draw",
@@ -46,6 +49,7 @@ __all__ = [
     "lengths",
     "peak_bytes",
     "plan",
+    "recomputed",
     "simulate",
     "train",
 ]
@@ -55,6 +59,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "headrace.config": ("Config",),
     "headrace.costs": ("CostModel",),
+    "headrace.passes.adopted": ("adopt",),
+    "headrace.passes.recompute": ("recomputed",),
     "headrace.planning": ("Problem",),
     "headrace.simulator": ("draw", "peak_bytes"),
     "headrace.spec": ("Architecture", "Cluster", "Lengths", "Plan", "Strategy", "Timeline"),

@@ -10,6 +10,7 @@
     |-- PlanMismatch      the ranks do not hold the same plan
     |-- CheckpointError   a checkpoint is missing, damaged or of another model
     |   `-- DamagedCheckpoint   it is missing or damaged: the one before may be whole
+    |-- ModelError        a foreign model cannot run with sequence parallelism, or on its inputs
     |-- NotFinite         a layer gave a value that is no number (looked for when asked)
     |-- LaunchError       ranks cannot be started
     `-- MissingExtra      an optional dependency is absent; says what to install
@@ -32,6 +33,7 @@ __all__ = [
     "InfeasiblePlan",
     "LaunchError",
     "MissingExtra",
+    "ModelError",
     "NotFinite",
     "PlanMismatch",
     "ProgramError",
@@ -103,6 +105,11 @@ class CheckpointError(HeadraceError):
 
 class DamagedCheckpoint(CheckpointError):
     """A checkpoint is missing or not as it was written; the one before may be whole."""
+
+
+class ModelError(HeadraceError):
+    """A model that nobody here wrote cannot run with sequence parallelism, or is given what it
+    cannot take."""
 
 
 class NotFinite(HeadraceError):

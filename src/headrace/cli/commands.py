@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from headrace.cli.app import Changes, Json, Whole, app
 from headrace.cli.flags import (
@@ -212,7 +211,7 @@ def report(run: Path, *, out: Path | None = None, text: Switch = False) -> int:
 
 @app.command
 def verify(
-    what: Literal["native", "checkpoint"] = "native",
+    what: str = "native",
     path: Path | None = None,
     *,
     flags: VerifyFlags = _VERIFY,
@@ -221,8 +220,13 @@ def verify(
 
     ``native`` runs random plans (mixed group sizes, methods, token orders, packing, recompute) in
     fp64 on several ranks and compares the loss and every gradient with one plain process;
-    ``checkpoint`` reads every file of a checkpoint and compares checksums:
+    ``checkpoint`` reads every file of a checkpoint and compares checksums. Anything else is a model
+    that nobody here wrote: a type of transformers (a tiny one with random weights), a folder, or
+    MODULE:FUNCTION. Its losses and gradients with sequence parallelism are compared with one
+    process'; the exit code is 0 when they are equal, 1 when not, 2 when the model is refused:
 
+        headrace verify llama --ranks 2 4
+        headrace verify my_package.models:make_gpt --ranks 2 --backend inductor
         headrace verify native --ranks 2 4
         headrace verify native --methods all --ranks 2 4
         headrace verify native --methods metp megatron_ts
@@ -231,7 +235,7 @@ def verify(
     Parameters
     ----------
     what
-        What to verify.
+        What to verify: native, checkpoint, or a model.
     path
         The checkpoint, or a folder of checkpoints.
     """

@@ -85,13 +85,20 @@ def verify(what: str, path: Path | None, flags: VerifyFlags) -> int:
     if what == "checkpoint":
         return _verify_checkpoint(path)
     if path is not None:
-        raise ConfigError("verify native", got=f"a path {path}", wanted="none")
+        raise ConfigError(f"verify {what}", got=f"a path {path}", wanted="none")
     ranks, steps, methods = flags.ranks, flags.steps, flags.methods
     if steps < 1 or not ranks or min(ranks) < 1 or max(ranks) > _MOST_RANKS:
         got = f"ranks {list(ranks)}, steps {steps}"
         raise ConfigError("verify", got=got, wanted=f">= 1 each, at most {_MOST_RANKS} ranks")
     if flags.seed < 0:
         raise ConfigError("--seed", got=flags.seed, wanted=">= 0")
+    if what != "native":
+        from headrace.cli.verify_model import verify_model
+
+        return verify_model(
+            what, ranks=ranks, seed=flags.seed, tolerance=flags.tolerance or 1e-5,
+            backend=flags.backend, as_json=flags.json,
+        )  # fmt: skip
     names = tuple(FACTS) if "all" in methods else tuple(facts_of(name).name for name in methods)
     names = (*names, _MIXED, _STRATEGIES)
     cases = [
@@ -99,7 +106,7 @@ def verify(what: str, path: Path | None, flags: VerifyFlags) -> int:
         for model in _MODELS
         for count in ranks
     ]
-    return _print([(case, _errors_of(case)) for case in cases], flags.tolerance)
+    return _print([(case, _errors_of(case)) for case in cases], flags.tolerance or 1e-10)
 
 
 def _verify_checkpoint(path: Path | None) -> int:

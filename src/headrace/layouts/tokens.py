@@ -24,7 +24,7 @@ import numpy as np
 
 from headrace.errors import SpecError
 from headrace.layouts.intervals import Rows, split_rows, split_sizes
-from headrace.spec.blocks import Block
+from headrace.spec.blocks import Band, Block, band_blocks
 from headrace.spec.plan import TokenOrder
 
 __all__ = ["Held", "TokenPlan"]
@@ -64,15 +64,17 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPlan:
-    """A pack of documents of ``lengths`` tokens over ``ranks`` ranks."""
+    """A pack of documents of ``lengths`` tokens over ``ranks`` ranks; ``given`` are the intervals
+    of each rank where they follow no order of these."""
 
     lengths: tuple[int, ...]
     ranks: int
     order: TokenOrder = "natural"
+    given: tuple[tuple[Rows, ...], ...] | None = None
     _held: dict[tuple[int, ...], Held] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _blocks: dict[tuple[tuple[int, ...], tuple[int, ...], bool], tuple[Block, ...]] = field(
+    _blocks: dict[tuple[tuple[int, ...], tuple[int, ...], Band], tuple[Block, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -91,6 +93,8 @@ class TokenPlan:
     @cached_property
     def parts(self) -> tuple[tuple[Rows, ...], ...]:
         """The tokens of each rank: disjoint intervals of the pack, first first."""
+        if self.given is not None:
+            return tuple(map(_merged, self.given))
         if self.order == "natural" or self.ranks == 1:
             return tuple((part,) if len(part) else () for part in self._even)
         return tuple(map(_merged, _zigzag(self.lengths, self._starts, self.sizes)))
@@ -98,6 +102,8 @@ class TokenPlan:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Tokens on each rank."""
+        if self.given is not None:
+            return tuple(sum(map(len, parts)) for parts in self.given)
         return tuple(len(part) for part in self._even)
 
     def index(self, rank: int) -> np.ndarray:
@@ -130,16 +136,19 @@ class TokenPlan:
         return self._held[members]
 
     def blocks(
-        self, queries: tuple[int, ...], keys: tuple[int, ...], causal: bool
-    ) -> tuple[Block, ...]:
+        self, queries: tuple[int, ...], keys: tuple[int, ...], causal: bool,
+        window: int | None = None,
+    ) -> tuple[Block, ...]:  # fmt: skip
         """The scores that count between the tokens of some ranks and of some ranks, as blocks
         whose rows are those of :meth:`held`; squares before rectangles.
 
-        ``keys`` must be the same ranks, others, or contain them.
+        ``keys`` must be the same ranks, others, or contain them. ``window``: as in :class:`Band`.
         """
-        key = (queries, keys, causal)
+        band = Band.of(causal=causal, window=window)
+        key = (queries, keys, band)
         if key not in self._blocks:
-            self._blocks[key] = _blocks(self.held(queries), self.held(keys), causal)
+            held = self.held(queries), self.held(keys)
+            self._blocks[key] = _blocks(*held, causal) if window is None else _banded(*held, band)
         return self._blocks[key]
 
     def scores(self, rank: int, causal: bool) -> int:
@@ -245,6 +254,21 @@ def _pieces(intervals: Sequence[Rows], starts: Sequence[int]) -> list[_Piece]:
             pieces.append(_Piece(document=document, start=start, stop=stop, row=row))
             row, start, document = row + stop - start, stop, document + 1
     return pieces
+
+
+def _banded(queries: Held, keys: Held, band: Band) -> tuple[Block, ...]:
+    of_document: dict[int, list[_Piece]] = {}
+    for piece in keys.pieces:
+        of_document.setdefault(piece.document, []).append(piece)
+    found: list[Block] = []
+    for q in queries.pieces:
+        for k in of_document.get(q.document, ()):
+            down, right = q.row - q.start, k.row - k.start
+            found += [
+                Block(b[0] + down, b[1] + down, b[2] + right, b[3] + right, b.causal, b.turned)
+                for b in band_blocks(band, (q.start, q.stop), (k.start, k.stop))
+            ]
+    return tuple(sorted(found, key=lambda block: (not block.causal, block.turned)))
 
 
 def _blocks(queries: Held, keys: Held, causal: bool) -> tuple[Block, ...]:

@@ -29,9 +29,9 @@ import torch
 
 from headrace.methods.block import gathered_feed_forward, output, queries_keys_values
 from headrace.methods.context import Context
+from headrace.methods.head_split import local_heads, split_heads
 from headrace.methods.megatron_ts import Tensor
 from headrace.methods.method import Method
-from headrace.methods.ulysses_z import local_heads, split_heads
 from headrace.methods.weights import State
 from headrace.ops.core import Heads, attended
 from headrace.ops.ring import Ring, RingCore

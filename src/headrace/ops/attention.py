@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from headrace.errors import SpecError
-from headrace.ops.kernels import Backend, CpuFlash, Pair, Plain, wide
+from headrace.ops.kernels import Backend, CpuFlash, Pair, Plain, Triple, wide
 from headrace.ops.kernels_cuda import CudaEfficient, CudaFlash
 from headrace.ops.runs import KernelRun, MarkedRows, RowSpan, runs_of
 from headrace.spec.blocks import Block, document_blocks
@@ -186,10 +186,7 @@ def attend_blocks_backward(
         keys.mark(0, k.shape[0])
     for run in runs_of(blocks, backend.documents) if q.shape[1] else ():
         at, of = run.queries, run.keys
-        parts = backend.backward(
-            grad[at], q[at], k[of], v[of], out[at], lse[:, at],
-            run.q_lengths, run.k_lengths, run.causal,
-        )  # fmt: skip
+        parts = _backward(backend, grad[at], q[at], k[of], v[of], out[at], lse[:, at], run)
         known, known_keys = queries.mark(at.start, at.stop), keys.mark(of.start, of.stop)
         _add(dq, parts[0], known)
         _add(dk, parts[1], known_keys)
@@ -208,7 +205,28 @@ def _forward(
     backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: KernelRun
 ) -> Pair:
     at, of = run.queries, run.keys
-    return backend.forward(q[at], k[of], v[of], run.q_lengths, run.k_lengths, run.causal)
+    if not run.turned:
+        return backend.forward(q[at], k[of], v[of], run.q_lengths, run.k_lengths, run.causal)
+    # A square turned round is causal when its rows and columns are read from the end.
+    out, lse = backend.forward(
+        q[at].flip(0), k[of].flip(0), v[of].flip(0), run.q_lengths[::-1], run.k_lengths[::-1], True
+    )
+    return out.flip(0), lse.flip(1)
+
+
+def _backward(
+    backend: Backend, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, run: KernelRun,
+) -> Triple:  # fmt: skip
+    """(dq, dk, dv) of the rows of one run."""
+    if not run.turned:
+        return backend.backward(grad, q, k, v, out, lse, run.q_lengths, run.k_lengths, run.causal)
+    back = [x.flip(0) for x in (grad, q, k, v, out)]
+    dq, dk, dv = backend.backward(
+        back[0], back[1], back[2], back[3], back[4], lse.flip(1),
+        run.q_lengths[::-1], run.k_lengths[::-1], True,
+    )  # fmt: skip
+    return dq.flip(0), dk.flip(0), dv.flip(0)
 
 
 def _touched(runs: Sequence[KernelRun]) -> tuple[MarkedRows, MarkedRows]:

@@ -15,13 +15,14 @@ RowSpan = tuple[int, int, bool]
 
 
 class KernelRun(NamedTuple):
-    """Documents one after the other in both queries and keys, all causal or all full."""
+    """Documents one after the other in both queries and keys, all of one kind."""
 
     queries: slice
     keys: slice
     q_lengths: tuple[int, ...]
     k_lengths: tuple[int, ...]
     causal: bool
+    turned: bool
 
 
 def runs_of(blocks: Iterable[Block], most: int) -> tuple[KernelRun, ...]:
@@ -43,6 +44,7 @@ def runs_of(blocks: Iterable[Block], most: int) -> tuple[KernelRun, ...]:
             tuple([block.q_stop - block.q_start for block in group]),
             tuple([block.k_stop - block.k_start for block in group]),
             group[0].causal,
+            group[0].turned,
         )
         for group in groups
     )
@@ -50,7 +52,7 @@ def runs_of(blocks: Iterable[Block], most: int) -> tuple[KernelRun, ...]:
 
 def _follows(block: Block, last: Block) -> bool:
     starts, stops = (block.q_start, block.k_start), (last.q_stop, last.k_stop)
-    return starts == stops and block.causal == last.causal
+    return starts == stops and (block.causal, block.turned) == (last.causal, last.turned)
 
 
 class MarkedRows:

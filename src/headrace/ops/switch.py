@@ -17,7 +17,7 @@ import torch.distributed as dist
 from headrace.comm.collectives import all_to_all_rows
 from headrace.errors import SpecError
 
-__all__ = ["Columns", "reordered", "switch", "switch_back"]
+__all__ = ["Columns", "reordered", "switch", "switch_back", "to_columns", "to_tokens"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,27 +91,28 @@ class _Switch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: Any, columns: Any, group: Any) -> torch.Tensor:
         ctx.rest = (sizes, columns, group)
-        return _to_columns(x, sizes, columns, group)
+        return to_columns(x, sizes, columns, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _to_tokens(grad, *ctx.rest), None, None, None
+        return to_tokens(grad, *ctx.rest), None, None, None
 
 
 class _SwitchBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: Any, columns: Any, group: Any) -> torch.Tensor:
         ctx.rest = (sizes, columns, group)
-        return _to_tokens(x, sizes, columns, group)
+        return to_tokens(x, sizes, columns, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _to_columns(grad, *ctx.rest), None, None, None
+        return to_columns(grad, *ctx.rest), None, None, None
 
 
-def _to_columns(
+def to_columns(
     x: torch.Tensor, sizes: tuple[int, ...], columns: Columns, group: dist.ProcessGroup
 ) -> torch.Tensor:
+    """:func:`switch` without autograd."""
     rank, features = dist.get_rank(group), x.shape[2]
     parts = [
         x.index_select(1, columns.index(r, x.device)).reshape(-1) for r in range(len(columns.of))
@@ -126,9 +127,10 @@ def _to_columns(
     return flat.view(sum(sizes), mine, features)
 
 
-def _to_tokens(
+def to_tokens(
     x: torch.Tensor, sizes: tuple[int, ...], columns: Columns, group: dist.ProcessGroup
 ) -> torch.Tensor:
+    """:func:`switch_back` without autograd."""
     rank, features = dist.get_rank(group), x.shape[2]
     held = [len(part) for part in columns.of]
     flat = all_to_all_rows(

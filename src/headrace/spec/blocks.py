@@ -2,27 +2,45 @@
 
 [Note: only squares and rectangles] Whatever order the tokens of a pack have and however they are
 spread, the scores that count fall into pieces of two kinds: the *causal square* of a run of tokens
-with itself, and the *full rectangle* of one run with another. A kernel therefore needs no mask
-tensor and no rule for unequal lengths.
+with itself, and the *full rectangle* of one run with another. A window adds a third, the causal
+square turned round, in which a row sees the columns from its own on. A kernel therefore needs no
+mask tensor and no rule for unequal lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["Block", "document_blocks", "scores_of"]
+__all__ = ["Band", "Block", "band_blocks", "document_blocks", "scores_of"]
+
+
+class Band(NamedTuple):
+    """Which scores of a document count: a query at q sees the keys from q - ``behind`` to q +
+    ``ahead``, without an end where it is None."""
+
+    behind: int | None = None
+    ahead: int | None = None
+
+    @classmethod
+    def of(cls, *, causal: bool, window: int | None = None) -> Band:
+        """Causal or full, of ``window`` tokens with the query itself, before it, and after it
+        where it is not causal."""
+        reach = None if window is None else window - 1
+        return cls(behind=reach, ahead=0 if causal else reach)
 
 
 class Block(NamedTuple):
     """Rows [q_start, q_stop) of the queries see rows [k_start, k_stop) of the keys; ``causal``
-    blocks are square, and row i sees the columns up to i."""
+    blocks are square, and row i sees the columns up to i, ``turned`` ones those from i on."""
 
     q_start: int
     q_stop: int
     k_start: int
     k_stop: int
     causal: bool
+    turned: bool = False
 
     @property
     def scores(self) -> int:
@@ -39,6 +57,46 @@ def document_blocks(lengths: Iterable[int], causal: bool) -> tuple[Block, ...]:
         blocks.append(Block(start, start + length, start, start + length, causal))
         start += length
     return tuple(blocks)
+
+
+def band_blocks(band: Band, queries: tuple[int, int], keys: tuple[int, int]) -> list[Block]:
+    """The blocks of queries and keys of one document, as positions in it, both half open; squares
+    first.
+
+    The last key of a query at q, q + ahead, lies among the keys for some q: there are causal
+    squares, each with all keys before it. Likewise its first key, q - behind: turned squares, each
+    with all keys after it. Rows are cut where either begins or ends, and so short that the two
+    squares of some rows share no key.
+    """
+    (q_start, q_stop), (k_start, k_stop) = queries, keys
+    cuts = {q_start, q_stop}
+    for reach in (band.behind, None if band.ahead is None else -band.ahead):
+        if reach is not None:
+            cuts |= {edge + reach for edge in keys}
+    edges = sorted(cut for cut in cuts if q_start <= cut <= q_stop)
+    squares, full = list[Block](), list[Block]()
+    for start, stop in pairwise(edges):
+        step = stop - start
+        if band.behind is not None and band.ahead is not None:
+            step = max(1, min(step, band.behind + band.ahead))
+        for first in range(start, stop, step):
+            rows = first, min(first + step, stop)
+            low, high = k_start, k_stop
+            if band.ahead is not None:
+                square = rows[0] + band.ahead, rows[1] + band.ahead
+                if square[0] < k_stop:
+                    high = min(square[0], k_stop)
+                    if k_start <= square[0]:
+                        squares.append(Block(*rows, *square, True))
+            if band.behind is not None:
+                square = rows[0] - band.behind, rows[1] - band.behind
+                if square[1] > k_start:
+                    low = max(square[1], k_start)
+                    if square[1] <= k_stop and (rows[1] - rows[0] > 1 or square[0] < high):
+                        squares.append(Block(*rows, *square, True, True))
+            if low < high:
+                full.append(Block(*rows, low, high, False))
+    return [*squares, *full]
 
 
 def scores_of(blocks: Iterable[Block]) -> int:

@@ -21,7 +21,7 @@ from headrace.errors import SpecError
 from headrace.layouts.layout import group_shards
 from headrace.layouts.tokens import TokenPlan
 from headrace.methods import METHODS, Context, Place, Shard, Whole, branch
-from headrace.methods.ulysses_z import split_heads
+from headrace.methods.head_split import split_heads
 from headrace.methods.weights import Weight
 from headrace.models.transformer import Transformer
 from headrace.ops.random import DropoutKey

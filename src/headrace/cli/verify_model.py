@@ -1,0 +1,197 @@
+"""``headrace verify MODEL``: sequence parallelism of a foreign model against one process."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.nn.functional import cross_entropy
+
+from headrace.cli.display import tell
+from headrace.cli.foreign_models import foreign_model
+from headrace.comm.launch import World, start
+from headrace.errors import HeadraceError, ModelError
+from headrace.passes.adopted import Adopted, adopt
+from headrace.passes.placement import Exchange
+from headrace.passes.probe import logits_of
+from headrace.passes.shard import IGNORED, predicted
+
+__all__ = ["verify_model"]
+
+_VOCABULARY = 97
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """Rows of documents, as lengths; ``padded``: the last document of each row is padding; the
+    first ``ignored`` labels have no loss."""
+
+    name: str
+    rows: tuple[tuple[int, ...], ...]
+    padded: bool = False
+    ignored: int = 0
+
+
+_BATCHES = (
+    _Batch(name="rows", rows=((18,), (18,))),
+    _Batch(name="packed", rows=((5, 20, 1, 11),)),
+    _Batch(name="padded", rows=((9, 8), (16, 1)), padded=True),
+    _Batch(name="half ignored", rows=((23,),), ignored=14),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    """Largest errors of a case: of the loss, relative to it, and of gradients, relative to the
+    largest of all."""
+
+    model: str
+    ranks: int
+    exchange: str
+    batch: str
+    door: str
+    compiles: int
+    loss_error: float
+    gradient_error: float
+
+
+def verify_model(
+    name: str, *, ranks: Sequence[int], seed: int, tolerance: float, backend: str | None,
+    as_json: bool,
+) -> int:  # fmt: skip
+    """Compare losses and gradients of ``name`` on groups of ``ranks`` with one process'. The exit
+    code is 0 when they are equal, 1 when they are not, 2 when the model is refused."""
+    foreign_model(name, seed)  # a name that is none is told at once
+    found = list[_Verdict]()
+    for count in ranks:
+        tell(f"{name} on {count} ranks")
+        answer = _on_ranks(name, count, seed, backend)
+        if "refused" in answer:
+            tell(f"refused: {answer['refused']}")
+            return 2
+        found += [_Verdict(**row) for row in answer["rows"]]
+    good = all(max(v.loss_error, v.gradient_error) <= tolerance for v in found)
+    if as_json:
+        print(json.dumps({"exact": good, "cases": [asdict(v) for v in found]}, indent=1))
+    else:
+        _print(found, tolerance)
+        print(f"tolerance {tolerance:.0e}: " + ("all exact" if good else "FAILED"))
+    return 0 if good else 1
+
+
+def _print(found: Sequence[_Verdict], tolerance: float) -> None:
+    table = Table(box=None, pad_edge=False)
+    for title in ("model", "ranks", "exchange", "batch", "loss error", "gradient error", "verdict"):
+        table.add_column(title, justify="right" if "err" in title or title == "ranks" else "left")
+    for v in found:
+        fine = max(v.loss_error, v.gradient_error) <= tolerance
+        table.add_row(
+            v.model, str(v.ranks), v.exchange, v.batch, f"{v.loss_error:.1e}",
+            f"{v.gradient_error:.1e}", "exact" if fine else "WRONG",
+        )  # fmt: skip
+    Console(highlight=False, width=110).print(table)
+    print(f"attention reached by its {found[0].door}; compiled {found[0].compiles} times")
+
+
+def _on_ranks(name: str, ranks: int, seed: int, backend: str | None) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+
+        def main(world: World) -> int:
+            try:
+                rows = [asdict(row) for row in _cases(name, ranks, seed, backend)]
+                answer: dict[str, Any] = {"rows": rows}
+            except ModelError as error:
+                answer = {"refused": str(error)}
+            if world.rank == 0:
+                result.write_text(json.dumps(answer))
+            return 0
+
+        code = start(main, ranks=ranks, threads=1)
+        if code != 0 or not result.exists():
+            raise HeadraceError(f"verify {name}", got=f"exit code {code} of the ranks", wanted="0")
+        answer: dict[str, Any] = json.loads(result.read_text())
+    return answer
+
+
+def _cases(name: str, ranks: int, seed: int, backend: str | None) -> Iterator[_Verdict]:
+    model, plain = foreign_model(name, seed), foreign_model(name, seed)
+    run = adopt(model, backend=backend)
+    exchanges: list[Exchange] = ["ulysses", "ring", "gather"]
+    for at, batch in enumerate(_BATCHES):
+        for exchange in exchanges if at == 0 else [exchanges[at % len(exchanges)]]:
+            inputs = _inputs(batch, seed + at, run)
+            loss, gradients = _spread(run, inputs, exchange)
+            wanted, expected = _alone(plain, run, inputs, batch)
+            largest = max(float(g.abs().max()) for g in expected if g is not None)
+            off = [
+                float((g - e).abs().max()) / largest
+                for g, e in zip(gradients, expected, strict=True)
+                if g is not None and e is not None
+            ]  # fmt: skip
+            yield _Verdict(
+                model=name, ranks=ranks, exchange=exchange, batch=batch.name, door=run.door,
+                compiles=run.compiles, loss_error=abs(loss - wanted) / abs(wanted),
+                gradient_error=max(off),
+            )  # fmt: skip
+
+
+def _inputs(batch: _Batch, seed: int, run: Adopted) -> dict[str, torch.Tensor]:
+    """Drawn tokens and labels, two in five of which are ignored."""
+    draw = torch.Generator().manual_seed(seed)
+    shape = len(batch.rows), sum(batch.rows[0])
+    ids = torch.randint(3, _VOCABULARY, shape, generator=draw)
+    labels = ids.masked_fill(torch.rand(shape, generator=draw) < 0.4, IGNORED)
+    labels[:, : batch.ignored] = IGNORED
+    found = {run.tokens: ids, "labels": labels}
+    if batch.padded:
+        mask = torch.stack([torch.arange(shape[1]) < row[0] for row in batch.rows]).long()
+        found |= {"attention_mask": mask, "labels": labels.masked_fill(mask == 0, IGNORED)}
+    elif any(len(row) > 1 for row in batch.rows):
+        places = [torch.cat([torch.arange(length) for length in row]) for row in batch.rows]
+        found["position_ids"] = torch.stack(places) + run.first_place(found)
+    return found
+
+
+def _spread(
+    run: Adopted, inputs: dict[str, torch.Tensor], exchange: Exchange
+) -> tuple[float, list[torch.Tensor | None]]:
+    """(loss, gradients) of all ranks together."""
+    run.model.zero_grad()
+    shard = run.shard(inputs, exchange=exchange)
+    outputs = run(**{k: v for k, v in shard.inputs.items() if k != "labels"})
+    assert shard.labels is not None, "labels were given"
+    loss = run.loss(logits_of(outputs), shard.labels)
+    run.backward(loss)
+    run.add_gradients()
+    total = loss.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return float(total), [p.grad for p in run.model.parameters()]
+
+
+def _alone(
+    model: torch.nn.Module, run: Adopted, inputs: dict[str, torch.Tensor], batch: _Batch
+) -> tuple[float, list[torch.Tensor | None]]:
+    """(loss, gradients) of one process that runs every document by itself."""
+    model.zero_grad()
+    ids, kind = inputs[run.tokens], run.labels
+    labels, parts = predicted(inputs["labels"], kind), list[torch.Tensor]()
+    for at, row in enumerate(batch.rows):
+        start = 0
+        for length in row:
+            outputs = model(**run.plain_inputs(ids[at : at + 1, start : start + length]))
+            parts.append(logits_of(outputs).flatten(0, -2))
+            start += length
+    total = cross_entropy(torch.cat(parts), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    loss = total / (labels != IGNORED).sum()
+    loss.backward()
+    return float(loss.detach()), [p.grad for p in model.parameters()]

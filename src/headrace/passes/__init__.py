@@ -1,0 +1,1 @@
+"""Sequence parallelism for models that know nothing of it."""

@@ -1,0 +1,308 @@
+"""Adopted models: sequence parallelism for a model that knows nothing of it.
+
+    run = headrace.adopt(model)                  # says by which door attention is reached
+    shard = run.shard({"input_ids": x, "labels": y})
+    loss = run(**shard.inputs).loss              # this rank's part of the loss of the batch
+    run.backward(loss)                           # gradients: sums over all ranks' tokens
+
+The losses of a group's ranks sum to the mean over all tokens that have one, and gradients add
+likewise: nothing is averaged twice, and nothing is scaled.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from headrace.comm.collectives import agree
+from headrace.comm.mesh import Groups
+from headrace.errors import ModelError, SpecError
+from headrace.passes.graph import Compiler
+from headrace.passes.heads import attention
+from headrace.passes.interface import asks_registry, take_interface
+from headrace.passes.operators import Seat
+from headrace.passes.placement import EXCHANGES, Exchange, Placement, placed_rows
+from headrace.passes.probe import Probed, logits_of, probe
+from headrace.passes.recompute import Kept, recompute_blocks
+from headrace.passes.shard import (
+    IGNORED,
+    Labels,
+    Shard,
+    count_targets,
+    declared_places,
+    documents_of,
+    fingerprint,
+    local_inputs,
+    require_tokens,
+)
+from headrace.spec.method_facts import Members
+from headrace.spec.rank_blocks import RankBlocks
+
+__all__ = ["Adopted", "Door", "adopt"]
+
+Door = Literal["attention registry", "graph"]
+
+_WRAPPERS = (DistributedDataParallel, FSDPModule)
+
+_LOSSES: dict[str, Labels] = {
+    "ForCausalLM": "next", "LMHeadModel": "next", "ForMaskedLM": "same",
+}  # fmt: skip
+"""By the end of the names of transformers' classes."""
+
+
+def adopt(
+    model: torch.nn.Module, *, backend: str | None = None, exchange: Exchange | None = None,
+    labels: Labels | None = None, tokens: str | None = None, groups: Groups | None = None,
+    recompute: Kept | None = None, label_name: str = "labels",
+) -> Adopted:  # fmt: skip
+    """Adopt ``model``, which may be wrapped in DDP or FSDP2.
+
+    ``backend``: that of torch.compile (``eager``, ``aot_eager``, ``inductor``); not compiled where
+    it is None, unless the model is reached through its graph, which takes ``eager`` then.
+    ``exchange``: how attention meets the other ranks' tokens, ``ulysses`` where it is None.
+    ``label_name`` is the input with labels: of the ``next`` token or of the ``same`` place,
+    ``labels`` says which, and it is known for models of transformers. ``tokens``: the name of the
+    argument with the token numbers [b, S], the model's first where it is None.
+
+    ``recompute``: what blocks compute again in the backward: all but their ``attention``, whose
+    traffic is then not repeated, or ``full``; for models of transformers that know their blocks.
+
+    Raises ModelError for models whose tokens meet in ways that are not known, at once or when the
+    first batch is sharded.
+    """
+    return Adopted(
+        model, backend=backend, exchange=exchange, labels=labels, tokens=tokens, groups=groups,
+        recompute=recompute, label_name=label_name,
+    )  # fmt: skip
+
+
+class Adopted:
+    """A model with sequence parallelism. ``door``: how its attention is reached."""
+
+    def __init__(
+        self, model: torch.nn.Module, *, backend: str | None, exchange: Exchange | None,
+        labels: Labels | None, tokens: str | None, groups: Groups | None,
+        recompute: Kept | None, label_name: str,
+    ) -> None:  # fmt: skip
+        if exchange is not None and exchange not in EXCHANGES:
+            raise SpecError("exchange", got=repr(exchange), wanted=", ".join(EXCHANGES))
+        self.model = model
+        self._seat = Seat()
+        self._exchange, self._label_name = exchange, label_name
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        takes = inspect.signature(inner.forward).parameters
+        self._takes_places = "position_ids" in takes
+        self.tokens = tokens or next(iter(takes))
+        self._hugging = hasattr(inner, "config") and hasattr(inner, "base_model_prefix")
+        config = getattr(inner, "config", None)
+        self._always = {"use_cache": False} if hasattr(config, "use_cache") else {}
+        self._firsts = (0, *_padded(inner))
+        self._groups = groups or (Groups() if dist.is_initialized() else None)
+        self.labels: Labels = labels or (_convention(inner) if self._hugging else "same")
+        self._probed: Probed | None = None
+        registry = asks_registry(inner)
+        self.door: Door = "attention registry" if registry else "graph"
+        if registry:
+            take_interface(inner, self._seat)
+            if recompute is not None:
+                recompute_blocks(inner, recompute)
+        elif isinstance(model, FSDPModule):
+            raise ModelError(
+                "model under FSDP2", got="attention reached by its graph",
+                wanted="by the registry of transformers, or called by hand",
+                hint="FSDP2's hooks break graphs; under DDP it can be compiled whole",
+            )  # fmt: skip
+        self._compiler = None if registry and backend is None else Compiler(
+            backend or "eager", None if registry else self._seat
+        )  # fmt: skip
+        self._call = self._compiled(self._compiler)
+
+    def prepare(self, groups: Iterable[Members]) -> None:
+        """Make the groups of ranks among which batches will be sharded. Collective: every rank of
+        the world calls it alike, before :meth:`shard` with groups of its own."""
+        if self._groups is not None:
+            wanted = list(groups)
+            self._groups.prepare([some for ranks in wanted for some in _parts(ranks)])
+
+    def shard(
+        self, batch: Mapping[str, torch.Tensor], *, ranks: Members | None = None,
+        targets: int | None = None, exchange: Exchange | None = None,
+    ) -> Shard:  # fmt: skip
+        """This rank's part of ``batch``, which all ``ranks`` (all of the world where it is None)
+        have alike, and the model set to it until the next call.
+
+            batch    token numbers [b, S], labels and other values of tokens [b, S, ...];
+                     ``attention_mask`` [b, S] tells padding, ``position_ids`` that begin again
+                     at 0 tell documents
+            targets  tokens of the whole step that have a loss, those of this batch where it is
+                     None: give it where a step has several batches
+
+        Raises DataError for inputs that are not of tokens, PlanMismatch where ranks have other
+        batches, and ModelError where the model cannot be run on parts of its tokens.
+        """
+        batch = {"labels" if k == self._label_name else k: v for k, v in batch.items()}
+        require_tokens(batch, self.tokens)
+        world = dist.get_world_size() if self._groups is not None else 1
+        members = tuple(range(world)) if ranks is None else tuple(ranks)
+        if ranks is None:
+            self.prepare([members])
+        documents = documents_of(batch, self.tokens)
+        places = None if self._takes_places else declared_places(batch)
+        group, me = self._group(members)
+        width = batch[self.tokens].shape[1]
+        if width < len(members):
+            raise SpecError(
+                f"rows of {width} tokens", got=f"{len(members)} ranks", wanted="a token for each",
+                hint="shard short rows among fewer ranks",
+            )  # fmt: skip
+        agree(f"batch of ranks {members}", fingerprint(batch, (documents, members)), group)
+        if self._probed is None:
+            self._probed = self._probe(batch)
+        chosen: Exchange = exchange or self._exchange or "ulysses"
+        balanced = chosen in ("ring", "gather", "2d")
+        count = count_targets(batch, self.labels) if targets is None else targets
+        placement = Placement(
+            tokens=placed_rows(documents, len(members), "zigzag" if balanced else "natural"),
+            rows=len(documents), member=me, group=group, exchange=chosen, targets=count,
+            places=places,
+            subgroup=lambda some: self._group(tuple(members[m] for m in some))[0],
+        )  # fmt: skip
+        inputs, labels = local_inputs(
+            batch, self.tokens, placement, self.labels,
+            first=self._probed.first if self._takes_places else None,
+        )  # fmt: skip
+        self._seat.take(placement)
+        if labels is not None:
+            inputs[self._label_name] = labels
+        return Shard(inputs=inputs, labels=labels, placement=placement)
+
+    def __call__(self, **inputs: Any) -> Any:
+        """The model's results for what :meth:`shard` returned. Results with logits, of inputs with
+        labels, have the loss of this rank's tokens over the targets of the step."""
+        labels = inputs.pop(self._label_name, None) if self._hugging else None
+        outputs = self._called(self._call, inputs)
+        if labels is not None:
+            outputs.loss = self.loss(logits_of(outputs), labels)
+        return outputs
+
+    def _called(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        for value in inputs.values():
+            if isinstance(value, torch.Tensor) and value.dim() >= 2:
+                torch._dynamo.maybe_mark_dynamic(value, 1)  # noqa: SLF001
+        return call(**inputs, **self._always)
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The cross entropy of this rank's tokens, summed, over the targets of the step.
+
+            logits   [b, s_r, V]
+            labels   [b, s_r]      as in :class:`Shard`
+        """  # fmt: skip
+        now = self._seat.now
+        total = cross_entropy(
+            logits.flatten(0, -2).float() if logits.element_size() < 4 else logits.flatten(0, -2),
+            labels.flatten(), ignore_index=IGNORED, reduction="sum",
+        )  # fmt: skip
+        return total / max(1, now.targets or 0)
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, window: int = 0,
+        scale: float | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """:func:`headrace.passes.heads.attention` of the batch in force, for models that call it
+        themselves."""
+        return attention(q, k, v, self._seat.handle, causal=causal, window=window, scale=scale)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add gradients of this rank's part of the loss. Under DDP and FSDP2, which divide sums by
+        the ranks, it is multiplied by them first."""
+        averaged = isinstance(self.model, _WRAPPERS)
+        (loss * dist.get_world_size() if averaged else loss).backward()
+
+    def add_gradients(self) -> None:
+        """Sum gradients over the world, for models that neither DDP nor FSDP2 takes care of."""
+        if self._groups is None:
+            return
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad)
+
+    @property
+    def compiles(self) -> int:
+        """How often the model has been compiled."""
+        return 0 if self._compiler is None else self._compiler.times
+
+    def first_place(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """The place that the model counts the first token of a row as, where it takes places."""
+        if self._probed is None:
+            self._probed = self._probe({k: v for k, v in batch.items() if k != "position_ids"})
+        return self._probed.first
+
+    def plain_inputs(self, ids: torch.Tensor) -> dict[str, Any]:
+        """What the model itself is given for token numbers."""
+        return {self.tokens: ids, **self._always}
+
+    def _group(self, members: Members) -> tuple[dist.ProcessGroup | None, int]:
+        if self._groups is None:
+            return None, 0
+        return self._groups.get(members), members.index(self._groups.rank)
+
+    def _compiled(self, compiler: Compiler | None) -> Callable[..., Any]:
+        """The model, compiled where there is a compiler. Hooks of wrappers break graphs; what a
+        broken graph may hide the probe finds."""
+        if compiler is None:
+            return self.model
+        whole = self.door == "graph" and not isinstance(self.model, _WRAPPERS)
+        return torch.compile(self.model, backend=compiler, fullgraph=whole, dynamic=True)
+
+    def _probe(self, batch: Mapping[str, torch.Tensor]) -> Probed:
+        graph = self.door == "graph"
+        call = self._compiled(Compiler("eager", self._seat)) if graph else self.model
+        if self._hugging:
+            batch = {name: value for name, value in batch.items() if name != "labels"}
+        else:
+            batch = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
+
+        def run(**inputs: Any) -> Any:
+            return self._called(call, inputs)
+
+        return probe(
+            self.model, run, self._seat, batch, self.tokens, places=self._takes_places,
+            firsts=self._firsts,
+        )  # fmt: skip
+
+
+def _parts(ranks: Members) -> list[Members]:
+    """A group, and the blocks and rings of all meshes that it may be."""
+    found = [ranks]
+    for inner in (d for d in range(2, len(ranks)) if len(ranks) % d == 0):
+        mesh = RankBlocks(ranks=len(ranks), inner=inner)
+        found += [tuple(ranks[m] for m in some) for some in (*mesh.blocks, *mesh.rings)]
+    return found
+
+
+def _padded(model: torch.nn.Module) -> tuple[int, ...]:
+    """Where models begin to count that keep places up to the padding's number for padding."""
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return () if padding is None else (padding + 1,)
+
+
+def _convention(model: torch.nn.Module) -> Labels:
+    name = type(model).__name__
+    for end, kind in _LOSSES.items():
+        if name.endswith(end):
+            return kind
+    raise ModelError(
+        f"loss of {name}",
+        got="unknown labels",
+        wanted=f"a model named ...{', ...'.join(_LOSSES)}",
+        hint="give labels='next' or 'same' if its logits are of tokens",
+    )

@@ -1,0 +1,194 @@
+"""The door of the compiler: a pass over the graph that Dynamo traced with the local shard.
+
+Every operation that treats tokens alone has the right shapes already, as the graph was traced with
+a rank's part of the batch. What knows of other tokens is replaced:
+
+    scaled_dot_product_attention   attention over the group
+    arange over the tokens         the places of the local tokens
+    table[:tokens] of parameters   the rows of the local tokens (learned or rotary positions)
+    cross_entropy, mean            the sum, divided by the targets of the step
+
+in the graph and in all bodies within, as those of checkpoints.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.nn.functional import cross_entropy
+
+from headrace.errors import ModelError
+from headrace.passes.heads import attention
+from headrace.passes.operators import Seat, positions, targets
+
+__all__ = ["Compiler"]
+
+Compiled = Callable[..., Any]
+
+_MEAN, _SUM = 1, 2  # as torch numbers reductions
+
+
+class Compiler:
+    """A backend of torch.compile: the pass for models that ``seat`` reaches through their graph,
+    then ``backend``. ``times`` counts."""
+
+    def __init__(self, backend: str, seat: Seat | None = None) -> None:
+        self.times = 0
+        self._backend, self._seat = backend, seat
+
+    def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Compiled:
+        """Compile one graph."""
+        self.times += 1
+        if self._seat is not None:
+            _rewrite(module, self._seat.handle)
+        if self._backend == "eager":
+            return module.forward
+        inner = torch._dynamo.lookup_backend(self._backend)  # noqa: SLF001
+        return inner(module, list(inputs))  # type: ignore[no-any-return]
+
+
+def _rewrite(module: GraphModule, handle: int) -> None:
+    width = _width(module)
+    for graph in (m for m in module.modules() if isinstance(m, GraphModule)):
+        for node in list(graph.graph.nodes):
+            if node.op == "call_function":
+                _replace(node, handle, width)
+        graph.graph.lint()
+        graph.recompile()
+
+
+def _width(module: GraphModule) -> str | None:
+    """How the graph writes the tokens of a row here: the second size of its token numbers."""
+    for node in module.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
+            return str(value.shape[1])
+    return None
+
+
+def _replace(node: Node, handle: int, width: str | None) -> None:
+    target = node.target
+    if target is torch._C._nn.scaled_dot_product_attention:  # noqa: SLF001
+        _call(node, _attention, handle=handle)
+    elif target is torch._C._nn.cross_entropy_loss:  # noqa: SLF001
+        _call(node, _cross_entropy, handle=handle)
+    elif target is torch.nn.functional.cross_entropy:
+        _call(node, _named_cross_entropy, handle=handle)
+    elif target is torch.arange and _counts(node, width):
+        _after(node, torch.ops.headrace.positions.default, handle)
+    elif target is operator.getitem and (dim := _sliced(node, width)) is not None:
+        _call(node, _rows, dim=dim, handle=handle)
+
+
+def _call(node: Node, function: Callable[..., Any], **more: int) -> None:
+    """Call ``function`` in place of what a node calls, with the same arguments and more."""
+    node.target, node.kwargs = function, {**node.kwargs, **more}
+
+
+def _after(node: Node, function: Callable[..., Any], handle: int) -> None:
+    """Call ``function`` with what a node gives, and let it stand for it."""
+    with node.graph.inserting_after(node):
+        made = node.graph.call_function(function, (node, handle))
+        made.meta = dict(node.meta)
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+
+
+def _counts(node: Node, width: str | None) -> bool:
+    """Whether an arange counts the tokens of a row."""
+    value = node.meta.get("example_value")
+    starts = len(node.args) == 1 or node.args[0] == 0
+    return bool(starts) and value is not None and str(value.shape[0]) == width
+
+
+def _sliced(node: Node, width: str | None) -> int | None:
+    """The dim of a table of positions that is cut to the tokens of a row, if it is one."""
+    base, index = node.args
+    value = node.meta.get("example_value")
+    before = base.meta.get("example_value") if isinstance(base, Node) else None
+    if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
+        return None
+    if not _is_table(base) or value.dim() != before.dim():
+        return None
+    parts = index if isinstance(index, tuple) else (index,)
+    cut = [
+        dim for dim, part in enumerate(parts)
+        if isinstance(part, slice) and part.stop is not None and part.start in (None, 0)
+        and part.step in (None, 1) and str(value.shape[dim]) == width
+        and str(before.shape[dim]) != width
+    ]  # fmt: skip
+    return cut[0] if len(cut) == 1 else None
+
+
+def _is_table(node: Any) -> bool:
+    """Whether a value is a parameter or a buffer."""
+    if node.op == "get_attr":
+        return True
+    source = str(node.meta.get("grapharg") and node.meta["grapharg"].source.name)
+    return node.op == "placeholder" and ("_parameters" in source or "_buffers" in source)
+
+
+def _rows(table: torch.Tensor, index: Any, *, dim: int, handle: int) -> torch.Tensor:
+    cut = table[index]
+    counted = torch.arange(cut.shape[dim], device=table.device)
+    whole = tuple(
+        slice(None) if at == dim else part
+        for at, part in enumerate(index if isinstance(index, tuple) else (index,))
+    )
+    return table[whole].index_select(dim, positions(counted, handle))
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, *, handle: int,
+) -> torch.Tensor:  # fmt: skip
+    what = "scaled_dot_product_attention"
+    if attn_mask is not None:
+        raise ModelError(
+            what, got="attn_mask", wanted="is_causal, or no mask",
+            hint="a mask of this rank's tokens says nothing of those of others",
+        )  # fmt: skip
+    if dropout_p > 0:
+        raise ModelError(what, got=f"dropout_p {dropout_p}", wanted="0")
+    if query.dim() != 4 or key.shape[2] != query.shape[2]:
+        raise ModelError(
+            what, got=f"queries {list(query.shape)}, keys {list(key.shape)}",
+            wanted="[rows, heads, tokens, features] of the same tokens",
+        )  # fmt: skip
+    return attention(query, key, value, handle, causal=is_causal, scale=scale)
+
+
+def _cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | None = None,
+    reduction: int = _MEAN, ignore_index: int = -100, label_smoothing: float = 0.0, *, handle: int,
+) -> torch.Tensor:  # fmt: skip
+    name = {_MEAN: "mean", _SUM: "sum"}.get(int(reduction), "none")
+    return _named_cross_entropy(
+        logits, labels, weight, ignore_index=ignore_index, reduction=name,
+        label_smoothing=label_smoothing, handle=handle,
+    )  # fmt: skip
+
+
+def _named_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | None = None,
+    size_average: None = None, ignore_index: int = -100, reduce: None = None,
+    reduction: str = "mean", label_smoothing: float = 0.0, *, handle: int,
+) -> torch.Tensor:  # fmt: skip
+    if reduction != "mean":
+        return cross_entropy(
+            logits, labels, weight, ignore_index=ignore_index, reduction=reduction,
+            label_smoothing=label_smoothing,
+        )  # fmt: skip
+    if weight is not None:
+        raise ModelError(
+            "cross_entropy", got="weights of classes and a mean", wanted="no weights, or a sum"
+        )
+    total = cross_entropy(
+        logits, labels, ignore_index=ignore_index, reduction="sum",
+        label_smoothing=label_smoothing,
+    )  # fmt: skip
+    return total / targets(total.detach(), handle)

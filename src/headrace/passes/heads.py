@@ -1,0 +1,41 @@
+"""Attention between tensors of heads as models hold them: the call behind all doors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.functional import pad
+
+from headrace.passes.operators import attend
+
+__all__ = ["attention"]
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int, *,
+    causal: bool, window: int = 0, scale: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of the local tokens over all tokens of the group that share a document.
+
+        q         [b, N, s_r, D]   s_r tokens of every row on this rank
+        k         [b, G, s_r, D]   G divides N
+        v         [b, G, s_r, E]   E at most D
+        window    tokens that a query sees with itself (on either side, where not causal), 0 for all
+        scale     of the scores, 1 / sqrt(D) where it is None
+        returns   [b, N, s_r, E]
+
+    The adjoint is that of attention over the whole batch: gradients of keys and values that other
+    ranks used come back summed.
+    """  # fmt: skip
+    rows, heads, tokens, features = q.shape
+    wanted = features**-0.5 if scale is None else scale
+    usual = 1 / math.sqrt(features)
+    if not math.isclose(wanted, usual, rel_tol=1e-12):
+        q = q * (wanted / usual)
+    own = v.shape[-1]
+    if own < features:
+        v = pad(v, (0, features - own))
+    flat = [x.transpose(1, 2).reshape(rows * tokens, x.shape[1], features) for x in (q, k, v)]
+    out = attend(*flat, handle, causal, window)[0]
+    return out.view(rows, tokens, heads, features)[..., :own].transpose(1, 2)

@@ -1,0 +1,222 @@
+"""Registered operators: what a traced model calls, one for eager and compiled models alike.
+
+Shape legend: t tokens of this rank, N query and G key-value heads, D features of a head.
+
+A graph knows a model by one integer, its *handle*; where the tokens are is looked up when an
+operator runs. So one graph serves all lengths, group sizes and exchanges: results are of the shape
+of the local queries, and what the backward keeps has a size that is known only then.
+
+    attend(q, k, v, handle, causal, window) -> out, kept, lse, ticket
+    positions(like, handle)     [s] int64   the places of the local tokens in their rows
+    targets(like, handle)       []          tokens of the step that have a loss
+
+``ticket`` is the serial number of the placement: a backward finds the one of its forward, however
+many batches came in between.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from headrace.errors import ModelError
+from headrace.methods.switched import SwitchedCore
+from headrace.ops.core import Core, Heads, wide_dtype
+from headrace.passes.placement import Placement
+from headrace.passes.stand_in import StandIn
+
+__all__ = ["Seat", "attend", "positions", "targets"]
+
+# A registered operator takes tensors and numbers only, so what it needs is found by a number.
+_seats: WeakValueDictionary[int, Seat] = WeakValueDictionary()
+_placements: WeakValueDictionary[int, Placement] = WeakValueDictionary()
+
+_RECENT = 256
+"""Batches of one model whose backward may still come."""
+
+
+class Seat:
+    """One adopted model: its ``handle``, and where the tokens are that it works on now."""
+
+    def __init__(self) -> None:
+        self.handle = max(_seats, default=0) + 1
+        self._now: Placement | StandIn | None = None
+        self._recent: deque[Placement] = deque(maxlen=_RECENT)
+        _seats[self.handle] = self
+
+    @property
+    def now(self) -> Placement | StandIn:
+        """The placement in force. Raises ModelError when there is none."""
+        if self._now is None:
+            raise ModelError(
+                "attention of a model with sequence parallelism", got="no batch",
+                wanted="one that was sharded", hint="call shard(batch) and give what it returns",
+            )  # fmt: skip
+        return self._now
+
+    @property
+    def held(self) -> Placement | StandIn | None:
+        """The placement in force, if there is one."""
+        return self._now
+
+    def take(self, now: Placement | StandIn | None) -> None:
+        """Work on another batch from here on."""
+        self._now = now
+        if isinstance(now, Placement):
+            _placements[now.serial] = now
+            self._recent.append(now)
+
+
+def _heads(q: Tensor, k: Tensor) -> Heads:
+    return Heads(queries=q.shape[1], keys=k.shape[1])
+
+
+@torch.library.custom_op("headrace::attend", mutates_args=())
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """softmax(q k^T / sqrt(D)) v over all tokens of the group that a query sees.
+
+        q          [t, N, D]   rows of the local tokens, in the order of the placement
+        k, v       [t, G, D]
+        window     tokens that a query sees with itself, 0 for all
+        returns    [t, N, D], what the backward keeps, its log-sum-exp, the ticket
+
+    Raises ModelError where the tokens are others than those of the placement.
+    """  # fmt: skip
+    now = _seats[handle].now
+    if isinstance(now, StandIn):
+        return now.attend(q, k, v)
+    if q.shape[0] != now.tokens.sizes[now.member] or k.shape[0] != q.shape[0]:
+        raise ModelError(
+            "attention", got=f"{q.shape[0]} queries and {k.shape[0]} keys of this rank",
+            wanted=f"{now.tokens.sizes[now.member]} of both, as were sharded",
+            hint="the model must be given all inputs that shard() returned, and no cache",
+        )  # fmt: skip
+    core = now.core(_heads(q, k), causal, window, q.device)
+    qkv = torch.cat([q, k, v], dim=1)
+    out, saved = core.forward(qkv)
+    *parts, lse = saved if isinstance(core, SwitchedCore) else (qkv, *saved)
+    kept = torch.cat([part.reshape(-1) for part in parts])
+    return out.contiguous(), kept, lse.reshape(-1).clone(), torch.tensor([now.serial])
+
+
+@attend.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size
+    return (
+        torch.empty_like(q, memory_format=torch.contiguous_format),
+        q.new_empty(size()),
+        q.new_empty(size(), dtype=wide_dtype(q.dtype)),
+        torch.empty(1, dtype=torch.int64, device="cpu"),
+    )
+
+
+@torch.library.custom_op("headrace::attend_backward", mutates_args=())
+def _attend_backward(
+    grad: Tensor, out: Tensor, kept: Tensor, lse: Tensor, ticket: Tensor, keys: int,
+    causal: bool, window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    now = _placements.get(int(ticket))
+    if now is None:
+        raise ModelError(
+            "backward", got="a batch that is gone", wanted="one whose shard is still held"
+        )
+    heads = Heads(queries=grad.shape[1], keys=keys)
+    core = now.core(heads, causal, window, grad.device)
+    features = grad.shape[2]
+    qkv, saved = _unpacked(core, heads, kept, lse, grad.shape[0], features)
+    dq, dk, dv = heads.split(core.backward(grad.contiguous(), qkv, out, saved))
+    whole = torch.contiguous_format  # results of an operator share no memory
+    return (
+        dq.clone(memory_format=whole), dk.clone(memory_format=whole),
+        dv.clone(memory_format=whole),
+    )  # fmt: skip
+
+
+def _unpacked(
+    core: Core, heads: Heads, kept: Tensor, lse: Tensor, rows: int, features: int
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What a core kept, in its own shapes: (qkv, saved)."""
+    if not isinstance(core, SwitchedCore):
+        count = heads.queries + 2 * heads.keys
+        return kept.view(rows, count, features), (lse.view(heads.queries, rows),)
+    inner, rows = core.inner, core.rows
+    count = inner.queries + 2 * inner.keys
+    qkv, out = kept.split([rows * count * features, rows * inner.queries * features])
+    return kept, (
+        qkv.view(rows, count, features), out.view(rows, inner.queries, features),
+        lse.view(inner.queries, rows),
+    )  # fmt: skip
+
+
+@_attend_backward.register_fake
+def _(
+    grad: Tensor, out: Tensor, kept: Tensor, lse: Tensor, ticket: Tensor, keys: int,
+    causal: bool, window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tokens, heads, features = grad.shape
+    return (
+        grad.new_empty(tokens, heads, features),
+        grad.new_empty(tokens, keys, features),
+        grad.new_empty(tokens, keys, features),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, k, _, _, causal, window = inputs
+    ctx.save_for_backward(*output)
+    ctx.rest = k.shape[1], causal, window
+    ctx.set_materialize_grads(False)
+
+
+def _adjoint(ctx: Any, grad: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
+    return (*_attend_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None)
+
+
+attend.register_autograd(_adjoint, setup_context=_keep)
+
+
+@torch.library.custom_op("headrace::positions", mutates_args=())
+def positions(like: Tensor, handle: int) -> Tensor:
+    """The places of the local tokens in their rows, in the type of ``like`` [s], which counts them
+    from 0. Raises ModelError when there are as many as neither one row nor all of them."""
+    now = _seats[handle].now
+    found = torch.from_numpy(now.positions()).to(like)
+    if len(found) != len(like):
+        raise ModelError(
+            "positions that the model makes", got=f"{len(like)}", wanted=f"{len(found)}",
+            hint="give it position_ids, or rows of the length that was sharded",
+        )  # fmt: skip
+    return found
+
+
+@positions.register_fake
+def _(like: Tensor, handle: int) -> Tensor:
+    return torch.empty_like(like)
+
+
+@torch.library.custom_op("headrace::targets", mutates_args=())
+def targets(like: Tensor, handle: int) -> Tensor:
+    """Tokens of the step that have a loss, at least 1, as a number in the type of ``like``. Raises
+    ModelError where a batch came without labels."""
+    found = _seats[handle].now.targets
+    if found is None:
+        raise ModelError(
+            "loss of the model", got="a batch without labels", wanted="labels, or their number",
+            hint="say which input they are (compile: label_name), or shard(batch, targets=...)",
+        )  # fmt: skip
+    return like.new_tensor(float(max(1, found)))
+
+
+@targets.register_fake
+def _(like: Tensor, handle: int) -> Tensor:
+    return like.new_empty(())

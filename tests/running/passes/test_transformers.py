@@ -1,0 +1,144 @@
+"""Models of transformers with sequence parallelism, by the command that anyone would try first."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.cli import main
+from headrace.cli.foreign_models import foreign_model
+from headrace.errors import ModelError
+from headrace.passes.adopted import Adopted, adopt
+from ranks import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+
+def drawn(rows: int, tokens: int, seed: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 97, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.masked_fill(ids % 3 == 0, -100)}
+
+
+def gradients(run: Adopted, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+    """(all gradients in one, the loss) of all ranks together."""
+    run.model.zero_grad()
+    loss = run(**run.shard(batch).inputs).loss
+    run.backward(loss)
+    dist.all_reduce(total := loss.detach().clone())
+    found = [p.grad for p in run.model.parameters() if p.grad is not None]
+    whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
+    return torch.cat([g.flatten() for g in whole]), float(total)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_verified(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches whatever makes losses or gradients differ from one process': rows, packed documents,
+    padding and ranks without a label."""
+    assert main(["verify", kind, "--ranks", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["exact"]
+    assert {case["batch"] for case in found["cases"]} == {
+        "rows", "packed", "padded", "half ignored",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma3_text",
+        "modernbert",
+        "roberta",
+        "phi3",
+        "olmo2",
+        "mixtral",
+    ],
+)
+def test_more_are_verified(kind: str) -> None:
+    """Catches windows one token off, places that begin elsewhere, and more."""
+    assert main(["verify", kind, "--ranks", "2", "4"]) == 0
+
+
+@pytest.mark.slow
+def test_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches graphs that know lengths or exchanges."""
+    flags = ["--ranks", "2", "--backend", "aot_eager", "--json"]
+    assert main(["verify", "llama", *flags]) == 0
+    cases = json.loads(capsys.readouterr().out)["cases"]
+    assert cases[-1]["compiles"] <= 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("gemma2", "softcap"), ("llama4_text", "chunked_attention"),
+     ("qwen3_next", "linear_attention"), ("bloom", "no attention that was replaced")],
+)  # fmt: skip
+def test_refused(kind: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches models whose tokens meet in ways that are not known, run all the same."""
+    assert main(["verify", kind, "--ranks", "1"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_names_that_are_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches tracebacks."""
+    for name in ("lama", "no.module:make", "json:nothing", "json:dumps"):
+        assert main(["verify", name, "--ranks", "1"]) == 2
+    assert "did you mean llama" in capsys.readouterr().err
+
+
+def test_under_fsdp2_with_blocks_computed_again() -> None:
+    """Catches gradients divided once too often, and attention or its traffic repeated."""
+
+    class Attends(TorchDispatchMode):
+        times = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.times += func is torch.ops.headrace.attend.default
+            return func(*args, **(kwargs or {}))
+
+    def work() -> tuple[float, list[int]]:
+        batch, times = drawn(2, 26, 1), []
+        wanted, loss = gradients(adopt(foreign_model("llama", 0)), batch)
+        dist.all_reduce(wanted)
+        worst = 0.0
+        for level in (None, "attention", "full"):
+            model = foreign_model("llama", 0).train()
+            run = adopt(model, recompute=level)
+            run.shard(batch)
+            for layer in model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+            with Attends() as counted:
+                got, found = gradients(run, batch)
+            times.append(counted.times)
+            off = float((got - wanted).abs().max() / wanted.abs().max())
+            worst = max(worst, off, abs(found - loss))
+        return worst, times
+
+    for worst, times in run_ranks(2, work):
+        assert worst < 1e-6
+        assert times == [2, 2, 4]
+
+
+def test_dropout_and_masks_are_refused() -> None:
+    """Catches dropout that differs from one process', and masks that say nothing."""
+    model = foreign_model("llama", 0)
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    run, batch = adopt(model), drawn(1, 20, 0)
+    shard = run.shard(batch)
+    model.train()
+    with pytest.raises(ModelError, match="dropout"):
+        run(**shard.inputs)
+    model.eval()
+    with pytest.raises(ModelError, match="mask"):
+        run(**shard.inputs, attention_mask=torch.zeros(1, 1, 20, 20))
