@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace import costs, errors, lengths
     from headrace.config import Config
     from headrace.costs import CostModel
-    from headrace.passes.adopted import adopt
+    from headrace.passes.adopted import compile
     from headrace.passes.recompute import recomputed
     from headrace.planning import Problem
     from headrace.simulator import draw, peak_bytes
@@ -41,8 +41,8 @@ __all__ = [
     "Timeline",
     "TrainingRun",
     "__version__",
-    "adopt",
     "baselines",
+    "compile",
     "costs",
     "draw",
     "errors",
@@ -59,7 +59,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "headrace.config": ("Config",),
     "headrace.costs": ("CostModel",),
-    "headrace.passes.adopted": ("adopt",),
+    "headrace.passes.adopted": ("compile",),
     "headrace.passes.recompute": ("recomputed",),
     "headrace.planning": ("Problem",),
     "headrace.simulator": ("draw", "peak_bytes"),

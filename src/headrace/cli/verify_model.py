@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import cross_entropy
 
+import headrace
 from headrace.cli.display import tell
 from headrace.cli.foreign_models import foreign_model
 from headrace.comm.launch import World, start
 from headrace.errors import HeadraceError, ModelError
-from headrace.passes.adopted import Adopted, adopt
+from headrace.passes.adopted import Adopted
 from headrace.passes.placement import Exchange
 from headrace.passes.probe import logits_of
 from headrace.passes.shard import IGNORED, predicted
@@ -124,7 +125,7 @@ def _on_ranks(name: str, ranks: int, seed: int, backend: str | None) -> dict[str
 
 def _cases(name: str, ranks: int, seed: int, backend: str | None) -> Iterator[_Verdict]:
     model, plain = foreign_model(name, seed), foreign_model(name, seed)
-    run = adopt(model, backend=backend)
+    run = headrace.compile(model, backend=backend)
     exchanges: list[Exchange] = ["ulysses", "ring", "gather"]
     for at, batch in enumerate(_BATCHES):
         for exchange in exchanges if at == 0 else [exchanges[at % len(exchanges)]]:

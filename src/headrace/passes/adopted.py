@@ -1,6 +1,6 @@
 """Adopted models: sequence parallelism for a model that knows nothing of it.
 
-    run = headrace.adopt(model)                  # says by which door attention is reached
+    run = headrace.compile(model)                # says by which door attention is reached
     shard = run.shard({"input_ids": x, "labels": y})
     loss = run(**shard.inputs).loss              # this rank's part of the loss of the batch
     run.backward(loss)                           # gradients: sums over all ranks' tokens
@@ -45,7 +45,7 @@ from headrace.passes.shard import (
 from headrace.spec.method_facts import Members
 from headrace.spec.rank_blocks import RankBlocks
 
-__all__ = ["Adopted", "Door", "adopt"]
+__all__ = ["Adopted", "Door", "compile"]
 
 Door = Literal["attention registry", "graph"]
 
@@ -57,7 +57,7 @@ _LOSSES: dict[str, Labels] = {
 """By the end of the names of transformers' classes."""
 
 
-def adopt(
+def compile(
     model: torch.nn.Module, *, backend: str | None = None, exchange: Exchange | None = None,
     labels: Labels | None = None, tokens: str | None = None, groups: Groups | None = None,
     recompute: Kept | None = None, label_name: str = "labels",

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import headrace as hr
 from headrace.errors import DataError, ModelError, PlanMismatch, SpecError
-from headrace.passes.adopted import Adopted, adopt
+from headrace.passes.adopted import Adopted
 from ranks import run_ranks
 from running.passes.foreign import (
     BatchNormed,
@@ -65,7 +66,7 @@ def errors(got: tuple[float, list[Any]], wanted: tuple[float, list[Any]]) -> flo
 def compared(make: Callable[[], Gpt], cases: list[Any], **options: Any) -> tuple[float, int]:
     """(largest error, compiles) over batches with their exchanges."""
     model, worst = make(), 0.0
-    run = adopt(model, **options)
+    run = hr.compile(model, **options)
     for seed, (rows, tokens, how) in enumerate(cases):
         batch = drawn(rows, tokens, seed)
         worst = max(worst, errors(spread(run, batch, **how), alone(make(), batch)))
@@ -114,7 +115,7 @@ def test_one_graph_serves_lengths_and_groups() -> None:
     """Catches a graph that knows its group, its lengths, or how attention is exchanged."""
 
     def work() -> tuple[float, int]:
-        run, worst = adopt(gpt(6, 3), backend="aot_eager"), 0.0
+        run, worst = hr.compile(gpt(6, 3), backend="aot_eager"), 0.0
         run.prepare([(0, 1, 2), (0, 1), (1, 2), (0,), (1,), (2,)])
         me = dist.get_rank()
         for seed, groups in enumerate([((0, 1, 2),), ((0, 1), (2,)), ((0,), (1, 2)), ((0, 1, 2),)]):
@@ -140,7 +141,7 @@ def test_a_backward_after_the_next_forward() -> None:
     """Catches a backward that takes the batch in force for its own."""
 
     def work() -> float:
-        run = adopt(gpt())
+        run = hr.compile(gpt())
         first, second = drawn(2, 17, 1), drawn(1, 30, 2)
         losses = []
         for batch, exchange in ((first, "ulysses"), (second, "ring")):
@@ -161,7 +162,7 @@ def test_under_ddp() -> None:
 
     def work() -> float:
         model = gpt()
-        run, batch = adopt(DistributedDataParallel(model)), drawn(2, 22, 3)
+        run, batch = hr.compile(DistributedDataParallel(model)), drawn(2, 22, 3)
         loss = run(**run.shard(batch).inputs)[1]
         run.backward(loss)
         dist.all_reduce(total := loss.detach().clone())
@@ -175,7 +176,7 @@ def test_a_graph_that_hooks_would_break() -> None:
 
     def work() -> str:
         try:
-            adopt(fully_shard(gpt()))
+            hr.compile(fully_shard(gpt()))
         except ModelError as error:
             return str(error)
         return ""
@@ -199,12 +200,12 @@ def test_what_cannot_be_run_on_parts_is_refused(what: str) -> None:
     """Catches silently wrong results."""
     make, says = REFUSED[what]
     with pytest.raises(ModelError, match=says):
-        adopt(make()).shard(drawn(1, 20))
+        hr.compile(make()).shard(drawn(1, 20))
 
 
 def test_batches_that_cannot_be_sharded() -> None:
     """Catches tracebacks from the depths."""
-    run = adopt(gpt())
+    run = hr.compile(gpt())
     good = drawn(2, 12)
     with pytest.raises(SpecError, match="wanted ids"):
         run.shard({"labels": good["labels"]})
@@ -215,7 +216,7 @@ def test_batches_that_cannot_be_sharded() -> None:
     with pytest.raises(DataError, match="attention_mask"):
         run.shard({**good, "attention_mask": torch.ones(2, 1, 12, 12)})
     with pytest.raises(SpecError, match="exchange"):
-        adopt(gpt(), exchange="nothing")  # type: ignore[arg-type]
+        hr.compile(gpt(), exchange="nothing")  # type: ignore[arg-type]
     shard = run.shard(good)
     with pytest.raises(Exception, match="positions that the model makes"):
         run(**{name: value[:, :5] for name, value in shard.inputs.items()})
@@ -226,7 +227,7 @@ def test_ranks_must_see_one_batch() -> None:
 
     def work() -> str:
         try:
-            adopt(gpt()).shard(drawn(1, 20, dist.get_rank()))
+            hr.compile(gpt()).shard(drawn(1, 20, dist.get_rank()))
         except PlanMismatch as error:
             return str(error)
         return ""
@@ -238,7 +239,7 @@ def test_evaluation_without_labels() -> None:
     """Catches sequence parallelism that is off, or fails, where there are no labels."""
 
     def work() -> float:
-        run, batch = adopt(gpt()), drawn(2, 18)
+        run, batch = hr.compile(gpt()), drawn(2, 18)
         run.model.eval()
         with torch.no_grad():
             shard = run.shard({"ids": batch["ids"]})

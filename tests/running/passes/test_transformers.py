@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import headrace as hr
 from headrace.cli import main
 from headrace.cli.foreign_models import foreign_model
 from headrace.errors import ModelError
-from headrace.passes.adopted import Adopted, adopt
+from headrace.passes.adopted import Adopted
 from ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -106,12 +107,12 @@ def test_under_fsdp2_with_blocks_computed_again() -> None:
 
     def work() -> tuple[float, list[int]]:
         batch, times = drawn(2, 26, 1), []
-        wanted, loss = gradients(adopt(foreign_model("llama", 0)), batch)
+        wanted, loss = gradients(hr.compile(foreign_model("llama", 0)), batch)
         dist.all_reduce(wanted)
         worst = 0.0
         for level in (None, "attention", "full"):
             model = foreign_model("llama", 0).train()
-            run = adopt(model, recompute=level)
+            run = hr.compile(model, recompute=level)
             run.shard(batch)
             for layer in model.model.layers:
                 fully_shard(layer)
@@ -134,7 +135,7 @@ def test_dropout_and_masks_are_refused() -> None:
     model.config.attention_dropout = 0.1
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    run, batch = adopt(model), drawn(1, 20, 0)
+    run, batch = hr.compile(model), drawn(1, 20, 0)
     shard = run.shard(batch)
     model.train()
     with pytest.raises(ModelError, match="dropout"):
