@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import cross_entropy
@@ -172,11 +171,7 @@ def _spread(
     assert shard.labels is not None, "labels were given"
     loss = run.loss(logits_of(outputs), shard.labels)
     run.backward(loss)
-    run.add_gradients()
-    total = loss.detach().clone()
-    if dist.is_initialized():
-        dist.all_reduce(total)
-    return float(total), [p.grad for p in run.model.parameters()]
+    return float(run.add_up(loss)), [p.grad for p in run.model.parameters()]
 
 
 def _alone(

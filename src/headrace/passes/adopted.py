@@ -225,10 +225,18 @@ class Adopted:
         averaged = isinstance(self.model, _WRAPPERS)
         (loss * dist.get_world_size() if averaged else loss).backward()
 
-    def add_gradients(self) -> None:
-        """Sum gradients over the world, for models that neither DDP nor FSDP2 takes care of."""
-        if self._groups is None:
-            return
+    def add_up(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of all ranks together, once gradients are there: call it after the last
+        :meth:`backward` of a step. It sums the gradients over the world where neither DDP nor FSDP2
+        takes care of them. Collective."""
+        whole = loss.detach().clone()
+        if self._groups is not None:
+            dist.all_reduce(whole)
+            if not isinstance(self.model, _WRAPPERS):
+                self._add_gradients()
+        return whole
+
+    def _add_gradients(self) -> None:
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 if parameter.grad is None:

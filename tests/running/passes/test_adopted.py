@@ -50,10 +50,7 @@ def spread(run: Adopted, batch: dict[str, torch.Tensor], **how: Any) -> tuple[fl
     shard = run.shard(batch, **how)
     loss = run(**shard.inputs)[1]
     run.backward(loss)
-    run.add_gradients()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return float(total), [p.grad.clone() for p in run.model.parameters()]
+    return float(run.add_up(loss)), [p.grad.clone() for p in run.model.parameters()]
 
 
 def errors(got: tuple[float, list[Any]], wanted: tuple[float, list[Any]]) -> float:
@@ -148,7 +145,7 @@ def test_a_backward_after_the_next_forward() -> None:
             losses.append(run(**run.shard(batch, exchange=exchange).inputs)[1])
         for loss in losses:
             run.backward(loss)
-        run.add_gradients()
+        run.add_up(loss)
         got = [p.grad.clone() for p in run.model.parameters()]
         one, two = alone(gpt(), first), alone(gpt(), second)
         wanted = [a + b for a, b in zip(one[1], two[1], strict=True)]
@@ -165,7 +162,7 @@ def test_under_ddp() -> None:
         run, batch = hr.compile(DistributedDataParallel(model)), drawn(2, 22, 3)
         loss = run(**run.shard(batch).inputs)[1]
         run.backward(loss)
-        dist.all_reduce(total := loss.detach().clone())
+        total = run.add_up(loss)
         return errors((float(total), [p.grad for p in model.parameters()]), alone(gpt(), batch))
 
     assert max(run_ranks(2, work)) < EXACT

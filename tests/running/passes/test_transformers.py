@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,7 +29,7 @@ def gradients(run: Adopted, batch: dict[str, torch.Tensor]) -> tuple[torch.Tenso
     run.model.zero_grad()
     loss = run(**run.shard(batch).inputs).loss
     run.backward(loss)
-    dist.all_reduce(total := loss.detach().clone())
+    total = run.add_up(loss)
     found = [p.grad for p in run.model.parameters() if p.grad is not None]
     whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
     return torch.cat([g.flatten() for g in whole]), float(total)
@@ -92,7 +91,7 @@ def test_names_that_are_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches tracebacks."""
     for name in ("lama", "no.module:make", "json:nothing", "json:dumps"):
         assert main(["verify", name, "--ranks", "1"]) == 2
-    assert "did you mean llama" in capsys.readouterr().err
+    assert "did you mean" in capsys.readouterr().err
 
 
 def test_under_fsdp2_with_blocks_computed_again() -> None:
@@ -108,7 +107,6 @@ def test_under_fsdp2_with_blocks_computed_again() -> None:
     def work() -> tuple[float, list[int]]:
         batch, times = drawn(2, 26, 1), []
         wanted, loss = gradients(hr.compile(foreign_model("llama", 0)), batch)
-        dist.all_reduce(wanted)
         worst = 0.0
         for level in (None, "attention", "full"):
             model = foreign_model("llama", 0).train()
