@@ -188,8 +188,12 @@ class Adopted:
         labels, have the loss of this rank's tokens over the targets of the step."""
         labels = inputs.pop(self._label_name, None) if self._hugging else None
         outputs = self._called(self._call, inputs)
-        if labels is not None:
-            outputs.loss = self.loss(logits_of(outputs), labels)
+        if labels is None:
+            return outputs
+        loss = self.loss(logits_of(outputs), labels)
+        if isinstance(outputs, tuple):
+            return loss, *outputs
+        outputs.loss = loss
         return outputs
 
     def _called(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Any:

@@ -25,9 +25,13 @@ def attention(
         scale     of the scores, 1 / sqrt(D) where it is None
         returns   [b, N, s_r, E]
 
-    The adjoint is that of attention over the whole batch: gradients of keys and values that other
-    ranks used come back summed.
+    Under autocast it computes in autocast's type, as torch's attention does. The adjoint is that of
+    attention over the whole batch: gradients of keys and values that other ranks used come back
+    summed.
     """  # fmt: skip
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     rows, heads, tokens, features = q.shape
     wanted = features**-0.5 if scale is None else scale
     usual = 1 / math.sqrt(features)

@@ -62,7 +62,8 @@ def take_interface(model: Any, seat: Seat) -> None:
             "output_router_logits", got="true", wanted="false",
             hint="the loss of the router is a mean over tokens of one rank",
         )  # fmt: skip
-    name = f"headrace_{seat.handle}"
+    handle = seat.handle  # not the seat: the registry never forgets
+    name = f"headrace_{handle}"
 
     def spread(
         module: _Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -73,7 +74,7 @@ def take_interface(model: Any, seat: Seat) -> None:
         _refuse(module, attention_mask, dropout, rest)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         window = _window(module, sliding_window, causal=causal)
-        out = attention(query, key, value, seat.handle, causal=causal, window=window, scale=scaling)
+        out = attention(query, key, value, handle, causal=causal, window=window, scale=scaling)
         return out.transpose(1, 2), None
 
     AttentionInterface.register(name, spread)

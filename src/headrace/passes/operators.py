@@ -17,11 +17,13 @@ many batches came in between.
 from __future__ import annotations
 
 from collections import deque
+from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from headrace.errors import ModelError
 from headrace.methods.switched import SwitchedCore
@@ -35,15 +37,18 @@ __all__ = ["Seat", "attend", "positions", "targets"]
 _seats: WeakValueDictionary[int, Seat] = WeakValueDictionary()
 _placements: WeakValueDictionary[int, Placement] = WeakValueDictionary()
 
-_RECENT = 256
-"""Batches of one model whose backward may still come."""
+_handles = count(1)
+
+_RECENT = 32
+"""Batches of one model whose backward may still come, where a compiler made it: eager graphs keep
+theirs."""
 
 
 class Seat:
     """One adopted model: its ``handle``, and where the tokens are that it works on now."""
 
     def __init__(self) -> None:
-        self.handle = max(_seats, default=0) + 1
+        self.handle = next(_handles)
         self._now: Placement | StandIn | None = None
         self._recent: deque[Placement] = deque(maxlen=_RECENT)
         _seats[self.handle] = self
@@ -71,6 +76,16 @@ class Seat:
             self._recent.append(now)
 
 
+def _now(handle: int) -> Placement | StandIn:
+    seat = _seats.get(handle)
+    if seat is None:
+        raise ModelError(
+            "attention of a model with sequence parallelism", got="nobody who shards its batches",
+            wanted="what compile() returned", hint="keep it as long as the model is used",
+        )  # fmt: skip
+    return seat.now
+
+
 def _heads(q: Tensor, k: Tensor) -> Heads:
     return Heads(queries=q.shape[1], keys=k.shape[1])
 
@@ -88,7 +103,7 @@ def attend(
 
     Raises ModelError where the tokens are others than those of the placement.
     """  # fmt: skip
-    now = _seats[handle].now
+    now = _now(handle)
     if isinstance(now, StandIn):
         return now.attend(q, k, v)
     if q.shape[0] != now.tokens.sizes[now.member] or k.shape[0] != q.shape[0]:
@@ -173,6 +188,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     _, k, _, _, causal, window = inputs
     ctx.save_for_backward(*output)
     ctx.rest = k.shape[1], causal, window
+    if not torch.compiler.is_compiling() and not isinstance(output[3], FakeTensor):
+        ctx.placement = _placements.get(int(output[3]))
     ctx.set_materialize_grads(False)
 
 
@@ -189,7 +206,7 @@ attend.register_autograd(_adjoint, setup_context=_keep)
 def positions(like: Tensor, handle: int) -> Tensor:
     """The places of the local tokens in their rows, in the type of ``like`` [s], which counts them
     from 0. Raises ModelError when there are as many as neither one row nor all of them."""
-    now = _seats[handle].now
+    now = _now(handle)
     found = torch.from_numpy(now.positions()).to(like)
     if len(found) != len(like):
         raise ModelError(
@@ -208,7 +225,7 @@ def _(like: Tensor, handle: int) -> Tensor:
 def targets(like: Tensor, handle: int) -> Tensor:
     """Tokens of the step that have a loss, at least 1, as a number in the type of ``like``. Raises
     ModelError where a batch came without labels."""
-    found = _seats[handle].now.targets
+    found = _now(handle).targets
     if found is None:
         raise ModelError(
             "loss of the model", got="a batch without labels", wanted="labels, or their number",

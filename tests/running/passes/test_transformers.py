@@ -141,3 +141,25 @@ def test_dropout_and_masks_are_refused() -> None:
     model.eval()
     with pytest.raises(ModelError, match="mask"):
         run(**shard.inputs, attention_mask=torch.zeros(1, 1, 20, 20))
+
+
+def test_half_precision() -> None:
+    """Catches types that differ between queries, keys and values under autocast."""
+
+    def work() -> float:
+        batch, model = drawn(2, 24, 2), foreign_model("llama", 0).float()
+        run = hr.compile(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(**run.shard(batch).inputs).loss
+            alone = foreign_model("llama", 0).float()(**batch, use_cache=False).loss
+        run.backward(loss)
+        return abs(float(run.add_up(loss)) - float(alone))
+
+    assert max(run_ranks(2, work)) < 2e-2
+
+
+def test_results_as_a_tuple() -> None:
+    """Catches a loss that is lost where results are no object."""
+    run, batch = hr.compile(foreign_model("llama", 0)), drawn(1, 20, 0)
+    loss = run(**run.shard(batch).inputs, return_dict=False)[0]
+    assert float(loss) == pytest.approx(float(run(**run.shard(batch).inputs).loss))
