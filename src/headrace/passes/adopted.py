@@ -12,7 +12,7 @@ likewise: nothing is averaged twice, and nothing is scaled.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from headrace.comm.collectives import agree
 from headrace.comm.mesh import Groups
@@ -107,12 +108,18 @@ class Adopted:
         self._groups = groups or (Groups() if dist.is_initialized() else None)
         self.labels: Labels = labels or (_convention(inner) if self._hugging else "same")
         self._probed: Probed | None = None
+        self._placed: MutableMapping[torch.Tensor, Placement] = WeakIdKeyDictionary()
         registry = asks_registry(inner)
         self.door: Door = "attention registry" if registry else "graph"
         if registry:
             take_interface(inner, self._seat)
             if recompute is not None:
                 recompute_blocks(inner, recompute)
+        elif recompute is not None:
+            raise ModelError(
+                f"recompute of {type(inner).__name__}", got="blocks that are not known",
+                wanted="a model of transformers", hint="call hr.recomputed(block, x) in forward",
+            )  # fmt: skip
         elif isinstance(model, FSDPModule):
             raise ModelError(
                 "model under FSDP2", got="attention reached by its graph",
@@ -136,7 +143,7 @@ class Adopted:
         targets: int | None = None, exchange: Exchange | None = None,
     ) -> Shard:  # fmt: skip
         """This rank's part of ``batch``, which all ``ranks`` (all of the world where it is None)
-        have alike, and the model set to it until the next call.
+        have alike. Several may be sharded before the first is run.
 
             batch    token numbers [b, S], labels and other values of tokens [b, S, ...];
                      ``attention_mask`` [b, S] tells padding, ``position_ids`` that begin again
@@ -179,6 +186,7 @@ class Adopted:
             first=self._probed.first if self._takes_places else None,
         )  # fmt: skip
         self._seat.take(placement)
+        self._placed[inputs[self.tokens]] = placement
         if labels is not None:
             inputs[self._label_name] = labels
         return Shard(inputs=inputs, labels=labels, placement=placement)
@@ -186,6 +194,13 @@ class Adopted:
     def __call__(self, **inputs: Any) -> Any:
         """The model's results for what :meth:`shard` returned. Results with logits, of inputs with
         labels, have the loss of this rank's tokens over the targets of the step."""
+        placement = self._placed.get(inputs[self.tokens]) if self.tokens in inputs else None
+        if placement is None:
+            raise ModelError(
+                "inputs of the model", got="others than were sharded", wanted="what shard() gave",
+                hint="give a shard's inputs as they are; move a batch before it is sharded",
+            )  # fmt: skip
+        self._seat.take(placement)
         labels = inputs.pop(self._label_name, None) if self._hugging else None
         outputs = self._called(self._call, inputs)
         if labels is None:

@@ -215,8 +215,32 @@ def test_batches_that_cannot_be_sharded() -> None:
     with pytest.raises(SpecError, match="exchange"):
         hr.compile(gpt(), exchange="nothing")  # type: ignore[arg-type]
     shard = run.shard(good)
-    with pytest.raises(Exception, match="positions that the model makes"):
+    with pytest.raises(ModelError, match="others than were sharded"):
         run(**{name: value[:, :5] for name, value in shard.inputs.items()})
+    with pytest.raises(ModelError, match="blocks that are not known"):
+        hr.compile(gpt(), recompute="full")
+
+
+def test_batches_sharded_before_they_are_run() -> None:
+    """Catches a batch that is run as if its tokens were those of the one that was sharded last."""
+
+    def work() -> float:
+        run = hr.compile(gpt())
+        batches = [drawn(1, 24, 1), drawn(2, 12, 2), drawn(1, 24, 3)]
+        shards = [
+            run.shard(batch, exchange=exchange)
+            for batch, exchange in zip(batches, ("ring", "ulysses", "gather"), strict=True)
+        ]
+        worst = 0.0
+        for batch, shard in zip(batches, shards, strict=True):
+            run.model.zero_grad()
+            loss = run(**shard.inputs)[1]
+            run.backward(loss)
+            got = float(run.add_up(loss)), [p.grad.clone() for p in run.model.parameters()]
+            worst = max(worst, errors(got, alone(gpt(), batch)))
+        return worst
+
+    assert max(run_ranks(2, work)) < EXACT
 
 
 def test_ranks_must_see_one_batch() -> None:
