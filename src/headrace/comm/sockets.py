@@ -92,5 +92,6 @@ def hurry(port: int) -> None:
     """Make this process's connections to ``port`` of whatever machine impatient."""
     for number in _sockets().values():
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-            if connection.getpeername()[1] == port:
+            remote = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if remote and connection.getpeername()[1] == port:
                 make_impatient(connection)

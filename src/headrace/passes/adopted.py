@@ -28,14 +28,14 @@ from headrace.errors import ModelError, SpecError
 from headrace.passes.graph import Compiler
 from headrace.passes.heads import attention
 from headrace.passes.interface import asks_registry, take_interface
-from headrace.passes.operators import Seat
+from headrace.passes.operators import ModelSeat
 from headrace.passes.placement import EXCHANGES, Exchange, Placement, placed_rows
 from headrace.passes.probe import Probed, logits_of, probe
 from headrace.passes.recompute import Kept, recompute_blocks
 from headrace.passes.shard import (
     IGNORED,
     Labels,
-    Shard,
+    LocalBatch,
     count_targets,
     declared_places,
     documents_of,
@@ -95,7 +95,7 @@ class Adopted:
         if exchange is not None and exchange not in EXCHANGES:
             raise SpecError("exchange", got=repr(exchange), wanted=", ".join(EXCHANGES))
         self.model = model
-        self._seat = Seat()
+        self._seat = ModelSeat()
         self._exchange, self._label_name = exchange, label_name
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         takes = inspect.signature(inner.forward).parameters
@@ -141,7 +141,7 @@ class Adopted:
     def shard(
         self, batch: Mapping[str, torch.Tensor], *, ranks: Members | None = None,
         targets: int | None = None, exchange: Exchange | None = None,
-    ) -> Shard:  # fmt: skip
+    ) -> LocalBatch:  # fmt: skip
         """This rank's part of ``batch``, which all ``ranks`` (all of the world where it is None)
         have alike. Several may be sharded before the first is run.
 
@@ -189,7 +189,7 @@ class Adopted:
         self._placed[inputs[self.tokens]] = placement
         if labels is not None:
             inputs[self._label_name] = labels
-        return Shard(inputs=inputs, labels=labels, placement=placement)
+        return LocalBatch(inputs=inputs, labels=labels, placement=placement)
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's results for what :meth:`shard` returned. Results with logits, of inputs with
@@ -221,7 +221,7 @@ class Adopted:
         """The cross entropy of this rank's tokens, summed, over the targets of the step.
 
             logits   [b, s_r, V]
-            labels   [b, s_r]      as in :class:`Shard`
+            labels   [b, s_r]      as in :class:`LocalBatch`
         """  # fmt: skip
         now = self._seat.now
         total = cross_entropy(

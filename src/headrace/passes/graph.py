@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 
 from headrace.errors import ModelError
 from headrace.passes.heads import attention
-from headrace.passes.operators import Seat, positions, targets
+from headrace.passes.operators import ModelSeat, positions, targets
 
 __all__ = ["Compiler"]
 
@@ -36,7 +36,7 @@ class Compiler:
     """A backend of torch.compile: the pass for models that ``seat`` reaches through their graph,
     then ``backend``. ``times`` counts."""
 
-    def __init__(self, backend: str, seat: Seat | None = None) -> None:
+    def __init__(self, backend: str, seat: ModelSeat | None = None) -> None:
         self.times = 0
         self._backend, self._seat = backend, seat
 

@@ -13,7 +13,7 @@ import torch
 
 from headrace.errors import ModelError
 from headrace.passes.heads import attention
-from headrace.passes.operators import Seat
+from headrace.passes.operators import ModelSeat
 
 __all__ = ["asks_registry", "take_interface"]
 
@@ -39,7 +39,7 @@ def asks_registry(model: torch.nn.Module) -> bool:
     return callable(can) and hasattr(model, "set_attn_implementation") and bool(can())
 
 
-def take_interface(model: Any, seat: Seat) -> None:
+def take_interface(model: Any, seat: ModelSeat) -> None:
     """Have ``model`` ask for this function. Raises ModelError for layers that mix tokens in ways
     it does not know."""
     from transformers import AttentionInterface

@@ -31,10 +31,10 @@ from headrace.ops.core import Core, Heads, wide_dtype
 from headrace.passes.placement import Placement
 from headrace.passes.stand_in import StandIn
 
-__all__ = ["Seat", "attend", "positions", "targets"]
+__all__ = ["ModelSeat", "attend", "positions", "targets"]
 
 # A registered operator takes tensors and numbers only, so what it needs is found by a number.
-_seats: WeakValueDictionary[int, Seat] = WeakValueDictionary()
+_seats: WeakValueDictionary[int, ModelSeat] = WeakValueDictionary()
 _placements: WeakValueDictionary[int, Placement] = WeakValueDictionary()
 
 _handles = count(1)
@@ -44,7 +44,7 @@ _RECENT = 32
 theirs."""
 
 
-class Seat:
+class ModelSeat:
     """One adopted model: its ``handle``, and where the tokens are that it works on now."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from headrace.errors import ModelError
-from headrace.passes.operators import Seat
+from headrace.passes.operators import ModelSeat
 from headrace.passes.stand_in import StandIn
 
 __all__ = ["Probed", "logits_of", "probe"]
@@ -67,7 +67,7 @@ class Probed:
 
 @torch.no_grad()
 def probe(
-    model: torch.nn.Module, run: Callable[..., Any], seat: Seat,
+    model: torch.nn.Module, run: Callable[..., Any], seat: ModelSeat,
     batch: Mapping[str, torch.Tensor], tokens: str, *, places: bool, firsts: Sequence[int] = (0,),
 ) -> Probed:  # fmt: skip
     """Run ``model`` by ``run(**inputs)`` on a few tokens of ``batch`` as it is given them, and on
@@ -135,7 +135,7 @@ class _Outcome:
 
 
 def _run(
-    run: Callable[..., Any], seat: Seat, few: Mapping[str, torch.Tensor], part: slice
+    run: Callable[..., Any], seat: ModelSeat, few: Mapping[str, torch.Tensor], part: slice
 ) -> _Outcome:
     places = np.arange(part.start, part.stop)
     stand_in = StandIn(places=places, targets=_TOKENS)

@@ -22,7 +22,7 @@ from headrace.passes.placement import Placement
 __all__ = [
     "IGNORED",
     "Labels",
-    "Shard",
+    "LocalBatch",
     "count_targets",
     "declared_places",
     "documents_of",
@@ -41,7 +41,7 @@ that of the same place."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Shard:
+class LocalBatch:
     """This rank's part of a batch: what the model is given, labels [b, s_r] with a loss, one for
     each place, and where the tokens are."""
 

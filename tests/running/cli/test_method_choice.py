@@ -159,7 +159,7 @@ def test_a_method_that_no_group_can_run_is_told_at_once(tmp_path: Path) -> None:
     """Would catch a traceback of a rank, or training on single ranks without a word."""
     config = write_job(tmp_path, steps=3, candidates=())
     code, out, err = run("train", config, "--out", tmp_path / "run", "--set",
-                         'planner.methods="megatron_ts"')  # fmt: skip
+                         'planner.methods="megatron_ts"', "--set", "model.kv_heads=1")  # fmt: skip
     assert (code, out) == (2, "")
     assert "planner.methods: got megatron_ts, wanted megatron_ts runs on at most 1 ranks" in err
     assert "these would do" in err

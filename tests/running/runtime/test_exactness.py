@@ -168,7 +168,7 @@ def test_dropout_does_not_depend_on_the_plan(a):
 def _faulty(fault, *args):
     """The same run with one operator broken: what the exactness tests must notice."""
     if fault == "switch backward":
-        real = switch_module._to_columns
+        real = switch_module.to_columns
         switch_module._SwitchBack.backward = staticmethod(
             lambda ctx, grad: (real(grad, *ctx.rest).flip(1), None, None, None)
         )
