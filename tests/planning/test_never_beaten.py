@@ -33,6 +33,8 @@ from planning.pipeline_worlds import published, small_costs
 from planning.tables import flexsp
 from planning.worlds import batches, statics, worlds
 
+pytestmark = pytest.mark.timeout(900)
+
 _ROUNDING = 1e-9
 _DRAFTED = 1e-3
 

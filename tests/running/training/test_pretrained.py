@@ -23,6 +23,8 @@ from headrace.runtime import checkpoint
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
+pytestmark = pytest.mark.apart
+
 WORDS = ["<end>", "[MASK]", "the", "mill", "race", "turns", "a", "wheel", "of", "water", "and"]
 TEXTS = ("the mill race turns a wheel of water and the wheel turns the mill", "water of the race")
 SPARE = 5  # rows of the embedding that no token has
