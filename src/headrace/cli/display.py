@@ -32,13 +32,14 @@ def out_console() -> Console:
 
 
 def step_line(metrics: Mapping[str, Any], steps: int, eta_s: float) -> str:
-    """One step in one line."""
+    """One step in one line; the last one has no time left to tell."""
+    left = f"  ETA {seconds_text(eta_s)}" if metrics["step"] + 1 < steps else ""
     return (
         f"step {metrics['step'] + 1}/{steps}  loss {metrics['loss']:.3f}  "
         f"{count_text(round(metrics['tokens_per_s']))} tok/s  "
         f"idle {percent_text(metrics['idle'])}  {metrics['strategy']}  "
         f"predicted {seconds_text(metrics['predicted_s'])} "
-        f"measured {seconds_text(metrics['step_s'])}  ETA {seconds_text(eta_s)}"
+        f"measured {seconds_text(metrics['step_s'])}{left}"
     )
 
 
