@@ -44,7 +44,8 @@ def recompute_blocks(model: Any, level: Kept) -> None:
     given: dict[str, Any] = {"use_reentrant": False}
     if level == "attention":
         given["context_fn"] = _contexts
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given)
+    older = model.gradient_checkpointing_enable  # the name of before
+    getattr(model, "activation_checkpointing_enable", older)(given)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
