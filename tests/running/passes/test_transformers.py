@@ -48,6 +48,7 @@ def test_verified(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -68,6 +69,7 @@ def test_more_are_verified(kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_compiled(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches graphs that know lengths or exchanges."""
     flags = ["--ranks", "2", "--backend", "aot_eager", "--json"]
