@@ -171,6 +171,17 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
+def join_world(device: str) -> None:
+    """Begin torch.distributed unless it was begun: in the world of torchrun, or alone."""
+    if dist.is_initialized():
+        return
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    if under_torchrun():
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def join(
     main: Callable[[World], int],
     *,

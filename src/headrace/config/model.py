@@ -31,7 +31,17 @@ __all__ = [
     "ProfileConfig",
     "ReportConfig",
     "RunConfig",
+    "cache_folder",
 ]
+
+
+def cache_folder(given: str | Path | None = None) -> Path:
+    """The folder of caches: the one that is given, or the user's."""
+    if given is not None:
+        return Path(given).expanduser()
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # A relative one counts as not set, says its specification.
+    return (named if named.is_absolute() else Path.home() / ".cache") / "headrace"
 
 
 class RunConfig(Section):
@@ -113,11 +123,7 @@ class DataConfig(Section):
     @property
     def cache_folder(self) -> Path:
         """``cache``, or the folder that stands for it."""
-        if self.cache is not None:
-            return Path(self.cache).expanduser()
-        named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        # A relative one counts as not set, says its specification.
-        return (named if named.is_absolute() else Path.home() / ".cache") / "headrace"
+        return cache_folder(self.cache)
 
     @model_validator(mode="after")
     def _one_budget(self) -> DataConfig:

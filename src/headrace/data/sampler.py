@@ -5,19 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data.batch import Batch, Sample
-from headrace.data.corpus import Corpus
 from headrace.data.order import EpochOrder, SamplerOptions, order_epoch
 from headrace.data.pieces import cut
 from headrace.errors import DataError
 from headrace.spec.lengths import Lengths
 
-__all__ = ["Sampler"]
+__all__ = ["MeasuredDocuments", "Sampler"]
+
+
+class MeasuredDocuments(Protocol):
+    """What a sampler asks of a corpus, or of anyone's data set."""
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal documents."""
+        ...
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +66,7 @@ class Sampler:
     left, or a document is longer than the context and the options refuse that.
     """
 
-    def __init__(self, corpus: Corpus, options: SamplerOptions) -> None:
+    def __init__(self, corpus: MeasuredDocuments, options: SamplerOptions) -> None:
         self._fingerprint, self._name, self._options = corpus.fingerprint, corpus.name, options
         self._pieces = cut(corpus.lengths, context=options.context, too_long=options.too_long)
         self._kept: NDArray[np.int64] = np.flatnonzero(self._pieces.lengths >= options.min_tokens)

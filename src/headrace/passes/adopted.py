@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -46,7 +47,7 @@ from headrace.passes.shard import (
 from headrace.spec.method_facts import Members
 from headrace.spec.rank_blocks import RankBlocks
 
-__all__ = ["Adopted", "Door", "compile"]
+__all__ = ["Adopted", "Door", "compile", "group_parts"]
 
 Door = Literal["attention registry", "graph"]
 
@@ -97,9 +98,10 @@ class Adopted:
         self.model = model
         self._seat = ModelSeat()
         self._exchange, self._label_name = exchange, label_name
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        self.inner = inner = model.module if isinstance(model, DistributedDataParallel) else model
         takes = inspect.signature(inner.forward).parameters
         self._takes_places = "position_ids" in takes
+        self._takes_labels = label_name in takes
         self.tokens = tokens or next(iter(takes))
         self._hugging = hasattr(inner, "config") and hasattr(inner, "base_model_prefix")
         config = getattr(inner, "config", None)
@@ -136,7 +138,7 @@ class Adopted:
         the world calls it alike, before :meth:`shard` with groups of its own."""
         if self._groups is not None:
             wanted = list(groups)
-            self._groups.prepare([some for ranks in wanted for some in _parts(ranks)])
+            self._groups.prepare([some for ranks in wanted for some in group_parts(ranks)])
 
     def shard(
         self, batch: Mapping[str, torch.Tensor], *, ranks: Members | None = None,
@@ -161,26 +163,39 @@ class Adopted:
         if ranks is None:
             self.prepare([members])
         documents = documents_of(batch, self.tokens)
+        agree(
+            f"batch of ranks {members}", fingerprint(batch, (documents, members)),
+            self._group(self._groups, members)[0],
+        )  # fmt: skip
+        self.probe(batch)
+        count = count_targets(batch, self.labels) if targets is None else targets
+        return self.place(batch, members, targets=count, exchange=exchange)
+
+    def place(
+        self, batch: Mapping[str, torch.Tensor], ranks: Members, *, targets: int | None,
+        exchange: Exchange | None = None, groups: Groups | None = None,
+    ) -> LocalBatch:  # fmt: skip
+        """:meth:`shard` of a batch that is known to be alike on all ``ranks`` of ``groups``, its
+        labels under the name ``labels``, for a model that was probed: no rank is asked."""
+        groups = groups or self._groups
+        documents = documents_of(batch, self.tokens)
         places = None if self._takes_places else declared_places(batch)
-        group, me = self._group(members)
         width = batch[self.tokens].shape[1]
-        if width < len(members):
+        if width < len(ranks):
             raise SpecError(
-                f"rows of {width} tokens", got=f"{len(members)} ranks", wanted="a token for each",
+                f"rows of {width} tokens", got=f"{len(ranks)} ranks", wanted="a token for each",
                 hint="shard short rows among fewer ranks",
             )  # fmt: skip
-        agree(f"batch of ranks {members}", fingerprint(batch, (documents, members)), group)
-        if self._probed is None:
-            self._probed = self._probe(batch)
+        group, me = self._group(groups, ranks)
         chosen: Exchange = exchange or self._exchange or "ulysses"
         balanced = chosen in ("ring", "gather", "2d")
-        count = count_targets(batch, self.labels) if targets is None else targets
         placement = Placement(
-            tokens=placed_rows(documents, len(members), "zigzag" if balanced else "natural"),
-            rows=len(documents), member=me, group=group, exchange=chosen, targets=count,
+            tokens=placed_rows(documents, len(ranks), "zigzag" if balanced else "natural"),
+            rows=len(documents), member=me, group=group, exchange=chosen, targets=targets,
             places=places,
-            subgroup=lambda some: self._group(tuple(members[m] for m in some))[0],
+            subgroup=lambda some: self._group(groups, tuple(ranks[m] for m in some))[0],
         )  # fmt: skip
+        assert self._probed is not None, "shard() probes"
         inputs, labels = local_inputs(
             batch, self.tokens, placement, self.labels,
             first=self._probed.first if self._takes_places else None,
@@ -189,6 +204,7 @@ class Adopted:
         self._placed[inputs[self.tokens]] = placement
         if labels is not None:
             inputs[self._label_name] = labels
+        _mark_dynamic(inputs)
         return LocalBatch(inputs=inputs, labels=labels, placement=placement)
 
     def __call__(self, **inputs: Any) -> Any:
@@ -202,7 +218,41 @@ class Adopted:
             )  # fmt: skip
         self._seat.take(placement)
         labels = inputs.pop(self._label_name, None) if self._hugging else None
-        outputs = self._called(self._call, inputs)
+        return self._with_loss(self._called(self._call, inputs), labels)
+
+    def accepted(self, shard: LocalBatch) -> dict[str, torch.Tensor]:
+        """The inputs of a shard, with labels where the model takes them."""
+        if self._hugging or self._takes_labels:
+            return shard.inputs
+        return {k: v for k, v in shard.inputs.items() if k != self._label_name}
+
+    def take(self, shard: LocalBatch) -> None:
+        """Work on a shard from here on: what the next call of the model is about."""
+        self._seat.take(shard.placement)
+
+    def install(self) -> Callable[[], None]:
+        """Have the model itself do what a call of this does, so that a loop that calls the model
+        need not change: of models of transformers the loss is that of :meth:`loss`, others are
+        compiled in place. Returns what takes it back. :meth:`take` says which shard is meant."""
+        model = self.inner
+        if self.door == "graph":
+            model.compile(backend=self._compiler, fullgraph=True, dynamic=True)
+            return lambda: setattr(model, "_compiled_call_impl", None)
+        coming = list[torch.Tensor | None]()
+
+        def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            coming.append(named.pop(self._label_name, None))
+            return args, {**self._always, **named}
+
+        def after(module: Any, args: Any, outputs: Any) -> Any:
+            return self._with_loss(outputs, coming.pop())
+
+        hooks = ExitStack()
+        hooks.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+        hooks.callback(model.register_forward_hook(after).remove)
+        return hooks.close
+
+    def _with_loss(self, outputs: Any, labels: torch.Tensor | None) -> Any:
         if labels is None:
             return outputs
         loss = self.loss(logits_of(outputs), labels)
@@ -212,9 +262,7 @@ class Adopted:
         return outputs
 
     def _called(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        for value in inputs.values():
-            if isinstance(value, torch.Tensor) and value.dim() >= 2:
-                torch._dynamo.maybe_mark_dynamic(value, 1)  # noqa: SLF001
+        _mark_dynamic(inputs)
         return call(**inputs, **self._always)
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -267,20 +315,28 @@ class Adopted:
         """How often the model has been compiled."""
         return 0 if self._compiler is None else self._compiler.times
 
+    def probe(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Look whether the model can be run on parts of its tokens, if that was not done yet.
+        Raises ModelError when it cannot."""
+        if self._probed is None:
+            self._probed = self._probe(batch)
+
     def first_place(self, batch: Mapping[str, torch.Tensor]) -> int:
         """The place that the model counts the first token of a row as, where it takes places."""
-        if self._probed is None:
-            self._probed = self._probe({k: v for k, v in batch.items() if k != "position_ids"})
+        self.probe({k: v for k, v in batch.items() if k != "position_ids"})
+        assert self._probed is not None, "probed"
         return self._probed.first
 
     def plain_inputs(self, ids: torch.Tensor) -> dict[str, Any]:
         """What the model itself is given for token numbers."""
         return {self.tokens: ids, **self._always}
 
-    def _group(self, members: Members) -> tuple[dist.ProcessGroup | None, int]:
-        if self._groups is None:
+    def _group(
+        self, groups: Groups | None, members: Members
+    ) -> tuple[dist.ProcessGroup | None, int]:
+        if groups is None:
             return None, 0
-        return self._groups.get(members), members.index(self._groups.rank)
+        return groups.get(members), members.index(groups.rank)
 
     def _compiled(self, compiler: Compiler | None) -> Callable[..., Any]:
         """The model, compiled where there is a compiler. Hooks of wrappers break graphs; what a
@@ -307,7 +363,14 @@ class Adopted:
         )  # fmt: skip
 
 
-def _parts(ranks: Members) -> list[Members]:
+def _mark_dynamic(inputs: Mapping[str, Any]) -> None:
+    """Graphs of these inputs serve any number of tokens."""
+    for value in inputs.values():
+        if isinstance(value, torch.Tensor) and value.dim() >= 2:
+            torch._dynamo.maybe_mark_dynamic(value, 1)  # noqa: SLF001
+
+
+def group_parts(ranks: Members) -> list[Members]:
     """A group, and the blocks and rings of all meshes that it may be."""
     found = [ranks]
     for inner in (d for d in range(2, len(ranks)) if len(ranks) % d == 0):

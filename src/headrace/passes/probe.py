@@ -20,7 +20,7 @@ from headrace.errors import ModelError
 from headrace.passes.operators import ModelSeat
 from headrace.passes.stand_in import StandIn
 
-__all__ = ["Probed", "logits_of", "probe"]
+__all__ = ["Probed", "logits_of", "loss_of", "probe"]
 
 _TOKENS = 13
 _PARTS = ((0, 5), (5, 8), (8, 13))  # of two tokens or more: graphs know one from many

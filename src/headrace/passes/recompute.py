@@ -7,9 +7,11 @@ and its memory is that of one block. What attention kept stays, so no traffic is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch.utils.checkpoint import (
@@ -19,8 +21,9 @@ from torch.utils.checkpoint import (
 )
 
 from headrace.errors import ModelError
+from headrace.spec.method import Recompute
 
-__all__ = ["Kept", "recompute_blocks", "recomputed"]
+__all__ = ["BlockLevels", "Kept", "recompute_blocks", "recomputed"]
 
 Kept = Literal["attention", "full"]
 """Recompute level of a block, as that of a layer: all but attention, or everything."""
@@ -36,16 +39,49 @@ def recomputed(function: Callable[..., Any], *inputs: Any, level: Kept = "attent
 def recompute_blocks(model: Any, level: Kept) -> None:
     """Have a model of transformers compute its blocks again. Raises ModelError for models that do
     not know their blocks."""
+    _enable(model, {} if level == "full" else {"context_fn": _contexts})
+
+
+class BlockLevels:
+    """Chooses before each forward of a model of transformers what each of its ``blocks`` computes
+    again. Raises ModelError for models that do not know their blocks, and for blocks that it does
+    not know as such."""
+
+    def __init__(self, model: Any, blocks: Sequence[torch.nn.Module]) -> None:
+        self._blocks = [cast(_Block, block) for block in blocks]
+        self._coming: deque[Recompute] = deque()
+        _enable(model, {"context_fn": self._next})
+        if not all(getattr(block, "gradient_checkpointing", False) for block in blocks):
+            raise ModelError(
+                f"recompute of {type(model).__name__}", got="blocks that it cannot compute again",
+                wanted="layers with gradient_checkpointing",
+            )  # fmt: skip
+        self.choose(["none"] * len(blocks))
+
+    def choose(self, levels: Sequence[Recompute]) -> None:
+        """The level of each block in the next forward."""
+        for block, level in zip(self._blocks, levels, strict=True):
+            block.gradient_checkpointing = level != "none"
+        self._coming = deque(level for level in levels if level != "none")
+
+    def _next(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What a block that is about to run is computed again under."""
+        level = self._coming.popleft() if self._coming else "full"
+        return _contexts() if level == "attention" else (nullcontext(), nullcontext())
+
+
+class _Block(Protocol):
+    gradient_checkpointing: bool
+
+
+def _enable(model: Any, options: dict[str, Any]) -> None:
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ModelError(
             f"recompute of {type(model).__name__}", got="no blocks that it knows",
             wanted="supports_gradient_checkpointing", hint="use recompute(block, x) in its forward",
         )  # fmt: skip
-    given: dict[str, Any] = {"use_reentrant": False}
-    if level == "attention":
-        given["context_fn"] = _contexts
     older = model.gradient_checkpointing_enable  # the name of before
-    getattr(model, "activation_checkpointing_enable", older)(given)
+    getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False, **options})
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

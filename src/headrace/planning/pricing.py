@@ -122,7 +122,8 @@ class Pricing:
         return self._kinds["paying", weights]
 
     def _deeper(self) -> Iterator[Scheme]:
-        layers, devices = self.costs.shape.layers, self.problem.devices
+        devices = self.problem.devices
+        layers = self.costs.shape.layers if self.problem.stages else 1
         for width in self.problem.group_sizes:
             for tensor in (t for t in _powers(min(width, _MOST_TENSOR)) if width % t == 0):
                 for depth in _powers(min(layers, devices // width)):

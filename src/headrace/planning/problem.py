@@ -29,7 +29,7 @@ Costs = CostModel | PipelineCosts | GroupCosts
 
 _PLANNERS = ("adaptive", "static", "strategies")
 _KEPT = ("_frontiers", "_ideals", "_pricings")
-_PRICED_BY = ("costs", "sizes", "methods", "layers", "recompute", "holding")
+_PRICED_BY = ("costs", "sizes", "methods", "layers", "recompute", "holding", "stages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Problem:
     with costs by default. ``layers`` gives every layer's methods instead, as ``METHOD`` or
     ``ATTENTION/FEED_FORWARD``, with ``+LEVEL`` also what it recomputes: one entry for each layer
     or one for all. On one rank there is nothing to spread, so only the levels count there.
-    ``smoothing`` is the share of a micro-batch's seconds that may be lost to keep the layers of
+    Without ``stages`` no pipeline has several: for models that run in one piece. ``smoothing`` is the share of a micro-batch's seconds that may be lost to keep the layers of
     the step before. One problem serves many batches: it keeps what it has worked out. Raises
     SpecError for choices that do not exist.
     """
@@ -64,6 +64,7 @@ class Problem:
     layers: tuple[str, ...] | None = None
     recompute: tuple[Recompute, ...] = RECOMPUTE
     holding: tuple[Working, ...] = ("whole", "sharded")
+    stages: bool = True
     smoothing: float = 0.0
     _frontiers: dict[tuple[int, Working, int], Frontier] = field(
         default_factory=dict, init=False, repr=False, compare=False

@@ -22,7 +22,7 @@ from headrace.runtime.recovery import Exhausted
 from headrace.runtime.trainer import Planned, Step
 from headrace.simulator import peak_bytes
 from headrace.spec.lengths import Lengths
-from headrace.spec.plan import Plan
+from headrace.spec.plan import Plan, Semantics
 from headrace.training.memory_margin import MemoryMargin
 from headrace.training.planning import ConfiguredPlanner
 from headrace.training.step_planner import PlannedStep, PlanRequest, StepPlanner
@@ -42,7 +42,7 @@ class OnlinePlanner:
     learnt that changes plans is the memory margin, part of the costs in :meth:`state`.
 
     ``costs`` are those that the run begins with. ``calibration`` takes the residuals of every step;
-    ``drift``, where there is one, watches them. ``compare`` has the best static plan made beside
+    ``drift``, where there is one, watches them. ``semantics`` and ``stages`` as in Problem. ``compare`` has the best static plan made beside
     each. ``tell`` gets a line when a process that plans has died.
     """
 
@@ -54,6 +54,8 @@ class OnlinePlanner:
     observed: int = 0
     calibration: Calibration = field(default_factory=lambda: Calibration(fingerprint=""))
     drift: Drift | None = None
+    semantics: Semantics = "free"
+    stages: bool = True
     tell: Callable[[str], None] = lambda text: None
     steps: StepPlanner = field(init=False)
     margin: MemoryMargin = field(init=False)
@@ -63,7 +65,10 @@ class OnlinePlanner:
     _warm: bool = False
 
     def __post_init__(self) -> None:
-        planner = ConfiguredPlanner(costs=self.costs, options=self.options, seed=self.seed)
+        planner = ConfiguredPlanner(
+            costs=self.costs, options=self.options, seed=self.seed, semantics=self.semantics,
+            stages=self.stages,
+        )  # fmt: skip
         self.steps = StepPlanner(planner=planner, compare=self.compare)
         self.margin = MemoryMargin(planner=planner)
         if not self.calibration.fingerprint:

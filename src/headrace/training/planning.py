@@ -26,7 +26,7 @@ from headrace.spec.compiler import compile_plan
 from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
-from headrace.spec.plan import Plan
+from headrace.spec.plan import Plan, Semantics
 from headrace.spec.program import Program
 from headrace.spec.strategy import Strategy
 
@@ -128,7 +128,9 @@ def _timed(made: Plan, problem: Problem) -> Plan:
     return made.replace(clock=partial(simulate, costs=problem.costs))
 
 
-def make_problem(costs: CostModel, options: PlannerConfig) -> Problem:
+def make_problem(
+    costs: CostModel, options: PlannerConfig, *, semantics: Semantics = "free", stages: bool = True
+) -> Problem:
     """The problem that a configuration poses with these costs."""
     unknown = [p for p in options.group_sizes if p not in costs.group_sizes]
     if unknown:
@@ -141,6 +143,8 @@ def make_problem(costs: CostModel, options: PlannerConfig) -> Problem:
     open_ = options.candidates if costs.group_sizes != (1,) else ()
     return Problem(
         costs=costs,
+        semantics=semantics,
+        stages=stages,
         planner=options.name,
         static_size=options.static_size if options.name == "static" else None,
         strategies=tuple(map(Strategy.parse, options.strategies)),
@@ -171,6 +175,8 @@ class ConfiguredPlanner:
     costs: CostModel
     options: PlannerConfig
     seed: int = 0
+    semantics: Semantics = "free"
+    stages: bool = True
     previous: Plan | None = None
     steps: int = 0
     _problem: Problem | None = field(init=False, default=None)
@@ -179,7 +185,9 @@ class ConfiguredPlanner:
     def problem(self) -> Problem:
         """The problem with these costs."""
         if self._problem is None:
-            self._problem = make_problem(self.costs, self.options)
+            self._problem = make_problem(
+                self.costs, self.options, semantics=self.semantics, stages=self.stages
+            )
         return self._problem
 
     def plan(self, lengths: Lengths, *, step: int = 0, scale: float | None = None) -> Plan:

@@ -1,0 +1,256 @@
+"""Anyone's training loop, driven by plans (Data-Centric Parallel).
+
+    run = headrace.attach(model, optimizer, dataset, batch_tokens="64Ki", scheduler=scheduler)
+    for step in run:
+        for micro in step:
+            loss = model(**micro.inputs).loss
+            micro.backward(loss)
+    run.save("checkpoint")
+
+The user keeps model, optimizer, scheduler and data set. Every step is planned by its lengths: which
+ranks work on which samples together, how they are packed, and what is computed again. Gradients are
+those of one process over the same samples, and optimizer and scheduler take one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from headrace.comm.collectives import agree, gather_floats
+from headrace.comm.launch import join_world
+from headrace.comm.mesh import Groups
+from headrace.config.model import PlannerConfig, cache_folder
+from headrace.data.order import SamplerOptions
+from headrace.errors import DataError, HeadraceError, SpecError
+from headrace.loop.held import HeldWeights
+from headrace.loop.order import DrawnOrder, LoopBatch, SampleOrder, StreamOrder
+from headrace.loop.planning import LoopSetup, measured, planner_of
+from headrace.loop.samples import LengthSource, Samples, packed
+from headrace.loop.step import LoopStep, MicroRun, members_of, turns_of
+from headrace.passes.adopted import compile as adopt
+from headrace.passes.placement import Exchange
+from headrace.passes.recompute import recomputed
+from headrace.passes.shard import IGNORED, Labels, LocalBatch
+from headrace.runtime.trainer import Planned
+from headrace.spec.known_methods import SINGLE_RANK
+from headrace.spec.method import RECOMPUTE, Recompute
+from headrace.spec.plan import Plan
+from headrace.training.listener import ProgressLines, tell
+from headrace.units import parse_bytes, parse_count
+
+__all__ = ["Attached", "attach"]
+
+Budget = int | str
+"""Tokens, or their number as a text: ``"64Ki"``."""
+
+
+def attach(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, *,
+    lengths: LengthSource = None, batch_tokens: Budget | None = None,
+    batch_sequences: int | None = None, scheduler: Any = None, clip: float | None = None,
+    epochs: int = 1, steps: int | None = None, seed: int = 0, labels: Labels | None = None,
+    tokens: str | None = None, label_name: str = "labels", backend: str | None = None,
+    planner: Literal["adaptive", "static"] = "adaptive", static_size: int | None = None,
+    sizes: Sequence[int] = (), exchange: Exchange | None = None,
+    recompute: Sequence[Recompute] = RECOMPUTE, longest: Budget | None = None,
+    memory: str | None = None, memory_margin: float | None = None,
+    cache: str | Path | None = None, out: str | Path | None = None,
+    say: Callable[[str], None] = tell,
+) -> Attached:  # fmt: skip
+    """Drive a training loop by plans. Collective: every rank calls it alike, under torchrun or in
+    a process of its own, and it begins torch.distributed where nobody has.
+
+        model       a model of transformers, or one that calls scaled_dot_product_attention; alone,
+                    under DDP, or sharded by FSDP2; in training mode, on its device
+        dataset     items are dicts of token values [n] (``input_ids``, ``labels``), tuples of
+                    tokens and labels, or tokens; by number, or an iterable
+        lengths     tokens of each item: numbers, a column's name, a function of an item; every item
+                    is read once where it is left out
+        batch_*     samples of one optimizer step: a budget of tokens, or a number of samples
+        scheduler   takes one step after each of the optimizer's
+        clip        largest norm of the gradient
+        epochs      passes over the data, unless ``steps`` says how many steps to take
+        labels      whether they are of the ``next`` token or of the ``same`` place
+        planner     ``adaptive`` decides for each step, ``static`` has groups of ``static_size``
+        sizes       group sizes to consider; all where it is left out
+        exchange    how attention meets other ranks' tokens; the quickest measured where left out
+        recompute   levels that a plan may choose for each layer, where the model can
+        longest     tokens of the longest pack to measure; of the longest sample where left out
+        memory      of a rank ("8GiB"); 80 % of what is free where it is left out
+        out         folder for metrics and plans, which ``headrace report`` reads
+
+    Raises ModelError for models that cannot be spread over ranks, DataError for data without
+    tokens, InfeasiblePlan where the longest sample fits nowhere, and says what would help.
+    """  # fmt: skip
+    device = _device_of(model)
+    join_world(device)
+    groups = Groups()
+    adopted = adopt(model, backend=backend, labels=labels, tokens=tokens, label_name=label_name,
+                    groups=groups, exchange=exchange)  # fmt: skip
+    kind, adopted.labels = adopted.labels, "same"
+    order = _order(dataset, lengths, adopted.tokens, kind, batch_tokens, batch_sequences, seed)
+    agree("data of the loop", order.fingerprint, groups.world)
+    known = order.longest or _tokens(longest or batch_tokens or 0)
+    held = HeldWeights.of(model, groups.ranks)
+    quiet = groups.rank > 0
+    setup = LoopSetup(
+        adopted=adopted, held=held, optimizer=optimizer, groups=groups, device=device,
+        exchanges=(exchange,) if exchange else ("ulysses", "ring"), seed=seed,
+        options=PlannerConfig(
+            name=planner, static_size=static_size, group_sizes=tuple(sizes), ahead=0,
+            recompute=tuple(recompute), memory_margin=memory_margin,
+        ),
+        longest=_tokens(longest) if longest else known, cache=cache_folder(cache),
+        memory_bytes=parse_bytes(memory) if memory else None,
+        say=(lambda text: None) if quiet else say,
+        progress=(lambda what, done, of: None) if quiet else ProgressLines(say),
+    )  # fmt: skip
+    return Attached(setup=setup, order=order, scheduler=scheduler, clip=clip,
+                    steps=steps, epochs=epochs, out=out)  # fmt: skip
+
+
+class Attached:
+    """A loop over planned steps, and what a step needs."""
+
+    def __init__(
+        self, *, setup: LoopSetup, order: SampleOrder, scheduler: Any, clip: float | None,
+        steps: int | None, epochs: int, out: str | Path | None,
+    ) -> None:  # fmt: skip
+        self.adopted, self.held, self.device = setup.adopted, setup.held, setup.device
+        self.rank, self.number = setup.groups.rank, 0
+        self._setup, self._order, self._groups = setup, order, setup.groups
+        self._optimizer, self._scheduler = setup.optimizer, scheduler
+        self._clip, self._steps, self._epochs = clip, steps, epochs
+        self._shard: LocalBatch | None = None
+        sample = order.first()
+        self.adopted.probe({k: v.to(self.device) for k, v in packed([sample]).items()})
+        self._first = self.adopted.first_place({})
+        self._restore = self.adopted.install()
+        self.found = measured(setup, sample)
+        self.planner = planner_of(setup, self.found.costs)
+        if order.longest is not None:
+            self.planner.check(order.longest)
+
+    def __iter__(self) -> Iterator[LoopStep]:
+        """The steps that are left, planned one by one."""
+        while self._more():
+            batch = self._order.next_batch()
+            planned = self.planner.plan(batch.lengths)
+            step = self._step(batch, planned)
+            yield step
+            if not step.done:
+                raise HeadraceError(
+                    f"step {step.number}", got="micro-batches that were not trained",
+                    wanted="a loop over all of them: for micro in step",
+                )  # fmt: skip
+
+    def _more(self) -> bool:
+        if self._steps is not None:
+            return self.number < self._steps
+        return self._order.epoch < self._epochs
+
+    def _step(self, batch: LoopBatch, planned: Planned) -> LoopStep:
+        plan = planned.plan
+        turns = turns_of(plan, self.rank)
+        self.adopted.prepare(
+            {members_of(plan, index) for index in range(len(plan.micro_batches))}
+        )
+        return LoopStep(
+            number=self.number, epoch=batch.epoch, plan=plan, run=self, turns=turns,
+            read=partial(self._read, batch, plan),
+        )  # fmt: skip
+
+    def _read(self, batch: LoopBatch, plan: Plan, turn: MicroRun) -> dict[str, torch.Tensor]:
+        """The pack of a turn; where there is nothing to do, two tokens without a loss."""
+        if turn.index is None:
+            nothing = torch.zeros(2, dtype=torch.int64)
+            row = packed([{self.adopted.tokens: nothing, "labels": nothing + IGNORED}])
+        else:
+            row = packed([batch.read(i) for i in plan.micro_batches[turn.index].sequences])
+        row["position_ids"] = row["position_ids"] + self._first
+        return {name: value.to(self.device) for name, value in row.items()}
+
+    def place(
+        self, plan: Plan, turn: MicroRun, pack: Mapping[str, torch.Tensor], targets: int
+    ) -> LocalBatch:
+        """This rank's part of a pack, which the model works on from here on."""
+        exchange: Exchange | None = None
+        levels = self.found.probes
+        if turn.index is not None:
+            options = plan.micro_batches[turn.index].layers.options
+            if len(turn.ranks) > 1 and options[0].attention != SINGLE_RANK:
+                exchange = options[0].attention  # type: ignore[assignment]
+            levels.choose([option.recompute for option in options])
+        else:
+            levels.choose([])
+        self._shard = self.adopted.place(pack, turn.ranks, targets=targets, exchange=exchange)
+        return self._shard
+
+    def total(self, count: int) -> int:
+        """The sum of a number over all ranks. Collective."""
+        return int(sum(row[0] for row in gather_floats([float(count)], self._groups.world)))
+
+    def update(self, part: torch.Tensor | None) -> tuple[float, float | None]:
+        """Add up gradients, and take one step of optimizer and scheduler; returns the loss of all
+        ranks and the norm of the gradient, where it is clipped. Collective."""
+        self.held.add_up()
+        norm = float(self.held.norm(self._clip)) if self._clip is not None else None
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self._optimizer.zero_grad()
+        own = 0.0 if part is None else float(part)
+        return sum(row[0] for row in gather_floats([own], self._groups.world)), norm
+
+    def finished(self, step: LoopStep) -> None:
+        """A step is done."""
+        self.number += 1
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of the micro-batch at work, for collectives of the model's own; None where this
+        rank works alone."""
+        return self._shard.placement.group if self._shard is not None else None
+
+    def recompute(self, layer: Callable[..., Any], *inputs: Any) -> Any:
+        """``layer(*inputs)``, computed again in the backward but for its attention."""
+        return recomputed(layer, *inputs)
+
+    def detach(self) -> None:
+        """Give the model back as it was."""
+        self._restore()
+
+
+def _order(
+    dataset: Any, lengths: LengthSource, tokens: str, kind: Labels, budget: Budget | None,
+    sequences: int | None, seed: int,
+) -> SampleOrder:  # fmt: skip
+    many = None if budget is None else _tokens(budget)
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        samples = Samples.of(dataset, lengths, tokens=tokens, kind=kind)
+        options = SamplerOptions(
+            batch_tokens=many, batch_sequences=sequences, too_long="refuse", min_tokens=1, seed=seed
+        )
+        return DrawnOrder(samples, options)
+    if not hasattr(dataset, "__iter__"):
+        raise DataError("data set", got=type(dataset).__name__, wanted="items by number, or a stream")
+    if many is None:
+        raise SpecError("batch_tokens", got="none", wanted="a budget, as the data is a stream")
+    return StreamOrder(dataset, tokens=tokens, kind=kind, batch_tokens=many)
+
+
+def _tokens(value: Budget) -> int:
+    return parse_count(value) if isinstance(value, str) else int(value)
+
+
+def _device_of(model: torch.nn.Module) -> str:
+    first = next(model.parameters(), None)
+    if first is None:
+        raise SpecError("model", got="no parameters", wanted="at least one")
+    return str(first.device.type if first.device.type == "cpu" else first.device)

@@ -1,0 +1,198 @@
+"""The costs of a user's model on the ranks at hand: a profile of two of its layers.
+
+For every group size, packs of growing length run through two layers, the first to warm up, and
+through the model without layers (DCP, section 3.5 and Eq. 4 to 6: T = L t + T_C, M likewise). Of
+the exchanges the one that is quicker for the longest pack of both is kept for each size. Success
+and memory are agreed by all ranks before the next pack is tried, so no rank decides alone.
+
+The level ``full`` is not measured: it keeps a layer's input and runs its forward once more (Eq. 5).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from headrace.comm.mesh import Groups
+from headrace.loop.held import HeldWeights
+from headrace.loop.probes import ModelProbes
+from headrace.passes.adopted import group_parts
+from headrace.passes.placement import Exchange
+from headrace.profiling.probe import Probe
+from headrace.profiling.sweep import Sweep, Sweeper, SweepOptions, blocks, slowest
+from headrace.spec.cluster import Cluster
+from headrace.spec.known_methods import SINGLE_RANK
+from headrace.spec.method import LayerOption, Recompute
+from headrace.spec.model_shape import ModelShape
+from headrace.spec.plan import TokenOrder
+from headrace.spec.profile import ENDS, Profile, ProfilePoint
+
+__all__ = ["LoopProfiler", "shape_of", "sizes_for"]
+
+_EVERY = 8
+"""Up to so many ranks every group size is measured, of more the powers of two and all ranks."""
+
+_LEAST_S = 1e-9
+"""Stands for what takes no time."""
+
+
+def sizes_for(ranks: int, semantics: str) -> tuple[int, ...]:
+    """Group sizes to measure and to plan with. Where all ranks meet at every layer, none may be
+    left over by groups of one size."""
+    every = [p for p in range(1, ranks + 1) if p <= _EVERY or p & (p - 1) == 0 or p == ranks]
+    return tuple(p for p in every if semantics == "free" or ranks % p == 0)
+
+
+def shape_of(model: torch.nn.Module, probes: ModelProbes) -> ModelShape:
+    """What planners ask of a model: its layers, or one where it has none that are seen."""
+    layers = list(probes.layers.modules) if probes.layers else [model]
+    each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    rest = max(0, sum(p.numel() for p in model.parameters()) - sum(each))
+    counts = (rest, *each, 0)
+    return ModelShape(
+        name=f"{type(model).__name__}, {len(each)} layers", layers=len(each),
+        hidden=_hidden(probes),
+        split_elements=(0,) * len(counts), whole_elements=counts,
+    )  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LoopProfiler:
+    """Measures a model within ``cluster.memory_bytes`` of each rank, of which ``state_bytes`` are
+    taken. ``longest`` tokens of a pack; ``point_s`` as in SweepOptions."""
+
+    probes: ModelProbes
+    held: HeldWeights
+    groups: Groups
+    sizes: tuple[int, ...]
+    exchanges: tuple[Exchange, ...]
+    longest: int
+    cluster: Cluster
+    state_bytes: int
+    device: str
+    point_s: float = 0.2
+    progress: Callable[[str, int, int], None] = lambda what, done, of: None
+
+    def profile(self, fingerprint: str, shape: ModelShape) -> Profile:
+        """Run all sweeps. Collective: every rank calls it alike. Gradients are let go of."""
+        started = time.perf_counter()
+        options = SweepOptions(longest=self.longest, point_s=self.point_s)
+        sweeper = Sweeper(
+            self.groups, options, device=self.device,
+            room_bytes=max(1, self.cluster.memory_bytes - self.state_bytes),
+        )  # fmt: skip
+        self.probes.adopted.prepare(b for p in self.sizes for b in blocks(self.groups.ranks, p))
+        points = list[ProfilePoint]()
+        for done, p in enumerate(self.sizes):
+            self.progress(f"profile cp{p}", done, len(self.sizes))
+            points += self._size(sweeper, p)
+        self.progress("profile", len(self.sizes), len(self.sizes))
+        sum_s = self._sum_s()
+        for parameter in self.held.trained:
+            parameter.grad = None
+        return Profile(
+            fingerprint=fingerprint, shape=shape, cluster=self.cluster, points=tuple(points),
+            not_fitting=tuple(sweeper.not_fitting), state_bytes=self.state_bytes,
+            exchange_s={"pull_s": 0.0, "push_s": sum_s, "update_s": 0.0},
+            working_bytes={p: {"whole": 0, "sharded": 0} for p in self.sizes},
+            measured_in_s=slowest(self.groups, [time.perf_counter() - started])[0],
+        )  # fmt: skip
+
+    def _size(self, sweeper: Sweeper, p: int) -> Iterator[ProfilePoint]:
+        """The points of one group size."""
+        exchanges = self.exchanges if p > 1 else self.exchanges[:1]
+        found = {
+            exchange: sweeper.points(self._sweep(p, exchange, "none")) for exchange in exchanges
+        }
+        best = min(exchanges, key=partial(_longest_s, found))
+        yield from found[best]
+        if self.probes.layers is None:
+            # The model was measured as its one layer, with what comes before and after.
+            yield from (_nothing(point) for point in found[best])
+            return
+        if self.probes.levels is not None:
+            yield from (_full(point, self._entry_bytes(p, point)) for point in found[best])
+            yield from sweeper.points(self._sweep(p, best, "attention"))
+        yield from sweeper.points(
+            Sweep(
+                p=p, option=ENDS, probe=partial(_of_ends, self.probes, best),
+                groups_of=group_parts, order=_order(best, p),
+            )
+        )  # fmt: skip
+
+    def _sweep(self, p: int, exchange: Exchange, level: Recompute) -> Sweep:
+        def probe(groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...]) -> Probe:
+            return self.probes.layer(groups, ranks, lengths, exchange, level)
+
+        name = SINGLE_RANK if p == 1 else exchange
+        return Sweep(
+            p=p, option=str(LayerOption.of(name, level)), probe=probe,
+            groups_of=group_parts, order=_order(exchange, p),
+        )  # fmt: skip
+
+    def _entry_bytes(self, p: int, point: ProfilePoint) -> int:
+        """Bytes of a layer's input on a rank."""
+        tokens = -(-sum(point.lengths) // p)
+        dtype = next(iter(self.probes.adopted.inner.parameters())).dtype
+        return tokens * _hidden(self.probes) * dtype.itemsize
+
+    def _sum_s(self) -> float:
+        """Seconds in which all ranks' gradients are added up."""
+        for parameter in self.held.trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        taken = list[float]()
+        for _ in range(2):
+            start = time.perf_counter()
+            self.held.add_up()
+            if self.device != "cpu":
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - start)
+        return slowest(self.groups, [min(taken)])[0] if self.held.ranks > 1 else 0.0
+
+
+def _hidden(probes: ModelProbes) -> int:
+    """Features of a token between layers; of a model without layers, those of its embedding."""
+    for module in probes.adopted.inner.modules():
+        if isinstance(module, torch.nn.Embedding):
+            return module.embedding_dim
+    return 1
+
+
+def _of_ends(
+    probes: ModelProbes, exchange: Exchange, groups: Groups, ranks: tuple[int, ...],
+    lengths: tuple[int, ...],
+) -> Probe:  # fmt: skip
+    return probes.whole(groups, ranks, lengths, exchange)
+
+
+def _order(exchange: Exchange, p: int) -> TokenOrder:
+    return "natural" if p == 1 or exchange == "ulysses" else "zigzag"
+
+
+def _longest_s(found: dict[Exchange, list[ProfilePoint]], exchange: Exchange) -> float:
+    """Seconds of the longest pack that all exchanges have."""
+    shared = min(len(points) for points in found.values())
+    point = found[exchange][shared - 1]
+    return point.forward_s + point.backward_s
+
+
+def _full(point: ProfilePoint, entry_bytes: int) -> ProfilePoint:
+    kept, transient = point.kept_bytes, point.transient_bytes
+    return replace(
+        point, option=f"{point.option}+full", backward_s=point.forward_s + point.backward_s,
+        kept_bytes=None if kept is None else min(kept, entry_bytes),
+        transient_bytes=None if kept is None or transient is None else kept + transient,
+    )  # fmt: skip
+
+
+def _nothing(point: ProfilePoint) -> ProfilePoint:
+    none = None if point.kept_bytes is None else 0
+    return replace(
+        point, option=ENDS, forward_s=_LEAST_S, backward_s=_LEAST_S, kept_bytes=none,
+        transient_bytes=none,
+    )  # fmt: skip

@@ -1,0 +1,131 @@
+"""How a user's model holds its weights, and what follows for plans and gradients.
+
+whole      every rank has all weights, alone or under DDP: groups run whatever they have, and
+           gradients are added up once at the end of the step (plans are ``free``)
+sharded    FSDP2 gathers weights from all ranks at every layer and scatters gradients over them:
+           all ranks run as many micro-batches as any other (plans are ``lockstep``)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from headrace.errors import ModelError
+from headrace.spec.plan import Semantics
+
+__all__ = ["HeldWeights", "state_bytes"]
+
+_BUCKET_BYTES = 32 << 20
+
+_STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Adam": 2, "AdamW": 2, "RAdam": 2, "Adamax": 2}
+"""Tensors of a parameter's size that optimizers keep, by the names of their classes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeldWeights:
+    """The weights of ``model``, which may be wrapped; ``inner`` is the user's own module."""
+
+    model: torch.nn.Module
+    inner: torch.nn.Module
+    ranks: int
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, ranks: int) -> HeldWeights:
+        """Look at a model. Raises ModelError for wrappers that are not known."""
+        for module in model.modules():
+            if isinstance(module, Fsdp1):
+                raise ModelError(
+                    "model under FullyShardedDataParallel", got="FSDP1",
+                    wanted="fully_shard (FSDP2), DDP, or no wrapper",
+                )  # fmt: skip
+        own = model.module if isinstance(model, DistributedDataParallel) else model
+        return cls(model=model, inner=own, ranks=ranks)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 holds them."""
+        return isinstance(self.model, FSDPModule)
+
+    @property
+    def semantics(self) -> Semantics:
+        """Of the plans that can be run."""
+        return "lockstep" if self.sharded else "free"
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Around the micro-batches of a step."""
+        if isinstance(self.model, DistributedDataParallel):
+            return self.model.no_sync()
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a part of the loss. FSDP2 divides sums by the ranks."""
+        (loss * self.ranks if self.sharded else loss).backward()
+
+    def add_up(self) -> None:
+        """Gradients of all ranks' micro-batches, where FSDP2 has not added them. Collective."""
+        if self.sharded or self.ranks == 1:
+            return
+        for bucket in _buckets(self.trained):
+            for parameter in bucket:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            flat = torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None])
+            dist.all_reduce(flat)
+            parts = flat.split([p.numel() for p in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
+                assert parameter.grad is not None, "made above"
+                parameter.grad.copy_(part.view_as(parameter.grad))
+
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """Parameters with gradients."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def norm(self, most: float) -> torch.Tensor:
+        """The norm of the whole gradient, which is scaled down to ``most`` where that is less."""
+        norm = torch.nn.utils.clip_grad_norm_(self.trained, most)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
+    """Parameters of one type that are added up at once."""
+    bucket, held = list[torch.nn.Parameter](), 0
+    for parameter in parameters:
+        other = bool(bucket) and bucket[0].dtype != parameter.dtype
+        if bucket and (other or held + parameter.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(parameter)
+        held += parameter.nbytes
+    if bucket:
+        yield bucket
+
+
+def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """What this rank always holds: weights, gradients, and the optimizer's state, as it is or as
+    its first step will make it."""
+    held = sum(_local(p).nbytes for p in model.parameters())
+    held += sum(_local(b).nbytes for b in model.buffers())
+    trained = sum(_local(p).nbytes for p in model.parameters() if p.requires_grad)
+    states = [x for s in optimizer.state.values() for x in s.values() if torch.is_tensor(x)]
+    if states:
+        return held + trained + sum(_local(x).nbytes for x in states)
+    groups = optimizer.param_groups
+    usual = _STATES.get(type(optimizer).__name__, 2)
+    if any(group.get("momentum") for group in groups):
+        usual += 1
+    return held + trained + usual * trained
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x

@@ -1,0 +1,73 @@
+"""Whether a loss is what a plan needs: a sum over tokens, divided by those of the whole step.
+
+A mean over the tokens of one micro-batch weighs samples by whom they were packed with. It cannot be
+told from the number alone, but from how it was made: torch's cross entropy leaves a node in the
+graph that knows the tokens it was over, and the gradient of the loss by its result says what each
+of them weighs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from headrace.errors import ModelError
+
+__all__ = ["check_loss"]
+
+_LOSS_NODES = ("NllLossBackward0", "NllLoss2DBackward0")
+_MEAN = 1
+_FAR = 64
+"""Nodes that are looked at: a loss is near the end of a graph."""
+
+
+def check_loss(loss: torch.Tensor, targets: int) -> None:
+    """Raise ModelError for a loss that does not belong to a graph, is no single number, or in
+    which a token weighs something else than one over the step's ``targets``."""
+    if loss.dim() or not loss.requires_grad:
+        raise ModelError(
+            "loss of a micro-batch",
+            got=f"shape {list(loss.shape)}{'' if loss.requires_grad else ' without gradient'}",
+            wanted="a single number with a gradient",
+        )  # fmt: skip
+    nodes = _loss_nodes(loss)
+    if len(nodes) != 1 or not targets:
+        return
+    weight = _weight(loss, nodes[0])
+    if weight is not None and abs(weight * targets - 1) > 1e-3:
+        raise ModelError(
+            "loss of a micro-batch", got=f"each token weighs 1 / {1 / weight:,.6g}",
+            wanted=f"1 / {targets:,}, over all tokens of the step that have a loss",
+            hint="a mean over one micro-batch weighs samples by their company: use "
+            'cross_entropy(..., reduction="sum") / step.tokens, or micro.loss(logits)',
+        )  # fmt: skip
+
+
+def _loss_nodes(loss: torch.Tensor) -> list[Any]:
+    """The nodes of cross entropies near the end of a graph."""
+    found, seen = list[Any](), set[Any]()
+    coming = deque([loss.grad_fn])
+    while coming and len(seen) < _FAR:
+        node = coming.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() in _LOSS_NODES:
+            found.append(node)
+            continue
+        coming.extend(following for following, _ in node.next_functions)
+    return found
+
+
+def _weight(loss: torch.Tensor, node: Any) -> float | None:
+    """What each token of a cross entropy weighs in the loss; None where it cannot be said."""
+    (outer,) = torch.autograd.grad(
+        loss, [GradientEdge(node, 0)], retain_graph=True, allow_unused=True
+    )
+    if outer is None or outer.dim():
+        return None
+    within = float(node._saved_total_weight) if node._saved_reduction == _MEAN else 1.0  # noqa: SLF001
+    return float(outer) / within if within else None

@@ -1,0 +1,201 @@
+"""The order of samples: drawn at random from a data set, or as a stream gives them.
+
+Both cut batches by a budget of tokens, take every sample exactly once an epoch, and go on where a
+state was taken, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from headrace.data.order import SamplerOptions
+from headrace.data.sampler import Sampler
+from headrace.errors import DataError
+from headrace.loop.samples import Samples, sample_of
+from headrace.passes.shard import Labels
+from headrace.spec.lengths import Lengths
+
+__all__ = ["DrawnOrder", "LoopBatch", "SampleOrder", "StreamOrder"]
+
+Item = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoopBatch:
+    """The samples of one optimizer step. ``read(i)`` gives the i-th; ``state_after`` is where the
+    order stands once they are trained, ``epoch`` the pass that they belong to."""
+
+    lengths: Lengths
+    epoch: int
+    read: Callable[[int], Item] = field(repr=False)
+    state_after: Mapping[str, Any] = field(repr=False)
+
+
+class SampleOrder(Protocol):
+    """Draws batches for ever."""
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that the next batch belongs to."""
+        ...
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest sample, where it is known."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """What all ranks must see alike."""
+        ...
+
+    def next_batch(self) -> LoopBatch:
+        """The samples of the next step."""
+        ...
+
+    def first(self) -> Item:
+        """Some sample, to look at."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Where the order stands, as JSON."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken. Raises DataError for that of other data."""
+        ...
+
+
+class DrawnOrder:
+    """Batches of a map-style data set, drawn without replacement."""
+
+    def __init__(self, samples: Samples, options: SamplerOptions) -> None:
+        self.samples = samples
+        self._sampler = Sampler(samples, options)
+
+    @property
+    def epoch(self) -> int:
+        """The pass of the next batch."""
+        return int(self._sampler.state()["epoch"])
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest sample."""
+        return int(self.samples.lengths.max())
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the lengths."""
+        return self.samples.fingerprint
+
+    def next_batch(self) -> LoopBatch:
+        """The samples of the next step."""
+        batch = self._sampler.next_batch()
+        items = [sample.document for sample in batch.samples]
+        return LoopBatch(
+            lengths=batch.lengths, epoch=batch.epoch, state_after=batch.state_after,
+            read=lambda i: self.samples.read(items[i]),
+        )  # fmt: skip
+
+    def first(self) -> Item:
+        """The longest sample."""
+        return self.samples.read(int(self.samples.lengths.argmax()))
+
+    def state(self) -> dict[str, Any]:
+        """Where the order stands."""
+        return self._sampler.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken."""
+        self._sampler.restore(state)
+
+
+class StreamOrder:
+    """Batches of an iterable data set, in the order in which it gives its items; it is begun anew
+    for every epoch, and must then give the same on all ranks."""
+
+    def __init__(
+        self, dataset: Iterable[Any], *, tokens: str, kind: Labels, batch_tokens: int
+    ) -> None:
+        self._dataset, self._tokens, self._kind = dataset, tokens, kind
+        self._budget = batch_tokens
+        self._place = {"epoch": 0, "items": 0}
+        self._items: Iterator[Any] = iter(dataset)
+        self._held: Item | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The pass of the next batch."""
+        self._look()
+        return self._place["epoch"]
+
+    @property
+    def longest(self) -> int | None:
+        """Nobody knows."""
+        return None
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the first item."""
+        tokens = self.first()[self._tokens]
+        return f"{len(tokens)} tokens {tokens[:64].tolist()}"
+
+    def next_batch(self) -> LoopBatch:
+        """The items that follow, as many as the budget holds, one at least."""
+        epoch, items, total = self.epoch, list[Item](), 0
+        while (item := self._held) is not None:
+            count = len(item[self._tokens])
+            if items and total + count > self._budget:
+                break
+            items.append(item)
+            total, self._held = total + count, None
+            self._place["items"] += 1
+            self._held = self._read()
+        if self._held is None:
+            self._place = {"epoch": epoch + 1, "items": 0}
+            self._items = iter(self._dataset)
+        return LoopBatch(
+            lengths=Lengths.of(len(item[self._tokens]) for item in items), epoch=epoch,
+            read=lambda i: items[i], state_after=self.state(),
+        )  # fmt: skip
+
+    def first(self) -> Item:
+        """The next item."""
+        self._look()
+        assert self._held is not None, "looked"
+        return self._held
+
+    def state(self) -> dict[str, Any]:
+        """How many items of which epoch are taken."""
+        return dict(self._place)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Pass over what was taken."""
+        place = {key: state.get(key) for key in ("epoch", "items")}
+        if any(type(value) is not int or value < 0 for value in place.values()):
+            raise DataError("state of the data", got=dict(state), wanted="that of a stream")
+        self._place = {"epoch": int(place["epoch"] or 0), "items": int(place["items"] or 0)}
+        self._items, self._held = iter(self._dataset), None
+        for at in range(self._place["items"]):
+            if next(self._items, self) is self:
+                raise DataError(
+                    "stream of samples", got=f"{at} items", wanted=f"more than {at}",
+                    hint="it gave more when the state was taken",
+                )  # fmt: skip
+
+    def _look(self) -> None:
+        """Have the next item at hand."""
+        if self._held is None:
+            self._held = self._read()
+        if self._held is None:
+            raise DataError("stream of samples", got="no item", wanted="at least one")
+
+    def _read(self) -> Item | None:
+        at = f"item {self._place['items']} of the stream"
+        for item in self._items:
+            return sample_of(item, self._tokens, self._kind, at)
+        return None

@@ -1,0 +1,189 @@
+"""The planner of a loop: the profile of the user's model, measured or kept, and plans from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headrace.comm.collectives import agree, gather_bytes, gather_floats
+from headrace.comm.mesh import Groups
+from headrace.config.model import PlannerConfig
+from headrace.costs import CostModel, fingerprint_of
+from headrace.costs.library import memory_margin_of
+from headrace.costs.saving import save_whole
+from headrace.costs.sources.profile import costs_from_profile
+from headrace.errors import CostError, InfeasiblePlan
+from headrace.loop.costs import LoopProfiler, shape_of, sizes_for
+from headrace.loop.held import HeldWeights, state_bytes
+from headrace.loop.layers import find_layers
+from headrace.loop.probes import ModelProbes
+from headrace.passes.adopted import Adopted
+from headrace.passes.placement import Exchange
+from headrace.passes.recompute import BlockLevels
+from headrace.runtime.machine import available_bytes, machine_facts
+from headrace.spec.cluster import Cluster
+from headrace.spec.profile import Profile
+from headrace.training.broadcast import BroadcastPlanner
+from headrace.training.cost_cache import read_profile
+from headrace.training.planner import OnlinePlanner
+from headrace.units import bytes_text, seconds_text
+
+__all__ = ["LoopSetup", "ModelCosts", "planner_of"]
+
+_SHARE = 0.8
+"""Of the free memory that a loop uses unless told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoopSetup:
+    """What costs and plans of a loop follow from."""
+
+    adopted: Adopted
+    held: HeldWeights
+    optimizer: torch.optim.Optimizer
+    groups: Groups
+    device: str
+    exchanges: tuple[Exchange, ...]
+    options: PlannerConfig
+    longest: int
+    memory_bytes: int | None
+    seed: int
+    cache: Path
+    say: Callable[[str], None]
+    progress: Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelCosts:
+    """A model's probes, and what was measured with them."""
+
+    probes: ModelProbes
+    profile: Profile
+    costs: CostModel
+
+
+def measured(setup: LoopSetup, sample: dict[str, torch.Tensor]) -> ModelCosts:
+    """The costs of a model on these ranks: a kept profile, or a new one. Collective."""
+    probes = _probes(setup, sample)
+    fingerprint = _fingerprint(setup, probes)
+    kept = hashlib.sha256(fingerprint.encode()).hexdigest()[:24]
+    path = setup.cache / "profiles" / f"loop-{kept}.json"
+    profile = read_profile(path, fingerprint, setup.say)
+    have = all(row[0] for row in gather_floats([float(profile is not None)], setup.groups.world))
+    cluster, state = _cluster(setup), _largest(setup, state_bytes(setup.held.model, setup.optimizer))
+    if not have or profile is None:
+        profile = _profile(setup, probes, cluster, state, fingerprint)
+        if setup.groups.rank == 0:
+            _keep(path, profile, setup.say)
+    agree("profile", json.dumps(profile.to_json()), setup.groups.world)
+    costs = costs_from_profile(profile)
+    margin = setup.options.memory_margin
+    if margin is None:
+        margin = max(costs.memory_margin, memory_margin_of(cluster.device))
+    costs = costs.replace(cluster=cluster, memory_margin=margin, state_bytes=state)
+    return ModelCosts(probes=probes, profile=profile, costs=costs)
+
+
+def planner_of(setup: LoopSetup, costs: CostModel) -> BroadcastPlanner:
+    """The planner of all ranks: the first decides."""
+    online = None
+    if setup.groups.rank == 0:
+        online = OnlinePlanner(
+            costs=costs, options=setup.options, seed=setup.seed, stages=False,
+            semantics=setup.held.semantics, tell=setup.say,
+        )  # fmt: skip
+    return BroadcastPlanner(groups=setup.groups, planner=online)
+
+
+def _probes(setup: LoopSetup, sample: dict[str, torch.Tensor]) -> ModelProbes:
+    """What the model can be measured by: its layers, if it shows them, and what they compute again,
+    if it can be told."""
+    adopted, inner = setup.adopted, setup.held.inner
+    probes = ModelProbes(
+        adopted=adopted, layers=None, levels=None, sample=sample, device=setup.device
+    )
+    if adopted.door == "graph":
+        return probes  # its layers alone are not what is compiled
+    me = (setup.groups.rank,)
+    shard = probes.shard(setup.groups, me, (len(sample["labels"]),), setup.exchanges[0])
+    probes.layers = find_layers(inner, lambda: inner(**adopted.accepted(shard)))
+    wanted = set(setup.options.recompute) - {"none"}
+    if probes.layers is not None and wanted and _can_recompute(inner):
+        probes.levels = BlockLevels(inner, probes.layers.modules)
+    return probes
+
+
+def _can_recompute(model: torch.nn.Module) -> bool:
+    return bool(getattr(model, "supports_gradient_checkpointing", False))
+
+
+def _profile(
+    setup: LoopSetup, probes: ModelProbes, cluster: Cluster, state: int, fingerprint: str
+) -> Profile:
+    if state >= cluster.memory_bytes:
+        raise InfeasiblePlan(
+            "memory of a rank", got=f"{bytes_text(state)} for weights, gradients and optimizer",
+            wanted=f"less than {bytes_text(cluster.memory_bytes)}",
+            hint="more memory, or weights sharded by FSDP2",
+        )  # fmt: skip
+    setup.say(f"measuring the model on {cluster.devices} ranks of {cluster.device}")
+    profiler = LoopProfiler(
+        probes=probes, held=setup.held, groups=setup.groups, exchanges=setup.exchanges,
+        sizes=setup.options.group_sizes or sizes_for(setup.groups.ranks, setup.held.semantics),
+        longest=setup.longest, cluster=cluster, state_bytes=state, device=setup.device,
+        progress=setup.progress,
+    )  # fmt: skip
+    profile = profiler.profile(fingerprint, shape_of(setup.held.inner, probes))
+    setup.say(
+        f"measured {len(profile.points)} points in {seconds_text(profile.measured_in_s)}, "
+        + ("the model as a whole" if probes.layers is None else f"{len(probes.layers)} layers")
+    )
+    return profile
+
+
+def _keep(path: Path, profile: Profile, say: Callable[[str], None]) -> None:
+    try:
+        save_whole(path, json.dumps(profile.to_json()), "profile")
+    except CostError as error:
+        say(f"costs are not kept for other runs ({error})")
+
+
+def _cluster(setup: LoopSetup) -> Cluster:
+    """The ranks, and the memory that each may use: as told, or a share of what is free."""
+    here = platform.node().encode()
+    mates = gather_bytes(here, setup.groups.world).count(here)
+    free = available_bytes(setup.device)
+    limit = setup.memory_bytes or int(_SHARE * (free / mates if setup.device == "cpu" else free))
+    agreed = min(int(row[0]) for row in gather_floats([float(limit)], setup.groups.world))
+    kind = "cpu" if setup.device == "cpu" else torch.cuda.get_device_name()
+    return Cluster(devices=setup.groups.ranks, memory_bytes=agreed, device=kind)
+
+
+def _largest(setup: LoopSetup, value: int) -> int:
+    return max(int(row[0]) for row in gather_floats([float(value)], setup.groups.world))
+
+
+def _fingerprint(setup: LoopSetup, probes: ModelProbes) -> str:
+    """Everything that changes what is measured. Collective: machines may differ."""
+    machine, inner = machine_facts(setup.device), setup.held.inner
+    digest = hashlib.sha256()
+    for name, parameter in inner.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype};".encode())
+    facts = f"{platform.node()} {machine['host_cpu']} {machine['cores']} {machine['device']}"
+    hosts = gather_bytes(facts.encode(), setup.groups.world)
+    return fingerprint_of(
+        model=f"{type(inner).__name__} {digest.hexdigest()[:16]}",
+        weights=f"{type(setup.held.model).__name__} {setup.held.semantics}",
+        hosts=hashlib.sha256(b"\n".join(sorted(hosts))).hexdigest()[:16],
+        torch=machine["torch"], threads=torch.get_num_threads(), ranks=setup.groups.ranks,
+        device=setup.device, exchanges=",".join(setup.exchanges), longest=setup.longest,
+        sizes=",".join(map(str, setup.options.group_sizes)),
+        levels=",".join(setup.options.recompute) if probes.levels else "none",
+        training=inner.training, dtype=str(torch.get_default_dtype()),
+    )  # fmt: skip
