@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from spread import whole
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -51,9 +53,9 @@ def test_the_drawing_is_up_to_date(script: ModuleType, monkeypatch, capsys) -> N
 @pytest.mark.parametrize(
     "text",
     [
-        "from headrace.lengths import draw",
+        whole("from headrace.lengths import draw"),
         "from headrace import lengths",
-        "import headrace.lengths",
+        whole("import headrace.lengths"),
         "def late():\n    from headrace.lengths import draw",
     ],
 )

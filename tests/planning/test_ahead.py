@@ -31,6 +31,7 @@ from planning.ahead_work import (
     sleepy,
     square,
 )
+from spread import whole
 
 
 def alive(pid: int) -> bool:
@@ -45,7 +46,9 @@ def pids(ahead: PlanAhead) -> list[int]:
     return [producer.process.pid for producer in ahead._team]
 
 
-@pytest.mark.parametrize(("producers", "depth"), [(1, 1), (1, 4), (2, 3), (3, 8), (4, 2)])
+@pytest.mark.parametrize(
+    ("producers", "depth"), [(1, 4), (2, 3), *(whole(*x) for x in ((1, 1), (3, 8), (4, 2)))]
+)
 def test_results_come_in_order(producers: int, depth: int) -> None:
     """Would catch plans handed on as they are ready, or lost at the end."""
     with PlanAhead(sleepy, range(10), producers=producers, depth=depth) as ahead:
@@ -120,7 +123,7 @@ def test_an_error_of_the_items_comes_at_its_turn() -> None:
             next(ahead)
 
 
-@pytest.mark.parametrize("producers", [1, 3])
+@pytest.mark.parametrize("producers", [1, whole(3)])
 def test_a_producer_that_is_killed_is_told_and_replaced(tmp_path: Path, producers: int) -> None:
     """Would catch a batch lost with its producer, or planned twice, or a death kept quiet."""
     told: list[str] = []

@@ -25,6 +25,8 @@ from headrace.spec.known_methods import FACTS
 from headrace.spec.method import RECOMPUTE, LayerOption
 from ranks import run_ranks
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 RANKS, MEMBER, TOKENS = 8, 3, 65536
 GPT = Architecture(
     layers=1, hidden=4096, heads=32, kv_heads=32, ffn=16384, vocabulary=100, kind="gpt",

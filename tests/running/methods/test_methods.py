@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from dataclasses import dataclass, replace
 from itertools import product
@@ -33,6 +32,7 @@ from headrace.spec.method import BRANCHES, RECOMPUTE, LayerPlan
 from headrace.spec.plan import TokenOrder
 from headrace.spec.weights import WeightSpec
 from ranks import run_ranks
+from spread import spread, whole
 
 
 def _llama(hidden: int, heads: int, kv_heads: int, ffn: int, **rest: Any) -> Architecture:
@@ -254,8 +254,10 @@ def _usable(model: str, ranks: int) -> list[str]:
     return [name for name in methods_for(a, ranks, "attention") if name in feed]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_layer_equals_one_process(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "every"), [(1, 4), (2, 6), (3, 9), (4, 12), *(whole(n, 1) for n in (1, 2, 3, 4))]
+)
+def test_a_layer_equals_one_process(ranks: int, every: int) -> None:
     """Would catch any wrong adjoint, head order, token order or doubled gradient of one method,
     recompute level or way to hold weights, and names it; whole steps are tested elsewhere."""
     packs = (EVEN, UNEVEN, FEW)
@@ -268,13 +270,11 @@ def test_a_layer_equals_one_process(ranks: int) -> None:
         for pack in (packs[(len(name) + len(level) + i) % 3], LONG)
         if pack != LONG or (order == "zigzag" and level != "full")
     ]  # fmt: skip
-    if ranks > 2:  # on two cores they are slow, and most of it was seen on two
-        cases = random.Random(0).sample(cases, len(cases) // 2)
-    assert not _wrong(cases, ranks)
+    assert not _wrong(spread(cases, every), ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_neighbouring_layers_and_branches_may_differ(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "every"), [(2, 3), (4, 8), whole(2, 1), whole(4, 1)])
+def test_neighbouring_layers_and_branches_may_differ(ranks: int, every: int) -> None:
     """Every ordered pair of methods in two layers, every pair in two branches of one: would catch
     a method that leaves tokens in another order or a gradient unfinished for its neighbour."""
     names = _usable("bidirectional", ranks)
@@ -289,7 +289,7 @@ def test_neighbouring_layers_and_branches_may_differ(ranks: int) -> None:
              order="zigzag")
         for i, (one, other, level) in enumerate(product(_usable("groups", ranks), feed, RECOMPUTE))
     ]  # fmt: skip
-    assert not _wrong(cases, ranks)
+    assert not _wrong(spread(cases, every), ranks)
 
 
 def _narrow(dtype: torch.dtype) -> list[Case]:
@@ -373,8 +373,12 @@ def _sent(case: Case, ranks: int) -> tuple[float, float]:
     return forward, backward
 
 
-@pytest.mark.parametrize("ranks", DIVISIBLE)
-def test_bytes_on_the_wire_are_the_formula(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "every"), [(n, n) for n in DIVISIBLE] + [whole(n, 1) for n in DIVISIBLE]
+)
+def test_bytes_on_the_wire_are_the_formula(
+    ranks: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Would catch traffic that no result shows: a gather too many, activations sent again by a
     recompute level that keeps them, rows sent to ranks that do not want them."""
     a, pack = DIVISIBLE[ranks]
@@ -390,6 +394,7 @@ def test_bytes_on_the_wire_are_the_formula(ranks: int, monkeypatch: pytest.Monke
         for one, other in (("megatron_cz", "megatron_ts"), ("megatron_ts", "metp"),
                            ("metp", "ulysses_z"))
     ]  # fmt: skip
+    cases = spread(cases, every)
     results = run_ranks(ranks, _run_all, cases, timeout_s=240)
     for i, case in enumerate(cases):
         wanted = tuple(8 * elements for elements in _sent(case, ranks))
@@ -487,8 +492,10 @@ def _kept_units(case: Case, ranks: int) -> float:
     return branch + 1 + feed
 
 
-@pytest.mark.parametrize("ranks", [2])  # eight: test_memory
-def test_kept_bytes_are_the_formula(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ranks", "every"), [(2, 5), whole(2, 1)])  # eight: test_memory
+def test_kept_bytes_are_the_formula(
+    ranks: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Would catch a gathered matrix, a merged copy of the heads or a normalised copy of x alive
     until the backward, and a level that saves nothing; within 15 %, as the log-sum-exp, the norms'
     statistics and the masks of short blocks are not in the formula."""
@@ -502,6 +509,7 @@ def test_kept_bytes_are_the_formula(ranks: int, monkeypatch: pytest.MonkeyPatch)
         if model == "llama" or level == "none"
         for order in (ORDERS if (name, level) == ("megatron_ts", "none") else ORDERS[:1])
     ]  # fmt: skip
+    cases = spread(cases, every)
     kept = np.mean(run_ranks(ranks, _kept, cases, timeout_s=240), axis=0)
     wrong = [
         (case, float(units), wanted)

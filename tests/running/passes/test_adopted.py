@@ -27,6 +27,7 @@ from running.passes.foreign import (
     drawn,
     gpt,
 )
+from spread import whole
 
 EXACT = 1e-10
 
@@ -88,7 +89,9 @@ def check_tutorials_model(ranks: int, heads: int, keys: int) -> None:
         assert worst < EXACT
 
 
-@pytest.mark.parametrize(("ranks", "heads", "keys"), [(1, 4, 4), (2, 4, 4), (3, 5, 1), (4, 6, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "heads", "keys"), [whole(1, 4, 4), (2, 4, 4), (3, 5, 1), whole(4, 6, 3)]
+)
 def test_a_tutorials_model(ranks: int, heads: int, keys: int) -> None:
     """Catches lost labels at borders, places that begin anew, wrong shares of heads, means of
     means, and ranks whose labels are all ignored, in every exchange."""
@@ -105,7 +108,13 @@ def test_more_heads(ranks: int, heads: int, keys: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"places": "sliced"}, {"checkpointed": True}, {"causal": False}], ids=str
+    "options",
+    [
+        whole({"places": "sliced"}),
+        {"checkpointed": True, "causal": False},
+        whole({"causal": False}),
+    ],
+    ids=str,
 )
 def test_ways_to_write_it(options: dict[str, Any]) -> None:
     """Catches tables of places that are cut, attention inside checkpoints, and full attention."""
@@ -210,7 +219,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize(
+    "what", [x if "a mean" in x or "mask" in x or "labels" in x else whole(x) for x in REFUSED]
+)
 def test_what_cannot_be_run_on_parts_is_refused(what: str) -> None:
     """Catches silently wrong results."""
     make, says = REFUSED[what]
@@ -239,6 +250,7 @@ def test_batches_that_cannot_be_sharded() -> None:
         hr.compile(gpt(), recompute="full")
 
 
+@pytest.mark.slow
 def test_batches_sharded_before_they_are_run() -> None:
     """Catches a batch that is run as if its tokens were those of the one that was sharded last."""
 
@@ -274,6 +286,7 @@ def test_ranks_must_see_one_batch() -> None:
     assert all("batch of ranks" in said for said in run_ranks(2, work))
 
 
+@pytest.mark.slow
 def test_evaluation_without_labels() -> None:
     """Catches sequence parallelism that is off, or fails, where there are no labels."""
 

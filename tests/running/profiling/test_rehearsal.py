@@ -26,6 +26,7 @@ from headrace.spec.hardware import Hardware
 from headrace.spec.profile import Profile
 from headrace.spec.weights import parameter_count
 from ranks import run_ranks
+from spread import whole
 
 MODEL = Architecture(layers=3, hidden=64, heads=4, kv_heads=4, ffn=192, vocabulary=100)
 TOKENS = 512
@@ -71,7 +72,7 @@ def _profile(**changes: Any) -> dict[str, Any]:
     return replace(rehearsal, **changes).profile("rehearsed", cluster).to_json()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, whole(4)])
 def test_bytes_are_those_of_the_real_ranks(ranks: int) -> None:
     """Would catch collectives whose buffers a fake group leaves out, a rank that plays another's
     part, and probes that the profiler and the rehearsal build differently."""
@@ -90,6 +91,7 @@ def shapes() -> Profile:
     return Profile.from_json(found)
 
 
+@pytest.mark.slow
 def test_shapes_hold_half_the_bytes_of_twice_the_width(shapes: Profile) -> None:
     """Would catch bytes that do not follow the type, or that grow with anything but the tokens."""
     few = ("megatron_cz", "megatron_ts")
@@ -115,6 +117,7 @@ def test_a_profile_of_shapes_is_a_profile(shapes: Profile) -> None:
     assert held["whole"] > held["sharded"] > held["whole"] / 4
 
 
+@pytest.mark.slow
 def test_a_device_twice_as_slow_takes_longer(shapes: Profile) -> None:
     """Would catch a clock that does not look at the hardware."""
     device = replace(
