@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import headrace
+from headrace.config import Config
 from headrace.costs.learning.calibration import Calibration
 from headrace.costs.sources.profile import fit_parts
 from headrace.data import summarise
@@ -19,9 +20,10 @@ from headrace.spec.measurement import Timeline
 from headrace.spec.profile import Profile
 from headrace.spec.weights import parameter_count
 from headrace.training.cost_cache import calibration_path
+from headrace.training.drawn_steps import DrawnSteps
 from headrace.training.rank import Rank
 
-__all__ = ["RunRecord"]
+__all__ = ["RunRecord", "drawn_steps"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,8 +55,8 @@ class RunRecord:
         told = {"notices": list(notices)} if notices else {}
         self._journal.metrics(dict(step.metrics) | told)
         self._journal.plan({"step": step.number} | step.plan.to_json())
-        if self._draws(step.number):
-            self._journal.timelines(_timelines(step))
+        if step.measured is not None and step.predicted is not None:
+            self._journal.timelines(_timelines(step, step.measured, step.predicted))
         for tracker in self._trackers:
             tracker.log(step.metrics)
 
@@ -72,11 +74,10 @@ class RunRecord:
         for tracker in self._trackers:
             tracker.close()
 
-    def _draws(self, number: int) -> bool:
-        """Whether a step's timelines are recorded."""
-        config = self.rank.config
-        wanted, steps = config.report.timelines, config.run.steps
-        return bool(wanted) and (number % max(1, steps // wanted) == 0 or number == steps - 1)
+
+def drawn_steps(config: Config) -> DrawnSteps:
+    """The steps whose timelines a run records."""
+    return DrawnSteps(wanted=config.report.timelines, steps=config.run.steps)
 
 
 def _facts(rank: Rank, fingerprint: str, profile: Profile | None) -> dict[str, Any]:
@@ -119,11 +120,11 @@ def _facts(rank: Rank, fingerprint: str, profile: Profile | None) -> dict[str, A
     }
 
 
-def _timelines(step: Step) -> dict[str, Any]:
+def _timelines(step: Step, measured: Timeline, predicted: Timeline) -> dict[str, Any]:
     static = step.facts.get("static_timeline")
     return {
         "step": step.number,
-        "measured": step.measured.to_json(),
-        "predicted": step.predicted.to_json(),
+        "measured": measured.to_json(),
+        "predicted": predicted.to_json(),
         "static": static.to_json() if isinstance(static, Timeline) else None,
     }
