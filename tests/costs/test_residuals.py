@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -14,7 +13,7 @@ from headrace.costs.learning.residuals import (
     micro_batch_residuals,
     rank_differences,
 )
-from headrace.spec import LayerPlan, Lengths, MicroBatch, Pipeline, Plan, Row, Scheme, Timeline
+from headrace.spec import LayerPlan, Lengths, MicroBatch, Pipeline, Plan, Scheme
 
 COSTS = synthetic_costs(2, layers=2)
 LAYERS = LayerPlan.parse("1*ulysses_z+full 1*ulysses_z")
@@ -31,19 +30,7 @@ PLAN = Plan(
 )  # fmt: skip
 
 
-def row(rank: int, action: str, seconds: float) -> Row:
-    kind = {"F": "forward", "B": "backward", "P": "pull"}.get(action.lstrip("01")[0], "update")
-    return Row(rank=rank, action=action, kind=kind, start_s=1.0, end_s=1.0 + seconds)
-
-
-def timeline(*rows: Row) -> Timeline:
-    return Timeline(source="measured", rows=rows, devices=2)
-
-
-PREDICTED = timeline(
-    row(0, "P0", 9.0), row(0, "0F0[0,1]", 2.0), row(1, "0F0[0,1]", 2.0), row(0, "0B0[0,1]", 4.0),
-    row(1, "0B0[0,1]", 4.0), row(1, "0F1[1]", 1.0), row(1, "0B1[1]", 2.0), row(0, "U", 5.0),
-)  # fmt: skip
+PREDICTED = (6.0, 3.0)
 
 
 def residual(ranks: tuple[int, ...], factor: float, predicted_s: float = 1.0) -> Residual:
@@ -52,42 +39,9 @@ def residual(ranks: tuple[int, ...], factor: float, predicted_s: float = 1.0) ->
     )
 
 
-def test_stages_add_up_and_waits_do_not_count() -> None:
-    """Would catch a wait for weights taken for slow work, members of a group told apart by the
-    pushes in their backwards, and stages of which only one counts."""
-    staged = PLAN.replace(
-        pipelines=(
-            Pipeline(scheme=Scheme(pipeline=2), ranks=(0, 1)),
-            Pipeline(scheme=Scheme(context=2), ranks=(2, 3)),
-        ),
-        devices=4,
-        micro_batches=(
-            MicroBatch(pipeline=0, sequences=(0,), layers=LayerPlan.parse("2*local")),
-            MicroBatch(pipeline=1, sequences=(1,), layers=LAYERS),
-        ),
-    )
-
-    def step(wait: float) -> Timeline:
-        first = replace(row(0, "0F0[0]", 2.0 + wait), waited_s=wait)
-        return timeline(
-            first, row(1, "1F0[1]", 1.0), row(1, "1B0[1]{3,2}", 2.0), row(0, "0B0[0]{1,0}", 4.0),
-            row(2, "0F1[2,3]", 1.0), row(3, "0F1[2,3]", 1.0), row(2, "0B1[2,3]", 2.5),
-            row(3, "0B1[2,3]{3,2,1,0}", 2.0),
-        )  # fmt: skip
-
-    first, second = micro_batch_residuals(staged, step(0.0), step(7.0), COSTS)
-    assert (first.predicted_s, first.measured_s) == (9.0, 9.0)
-    assert (second.predicted_s, second.measured_s) == (3.0, 3.0)
-    assert first.shares == {"cp1 local": 1.0}
-
-
-def test_a_group_is_as_slow_as_its_last_member_not_as_its_first() -> None:
-    """Would catch the waiting of a rank that came early counted as work."""
-    measured = timeline(
-        row(0, "0F0[0,1]", 3.0), row(1, "0F0[0,1]", 2.5), row(0, "0B0[0,1]", 5.0),
-        row(1, "0B0[0,1]", 6.0), row(1, "0F1[1]", 2.0), row(1, "0B1[1]", 4.0), row(0, "P0", 1.0),
-    )  # fmt: skip
-    first, second = micro_batch_residuals(PLAN, PREDICTED, measured, COSTS)
+def test_micro_batches_are_compared_one_by_one() -> None:
+    """Would catch a micro-batch that is compared with another one's seconds."""
+    first, second = micro_batch_residuals(PLAN, PREDICTED, {1: 6.0, 0: 7.5}, COSTS)
     assert (first.ranks, first.predicted_s, first.measured_s) == ((0, 1), 6.0, 7.5)
     assert (second.ranks, second.predicted_s, second.measured_s) == ((1,), 3.0, 6.0)
     assert second.log == pytest.approx(math.log(2))
@@ -95,7 +49,7 @@ def test_a_group_is_as_slow_as_its_last_member_not_as_its_first() -> None:
 
 def test_shares_are_those_of_predicted_layer_seconds() -> None:
     """Would catch a residual laid to all options alike, or counted by layers."""
-    first, second = micro_batch_residuals(PLAN, PREDICTED, PREDICTED, COSTS)
+    first, second = micro_batch_residuals(PLAN, PREDICTED, dict(enumerate(PREDICTED)), COSTS)
     full, none = (sum(COSTS.layer_seconds((300,), 2, option)) for option in LAYERS.options)
     assert full > none
     assert first.shares == pytest.approx(
@@ -106,8 +60,7 @@ def test_shares_are_those_of_predicted_layer_seconds() -> None:
 
 def test_what_was_not_measured_is_left_out() -> None:
     """Would catch a logarithm of zero that ends a run."""
-    measured = timeline(row(1, "0F1[1]", 0.0), row(1, "0B1[1]", 0.0))
-    assert micro_batch_residuals(PLAN, PREDICTED, measured, COSTS) == ()
+    assert micro_batch_residuals(PLAN, PREDICTED, {1: 0.0}, COSTS) == ()
     assert common_factor(()) == 0.0
     assert rank_differences(()) == {}
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from headrace.costs import CostModel, ExchangeCost, synthetic_costs
 from headrace.costs.stages import message_s
 from headrace.planning.drawn import random_strategy
-from headrace.simulator import step_s
+from headrace.simulator import micro_batch_seconds, step_s
 from headrace.spec import Lengths, Plan, Row, Timeline, compile_plan
-from headrace.spec.program import parse_action
+from headrace.spec.program import Backward, Forward, parse_action
 from headrace.spec.walk import messages_of
 from simulator.unit_world import (
     arrivals_of,
@@ -190,11 +190,21 @@ def check_messages(timeline: Timeline, costs: CostModel) -> None:
     assert not posted, "what is sent is received"
 
 
+def worked(timeline: Timeline, micro_batch: int) -> float:
+    """Forward and backward of a micro-batch, of one member of each stage."""
+    found: dict[tuple[str, int], float] = {}
+    for row in timeline.rows:
+        action = parse_action(row.action)
+        if isinstance(action, Forward | Backward) and action.micro_batch == micro_batch:
+            found[row.kind, action.stage] = row.seconds - row.waited_s
+    return sum(found.values())
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_strategy(seed: int) -> None:
     """Catches a rank in two places, messages that come before they are sent, a quick clock that
-    differs from the walk, and a step that is shorter than a rank's work."""
+    differs from the walk, seconds of micro-batches that do, and a step that is shorter than a rank's work."""
     plan, costs = random_world(seed)
     timeline = timeline_of(plan, costs)
     check_lines(timeline)
@@ -204,6 +214,8 @@ def test_any_strategy(seed: int) -> None:
         if row.kind in ("forward", "backward", "update"):
             busy[row.rank] += row.seconds - row.waited_s
     assert timeline.seconds >= max(busy) * (1 - 1e-12)
+    for index, seconds in enumerate(micro_batch_seconds(plan, costs)):
+        assert worked(timeline, index) == pytest.approx(seconds)
     bare = step_s(plan, costs.replace(exchange_s=ExchangeCost()))
     assert timeline.seconds >= bare * (1 - 1e-12)
 

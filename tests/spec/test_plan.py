@@ -78,6 +78,33 @@ def test_json_reads_back(plan: Plan) -> None:
     assert back.hash == plan.hash
 
 
+@settings(deadline=None)
+@given(drawn())
+def test_bytes_read_back(plan: Plan) -> None:
+    """Catches a decision, or what is said of it, that other ranks would not get."""
+    back = Plan.from_bytes(plan.to_bytes())
+    assert back == plan
+    assert back.hash == plan.hash
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, -8, -1])
+def test_bytes_that_are_no_plan_are_refused(cut: int) -> None:
+    """Catches a traceback for what was cut on its way, and a plan of what was left."""
+    with pytest.raises(SpecError, match="plan: got "):
+        Plan.from_bytes(by_hand().to_bytes()[:cut])
+
+
+def test_bytes_say_layers_once() -> None:
+    """Catches what every rank reads growing with the layers of every micro-batch."""
+    many = by_hand(
+        lengths=Lengths.of([7] * 300), micro_batches=tuple(micro(i % 3, i) for i in range(300))
+    )
+    deep = LayerPlan.parse("30*local 30*local+full")
+    deeper = tuple(replace(one, layers=deep) for one in many.micro_batches)
+    assert len(many.replace(micro_batches=deeper).to_bytes()) < len(many.to_bytes()) + 99
+    assert len(many.to_bytes()) < 300 * 8 * 8
+
+
 def test_the_hash_is_over_decisions_only() -> None:
     """Catches ranks that refuse each other over a prediction."""
     plan = by_hand()

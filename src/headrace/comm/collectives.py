@@ -6,6 +6,8 @@ the message size. ``group=None`` is a group of one rank and communicates nothing
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,12 +24,15 @@ __all__ = [
     "from_first",
     "gather_bytes",
     "gather_floats",
+    "gather_to_first",
     "issue_all_gather",
     "issue_all_to_all",
     "issue_reduce_scatter",
     "issue_shift",
     "reduce_scatter_rows",
 ]
+
+_LENGTH = struct.Struct("=q")
 
 
 class Arriving:
@@ -178,6 +183,28 @@ def gather_bytes(payload: bytes, group: dist.ProcessGroup | None) -> list[bytes]
     return [flat[start : start + n] for start, n in zip(starts, sizes, strict=True)]
 
 
+def gather_to_first(payload: bytes, group: dist.ProcessGroup | None) -> list[bytes] | None:
+    """Every rank's payload in rank order on the group's first rank, None on the others, who have
+    no more to do for it the more ranks there are. Payloads are padded to the longest."""
+    if group is None:
+        return [payload]
+    first, mine = dist.get_global_rank(group, 0), dist.get_rank(group) == 0
+    longest = torch.tensor(len(payload), dtype=torch.int64)
+    Transfer(dist.all_reduce(longest, dist.ReduceOp.MAX, group=group, async_op=True), group).wait()
+    room = _LENGTH.size + int(longest)
+    sent = torch.frombuffer(
+        bytearray(_LENGTH.pack(len(payload)) + payload).ljust(room, b"\0"), dtype=torch.uint8
+    )
+    count = dist.get_world_size(group) if mine else 0
+    received = torch.empty((count, room), dtype=torch.uint8)
+    into = list(received.unbind()) if mine else None
+    Transfer(dist.gather(sent, into, first, group=group, async_op=True), group).wait()
+    if not mine:
+        return None
+    padded = [row.tobytes() for row in received.numpy()]
+    return [row[_LENGTH.size :][: _LENGTH.unpack_from(row)[0]] for row in padded]
+
+
 def from_first(payload: bytes, group: dist.ProcessGroup | None) -> bytes:
     """The payload of the group's first rank, on all of them; the others' are not looked at."""
     if group is None:
@@ -203,7 +230,16 @@ def gather_floats(values: Sequence[float], group: dist.ProcessGroup | None) -> l
 
 
 def agree(what: str, value: str, group: dist.ProcessGroup | None) -> None:
-    """Raise PlanMismatch on every rank when ``value`` is not the same on all of them."""
+    """Raise PlanMismatch on every rank when ``value`` is not the same on all of them. What travels
+    is a digest, of one size for any number of ranks; the values do where they differ."""
+    if group is None:
+        return
+    # max(d) and ~max(~d) = min(d) are the same where all digests are.
+    digest = torch.frombuffer(bytearray(hashlib.sha256(value.encode()).digest()), dtype=torch.int64)
+    ends = torch.stack([digest, ~digest])
+    Transfer(dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True), group).wait()
+    if torch.equal(ends[0], ~ends[1]):
+        return
     values = [payload.decode() for payload in gather_bytes(value.encode(), group)]
     odd = [rank for rank, other in enumerate(values) if other != values[0]]
     if odd:

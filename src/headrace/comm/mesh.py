@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch.distributed as dist
 
@@ -50,10 +51,12 @@ class Groups:
         """Make the groups of ``wanted`` that do not exist yet. Collective: all ranks call it
         alike. Groups of one rank need no communicator and are skipped."""
         for ranks in sorted({r for r in wanted if len(r) > 1} - self._made.keys()):
-            with self._connections.opening():
+            # Who is not in it opens nothing, and counts it only: looking for what was opened would
+            # take a rank longer the more ranks, and so groups, there are.
+            mine = self.rank in ranks
+            with self._connections.opening() if mine else nullcontext():
                 made = dist.new_group(list(ranks), backend=self._backend)
-            member = self.rank in ranks and isinstance(made, dist.ProcessGroup)
-            self._made[ranks] = made if member else None
+            self._made[ranks] = made if mine and isinstance(made, dist.ProcessGroup) else None
 
     def prepare_messages(self) -> None:
         """Make the group of messages unless it exists. Collective."""

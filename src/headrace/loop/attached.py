@@ -158,9 +158,7 @@ class Attached:
     def _step(self, batch: LoopBatch, planned: Planned) -> LoopStep:
         plan = planned.plan
         turns = turns_of(plan, self.rank)
-        self.adopted.prepare(
-            {members_of(plan, index) for index in range(len(plan.micro_batches))}
-        )
+        self.adopted.prepare({members_of(plan, index) for index in range(len(plan.micro_batches))})
         return LoopStep(
             number=self.number, epoch=batch.epoch, plan=plan, run=self, turns=turns,
             read=partial(self._read, batch, plan),
@@ -239,7 +237,9 @@ def _order(
         )
         return DrawnOrder(samples, options)
     if not hasattr(dataset, "__iter__"):
-        raise DataError("data set", got=type(dataset).__name__, wanted="items by number, or a stream")
+        raise DataError(
+            "data set", got=type(dataset).__name__, wanted="items by number, or a stream"
+        )
     if many is None:
         raise SpecError("batch_tokens", got="none", wanted="a budget, as the data is a stream")
     return StreamOrder(dataset, tokens=tokens, kind=kind, batch_tokens=many)

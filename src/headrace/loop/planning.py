@@ -76,7 +76,10 @@ def measured(setup: LoopSetup, sample: dict[str, torch.Tensor]) -> ModelCosts:
     path = setup.cache / "profiles" / f"loop-{kept}.json"
     profile = read_profile(path, fingerprint, setup.say)
     have = all(row[0] for row in gather_floats([float(profile is not None)], setup.groups.world))
-    cluster, state = _cluster(setup), _largest(setup, state_bytes(setup.held.model, setup.optimizer))
+    cluster, state = (
+        _cluster(setup),
+        _largest(setup, state_bytes(setup.held.model, setup.optimizer)),
+    )
     if not have or profile is None:
         profile = _profile(setup, probes, cluster, state, fingerprint)
         if setup.groups.rank == 0:

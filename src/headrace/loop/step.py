@@ -137,9 +137,7 @@ class LoopStep:
                     )  # fmt: skip
         self._finish()
 
-    def _micro(
-        self, turn: MicroRun, pack: dict[str, torch.Tensor], count: int
-    ) -> LoopMicroBatch:
+    def _micro(self, turn: MicroRun, pack: dict[str, torch.Tensor], count: int) -> LoopMicroBatch:
         run = self.run
         shard = run.place(self.plan, turn, pack, self.tokens)
         start = self._now()

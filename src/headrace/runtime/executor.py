@@ -14,15 +14,13 @@ from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.mesh import Groups
 from headrace.errors import PlanMismatch
 from headrace.layouts.transfer import Pending
-from headrace.methods.registry import branch
 from headrace.models.transformer import Transformer
 from headrace.runtime.micro_batch import MicroBatchRun, sources
+from headrace.runtime.plan_groups import PlanGroups
 from headrace.runtime.step_state import StepState
 from headrace.runtime.storage import Storage
-from headrace.spec.checker import check_programs
-from headrace.spec.compiler import compile_rank, connected
-from headrace.spec.known_methods import subgroups
 from headrace.spec.measurement import Row
+from headrace.spec.own_program import OwnPrograms
 from headrace.spec.plan import Plan
 from headrace.spec.program import (
     Action,
@@ -78,11 +76,13 @@ class Executor:
         self.buckets = bucket_count(storage.architecture)
         self._seed, self._device, self._entered = seed, device, entered
         self._checked, self._overlap = checked, overlap
+        self._programs = OwnPrograms(rank=groups.rank, bucket_count=self.buckets, overlap=overlap)
+        self._plan_groups = PlanGroups(storage.architecture)
         self.action, self.written = "", False
 
     def prepare(self, plan: Plan) -> Program:
-        """Agree on the plan, check the programs of the ranks that this one depends on, make its
-        groups; returns this rank's program.
+        """Agree on the plan, make its groups and this rank's program, which is checked where there
+        was none of its kind before.
 
         Raises PlanMismatch when ranks hold different plans, or the plan is for other semantics,
         another number of ranks or another number of layers; SpecError when a stage cannot run a
@@ -100,35 +100,11 @@ class Executor:
                 raise PlanMismatch(
                     f"layers of micro-batch {number}", got=len(micro.layers.options), wanted=layers
                 )
-        mine, overlap = self.groups.rank, self._overlap
-        programs = {
-            rank: compile_rank(plan, rank, self.buckets, overlap=overlap)
-            for rank in connected(plan, mine)
-        }
-        check_programs(list(programs.values()), plan, self.buckets)
-        self.groups.prepare(self._groups_of(plan))
+        program = self._programs.of(plan)
+        self.groups.prepare(self._plan_groups.of(plan))
         if any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines):
             self.groups.prepare_messages()
-        return programs[mine]
-
-    def _groups_of(self, plan: Plan) -> set[tuple[int, ...]]:
-        """The groups of all stages, of their tensor blocks, and those that methods need. Raises
-        SpecError for a method that a stage cannot run."""
-        a, wanted = self.storage.architecture, set[tuple[int, ...]]()
-        for micro in plan.micro_batches:
-            pipeline = plan.pipelines[micro.pipeline]
-            parts = pipeline.scheme.parts(sharded=plan.working == "sharded")
-            for stage in pipeline.stages(a.layers):
-                ranks = stage.ranks
-                wanted.add(ranks)
-                for size in {parts, pipeline.scheme.tensor}:
-                    wanted |= {ranks[at : at + size] for at in range(0, len(ranks), size)}
-                for option in set(micro.layers.options[stage.start : stage.stop]):
-                    branch(option.attention, "attention", a, len(ranks))
-                    branch(option.feed_forward, "feed_forward", a, len(ranks))
-                    for members in subgroups(option, a, len(ranks), pipeline.scheme.tensor):
-                        wanted.add(tuple(ranks[member] for member in members))
-        return wanted
+        return program
 
     def run(
         self, plan: Plan, tokens: tuple[np.ndarray, ...], *, step: int, lr: float

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from headrace.errors import HeadraceError
+from headrace.runtime.trainer import Step
+from headrace.spec.measurement import Timeline
 
 __all__ = ["Journal"]
 
@@ -59,6 +61,23 @@ class Journal:
     def timelines(self, row: dict[str, Any]) -> None:
         """Append a step's timelines."""
         self._append("timelines", row)
+
+    def step(self, step: Step, notices: Sequence[str]) -> None:
+        """Append a finished step: metrics, plan and, where it is drawn, timelines."""
+        told = {"notices": list(notices)} if notices else {}
+        self.metrics(dict(step.metrics) | told)
+        self.plan({"step": step.number} | step.plan.to_json())
+        if step.measured is None or step.predicted is None:
+            return
+        static = step.facts.get("static_timeline")
+        self.timelines(
+            {
+                "step": step.number,
+                "measured": step.measured.to_json(),
+                "predicted": step.predicted.to_json(),
+                "static": static.to_json() if isinstance(static, Timeline) else None,
+            }
+        )
 
     def close(self) -> None:
         """Close all files. What a full disk did not take was told when it was written."""

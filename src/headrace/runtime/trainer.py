@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from headrace.comm.collectives import gather_bytes
+from headrace.comm.collectives import gather_to_first
 from headrace.comm.mesh import Groups
 from headrace.errors import HeadraceError
 from headrace.runtime.executor import Executor, StepResult
 from headrace.runtime.machine import is_out_of_memory, peak_bytes, reset_peak_bytes
 from headrace.runtime.recovery import Exhausted, Recovery
 from headrace.runtime.schedule import Schedule
+from headrace.runtime.step_times import RankTimes, StepTimes, packed_rows, rows_of_packed
 from headrace.spec.lengths import Lengths
-from headrace.spec.measurement import Row, Timeline
+from headrace.spec.measurement import Timeline
 from headrace.spec.plan import Plan
 
-__all__ = ["Planned", "Planner", "Step", "Trainer", "TrainingBatch"]
+__all__ = [
+    "Planned",
+    "Planner",
+    "Step",
+    "Trainer",
+    "TrainingBatch",
+    "plan_metrics",
+    "told_to_first",
+]
 
 
 class TrainingBatch(Protocol):
@@ -47,12 +55,14 @@ class TrainingBatch(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan and what its planner expects of it. ``facts`` go into the step's metrics."""
+    """A plan and what its planner expects of it: seconds of its micro-batches, peaks, and where the
+    step is drawn a timeline. ``facts`` go into the step's metrics."""
 
     plan: Plan
-    predicted: Timeline
+    predicted: Timeline | None
     peak_bytes: tuple[int, ...]
     planning_s: float
+    micro_batch_s: Sequence[float] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -67,7 +77,7 @@ class Planner(Protocol):
         rank. Raises InfeasiblePlan when there is none."""
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
-        """A step's seconds, agreed by all ranks."""
+        """A step's seconds, of all ranks; told on the first one."""
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to plan alike, as JSON."""
@@ -75,13 +85,21 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A finished step, on every rank alike: its metrics, plan and timelines."""
+    """A finished step: its metrics, plan and timelines.
+
+    What is known of all ranks, most metrics and ``times``, is known on the first one; on others
+    the metrics are those that every rank has by itself: step, epoch, loss, grad_norm, lr and
+    out_of_memory. ``micro_batch_s`` are the predicted seconds of the plan's micro-batches;
+    ``measured`` and ``predicted`` are there where the step is drawn.
+    """
 
     number: int
     metrics: Mapping[str, Any]
     plan: Plan
-    measured: Timeline
-    predicted: Timeline
+    micro_batch_s: Sequence[float]
+    times: StepTimes | None
+    measured: Timeline | None
+    predicted: Timeline | None
     facts: Mapping[str, Any]
 
     @property
@@ -91,7 +109,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """What the step took, on the slowest rank."""
+        """What the step took, on the slowest rank; known on the first rank."""
         return float(self.metrics["step_s"])
 
 
@@ -101,6 +119,7 @@ class Trainer:
 
     ``finished`` is called on every rank after each step (progress, journal, checkpoints);
     ``entered`` is told what is done between the actions of two steps.
+    The rows of all ranks are gathered in the steps ``drawn``, the same on every rank.
     ``peak_flops_per_s`` of one device gives the utilisation; None leaves it out. With a
     ``recovery`` a step that runs out of memory is planned and taken again, which ``tell`` says.
     """
@@ -113,6 +132,7 @@ class Trainer:
     peak_flops_per_s: float | None = None
     finished: Callable[[Step, TrainingBatch], None] = lambda step, batch: None
     recovery: Recovery | None = None
+    drawn: Container[int] = ()
     tell: Callable[[str], None] = lambda text: None
     entered: Callable[[str], None] = lambda action: None
 
@@ -144,18 +164,22 @@ class Trainer:
                 wanted="finite numbers",
                 hint="lower optimizer.lr and continue from the last checkpoint with --resume",
             )
-        everyone = self._everyone(result, step_s, waited_s, other)
-        measured = Timeline(
-            source="measured", devices=self.groups.ranks,
-            rows=tuple(Row(**row) for rank in everyone for row in rank["rows"]),
+        mine = RankTimes(
+            step_s=step_s, waited_s=waited_s, rows=result.rows,
+            peak_bytes=max(0, peak_bytes(self.device) - other),
         )  # fmt: skip
-        longest_s = max(rank["step_s"] for rank in everyone)
-        self.planner.observe(planned.plan.predicted_s, longest_s)
-        metrics = self._metrics(number, batch, planned, result, measured, everyone)
-        metrics["out_of_memory"] = retries
+        times, measured = told_to_first(mine, self.groups, drawn=number in self.drawn)
+        metrics: dict[str, Any] = {
+            "step": number, "epoch": batch.epoch, "loss": result.loss,
+            "grad_norm": result.gradient_norm, "lr": self.schedule.rate(number),
+            "out_of_memory": retries,
+        }  # fmt: skip
+        if times is not None:
+            self.planner.observe(planned.plan.predicted_s, times.step_s)
+            metrics |= plan_metrics(planned, times) | {"mfu": self._utilisation(planned, times)}
         return Step(
-            number=number, metrics=metrics, plan=planned.plan, measured=measured,
-            predicted=planned.predicted, facts=planned.facts,
+            number=number, metrics=metrics, plan=planned.plan, times=times, measured=measured,
+            micro_batch_s=planned.micro_batch_s, predicted=planned.predicted, facts=planned.facts,
         )  # fmt: skip
 
     def _run(
@@ -181,64 +205,64 @@ class Trainer:
             retries += 1
             self.tell(f"{exhausted} of step {number}: taken again as {planned.plan.strategy}")
 
-    def _everyone(
-        self, result: StepResult, step_s: float, waited_s: float, other_bytes: int
-    ) -> list[dict[str, Any]]:
-        rows = [{k: getattr(row, k) for k in Row.__dataclass_fields__} for row in result.rows]
-        mine = {
-            "rows": rows, "step_s": step_s, "waited_s": waited_s,
-            "peak_bytes": max(0, peak_bytes(self.device) - other_bytes),
-        }  # fmt: skip
-        payloads = gather_bytes(json.dumps(mine).encode(), self.groups.world)
-        return [json.loads(payload) for payload in payloads]
-
-    def _metrics(
-        self, number: int, batch: TrainingBatch, planned: Planned, result: StepResult,
-        measured: Timeline, everyone: list[dict[str, Any]],
-    ) -> dict[str, Any]:  # fmt: skip
-        plan, step_s = planned.plan, max(rank["step_s"] for rank in everyone)
-        waited_s = max(rank["waited_s"] for rank in everyone)
+    def _utilisation(self, planned: Planned, times: StepTimes) -> float | None:
+        """The model's FLOP/s as a part of what all devices can do."""
+        if not self.peak_flops_per_s:
+            return None
         a = self.executor.storage.architecture
-        flops = sum(n * a.flops_per_token(n) for n in plan.lengths.tokens)
-        peak = self.peak_flops_per_s
-        return {
-            "step": number,
-            "epoch": batch.epoch,
-            "loss": result.loss,
-            "tokens": plan.lengths.total,
-            "sequences": len(plan.lengths),
-            "longest": plan.lengths.longest,
-            "lr": self.schedule.rate(number),
-            "grad_norm": result.gradient_norm,
-            "step_s": step_s,
-            "tokens_per_s": plan.lengths.total / (step_s + waited_s),
-            "idle": measured.idle,
-            "mfu": flops / step_s / (peak * self.groups.ranks) if peak else None,
-            "strategy": str(plan.strategy),
-            "working": plan.working,
-            "predicted_s": plan.predicted_s,
-            "lower_bound_s": plan.lower_bound_s,
-            "gap": plan.gap,
-            "planning_s": planned.planning_s,
-            "waited_s": waited_s,
-            "waited": waited_s / (step_s + waited_s),
-            "plan_hash": plan.hash,
-            "peak_bytes": [rank["peak_bytes"] for rank in everyone],
-            "predicted_peak_bytes": list(planned.peak_bytes),
-            "micro_batches": [
-                {
-                    "ranks": len(plan.pipelines[m.pipeline].ranks),
-                    "tokens": sum(plan.tokens_of(m)),
-                    "longest": max(plan.tokens_of(m)),
-                    "sequences": len(m.sequences),
-                    "layers": str(m.layers),
-                    "order": m.order,
-                }
-                for m in plan.micro_batches
-            ],
-            "assignment": [
-                [plan.lengths.tokens[i], len(plan.pipelines[m.pipeline].ranks)]
-                for m in plan.micro_batches
-                for i in m.sequences
-            ],
-        } | {k: v for k, v in planned.facts.items() if not isinstance(v, Timeline)}
+        flops = sum(n * a.flops_per_token(n) for n in planned.plan.lengths.tokens)
+        return flops / times.step_s / (self.peak_flops_per_s * self.groups.ranks)
+
+
+def told_to_first(
+    mine: RankTimes, groups: Groups, *, drawn: bool
+) -> tuple[StepTimes | None, Timeline | None]:
+    """What the first rank gets to know of a step from all ranks, of those that are ``drawn`` the
+    rows too; nothing on the others. Collective."""
+    times = gather_to_first(mine.to_bytes(), groups.world)
+    rows = gather_to_first(packed_rows(mine.rows), groups.world) if drawn else None
+    measured = None if rows is None else Timeline(
+        source="measured", devices=groups.ranks,
+        rows=tuple(row for rank, told in enumerate(rows) for row in rows_of_packed(told, rank)),
+    )  # fmt: skip
+    return None if times is None else StepTimes.of(times), measured
+
+
+def plan_metrics(planned: Planned, times: StepTimes) -> dict[str, Any]:
+    """What a step's plan expected, and what came of it: the metrics that the first rank knows."""
+    plan, step_s, waited_s = planned.plan, times.step_s, times.waited_s
+    return {
+        "tokens": plan.lengths.total,
+        "sequences": len(plan.lengths),
+        "longest": plan.lengths.longest,
+        "step_s": step_s,
+        "tokens_per_s": plan.lengths.total / (step_s + waited_s),
+        "idle": times.idle,
+        "strategy": str(plan.strategy),
+        "working": plan.working,
+        "predicted_s": plan.predicted_s,
+        "lower_bound_s": plan.lower_bound_s,
+        "gap": plan.gap,
+        "planning_s": planned.planning_s,
+        "waited_s": waited_s,
+        "waited": waited_s / (step_s + waited_s),
+        "plan_hash": plan.hash,
+        "peak_bytes": list(times.peak_bytes),
+        "predicted_peak_bytes": list(planned.peak_bytes),
+        "micro_batches": [
+            {
+                "ranks": len(plan.pipelines[m.pipeline].ranks),
+                "tokens": sum(plan.tokens_of(m)),
+                "longest": max(plan.tokens_of(m)),
+                "sequences": len(m.sequences),
+                "layers": str(m.layers),
+                "order": m.order,
+            }
+            for m in plan.micro_batches
+        ],
+        "assignment": [
+            [plan.lengths.tokens[i], len(plan.pipelines[m.pipeline].ranks)]
+            for m in plan.micro_batches
+            for i in m.sequences
+        ],
+    } | {k: v for k, v in planned.facts.items() if not isinstance(v, Timeline)}

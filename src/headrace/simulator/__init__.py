@@ -1,6 +1,6 @@
 """The clock beside the executor: the same programs with predicted seconds and bytes."""
 
-from headrace.simulator.clock import step_s
+from headrace.simulator.clock import micro_batch_seconds, step_s
 from headrace.simulator.draw import draw
 from headrace.simulator.exchange import exposed_s
 from headrace.simulator.memory import peak_bytes
@@ -13,6 +13,7 @@ __all__ = [
     "draw",
     "exposed_exchange_s",
     "exposed_s",
+    "micro_batch_seconds",
     "peak_bytes",
     "simulate",
     "step_s",

@@ -23,7 +23,7 @@ from headrace.simulator.walk import Walk
 from headrace.spec.compiler import compile_rank
 from headrace.spec.plan import Plan
 
-__all__ = ["step_s"]
+__all__ = ["micro_batch_seconds", "step_s"]
 
 Floats = NDArray[np.float64]
 
@@ -47,6 +47,16 @@ def step_s(plan: Plan, costs: CostModel) -> float:
     pushed = push_ends(costs, order)
     last_s = max(pushed[-1], float(there[-1]), float(ends.max(initial=0.0)), 0.0)
     return last_s + costs.exchange_s.update_s * costs.scale
+
+
+def micro_batch_seconds(plan: Plan, costs: CostModel) -> tuple[float, ...]:
+    """Predicted seconds of the forward and backward of each micro-batch over its stages, without
+    waiting. Raises CostError for what the costs do not know."""
+    check_costs(plan, costs)
+    if not plan.micro_batches:
+        return ()
+    forward, backward = _segments(plan, costs)  # cut into stages the segments are the same
+    return tuple((forward.sum(axis=1) + backward.sum(axis=1)).tolist())
 
 
 def _segments(plan: Plan, costs: CostModel) -> tuple[Floats, Floats]:

@@ -43,7 +43,7 @@ from headrace.spec.program import (
 from headrace.spec.stage import Stage
 from headrace.spec.walk import waiting
 
-__all__ = ["check_programs"]
+__all__ = ["check_alone", "check_programs"]
 
 Parts = Sequence[tuple[Action, Action]]
 """The parts of all actions of a program, each with the action it stands in."""
@@ -79,6 +79,31 @@ def check_programs(programs: Sequence[Program], plan: Plan, bucket_count: int) -
     if stuck:
         text = "; ".join(f"rank {rank} waits at {action}" for rank, action in stuck[:4])
         raise ProgramError("rule 5, the programs deadlock", got=text)
+
+
+def check_alone(program: Program, plan: Plan, bucket_count: int) -> None:
+    """Raise ProgramError at the first rule that the program of one rank breaks for ``plan``, where
+    it works in no pipeline with stages.
+
+    Such a rank meets others in forwards and backwards only. Where each runs its micro-batches in
+    the plan's one order, the first one that is not done has all its ranks come to it, or on their
+    way over actions that wait for nobody: what every rank checks by itself holds for the world.
+    """
+    rank = program.rank
+    working = [plan.pipelines[index] for index in {m.pipeline for m in plan.micro_batches}]
+    if any(rank in p.ranks and p.scheme.pipeline > 1 for p in working):
+        raise ProgramError(f"program of rank {rank}", got="alone", wanted="those of its pipeline")
+    jobs, parts = _jobs(plan, (rank,), bucket_count - 2)[rank], _parts(program)
+    _check_once(rank, parts, jobs, bucket_count)
+    _check_local_order(rank, parts, jobs)
+    _check_world_order(rank, parts, bucket_count)
+    met = [part for part, _ in parts if isinstance(part, Forward | Backward)]
+    for job, forward, backward in zip(jobs, met[::2], met[1::2], strict=True):
+        if backward != job.backward or forward.micro_batch != backward.micro_batch:
+            raise ProgramError(
+                f"rule 2, rank {rank}, action {forward}",
+                wanted=f"the forward and the backward of micro-batch {job.backward.micro_batch}",
+            )
 
 
 def _check_ranks(ranks: Sequence[int], plan: Plan) -> None:
@@ -118,7 +143,7 @@ def _jobs(plan: Plan, ranks: Sequence[int], layers: int) -> dict[int, list[_Job]
     stages = {
         index: plan.pipelines[index].stages(layers)
         for index in used
-        if plan.pipelines[index].ranks[0] in jobs
+        if not jobs.keys().isdisjoint(plan.pipelines[index].ranks)
     }
     for index, micro in enumerate(plan.micro_batches):
         if micro.pipeline not in stages:
@@ -128,6 +153,8 @@ def _jobs(plan: Plan, ranks: Sequence[int], layers: int) -> dict[int, list[_Job]
             forward = Forward(stage=stage.index, micro_batch=index, group=stage.ranks)
             backward = Backward(stage=stage.index, micro_batch=index, group=stage.ranks)
             for member, rank in enumerate(stage.ranks):
+                if rank not in jobs:
+                    continue
                 rows = rows_of(tokens, len(stage.ranks), member)
                 ends = _ends(stage, stages[micro.pipeline], member)
                 needs = _needs(forward, backward, ends, rows)

@@ -7,7 +7,10 @@ from typing import Any, Literal
 
 from headrace.errors import SpecError
 
-__all__ = ["Row", "Timeline"]
+__all__ = ["BUSY", "Row", "Timeline"]
+
+BUSY = ("forward", "backward", "update")
+"""Kinds of actions in which a rank works."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +58,7 @@ class Timeline:
     @property
     def idle(self) -> float:
         """Fraction of all ranks' time in which no forward, backward or update ran."""
-        kinds = ("forward", "backward", "update")
-        busy = sum(row.seconds - row.waited_s for row in self.rows if row.kind in kinds)
+        busy = sum(row.seconds - row.waited_s for row in self.rows if row.kind in BUSY)
         total = self.devices * self.seconds
         return max(0.0, 1 - busy / total) if total > 0 else 0.0
 

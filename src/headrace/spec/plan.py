@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from headrace.notebook import table_html
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
 from headrace.spec.method import LayerPlan
+from headrace.spec.plan_numbers import NumberReader, numbers_of
 from headrace.spec.scheme import Scheme
 from headrace.spec.stage import Stage, share_layers
 from headrace.spec.strategy import Strategy
@@ -24,6 +26,11 @@ __all__ = ["MicroBatch", "Pipeline", "Plan", "Semantics", "TokenOrder", "Working
 Semantics = Literal["free", "lockstep"]
 TokenOrder = Literal["natural", "zigzag"]
 Working = Literal["whole", "sharded"]
+
+_ORDERS = get_args(TokenOrder)
+_KINDS = ("working", "semantics")
+_TOLD = ("predicted_s", "lower_bound_s", "planner", "seed", "why")
+"""What is said of a plan besides its decisions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +100,10 @@ class MicroBatch:
     order: TokenOrder = "natural"
 
     def __post_init__(self) -> None:
-        if self.order not in get_args(TokenOrder):
+        if self.order not in _ORDERS:
             raise SpecError(
-                "token order of a micro-batch", got=repr(self.order),
-                wanted=" or ".join(get_args(TokenOrder)),
-            )  # fmt: skip
+                "token order of a micro-batch", got=repr(self.order), wanted=" or ".join(_ORDERS)
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,10 +199,10 @@ class Plan:
     @property
     def hash(self) -> str:
         """SHA-256 over the decisions (not the predictions): equal hashes run equally."""
-        value = self.to_json()
-        for key in ("predicted_s", "lower_bound_s", "why", "planner", "seed"):
-            del value[key]
-        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+        texts, numbers = numbers_of(self, _ORDERS)
+        digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode())
+        digest.update(numbers)
+        return digest.hexdigest()
 
     def tokens_of(self, micro: MicroBatch) -> tuple[int, ...]:
         """Lengths of the sequences of a micro-batch, in pack order."""
@@ -254,6 +260,10 @@ class Plan:
     def from_json(cls, value: dict[str, Any]) -> Plan:
         """The inverse of :meth:`to_json`. Raises SpecError when a key is missing."""
         try:
+            known = {
+                text: LayerPlan.parse(text)
+                for text in {m["layers"] for m in value["micro_batches"]}
+            }
             return cls(
                 lengths=Lengths.from_json(value["lengths"]),
                 devices=value["devices"],
@@ -269,7 +279,7 @@ class Plan:
                     MicroBatch(
                         pipeline=m["pipeline"],
                         sequences=tuple(m["sequences"]),
-                        layers=LayerPlan.parse(m["layers"]),
+                        layers=known[m["layers"]],
                         order=m.get("order", "natural"),  # plans of old had no other
                     )
                     for m in value["micro_batches"]
@@ -284,6 +294,27 @@ class Plan:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SpecError("plan", got=f"{type(error).__name__}: {error}", wanted="its JSON form")
+
+    def to_bytes(self) -> bytes:
+        """The plan as it travels between ranks of one kind of machine: a line of JSON, then
+        numbers, int64 as they lie in memory."""
+        texts, numbers = numbers_of(self, _ORDERS)
+        told = {name: getattr(self, name) for name in _TOLD}
+        return json.dumps(texts | told).encode() + b"\n" + numbers.tobytes()
+
+    @classmethod
+    def from_bytes(cls, value: bytes) -> Plan:
+        """The inverse of :meth:`to_bytes`. Raises SpecError for anything else."""
+        head, _, tail = value.partition(b"\n")
+        try:
+            texts: dict[str, Any] = json.loads(head)
+            numbers = array("q")
+            numbers.frombytes(tail)
+            reader = NumberReader(numbers.tolist())
+            given: dict[str, Any] = {name: texts[name] for name in ("devices", *_KINDS, *_TOLD)}
+            return cls(**_decisions(texts, reader) | given | {"why": tuple(given["why"])})
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+            raise SpecError("plan", got=f"{type(error).__name__}: {error}", wanted="its bytes")
 
     def save(self, path: str | Path) -> None:
         """Write the JSON form to a file. Raises SpecError when it cannot be written."""
@@ -323,3 +354,26 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return table_html(str(self))
+
+
+def _decisions(texts: dict[str, Any], numbers: NumberReader) -> dict[str, Any]:
+    """Lengths, pipelines and micro-batches of :func:`numbers_of`; equal layer plans are one."""
+    count, pipes, micros = (texts[name] for name in ("sequences", "pipelines", "micro_batches"))
+    lengths = Lengths(tokens=tuple(numbers.take(count)), ids=tuple(numbers.take(count)))
+    schemes, layers = map(Scheme.parse, texts["schemes"]), map(LayerPlan.parse, texts["layers"])
+    known, plans = tuple(schemes), tuple(layers)
+    of_pipes = [known[i] for i in numbers.take(pipes)]
+    shares = numbers.take(pipes)
+    members = list(numbers.parts([scheme.devices for scheme in of_pipes]))
+    pipelines = tuple(
+        Pipeline(scheme=scheme, ranks=ranks, shares=share)
+        for scheme, ranks, share in zip(of_pipes, members, numbers.parts(shares), strict=True)
+    )
+    columns = [numbers.take(micros) for _ in range(4)]
+    micro_batches = tuple(
+        MicroBatch(pipeline=pipeline, layers=plans[plan], order=_ORDERS[order], sequences=sequences)
+        for pipeline, plan, order, sequences in zip(
+            *columns[:3], numbers.parts(columns[3]), strict=True
+        )
+    )
+    return {"lengths": lengths, "pipelines": pipelines, "micro_batches": micro_batches}

@@ -6,7 +6,6 @@ and a cluster plans once and not as often as it has ranks. Every rank asks in th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +16,13 @@ from headrace.errors import InfeasiblePlan
 from headrace.runtime.recovery import Exhausted
 from headrace.runtime.trainer import Planned
 from headrace.spec.lengths import Lengths
-from headrace.spec.measurement import Timeline
 from headrace.spec.plan import Plan
 from headrace.training.planner import OnlinePlanner
 
 __all__ = ["BroadcastPlanner"]
+
+_PLAN, _REFUSED = b"p", b"r"
+"""How what the first rank says begins."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,28 +60,26 @@ class BroadcastPlanner:
                 self.planner.check(longest)
             except InfeasiblePlan as found:
                 error = found
-        self._told(b"" if error is None else json.dumps({"refused": str(error)}).encode())
+        self._told(_PLAN if error is None else _REFUSED + str(error).encode())
 
     def _shared(self, decide: Callable[[OnlinePlanner], Planned]) -> Planned:
         planned, payload = None, b""
         if self.planner is not None:
             try:
                 planned = decide(self.planner)
-                payload = json.dumps(planned.plan.to_json()).encode()
+                payload = _PLAN + (planned.plan.to_bytes() if self.groups.ranks > 1 else b"")
             except InfeasiblePlan as error:
-                payload = json.dumps({"refused": str(error)}).encode()
-        value = self._told(payload)
+                payload = _REFUSED + str(error).encode()
+        said = self._told(payload)
         if planned is not None:
             return planned
-        plan = Plan.from_json(value)
-        nothing = Timeline(source="predicted", rows=(), devices=plan.devices)
-        return Planned(plan=plan, predicted=nothing, peak_bytes=(0,) * plan.devices, planning_s=0.0)
+        plan = Plan.from_bytes(said)
+        return Planned(plan=plan, predicted=None, peak_bytes=(), planning_s=0.0)
 
-    def _told(self, payload: bytes) -> dict[str, Any]:
+    def _told(self, payload: bytes) -> bytes:
         """What the first rank says, on every rank."""
-        group = self.groups.world if self.groups.ranks > 1 else None
-        said = from_first(payload, group)
-        value: dict[str, Any] = json.loads(said) if said else {}
-        if "refused" in value:
-            raise InfeasiblePlan(value["refused"])
-        return value
+        said = from_first(payload, self.groups.world if self.groups.ranks > 1 else None)
+        kind, rest = said[:1], said[1:]
+        if kind == _REFUSED:
+            raise InfeasiblePlan(rest.decode())
+        return rest

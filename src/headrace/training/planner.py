@@ -8,7 +8,7 @@ It is where the side that plans and the side that runs meet: the trainer asks it
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,20 +36,26 @@ _MEMORY = 0.9  # of the old ratio, at each step
 class OnlinePlanner:
     """Plans batches and learns how far predictions are off.
 
-    ``ratio`` is a running mean of measured over predicted seconds. It corrects what is shown,
-    and is uniform, so it never changes which plan is best: the plans of a run follow from its
-    costs and its lengths alone, and a resumed run plans as the uninterrupted one. The one thing
-    learnt that changes plans is the memory margin, part of the costs in :meth:`state`.
+        ``ratio`` is a running mean of measured over predicted seconds. It corrects what is shown,
+        and is uniform, so it never changes which plan is best: the plans of a run follow from its
+        costs and its lengths alone, and a resumed run plans as the uninterrupted one. The one thing
+        learnt that changes plans is the memory margin, part of the costs in :meth:`state`.
 
-    ``costs`` are those that the run begins with. ``calibration`` takes the residuals of every step;
-    ``drift``, where there is one, watches them. ``semantics`` and ``stages`` as in Problem. ``compare`` has the best static plan made beside
-    each. ``tell`` gets a line when a process that plans has died.
+        ``costs`` are those that the run begins with. ``calibration`` takes the residuals of every step;
+    <<<<<<< HEAD
+        ``drift``, where there is one, watches them. ``semantics`` and ``stages`` as in Problem. ``compare`` has the best static plan made beside
+        each. ``tell`` gets a line when a process that plans has died.
+    =======
+        ``drift``, where there is one, watches them. ``compare`` has the best static plan made beside
+        each. The steps ``drawn`` get timelines. ``tell`` gets a line when a planning process has died.
+    >>>>>>> hard2
     """
 
     costs: CostModel
     options: PlannerConfig
     seed: int = 0
     compare: bool = True
+    drawn: Container[int] = ()
     ratio: float = 1.0
     observed: int = 0
     calibration: Calibration = field(default_factory=lambda: Calibration(fingerprint=""))
@@ -69,7 +75,7 @@ class OnlinePlanner:
             costs=self.costs, options=self.options, seed=self.seed, semantics=self.semantics,
             stages=self.stages,
         )  # fmt: skip
-        self.steps = StepPlanner(planner=planner, compare=self.compare)
+        self.steps = StepPlanner(planner=planner, compare=self.compare, drawn=self.drawn)
         self.margin = MemoryMargin(planner=planner)
         if not self.calibration.fingerprint:
             self.calibration = Calibration(fingerprint=self.costs.fingerprint)
@@ -89,7 +95,7 @@ class OnlinePlanner:
         ahead. Where plans are smoothed each waits for the one before: they are made here."""
         if self.options.smoothing:
             return
-        made = StepPlanner(planner=copy.copy(self.steps.planner), compare=self.compare)
+        made = replace(self.steps, planner=copy.copy(self.steps.planner))
         items = (self._request(lengths, step) for step, lengths in enumerate(coming, self._step))
         self._ahead = PlanAhead(made, items, depth=depth, tell=self.tell)
 
@@ -111,8 +117,8 @@ class OnlinePlanner:
         self._planned_ratio = found.request.ratio
         self._step += 1
         return Planned(
-            plan=found.plan, predicted=found.predicted, peak_bytes=found.peak_bytes,
-            planning_s=found.planning_s, facts=found.facts,
+            plan=found.plan, micro_batch_s=found.micro_batch_s, predicted=found.predicted,
+            peak_bytes=found.peak_bytes, planning_s=found.planning_s, facts=found.facts,
         )  # fmt: skip
 
     def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
@@ -152,7 +158,7 @@ class OnlinePlanner:
         self.ratio += weight * (seen - self.ratio)
 
     def learn(self, step: Step) -> tuple[str, ...]:
-        """Take the rows and peaks of a finished step; returns what a user should be told, a
+        """Take the times and peaks of a finished step; returns what a user should be told, a
         sentence each: drift, where it is watched, and a raised margin.
 
         The first step of a process warms up and says nothing.
@@ -162,7 +168,8 @@ class OnlinePlanner:
             return ()
         predicted, measured = step.metrics["predicted_peak_bytes"], step.metrics["peak_bytes"]
         costs, known = self.current_costs, self.calibration
-        residuals = micro_batch_residuals(step.plan, step.predicted, step.measured, costs)
+        found = step.times.micro_batches if step.times is not None else {}
+        residuals = micro_batch_residuals(step.plan, step.micro_batch_s, found, costs)
         known.observe(residuals)
         known.peaks = known.peaks.after(predicted, measured, costs.cluster.memory_bytes)
         told = self.margin.raise_after_step(step.number, predicted, measured)

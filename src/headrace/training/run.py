@@ -29,7 +29,7 @@ from headrace.training.broadcast import BroadcastPlanner
 from headrace.training.measured_costs import learnt, measured_costs
 from headrace.training.planner import OnlinePlanner
 from headrace.training.rank import Rank
-from headrace.training.run_record import RunRecord
+from headrace.training.run_record import RunRecord, drawn_steps
 from headrace.training.saved_state import SavedState
 from headrace.units import bytes_text, count_text, percent_text
 
@@ -97,7 +97,7 @@ class RankRun:
     def _online(self, costs: CostModel, known: Calibration) -> OnlinePlanner:
         return OnlinePlanner(
             costs=costs, options=self.config.planner, seed=self.config.run.seed,
-            calibration=known, drift=Drift(), tell=self.rank.say,
+            calibration=known, drift=Drift(), tell=self.rank.say, drawn=drawn_steps(self.config),
         )  # fmt: skip
 
     def _costs(self, saved: SavedState | None) -> tuple[CostModel, Profile | None, Calibration]:
@@ -143,6 +143,7 @@ class RankRun:
             device=rank.world.device,
             peak_flops_per_s=matmul_flops_per_s(rank.world.device, rank.dtype),
             finished=self._finished, tell=rank.say, entered=rank.enters,
+            drawn=drawn_steps(config),
             recovery=Recovery(rerendezvous=rank.world.rerendezvous, groups=rank.groups),
         )  # fmt: skip
         if self.online is not None and config.planner.ahead:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import headrace
+from headrace.config import Config
 from headrace.costs.learning.calibration import Calibration
 from headrace.costs.sources.profile import fit_parts
 from headrace.data import summarise
@@ -15,13 +16,13 @@ from headrace.errors import CostError
 from headrace.runtime.journal import Journal
 from headrace.runtime.trackers import Tracker, make_trackers
 from headrace.runtime.trainer import Step
-from headrace.spec.measurement import Timeline
 from headrace.spec.profile import Profile
 from headrace.spec.weights import parameter_count
 from headrace.training.cost_cache import calibration_path
+from headrace.training.drawn_steps import DrawnSteps
 from headrace.training.rank import Rank
 
-__all__ = ["RunRecord"]
+__all__ = ["RunRecord", "drawn_steps"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,11 +51,7 @@ class RunRecord:
 
     def step(self, step: Step, notices: tuple[str, ...]) -> None:
         """Write a finished step: metrics, plan and, for some steps, timelines."""
-        told = {"notices": list(notices)} if notices else {}
-        self._journal.metrics(dict(step.metrics) | told)
-        self._journal.plan({"step": step.number} | step.plan.to_json())
-        if self._draws(step.number):
-            self._journal.timelines(_timelines(step))
+        self._journal.step(step, notices)
         for tracker in self._trackers:
             tracker.log(step.metrics)
 
@@ -72,11 +69,10 @@ class RunRecord:
         for tracker in self._trackers:
             tracker.close()
 
-    def _draws(self, number: int) -> bool:
-        """Whether a step's timelines are recorded."""
-        config = self.rank.config
-        wanted, steps = config.report.timelines, config.run.steps
-        return bool(wanted) and (number % max(1, steps // wanted) == 0 or number == steps - 1)
+
+def drawn_steps(config: Config) -> DrawnSteps:
+    """The steps whose timelines a run records."""
+    return DrawnSteps(wanted=config.report.timelines, steps=config.run.steps)
 
 
 def _facts(rank: Rank, fingerprint: str, profile: Profile | None) -> dict[str, Any]:
@@ -116,14 +112,4 @@ def _facts(rank: Rank, fingerprint: str, profile: Profile | None) -> dict[str, A
             "points": [point for fit in fits for point in fit.to_json()],
         },
         "memory": {"capacity_bytes": rank.cluster.memory_bytes},
-    }
-
-
-def _timelines(step: Step) -> dict[str, Any]:
-    static = step.facts.get("static_timeline")
-    return {
-        "step": step.number,
-        "measured": step.measured.to_json(),
-        "predicted": step.predicted.to_json(),
-        "static": static.to_json() if isinstance(static, Timeline) else None,
     }

@@ -4,11 +4,11 @@ torch here."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.simulator import peak_bytes, simulate
+from headrace.simulator import micro_batch_seconds, peak_bytes, simulate
 from headrace.spec.compiler import compile_plan
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
@@ -31,12 +31,13 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """A plan, what its ranks' clocks and memories are expected to show, and the best static plan
-    beside it among the ``facts``."""
+    """A plan, the seconds of its micro-batches, what its ranks' clocks (where the step is drawn)
+    and memories are expected to show, and the best static plan beside it among the ``facts``."""
 
     request: PlanRequest
     plan: Plan
-    predicted: Timeline
+    micro_batch_s: tuple[float, ...]
+    predicted: Timeline | None
     peak_bytes: tuple[int, ...]
     planning_s: float
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -44,11 +45,13 @@ class PlannedStep:
 
 @dataclass(slots=True, kw_only=True)
 class StepPlanner:
-    """Plans what is requested; with ``compare`` the best static plan is made too. It can be
-    pickled, to plan in another process."""
+    """Plans what is requested; with ``compare`` the best static plan is made too. The steps
+    ``drawn`` come with timelines, which take longer the more ranks there are. It can be pickled, to
+    plan in another process."""
 
     planner: ConfiguredPlanner
     compare: bool = True
+    drawn: Container[int] = ()
 
     def __call__(self, request: PlanRequest) -> PlannedStep:
         """Plan. Raises InfeasiblePlan when nothing fits."""
@@ -59,7 +62,8 @@ class StepPlanner:
         return PlannedStep(
             request=request,
             plan=made,
-            predicted=self._timeline(made, request.ratio),
+            micro_batch_s=micro_batch_seconds(made, planner.costs.replace(scale=request.ratio)),
+            predicted=self._timeline(made, request),
             peak_bytes=peak_bytes(made, planner.costs),
             planning_s=planning_s,
             facts={"memory_margin": planner.costs.memory_margin} | self._static(request),
@@ -74,9 +78,11 @@ class StepPlanner:
         return {
             "best_static": str(best.strategy),
             "best_static_s": best.predicted_s,
-            "static_timeline": self._timeline(best, request.ratio),
+            "static_timeline": self._timeline(best, request),
         }
 
-    def _timeline(self, made: Plan, ratio: float) -> Timeline:
-        costs = self.planner.costs.replace(scale=ratio)
+    def _timeline(self, made: Plan, request: PlanRequest) -> Timeline | None:
+        if request.step not in self.drawn:
+            return None
+        costs = self.planner.costs.replace(scale=request.ratio)
         return simulate(compile_plan(made, costs.shape.bucket_count), made, costs)

@@ -15,8 +15,9 @@ from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.costs.learning.calibration import Calibration
 from headrace.costs.learning.drift import Drift
 from headrace.errors import InfeasiblePlan
+from headrace.runtime.step_times import StepTimes
 from headrace.runtime.trainer import Planned, Step
-from headrace.spec import Lengths, Timeline
+from headrace.spec import Lengths
 from headrace.spec.architecture import Architecture
 from headrace.training.cost_cache import calibration_path
 from headrace.training.planner import OnlinePlanner
@@ -34,16 +35,18 @@ def costs(margin: float = 0.1, memory: int = MEMORY) -> CostModel:
 
 def finished(number: int, planned: Planned, peaks: tuple[int, int], slow: float = 1.0) -> Step:
     """The planned step as if rank 1 took ``slow`` times as long as predicted."""
-    rows = [
-        {"rank": r.rank, "action": r.action, "kind": r.kind, "start_s": r.start_s,
-         "end_s": r.start_s + r.seconds * (slow if r.rank == 1 else 1.0)}
-        for r in planned.predicted.rows
-    ]  # fmt: skip
-    measured = Timeline.from_json({"source": "measured", "devices": 2, "rows": rows})
+    pipelines = planned.plan.pipelines
+    found = {
+        index: seconds * (slow if 1 in pipelines[micro.pipeline].ranks else 1.0)
+        for index, (micro, seconds) in enumerate(
+            zip(planned.plan.micro_batches, planned.micro_batch_s, strict=True)
+        )
+    }
+    times = StepTimes(step_s=1.0, waited_s=0.0, peak_bytes=peaks, idle=0.0, micro_batches=found)
     return Step(
-        number=number, plan=planned.plan, measured=measured, predicted=planned.predicted,
+        number=number, plan=planned.plan, measured=None, predicted=None, times=times,
+        micro_batch_s=planned.micro_batch_s, facts={},
         metrics={"peak_bytes": list(peaks), "predicted_peak_bytes": list(planned.peak_bytes)},
-        facts={},
     )  # fmt: skip
 
 

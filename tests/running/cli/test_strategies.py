@@ -29,6 +29,7 @@ def costs() -> CostModel:
 def online(**options: Any) -> OnlinePlanner:
     made = OnlinePlanner(
         costs=costs(), options=PlannerConfig(name="strategies", **options), compare=False,
+        drawn=range(9),
     )  # fmt: skip
     made.check(5000)
     return made
@@ -50,6 +51,7 @@ def test_strategies_take_turns() -> None:
     for lengths in BATCHES:
         planned = planner.plan(lengths)
         seen.append(str(planned.plan.strategy))
+        assert planned.predicted is not None
         assert planned.predicted.seconds == pytest.approx(planned.plan.predicted_s)
         assert len(planned.peak_bytes) == 4
         planner.observe(1.0, 1.0)

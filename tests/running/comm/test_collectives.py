@@ -17,6 +17,7 @@ from headrace.comm.collectives import (
     from_first,
     gather_bytes,
     gather_floats,
+    gather_to_first,
     issue_all_gather,
     issue_all_to_all,
     issue_reduce_scatter,
@@ -358,3 +359,20 @@ def test_a_single_rank_communicates_nothing() -> None:
     assert from_first(b"me", None) == b"me"
     assert gather_floats((1.5, 2.5), None) == [[1.5, 2.5]]
     agree("anything", "alone", None)
+
+
+def _gathered() -> list[Any]:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    payloads = [b"", b"\0" * rank, bytes([rank]) * (5 - rank), b"x" if rank == 2 else b""]
+    return [gather_to_first(payload, group) for payload in payloads]
+
+
+def test_the_first_rank_gets_what_all_say() -> None:
+    """Would catch padding taken for what was said, zeros cut off, and ranks that get what only the
+    first needs."""
+    first, *others = run_ranks(3, _gathered)
+    assert first == [
+        [b""] * 3, [b"", b"\0", b"\0\0"], [b"\0" * 5, b"\1" * 4, b"\2" * 3], [b"", b"", b"x"],
+    ]  # fmt: skip
+    assert others == [[None] * 4] * 2
+    assert gather_to_first(b"alone", None) == [b"alone"]

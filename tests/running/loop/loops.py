@@ -123,7 +123,9 @@ def weights(model: torch.nn.Module) -> list[Any]:
     return [w.detach().numpy() for w in whole]
 
 
-def batches(items: Any, steps: int, *, tokens: str = "input_ids", **options: Any) -> list[LoopBatch]:
+def batches(
+    items: Any, steps: int, *, tokens: str = "input_ids", **options: Any
+) -> list[LoopBatch]:
     """The batches that an attached loop draws."""
     kind = "next"
     samples = Samples.of(items, None, tokens=tokens, kind=kind)

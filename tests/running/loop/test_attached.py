@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ranks import run_ranks
 from running.loop.loops import (
-    LENGTHS,
     Drawn,
     alone,
     attached,

@@ -22,7 +22,6 @@ from headrace.runtime.schedule import Schedule
 from headrace.runtime.storage import Storage
 from headrace.runtime.trainer import Planned, Trainer
 from headrace.spec import Architecture, Lengths, Plan
-from headrace.spec.measurement import Timeline
 from jobs import Job
 from strategies import laid_out
 
@@ -55,8 +54,7 @@ class Planner:
 
     def _planned(self, lengths: Lengths, text: str) -> Planned:
         plan = laid_out(text, LLAMA, lengths.tokens, 4)
-        empty = Timeline(source="predicted", rows=(), devices=4)
-        return Planned(plan=plan, predicted=empty, peak_bytes=(0,) * 4, planning_s=0.0)
+        return Planned(plan=plan, predicted=None, peak_bytes=(0,) * 4, planning_s=0.0)
 
     def plan(self, lengths: Lengths) -> Planned:
         return self._planned(lengths, FIRST)

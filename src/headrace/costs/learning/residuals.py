@@ -1,17 +1,16 @@
-"""Residuals: the rows of a step that were measured against those that were predicted."""
+"""Residuals: the seconds of micro-batches that were measured against those that were predicted."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.costs.cost_model import CostModel
-from headrace.spec.measurement import Timeline
+from headrace.spec.method import LayerPlan
 from headrace.spec.plan import MicroBatch, Plan
-from headrace.spec.program import Backward, Forward, parse_action
 
 __all__ = ["Residual", "common_factor", "micro_batch_residuals", "rank_differences"]
 
@@ -36,53 +35,59 @@ class Residual:
 
 
 def micro_batch_residuals(
-    plan: Plan, predicted: Timeline, measured: Timeline, costs: CostModel
+    plan: Plan, predicted: Sequence[float], measured: Mapping[int, float], costs: CostModel
 ) -> tuple[Residual, ...]:
-    """The residuals of a step's micro-batches, in the plan's order.
-
-    A member of a group that arrives early waits in the group's first collective, and its row is
-    longer by that. The shortest row of a group is of its last member, which is when the simulator
-    lets the micro-batch start. Waiting for weights is not counted. A micro-batch that either
-    timeline lacks is left out.
+    """The residuals of a step's micro-batches, in the plan's order: seconds of their forwards and
+    backwards without waiting, ``predicted`` for each and ``measured`` for those that ran. One that
+    took no time is left out.
     """
-    wanted, found = _seconds(predicted), _seconds(measured)
+    shares = _Shares(plan, costs)
     return tuple(
         Residual(
-            ranks=plan.pipelines[micro.pipeline].ranks, predicted_s=wanted[index],
-            measured_s=found[index], shares=_shares(plan, micro, costs),
+            ranks=plan.pipelines[micro.pipeline].ranks, predicted_s=predicted[index],
+            measured_s=measured[index], shares=shares.of(micro),
         )
         for index, micro in enumerate(plan.micro_batches)
-        if wanted.get(index, 0.0) > 0 and found.get(index, 0.0) > 0
+        if predicted[index] > 0 and measured.get(index, 0.0) > 0
     )  # fmt: skip
 
 
-def _seconds(timeline: Timeline) -> dict[int, float]:
-    """Forward and backward of each micro-batch over its stages, by the last member of each."""
-    shortest: dict[tuple[str, int, int], float] = {}
-    for row in timeline.rows:
-        if row.kind not in ("forward", "backward"):
-            continue
-        action = parse_action(row.action)
-        if isinstance(action, Forward | Backward):
-            # Not by their text: each member's backward names its own pushes.
-            key = action.kind, action.stage, action.micro_batch
-            shortest[key] = min(row.seconds - row.waited_s, shortest.get(key, math.inf))
-    sums: dict[int, float] = defaultdict(float)
-    for (_, _, micro_batch), seconds in shortest.items():
-        sums[micro_batch] += seconds
-    return sums
+class _Shares:
+    """The parts of options in predicted layer seconds: the coefficients of each once for every
+    layer plan and width."""
 
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
+        self._plan, self._costs = plan, costs
+        self._known: dict[tuple[int, int], dict[str, tuple[float, float, float]]] = {}
 
-def _shares(plan: Plan, micro: MicroBatch, costs: CostModel) -> dict[str, float]:
-    scheme, lengths = plan.pipelines[micro.pipeline].scheme, plan.tokens_of(micro)
-    p = scheme.width
-    seconds: dict[str, float] = defaultdict(float)
-    for option, count in micro.layers.counts:
-        seconds[f"cp{p} {option}"] += count * sum(
-            costs.layer_seconds(lengths, p, option, plan.working)
-        )
-    total = sum(seconds.values())
-    return {key: s / total if total > 0 else 1 / len(seconds) for key, s in seconds.items()}
+    def of(self, micro: MicroBatch) -> dict[str, float]:
+        """The shares of a micro-batch by option key; they sum to one."""
+        width = self._plan.pipelines[micro.pipeline].scheme.width
+        lengths = self._plan.tokens_of(micro)
+        squares, tokens = sum(n * n for n in lengths), sum(lengths)
+        seconds = {
+            key: a * squares + b * tokens + c
+            for key, (a, b, c) in self._rows(width, micro.layers).items()
+        }
+        total = sum(seconds.values())
+        return {key: s / total if total > 0 else 1 / len(seconds) for key, s in seconds.items()}
+
+    def _rows(self, width: int, layers: LayerPlan) -> dict[str, tuple[float, float, float]]:
+        """Coefficients of the seconds of all layers of each option. By the identity of their plan:
+        hashing all layers of all micro-batches takes longer."""
+        known = self._known.get((width, id(layers)))
+        if known is None:
+            known = dict[str, tuple[float, float, float]]()
+            self._known[width, id(layers)] = known
+            for option, count in Counter(layers.options).items():
+                cost = self._costs.option(width, option)
+                gather = sum(self._costs.gather_seconds(width, option, self._plan.working))
+                lines = cost.forward, cost.backward
+                known[f"cp{width} {option}"] = (
+                    count * sum(line.a for line in lines), count * sum(line.b for line in lines),
+                    count * (sum(line.c for line in lines) + gather),
+                )  # fmt: skip
+        return known
 
 
 def rank_differences(residuals: Sequence[Residual]) -> dict[int, float]:
