@@ -67,10 +67,6 @@ class HeldWeights:
             return self.model.no_sync()
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a part of the loss. FSDP2 divides sums by the ranks."""
-        (loss * self.ranks if self.sharded else loss).backward()
-
     def add_up(self) -> None:
         """Gradients of all ranks' micro-batches, where FSDP2 has not added them. Collective."""
         if self.sharded or self.ranks == 1:

@@ -147,7 +147,7 @@ class LoopStep:
             if not self.number and count:
                 check_loss(loss, micro.targets)
             middle = self._now()
-            run.held.backward(loss)
+            loss.backward()
             self._note(turn, start, middle, pack["labels"].shape[1])
             part = loss.detach()
             self._sum = part if self._sum is None else self._sum + part

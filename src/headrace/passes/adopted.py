@@ -132,6 +132,7 @@ class Adopted:
             backend or "eager", None if registry else self._seat
         )  # fmt: skip
         self._call = self._compiled(self._compiler)
+        self._adds = False
 
     def prepare(self, groups: Iterable[Members]) -> None:
         """Make the groups of ranks among which batches will be sharded. Collective: every rank of
@@ -178,6 +179,9 @@ class Adopted:
         """:meth:`shard` of a batch that is known to be alike on all ``ranks`` of ``groups``, its
         labels under the name ``labels``, for a model that was probed: no rank is asked."""
         groups = groups or self._groups
+        if not self._adds and isinstance(self.model, FSDPModule):
+            _add_plainly(self.model)
+            self._adds = True
         documents = documents_of(batch, self.tokens)
         places = None if self._takes_places else declared_places(batch)
         width = batch[self.tokens].shape[1]
@@ -287,9 +291,9 @@ class Adopted:
         return attention(q, k, v, self._seat.handle, causal=causal, window=window, scale=scale)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add gradients of this rank's part of the loss. Under DDP and FSDP2, which divide sums by
-        the ranks, it is multiplied by them first."""
-        averaged = isinstance(self.model, _WRAPPERS)
+        """Add gradients of this rank's part of the loss. DDP divides their sums by the ranks: under
+        it the loss is multiplied by them first."""
+        averaged = isinstance(self.model, DistributedDataParallel)
         (loss * dist.get_world_size() if averaged else loss).backward()
 
     def add_up(self, loss: torch.Tensor) -> torch.Tensor:
@@ -361,6 +365,15 @@ class Adopted:
             self.model, run, self._seat, batch, self.tokens, places=self._takes_places,
             firsts=self._firsts,
         )  # fmt: skip
+
+
+def _add_plainly(model: torch.nn.Module) -> None:
+    """Have FSDP2 add up gradients without dividing them: a factor that is no power of two, even if
+    it is undone before, rounds what models compute in single precision."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def _mark_dynamic(inputs: Mapping[str, Any]) -> None:
