@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, log2
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -45,6 +46,20 @@ class Summary:
     bin_tokens: tuple[float, ...]
     edges: tuple[int, ...]
     counts: tuple[int, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """What a run writes down of its data, as JSON."""
+        return {
+            "name": self.name,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "median": self.median,
+            "p90": self.p90,
+            "p99": self.p99,
+            "max": self.longest,
+            "skipped": self.skipped,
+            "histogram": {"edges": list(self.edges), "counts": list(self.counts)},
+        }
 
     def __str__(self) -> str:
         rows = [("", BIN_NAMES)]

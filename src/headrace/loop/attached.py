@@ -14,10 +14,12 @@ those of one process over the same samples, and optimizer and scheduler take one
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -26,25 +28,31 @@ from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.launch import join_world
 from headrace.comm.mesh import Groups
 from headrace.config.model import PlannerConfig, cache_folder
+from headrace.costs import CostModel
 from headrace.data.order import SamplerOptions
-from headrace.errors import DataError, HeadraceError, SpecError
-from headrace.loop.held import HeldWeights
+from headrace.errors import CheckpointError, DataError, HeadraceError, SpecError
+from headrace.loop.held import HeldWeights, bytes_now
 from headrace.loop.order import DrawnOrder, LoopBatch, SampleOrder, StreamOrder
 from headrace.loop.planning import LoopSetup, measured, planner_of
+from headrace.loop.record import EarlyAndRare, LoopRecord
 from headrace.loop.samples import LengthSource, Samples, packed
+from headrace.loop.saved import LoopCheckpoints
 from headrace.loop.step import LoopStep, MicroRun, members_of, turns_of
 from headrace.passes.adopted import compile as adopt
 from headrace.passes.placement import Exchange
 from headrace.passes.recompute import recomputed
 from headrace.passes.shard import IGNORED, Labels, LocalBatch
-from headrace.runtime.trainer import Planned
-from headrace.spec.known_methods import SINGLE_RANK
+from headrace.runtime.trainer import Planned, Step, plan_metrics, told_to_first
 from headrace.spec.method import RECOMPUTE, Recompute
 from headrace.spec.plan import Plan
+from headrace.training.drawn_steps import DrawnSteps
 from headrace.training.listener import ProgressLines, tell
 from headrace.units import parse_bytes, parse_count
 
 __all__ = ["Attached", "attach"]
+
+_DRAWN = 8
+"""Steps of which the rows of all ranks are recorded, where it is known how many there are."""
 
 Budget = int | str
 """Tokens, or their number as a text: ``"64Ki"``."""
@@ -59,7 +67,7 @@ def attach(
     planner: Literal["adaptive", "static"] = "adaptive", static_size: int | None = None,
     sizes: Sequence[int] = (), exchange: Exchange | None = None,
     recompute: Sequence[Recompute] = RECOMPUTE, longest: Budget | None = None,
-    memory: str | None = None, memory_margin: float | None = None,
+    memory: str | None = None, memory_margin: float | None = None, costs: CostModel | None = None,
     cache: str | Path | None = None, out: str | Path | None = None,
     say: Callable[[str], None] = tell,
 ) -> Attached:  # fmt: skip
@@ -83,6 +91,8 @@ def attach(
         recompute   levels that a plan may choose for each layer, where the model can
         longest     tokens of the longest pack to measure; of the longest sample where left out
         memory      of a rank ("8GiB"); 80 % of what is free where it is left out
+        costs       of the model on these ranks, as ``run.found.costs`` of another loop; measured
+                    where they are left out, and kept in the folder ``cache``
         out         folder for metrics and plans, which ``headrace report`` reads
 
     Raises ModelError for models that cannot be spread over ranks, DataError for data without
@@ -107,7 +117,7 @@ def attach(
             recompute=tuple(recompute), memory_margin=memory_margin,
         ),
         longest=_tokens(longest) if longest else known, cache=cache_folder(cache),
-        memory_bytes=parse_bytes(memory) if memory else None,
+        memory_bytes=parse_bytes(memory) if memory else None, costs=costs,
         say=(lambda text: None) if quiet else say,
         progress=(lambda what, done, of: None) if quiet else ProgressLines(say),
     )  # fmt: skip
@@ -116,7 +126,10 @@ def attach(
 
 
 class Attached:
-    """A loop over planned steps, and what a step needs."""
+    """A loop over planned steps, and what a step needs.
+
+    ``number`` is that of the next step; ``planner`` makes the plans.
+    """
 
     def __init__(
         self, *, setup: LoopSetup, order: SampleOrder, scheduler: Any, clip: float | None,
@@ -125,24 +138,33 @@ class Attached:
         self.adopted, self.held, self.device = setup.adopted, setup.held, setup.device
         self.rank, self.number = setup.groups.rank, 0
         self._setup, self._order, self._groups = setup, order, setup.groups
-        self._optimizer, self._scheduler = setup.optimizer, scheduler
-        self._clip, self._steps, self._epochs = clip, steps, epochs
+        self._scheduler, self._clip = scheduler, clip
+        self._steps, self._epochs = steps, epochs
         self._shard: LocalBatch | None = None
+        self._batch: LoopBatch | None = None
+        self._state = order.state()
         sample = order.first()
         self.adopted.probe({k: v.to(self.device) for k, v in packed([sample]).items()})
         self._first = self.adopted.first_place({})
         self._restore = self.adopted.install()
         self.found = measured(setup, sample)
-        self.planner = planner_of(setup, self.found.costs)
+        self._drawn = EarlyAndRare() if steps is None else DrawnSteps(wanted=_DRAWN, steps=steps)
+        self.planner = planner_of(setup, self.found.costs, self._drawn)
+        self._record = LoopRecord(out, setup) if self.rank == 0 else None
+        self._begun = False
         if order.longest is not None:
             self.planner.check(order.longest)
 
     def __iter__(self) -> Iterator[LoopStep]:
         """The steps that are left, planned one by one."""
+        if self._record is not None and not self._begun:
+            self._record.begin(self.number, self._order, self.found)
+        self._begun = True
         while self._more():
-            batch = self._order.next_batch()
+            asked_s = time.perf_counter()
+            batch = self._batch = self._order.next_batch()
             planned = self.planner.plan(batch.lengths)
-            step = self._step(batch, planned)
+            step = self._step(batch, planned, time.perf_counter() - asked_s)
             yield step
             if not step.done:
                 raise HeadraceError(
@@ -155,13 +177,12 @@ class Attached:
             return self.number < self._steps
         return self._order.epoch < self._epochs
 
-    def _step(self, batch: LoopBatch, planned: Planned) -> LoopStep:
+    def _step(self, batch: LoopBatch, planned: Planned, waited_s: float) -> LoopStep:
         plan = planned.plan
-        turns = turns_of(plan, self.rank)
-        self.adopted.prepare({members_of(plan, index) for index in range(len(plan.micro_batches))})
+        self.adopted.prepare({members_of(plan, i) for i in range(len(plan.micro_batches))})
         return LoopStep(
-            number=self.number, epoch=batch.epoch, plan=plan, run=self, turns=turns,
-            read=partial(self._read, batch, plan),
+            number=self.number, epoch=batch.epoch, planned=planned, waited_s=waited_s, run=self,
+            turns=turns_of(plan, self.rank), read=partial(self._read, batch, plan),
         )  # fmt: skip
 
     def _read(self, batch: LoopBatch, plan: Plan, turn: MicroRun) -> dict[str, torch.Tensor]:
@@ -179,16 +200,16 @@ class Attached:
     ) -> LocalBatch:
         """This rank's part of a pack, which the model works on from here on."""
         exchange: Exchange | None = None
-        levels = self.found.probes
-        if turn.index is not None:
-            options = plan.micro_batches[turn.index].layers.options
-            if len(turn.ranks) > 1 and options[0].attention != SINGLE_RANK:
-                exchange = options[0].attention  # type: ignore[assignment]
-            levels.choose([option.recompute for option in options])
-        else:
-            levels.choose([])
+        options = () if turn.index is None else plan.micro_batches[turn.index].layers.options
+        if len(turn.ranks) > 1:
+            exchange = cast(Exchange, options[0].attention)
+        self.found.probes.choose([option.recompute for option in options])
         self._shard = self.adopted.place(pack, turn.ranks, targets=targets, exchange=exchange)
         return self._shard
+
+    def bytes_now(self) -> int:
+        """What this rank holds of the model and its optimizer."""
+        return bytes_now(self.held.model, self._setup.optimizer)
 
     def total(self, count: int) -> int:
         """The sum of a number over all ranks. Collective."""
@@ -196,19 +217,46 @@ class Attached:
 
     def update(self, part: torch.Tensor | None) -> tuple[float, float | None]:
         """Add up gradients, and take one step of optimizer and scheduler; returns the loss of all
-        ranks and the norm of the gradient, where it is clipped. Collective."""
+        ranks and the norm of the gradient, where it is clipped. Collective. Raises HeadraceError
+        for a loss that is not finite, with the weights as they were."""
         self.held.add_up()
+        own = 0.0 if part is None else float(part)
+        loss = sum(row[0] for row in gather_floats([own], self._groups.world))
+        if not math.isfinite(loss):
+            raise HeadraceError(
+                f"loss of step {self.number}", got=loss, wanted="a finite number",
+                hint="lower the learning rate and go on from the last checkpoint",
+            )  # fmt: skip
         norm = float(self.held.norm(self._clip)) if self._clip is not None else None
-        self._optimizer.step()
+        self._setup.optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
-        self._optimizer.zero_grad()
-        own = 0.0 if part is None else float(part)
-        return sum(row[0] for row in gather_floats([own], self._groups.world)), norm
+        self._setup.optimizer.zero_grad()
+        return loss, norm
 
     def finished(self, step: LoopStep) -> None:
-        """A step is done."""
+        """Write down a step that is done, and learn from it. Collective."""
+        assert self._batch is not None, "of a step"
         self.number += 1
+        self._state = dict(self._batch.state_after)
+        times, rows = told_to_first(
+            step.times(), self._groups, drawn=step.number in self._drawn
+        )  # fmt: skip
+        online = self.planner.planner
+        if times is None or online is None or self._record is None:
+            return
+        self.planner.observe(step.plan.predicted_s, times.step_s)
+        metrics = step.metrics(self._rate()) | plan_metrics(step.planned, times)
+        done = Step(
+            number=step.number, metrics=metrics, plan=step.plan, times=times, measured=rows,
+            micro_batch_s=step.planned.micro_batch_s, predicted=step.planned.predicted,
+            facts=step.planned.facts,
+        )  # fmt: skip
+        self._record.step(done, online.learn(done))
+
+    def _rate(self) -> float:
+        """The learning rate of the first group of parameters."""
+        return float(self._setup.optimizer.param_groups[0]["lr"])
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -220,9 +268,63 @@ class Attached:
         """``layer(*inputs)``, computed again in the backward but for its attention."""
         return recomputed(layer, *inputs)
 
+    def save(self, folder: str | Path, *, keep: int = 3) -> Path:
+        """Write a checkpoint into a folder of its own within ``folder``, of which the last ``keep``
+        stay: weights, optimizer, scheduler, the place in the data, and what plans follow from.
+        Collective. Raises CheckpointError on every rank when any could not write it."""
+        scheduler = None if self._scheduler is None else self._scheduler.state_dict()
+        extra = {
+            "loop": 1, "step": self.number, "ranks": self._groups.ranks, "data": self._state,
+            "scheduler": scheduler, "planner": self.planner.state(),
+        }  # fmt: skip
+        if self._record is not None and self.planner.planner is not None:
+            self._record.keep(self.planner.planner)
+        return self._checkpoints().save(Path(folder), self.number, extra, keep=keep)
+
+    def load(self, folder: str | Path) -> bool:
+        """Go on from the newest whole checkpoint in ``folder``, or from ``folder`` itself where it
+        is one; False, with everything as it is, where there is none yet. Collective, before the
+        first step. On as many ranks as before plans are made as they would have been.
+
+        Raises CheckpointError for a checkpoint of another model, or where all are damaged, and
+        DataError for one of other data.
+        """
+        extra = self._checkpoints().load(Path(folder))
+        if extra is None:
+            return False
+        if extra.get("loop") != 1:
+            raise CheckpointError(f"checkpoint in {folder}", got="of a run", wanted="of a loop")
+        self._order.restore(extra["data"])
+        self.number, self._state = int(extra["step"]), dict(extra["data"])
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(extra["scheduler"])
+        if extra["ranks"] == self._groups.ranks:
+            self._plan_as(extra["planner"])
+        self._setup.say(f"going on with step {self.number}, saved by {extra['ranks']} ranks")
+        return True
+
+    def _plan_as(self, state: Mapping[str, Any]) -> None:
+        """Plan with the costs and the corrections of before."""
+        costs = CostModel.from_json(state["costs"]).replace(cluster=self.found.costs.cluster)
+        self.planner = planner_of(self._setup, costs, self._drawn)
+        if self.planner.planner is not None:
+            self.planner.planner.restore(state)
+
+    def _checkpoints(self) -> LoopCheckpoints:
+        return LoopCheckpoints(
+            model=self.held.inner, optimizer=self._setup.optimizer, groups=self._groups
+        )
+
+    def report(self, out: str | Path = "report.html") -> Path | None:
+        """Write the report of the steps so far, one HTML file with pictures; its path on the first
+        rank, None on others. Raises MissingExtra without the packages of the extra ``report``."""
+        return None if self._record is None else self._record.run.report(out)
+
     def detach(self) -> None:
-        """Give the model back as it was."""
+        """Give the model back, without what was put in its place, and close what is open."""
         self._restore()
+        if self._record is not None:
+            self._record.close()
 
 
 def _order(

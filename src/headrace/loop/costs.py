@@ -80,7 +80,7 @@ class LoopProfiler:
     def profile(self, fingerprint: str, shape: ModelShape) -> Profile:
         """Run all sweeps. Collective: every rank calls it alike. Gradients are let go of."""
         started = time.perf_counter()
-        options = SweepOptions(longest=self.longest, point_s=self.point_s)
+        options = SweepOptions(longest=self.longest, point_s=self.point_s, counts=1)
         sweeper = Sweeper(
             self.groups, options, device=self.device,
             room_bytes=max(1, self.cluster.memory_bytes - self.state_bytes),

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headrace.errors import ModelError
 from headrace.spec.plan import Semantics
 
-__all__ = ["HeldWeights", "state_bytes"]
+__all__ = ["HeldWeights", "bytes_now", "state_bytes"]
 
 _BUCKET_BYTES = 32 << 20
 
@@ -100,27 +100,31 @@ def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn
         other = bool(bucket) and bucket[0].dtype != parameter.dtype
         if bucket and (other or held + parameter.nbytes > _BUCKET_BYTES):
             yield bucket
-            bucket, held = [], 0
+            bucket, held = list[torch.nn.Parameter](), 0
         bucket.append(parameter)
         held += parameter.nbytes
     if bucket:
         yield bucket
 
 
+def bytes_now(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """What this rank holds of weights, gradients that are there, and the optimizer's state."""
+    parameters = list(model.parameters())
+    grads = [p.grad for p in parameters if p.grad is not None]
+    states = [x for s in optimizer.state.values() for x in s.values() if torch.is_tensor(x)]
+    return sum(_local(x).nbytes for x in (*parameters, *model.buffers(), *grads, *states))
+
+
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """What this rank always holds: weights, gradients, and the optimizer's state, as it is or as
     its first step will make it."""
-    held = sum(_local(p).nbytes for p in model.parameters())
-    held += sum(_local(b).nbytes for b in model.buffers())
-    trained = sum(_local(p).nbytes for p in model.parameters() if p.requires_grad)
-    states = [x for s in optimizer.state.values() for x in s.values() if torch.is_tensor(x)]
-    if states:
-        return held + trained + sum(_local(x).nbytes for x in states)
-    groups = optimizer.param_groups
+    absent = sum(_local(p).nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
+    held = bytes_now(model, optimizer) + absent
+    if optimizer.state:
+        return held
     usual = _STATES.get(type(optimizer).__name__, 2)
-    if any(group.get("momentum") for group in groups):
-        usual += 1
-    return held + trained + usual * trained
+    usual += any(group.get("momentum") for group in optimizer.param_groups)
+    return held + usual * sum(_local(p).nbytes for p in model.parameters() if p.requires_grad)
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:

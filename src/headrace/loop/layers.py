@@ -94,7 +94,7 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> Layers | None:
         return None
     best = max(chains, key=lambda found: sum(p.numel() for p in found.parameters()))
     ((_, out),) = calls[id(best[0])]
-    return Layers(container=best, modules=tuple(best), many=isinstance(out, tuple | list))
+    return Layers(container=best, modules=tuple(best), many=not torch.is_tensor(out))
 
 
 def _noting(calls: dict[int, list[tuple[Any, Any]]]) -> Callable[..., None]:
@@ -123,4 +123,4 @@ def _chained(calls: Sequence[list[tuple[Any, Any]]]) -> bool:
 
 
 def _first(out: Any) -> Any:
-    return out[0] if isinstance(out, tuple | list) and out else out
+    return out if torch.is_tensor(out) else next(iter(out), None)

@@ -14,6 +14,7 @@ import torch
 
 from headrace.data.order import SamplerOptions
 from headrace.data.sampler import Sampler
+from headrace.data.summary import summarise_lengths
 from headrace.errors import DataError
 from headrace.loop.samples import Samples, sample_of
 from headrace.passes.shard import Labels
@@ -61,6 +62,10 @@ class SampleOrder(Protocol):
         """Some sample, to look at."""
         ...
 
+    def facts(self) -> dict[str, Any]:
+        """What is known of the data before it is read, for reports."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """Where the order stands, as JSON."""
         ...
@@ -100,6 +105,11 @@ class DrawnOrder:
             lengths=batch.lengths, epoch=batch.epoch, state_after=batch.state_after,
             read=lambda i: self.samples.read(items[i]),
         )  # fmt: skip
+
+    def facts(self) -> dict[str, Any]:
+        """How long the samples are."""
+        found = summarise_lengths(self.samples.lengths, name=self.samples.name).facts()
+        return found | {"fingerprint": self.samples.fingerprint, "context": self.longest}
 
     def first(self) -> Item:
         """The longest sample."""
@@ -162,6 +172,10 @@ class StreamOrder:
             lengths=Lengths.of(len(item[self._tokens]) for item in items), epoch=epoch,
             read=lambda i: items[i], state_after=self.state(),
         )  # fmt: skip
+
+    def facts(self) -> dict[str, Any]:
+        """Its kind."""
+        return {"name": type(self._dataset).__name__}
 
     def first(self) -> Item:
         """The next item."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from headrace.training.cost_cache import read_profile
 from headrace.training.planner import OnlinePlanner
 from headrace.units import bytes_text, seconds_text
 
-__all__ = ["LoopSetup", "ModelCosts", "planner_of"]
+__all__ = ["LoopSetup", "ModelCosts", "measured", "planner_of"]
 
 _SHARE = 0.8
 """Of the free memory that a loop uses unless told."""
@@ -55,22 +55,26 @@ class LoopSetup:
     memory_bytes: int | None
     seed: int
     cache: Path
+    costs: CostModel | None
     say: Callable[[str], None]
     progress: Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelCosts:
-    """A model's probes, and what was measured with them."""
+    """A model's probes, and what was measured with them, unless costs were given."""
 
     probes: ModelProbes
-    profile: Profile
+    profile: Profile | None
     costs: CostModel
 
 
 def measured(setup: LoopSetup, sample: dict[str, torch.Tensor]) -> ModelCosts:
-    """The costs of a model on these ranks: a kept profile, or a new one. Collective."""
+    """The costs of a model on these ranks: those given, a kept profile, or a new one. Collective.
+    Raises CostError for given ones of another number of ranks or layers."""
     probes = _probes(setup, sample)
+    if setup.costs is not None:
+        return ModelCosts(probes=probes, profile=None, costs=_given(setup, probes, setup.costs))
     fingerprint = _fingerprint(setup, probes)
     kept = hashlib.sha256(fingerprint.encode()).hexdigest()[:24]
     path = setup.cache / "profiles" / f"loop-{kept}.json"
@@ -93,12 +97,22 @@ def measured(setup: LoopSetup, sample: dict[str, torch.Tensor]) -> ModelCosts:
     return ModelCosts(probes=probes, profile=profile, costs=costs)
 
 
-def planner_of(setup: LoopSetup, costs: CostModel) -> BroadcastPlanner:
-    """The planner of all ranks: the first decides."""
+def _given(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> CostModel:
+    ranks, layers = setup.groups.ranks, len(probes.layers) if probes.layers else 1
+    if (costs.cluster.devices, costs.shape.layers) != (ranks, layers):
+        raise CostError(
+            "costs of a loop", got=f"{costs.cluster.devices} ranks, {costs.shape.layers} layers",
+            wanted=f"{ranks} ranks, {layers} layers",
+        )  # fmt: skip
+    return costs
+
+
+def planner_of(setup: LoopSetup, costs: CostModel, drawn: Container[int] = ()) -> BroadcastPlanner:
+    """The planner of all ranks: the first decides. Of ``drawn`` steps it predicts all rows."""
     online = None
     if setup.groups.rank == 0:
         online = OnlinePlanner(
-            costs=costs, options=setup.options, seed=setup.seed, stages=False,
+            costs=costs, options=setup.options, seed=setup.seed, stages=False, drawn=drawn,
             semantics=setup.held.semantics, tell=setup.say,
         )  # fmt: skip
     return BroadcastPlanner(groups=setup.groups, planner=online)

@@ -10,7 +10,7 @@ from typing import Any
 import headrace
 from headrace.costs.sources.profile import fit_parts
 from headrace.errors import CostError
-from headrace.loop.order import DrawnOrder, SampleOrder
+from headrace.loop.order import SampleOrder
 from headrace.loop.planning import LoopSetup, ModelCosts
 from headrace.runtime.journal import Journal
 from headrace.runtime.machine import machine_facts
@@ -18,15 +18,22 @@ from headrace.runtime.trainer import Step
 from headrace.training.planner import OnlinePlanner
 from headrace.training.run_folder import TrainingRun
 
-__all__ = ["LoopRecord"]
+__all__ = ["EarlyAndRare", "LoopRecord"]
+
+
+class EarlyAndRare:
+    """The steps whose rows are gathered where nobody knows how many there will be: 1, 2, 4, ..."""
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and number > 0 and number & (number - 1) == 0
 
 
 class LoopRecord:
     """The folder of a loop on the first rank: ``out``, or a temporary one where that is None."""
 
     def __init__(self, out: str | Path | None, setup: LoopSetup) -> None:
-        self._temporary = None if out is not None else tempfile.TemporaryDirectory()
-        self.folder = Path(out if self._temporary is None else self._temporary.name)
+        self._temporary = tempfile.TemporaryDirectory() if out is None else None
+        self.folder = Path(self._temporary.name if self._temporary else out or "")
         self._setup = setup
         self._journal: Journal | None = None
 
@@ -61,10 +68,8 @@ class LoopRecord:
             self._temporary.cleanup()
 
 
-def _facts(
-    folder: Path, setup: LoopSetup, order: SampleOrder, found: ModelCosts
-) -> dict[str, Any]:
-    fits = fit_parts(found.profile)
+def _facts(folder: Path, setup: LoopSetup, order: SampleOrder, found: ModelCosts) -> dict[str, Any]:
+    fits = fit_parts(found.profile) if found.profile else []
     errors: dict[str, dict[str, dict[str, float]]] = {"forward": {}, "backward": {}}
     for fit in fits:
         errors[fit.part][f"p{fit.p} {fit.option}"] = {
@@ -80,7 +85,7 @@ def _facts(
         "seed": setup.seed,
         "config": {"model": {"name": found.costs.shape.name}, "loop": "attached"},
         "parameters": found.costs.shape.elements,
-        "corpus": order.facts() if isinstance(order, DrawnOrder) else {},
+        "corpus": order.facts(),
         "costs": {
             "fingerprint": found.costs.fingerprint,
             "error": errors,

@@ -133,5 +133,5 @@ def _lengths(dataset: Any, lengths: LengthSource, tokens: str) -> Any:
 def _is_numbers(value: Any) -> bool:
     if isinstance(value, torch.Tensor | np.ndarray):
         return True
-    plain = isinstance(value, list | tuple) and len(value) > 0
+    plain = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
     return plain and isinstance(value[0], int | float | bool)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from torch.nn.functional import cross_entropy
 from headrace.errors import HeadraceError, ModelError
 from headrace.loop.loss_check import check_loss
 from headrace.passes.shard import IGNORED
+from headrace.runtime.machine import peak_bytes, reset_peak_bytes
+from headrace.runtime.step_times import RankTimes
+from headrace.runtime.trainer import Planned
 from headrace.spec.measurement import Row
 from headrace.spec.method_facts import Members
 from headrace.spec.plan import Plan
@@ -93,13 +96,14 @@ class LoopMicroBatch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoopStep:
-    """One optimizer step. ``plan`` says what all ranks do in it, ``tokens`` how many tokens of all
+    """One optimizer step. ``tokens`` says how many tokens of all
     ranks have a loss. Once it is done, ``loss`` is the mean over them, ``gradient_norm`` where
     gradients are clipped, and ``seconds`` what it took here."""
 
     number: int
     epoch: int
-    plan: Plan
+    planned: Planned = field(repr=False)
+    waited_s: float = field(repr=False)
     run: Attached = field(repr=False)
     turns: tuple[MicroRun, ...] = field(repr=False)
     read: Callable[[MicroRun], dict[str, torch.Tensor]] = field(repr=False)
@@ -110,7 +114,13 @@ class LoopStep:
     done: bool = False
     rows: list[Row] = field(default_factory=list, repr=False)
     _begun_s: float = field(default=0.0, repr=False)
+    _other_bytes: int = field(default=0, repr=False)
     _sum: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def plan(self) -> Plan:
+        """What all ranks do in it."""
+        return self.planned.plan
 
     def __iter__(self) -> Iterator[LoopMicroBatch]:
         if self._begun_s:
@@ -118,6 +128,7 @@ class LoopStep:
                 f"step {self.number}", got="a second loop over it", wanted="one",
                 hint="each step is trained once",
             )  # fmt: skip
+        self._other_bytes = reset_peak_bytes(self.run.device) - self.run.bytes_now()
         self._begun_s = time.perf_counter()
         packs = [self.read(turn) for turn in self.turns]
         own = [int((pack["labels"] != IGNORED).sum()) for pack in packs]
@@ -183,6 +194,21 @@ class LoopStep:
         self.seconds, self.done = end, True
         self.run.finished(self)
 
+    def times(self) -> RankTimes:
+        """What this rank tells the first of the step."""
+        return RankTimes(
+            step_s=self.seconds, waited_s=self.waited_s, rows=tuple(self.rows),
+            peak_bytes=max(0, peak_bytes(self.run.device) - self._other_bytes),
+        )  # fmt: skip
+
+    def metrics(self, rate: float) -> dict[str, Any]:
+        """What every rank knows of the step; ``rate`` is the learning rate after it."""
+        return {
+            "step": self.number, "epoch": self.epoch, "loss": self.loss, "lr": rate,
+            "grad_norm": self.gradient_norm, "targets": self.tokens, "mfu": None,
+            "out_of_memory": 0,
+        }  # fmt: skip
+
     def _now(self) -> float:
         if self.run.device != "cpu":
             torch.cuda.synchronize()
@@ -193,7 +219,7 @@ def turns_of(plan: Plan, rank: int) -> tuple[MicroRun, ...]:
     """What a rank does of a plan, turn by turn. In lockstep all ranks have as many turns."""
     counts = [0] * plan.devices
     own = dict[int, MicroRun]()
-    for index, micro in enumerate(plan.micro_batches):
+    for index in range(len(plan.micro_batches)):
         members = members_of(plan, index)
         at = max(counts[r] for r in members)
         for r in members:

@@ -48,9 +48,10 @@ class Problem:
     with costs by default. ``layers`` gives every layer's methods instead, as ``METHOD`` or
     ``ATTENTION/FEED_FORWARD``, with ``+LEVEL`` also what it recomputes: one entry for each layer
     or one for all. On one rank there is nothing to spread, so only the levels count there.
-    Without ``stages`` no pipeline has several: for models that run in one piece. ``smoothing`` is the share of a micro-batch's seconds that may be lost to keep the layers of
-    the step before. One problem serves many batches: it keeps what it has worked out. Raises
-    SpecError for choices that do not exist.
+    Without ``stages`` no pipeline has several: for models that run in one piece. ``smoothing`` is
+    the share of a micro-batch's seconds that may be lost to keep the layers of the step before. One
+    problem serves many batches: it keeps what it has worked out. Raises SpecError for choices that
+    do not exist.
     """
 
     costs: Costs

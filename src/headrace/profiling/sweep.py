@@ -61,13 +61,15 @@ class SweepOptions:
 
     ``longest`` is the longest pack in tokens. ``point_s`` ends a sweep: no pack is measured that
     is expected to take longer (seconds of one forward and backward of a probe of two layers).
-    ``repeats`` timings per point, the least counts. ``lengths`` are documents to measure in the
+    ``repeats`` timings per point, the least counts; bytes are counted ``counts`` times where groups
+    have several ranks, whose buffers come and go. ``lengths`` are documents to measure in the
     place of packs chosen here, bytes counted at each.
     """
 
     longest: int
     point_s: float = 1.0
     repeats: int = 2
+    counts: int = 3
     lengths: tuple[int, ...] = ()
 
 
@@ -192,7 +194,7 @@ class Sweeper:
         if self._device != "cpu":
             return list(map(float, bytes_of(probe, DeviceBytes)))
         settle_s = _SETTLE_S if p > 1 else 0.0
-        times = 3 if p > 1 else 1
+        times = self._options.counts if p > 1 else 1
         return list(map(float, bytes_of(probe, lambda: ByteCounter(settle_s=settle_s), times)))
 
 

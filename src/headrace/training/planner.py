@@ -36,19 +36,15 @@ _MEMORY = 0.9  # of the old ratio, at each step
 class OnlinePlanner:
     """Plans batches and learns how far predictions are off.
 
-        ``ratio`` is a running mean of measured over predicted seconds. It corrects what is shown,
-        and is uniform, so it never changes which plan is best: the plans of a run follow from its
-        costs and its lengths alone, and a resumed run plans as the uninterrupted one. The one thing
-        learnt that changes plans is the memory margin, part of the costs in :meth:`state`.
+    ``ratio`` is a running mean of measured over predicted seconds. It corrects what is shown,
+    and is uniform, so it never changes which plan is best: the plans of a run follow from its
+    costs and its lengths alone, and a resumed run plans as the uninterrupted one. The one thing
+    learnt that changes plans is the memory margin, part of the costs in :meth:`state`.
 
-        ``costs`` are those that the run begins with. ``calibration`` takes the residuals of every step;
-    <<<<<<< HEAD
-        ``drift``, where there is one, watches them. ``semantics`` and ``stages`` as in Problem. ``compare`` has the best static plan made beside
-        each. ``tell`` gets a line when a process that plans has died.
-    =======
-        ``drift``, where there is one, watches them. ``compare`` has the best static plan made beside
-        each. The steps ``drawn`` get timelines. ``tell`` gets a line when a planning process has died.
-    >>>>>>> hard2
+    ``costs`` are those that the run begins with. ``calibration`` takes the residuals of every step;
+    ``drift``, where there is one, watches them. ``semantics`` and ``stages`` as in Problem.
+    ``compare`` has the best static plan made beside each. The steps ``drawn`` get timelines.
+    ``tell`` gets a line when a planning process has died.
     """
 
     costs: CostModel

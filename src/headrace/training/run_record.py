@@ -94,17 +94,9 @@ def _facts(rank: Rank, fingerprint: str, profile: Profile | None) -> dict[str, A
         "architecture": rank.storage.architecture.to_json(),
         "parameters": parameter_count(rank.storage.architecture),
         "corpus": {
-            "name": summary.name,
+            **summary.facts(),
             "fingerprint": rank.data.corpus.fingerprint,
-            "documents": summary.documents,
-            "tokens": summary.tokens,
-            "median": summary.median,
-            "p90": summary.p90,
-            "p99": summary.p99,
-            "max": summary.longest,
-            "skipped": summary.skipped,
             "context": config.data.context,
-            "histogram": {"edges": list(summary.edges), "counts": list(summary.counts)},
         },
         "costs": {
             "fingerprint": fingerprint,

@@ -11,14 +11,19 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import headrace as hr
+from headrace.costs import CostModel
+from headrace.costs.option import ExchangeCost, OptionCost
+from headrace.costs.quadratic import Linear, Quadratic
 from headrace.data.order import SamplerOptions
 from headrace.loop.attached import Attached
 from headrace.loop.order import DrawnOrder, LoopBatch
 from headrace.loop.samples import Samples
 from headrace.runtime.trainer import Planned
+from headrace.spec.cluster import Cluster
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
 from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
 from headrace.spec.scheme import Scheme
 
@@ -64,6 +69,7 @@ class Drawn:
     semantics: str = "free"
     levels: tuple[str, ...] = ("none", "attention", "full")
     strategies: list[str] = field(default_factory=list)
+    planner: None = None
 
     def plan(self, lengths: Lengths) -> Planned:
         """The plan of a batch."""
@@ -157,6 +163,26 @@ def alone(
         optimizer.zero_grad()
         found.append(total)
     return found
+
+
+def costs(ranks: int, layers: int = 2) -> CostModel:
+    """Made up: longer packs on more ranks pay."""
+    option = OptionCost(
+        forward=Quadratic(a=1e-9, b=1e-7, c=1e-5), backward=Quadratic(a=2e-9, b=2e-7, c=2e-5),
+        kept=Linear(slope=100.0, constant=0.0), transient=Linear(slope=100.0, constant=0.0),
+    )  # fmt: skip
+    sizes = range(1, ranks + 1)
+    names = {p: "local" if p == 1 else "ulysses" for p in sizes}
+    return CostModel(
+        shape=ModelShape(
+            name="made up", layers=layers, hidden=16, split_elements=(0,) * (layers + 2),
+            whole_elements=(1,) * (layers + 2),
+        ),
+        cluster=Cluster(devices=ranks, memory_bytes=1 << 30, device="cpu"), fingerprint="made=up",
+        options={p: {names[p]: option} for p in sizes}, ends=dict.fromkeys(sizes, option),
+        exchange_s=ExchangeCost(), state_bytes=0,
+        working_bytes={p: {"whole": 0, "sharded": 0} for p in sizes},
+    )  # fmt: skip
 
 
 def attached(model: Any, optimizer: Any, items: Any, folder: Any, **options: Any) -> Attached:

@@ -13,10 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ranks import run_ranks
 from running.loop.loops import (
+    LENGTHS,
     Drawn,
     alone,
     attached,
     batches,
+    costs,
     dataset,
     llama,
     trained,
@@ -49,7 +51,7 @@ def drawn_steps(how: str, ranks: int, folder: Path, seed: int) -> tuple[list[flo
     """Losses, weights and strategies of steps with plans drawn at random."""
     model, called = wrapped(how)
     optimizer = sgd(called)
-    run = attached(called, optimizer, dataset(), folder, clip=0.5)
+    run = attached(called, optimizer, dataset(), folder, clip=0.5, costs=costs(ranks))
     run.planner = drawn = Drawn(
         ranks=ranks, layers=2, seed=seed, semantics="lockstep" if how == "fsdp2" else "free"
     )
@@ -74,3 +76,74 @@ def test_any_plans_equal_one_process(how: str, ranks: int, tmp_path: Path) -> No
         assert strategies == found[0][2]
         for mine, wanted in zip(ends, weights(model), strict=True):
             np.testing.assert_allclose(mine, wanted, rtol=0, atol=EXACT)
+
+
+def planned_steps(how: str, folder: Path, options: dict[str, Any]) -> Any:
+    """Losses, weights and plans of steps that the run plans itself."""
+    model, called = wrapped(how)
+    run = attached(called, sgd(called), dataset(), folder, **options)
+    losses, plans = [], []
+    for step in run:
+        for micro in step:
+            micro.backward(model(**micro.inputs).loss)
+        losses.append(step.loss)
+        plans.append(step.plan)
+    return losses, weights(model), plans, run.found.costs.shape.layers
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_a_run_plans_for_itself(how: str, tmp_path: Path) -> None:
+    """Catches costs that plans cannot be made from, and plans that the weights do not allow."""
+    found = run_ranks(2, planned_steps, how, tmp_path, {"epochs": 2}, timeout_s=200)
+    losses, ends, plans, layers = found[0]
+    model = llama()
+    wanted = alone(model, sgd(model), batches(dataset(), len(losses), batch_tokens=150))
+    assert losses == pytest.approx(wanted, rel=EXACT)
+    for mine, other in zip(ends, weights(model), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=EXACT)
+    assert layers == 2
+    assert {plan.semantics for plan in plans} == {"lockstep" if how == "fsdp2" else "free"}
+    assert all(plan.predicted_s > 0 for plan in plans)
+    assert sum(len(plan.lengths) for plan in plans) == 2 * len(LENGTHS)
+
+
+def saved_and_gone_on(ranks: int, folder: Path, stop: int | None, how: str) -> Any:
+    """Losses and samples from wherever the folder's checkpoint stands, to the end or ``stop``."""
+    model, called = wrapped(how)
+    optimizer = torch.optim.AdamW(called.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    run = attached(
+        called, optimizer, dataset(), folder, scheduler=scheduler, steps=6, clip=1.0,
+        costs=costs(ranks),
+    )  # fmt: skip
+    run.load(folder / "saved")
+    found = []
+    for step in run:
+        for micro in step:
+            micro.backward(model(**micro.inputs).loss)
+        found.append((step.number, step.loss, step.plan.lengths.ids, scheduler.get_last_lr()))
+        if step.number == stop:
+            run.save(folder / "saved")
+            break
+    return found, weights(model)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "how"),
+    [(2, 2, "alone"), (2, 1, "fsdp2"), whole(1, 3, "alone"), whole(3, 2, "fsdp2")],
+)
+def test_a_loop_goes_on(before: int, after: int, how: str, tmp_path: Path) -> None:
+    """Catches state that is lost between runs: moments, rates, samples; on as many ranks to the
+    bit."""
+    first = run_ranks(before, saved_and_gone_on, before, tmp_path, 2, how, timeout_s=200)
+    rest = run_ranks(after, saved_and_gone_on, after, tmp_path, None, how, timeout_s=200)
+    unbroken = run_ranks(before, saved_and_gone_on, before, tmp_path / "own", None, how,
+                         timeout_s=200)  # fmt: skip
+    got, wanted = first[0][0] + rest[0][0], unbroken[0][0]
+    assert [row[0] for row in got] == list(range(6))
+    assert [row[2:] for row in got] == [row[2:] for row in wanted]
+    assert [row[1] for row in got] == pytest.approx([row[1] for row in wanted], rel=1e-9)
+    for mine, other in zip(rest[0][1], unbroken[0][1], strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-9)
+    rates = {rate for _, _, _, (rate,) in got}
+    assert rates == {0.01 * (1 / (1 + step)) for step in range(1, 7)}
