@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch.distributed as dist
 
+from headrace.comm import waiting
 from headrace.comm.messages import Messages
 from headrace.comm.sockets import Connections
 from headrace.errors import PlanMismatch
@@ -46,6 +47,14 @@ class Groups:
         self._made.clear()
         self._messages = None
         del self.world
+
+    def leave(self) -> None:
+        """Leave all groups but the world, whoever waits in them, here or elsewhere: each is made
+        anew when it is prepared for. The world must have been made by somebody else."""
+        self._connections.cut()
+        waiting.leave_behind()
+        self._made.clear()
+        self._messages = None
 
     def prepare(self, wanted: Iterable[tuple[int, ...]]) -> None:
         """Make the groups of ``wanted`` that do not exist yet. Collective: all ranks call it

@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 
 import torch.distributed as dist
 
-__all__ = ["Freed", "Transfer", "begin", "free", "leave_behind"]
+__all__ = ["Freed", "Transfer", "begin", "free", "heed", "leave_behind"]
 
 _SLICE_S = 0.25
 _CLOSING_S = 1.0  # after this a transfer of closed connections will not end
@@ -102,10 +102,11 @@ class _State:
         self.sliced = False
         self.under_way: set[Transfer] = set()
         self.freed = threading.Event()
+        self.asked: Callable[[], bool] = self.freed.is_set
         self._helper: _Helper | None = None
 
     def check(self) -> None:
-        if self.freed.is_set():
+        if self.asked():
             raise Freed("freed from a transfer, to meet the other ranks anew")
 
     def wait_there(self, transfer: Transfer) -> None:
@@ -125,6 +126,13 @@ def begin(*, sliced: bool) -> None:
     wait does no harm."""
     _state.sliced = sliced
     _state.freed.clear()
+    heed()
+
+
+def heed(asked: Callable[[], bool] | None = None) -> None:
+    """Look at ``asked`` between two slices of waiting whether this rank is to leave what it waits
+    for; without it, at whether :func:`free` was called."""
+    _state.asked = asked or _state.freed.is_set
 
 
 def free() -> None:

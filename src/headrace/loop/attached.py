@@ -14,6 +14,7 @@ those of one process over the same samples, and optimizer and scheduler take one
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,16 +33,18 @@ from headrace.costs import CostModel
 from headrace.data.order import SamplerOptions
 from headrace.errors import CheckpointError, DataError, HeadraceError, SpecError
 from headrace.loop.held import HeldWeights, bytes_now
-from headrace.loop.order import DrawnOrder, LoopBatch, SampleOrder, StreamOrder
+from headrace.loop.order import DrawnOrder, Item, LoopBatch, SampleOrder, StreamOrder
 from headrace.loop.planning import LoopSetup, measured, planner_of
 from headrace.loop.record import EarlyAndRare, LoopRecord
+from headrace.loop.recovery import LoopRecovery
 from headrace.loop.samples import LengthSource, Samples, packed
 from headrace.loop.saved import LoopCheckpoints
-from headrace.loop.step import LoopStep, MicroRun, members_of, turns_of
+from headrace.loop.step import LoopStep, MicroRun, members_of
 from headrace.passes.adopted import compile as adopt
 from headrace.passes.placement import Exchange
 from headrace.passes.recompute import recomputed
 from headrace.passes.shard import IGNORED, Labels, LocalBatch
+from headrace.runtime.recovery import Exhausted
 from headrace.runtime.trainer import Planned, Step, plan_metrics, told_to_first
 from headrace.spec.method import RECOMPUTE, Recompute
 from headrace.spec.plan import Plan
@@ -62,7 +65,7 @@ def attach(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, *,
     lengths: LengthSource = None, batch_tokens: Budget | None = None,
     batch_sequences: int | None = None, scheduler: Any = None, clip: float | None = None,
-    epochs: int = 1, steps: int | None = None, seed: int = 0, labels: Labels | None = None,
+    epochs: int = 1, steps: int | None = None, shuffle: bool = True, seed: int = 0, labels: Labels | None = None,
     tokens: str | None = None, label_name: str = "labels", backend: str | None = None,
     planner: Literal["adaptive", "static"] = "adaptive", static_size: int | None = None,
     sizes: Sequence[int] = (), exchange: Exchange | None = None,
@@ -83,6 +86,7 @@ def attach(
         batch_*     samples of one optimizer step: a budget of tokens, or a number of samples
         scheduler   takes one step after each of the optimizer's
         clip        largest norm of the gradient
+        shuffle     draw samples at random; else they are read in order, all on every rank
         epochs      passes over the data, unless ``steps`` says how many steps to take
         labels      whether they are of the ``next`` token or of the ``same`` place
         planner     ``adaptive`` decides for each step, ``static`` has groups of ``static_size``
@@ -104,7 +108,8 @@ def attach(
     adopted = adopt(model, backend=backend, labels=labels, tokens=tokens, label_name=label_name,
                     groups=groups, exchange=exchange)  # fmt: skip
     kind, adopted.labels = adopted.labels, "same"
-    order = _order(dataset, lengths, adopted.tokens, kind, batch_tokens, batch_sequences, seed)
+    order = _order(dataset, lengths, adopted.tokens, kind, batch_tokens, batch_sequences, seed,
+                   shuffle=shuffle)  # fmt: skip
     agree("data of the loop", order.fingerprint, groups.world)
     known = order.longest or _tokens(longest or batch_tokens or 0)
     held = HeldWeights.of(model, groups.ranks)
@@ -140,6 +145,10 @@ class Attached:
         self._setup, self._order, self._groups = setup, order, setup.groups
         self._scheduler, self._clip = scheduler, clip
         self._steps, self._epochs = steps, epochs
+        self.recovery = LoopRecovery(
+            groups=self._groups,
+            possible=not self.held.sharded and dist.get_backend() == "gloo",
+        )  # fmt: skip
         self._shard: LocalBatch | None = None
         self._batch: LoopBatch | None = None
         self._state = order.state()
@@ -178,11 +187,9 @@ class Attached:
         return self._order.epoch < self._epochs
 
     def _step(self, batch: LoopBatch, planned: Planned, waited_s: float) -> LoopStep:
-        plan = planned.plan
-        self.adopted.prepare({members_of(plan, i) for i in range(len(plan.micro_batches))})
         return LoopStep(
             number=self.number, epoch=batch.epoch, planned=planned, waited_s=waited_s, run=self,
-            turns=turns_of(plan, self.rank), read=partial(self._read, batch, plan),
+            read=self._prepared(batch, planned.plan),
         )  # fmt: skip
 
     def _read(self, batch: LoopBatch, plan: Plan, turn: MicroRun) -> dict[str, torch.Tensor]:
@@ -215,24 +222,37 @@ class Attached:
         """The sum of a number over all ranks. Collective."""
         return int(sum(row[0] for row in gather_floats([float(count)], self._groups.world)))
 
-    def update(self, part: torch.Tensor | None) -> tuple[float, float | None]:
-        """Add up gradients, and take one step of optimizer and scheduler; returns the loss of all
-        ranks and the norm of the gradient, where it is clipped. Collective. Raises HeadraceError
-        for a loss that is not finite, with the weights as they were."""
-        self.held.add_up()
-        own = 0.0 if part is None else float(part)
-        loss = sum(row[0] for row in gather_floats([own], self._groups.world))
+    def update(self, loss: float) -> float | None:
+        """Add up gradients, and take one step of optimizer and scheduler; returns the norm of the
+        gradient, where it is clipped. Collective. Raises HeadraceError for a ``loss`` that is not
+        finite, with the weights as they were."""
         if not math.isfinite(loss):
             raise HeadraceError(
                 f"loss of step {self.number}", got=loss, wanted="a finite number",
                 hint="lower the learning rate and go on from the last checkpoint",
             )  # fmt: skip
+        self.held.add_up()
         norm = float(self.held.norm(self._clip)) if self._clip is not None else None
         self._setup.optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
         self._setup.optimizer.zero_grad()
-        return loss, norm
+        return norm
+
+    def plan_again(self, step: LoopStep, exhausted: Exhausted) -> None:
+        """Give a step a thriftier plan of its batch, with nothing of the attempt before it.
+        Collective. Raises InfeasiblePlan when there is none."""
+        assert self._batch is not None, "of a step"
+        self._setup.optimizer.zero_grad()
+        gc.collect()
+        step.planned = self.planner.replan(self._batch.lengths, step.plan, exhausted)
+        step.read = self._prepared(self._batch, step.plan)
+        self._setup.say(f"{exhausted} of step {step.number}: taken again as {step.plan.strategy}")
+
+    def _prepared(self, batch: LoopBatch, plan: Plan) -> Callable[[MicroRun], Item]:
+        """Make the groups of a plan; returns what reads the packs of its turns. Collective."""
+        self.adopted.prepare({members_of(plan, i) for i in range(len(plan.micro_batches))})
+        return partial(self._read, batch, plan)
 
     def finished(self, step: LoopStep) -> None:
         """Write down a step that is done, and learn from it. Collective."""
@@ -329,10 +349,10 @@ class Attached:
 
 def _order(
     dataset: Any, lengths: LengthSource, tokens: str, kind: Labels, budget: Budget | None,
-    sequences: int | None, seed: int,
+    sequences: int | None, seed: int, *, shuffle: bool,
 ) -> SampleOrder:  # fmt: skip
     many = None if budget is None else _tokens(budget)
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+    if shuffle and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         samples = Samples.of(dataset, lengths, tokens=tokens, kind=kind)
         options = SamplerOptions(
             batch_tokens=many, batch_sequences=sequences, too_long="refuse", min_tokens=1, seed=seed
@@ -343,7 +363,7 @@ def _order(
             "data set", got=type(dataset).__name__, wanted="items by number, or a stream"
         )
     if many is None:
-        raise SpecError("batch_tokens", got="none", wanted="a budget, as the data is a stream")
+        raise SpecError("batch_tokens", got="none", wanted="a budget, as samples come one by one")
     return StreamOrder(dataset, tokens=tokens, kind=kind, batch_tokens=many)
 
 

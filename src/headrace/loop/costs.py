@@ -18,23 +18,29 @@ from functools import partial
 import torch
 
 from headrace.comm.mesh import Groups
+from headrace.errors import InfeasiblePlan
 from headrace.loop.held import HeldWeights
 from headrace.loop.probes import ModelProbes
 from headrace.passes.adopted import group_parts
 from headrace.passes.placement import Exchange
-from headrace.profiling.probe import Probe
+from headrace.profiling.probe import Counter, Probe
 from headrace.profiling.sweep import Sweep, Sweeper, SweepOptions, blocks, slowest
+from headrace.runtime.counted import SavedBytes
 from headrace.spec.cluster import Cluster
 from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.method import LayerOption, Recompute
 from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import TokenOrder
 from headrace.spec.profile import ENDS, Profile, ProfilePoint
+from headrace.units import bytes_text
 
 __all__ = ["LoopProfiler", "shape_of", "sizes_for"]
 
 _EVERY = 8
 """Up to so many ranks every group size is measured, of more the powers of two and all ranks."""
+
+_COUNTED = 2
+"""Points with bytes that a line needs."""
 
 _LEAST_S = 1e-9
 """Stands for what takes no time."""
@@ -91,6 +97,16 @@ class LoopProfiler:
             self.progress(f"profile cp{p}", done, len(self.sizes))
             points += self._size(sweeper, p)
         self.progress("profile", len(self.sizes), len(self.sizes))
+        sizes = sorted({point.p for point in points})
+        if not sizes:
+            raise InfeasiblePlan(
+                "model on these ranks", got=f"no room for {sweeper.not_fitting[0].tokens:,} tokens"
+                if sweeper.not_fitting else "nothing measured",
+                wanted=f"packs of up to {self.longest:,} tokens in "
+                f"{bytes_text(self.cluster.memory_bytes)}, {bytes_text(self.state_bytes)} of it "
+                "for weights, gradients and optimizer",
+                hint="more memory, more ranks, or weights sharded by FSDP2",
+            )  # fmt: skip
         sum_s = self._sum_s()
         for parameter in self.held.trained:
             parameter.grad = None
@@ -98,7 +114,7 @@ class LoopProfiler:
             fingerprint=fingerprint, shape=shape, cluster=self.cluster, points=tuple(points),
             not_fitting=tuple(sweeper.not_fitting), state_bytes=self.state_bytes,
             exchange_s={"pull_s": 0.0, "push_s": sum_s, "update_s": 0.0},
-            working_bytes={p: {"whole": 0, "sharded": 0} for p in self.sizes},
+            working_bytes={p: {"whole": 0, "sharded": 0} for p in sizes},
             measured_in_s=slowest(self.groups, [time.perf_counter() - started])[0],
         )  # fmt: skip
 
@@ -109,6 +125,8 @@ class LoopProfiler:
             exchange: sweeper.points(self._sweep(p, exchange, "none")) for exchange in exchanges
         }
         best = min(exchanges, key=partial(_longest_s, found))
+        if sum(point.kept_bytes is not None for point in found[best]) < _COUNTED:
+            return  # memory ran out before its growth was seen
         yield from found[best]
         if self.probes.layers is None:
             # The model was measured as its one layer, with what comes before and after.
@@ -120,7 +138,7 @@ class LoopProfiler:
         yield from sweeper.points(
             Sweep(
                 p=p, option=ENDS, probe=partial(_of_ends, self.probes, best),
-                groups_of=group_parts, order=_order(best, p),
+                groups_of=group_parts, order=_order(best, p), counter=self._counter(),
             )
         )  # fmt: skip
 
@@ -131,8 +149,16 @@ class LoopProfiler:
         name = SINGLE_RANK if p == 1 else exchange
         return Sweep(
             p=p, option=str(LayerOption.of(name, level)), probe=probe,
-            groups_of=group_parts, order=_order(exchange, p),
+            groups_of=group_parts, order=_order(exchange, p), counter=self._counter(),
         )  # fmt: skip
+
+    def _counter(self) -> Callable[[], Counter] | None:
+        """Counts bytes on a CPU where a model is compiled, which counting operators would forbid;
+        the usual counter otherwise."""
+        adopted = self.probes.adopted
+        if adopted.door != "graph":
+            return None
+        return lambda: SavedBytes(adopted.inner.parameters())
 
     def _entry_bytes(self, p: int, point: ProfilePoint) -> int:
         """Bytes of a layer's input on a rank."""

@@ -20,7 +20,7 @@ from headrace.loop.samples import Samples, sample_of
 from headrace.passes.shard import Labels
 from headrace.spec.lengths import Lengths
 
-__all__ = ["DrawnOrder", "LoopBatch", "SampleOrder", "StreamOrder"]
+__all__ = ["DrawnOrder", "Item", "LoopBatch", "SampleOrder", "StreamOrder"]
 
 Item = dict[str, torch.Tensor]
 

@@ -55,6 +55,9 @@ class MicroRun:
 class LoopMicroBatch:
     """One micro-batch on this rank.
 
+    Used in a ``with`` statement, running out of memory ends the attempt at the step, which is then
+    planned with less memory and taken again (:mod:`headrace.loop.recovery`).
+
         inputs    what the model is given: local tokens, their places, labels where it takes them
         labels    [1, s_r]   of the local places, IGNORED (-100) where there is no loss
         tokens    of the micro-batch, on all its ranks, that have a loss
@@ -69,7 +72,16 @@ class LoopMicroBatch:
     ranks: Members
     group: dist.ProcessGroup | None
     _backward: Callable[[LoopMicroBatch, torch.Tensor], None] = field(repr=False)
+    _survives: Callable[[BaseException, str], bool] = field(repr=False)
     done: bool = field(default=False, init=False)
+
+    def __enter__(self) -> LoopMicroBatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool:
+        return error is not None and self._survives(error, f"micro-batch {self.sequences}")
 
     def loss(self, logits: torch.Tensor) -> torch.Tensor:
         """The cross entropy of the local tokens, summed, over the step's ``targets``.
@@ -105,14 +117,15 @@ class LoopStep:
     planned: Planned = field(repr=False)
     waited_s: float = field(repr=False)
     run: Attached = field(repr=False)
-    turns: tuple[MicroRun, ...] = field(repr=False)
     read: Callable[[MicroRun], dict[str, torch.Tensor]] = field(repr=False)
     tokens: int = 0
     loss: float = float("nan")
     gradient_norm: float | None = None
     seconds: float = 0.0
     done: bool = False
+    retries: int = 0
     rows: list[Row] = field(default_factory=list, repr=False)
+    _failed: bool = field(default=False, repr=False)
     _begun_s: float = field(default=0.0, repr=False)
     _other_bytes: int = field(default=0, repr=False)
     _sum: torch.Tensor | None = field(default=None, repr=False)
@@ -130,23 +143,44 @@ class LoopStep:
             )  # fmt: skip
         self._other_bytes = reset_peak_bytes(self.run.device) - self.run.bytes_now()
         self._begun_s = time.perf_counter()
-        packs = [self.read(turn) for turn in self.turns]
+        while True:
+            self.run.recovery.begin()
+            yield from self._attempt()
+            own = 0.0 if self._sum is None else float(self._sum)
+            self.loss, exhausted = self.run.recovery.meet(own)
+            if exhausted is None:
+                break
+            self.retries += 1
+            self.run.plan_again(self, exhausted)
+        self._finish()
+
+    def _attempt(self) -> Iterator[LoopMicroBatch]:
+        """The micro-batches of the plan, until one of them runs out of memory."""
+        self._sum, self.rows, self._failed = None, [], False
+        turns = turns_of(self.plan, self.run.rank)
+        packs = [self.read(turn) for turn in turns]
         own = [int((pack["labels"] != IGNORED).sum()) for pack in packs]
-        led = sum(
-            count for turn, count in zip(self.turns, own, strict=True)
-            if turn.ranks[0] == self.run.rank
+        self.tokens = self.run.total(
+            sum(
+                count for turn, count in zip(turns, own, strict=True)
+                if turn.ranks[0] == self.run.rank
+            )
         )  # fmt: skip
-        self.tokens = self.run.total(led)
         with self.run.held.step():
-            for turn, pack, count in zip(self.turns, packs, own, strict=True):
+            for turn, pack, count in zip(turns, packs, own, strict=True):
                 micro = self._micro(turn, pack, count)
                 yield micro
+                if self._failed:
+                    return
                 if not micro.done:
                     raise HeadraceError(
                         f"micro-batch of step {self.number}", got="no backward",
                         wanted="micro.backward(loss) for each micro-batch",
                     )  # fmt: skip
-        self._finish()
+
+    def _survives(self, error: BaseException, action: str) -> bool:
+        self._failed = self.run.recovery.survives(error, action)
+        return self._failed
 
     def _micro(self, turn: MicroRun, pack: dict[str, torch.Tensor], count: int) -> LoopMicroBatch:
         run = self.run
@@ -167,7 +201,7 @@ class LoopStep:
             inputs=run.adopted.accepted(shard), labels=shard.labels, tokens=count,
             targets=self.tokens, ranks=turn.ranks, group=shard.placement.group,
             sequences=() if turn.index is None else self.plan.micro_batches[turn.index].sequences,
-            _backward=backward,
+            _backward=backward, _survives=self._survives,
         )  # fmt: skip
 
     def _note(self, turn: MicroRun, start: float, middle: float, tokens: int) -> None:
@@ -185,8 +219,7 @@ class LoopStep:
 
     def _finish(self) -> None:
         start = self._now()
-        loss, self.gradient_norm = self.run.update(self._sum)
-        self.loss = loss
+        self.gradient_norm = self.run.update(self.loss)
         end = self._now()
         self.rows.append(
             Row(rank=self.run.rank, action="U", kind="update", start_s=start, end_s=end)
@@ -206,7 +239,7 @@ class LoopStep:
         return {
             "step": self.number, "epoch": self.epoch, "loss": self.loss, "lr": rate,
             "grad_norm": self.gradient_norm, "targets": self.tokens, "mfu": None,
-            "out_of_memory": 0,
+            "out_of_memory": self.retries,
         }  # fmt: skip
 
     def _now(self) -> float:

@@ -353,16 +353,17 @@ class Adopted:
     def _probe(self, batch: Mapping[str, torch.Tensor]) -> Probed:
         graph = self.door == "graph"
         call = self._compiled(Compiler("eager", self._seat)) if graph else self.model
-        if self._hugging:
-            batch = {name: value for name, value in batch.items() if name != "labels"}
-        else:
-            batch = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
+        named = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
+        if self._hugging or not self._takes_labels:
+            named.pop(self._label_name, None)
+        if not self._takes_places:
+            named.pop("position_ids", None)
 
         def run(**inputs: Any) -> Any:
             return self._called(call, inputs)
 
         return probe(
-            self.model, run, self._seat, batch, self.tokens, places=self._takes_places,
+            self.model, run, self._seat, named, self.tokens, places=self._takes_places,
             firsts=self._firsts,
         )  # fmt: skip
 

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 import torch
 
 from headrace.profiling.clocks import Clock, HostClock
-from headrace.runtime.counted import ByteCounter, DeviceBytes
+from headrace.runtime.counted import ByteCounter, DeviceBytes, SavedBytes
 
-__all__ = ["ChainProbe", "Passed", "Probe", "bytes_of", "observe", "seconds_of"]
+__all__ = ["ChainProbe", "Counter", "Passed", "Probe", "bytes_of", "observe", "seconds_of"]
+
+Counter = ByteCounter | DeviceBytes | SavedBytes
 
 Passed = Callable[[], None]
 """What a probe calls between its segments."""
@@ -74,7 +76,7 @@ class ChainProbe:
 
 
 def observe(
-    probe: Probe, clock: Clock, counter: ByteCounter | DeviceBytes | None = None
+    probe: Probe, clock: Clock, counter: Counter | None = None
 ) -> tuple[list[float], list[int]]:
     """([forward, backward] seconds, [kept, transient] bytes) of the segments that count.
 
@@ -111,9 +113,7 @@ def seconds_of(probe: Probe, clock: Clock) -> list[float]:
     return observe(probe, clock)[0]
 
 
-def bytes_of(
-    probe: Probe, counter: Callable[[], ByteCounter | DeviceBytes], times: int = 1
-) -> list[int]:
+def bytes_of(probe: Probe, counter: Callable[[], Counter], times: int = 1) -> list[int]:
     """[kept, transient] bytes of the segments that count: of several ``times`` the middle one of
     what is kept, and the least of what is transient, as buffers let go of late come on top."""
     seen = [observe(probe, HostClock(), counter())[1] for _ in range(times)]

@@ -21,7 +21,7 @@ from headrace.comm.collectives import gather_floats
 from headrace.comm.fake_world import fake_groups
 from headrace.comm.mesh import Groups
 from headrace.profiling.clocks import Clock, EventClock, HostClock
-from headrace.profiling.probe import Probe, bytes_of, seconds_of
+from headrace.profiling.probe import Counter, Probe, bytes_of, seconds_of
 from headrace.runtime.counted import ByteCounter, DeviceBytes
 from headrace.runtime.machine import is_out_of_memory
 from headrace.spec.plan import TokenOrder
@@ -44,7 +44,8 @@ class Sweep:
 
     ``probe(groups, ranks, lengths)`` makes the probe of a pack of documents of ``lengths`` tokens
     on the ranks of one group; ``groups_of(ranks)`` are the groups it needs beside. ``order`` and
-    ``fetched`` are said of every point (:class:`headrace.spec.profile.ProfilePoint`).
+    ``fetched`` are said of every point (:class:`headrace.spec.profile.ProfilePoint`). ``counter``
+    counts bytes on a CPU in another way than by operators.
     """
 
     p: int
@@ -53,6 +54,7 @@ class Sweep:
     groups_of: Callable[[Ranks], Iterable[Ranks]] = lambda ranks: ()
     order: TokenOrder = "natural"
     fetched: float = 1.0
+    counter: Callable[[], Counter] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +181,7 @@ class Sweeper:
             local = slowest(self._groups, seconds_of(probe, self.clock) if probe else [0.0] * 2)
             seconds = [min(x) for x in zip(seconds, local, strict=True)]
             spent_s, repeat = spent_s + sum(local), repeat + 1
-        counts = slowest(self._groups, self._count(probe, sweep.p)) if counting else []
+        counts = slowest(self._groups, self._count(probe, sweep)) if counting else []
         return ProfilePoint(
             p=sweep.p, option=sweep.option, lengths=lengths,
             forward_s=seconds[0], backward_s=seconds[1],
@@ -188,13 +190,15 @@ class Sweeper:
             order=sweep.order, fetched=sweep.fetched,
         )  # fmt: skip
 
-    def _count(self, probe: Probe | None, p: int) -> list[float]:
+    def _count(self, probe: Probe | None, sweep: Sweep) -> list[float]:
         if probe is None:
             return [0.0, 0.0]
         if self._device != "cpu":
             return list(map(float, bytes_of(probe, DeviceBytes)))
-        settle_s = _SETTLE_S if p > 1 else 0.0
-        times = self._options.counts if p > 1 else 1
+        if sweep.counter is not None:
+            return list(map(float, bytes_of(probe, sweep.counter)))
+        settle_s = _SETTLE_S if sweep.p > 1 else 0.0
+        times = self._options.counts if sweep.p > 1 else 1
         return list(map(float, bytes_of(probe, lambda: ByteCounter(settle_s=settle_s), times)))
 
 

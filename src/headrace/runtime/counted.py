@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
@@ -18,7 +18,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["ByteCounter", "DeviceBytes", "TrafficCounter", "sent_bytes"]
+__all__ = ["ByteCounter", "DeviceBytes", "SavedBytes", "TrafficCounter", "sent_bytes"]
+
+_PASSING = 3
+"""Tensors as large as the largest kept one: its gradient, what that is made into, and a copy."""
 
 
 class ByteCounter(TorchDispatchMode):
@@ -72,6 +75,39 @@ class ByteCounter(TorchDispatchMode):
     def _freed(self, key: int, count: int) -> None:
         self._alive.discard(key)
         self.current_bytes -= count
+
+
+class SavedBytes:
+    """Bytes of what autograd keeps for the backward, in the place of a :class:`ByteCounter` where
+    models are compiled, which counting operators would forbid. ``known`` tensors do not count. What
+    is needed in passing is not seen: it is taken for ``_PASSING`` times the largest kept one."""
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        self._known = {x.untyped_storage()._cdata for x in known}
+        self._alive: dict[int, int] = {}
+        self._largest = 0
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
+
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._hooks.__exit__(*exc)
+
+    def look(self) -> tuple[int, int]:
+        """(bytes kept now, and what they pass for at most)."""
+        kept = sum(self._alive.values())
+        return kept, kept + _PASSING * self._largest
+
+    def _pack(self, x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self._known and key not in self._alive:
+            self._alive[key] = storage.nbytes()
+            self._largest = max(self._largest, storage.nbytes())
+            weakref.finalize(storage, self._alive.pop, key, None)
+        return x
 
 
 class DeviceBytes:

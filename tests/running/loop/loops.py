@@ -18,6 +18,7 @@ from headrace.data.order import SamplerOptions
 from headrace.loop.attached import Attached
 from headrace.loop.order import DrawnOrder, LoopBatch
 from headrace.loop.samples import Samples
+from headrace.runtime.recovery import Exhausted
 from headrace.runtime.trainer import Planned
 from headrace.spec.cluster import Cluster
 from headrace.spec.lengths import Lengths
@@ -69,6 +70,7 @@ class Drawn:
     semantics: str = "free"
     levels: tuple[str, ...] = ("none", "attention", "full")
     strategies: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
     planner: None = None
 
     def plan(self, lengths: Lengths) -> Planned:
@@ -106,6 +108,11 @@ class Drawn:
         self.strategies.append(str(plan.strategy))
         nothing = Timeline(source="predicted", rows=(), devices=self.ranks)
         return Planned(plan=plan, predicted=nothing, peak_bytes=(0,) * self.ranks, planning_s=0.0)
+
+    def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
+        """Another plan of the batch."""
+        self.failed.append(str(exhausted))
+        return self.plan(lengths)
 
 
 def hugging_loss(model: Any, micro: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -147,3 +148,47 @@ def test_a_loop_goes_on(before: int, after: int, how: str, tmp_path: Path) -> No
         np.testing.assert_allclose(mine, other, rtol=0, atol=1e-9)
     rates = {rate for _, _, _, (rate,) in got}
     assert rates == {0.01 * (1 / (1 + step)) for step in range(1, 7)}
+
+
+def exhausted_steps(ranks: int, folder: Path, where: str) -> Any:
+    """Losses and weights of a loop in which the last rank runs out of memory once a step."""
+    model, called = wrapped("ddp")
+    run = attached(called, sgd(called), dataset(), folder, costs=costs(ranks))
+    run.planner = drawn = Drawn(ranks=ranks, layers=2, seed=5)
+    left = [0]
+
+    def fail(*_: Any) -> None:
+        if dist.get_rank() == ranks - 1 and left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("no more")
+
+    layer = model.model.layers[1]
+    layer.register_forward_pre_hook(fail if where == "forward" else lambda *_: None)
+    layer.register_full_backward_hook(fail if where == "backward" else lambda *_: None)
+    losses, retries = [], []
+    for step in run:
+        left[0] = 1
+        for micro in step:
+            with micro:
+                micro.backward(called(**micro.inputs).loss)
+        losses.append(step.loss)
+        retries.append(step.retries)
+    return losses, weights(model), retries, drawn.failed
+
+
+@pytest.mark.parametrize(
+    ("ranks", "where"), [(2, "forward"), (3, "backward"), whole(1, "forward"), whole(4, "forward")]
+)
+def test_running_out_of_memory_loses_nothing(ranks: int, where: str, tmp_path: Path) -> None:
+    """Catches ranks that hang in collectives of one that has gone, gradients of an attempt that
+    failed, and groups that are used after they broke."""
+    found = run_ranks(ranks, exhausted_steps, ranks, tmp_path, where, timeout_s=200)
+    model = llama()
+    losses = alone(model, sgd(model), batches(dataset(), len(found[0][0]), batch_tokens=150))
+    for got, ends, retries, failed in found:
+        assert got == pytest.approx(losses, rel=EXACT)
+        assert retries == found[0][2]
+        assert sum(retries) == len(failed) >= 2
+        assert all(f"rank {ranks - 1} ran out of memory" in text for text in failed)
+        for mine, wanted in zip(ends, weights(model), strict=True):
+            np.testing.assert_allclose(mine, wanted, rtol=0, atol=EXACT)

@@ -1,0 +1,57 @@
+"""Train a small Llama of transformers on Python's own sources, on as many ranks as there are.
+
+    torchrun --nproc-per-node 2 examples/attach_transformers.py --steps 20
+
+Prints one JSON line a step. ``attach_transformers_single.py`` beside it does the same on one device, without headrace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import headrace as hr
+
+CONTEXT = 512
+
+
+def documents() -> Iterator[dict[str, torch.Tensor]]:
+    """The bytes of the standard library's modules, each up to the context."""
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        ids = torch.tensor(list(file.read_bytes()[: CONTEXT + 1]))
+        if len(ids) > 1:
+            yield {"input_ids": ids}
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=CONTEXT + 1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, options.steps)
+    run = hr.attach(
+        model, optimizer, list(documents()), scheduler=scheduler, batch_tokens=4096, shuffle=False,
+        steps=options.steps,
+    )  # fmt: skip
+    for step in run:
+        for micro in step:
+            micro.backward(model(**micro.inputs).loss)
+        if run.rank == 0:
+            print(json.dumps({"step": step.number, "loss": step.loss}))
+
+
+if __name__ == "__main__":
+    main()

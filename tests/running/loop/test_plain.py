@@ -1,0 +1,161 @@
+"""Loops over plain modules, other kinds of data, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import headrace as hr
+from headrace.errors import DataError, HeadraceError, InfeasiblePlan, ModelError, SpecError
+from headrace.loop.order import StreamOrder
+from ranks import run_ranks
+from running.loop.loops import Drawn, alone, attached, batches, costs, dataset, trained, weights
+from running.passes.foreign import OwnAttention, gpt
+
+EXACT = 1e-10
+
+
+def items() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and labels, as torch's data sets give them."""
+    return [(item["input_ids"], item["labels"]) for item in dataset()]
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+LOSSES: dict[str, Callable[[Any, Any], torch.Tensor]] = {
+    "its own": lambda model, micro: model(**micro.inputs)[1],
+    "ours": lambda model, micro: micro.loss(model(micro.inputs["ids"])[0]),
+    "by hand": lambda model, micro: cross_entropy(
+        model(micro.inputs["ids"])[0][0], micro.labels[0], reduction="sum"
+    ) / micro.targets,
+}  # fmt: skip
+
+
+def plain_steps(loss: str, folder: Path, ddp: bool) -> tuple[list[float], Any]:
+    model = gpt()
+    called = DistributedDataParallel(model) if ddp else model
+    run = attached(called, sgd(called), items(), folder, labels="next", costs=costs(2, layers=1))
+    run.planner = Drawn(ranks=2, layers=1, seed=3, levels=("none",))
+    return trained(run, called, LOSSES[loss]), weights(model)
+
+
+@pytest.mark.parametrize(("loss", "ddp"), [("its own", True), ("ours", False), ("by hand", False)])
+def test_a_plain_module_equals_one_process(loss: str, ddp: bool, tmp_path: Path) -> None:
+    """Catches a model that is run without the pass, places of whole packs, and losses that are
+    means of means."""
+    found = run_ranks(2, plain_steps, loss, tmp_path, ddp, timeout_s=250)
+    model, steps = gpt(), len(found[0][0])
+    losses = alone(model, sgd(model), batches(items(), steps, tokens="ids", batch_tokens=150),
+                   tokens="ids")  # fmt: skip
+    for got, ends in found:
+        assert got == pytest.approx(losses, rel=EXACT)
+        for mine, wanted in zip(ends, weights(model), strict=True):
+            np.testing.assert_allclose(mine, wanted, rtol=0, atol=EXACT)
+
+
+def refused(what: str, folder: Path) -> str:
+    """What is said of a loop that cannot be right."""
+    model, data = gpt(), items()
+    given: dict[str, Any] = {"labels": "next", "costs": costs(1, layers=1)}
+    if what == "attention that is not found":
+        model = gpt(kind=OwnAttention)
+    if what == "lengths that are not its own":
+        given["lengths"] = [n + 1 for n in range(len(data))]
+    if what == "a stream without a budget":
+        data, given["batch_tokens"], given["batch_sequences"] = iter(data), None, 3
+    if what == "items without tokens":
+        data = [{"pixels": torch.zeros(3)}]
+    if what == "no items":
+        data = []
+    if what == "a sample that fits nowhere":
+        del given["costs"]
+        given["memory"] = "700KiB"
+    run = attached(model, sgd(model), data, folder, **given)
+    if "costs" in given:  # several micro-batches
+        run.planner = Drawn(ranks=1, layers=1, seed=3, levels=("none",))
+    for step in run:
+        for micro in step:
+            logits = model(micro.inputs["ids"])[0]
+            if what == "a mean":
+                micro.backward(cross_entropy(logits[0], micro.labels[0]))
+            if what == "no gradient":
+                micro.backward(micro.loss(logits.detach()))
+            loss = micro.loss(logits)
+            micro.backward(loss)
+            if what == "two backwards":
+                micro.backward(loss)
+        if what == "a second loop":
+            list(step)
+    return "nothing"
+
+
+REFUSED = {
+    "attention that is not found": (ModelError, "no attention that was replaced"),
+    "lengths that are not its own": (DataError, "wanted 1, as its length says|tokens, wanted"),
+    "a stream without a budget": (SpecError, "batch_tokens"),
+    "items without tokens": (DataError, "a field 'ids'"),
+    "no items": (DataError, "0 items"),
+    "a sample that fits nowhere": (InfeasiblePlan, "KiB"),
+    "a mean": (ModelError, "each token weighs 1 / "),
+    "no gradient": (ModelError, "without gradient"),
+    "two backwards": (ModelError, "a second one"),
+    "a second loop": (HeadraceError, "a second loop over it"),
+}
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_right_is_refused(what: str, tmp_path: Path) -> None:
+    """Catches wrong results that nobody is told of, and tracebacks from the depths."""
+    kind, words = REFUSED[what]
+    with pytest.raises(kind, match=words):
+        refused(what, tmp_path)
+
+
+def stream() -> Iterator[dict[str, Any]]:
+    """Items one after the other."""
+    yield from dataset()
+
+
+class Stream:
+    """An iterable data set."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return stream()
+
+
+def test_a_stream_is_taken_in_order() -> None:
+    """Catches items lost at the end of a batch or an epoch, and a state that takes one twice."""
+    order = StreamOrder(Stream(), tokens="input_ids", kind="next", batch_tokens=100)
+    drawn = [order.next_batch() for _ in range(9)]
+    lengths = [n for batch in drawn if batch.epoch == 0 for n in batch.lengths.tokens]
+    assert lengths == [len(item["input_ids"]) for item in dataset()]
+    assert all(b.lengths.total <= 100 or len(b.lengths) == 1 for b in drawn)
+    for at, batch in enumerate(drawn[:-1]):
+        other = StreamOrder(Stream(), tokens="input_ids", kind="next", batch_tokens=100)
+        other.restore(batch.state_after)
+        assert other.next_batch().lengths == drawn[at + 1].lengths
+
+
+@pytest.mark.apart
+def test_a_run_is_reported(tmp_path: Path) -> None:
+    """Catches a folder that the report cannot read."""
+    model = gpt()
+    run = attached(model, sgd(model), items(), tmp_path, labels="next", costs=costs(1, layers=1),
+                   out=tmp_path / "run")  # fmt: skip
+    losses = trained(run, model, LOSSES["ours"])
+    page = run.report(tmp_path / "page.html")
+    assert page is not None
+    assert page.stat().st_size > 10_000
+    assert hr.TrainingRun(tmp_path / "run").losses == pytest.approx(losses)
+    run.detach()
+    assert model(torch.tensor([[1, 2, 3]]))[0].shape == (1, 3, 61)
