@@ -30,7 +30,7 @@ class SamplerOptions:
     ``too_long`` what becomes of longer documents. Samples of fewer than ``min_tokens`` are
     dropped: a single token has nothing to predict. With ``short-to-long``, step s of the first
     ``curriculum_steps`` draws from the shortest (s + 1) / curriculum_steps of the samples, or from
-    as many as fill the batch. Raises ConfigError for a value out of range.
+    as many as fill the batch. Without ``shuffle`` samples come in the order of the documents. Raises ConfigError for a value out of range.
     """
 
     batch_tokens: int | None = None
@@ -41,6 +41,7 @@ class SamplerOptions:
     curriculum_steps: int = 0
     min_tokens: int = 2
     seed: int = 0
+    shuffle: bool = True
 
     def __post_init__(self) -> None:
         if (self.batch_tokens is None) == (self.batch_sequences is None):
@@ -66,7 +67,10 @@ class SamplerOptions:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that :meth:`from_json` reads back."""
-        return asdict(self)
+        value = asdict(self)
+        if self.shuffle:  # states of old know of no other order
+            del value["shuffle"]
+        return value
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> SamplerOptions:
@@ -112,7 +116,8 @@ def order_epoch(
     """
     key = np.array([options.seed, epoch], dtype=np.uint64)  # a list would pass through a float
     bits = np.random.Philox(key=key)
-    order = np.argsort(bits.random_raw(len(ids)), kind="stable")
+    drawn = np.argsort(bits.random_raw(len(ids)), kind="stable")
+    order = drawn if options.shuffle else np.arange(len(ids))
     early: list[list[int]] = []
     if first_step < options.curriculum_steps:
         chances = bits.random_raw(len(ids))

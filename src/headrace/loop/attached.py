@@ -65,8 +65,8 @@ def attach(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, *,
     lengths: LengthSource = None, batch_tokens: Budget | None = None,
     batch_sequences: int | None = None, scheduler: Any = None, clip: float | None = None,
-    epochs: int = 1, steps: int | None = None, shuffle: bool = True, seed: int = 0, labels: Labels | None = None,
-    tokens: str | None = None, label_name: str = "labels", backend: str | None = None,
+    epochs: int = 1, steps: int | None = None, shuffle: bool = True, seed: int = 0,
+    labels: Labels | None = None, tokens: str | None = None, label_name: str = "labels", backend: str | None = None,
     planner: Literal["adaptive", "static"] = "adaptive", static_size: int | None = None,
     sizes: Sequence[int] = (), exchange: Exchange | None = None,
     recompute: Sequence[Recompute] = RECOMPUTE, longest: Budget | None = None,
@@ -86,14 +86,14 @@ def attach(
         batch_*     samples of one optimizer step: a budget of tokens, or a number of samples
         scheduler   takes one step after each of the optimizer's
         clip        largest norm of the gradient
-        shuffle     draw samples at random; else they are read in order, all on every rank
+        shuffle     draw samples at random; else they come in their order, as those of a stream do
         epochs      passes over the data, unless ``steps`` says how many steps to take
         labels      whether they are of the ``next`` token or of the ``same`` place
         planner     ``adaptive`` decides for each step, ``static`` has groups of ``static_size``
         sizes       group sizes to consider; all where it is left out
         exchange    how attention meets other ranks' tokens; the quickest measured where left out
         recompute   levels that a plan may choose for each layer, where the model can
-        longest     tokens of the longest pack to measure; of the longest sample where left out
+        longest     tokens of the longest sample of a stream; of its first one where left out
         memory      of a rank ("8GiB"); 80 % of what is free where it is left out
         costs       of the model on these ranks, as ``run.found.costs`` of another loop; measured
                     where they are left out, and kept in the folder ``cache``
@@ -111,7 +111,8 @@ def attach(
     order = _order(dataset, lengths, adopted.tokens, kind, batch_tokens, batch_sequences, seed,
                    shuffle=shuffle)  # fmt: skip
     agree("data of the loop", order.fingerprint, groups.world)
-    known = order.longest or _tokens(longest or batch_tokens or 0)
+    document = order.longest or (_tokens(longest) if longest else len(order.first()["labels"]))
+    most = min(order.total, _tokens(batch_tokens)) if batch_tokens else order.total
     held = HeldWeights.of(model, groups.ranks)
     quiet = groups.rank > 0
     setup = LoopSetup(
@@ -121,7 +122,7 @@ def attach(
             name=planner, static_size=static_size, group_sizes=tuple(sizes), ahead=0,
             recompute=tuple(recompute), memory_margin=memory_margin,
         ),
-        longest=_tokens(longest) if longest else known, cache=cache_folder(cache),
+        document=document, longest=max(document, most // groups.ranks), cache=cache_folder(cache),
         memory_bytes=parse_bytes(memory) if memory else None, costs=costs,
         say=(lambda text: None) if quiet else say,
         progress=(lambda what, done, of: None) if quiet else ProgressLines(say),
@@ -352,10 +353,15 @@ def _order(
     sequences: int | None, seed: int, *, shuffle: bool,
 ) -> SampleOrder:  # fmt: skip
     many = None if budget is None else _tokens(budget)
-    if shuffle and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         samples = Samples.of(dataset, lengths, tokens=tokens, kind=kind)
         options = SamplerOptions(
-            batch_tokens=many, batch_sequences=sequences, too_long="refuse", min_tokens=1, seed=seed
+            batch_tokens=many,
+            batch_sequences=sequences,
+            too_long="refuse",
+            min_tokens=1,
+            seed=seed,
+            shuffle=shuffle,
         )
         return DrawnOrder(samples, options)
     if not hasattr(dataset, "__iter__"):

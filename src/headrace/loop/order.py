@@ -50,6 +50,11 @@ class SampleOrder(Protocol):
         ...
 
     @property
+    def total(self) -> int:
+        """Tokens of all samples, where it is known; else more than any batch has."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
         """What all ranks must see alike."""
         ...
@@ -91,6 +96,11 @@ class DrawnOrder:
     def longest(self) -> int | None:
         """Tokens of the longest sample."""
         return int(self.samples.lengths.max())
+
+    @property
+    def total(self) -> int:
+        """Tokens of all samples."""
+        return int(self.samples.lengths.sum())
 
     @property
     def fingerprint(self) -> str:
@@ -147,6 +157,11 @@ class StreamOrder:
     def longest(self) -> int | None:
         """Nobody knows."""
         return None
+
+    @property
+    def total(self) -> int:
+        """A budget."""
+        return self._budget
 
     @property
     def fingerprint(self) -> str:

@@ -42,7 +42,8 @@ _SHARE = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoopSetup:
-    """What costs and plans of a loop follow from."""
+    """What costs and plans of a loop follow from: a ``document`` has at most so many tokens, a pack
+    that is measured at most the ``longest``."""
 
     adopted: Adopted
     held: HeldWeights
@@ -51,6 +52,7 @@ class LoopSetup:
     device: str
     exchanges: tuple[Exchange, ...]
     options: PlannerConfig
+    document: int
     longest: int
     memory_bytes: int | None
     seed: int
@@ -123,7 +125,12 @@ def _probes(setup: LoopSetup, sample: dict[str, torch.Tensor]) -> ModelProbes:
     if it can be told."""
     adopted, inner = setup.adopted, setup.held.inner
     probes = ModelProbes(
-        adopted=adopted, layers=None, levels=None, sample=sample, device=setup.device
+        adopted=adopted,
+        layers=None,
+        levels=None,
+        sample=sample,
+        device=setup.device,
+        document=setup.document,
     )
     if adopted.door == "graph":
         return probes  # its layers alone are not what is compiled
@@ -200,6 +207,7 @@ def _fingerprint(setup: LoopSetup, probes: ModelProbes) -> str:
         hosts=hashlib.sha256(b"\n".join(sorted(hosts))).hexdigest()[:16],
         torch=machine["torch"], threads=torch.get_num_threads(), ranks=setup.groups.ranks,
         device=setup.device, exchanges=",".join(setup.exchanges), longest=setup.longest,
+        document=setup.document,
         sizes=",".join(map(str, setup.options.group_sizes)),
         levels=",".join(setup.options.recompute) if probes.levels else "none",
         training=inner.training, dtype=str(torch.get_default_dtype()),

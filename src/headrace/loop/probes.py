@@ -35,13 +35,15 @@ _PROBED = 2
 class ModelProbes:
     """Makes probes of an adopted model, whose ``layers`` are None where it is measured whole.
 
-    ``sample`` is one of the data set, whose tokens are repeated to make packs.
+    ``sample`` is one of the data set, whose tokens are repeated to make documents of at most
+    ``document`` tokens: models may know no more places.
     """
 
     adopted: Adopted
     layers: Layers | None
     levels: BlockLevels | None
     sample: dict[str, torch.Tensor]
+    document: int
     device: str
 
     def whole(
@@ -90,7 +92,8 @@ class ModelProbes:
         self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: Exchange
     ) -> LocalBatch:
         """A pack of documents on ``ranks``."""
-        rows = [{k: _repeated(v, n) for k, v in self.sample.items()} for n in lengths]
+        parts = [n for length in lengths for n in _cut(length, self.document)]
+        rows = [{k: _repeated(v, n) for k, v in self.sample.items()} for n in parts]
         row = {k: v.to(self.device) for k, v in packed(rows).items()}
         return self.adopted.place(
             row, ranks, targets=sum(lengths), exchange=exchange, groups=groups
@@ -130,6 +133,11 @@ class _WholeProbe:
 
     def _outputs(self) -> Any:
         return self.probes.adopted.inner(**self.probes.adopted.accepted(self.shard))
+
+
+def _cut(length: int, most: int) -> list[int]:
+    """A length in parts of at most ``most``."""
+    return [min(most, length - start) for start in range(0, length, most)]
 
 
 def _repeated(x: torch.Tensor, count: int) -> torch.Tensor:
