@@ -6,14 +6,21 @@ import numpy as np
 import pytest
 
 from headrace.errors import ProgramError
+from headrace.planning.drawn import random_plan
 from headrace.spec import (
-    LayerPlan, Lengths, MicroBatch, Pipeline, Plan, Scheme, check_programs, compile_plan,
+    LayerPlan,
+    Lengths,
+    MicroBatch,
+    Pipeline,
+    Plan,
+    Scheme,
+    check_programs,
+    compile_plan,
 )  # fmt: skip
 from headrace.spec.checker import check_alone
 from headrace.spec.compiler import compile_rank
 from headrace.spec.own_program import OwnPrograms
 from headrace.spec.program import Program
-from headrace.planning.drawn import random_plan
 from plans import random_staged_plan
 
 BUCKETS = 4

@@ -78,6 +78,7 @@ def test_rows_arrive_as_they_were() -> None:
 
 def test_a_rank_sends_as_much_in_a_large_world() -> None:
     """Would catch rows of pulls and pushes, or names of groups, that travel in every step."""
+
     def sent(ranks: int) -> int:
         group = ",".join(map(str, range(ranks)))
         rows = (*(row(0, f"P{b}", 0.1) for b in range(60)), row(0, f"0F0[{group}]", 1.0))
