@@ -29,7 +29,7 @@ def test_every_part_is_measured(tmp_path: Path) -> None:
     ]  # fmt: skip
     for row in ran.numbers["rows"]:
         assert all(row[name] > 0 for name in row if name.endswith("_s"))
-    assert "all where it changes" in ran.out
+    assert "to a new one" in ran.out
 
 
 def test_what_a_rank_does_hardly_grows_with_the_ranks(tmp_path: Path) -> None:
