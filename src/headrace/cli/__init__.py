@@ -24,9 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell(error)
         return 2
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "psutil", "safetensors"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("torch", "psutil", "safetensors"):
             raise
-        missing = MissingExtra(error.name, extra="train", needed_for="this command")
+        missing = MissingExtra(package, extra="train", needed_for="this command")
         _tell(missing)
         return 2
     except BrokenPipeError:
