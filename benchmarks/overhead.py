@@ -1,12 +1,16 @@
-"""What a rank does for a plan besides running it, by the number of ranks.
+"""What a rank does in a step besides its work, by the number of ranks.
 
-    each step     the plan read and hashed; the programs of the ranks that this one depends on,
-                  compiled and checked; whether the layout is the one before
-    each change   of strategy: the rows that every rank works with, and this rank's links
+    told    the plan: written by the first rank, read by the others
+    ready   hash and agreement, the rank's program (checked where its kind is new), its groups, the
+            layout looked up
+    rows    what a rank tells of its step, and on the first rank what all of them tell
+    calls   of torch that pack and unpack one layer's pull and push; by their count, as the bytes
+            that they move are the step's work
 
-Beside them, in the same process: the programs of all ranks, and links by pairs of ranks (of one
-weight, times the weights). Half of the ranks are 2-stage pipelines of tensor blocks of 8, a quarter
-blocks of 4 with context over 2, a quarter works alone. Nothing is communicated.
+Where the strategy changes, ready has the layout with its links too; where no step had the strategy
+before, a program of a new kind and its groups. One process plays one rank: collectives return at
+once and tensors have no memory, so what is left is what Python does. Half of the ranks are 2-stage
+pipelines of tensor blocks of 8, a quarter blocks of 4 with context over 2, a quarter works alone.
 
 examples:
     python benchmarks/overhead.py
@@ -24,47 +28,49 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.cli.display import tell
-from headrace.layouts.layout import (
-    storage_partition,
-    storage_partitions,
-    working_key,
-    working_partition,
-    working_partitions,
-)
-from headrace.layouts.link import link, link_of
+from headrace.comm.fake_world import fake_world
+from headrace.comm.mesh import Groups
+from headrace.runtime.executor import Executor
 from headrace.runtime.machine import machine_facts
-from headrace.spec import Architecture, Lengths, Plan, compile_plan, weight_table
-from headrace.spec.checker import check_programs
-from headrace.spec.compiler import compile_rank, connected
+from headrace.runtime.step_times import RankTimes, StepTimes
+from headrace.runtime.storage import Storage, Working
+from headrace.spec import Architecture, Lengths, Plan
+from headrace.spec.measurement import Row
 from headrace.spec.method import LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline
+from headrace.spec.program import Backward, Forward
 from headrace.spec.scheme import Scheme
 
 KINDS = (("tp8-pp2", 2, "megatron_ts"), ("tp4-cp2", 4, "tensor_ring"), ("cp1", 4, "local"))
 """Scheme, its part of the ranks (one in so many), method of its layers."""
 
+PARTS = ("told", "ready", "rows")
 
-def plan_of(ranks: int, layers: int, sequences: int) -> Plan:
+
+def plan_of(
+    ranks: int, layers: int, sequences: int, kinds: tuple[tuple[str, int, str], ...] = KINDS
+) -> Plan:
     """A plan over ``ranks``, a multiple of 32; one sequence to a micro-batch, in turn."""
-    pipelines, methods, first = list[Pipeline](), list[str](), 0
-    for text, part, method in KINDS:
-        scheme = Scheme.parse(text)
+    pipelines, of_layers, first = list[Pipeline](), list[LayerPlan](), 0
+    for text, part, method in kinds:
+        scheme, layer_plan = Scheme.parse(text), LayerPlan.parse(f"{layers}*{method}")
         for _ in range(ranks // part // scheme.devices):
             here = tuple(range(first, first + scheme.devices))
             pipelines.append(Pipeline(scheme=scheme, ranks=here))
-            methods.append(method)
+            of_layers.append(layer_plan)
             first += scheme.devices
     tokens = np.random.default_rng(0).integers(100, 5000, size=sequences)
     return Plan(
         lengths=Lengths.of(tokens), devices=ranks, pipelines=tuple(pipelines),
         micro_batches=tuple(
             MicroBatch(
-                pipeline=i % len(pipelines), sequences=(i,),
-                layers=LayerPlan.parse(f"{layers}*{methods[i % len(pipelines)]}"),
+                pipeline=i % len(pipelines), sequences=(i,), layers=of_layers[i % len(pipelines)]
             )
             for i in range(sequences)
         ),
@@ -73,43 +79,94 @@ def plan_of(ranks: int, layers: int, sequences: int) -> Plan:
 
 
 def seconds(body: Callable[[], object], times: int) -> float:
-    """The least of several times."""
+    """The least of several times, of this process alone: others may be busy."""
     found = list[float]()
     for _ in range(times):
-        start = time.perf_counter()
+        start = time.process_time()
         body()
-        found.append(time.perf_counter() - start)
+        found.append(time.process_time() - start)
     return min(found)
 
 
-def measured(ranks: int, layers: int, sequences: int, times: int) -> dict[str, Any]:
-    """Seconds of every part for the rank with the most to do, and of the same for all."""
+def told_of(plan: Plan, layers: int) -> list[RankTimes]:
+    """What every rank would tell of a step: a row for each of its forwards and backwards."""
+    rows: list[list[Row]] = [[] for _ in range(plan.devices)]
+    stages = [pipeline.stages(layers) for pipeline in plan.pipelines]
+    for index, micro in enumerate(plan.micro_batches):
+        for stage in stages[micro.pipeline]:
+            for kind in (Forward, Backward):
+                action = kind(stage=stage.index, micro_batch=index, group=stage.ranks)
+                for rank in stage.ranks:
+                    row = Row(rank=rank, action=str(action), kind=kind.kind, start_s=0.0, end_s=1.0)
+                    rows[rank].append(row)
+    return [
+        RankTimes(step_s=1.0, waited_s=0.0, peak_bytes=1, rows=tuple(mine)) for mine in rows
+    ]  # fmt: skip
+
+
+class Calls(TorchDispatchMode):
+    """Counts what torch is called for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls(working: Working, bucket: int) -> int:
+    """Calls of torch in the pull and the push of a bucket."""
+    with Calls() as counted:
+        for issued in (working.pull(bucket), working.push(bucket)):
+            if issued is not None:
+                issued.wait()
+    return counted.count
+
+
+def measured(rank: int, ranks: int, layers: int, sequences: int, times: int) -> dict[str, Any]:
+    """Seconds of every part on ``rank``, of a step as the one before and of one that changes."""
     a = Architecture(
         layers=layers, hidden=4096, heads=32, kv_heads=8, ffn=11008, vocabulary=32000
     )  # fmt: skip
-    plan, table, count = plan_of(ranks, layers, sequences), weight_table(a), layers + 2
+    plan, first = plan_of(ranks, layers, sequences), rank == 0
+    other = plan_of(ranks, layers, sequences, KINDS[::-1])
+    told, payload = told_of(plan, layers), plan.to_bytes()
+    sent = [one.to_bytes() for one in told]
+    with fake_world(rank, ranks) as groups:
+        storage = Storage(a, groups, seed=0, device="meta", working_dtype=torch.bfloat16)
 
-    def mine() -> None:
-        near = connected(plan, 0)
-        check_programs([compile_rank(plan, rank, count) for rank in near], plan, count)
+        def ready(next_plan: Plan) -> None:
+            executor.prepare(next_plan)
+            storage.working(next_plan)
 
-    def links() -> None:
-        owners, readers = storage_partitions(table, ranks), working_partitions(table, plan)
-        for pair in {(id(owners[n]), id(readers[n])): n for n in readers}.values():
-            link_of(owners[pair], readers[pair], 0)
+        def rows() -> None:
+            told[rank].to_bytes()
+            if first:
+                StepTimes.of(sent)
 
-    key, weight = working_key(plan), next(w for w in table if w.unit and w.bucket == 1)
-    owners, readers = storage_partition(weight, ranks), working_partition(weight, plan)
+        anew, changes = list[float](), list[float]()
+        for _ in range(times):
+            executor = Executor(storage, Groups(), seed=0)
+            ready(other)
+            anew.append(seconds(lambda: ready(plan), 1))
+            ready(other)
+            changes.append(seconds(lambda: ready(plan), 1))
+        ready_s = seconds(lambda: ready(plan), times)
+        made = max(calls(storage.working(plan), bucket) for bucket in (1, layers))
+    found = {
+        "told_s": seconds(plan.to_bytes if first else lambda: Plan.from_bytes(payload), times),
+        "ready_s": ready_s, "rows_s": seconds(rows, times),
+    }  # fmt: skip
+    same_s = sum(found.values())
     return {
-        "ranks": ranks, "weights": len(table), "sequences": sequences,
-        "hash_s": seconds(lambda: Plan.from_json(plan.to_json()).hash, times),
-        "near_s": seconds(mine, times),
-        "same_s": seconds(lambda: key == working_key(plan), times),
-        "change_s": seconds(links, times),
-        "all_programs_s": seconds(
-            lambda: check_programs(compile_plan(plan, count), plan, count), 1
-        ),
-        "pairs_s": seconds(lambda: link(owners, readers), 1) * len(table),
+        "ranks": ranks, "rank": rank, "sequences": sequences, **found, "same_s": same_s,
+        "change_s": same_s - ready_s + min(changes), "anew_s": same_s - ready_s + min(anew),
+        "calls": made,
+        "plan_bytes": len(payload), "row_bytes": len(sent[rank]),
     }  # fmt: skip
 
 
@@ -120,7 +177,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--layers", type=int, default=60)
     parser.add_argument("--sequences", type=int, default=2600, help="of a plan of 1,024 ranks")
-    parser.add_argument("--times", type=int, default=3, help="the least of them is reported")
+    parser.add_argument("--times", type=int, default=5, help="the least of them is reported")
     parser.add_argument("--json", type=Path, metavar="FILE")
     o = parser.parse_args()
     if wrong := [ranks for ranks in o.ranks if ranks < 32 or ranks % 32]:
@@ -129,14 +186,16 @@ def main() -> int:
     for ranks in o.ranks:
         tell(f"{ranks} ranks")
         sequences = max(ranks // 8, o.sequences * ranks // 1024)
-        rows.append(measured(ranks, o.layers, sequences, o.times))
-    shown = Table(title=f"seconds on one core of {facts['host_cpu']}, rank 0")
-    for name in ("ranks", "hash", "its programs", "all programs", "same layout", "change",
-                 "by pairs"):  # fmt: skip
+        rows += [
+            measured(rank, ranks, o.layers, sequences, o.times) for rank in (0, 1, ranks - 1)
+        ]  # fmt: skip
+    shown = Table(title=f"milliseconds a step on one core of {facts['host_cpu']}")
+    for name in ("ranks", "rank", *PARTS, "all", "where it changes", "to a new one", "calls"):
         shown.add_column(name, justify="right")
     for row in rows:
-        names = ("hash_s", "near_s", "all_programs_s", "same_s", "change_s", "pairs_s")
-        shown.add_row(f"{row['ranks']:,}", *(f"{row[name]:.4f}" for name in names))
+        names = (*(f"{part}_s" for part in PARTS), "same_s", "change_s", "anew_s")
+        texts = (f"{1000 * row[name]:.1f}" for name in names)
+        shown.add_row(f"{row['ranks']:,}", f"{row['rank']:,}", *texts, f"{row['calls']:,}")
     Console(width=None if sys.stdout.isatty() else 100).print(shown)
     if o.json:
         o.json.parent.mkdir(parents=True, exist_ok=True)

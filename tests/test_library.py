@@ -199,6 +199,12 @@ def test_errors_of_ranks_are_raised_here(folder: Path) -> None:
             hr.Config.load(path), out=folder / "interrupted",
             on_step=lambda step: os.kill(os.getpid(), signal.SIGINT),
         )  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        hr.train(
+            hr.Config.load(path), out=folder / "stopped",
+            on_step=lambda step: os.kill(os.getpid(), signal.SIGHUP),
+        )  # fmt: skip
+    assert ended.value.code == 128 + signal.SIGHUP
 
 
 def test_costs_are_measured_or_cached(folder: Path) -> None:

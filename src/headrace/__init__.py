@@ -91,7 +91,8 @@ def _imported(module: str, name: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "psutil", "safetensors"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("torch", "psutil", "safetensors"):
             raise
         missing = importlib.import_module("headrace.errors").MissingExtra
-        raise missing(error.name, extra="train", needed_for=f"headrace.{name}") from None
+        raise missing(package, extra="train", needed_for=f"headrace.{name}") from None

@@ -12,6 +12,7 @@ __all__ = [
     "MIB",
     "bytes_text",
     "count_text",
+    "counted",
     "parse_bytes",
     "parse_count",
     "percent_text",
@@ -96,3 +97,8 @@ def percent_text(fraction: float) -> str:
     if abs(fraction) < 1e-5:
         return "0 %"
     return f"{_three(100 * fraction)} %"
+
+
+def counted(count: int, thing: str) -> str:
+    """``1 sequence``, ``2,412 sequences``."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"

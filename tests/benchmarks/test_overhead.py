@@ -24,10 +24,22 @@ def test_every_part_is_measured(tmp_path: Path) -> None:
     ran = run("overhead.py", "--ranks", 32, 64, "--layers", 2, "--times", 1, json_in=tmp_path)
     assert ran.code == 0, ran.err
     assert ran.numbers is not None
-    assert [row["ranks"] for row in ran.numbers["rows"]] == [32, 64]
+    assert [(row["ranks"], row["rank"]) for row in ran.numbers["rows"]] == [
+        (32, 0), (32, 1), (32, 31), (64, 0), (64, 1), (64, 63),
+    ]  # fmt: skip
     for row in ran.numbers["rows"]:
         assert all(row[name] > 0 for name in row if name.endswith("_s"))
-    assert "by pairs" in ran.out
+    assert "to a new one" in ran.out
+
+
+def test_what_a_rank_does_hardly_grows_with_the_ranks(tmp_path: Path) -> None:
+    """Catches what is sent, or called for, once for each other rank: of four times the ranks."""
+    ran = run("overhead.py", "--ranks", 64, 256, "--layers", 2, "--times", 1, json_in=tmp_path)
+    assert ran.numbers is not None
+    small, large = ran.numbers["rows"][:3], ran.numbers["rows"][3:]
+    for few, many in zip(small, large, strict=True):
+        assert many["row_bytes"] <= few["row_bytes"] + 48, "one micro-batch more"
+        assert many["calls"] < 3.5 * few["calls"]
 
 
 def test_ranks_that_it_cannot_cut_are_refused() -> None:

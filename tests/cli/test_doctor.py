@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +104,20 @@ def test_the_table_shows_the_same(monkeypatch, capsys) -> None:
     assert "pip install 'headrace[hf]'" in rows["parquet"]
     assert "gloo: two ranks ready and done in 200 ms" in out
     assert "absent: pyarrow" in out
+
+
+def test_all_that_extras_install_is_looked_for() -> None:
+    """Catches ``absent: nothing`` where what was never looked for is absent."""
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    extras = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"]
+    wanted = {
+        re.split(r"[><=]", package)[0]
+        for extra, packages in extras.items()
+        if extra not in ("test", "lint", "docs", "dev", "all")
+        for package in packages
+    }
+    assert {"wandb", "tensorboard", "psutil"} <= wanted
+    assert wanted <= set(MODULE._PACKAGES)
 
 
 def test_versions_are_those_installed() -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import headrace
+from headrace.cli import main
 
 SOURCE = Path(headrace.__file__).parents[1]
 
@@ -42,3 +43,13 @@ m.run()
     assert done.stdout.rstrip().splitlines()[-1].strip()
     assert len(done.stdout) > 2000
     assert "taken apart" not in done.stdout
+
+
+def test_a_mistake_is_told_once_on_a_machine(monkeypatch, capsys, tmp_path: Path) -> None:
+    """Would catch one mistake in a configuration told by each of the ranks that torchrun starts."""
+    told = []
+    for rank in range(3):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert main(["train", str(tmp_path / "nowhere.toml")]) == 2
+        told.append(capsys.readouterr().err.count("nowhere.toml") > 0)
+    assert told == [True, False, False]

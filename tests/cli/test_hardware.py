@@ -55,7 +55,7 @@ def test_a_plan_for_hardware_says_whose_roofline(config: Path, capsys) -> None:
     code, out, err = call(capsys, "plan", config, *LENGTHS, "--json", "--hardware", "H100")
     assert code == 0, err
     said = json.loads(out)["costs"]
-    assert "roofline of h100+nvlink4+infiniband-ndr in float32" in said
+    assert "roofline of h100+nvlink4+infiniband-ndr in bfloat16" in said
     assert "not measured" in said
     assert said in " ".join(err.split())
     older = call(capsys, "plan", config, *LENGTHS, "--json", "--hardware", "a100-80g")[1]
@@ -106,7 +106,7 @@ def test_memory_and_precision_are_the_configuration_s(config: Path) -> None:
     assert costs("planner.memory_margin=0.25").memory_margin == 0.25
     text = next(iter(costs().options[1]))
     single, double = (costs(*c).options[1][text] for c in ((), ("devices.dtype=float64",)))
-    assert double.kept.slope == 2 * single.kept.slope
+    assert double.kept.slope == 4 * single.kept.slope, "bfloat16 unless told"
 
 
 @pytest.mark.parametrize(
@@ -125,3 +125,17 @@ def test_mistakes_are_one_message(config: Path, capsys, arguments: list[str], me
     assert (code, out) == (2, "")
     assert message in " ".join(err.split())
     assert "Traceback" not in err
+
+
+def test_devices_work_in_bfloat16_unless_told(config: Path, capsys) -> None:
+    """Catches a plan and a rehearsal of one file in two precisions, and one that nobody names."""
+    _, _, err = call(capsys, "plan", config, *LENGTHS, "--hardware", "h100")
+    assert "roofline of h100" in err
+    assert "in bfloat16" in err
+    _, _, err = call(
+        capsys, "plan", config, *LENGTHS, "--hardware", "h100", "--set", "devices.dtype=float32"
+    )
+    assert "in float32" in err
+    for hardware, dtype in ((None, "float32"), ("cpu", "float32"), ("h100", "bfloat16")):
+        changes = [f"devices.hardware={hardware}"] if hardware else []
+        assert Config.load(config, *changes).devices.planned_dtype == dtype

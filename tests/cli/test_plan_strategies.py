@@ -81,3 +81,11 @@ def test_a_strategy_without_costs_is_named(config: Path, capsys) -> None:
     code, out, err = call(capsys, "plan", config, *changes)
     assert (code, out) == (2, "")
     assert "tp2-cp2" in err
+
+
+def test_a_narrow_layer_is_not_a_matter_of_methods(config: Path, capsys) -> None:
+    """Catches a hint to methods where the feed-forward has too few blocks of rows."""
+    changes = ["--set", "planner.strategies=['1*tp4']", "--set", "model.ffn=128"]
+    code, _, err = call(capsys, "plan", config, *changes)
+    assert code == 2
+    assert "at most 2 ranks: model.ffn is too narrow" in " ".join(err.split())

@@ -233,3 +233,11 @@ def test_bad_options(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         SamplerOptions(**bad)
     assert SamplerOptions.from_json(SamplerOptions(batch_tokens=4).to_json()).batch_tokens == 4
+
+
+def test_documents_that_no_context_holds_are_named_by_their_key() -> None:
+    """Catches ``data.context`` refused where ``data.min_tokens`` was set too high."""
+    with pytest.raises(
+        ConfigError, match=r"data.min_tokens: got 9, wanted at most data.context, 8"
+    ):
+        SamplerOptions(batch_tokens=40, context=8, min_tokens=9)

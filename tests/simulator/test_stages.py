@@ -204,7 +204,8 @@ def worked(timeline: Timeline, micro_batch: int) -> float:
 @given(st.integers(0, 2**32))
 def test_any_strategy(seed: int) -> None:
     """Catches a rank in two places, messages that come before they are sent, a quick clock that
-    differs from the walk, seconds of micro-batches that do, a step shorter than a rank's work."""
+    differs from the walk, seconds of micro-batches that do, and a step that is shorter than a
+    rank's work."""
     plan, costs = random_world(seed)
     timeline = timeline_of(plan, costs)
     check_lines(timeline)

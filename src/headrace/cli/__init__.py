@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from headrace.cli import commands  # registers them
 from headrace.cli.app import app, errors
+from headrace.comm.exit import speaks_here
 from headrace.errors import HeadraceError, MissingExtra
 
 __all__ = ["app", "commands", "main", "run"]
@@ -20,13 +21,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app(arguments, result_action="return_value")
     except HeadraceError as error:
-        errors.print(f"[bold red]error:[/] {_escaped(str(error))}", soft_wrap=True)
+        _tell(error)
         return 2
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "psutil", "safetensors"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("torch", "psutil", "safetensors"):
             raise
-        missing = MissingExtra(error.name, extra="train", needed_for="this command")
-        errors.print(f"[bold red]error:[/] {_escaped(str(missing))}", soft_wrap=True)
+        missing = MissingExtra(package, extra="train", needed_for="this command")
+        _tell(missing)
         return 2
     except BrokenPipeError:
         # The reader has seen enough (| head); nothing more can be written, at exit either.
@@ -48,5 +50,8 @@ def run() -> None:
     os._exit(code)
 
 
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")
+def _tell(error: HeadraceError) -> None:
+    """Say what is wrong, once and not on every rank."""
+    if speaks_here():
+        text = str(error).replace("[", r"\[")
+        errors.print(f"[bold red]error:[/] {text}", soft_wrap=True)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from headrace.training.listener import Listener, tell
 from headrace.units import count_text, percent_text, seconds_text
@@ -31,9 +31,10 @@ def out_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
-def step_line(metrics: Mapping[str, Any], steps: int, eta_s: float) -> str:
-    """One step in one line; the last one has no time left to tell."""
-    left = f"  ETA {seconds_text(eta_s)}" if metrics["step"] + 1 < steps else ""
+def step_line(metrics: Mapping[str, Any], steps: int, eta_s: float | None = None) -> str:
+    """One step in one line, with the time left unless it is the last one."""
+    last = metrics["step"] + 1 >= steps
+    left = "" if eta_s is None or last else f"  ETA {seconds_text(eta_s)}"
     return (
         f"step {metrics['step'] + 1}/{steps}  loss {metrics['loss']:.3f}  "
         f"{count_text(round(metrics['tokens_per_s']))} tok/s  "
@@ -44,12 +45,13 @@ def step_line(metrics: Mapping[str, Any], steps: int, eta_s: float) -> str:
 
 
 class Terminal(Listener):
-    """Shows a run to whoever started it: on a terminal a bar with the last step's line; elsewhere
-    a line every few seconds and for the last step."""
+    """Shows a run to whoever started it: on a terminal one live line, the last step's, with a bar;
+    elsewhere a line every few seconds. On a terminal lines stay of a step every minute; everywhere
+    of the first step and the last."""
 
-    def __init__(self, *, every_s: float = 5.0) -> None:
+    def __init__(self, *, every_s: float = 5.0, stays_s: float = 60.0) -> None:
         super().__init__()
-        self._every_s = every_s
+        self._every_s, self._stays_s = every_s, stays_s
         self._first = self._steps = 0
         self._started = self._said = time.perf_counter()
         self._bar: Progress | None = None
@@ -61,9 +63,11 @@ class Terminal(Listener):
         self._started = self._said = time.perf_counter()
         console = Console(stderr=True)
         if console.is_terminal:
+            one_line = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+            self._every_s = self._stays_s
             self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-                TimeRemainingColumn(), console=console,
+                TextColumn("{task.description}", markup=False, table_column=one_line),
+                BarColumn(bar_width=16), TimeRemainingColumn(), console=console, expand=True,
             )  # fmt: skip
             self._task = self._bar.add_task("training", total=steps, completed=first)
             self._bar.start()
@@ -73,13 +77,13 @@ class Terminal(Listener):
         now, metrics = time.perf_counter(), step.metrics
         done = metrics["step"] + 1
         eta = (now - self._started) / max(1, done - self._first) * (self._steps - done)
-        line = step_line(metrics, self._steps, eta)
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done)
-            self.tell(line)
-        elif now - self._said >= self._every_s or done == self._steps or done == self._first + 1:
+            self._bar.update(
+                self._task, completed=done, description=step_line(metrics, self._steps)
+            )
+        if now - self._said >= self._every_s or done in (self._first + 1, self._steps):
             self._said = now
-            self.tell(line)
+            self.tell(step_line(metrics, self._steps, eta))
         for notice in notices:
             self.tell(notice)
 

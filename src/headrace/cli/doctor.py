@@ -22,8 +22,9 @@ from headrace.units import bytes_text, seconds_text
 __all__ = ["doctor", "examine"]
 
 _PACKAGES = (
-    "torch", "numpy", "pydantic", "cyclopts", "rich", "jinja2", "safetensors", "tokenizers",
-    "transformers", "altair", "vl-convert-python", "scikit-learn", "pyarrow", "pyfaidx",
+    "torch", "numpy", "pydantic", "cyclopts", "rich", "jinja2", "safetensors", "psutil",
+    "tokenizers", "transformers", "altair", "vl-convert-python", "scikit-learn", "pyarrow",
+    "pyfaidx", "tensorboard", "wandb",
 )  # fmt: skip
 
 

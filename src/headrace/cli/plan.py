@@ -27,7 +27,7 @@ from headrace.training.listener import ProgressLines
 from headrace.training.planning import ConfiguredPlanner, programs_of
 from headrace.training.planning import simulate as run_clock
 from headrace.training.setup import architecture_of, open_data
-from headrace.units import bytes_text, seconds_text
+from headrace.units import bytes_text, counted, seconds_text
 
 __all__ = ["plan", "simulate"]
 
@@ -124,8 +124,8 @@ def _print_clock(number: int, chosen: Plan, timeline: Timeline, costs: CostModel
     if number:
         print()
     print(
-        f"batch {number}: {len(chosen.lengths)} sequences, {chosen.lengths.total:,} tokens, "
-        f"{chosen.strategy}, programs checked"
+        f"batch {number}: {counted(len(chosen.lengths), 'sequence')}, "
+        f"{chosen.lengths.total:,} tokens, {chosen.strategy}, programs checked"
     )
     print(draw(timeline))
     print(_fits(chosen, costs))

@@ -111,8 +111,7 @@ def _played(config: Config, flags: RehearseFlags) -> Rehearsal:
 
 def _dtype(flags: RehearseFlags, config: Config, hardware: Hardware) -> torch.dtype:
     known = hardware.device.flops_per_s
-    usual = config.devices.dtype if hardware.device.name == "cpu" else "bfloat16"
-    name = flags.dtype or (usual if usual in known else config.devices.dtype)
+    name = flags.dtype or config.devices.dtype_on(gpu=hardware.device.name != "cpu")
     if name not in known:
         raise ConfigError("--dtype", got=repr(name), wanted=f"one of {', '.join(known)}")
     dtype = getattr(torch, name)

@@ -112,7 +112,8 @@ def verify(what: str, path: Path | None, flags: VerifyFlags) -> int:
 def _verify_checkpoint(path: Path | None) -> int:
     if path is None:
         raise ConfigError("verify checkpoint", got="no path", wanted="a checkpoint or their folder")
-    target = Checkpoints(folder=path).latest()
+    inside = path / "checkpoints"  # of a run's folder
+    target = Checkpoints(folder=inside if inside.is_dir() else path).latest()
     try:
         tensors = target.verify()
     except CheckpointError as error:

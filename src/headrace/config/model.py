@@ -206,9 +206,10 @@ class DevicesConfig(Section):
     """Plan and simulate for devices that are not at hand, ``DEVICE[+INSIDE][+ACROSS]`` such as
     ``"h100"`` or ``"a100-80g+pcie4"``, by their data sheets; training takes those it finds."""
 
-    dtype: Literal["bfloat16", "float32", "float64"] = "float32"
-    """Of the weights and activations that ranks work with. Stored weights, optimizer state and
-    sums of gradients are float32 with ``bfloat16``, and of the same type otherwise."""
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
+    """Of the weights and activations that ranks work with; ``auto`` is bfloat16 on GPUs, float32 on
+    CPUs. Stored weights, optimizer state and sums of gradients are float32 with ``bfloat16``, and
+    of the same type otherwise."""
 
     timeout_s: Annotated[float, Field(ge=1, le=1e6)] = 1800.0
     """Seconds that a collective may wait."""
@@ -228,6 +229,18 @@ class DevicesConfig(Section):
     @classmethod
     def _hardware(cls, value: str | None) -> str | None:
         return None if value is None else str(number(Hardware.parse)(value))
+
+    def dtype_on(self, *, gpu: bool) -> str:
+        """``dtype``, of such devices where it is ``auto``."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if gpu else "float32"
+
+    @property
+    def planned_dtype(self) -> str:
+        """``dtype`` where no device is at hand: on those of ``hardware``, else on a CPU."""
+        name = "cpu" if self.hardware is None else Hardware.parse(self.hardware).device.name
+        return self.dtype_on(gpu=name != "cpu")
 
     @property
     def memory_bytes(self) -> int | None:

@@ -3,7 +3,6 @@
 from headrace.layouts.intervals import Partition, Rows, split_rows, split_sizes
 from headrace.layouts.layout import (
     group_shards,
-    stage_rows,
     storage_partition,
     working_partition,
     works_whole,
@@ -23,7 +22,6 @@ __all__ = [
     "sent_rows",
     "split_rows",
     "split_sizes",
-    "stage_rows",
     "storage_partition",
     "working_partition",
     "works_whole",

@@ -6,12 +6,10 @@ from collections.abc import Iterable, Iterator
 
 from headrace.layouts.intervals import Partition, Rows, split_rows
 from headrace.spec.plan import Pipeline, Plan
-from headrace.spec.stage import Stage
 from headrace.spec.weights import WeightSpec
 
 __all__ = [
     "group_shards",
-    "stage_rows",
     "storage_partition",
     "storage_partitions",
     "working_key",
@@ -42,14 +40,6 @@ def group_shards(weight: WeightSpec, ranks: int) -> tuple[Rows, ...]:
     return split_rows(weight.rows, ranks, weight.unit)
 
 
-def stage_rows(weight: WeightSpec, stage: Stage, parts: int) -> tuple[Rows, ...]:
-    """The rows that each member of a stage works with; none of other stages' weights."""
-    if not weight.used_in(stage.buckets):
-        return (Rows(0, 0),) * len(stage.ranks)
-    shards = group_shards(weight, parts)
-    return tuple(shards[member % parts] for member in range(len(stage.ranks)))
-
-
 def works_whole(plan: Plan) -> tuple[bool, ...]:
     """For each rank whether it holds all rows of the weights that it works with while ``plan``
     propagates: when some pipeline of it cuts none."""
@@ -66,27 +56,48 @@ def working_partition(weight: WeightSpec, plan: Plan) -> Partition:
 
     A rank in several sharded groups holds the smallest interval that contains its part of each.
     """
-    parts: list[Rows] = [Rows(0, 0)] * plan.devices
-    for pipeline in _used(plan):
-        count = pipeline.scheme.parts(sharded=plan.working == "sharded")
-        for stage in pipeline.stages(plan.layers):
-            for rank, rows in zip(stage.ranks, stage_rows(weight, stage, count), strict=True):
-                parts[rank] = _hull(parts[rank], rows)
-    return Partition(rows=weight.rows, parts=tuple(parts))
+    return _working(weight, plan.devices, list(_stages(plan)))
 
 
 def working_partitions(table: Iterable[WeightSpec], plan: Plan) -> dict[str, Partition]:
     """:func:`working_partition` of each weight; equal ones are one object, as there are many
     weights of few kinds."""
-    stages = {stage.buckets for p in _used(plan) for stage in p.stages(plan.layers)}
+    staged = list(_stages(plan))
+    stages = dict.fromkeys(buckets for _, buckets, _ in staged)
     made: dict[tuple[int, int | None, tuple[bool, ...]], Partition] = {}
     found: dict[str, Partition] = {}
     for weight in table:
         key = (weight.rows, weight.unit, tuple(weight.used_in(buckets) for buckets in stages))
         if key not in made:
-            made[key] = working_partition(weight, plan)
+            made[key] = _working(weight, plan.devices, staged)
         found[weight.name] = made[key]
     return found
+
+
+def _stages(plan: Plan) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Ranks and buckets of the stages of all pipelines with work, and in how many parts each holds
+    its weights."""
+    for pipeline in _used(plan):
+        count = pipeline.scheme.parts(sharded=plan.working == "sharded")
+        for stage in pipeline.stages(plan.layers):
+            yield stage.ranks, stage.buckets, count
+
+
+def _working(
+    weight: WeightSpec, devices: int, stages: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]]
+) -> Partition:
+    parts: list[Rows] = [Rows(0, 0)] * devices
+    shards: dict[int, tuple[Rows, ...]] = {}
+    used = dict[tuple[int, ...], bool]()
+    for ranks, buckets, count in stages:
+        if buckets not in used:
+            used[buckets] = weight.used_in(buckets)
+        if used[buckets]:
+            if count not in shards:
+                shards[count] = group_shards(weight, count)
+            for member, rank in enumerate(ranks):
+                parts[rank] = _hull(parts[rank], shards[count][member % count])
+    return Partition(rows=weight.rows, parts=tuple(parts))
 
 
 def working_key(plan: Plan) -> tuple[object, ...]:

@@ -10,12 +10,14 @@ without the reduce-scatter before the link: the intersections are exact as they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.layouts.intervals import Partition, Rows
 
-__all__ = ["Slice", "link", "link_of", "received_rows", "sent_rows"]
+__all__ = ["Slice", "link", "received_rows", "rows_between", "sent_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,27 +43,28 @@ def link(owners: Partition, readers: Partition) -> tuple[Slice, ...]:
     )
 
 
-def link_of(
+def rows_between(
     owners: Partition, readers: Partition, rank: int
-) -> tuple[tuple[Slice, ...], tuple[Slice, ...]]:
-    """Of :func:`link` the slices that ``rank`` serves, by reader, and those that it reads, by
-    owner: all that a rank needs of it, in time that grows with the ranks, not with their pairs."""
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of :func:`link` what ``rank`` serves each reader, and what it reads of each owner: first row
+    and end [ranks, 2], the same where there is nothing. All that a rank needs of it, in time that
+    grows with the ranks, not with their pairs."""
     assert owners.is_disjoint_cover, "a storage layout covers each row once"
-    held, wanted = owners.parts[rank], readers.parts[rank]
-    serves = ((rank, reader, held.meet(rows)) for reader, rows in _near(readers, held))
-    reads = ((owner, rank, rows.meet(wanted)) for owner, rows in _near(owners, wanted))
-    serving, reading = (
-        tuple(Slice(rows=rows, owner=owner, reader=reader) for owner, reader, rows in pairs)
-        for pairs in (serves, reads)
-    )
-    return serving, reading
+    serving = _meet(_bounds(readers), owners.parts[rank])
+    return serving, _meet(_bounds(owners), readers.parts[rank])
 
 
-def _near(partition: Partition, rows: Rows) -> Iterator[tuple[int, Rows]]:
-    """The ranks whose parts meet ``rows``, and the parts."""
-    for rank, part in enumerate(partition.parts):
-        if max(part.start, rows.start) < min(part.stop, rows.stop):
-            yield rank, part
+def _bounds(partition: Partition) -> NDArray[np.int64]:
+    rows = [(part.start, part.stop) for part in partition.parts]
+    return np.array(rows, dtype=np.int64)
+
+
+def _meet(bounds: NDArray[np.int64], rows: Rows) -> NDArray[np.int64]:
+    """What each interval has in common with ``rows``; nothing begins and ends at their start."""
+    starts, stops = np.maximum(bounds[:, 0], rows.start), np.minimum(bounds[:, 1], rows.stop)
+    empty = stops <= starts
+    starts[empty] = stops[empty] = rows.start
+    return np.stack([starts, stops], axis=1)
 
 
 def received_rows(slices: tuple[Slice, ...], rank: int) -> int:

@@ -183,12 +183,17 @@ def reasons(found: Sequence[Assignment], bound: Bound) -> tuple[str, ...]:
     others = (one for one in found if one.strategy != best.strategy and one is not static)
     other = next(others, None)
     if other is not None:
-        over = percent_text(_over(other.seconds, best.seconds))
-        texts.append(f"next strategy: {other.names}, {seconds_text(other.seconds)} (+{over})")
+        over = _over(other.seconds, best.seconds)
+        more = f"+{percent_text(over)}" if over >= _SAME else "as fast"
+        texts.append(f"next strategy: {other.names}, {seconds_text(other.seconds)} ({more})")
     idle = table.devices - len({rank for _, ranks, _ in best.groups for rank in ranks})
     if idle:
         texts.append(f"{idle} devices are idle: no scheme that helps is small enough")
     return tuple(texts)
+
+
+_SAME = 1e-5
+"""Less of a difference is shown as none."""
 
 
 def _over(seconds: float, least_s: float) -> float:

@@ -183,6 +183,9 @@ class Pricing:
             return f"the model has {layers} layers, and each stage needs one"
         if width not in self.problem.group_sizes:
             return f"costs are of {', '.join(map(str, self.problem.group_sizes))} ranks in a stage"
+        most = self.costs.shape.tensor_ranks
+        if scheme.tensor > most:
+            return f"a layer's weights can be cut for at most {most} ranks: model.ffn is too narrow"
         of = f"blocks of {scheme.tensor}" if scheme.context > 1 else f"{scheme.tensor} ranks"
         return (
             f"no measured method shares a layer's weights among {of}; planner.candidates names "

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-__all__ = ["ByteCounter", "DeviceBytes", "SavedBytes", "TrafficCounter", "sent_bytes"]
+__all__ = ["ByteCounter", "DeviceBytes", "SavedBytes", "TrafficCounter", "sent_bytes", "tensors_in"]
 
 _PASSING = 3
 """Tensors as large as the largest kept one: its gradient, what that is made into, and a copy."""
@@ -53,13 +52,10 @@ class ByteCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        known = {
-            x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, torch.Tensor)
-        }
+        known = {x.untyped_storage()._cdata for x in tensors_in(args)}
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage(), known)
+        for tensor in tensors_in(out):
+            self._count(tensor.untyped_storage(), known)
         return out
 
     def _count(self, storage: torch.UntypedStorage, known: set[int]) -> None:
@@ -146,6 +142,20 @@ class TrafficCounter(TorchDispatchMode):
         if sent is not None:
             self.sent_bytes += sent[0]
         return func(*args, **(kwargs or {}))
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments, or in what it gives. Lists of numbers are not
+    walked: a collective has two with a number for every rank."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))
+    elif isinstance(values, tuple) or (
+        isinstance(values, list) and values and not isinstance(values[0], int)
+    ):
+        for value in values:
+            yield from tensors_in(value)
 
 
 def sent_bytes(

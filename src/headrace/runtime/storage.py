@@ -56,8 +56,8 @@ class Working:
         links = bucket_links(tables, storage.partitions, partitions, groups.rank, groups.world)
         self._links: list[BucketLink | None] = []
         for bucket, between in zip(tables, links, strict=True):
-            same = storage.working_dtype == storage.dtype and all(
-                storage.partitions[w.name] == partitions[w.name] for w in bucket
+            same = storage.working_dtype == storage.dtype and _alike(
+                {w.name: storage.partitions[w.name] for w in bucket}, partitions
             )
             for weight in bucket:
                 self._hold(weight, aliased=same)
@@ -170,7 +170,7 @@ class Storage:
         if self._working is not None and self._layout == key:
             return self._working
         partitions = working_partitions(self.table, plan)
-        if self._working is None or self._working.partitions != partitions:
+        if self._working is None or not _alike(self._working.partitions, partitions):
             # One layout's buffers at a time: a change of layout costs an allocation, not memory.
             self._working = None
             self._working = Working(self, partitions, self._groups)
@@ -271,3 +271,10 @@ class Storage:
                 state["step"].fill_(float(steps))
             elif "step" in state:
                 state["step"] = steps
+
+
+def _alike(one: dict[str, Partition], other: dict[str, Partition]) -> bool:
+    """Whether partitions of the same weights are equal. Many weights share one, and comparing those
+    of a thousand ranks takes long."""
+    pairs = {(id(one[name]), id(other[name])): name for name in one}
+    return all(one[name] == other[name] for name in pairs.values())

@@ -117,7 +117,7 @@ def costs_at_hand(
             raise CostError(f"costs {path}", got=f"{costs.cluster.devices} ranks", wanted=ranks)
         return costs, ""
     if config.devices.hardware is not None:
-        what = f"roofline of {config.devices.hardware} in {config.devices.dtype}"
+        what = f"roofline of {config.devices.hardware} in {config.devices.planned_dtype}"
         remark = f"costs: {what}, by data sheets and formulas, not measured"
         return formula_costs(config, architecture, ranks), remark
     measured = newest_costs(config, architecture, ranks)

@@ -115,7 +115,7 @@ def _fingerprint(
         model=rank.storage.architecture,
         ranks=rank.world.ranks,
         device=rank.cluster.device,
-        dtype=config.devices.dtype,
+        dtype=str(rank.dtype).removeprefix("torch."),
         longest=config.profile.longest or config.data.context,
         rung_s=config.profile.rung_s,
         levels=",".join(config.planner.recompute),

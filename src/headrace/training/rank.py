@@ -103,7 +103,7 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
     """Open the corpus, agree on it, and make this rank's storage. Collective."""
     listener = listener or Listener()
     groups = Groups(connections=world.rerendezvous.connections)
-    dtype: torch.dtype = getattr(torch, config.devices.dtype)
+    dtype: torch.dtype = getattr(torch, config.devices.dtype_on(gpu=world.device != "cpu"))
     stored = dtype if dtype.itemsize >= 4 else torch.float32
     world.watcher.enter("reading and tokenising the corpus")
     data = open_data(config, listener.progress if world.rank == 0 else None)

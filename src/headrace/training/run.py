@@ -30,7 +30,7 @@ from headrace.training.measured_costs import learnt, measured_costs
 from headrace.training.planner import OnlinePlanner
 from headrace.training.rank import Rank
 from headrace.training.run_record import RunRecord, drawn_steps
-from headrace.training.saved_state import SavedState
+from headrace.training.saved_state import SavedState, changed
 from headrace.units import bytes_text, count_text, percent_text
 
 __all__ = ["RankRun"]
@@ -243,6 +243,8 @@ class RankRun:
         if self.online is not None:
             self.online.restore(saved.planner)
         rank.say(f"continuing from {path}, saved by {saved.ranks} ranks")
+        if changes := changed(saved.config, self.config.to_json()):
+            rank.say(f"changed since   {', '.join(changes)}")
         return saved.step
 
     def _announce(self, first: int) -> None:
@@ -255,7 +257,8 @@ class RankRun:
         rank.say(
             f"model         {architecture}, {parameters} parameters\n"
             f"devices       {rank.world.ranks} ranks of {rank.cluster.device}, "
-            f"{bytes_text(rank.cluster.memory_bytes)} each\n"
+            f"{bytes_text(rank.cluster.memory_bytes)} each, in "
+            f"{str(rank.dtype).removeprefix('torch.')}\n"
             f"run           {self.folder}"
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -10,13 +12,13 @@ from typing import Any
 import headrace
 from headrace.costs import CostModel
 from headrace.costs.learning.calibration import Calibration
-from headrace.errors import CheckpointError, DamagedCheckpoint, HeadraceError
+from headrace.errors import CheckpointError, DamagedCheckpoint, HeadraceError, shortened
 from headrace.runtime import checkpoint
 from headrace.runtime.checkpoint_folders import step_of
 from headrace.spec.architecture import Architecture
 from headrace.spec.plan import Plan
 
-__all__ = ["SavedState"]
+__all__ = ["SavedState", "changed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,25 @@ _MALFORMED = (
     HeadraceError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError,
 )  # fmt: skip
 """What parsers of JSON that was tampered with raise."""
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The keys of a configuration, as JSON, that have another value now, each with both. Not what
+    a run may change without a difference to its steps: where it is written, and how reported."""
+    found = list[str]()
+    for section, values in now.items():
+        earlier = before.get(section)
+        if section == "report" or not isinstance(values, Mapping):
+            continue
+        for key, value in values.items():
+            was = earlier.get(key) if isinstance(earlier, Mapping) else None
+            if was != value and (section, key) not in (("run", "out"), ("run", "name")):
+                found.append(f"{section}.{key} from {_shown(was)} to {_shown(value)}")
+    return found
+
+
+def _shown(value: object) -> str:
+    return shortened(json.dumps(value), 60)
 
 
 def _count(table: dict[str, Any], name: str) -> int:

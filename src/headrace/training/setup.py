@@ -84,7 +84,7 @@ def formula_costs(config: Config, architecture: Architecture, ranks: int) -> Cos
     memory = options.memory_bytes
     if options.hardware is not None:
         return roofline(
-            architecture, options.hardware, devices=ranks, dtype=options.dtype,
+            architecture, options.hardware, devices=ranks, dtype=options.planned_dtype,
             memory_bytes=memory, memory_margin=config.planner.memory_margin,
         )  # fmt: skip
     costs = synthetic_costs(ranks, architecture=architecture, methods=FORMULA_METHODS)

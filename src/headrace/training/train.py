@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headrace.comm.children import stopping
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.launch import World, under_torchrun
 from headrace.config import Config
@@ -54,7 +55,8 @@ def train(
     is for the command line: call ``run.report()``.
 
     Several ranks are forked: call it from the main thread, before CUDA is used. Raises
-    KeyboardInterrupt on Ctrl-C, errors of headrace's tree as a rank raised them, and LaunchError
+    KeyboardInterrupt on Ctrl-C, SystemExit with the shell's code on another signal that ends a job
+    (SIGTERM, SIGHUP, SIGUSR1), errors of headrace's tree as a rank raised them, and LaunchError
     when a rank died; then ``resume`` goes on.
     """
     folder = choose_folder(config, None if out is None else Path(out), resume=resume)
@@ -111,6 +113,8 @@ def on_ranks(config: Config, body: Callable[[Rank], Found], listener: Listener) 
         raise heard.error
     if code == _INTERRUPTED:
         raise KeyboardInterrupt
+    if code - 128 in stopping():
+        raise SystemExit(code)  # who ends a program ends it, not just what it trains
     if code:
         raise LaunchError(
             "ranks", got=f"exit code {code}", wanted="their end",

@@ -114,6 +114,7 @@ def test_a_whole_checkpoint_and_a_damaged_one(trained: tuple[Path, Path], tmp_pa
     assert code == 0, err
     assert "whole" in out
     assert "step-000004" in out
+    assert run("verify", "checkpoint", tmp_path)[1] == out, "of the run's folder"
     victim = max(folder.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
     content = bytearray(victim.read_bytes())
     content[-3] ^= 1

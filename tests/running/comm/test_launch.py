@@ -376,6 +376,7 @@ def test_wrong_variables(
         join(total, connect_s=0.3)
 
 
+@pytest.mark.apart  # torch's client says in frames, when all is over, that the stranger has gone
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stranger_on_the_port(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Catches the endless wait of torch's client for a listener that is no store, and the server's

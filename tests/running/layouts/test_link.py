@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.layouts.intervals import Partition, Rows, split_rows
-from headrace.layouts.link import link, link_of, received_rows, sent_rows
+from headrace.layouts.link import link, received_rows, rows_between, sent_rows
 
 
 @st.composite
@@ -69,9 +69,12 @@ def test_a_rank_finds_its_own_slices_alone(pair: tuple[Partition, Partition]) ->
     lengths are exchanged."""
     slices = link(*pair)
     for rank in range(len(pair[0].parts)):
-        serving, reading = link_of(*pair, rank)
-        assert serving == tuple(s for s in slices if s.owner == rank)
-        assert reading == tuple(s for s in slices if s.reader == rank)
+        serving, reading = (
+            {peer: Rows(*rows) for peer, rows in enumerate(side.tolist()) if rows[0] < rows[1]}
+            for side in rows_between(*pair, rank)
+        )
+        assert serving == {s.reader: s.rows for s in slices if s.owner == rank}
+        assert reading == {s.owner: s.rows for s in slices if s.reader == rank}
 
 
 @settings(deadline=None)

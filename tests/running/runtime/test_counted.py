@@ -13,7 +13,7 @@ from headrace.comm.collectives import (
     issue_shift,
     reduce_scatter_rows,
 )
-from headrace.runtime.counted import ByteCounter, TrafficCounter
+from headrace.runtime.counted import ByteCounter, TrafficCounter, tensors_in
 from ranks import run_ranks
 
 
@@ -164,3 +164,10 @@ def test_gathers_and_scatters_count_what_leaves_the_rank() -> None:
             "a product": 0,
             "outside": 0,
         }
+
+
+def test_tensors_are_found_wherever_they_stand() -> None:
+    """Would catch a tensor behind a number, or in a list, whose bytes are counted as new."""
+    one, two = torch.zeros(2), torch.ones(3)
+    found = list(tensors_in((2, one, [two, None], {"out": two}, [1, 2, 3], [])))
+    assert [id(x) for x in found] == [id(one), id(two), id(two)]

@@ -85,6 +85,23 @@ def test_a_damaged_newest_is_passed_over(whole: Whole, copy: Path) -> None:
     Checkpoint(path=place(copy, 6)).verify()
 
 
+def test_what_was_changed_is_said(whole: Whole, copy: Path) -> None:
+    """Catches a run that goes on with another optimizer, or for longer, without a word."""
+    config, _ = whole
+    changes = {
+        "run": config.run.model_copy(update={"steps": 7}),
+        "optimizer": config.optimizer.model_copy(update={"lr": 0.02}),
+        "report": config.report.model_copy(update={"timelines": 1}),
+    }
+    told: list[str] = []
+    hr.train(config.model_copy(update=changes), out=copy, resume=True, tell=told.append)
+    (line,) = [line for line in told if line.startswith("changed since")]
+    assert line == "changed since   run.steps from 6 to 7, optimizer.lr from 0.01 to 0.02"
+    again: list[str] = []
+    hr.train(config.model_copy(update=changes), out=copy, resume=True, tell=again.append)
+    assert not [line for line in again if line.startswith("changed since")]
+
+
 def test_none_is_whole(whole: Whole, copy: Path) -> None:
     """Catches a run that silently begins anew, over the steps that were taken."""
     for step in (2, 4, 6):

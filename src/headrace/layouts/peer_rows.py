@@ -1,0 +1,214 @@
+"""The rows that one rank exchanges with all others, in few calls.
+
+A rank serves or reads at most one interval of each weight of a bucket to or from every peer, and
+they travel peer by peer. With a thousand peers and seven weights these are thousands of intervals,
+but they look alike. An owner's few rows lie in one place of most readers, so there are few *kinds*
+of readers: what is sent to one of a kind is put together once. A reader of whole weights gets as
+many rows of one owner as of the next, and those follow each other: owners stand in *runs*, whose
+part of a weight is a matrix on both sides:
+
+    wire    [owners, elements of all parts][:, the part's]
+    tensor  [owners, elements of the part], rows that follow each other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+__all__ = ["ReadRows", "ServedRows", "Tensors"]
+
+Bounds = NDArray[np.int64]
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """``rows`` rows from ``start`` of weight ``place`` of the bucket; ``at`` is where they begin
+    among a peer's elements, ``elements`` how many they have."""
+
+    place: int
+    start: int
+    rows: int
+    at: int
+    elements: int
+
+    def of(self, tensor: torch.Tensor, peers: int = 1) -> torch.Tensor:
+        """The rows of so many peers [peers, elements]."""
+        return tensor[self.start : self.start + peers * self.rows].view(peers, self.elements)
+
+
+def _parts(bounds: Bounds, row_elements: Sequence[int]) -> tuple[_Part, ...]:
+    """What of ``bounds`` [weights, 2] is not empty, in order."""
+    found, at = list[_Part](), 0
+    for place, ((start, end), width) in enumerate(zip(bounds.tolist(), row_elements, strict=True)):
+        if end > start:
+            found.append(_Part(place, start, end - start, at, (end - start) * width))
+            at += found[-1].elements
+    return tuple(found)
+
+
+def _elements(parts: Sequence[_Part]) -> int:
+    return sum(part.elements for part in parts)
+
+
+class ServedRows:
+    """What a rank serves of a bucket.
+
+    ``bounds`` [peers, weights, 2] are first row and end, counted from the rank's own first, empty
+    where they are the same; ``row_elements`` of each weight, of which the rank owns ``owned`` rows.
+    """
+
+    def __init__(
+        self, bounds: Bounds, row_elements: Sequence[int], owned: Sequence[int], rank: int
+    ) -> None:
+        places: dict[bytes, int] = {}
+        self._kinds: list[tuple[_Part, ...]] = []
+        self._readers: list[int] = []
+        self._own: int | None = None  # the turn of this rank's own rows among the readers
+        self.sizes = [0] * len(bounds)
+        flat = np.ascontiguousarray(bounds).reshape(len(bounds), -1)
+        for peer in np.flatnonzero((bounds[:, :, 1] > bounds[:, :, 0]).any(axis=1)).tolist():
+            kind = places.setdefault(flat[peer].tobytes(), len(places))
+            if kind == len(self._kinds):
+                self._kinds.append(_parts(bounds[peer], row_elements))
+            if peer == rank:
+                self._own = len(self._readers)
+            else:
+                self.sizes[peer] = _elements(self._kinds[kind])
+            self._readers.append(kind)
+        self.total = sum(self.sizes)
+        whole = np.array([(0, rows) for rows in owned], dtype=np.int64)
+        self._all = _parts(whole, row_elements)
+        first = {part.place: part.at for part in self._all}
+        self._spans = [
+            [
+                (first[part.place] + part.start * row_elements[part.place], part.elements)
+                for part in parts
+            ]
+            for parts in self._kinds
+        ]
+
+    def own(self, names: Sequence[str], tensors: Tensors) -> list[torch.Tensor]:
+        """The rows of each weight that the rank reads of itself, [1, elements]."""
+        if self._own is None:
+            return []
+        parts = self._kinds[self._readers[self._own]]
+        return [part.of(tensors[names[part.place]]) for part in parts]
+
+    def pack(
+        self, names: Sequence[str], tensors: Tensors, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        """What travels from ``tensors`` to all readers, as ``dtype`` or else theirs."""
+        like = tensors[names[0]]
+        pieces = [
+            torch.cat([part.of(tensors[names[part.place]])[0] for part in parts]).to(
+                dtype or like.dtype
+            )
+            for parts in self._kinds
+        ]
+        others = [kind for turn, kind in enumerate(self._readers) if turn != self._own]
+        if not others:
+            return like.new_empty(0, dtype=dtype or like.dtype)
+        return torch.cat([pieces[kind] for kind in others])
+
+    def add(
+        self, wire: torch.Tensor, own: Sequence[torch.Tensor], names: Sequence[str], sums: Tensors
+    ) -> None:
+        """Make ``sums`` what all readers sent, and ``own``, added in the order of their ranks."""
+        total = sums[names[0]].new_zeros(_elements(self._all))
+        into = [[total[at : at + count] for at, count in spans] for spans in self._spans]
+        sizes = [
+            part.elements
+            for turn, kind in enumerate(self._readers)
+            if turn != self._own
+            for part in self._kinds[kind]
+        ]
+        came = iter(wire.split(sizes)) if sizes else iter(())
+        for turn, kind in enumerate(self._readers):
+            values = (rows[0] for rows in own) if turn == self._own else came
+            for target, value in zip(into[kind], values, strict=False):
+                target.add_(value)
+        for part in self._all:
+            part.of(sums[names[part.place]])[0].copy_(total[part.at : part.at + part.elements])
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Owners that look alike: so many, with ``parts`` of the first one, from ``at`` on the wire."""
+
+    owners: int
+    at: int
+    parts: tuple[_Part, ...]
+    own: bool
+
+    def pairs(
+        self, wire: torch.Tensor, names: Sequence[str], tensors: Tensors
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(on the wire, in the tensor) of every part, each [owners, elements of the part]."""
+        size = self.owners * _elements(self.parts)
+        rows = wire[self.at : self.at + size].view(self.owners, -1)
+        for part in self.parts:
+            there = rows[:, part.at : part.at + part.elements]
+            yield there, part.of(tensors[names[part.place]], self.owners)
+
+
+class ReadRows:
+    """What a rank reads of a bucket; ``bounds`` and ``row_elements`` as of :class:`ServedRows`."""
+
+    def __init__(self, bounds: Bounds, row_elements: Sequence[int], rank: int) -> None:
+        lengths = bounds[:, :, 1] - bounds[:, :, 0]
+        elements = (lengths * np.array(row_elements, dtype=np.int64)).sum(axis=1)
+        elements[rank] = 0
+        self.sizes: list[int] = elements.tolist()
+        self.total = sum(self.sizes)
+        self._runs = list[_Run]()
+        peers, at = np.flatnonzero(lengths.any(axis=1)), 0
+        for first, end in pairwise(_cuts(bounds[peers], peers == rank)):
+            parts, own = _parts(bounds[peers[first]], row_elements), bool(peers[first] == rank)
+            self._runs.append(_Run(end - first, at, parts, own))
+            at += 0 if own else (end - first) * _elements(parts)
+
+    def own(self, names: Sequence[str], tensors: Tensors) -> list[torch.Tensor]:
+        """The rows of each weight that the rank reads of itself, [1, elements]."""
+        parts = [part for run in self._runs if run.own for part in run.parts]
+        return [part.of(tensors[names[part.place]]) for part in parts]
+
+    def pack(
+        self, names: Sequence[str], tensors: Tensors, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        """What travels from ``tensors`` to all owners, as ``dtype`` or else theirs."""
+        like = tensors[names[0]]
+        wire = like.new_empty(self.total, dtype=dtype or like.dtype)
+        for there, here in self._pairs(wire, names, tensors):
+            there.copy_(here)
+        return wire
+
+    def unpack(self, wire: torch.Tensor, names: Sequence[str], tensors: Tensors) -> None:
+        """Put what came from all owners into ``tensors``."""
+        for there, here in self._pairs(wire, names, tensors):
+            here.copy_(there)
+
+    def _pairs(
+        self, wire: torch.Tensor, names: Sequence[str], tensors: Tensors
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for run in self._runs:
+            if not run.own:
+                yield from run.pairs(wire, names, tensors)
+
+
+def _cuts(bounds: Bounds, own: NDArray[np.bool_]) -> list[int]:
+    """Where runs begin among owners of ``bounds`` [owners, weights, 2], and the end. An owner joins
+    the one before when it has as many rows of every weight, which begin where those end."""
+    if not len(bounds):
+        return [0]
+    lengths = bounds[:, :, 1] - bounds[:, :, 0]
+    follows = (bounds[1:, :, 0] == bounds[:-1, :, 1]) | (lengths[1:] == 0)
+    alike = (lengths[1:] == lengths[:-1]).all(axis=1) & follows.all(axis=1)
+    alike &= ~own[1:] & ~own[:-1]
+    return [0, *(np.flatnonzero(~alike) + 1).tolist(), len(bounds)]
