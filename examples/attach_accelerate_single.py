@@ -1,8 +1,9 @@
-"""Train a small Llama of transformers with Accelerate on Python's own sources, on one device.
+"""Train a small Llama with Accelerate on Python's own sources, on one device.
 
     python examples/attach_accelerate_single.py --steps 20
 
-Prints one JSON line a step. ``attach_accelerate.py`` beside it does the same on many ranks, planned step by step.
+Prints one JSON line a step. ``attach_accelerate.py`` beside it does the same
+on many ranks, planned step by step.
 """
 
 from __future__ import annotations

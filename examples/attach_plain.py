@@ -1,8 +1,9 @@
-"""Train a small GPT of one's own on Python's own sources, on as many ranks as there are.
+"""Train a small GPT of one's own on Python's own sources, planned step by step.
 
     torchrun --nproc-per-node 2 examples/attach_plain.py --steps 20
 
-Prints one JSON line a step. ``attach_plain_single.py`` beside it does the same on one device, without headrace.
+Prints one JSON line a step. ``attach_plain_single.py`` beside it does the same
+on one device, without headrace.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python examples/attach_plain_single.py --steps 20
 
-Prints one JSON line a step. ``attach_plain.py`` beside it does the same on many ranks, planned step by step.
+Prints one JSON line a step. ``attach_plain.py`` beside it does the same
+on many ranks, planned step by step.
 """
 
 from __future__ import annotations

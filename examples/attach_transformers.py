@@ -1,8 +1,9 @@
-"""Train a small Llama of transformers on Python's own sources, on as many ranks as there are.
+"""Train a small Llama of transformers on Python's own sources, planned step by step.
 
     torchrun --nproc-per-node 2 examples/attach_transformers.py --steps 20
 
-Prints one JSON line a step. ``attach_transformers_single.py`` beside it does the same on one device, without headrace.
+Prints one JSON line a step. ``attach_transformers_single.py`` beside it does the same
+on one device, without headrace.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ class SamplerOptions:
     ``too_long`` what becomes of longer documents. Samples of fewer than ``min_tokens`` are
     dropped: a single token has nothing to predict. With ``short-to-long``, step s of the first
     ``curriculum_steps`` draws from the shortest (s + 1) / curriculum_steps of the samples, or from
-    as many as fill the batch. Without ``shuffle`` samples come in the order of the documents. Raises ConfigError for a value out of range.
+    as many as fill the batch. Without ``shuffle`` samples come in the order of the documents.
+    Raises ConfigError for a value out of range.
     """
 
     batch_tokens: int | None = None

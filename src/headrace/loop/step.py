@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ class LoopMicroBatch:
     _survives: Callable[[BaseException, str], bool] = field(repr=False)
     done: bool = field(default=False, init=False)
 
-    def __enter__(self) -> LoopMicroBatch:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -156,7 +156,7 @@ class LoopStep:
 
     def _attempt(self) -> Iterator[LoopMicroBatch]:
         """The micro-batches of the plan, until one of them runs out of memory."""
-        self._sum, self.rows, self._failed = None, [], False
+        self._sum, self.rows, self._failed = None, list[Row](), False
         turns = turns_of(self.plan, self.run.rank)
         packs = [self.read(turn) for turn in turns]
         own = [int((pack["labels"] != IGNORED).sum()) for pack in packs]

@@ -1,9 +1,10 @@
-"""The example of a model of one's own, and its twin for one device."""
+"""The examples of models and loops of one's own, and their twins for one device."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,33 +14,51 @@ import pytest
 pytest.importorskip("transformers")
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-STEPS = ("--steps", "4", "--tokens", "96")
 
 
-def losses(*command: str) -> list[float]:
+def losses(folder: Path, *command: str) -> list[float]:
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=140, check=False
-    )
+        [sys.executable, *command], capture_output=True, text=True, timeout=280, check=False,
+        env=os.environ | {"XDG_CACHE_HOME": str(folder)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line)["loss"] for line in done.stdout.splitlines()]
 
 
-def test_at_most_ten_lines_more() -> None:
-    """Catches an interface that asks for more."""
-    single, several = (
+def added(single: str, several: str) -> list[str]:
+    """Lines that one has and its twin has not, comments and descriptions aside."""
+    first, second = (
         [line for line in (EXAMPLES / name).read_text().splitlines()[8:] if line.strip()]
-        for name in ("hf_llama_single.py", "hf_llama.py")
+        for name in (single, several)
     )
-    changes = list(difflib.ndiff(single, several))
-    assert sum(line.startswith("+ ") for line in changes) <= 10
+    return [line for line in difflib.ndiff(first, second) if line.startswith("+ ")]
+
+
+TWINS = ["hf_llama", "attach_plain", "attach_transformers", "attach_accelerate"]
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_at_most_ten_lines_more(name: str) -> None:
+    """Catches an interface that asks for more."""
+    assert 0 < len(added(f"{name}_single.py", f"{name}.py")) <= 10
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_same_losses() -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", TWINS)
+def test_the_same_losses(name: str, tmp_path: Path) -> None:
     """Catches an example that does not run, or trains something else."""
-    alone = losses(str(EXAMPLES / "hf_llama_single.py"), *STEPS)
+    if name == "attach_accelerate":
+        pytest.importorskip("accelerate")
+    steps = ("--steps", "20" if name != "hf_llama" else "4")
+    more = ("--tokens", "96") if name == "hf_llama" else ()
+    alone = losses(tmp_path, str(EXAMPLES / f"{name}_single.py"), *steps, *more)
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    spread = losses(*ranks, str(EXAMPLES / "hf_llama.py"), *STEPS)
-    assert len(alone) == 4
+    spread = losses(tmp_path, *ranks, str(EXAMPLES / f"{name}.py"), *steps, *more)
+    assert len(alone) == int(steps[1])
     assert spread == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_loop_alone(tmp_path: Path) -> None:
+    """Catches an attached loop that needs a launcher."""
+    assert len(losses(tmp_path, str(EXAMPLES / "attach_plain.py"), "--steps", "2")) == 2
