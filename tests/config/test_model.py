@@ -240,6 +240,7 @@ def test_the_defaults_are_shown() -> None:
     shown = {key: (kind, default) for key, kind, default, _ in _documented()}
     assert shown["data.paths"] == ("list of string", "required")
     assert shown["run.steps"] == ("integer", "100")
-    assert shown["planner.name"] == ("adaptive or static or strategies", '"adaptive"')
+    names = "adaptive or static or strategies or bucket or packed or dcp"
+    assert shown["planner.name"] == (names, '"adaptive"')
     assert shown["data.context"] == ("integer", "8192")
     assert shown["report.html"] == ("boolean", "true")

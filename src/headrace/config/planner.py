@@ -27,10 +27,12 @@ StrategyText = Annotated[str, BeforeValidator(_strategy)]
 class PlannerConfig(Section):
     """Who decides, and between what."""
 
-    name: Literal["adaptive", "static", "strategies"] = "adaptive"
+    name: Literal["adaptive", "static", "strategies", "bucket", "packed", "dcp"] = "adaptive"
     """``adaptive`` decides for each batch, whatever fits; ``static`` uses groups of ``static_size``
     always; ``strategies`` has pipelines side by side only, of any shapes that fit, tensor, context
-    and pipeline parallel."""
+    and pipeline parallel. To compare with: ``bucket`` and ``packed`` have the smallest group size
+    that holds the longest sequence, and batches of like lengths or full packs; ``dcp`` chooses a
+    size and a batch for each bucket of lengths, and accumulation steps to end together."""
 
     strategies: tuple[StrategyText, ...] = ()
     """The strategies to choose among for each batch, such as ``"1*tp2 + 2*cp1"`` or

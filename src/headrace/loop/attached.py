@@ -68,7 +68,8 @@ def attach(
     epochs: int = 1, steps: int | None = None, shuffle: bool = True, seed: int = 0,
     labels: Labels | None = None, tokens: str | None = None, label_name: str = "labels",
     backend: str | None = None,
-    planner: Literal["adaptive", "static"] = "adaptive", static_size: int | None = None,
+    planner: Literal["adaptive", "static", "bucket", "packed", "dcp"] = "adaptive",
+    static_size: int | None = None,
     sizes: Sequence[int] = (), exchange: Exchange | None = None,
     recompute: Sequence[Recompute] = RECOMPUTE, longest: Budget | None = None,
     memory: str | None = None, memory_margin: float | None = None, costs: CostModel | None = None,
@@ -90,7 +91,9 @@ def attach(
         shuffle     draw samples at random; else they come in their order, as those of a stream do
         epochs      passes over the data, unless ``steps`` says how many steps to take
         labels      whether they are of the ``next`` token or of the ``same`` place
-        planner     ``adaptive`` decides for each step, ``static`` has groups of ``static_size``
+        planner     ``adaptive`` decides for each step, ``static`` has groups of ``static_size``;
+                    to compare with: ``bucket`` and ``packed`` parallel, and the accumulation of
+                    Data-Centric Parallel (``dcp``)
         sizes       group sizes to consider; all where it is left out
         exchange    how attention meets other ranks' tokens; the quickest measured where left out
         recompute   levels that a plan may choose for each layer, where the model can

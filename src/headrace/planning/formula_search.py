@@ -54,8 +54,9 @@ class FormulaSearch:
         """See :func:`headrace.planning.planner.plan`."""
         table = formula_table(self.problem, self.batch)
         bound = bounded(table)
-        found = self._static(table)
-        if self.problem.planner != "static":
+        others = self.problem.others
+        found = self._static(table) if others is None else self._others(table, others)
+        if self.problem.planner != "static" and others is None:
             found = self._rivals(table, bound, self._found(table, bound, found))
         made = plan_of(found[0], bound)
         if not self.problem.is_published:
@@ -77,6 +78,16 @@ class FormulaSearch:
             table = PriceTable(self.batch, some, table.devices)
         made = BASELINES["best-static"].schedules(table, semantics, self.seed)
         return [] if made is None else [made]
+
+    def _others(self, table: PriceTable, name: str) -> list[Assignment]:
+        """What a baseline makes of the batch."""
+        made = BASELINES[name].schedules(table, self.problem.semantics, self.seed)
+        if made is None:
+            raise InfeasiblePlan(
+                f"sequence {self.batch.order[0]} of {table.tokens[0]:,} tokens does not fit",
+                got=f"planner {name}", wanted="a group size that holds it",
+            )  # fmt: skip
+        return [made]
 
     def _found(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> list[Assignment]:
         """Schedules, the quickest first."""

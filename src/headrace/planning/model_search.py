@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from headrace.costs.cost_model import MOST_TOKENS
+from headrace.planning.baselines import BASELINES
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import Bound, BoundRows, lower_bound, step_bound_s
 from headrace.planning.explain import Candidate, reasons
@@ -69,6 +70,9 @@ class ModelSearch:
             if (table := self._table(pricing.groups(weights))) is not None
         ]
         tables = [t for at, t in enumerate(tables) if not any(_rules(o, t) for o in tables[:at])]
+        if problem.others is not None:
+            self._others(tables, problem.others)
+            return self._bound(tables)
         self._static(tables)
         ideal = self._ideal()
         bound = self._bound(tables) if tables else None
@@ -87,6 +91,11 @@ class ModelSearch:
         if bound is not None and bound.seconds <= ideal.seconds * _FREE_OF_MEMORY:
             return ideal
         return self._deeper(tables)
+
+    def _others(self, tables: Sequence[PriceTable], name: str) -> None:
+        """What a baseline makes of each table; at least of one, which holds the longest."""
+        made = (BASELINES[name].schedules(table, "free", self.seed) for table in tables)
+        self.found += [one for one in made if one is not None]
 
     def _table(self, schemes: Sequence[PricedScheme]) -> PriceTable | None:
         """A table, where some scheme holds the longest sequence."""
@@ -249,7 +258,7 @@ class ModelSearch:
     def _promising(self, bound: Bound) -> list[Assignment]:
         """What is simulated: the quickest by computing, one of each strategy and source, and the
         static schedule."""
-        if self.problem.planner == "static":
+        if self.problem.planner == "static" or self.problem.others is not None:
             return sorted(self.found, key=lambda schedule: schedule.seconds)
         self.found = scheduled(self.drafts, self.found, bound.seconds, self.limits)
         limit_s, seen = self.found[0].seconds * _NEAR, set[tuple[Strategy, str]]()

@@ -27,7 +27,10 @@ __all__ = ["Costs", "Problem"]
 
 Costs = CostModel | PipelineCosts | GroupCosts
 
-_PLANNERS = ("adaptive", "static", "strategies")
+_OTHERS = ("bucket", "packed", "dcp")
+"""Baselines that plan groups, by their names in :mod:`headrace.planning.baselines`."""
+
+_PLANNERS = ("adaptive", "static", "strategies", *_OTHERS)
 _KEPT = ("_frontiers", "_ideals", "_pricings")
 _PRICED_BY = ("costs", "sizes", "methods", "layers", "recompute", "holding", "stages")
 
@@ -40,7 +43,8 @@ class Problem:
     ``semantics``: ``free`` groups start when their ranks are free; in ``lockstep`` all ranks meet
     at every layer, so that micro-batches run in waves. ``planner`` restricts the plans: to
     pipelines side by side (``strategies``), to one group size, ``static_size`` or the best
-    (``static``), or not at all (``adaptive``). ``strategies`` are all that may be chosen, if there
+    (``static``), or not at all (``adaptive``); ``bucket``, ``packed`` and ``dcp`` are what others
+    do (:mod:`headrace.planning.baselines`), to compare with. ``strategies`` are all that may be chosen, if there
     are any.
 
     Of a model's costs, ``sizes``, ``methods``, ``recompute`` and ``holding`` restrict the group
@@ -161,6 +165,11 @@ class Problem:
         layers, hidden = facts.get("layers"), facts.get("hidden")
         known = isinstance(layers, int) and isinstance(hidden, int)
         return 12 * layers * hidden**2 if known else None
+
+    @property
+    def others(self) -> str | None:
+        """The baseline that plans, where it is one."""
+        return self.planner if self.planner in _OTHERS else None
 
     @property
     def nests(self) -> bool:

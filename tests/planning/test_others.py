@@ -1,0 +1,48 @@
+"""Baselines that are planners by name."""
+
+from __future__ import annotations
+
+import pytest
+
+import headrace as hr
+from headrace.errors import InfeasiblePlan, SpecError
+
+NAMES = ("bucket", "packed", "dcp")
+
+
+@pytest.fixture(scope="module")
+def problem() -> hr.Problem:
+    model = hr.Architecture.preset("llama-8b")
+    costs = hr.costs.roofline(model, "h100", devices=8)
+    return hr.Problem(costs=costs, stages=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("semantics", ["free", "lockstep"])
+def test_a_baseline_is_planned(problem: hr.Problem, name: str, semantics: str) -> None:
+    """Catches a name that plans something else, and a baseline that beats the planner."""
+    lengths = hr.Lengths.of([30_000, 9_000, 800, 700, 400, 300, 200, 100] * 3)
+    other = hr.plan(lengths, problem.replace(planner=name, semantics=semantics))
+    own = hr.plan(lengths, problem.replace(semantics=semantics))
+    assert other.planner == name
+    assert other.semantics == semantics
+    assert own.predicted_s <= other.predicted_s * (1 + 1e-9)
+    assert hr.simulate(other, problem.costs).seconds > 0
+    if name != "dcp":  # one size, the smallest that holds the longest
+        assert len({len(p.ranks) for p in other.pipelines}) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_fits_nowhere_is_said(problem: hr.Problem, name: str) -> None:
+    """Catches a traceback from within a baseline."""
+    for semantics in ("free", "lockstep"):
+        with pytest.raises(InfeasiblePlan, match="10,000,000 tokens"):
+            hr.plan([10_000_000], problem.replace(planner=name, semantics=semantics))
+
+
+def test_only_what_runs_in_one_piece(problem: hr.Problem) -> None:
+    """Catches stages where a problem has none."""
+    plan = hr.plan([60_000] * 4 + [500] * 50, problem)
+    assert all(p.scheme.pipeline == 1 for p in plan.pipelines)
+    with pytest.raises(SpecError, match="planner"):
+        problem.replace(planner="buckets")
