@@ -26,8 +26,13 @@ from headrace.loop.probes import ModelProbes
 from headrace.passes.adopted import Adopted
 from headrace.passes.placement import Exchange
 from headrace.passes.recompute import BlockLevels
+from headrace.profiling.clocks import EventClock, HostClock
+from headrace.profiling.probe import seconds_of
+from headrace.profiling.sweep import block
 from headrace.runtime.machine import available_bytes, machine_facts
 from headrace.spec.cluster import Cluster
+from headrace.spec.known_methods import SINGLE_RANK
+from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.profile import Profile
 from headrace.training.broadcast import BroadcastPlanner
 from headrace.training.cost_cache import read_profile
@@ -92,11 +97,39 @@ def measured(setup: LoopSetup, sample: dict[str, torch.Tensor]) -> ModelCosts:
             _keep(path, profile, setup.say)
     agree("profile", json.dumps(profile.to_json()), setup.groups.world)
     costs = costs_from_profile(profile)
+    if not have and probes.layers is not None:
+        setup.say(_extrapolated(setup, probes, costs.replace(cluster=cluster)))
     margin = setup.options.memory_margin
     if margin is None:
         margin = max(costs.memory_margin, memory_margin_of(cluster.device))
     costs = costs.replace(cluster=cluster, memory_margin=margin, state_bytes=state)
     return ModelCosts(probes=probes, profile=profile, costs=costs)
+
+
+def _extrapolated(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> str:
+    """How well two layers stand for the model: a whole forward and backward beside what they
+    predict, of a pack that fits for sure. Collective."""
+    p = costs.group_sizes[0]
+    plain = LayerPlan.uniform(
+        LayerOption.of(SINGLE_RANK if p == 1 else setup.exchanges[0]), costs.shape.layers
+    )  # fmt: skip
+    tokens = min(setup.longest, costs.max_tokens(p, plain) // 2)
+    mine, measured_s = block(setup.groups, p), 0.0
+    if tokens >= p and mine is not None:
+        probe = probes.complete(setup.groups, mine, (tokens,), setup.exchanges[0])
+        clock = HostClock() if setup.device == "cpu" else EventClock()
+        measured_s = min(sum(seconds_of(probe, clock)) for _ in range(2))
+    measured_s = max(row[0] for row in gather_floats([measured_s], setup.groups.world))
+    for parameter in setup.held.trained:
+        parameter.grad = None
+    if not measured_s:
+        return "two layers are not compared with the whole model: it fits no pack of them"
+    lengths = probes.documents((tokens,))
+    predicted_s = sum(costs.micro_batch_s(lengths, p, plain))
+    return (
+        f"the whole model takes {seconds_text(measured_s)} for {tokens:,} tokens, two layers "
+        f"foretell {seconds_text(predicted_s)} ({predicted_s / measured_s - 1:+.0%})"
+    )
 
 
 def _given(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> CostModel:

@@ -52,6 +52,13 @@ class ModelProbes:
         """The model for a pack of documents on ``ranks``, without its layers where it has some."""
         return _WholeProbe(probes=self, shard=self.shard(groups, ranks, lengths, exchange))
 
+    def complete(
+        self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: Exchange
+    ) -> Probe:
+        """The model with all its layers."""
+        shard = self.shard(groups, ranks, lengths, exchange)
+        return _WholeProbe(probes=self, shard=shard, complete=True)
+
     def layer(
         self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...],
         exchange: Exchange, level: Recompute,
@@ -82,6 +89,10 @@ class ModelProbes:
             self.adopted.inner(**shard.inputs)
         return called
 
+    def documents(self, lengths: Sequence[int]) -> list[int]:
+        """The documents of a pack of such ``lengths``, none longer than the model may know."""
+        return [n for length in lengths for n in _cut(length, self.document)]
+
     def choose(self, first: Sequence[Recompute]) -> None:
         """What the first layers compute again; the others nothing."""
         if self.levels is not None and self.layers is not None:
@@ -92,7 +103,7 @@ class ModelProbes:
         self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: Exchange
     ) -> LocalBatch:
         """A pack of documents on ``ranks``."""
-        parts = [n for length in lengths for n in _cut(length, self.document)]
+        parts = self.documents(lengths)
         rows = [{k: _repeated(v, n) for k, v in self.sample.items()} for n in parts]
         row = {k: v.to(self.device) for k, v in packed(rows).items()}
         return self.adopted.place(
@@ -104,6 +115,7 @@ class ModelProbes:
 class _WholeProbe:
     probes: ModelProbes
     shard: LocalBatch
+    complete: bool = False
     segments: int = 1
     _loss: torch.Tensor | None = field(default=None, init=False)
 
@@ -113,7 +125,7 @@ class _WholeProbe:
         probes.adopted.take(self.shard)
         probes.choose([])
         passed()
-        if probes.layers is None:
+        if probes.layers is None or self.complete:
             outputs = self._outputs()
         else:
             with probes.layers.left_out():

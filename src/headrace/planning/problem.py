@@ -44,8 +44,8 @@ class Problem:
     at every layer, so that micro-batches run in waves. ``planner`` restricts the plans: to
     pipelines side by side (``strategies``), to one group size, ``static_size`` or the best
     (``static``), or not at all (``adaptive``); ``bucket``, ``packed`` and ``dcp`` are what others
-    do (:mod:`headrace.planning.baselines`), to compare with. ``strategies`` are all that may be chosen, if there
-    are any.
+    do (:mod:`headrace.planning.baselines`), to compare with. ``strategies`` are all that may be
+    chosen, if there are any.
 
     Of a model's costs, ``sizes``, ``methods``, ``recompute`` and ``holding`` restrict the group
     sizes, the layers' methods, what they may recompute and how groups may hold weights; everything

@@ -194,5 +194,10 @@ def costs(ranks: int, layers: int = 2) -> CostModel:
 
 def attached(model: Any, optimizer: Any, items: Any, folder: Any, **options: Any) -> Attached:
     """:func:`headrace.attach` with a folder of caches of its own, without a word."""
-    given: dict[str, Any] = {"memory": "256MiB", "batch_tokens": 150, **options}
-    return hr.attach(model, optimizer, items, cache=folder, say=lambda text: None, **given)
+    given: dict[str, Any] = {
+        "say": lambda text: None,
+        "memory": "256MiB",
+        "batch_tokens": 150,
+        **options,
+    }
+    return hr.attach(model, optimizer, items, cache=folder, **given)

@@ -82,21 +82,23 @@ def test_any_plans_equal_one_process(how: str, ranks: int, tmp_path: Path) -> No
 def planned_steps(how: str, folder: Path, options: dict[str, Any]) -> Any:
     """Losses, weights and plans of steps that the run plans itself."""
     model, called = wrapped(how)
-    run = attached(called, sgd(called), dataset(), folder, **options)
+    said: list[str] = []
+    run = attached(called, sgd(called), dataset(), folder, say=said.append, **options)
     losses, plans = [], []
     for step in run:
         for micro in step:
             micro.backward(model(**micro.inputs).loss)
         losses.append(step.loss)
         plans.append(step.plan)
-    return losses, weights(model), plans, run.found.costs.shape.layers
+    return losses, weights(model), plans, run.found.costs.shape.layers, said
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_a_run_plans_for_itself(how: str, tmp_path: Path) -> None:
     """Catches costs that plans cannot be made from, and plans that the weights do not allow."""
     found = run_ranks(2, planned_steps, how, tmp_path, {"epochs": 2}, timeout_s=200)
-    losses, ends, plans, layers = found[0]
+    losses, ends, plans, layers, said = found[0]
+    assert any("two layers foretell" in text for text in said)
     model = llama()
     wanted = alone(model, sgd(model), batches(dataset(), len(losses), batch_tokens=150))
     assert losses == pytest.approx(wanted, rel=EXACT)

@@ -9,12 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import headrace as hr
+from headrace.data.order import SamplerOptions
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, ModelError, SpecError
-from headrace.loop.order import StreamOrder
+from headrace.loop.order import DrawnOrder, StreamOrder
+from headrace.loop.samples import Samples
+from headrace.loop.step import turns_of
 from ranks import run_ranks
 from running.loop.loops import Drawn, alone, attached, batches, costs, dataset, trained, weights
 from running.passes.foreign import OwnAttention, gpt
@@ -144,6 +150,57 @@ def test_a_stream_is_taken_in_order() -> None:
         other = StreamOrder(Stream(), tokens="input_ids", kind="next", batch_tokens=100)
         other.restore(batch.state_after)
         assert other.next_batch().lengths == drawn[at + 1].lengths
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 600),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_every_sample_once(lengths: list[int], ranks: int, budget: int, seed: int) -> None:
+    """Catches samples that are dropped or doubled between the order, the plan and the ranks, ranks
+    that meet in another order, and turns of lockstep that not all ranks have."""
+    options = SamplerOptions(batch_tokens=budget, too_long="refuse", min_tokens=1, seed=seed)
+    data = [torch.zeros(n, dtype=torch.int64) for n in lengths]
+    order = DrawnOrder(Samples.of(data, lengths, tokens="ids", kind="next"), options)
+    seen = list[int]()
+    for semantics in ("free", "lockstep"):
+        drawn = Drawn(ranks=ranks, layers=1, seed=seed, semantics=semantics)
+        while order.epoch == (semantics == "lockstep"):
+            batch = order.next_batch()
+            plan = drawn.plan(batch.lengths).plan
+            turns = [turns_of(plan, rank) for rank in range(ranks)]
+            led = [t.index for r, own in enumerate(turns) for t in own if t.ranks[0] == r]
+            done = [i for i in led if i is not None]
+            assert sorted(done) == list(range(len(plan.micro_batches)))
+            for rank, own in enumerate(turns):
+                work = [t for t in own if t.index is not None]
+                assert [t.index for t in work] == sorted(t.index for t in work)
+                assert all(rank in t.ranks for t in own)
+            if semantics == "lockstep":
+                assert len({len(own) for own in turns}) == 1
+                for at in range(len(turns[0])):
+                    for own in turns:
+                        assert all(turns[r][at] == own[at] for r in own[at].ranks)
+            seen += [batch.lengths.ids[i] for m in plan.micro_batches for i in m.sequences]
+    assert sorted(seen) == sorted([*range(len(lengths))] * 2)
+
+
+def other_data(folder: Path) -> str:
+    """What ranks say that see other samples."""
+    model = gpt()
+    data = items()[dist.get_rank() :]
+    try:
+        attached(model, sgd(model), data, folder, labels="next", costs=costs(2, layers=1))
+    except HeadraceError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_see_other_data_are_told(tmp_path: Path) -> None:
+    """Catches ranks that train on different orders."""
+    for said in run_ranks(2, other_data, tmp_path, timeout_s=100):
+        assert "data of the loop" in said
 
 
 @pytest.mark.apart
