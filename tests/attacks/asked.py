@@ -1,0 +1,22 @@
+"""Waiting for work without outliving who gives it."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing.connection import Connection
+from typing import Any
+
+__all__ = ["asked"]
+
+
+def asked(pipe: Connection) -> Any:
+    """What comes next through the pipe; None when whoever started this process has gone, which
+    the pipe does not tell, as brothers hold its other end too."""
+    parent = os.getppid()
+    while not pipe.poll(2):
+        if os.getppid() != parent or parent == 1:
+            return None
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
