@@ -12,7 +12,7 @@ import numpy as np
 
 from headrace.errors import HeadraceError
 
-__all__ = ["Attack", "Case", "Outcome", "case_rng", "refusal_of"]
+__all__ = ["NO_START", "Attack", "Case", "Outcome", "case_rng", "refusal_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,9 @@ class Outcome:
     error: float | None = None
     words: str = ""
 
+
+NO_START = "no start"
+"""The verdict where an attack could not begin."""
 
 Case = Callable[[np.random.Generator], Outcome]
 """Draws a case and runs it. What it raises has not survived, but is an ordinary outcome."""

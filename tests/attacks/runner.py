@@ -31,8 +31,8 @@ class Runner:
     def for_seconds(self, seconds: float) -> None:
         """Share the time among the attacks; the last case may take longer."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            tally = min(self.tallies, key=lambda one: one.seconds / one.attack.weight)
+        while time.monotonic() < end and (able := [t for t in self.tallies if t.begins]):
+            tally = min(able, key=lambda one: one.seconds / one.attack.weight)
             self._run(tally, tally.cases)
 
     def for_cases(self, counts: Mapping[str, int]) -> None:

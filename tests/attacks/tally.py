@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from attacks.attack import Attack, Outcome
+from attacks.attack import NO_START, Attack, Outcome
 
 __all__ = ["Failure", "Tally", "table"]
 
@@ -46,6 +46,11 @@ class Tally:
         if not outcome.survived and len(self.failures) < _KEPT:
             failure = Failure(command=command, verdict=outcome.verdict, words=outcome.words)
             self.failures.append(failure)
+
+    @property
+    def begins(self) -> bool:
+        """Whether its cases can be run at all."""
+        return not self.verdicts[NO_START]
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from attacks.asked import asked
-from attacks.attack import Attack, Outcome, case_rng
+from attacks.attack import NO_START, Attack, Outcome, case_rng
 
 __all__ = ["Worker"]
 
@@ -40,7 +40,7 @@ class Worker:
         if self._pipe is None:
             error = self._start()
             if error:
-                return Outcome(verdict="no start", survived=False, words=error)
+                return Outcome(verdict=NO_START, survived=False, words=error)
         assert self._pipe is not None
         try:
             self._pipe.send(number)
