@@ -59,19 +59,21 @@ class _Progress:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run attacks and print their table; 1 when something was not survived, 2 for a wrong flag."""
+    """Run attacks and print their table. The exit code is 1 when something was not survived, else
+    130 when interrupted."""
     flags = _flags(arguments)
     torch.set_num_threads(1)
     chosen: list[Attack] = [one for one in ATTACKS if not flags.only or one.name in flags.only]
     progress = _Progress(flags.minutes * 60)
     runner = Runner(chosen, flags.seed, progress.told)
-    began = time.monotonic()
+    began, interrupted = time.monotonic(), False
     try:
         if flags.case is None:
             runner.for_seconds(flags.minutes * 60)
         else:
             runner.one(flags.case)
     except KeyboardInterrupt:
+        interrupted = True
         print("\ninterrupted: this is the table so far", file=sys.stderr)
     finally:
         progress.done()
@@ -80,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print_failures(runner.tallies)
     if flags.json is not None:
         flags.json.write_text(json.dumps(_as_json(runner, time.monotonic() - began), indent=1))
-    return int(any(tally.survived < tally.cases for tally in runner.tallies))
+    failed = any(tally.survived < tally.cases for tally in runner.tallies)
+    return 1 if failed else 130 * interrupted
 
 
 def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -116,5 +119,10 @@ def _as_json(runner: Runner, seconds: float) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
+def main_and_exit() -> None:
+    """The command."""
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    main_and_exit()

@@ -24,14 +24,14 @@ from headrace.training.saved_state import SavedState
 from jobs import Command
 from running.cli.jobs import write_job
 
-__all__ = ["CHECKPOINTS", "attack_with"]
+__all__ = ["CHECKPOINTS", "Saved", "attack_with", "trained"]
 
 Tensors = dict[str, torch.Tensor]
 Load = Callable[[Path, list[StoredShard]], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Saved:
+class Saved:
     """Checkpoints of a run: their folder, and the tensors and state in each by its path's name."""
 
     folder: Path
@@ -39,21 +39,21 @@ class _Saved:
     state: dict[str, str]
 
 
-def attack_with(load: Load, name: str = "checkpoints") -> Attack:
-    """The attack on a function that loads checkpoints."""
+def attack_with(load: Load, saved: Saved | None = None) -> Attack:
+    """The attack on a function that loads checkpoints: those ``saved``, or of a run of its own."""
 
     @contextmanager
     def begin(folder: Path) -> Iterator[Case]:
-        saved = _trained(folder)
-        yield lambda rng: _case(rng, saved, folder / "copy", load)
+        good = saved or trained(folder)
+        yield lambda rng: _case(rng, good, folder / "copy", load)
 
     return Attack(
-        name=name, about="damaged checkpoints are refused, or load what was saved",
-        begin=begin, limit_s=30, few=60,
+        name="checkpoints", about="damaged checkpoints are refused, or load what was saved",
+        begin=begin, limit_s=30, few=40,
     )  # fmt: skip
 
 
-def _trained(folder: Path) -> _Saved:
+def trained(folder: Path) -> Saved:
     """The checkpoints of a short run on two ranks."""
     config = write_job(folder, steps=4, candidates=["megatron_cz"])
     few = ["--set", "checkpoint.every=2", "--set", "planner.recompute=['none']",
@@ -63,7 +63,7 @@ def _trained(folder: Path) -> _Saved:
     assert command.returncode == 0, err
     root = folder / "run" / "checkpoints"
     found = {path.name: path for path in checkpoint.newest_first(root)}
-    return _Saved(
+    return Saved(
         folder=root,
         tensors={name: checkpoint.read_all(path) for name, path in found.items()},
         state={name: _text(checkpoint.load(path, [])) for name, path in found.items()},
@@ -74,11 +74,13 @@ def _text(extra: dict[str, Any]) -> str:
     return json.dumps(extra, sort_keys=True)
 
 
-def _case(rng: np.random.Generator, saved: _Saved, copy: Path, load: Load) -> Outcome:
+def _case(rng: np.random.Generator, saved: Saved, copy: Path, load: Load) -> Outcome:
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(saved.folder, copy)
-    done = _damage(rng, copy)
     name = str(rng.choice(sorted(saved.tensors)))
+    done = _damage(rng, copy / name)
+    if rng.random() < 0.1:  # a whole one beside a damaged one
+        name = str(rng.choice(sorted(saved.tensors)))
     tried = [
         _attempt(what, check)
         for what, check in {
@@ -97,11 +99,10 @@ def _case(rng: np.random.Generator, saved: _Saved, copy: Path, load: Load) -> Ou
     return Outcome(verdict="refused" if refused else "right", words=done)
 
 
-def _damage(rng: np.random.Generator, root: Path) -> str:
-    """Damage one or two files of one checkpoint; what was done."""
-    told = []
-    folder = root / str(rng.choice(sorted(path.name for path in root.iterdir())))
-    for _ in range(int(rng.integers(1, 3))):
+def _damage(rng: np.random.Generator, folder: Path) -> str:
+    """Damage one or two files of a checkpoint; what was done."""
+    told, root = [], folder.parent
+    for _ in range(int(rng.choice([1, 2], p=[0.8, 0.2]))):
         files = sorted(path for path in folder.iterdir() if path.is_file())
         if not files:
             break
@@ -146,11 +147,13 @@ def _attempt(what: str, check: Callable[[], object]) -> Outcome:
     return Outcome(verdict="right")
 
 
-def _loads(rng: np.random.Generator, path: Path, saved: _Saved, load: Load) -> None:
+def _loads(rng: np.random.Generator, path: Path, saved: Saved, load: Load) -> None:
     """Some rows of all tensors, as a rank of another number of ranks would load them."""
     tensors, wanted = saved.tensors[path.name], list[StoredShard]()
     for name, tensor in tensors.items():
-        first, stop = sorted(int(n) for n in rng.integers(len(tensor) + 1, size=2))
+        first, stop = 0, len(tensor)
+        if rng.random() < 0.5:
+            first, stop = sorted(int(n) for n in rng.integers(len(tensor) + 1, size=2))
         part = torch.zeros_like(tensor[first:stop])
         shape = tuple(tensor.shape)
         wanted.append(StoredShard(name=name, first_row=first, tensor=part, shape=shape))
@@ -162,20 +165,20 @@ def _loads(rng: np.random.Generator, path: Path, saved: _Saved, load: Load) -> N
     assert _text(extra) == saved.state[path.name], "the state is another"
 
 
-def _reads(path: Path, saved: _Saved) -> None:
+def _reads(path: Path, saved: Saved) -> None:
     got, tensors = checkpoint.read_all(path), saved.tensors[path.name]
     assert got.keys() == tensors.keys(), "the tensors are others"
     for name, tensor in got.items():
         assert torch.equal(tensor, tensors[name]), f"{name} is another"
 
 
-def _verifies(path: Path, saved: _Saved) -> None:
+def _verifies(path: Path, saved: Saved) -> None:
     count = Checkpoint(path=path).verify()
     assert count == len(saved.tensors[path.name]), "verified, but tensors are missing"
     _reads(path, saved)
 
 
-def _latest(root: Path, saved: _Saved) -> None:
+def _latest(root: Path, saved: Saved) -> None:
     found = Checkpoints(folder=root).latest()
     try:
         state = found.state

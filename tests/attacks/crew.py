@@ -21,6 +21,8 @@ from headrace.comm.mesh import Groups
 __all__ = ["Crew", "Crews"]
 
 _LIMIT_S = 60.0
+_LATE_S = 3.0  # for the others, when one has failed
+_TOLD = 1600  # characters of tracebacks
 
 Work = Callable[..., Any]
 """Called as ``work(groups, *arguments)`` on every rank; ``groups`` are the same for all cases."""
@@ -50,18 +52,17 @@ class Crew:
     def take(self) -> list[Any]:
         """What the ranks return, in their order. Raises RuntimeError, with their tracebacks, when
         some fail: the crew is of no more use then."""
-        answers = []
+        answers: list[tuple[bool, Any]] = []
         for rank, pipe in enumerate(self._pipes):
+            limit_s = _LIMIT_S if all(good for good, _ in answers) else _LATE_S
             try:
-                known = pipe.poll(_LIMIT_S)
+                known = pipe.poll(limit_s)
                 answers.append(pipe.recv() if known else (False, f"rank {rank} hangs"))
             except EOFError:
                 answers.append((False, f"rank {rank} died"))
-            if not answers[-1][0]:
-                break
         failed = [text for good, text in answers if not good]
         if failed:
-            raise RuntimeError("\n".join(failed))
+            raise RuntimeError("\n".join(text[-_TOLD // len(failed) :] for text in failed))
         return [value for _, value in answers]
 
     def close(self) -> None:

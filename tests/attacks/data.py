@@ -15,10 +15,10 @@ import numpy as np
 
 from attacks.attack import Attack, Case, Outcome, refusal_of
 from attacks.damage import damaged
-from data.test_token_files import write_megatron
 from headrace.cli import main
 from headrace.data import Corpus, Source, make_tokenizer, open_corpus
 from headrace.errors import HeadraceError
+from megatron_files import write_megatron
 
 __all__ = ["DATA"]
 

@@ -152,5 +152,5 @@ def _of_published(rng: Rng) -> tuple[Problem, Lengths]:
 
 PLANNER = Attack(
     name="planner", about="plans of random problems are valid, above their bound, best of all",
-    begin=_begin, limit_s=60, few=20,
+    begin=_begin, limit_s=60, few=16,
 )  # fmt: skip

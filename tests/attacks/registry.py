@@ -7,6 +7,7 @@ from attacks.caches import CACHES
 from attacks.checkpoints import CHECKPOINTS
 from attacks.configurations import CONFIGURATIONS
 from attacks.data import DATA
+from attacks.kills import KILLS
 from attacks.methods import METHODS
 from attacks.planner import PLANNER
 from attacks.programs import PROGRAMS
@@ -16,6 +17,7 @@ __all__ = ["ATTACKS"]
 
 ATTACKS: tuple[Attack, ...] = (
     STEPS,
+    KILLS,
     METHODS,
     PROGRAMS,
     PLANNER,

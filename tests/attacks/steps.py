@@ -58,7 +58,7 @@ def run_steps(groups: Groups, steps: Steps) -> Result:
     return found
 
 
-def attack_with(work: Work, name: str = "steps") -> Attack:
+def attack_with(work: Work) -> Attack:
     """The attack on what ``work`` runs of :class:`Steps`."""
 
     @contextmanager
@@ -70,8 +70,8 @@ def attack_with(work: Work, name: str = "steps") -> Attack:
             crews.close()
 
     return Attack(
-        name=name, about="random models under random plans on 1 to 4 ranks equal one process",
-        begin=begin, limit_s=120, few=14, weight=4.0,
+        name="steps", about="random models under random plans on 1 to 4 ranks equal one process",
+        begin=begin, limit_s=120, few=10, weight=4.0,
     )  # fmt: skip
 
 
