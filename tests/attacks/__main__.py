@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -66,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen: list[Attack] = [one for one in ATTACKS if not flags.only or one.name in flags.only]
     progress = _Progress(flags.minutes * 60)
     runner = Runner(chosen, flags.seed, progress.told)
+    for number in (signal.SIGINT, signal.SIGTERM):  # in the background, too
+        signal.signal(number, _interrupt)
     began, interrupted = time.monotonic(), False
     try:
         if flags.case is None:
@@ -84,6 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flags.json.write_text(json.dumps(_as_json(runner, time.monotonic() - began), indent=1))
     failed = any(tally.survived < tally.cases for tally in runner.tallies)
     return 1 if failed else 130 * interrupted
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:

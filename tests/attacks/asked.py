@@ -9,12 +9,11 @@ from typing import Any
 __all__ = ["asked"]
 
 
-def asked(pipe: Connection) -> Any:
-    """What comes next through the pipe; None when whoever started this process has gone, which
-    the pipe does not tell, as brothers hold its other end too."""
-    parent = os.getppid()
+def asked(pipe: Connection, parent: int) -> Any:
+    """What comes next through the pipe; None when the process that started this one has gone,
+    which the pipe does not tell, as brothers hold its other end too."""
     while not pipe.poll(2):
-        if os.getppid() != parent or parent == 1:
+        if os.getppid() != parent:
             return None
     try:
         return pipe.recv()

@@ -96,6 +96,7 @@ class Crews:
 
 
 def _rank(rank: int, ranks: int, folder: str, pipe: Connection) -> None:
+    parent = os.getppid()
     try:
         torch.set_num_threads(1)
         store = dist.FileStore(str(Path(folder) / "store"), ranks)
@@ -103,7 +104,7 @@ def _rank(rank: int, ranks: int, folder: str, pipe: Connection) -> None:
             "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=_LIMIT_S)
         )
         groups = Groups()
-        while (given := asked(pipe)) is not None:
+        while (given := asked(pipe, parent)) is not None:
             work, arguments = given
             pipe.send((True, work(groups, *arguments)))
     except BaseException:

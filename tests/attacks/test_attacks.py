@@ -266,7 +266,8 @@ def test_the_command_prints_a_table_and_how_to_run_a_failure_again(
     assert programs_found["failures"][0]["words"].splitlines()[0] in again
 
 
-def test_an_interrupt_prints_the_table_so_far() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_prints_the_table_so_far(number: signal.Signals) -> None:
     """Catches an hour's table that is lost, and workers that outlive the command."""
     command = Command(
         command_line.main_and_exit, "attacks", "--only", "programs", "--only", "planner"
@@ -279,12 +280,28 @@ def test_an_interrupt_prints_the_table_so_far() -> None:
             children = psutil.Process(command.pid).children(recursive=True)
             time.sleep(0.05)
         time.sleep(0.5)
-        os.killpg(command.pid, signal.SIGINT)  # as a terminal does
+        send = os.killpg if number == signal.SIGINT else os.kill  # as a terminal does
+        send(command.pid, number)
         out, err = command.communicate(30)
     assert command.returncode == 130, err
     assert "| programs | " in out
     assert "Traceback" not in err
     assert not any(child.is_running() for child in children)
+
+
+def test_workers_do_not_outlive_a_runner_that_is_killed() -> None:
+    """Catches processes and folders that stay when nobody is left to end them."""
+    command = Command(command_line.main_and_exit, "attacks", "--only", "steps")
+    with closing(_Ended(command)):
+        children: list[psutil.Process] = []
+        deadline = time.monotonic() + 60
+        while len(children) < 3:  # a worker and some ranks
+            assert time.monotonic() < deadline
+            children = psutil.Process(command.pid).children(recursive=True)
+            time.sleep(0.05)
+        os.kill(command.pid, signal.SIGKILL)
+        gone, alive = psutil.wait_procs(children, timeout=30)
+        assert len(gone) == len(children), alive
 
 
 class _Ended:

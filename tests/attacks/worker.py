@@ -100,14 +100,16 @@ class Worker:
 
 def _work(attack: Attack, seed: int, folder: Path, pipe: Connection) -> None:
     """The life of the process."""
+    runner = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner ends it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _contain(folder)
     try:
         inside = folder / "work"
         inside.mkdir()
         with attack.begin(inside) as case:
             pipe.send("")
-            while (number := asked(pipe)) is not None:
+            while (number := asked(pipe, runner)) is not None:
                 try:
                     outcome = case(case_rng(seed, attack.name, number))
                 except Exception:
@@ -117,6 +119,8 @@ def _work(attack: Attack, seed: int, folder: Path, pipe: Connection) -> None:
     except BaseException:
         with suppress(OSError):
             pipe.send(traceback.format_exc()[-_TOLD:])
+    if os.getppid() != runner:
+        shutil.rmtree(folder, ignore_errors=True)  # nobody else will
     os._exit(0)
 
 
