@@ -45,16 +45,17 @@ def _case(rng: Rng) -> Outcome:
         others = _others(problem, lengths)
         words = f"{error}; but {others} hold it" if others else str(error)
         return Outcome(verdict="infeasible", survived=not others, words=words)
-    wrong = _wrong(problem, made)
-    if not wrong:
-        wrong = [
-            f"{name} is quicker: {seconds:.9g} s, {made.predicted_s:.9g} s"
-            for name, seconds in _others(problem, lengths).items()
-            if made.predicted_s > seconds * (1 + _ROUNDING)
-        ]
-    verdict = "planned" if not wrong else "behind" if "quicker" in wrong[0] else "invalid"
-    words = "; ".join(wrong) and f"{'; '.join(wrong)}\n{draw.__name__} {problem} {lengths}"
-    return Outcome(verdict=verdict, survived=not wrong, words=words[:1500])
+    wrong, others = _wrong(problem, made), _others(problem, lengths)
+    behind = max((made.predicted_s / seconds - 1 for seconds in others.values()), default=0.0)
+    quicker = [
+        f"{name} is quicker: {seconds:.9g} s, {made.predicted_s:.9g} s"
+        for name, seconds in others.items()
+        if made.predicted_s > seconds * (1 + _ROUNDING)
+    ]
+    verdict = "invalid" if wrong else "behind" if quicker else "planned"
+    told = "; ".join([*wrong, *quicker])
+    words = f"{told}\n{draw.__name__} {problem} {lengths}"[:1500] if told else ""
+    return Outcome(verdict=verdict, survived=not told, error=max(0.0, behind), words=words)
 
 
 def _wrong(problem: Problem, made: Plan) -> list[str]:
