@@ -3,6 +3,8 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 CONFIG ?= examples/python-sources.toml
 JOBS   ?= 2
+MINUTES ?= 60
+SEED   ?= 0
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.headrace-ready
 DOCS   := $(VENV)/.headrace-docs
@@ -10,7 +12,7 @@ DOCS   := $(VENV)/.headrace-docs
 TESTS  := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow long lint docs reference lock clean
+.PHONY: help demo test slow long attack lint docs reference lock clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +28,9 @@ slow: $(READY) ## run the tests that take longer
 
 long: $(READY) ## run the tests that CI has no time for
 	$(BIN)/python -m pytest -m long
+
+attack: $(READY) ## attack the library at random for MINUTES=60 (ARGS=--help: what else)
+	PYTHONPATH=src:tests $(BIN)/python -m attacks --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 lint: $(READY) ## format, lint, types, spelling, dependencies, floors
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from headrace.costs.learning.memory_margin import (
     raised_margin,
 )
 from headrace.costs.learning.residuals import Residual
+from headrace.costs.saving import sealed
 from headrace.errors import CostError
 
 
@@ -175,8 +177,19 @@ def test_a_damaged_file_is_an_error_that_can_be_told(case: str, tmp_path: Path) 
     text = json.dumps(filled().to_json())
     bad = DAMAGED[case](text)
     assert bad != text
+    with suppress(ValueError, TypeError):
+        bad = sealed(json.loads(bad))  # whoever wrote it, it is not what a calibration is
     path.write_text(bad)
     with pytest.raises(CostError):
+        Calibration.load(path, fingerprint="cores=2")
+
+
+def test_a_flipped_digit_is_found(tmp_path: Path) -> None:
+    """Would catch a number that changed on the disk and is planned with, as good as any other."""
+    path = tmp_path / "calibration.json"
+    filled().save(path)
+    path.write_text(path.read_text().replace('"count": 3', '"count": 7'))
+    with pytest.raises(CostError, match="checksum differs"):
         Calibration.load(path, fingerprint="cores=2")
 
 

@@ -180,3 +180,10 @@ def test_bad_batches() -> None:
     for budget, count, seed in ((0, 1, 0), (1, 0, 0), (1, 1, -1)):
         with pytest.raises(ConfigError):
             draw_batches(PRESETS["wikipedia"], budget, count, seed)
+
+
+@pytest.mark.parametrize(("budget", "count"), [(2**63 - 1, 1), (10_000, 2**63), (10**9, 10**3)])
+def test_a_digit_too_many_is_refused_soon(budget: int, count: int) -> None:
+    """Catches a draw that goes on until memory ends."""
+    with pytest.raises(ConfigError, match="got more than 2,000,000 sequences, wanted fewer"):
+        draw_batches(parse_distribution("fixed:100"), budget, count)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
 
 import numpy as np
 from hypothesis import given, settings
@@ -15,22 +13,17 @@ from faults import late, parted, refusal
 from headrace.spec import (
     Action,
     Backward,
-    Exchange,
     Forward,
     Lengths,
-    Message,
     Plan,
     Program,
-    Pull,
-    Push,
     Recv,
     Send,
-    Update,
     compile_plan,
 )
 from headrace.spec.compiler import connected
-from headrace.spec.program import pushes_of
 from plans import random_plan, random_staged_plan
+from references.soundness import sound
 
 LAYERS = 3
 BUCKETS = LAYERS + 2
@@ -61,7 +54,7 @@ def test_compiled_plans_pass(pair: tuple[Plan, Programs]) -> None:
     """Catches a rule that is too strict, in worlds that are no powers of two."""
     plan, programs = pair
     assert refusal(programs, plan, BUCKETS) == ""
-    assert sound(plan, programs)
+    assert sound(plan, programs, BUCKETS)
     assert refusal(compile_plan(plan, BUCKETS), plan, BUCKETS) == ""
 
 
@@ -158,102 +151,12 @@ def _other_message(draw: st.DrawFn, action: Action) -> Action:
     return replace(action, message=replace(message, **{name: value}))
 
 
-def atoms(action: Action) -> list[Action]:
-    """What an action is made of, in order."""
-    if isinstance(action, Exchange):
-        return [action.send, action.recv]
-    if isinstance(action, Backward):
-        pushes = (Push(bucket=bucket) for bucket in action.pushes)
-        return [replace(action, pushes=()), *pushes]
-    return [action]
-
-
-def sound(plan: Plan, programs: Programs) -> bool:
-    """The rules again: an action that several ranks share, and a message, is one node of a graph
-    without circles. A forward comes after the pulls of all ranks."""
-    graph: dict[object, set[object]] = {}
-    pulls = {(program.rank, Pull(bucket=b)) for program in programs for b in range(BUCKETS)}
-    for program, model in zip(programs, compile_plan(plan, BUCKETS), strict=True):
-        if _world(program) != _world(model):
-            return False
-        found = [atom for action in program.actions for atom in atoms(action)]
-        wanted = [atom for action in model.actions for atom in atoms(action)]
-        if Counter(found) != Counter(wanted) or not _in_local_order(program, model, found):
-            return False
-        for before, after in pairwise(program.actions):
-            for node in _nodes(after, program.rank):
-                graph.setdefault(node, set()).update(_nodes(before, program.rank))
-                if isinstance(after, Forward):
-                    graph[node] |= pulls
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError:
-        return False
-    return True
-
-
-def _world(program: Program) -> list[Action]:
-    found = [atom for action in program.actions for atom in atoms(action)]
-    return [atom for atom in found if isinstance(atom, Pull | Push | Update)]
-
-
-def _nodes(action: Action, rank: int) -> list[object]:
-    """Nodes of an action; those of a message are the same on both of its ranks."""
-
-    def node(atom: Action) -> object:
-        match atom:
-            case Forward() | Backward() | Update():
-                return str(atom)
-            case Send(message=m):
-                return (rank, m.peer, m.what, m.micro_batch)
-            case Recv(message=m):
-                return (m.peer, rank, m.what, m.micro_batch)
-        return (rank, atom)
-
-    # A push within a backward is issued on the way: it is no meeting.
-    parts = atoms(action)
-    return [node(part) for part in (parts[:1] if isinstance(action, Backward) else parts)]
-
-
-def _in_local_order(program: Program, model: Program, found: list[Action]) -> bool:
-    at = {atom: place for place, atom in enumerate(found)}
-    backwards = [atom for atom in found if isinstance(atom, Backward)]
-    own = next((pushes_of(a) for a in model.actions if isinstance(a, Backward) and a.pushes), ())
-    used = set(own) | ({0} if BUCKETS - 1 in own else set())
-    for atom in found:
-        match atom:
-            case Forward():
-                if any(at[atom] < at[Pull(bucket=bucket)] for bucket in range(BUCKETS)):
-                    return False
-            case Backward(stage=stage, micro_batch=index, group=group):
-                if at[atom] < at[Forward(stage=stage, micro_batch=index, group=group)]:
-                    return False
-            case Push(bucket=bucket) if bucket in used:
-                if any(at[atom] < at[backward] for backward in backwards):
-                    return False
-            case Send(message=message) | Recv(message=message):
-                if not _fits(isinstance(atom, Send), message, at[atom], at):
-                    return False
-    pushed = [pushes_of(a) for a in program.actions if isinstance(a, Backward)]
-    in_order = all(set(p) <= set(own) and list(p) == sorted(p)[::-1] for p in pushed)
-    return in_order and found[-1] == Update()
-
-
-def _fits(sends: bool, message: Message, place: int, at: dict[Action, int]) -> bool:
-    """Activations leave after the forward and arrive before it; gradients do at the backward."""
-    kind = Forward if message.what == "a" else Backward
-    (work,) = (
-        p for a, p in at.items() if isinstance(a, kind) and a.micro_batch == message.micro_batch
-    )
-    return place > work if sends else place < work
-
-
 @settings(deadline=None, max_examples=600)
 @given(mutated())
 def test_the_checker_agrees_with_a_graph(pair: tuple[Plan, Programs]) -> None:
     """Catches any fault that slips through, and any sound program that is refused."""
     plan, programs = pair
-    assert (refusal(programs, plan, BUCKETS) == "") == sound(plan, programs)
+    assert (refusal(programs, plan, BUCKETS) == "") == sound(plan, programs, BUCKETS)
 
 
 @settings(deadline=None, max_examples=300)
@@ -267,4 +170,4 @@ def test_ranks_that_depend_on_each_other_check_for_all(pair: tuple[Plan, Program
     for micro in plan.micro_batches:
         assert any(set(plan.pipelines[micro.pipeline].ranks) <= set(ranks) for ranks in parts)
     refused = [refusal([programs[rank] for rank in ranks], plan, BUCKETS) for ranks in parts]
-    assert any(refused) == (not sound(plan, programs)), refused
+    assert any(refused) == (not sound(plan, programs, BUCKETS)), refused

@@ -1,14 +1,44 @@
-"""Files of costs: whole, or as they were."""
+"""Files of costs: whole, or as they were; those that are kept between runs have a checksum."""
 
 from __future__ import annotations
 
+import json
 import os
+import zlib
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from headrace.errors import CostError
 
-__all__ = ["save_whole"]
+__all__ = ["save_whole", "sealed", "unsealed"]
+
+_SEAL = "crc32"
+
+
+def sealed(value: Mapping[str, Any]) -> str:
+    """The text of a JSON object with its checksum: a digit that flips on the disk would be costs
+    as good as any other."""
+    return json.dumps({_SEAL: _checksum(value), **value}) + "\n"
+
+
+def unsealed(text: str) -> dict[str, Any]:
+    """The object in a text of :func:`sealed`. Raises ValueError when it is not as it was."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep")
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__}, not an object")
+    if value.pop(_SEAL, None) != _checksum(value):
+        raise ValueError("its checksum differs")
+    return value
+
+
+def _checksum(value: Mapping[str, Any]) -> int:
+    """What json reads it writes again in the same text, so the text need not be kept."""
+    return zlib.crc32(json.dumps(value).encode())
 
 
 def save_whole(path: Path, text: str, what: str) -> None:

@@ -29,6 +29,8 @@ from headrace.units import parse_count
 
 __all__ = ["PRESETS", "draw_batches", "parse_distribution"]
 
+_MOST_SEQUENCES = 2_000_000
+
 PRESETS: dict[str, Distribution] = {
     # ParaDySe, Table 3: shares below 4K, 8K, ... and the longest. The least length is a guess.
     "github-code": Bins(
@@ -184,7 +186,8 @@ def draw_batches(
     """So many batches of at most ``batch_tokens`` tokens; a single longer sequence stands alone.
 
     Deterministic by seed, from 0 up to 2^64; ids count the sequences over all batches. Raises
-    ConfigError for a budget or a number of batches below one, or another seed.
+    ConfigError for a budget or a number of batches below one, another seed, or more than two
+    million sequences in all: a digit too many would take all memory, or for ever.
     """
     if not 0 <= seed < 1 << 64:
         raise ConfigError("seed", got=seed, wanted="0 <= seed < 2^64")
@@ -204,4 +207,10 @@ def draw_batches(
             tokens = 0
         batch.append(length)
         tokens += length
+        if first + len(batch) > _MOST_SEQUENCES:
+            raise ConfigError(
+                f"lengths of {batches:,} batches of {batch_tokens:,} tokens",
+                got=f"more than {_MOST_SEQUENCES:,} sequences", wanted="fewer",
+                hint="draw fewer batches, smaller ones, or longer sequences",
+            )  # fmt: skip
     return drawn

@@ -2,7 +2,8 @@
 
 Files stand in the folder ``profiles`` of ``data.cache``, named by what was measured:
 ``HASH.json`` is a profile, ``calibration-HASH.json`` what runs of one configuration learnt about
-its costs, ``latest-HASH.json`` the costs last used for a model on a number of ranks.
+its costs, ``latest-HASH.json`` the costs last used for a model on a number of ranks. All have a
+checksum, and what is damaged counts as not there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from headrace.config import Config
 from headrace.costs import CostModel, fingerprint_difference
 from headrace.costs.learning.calibration import Calibration
 from headrace.costs.library import memory_margin_of
+from headrace.costs.saving import save_whole, sealed, unsealed
 from headrace.errors import CostError, SpecError
 from headrace.spec.architecture import Architecture
 from headrace.spec.model_shape import ModelShape
@@ -59,7 +61,7 @@ def read_profile(path: Path, fingerprint: str, tell: Callable[[str], object]) ->
     """The profile in a file; None where there is none, or one of another set-up. A damaged file is
     told and counts as none."""
     try:
-        profile = Profile.from_json(json.loads(path.read_text()))
+        profile = Profile.from_json(unsealed(path.read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, SpecError) as error:
@@ -72,8 +74,9 @@ def newest_costs(config: Config, architecture: Architecture, ranks: int) -> Cost
     """The costs last measured for this model on as many ranks, on this machine, with the memory
     and the margin of this configuration; None if never."""
     try:
-        costs = CostModel.load(_latest(config, architecture.shape, ranks))
-    except CostError:
+        text = _latest(config, architecture.shape, ranks).read_text()
+        costs = CostModel.from_json(unsealed(text))
+    except (OSError, ValueError, CostError):
         return None
     memory = config.devices.memory_bytes or costs.cluster.memory_bytes
     margin = config.planner.memory_margin
@@ -95,7 +98,8 @@ def _learnt_margin(config: Config, costs: CostModel) -> float:
 
 def remember_costs(config: Config, costs: CostModel) -> None:
     """Keep costs where :func:`newest_costs` finds them. Raises CostError when it cannot."""
-    costs.save(_latest(config, costs.shape, costs.cluster.devices))
+    path = _latest(config, costs.shape, costs.cluster.devices)
+    save_whole(path, sealed(costs.to_json()), "profile")
 
 
 def costs_at_hand(

@@ -10,7 +10,7 @@ from headrace.comm.collectives import agree, gather_bytes, gather_floats
 from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.learning.calibration import Calibration
 from headrace.costs.library import memory_margin_of
-from headrace.costs.saving import save_whole
+from headrace.costs.saving import save_whole, sealed
 from headrace.costs.sources.profile import costs_from_profile
 from headrace.errors import CostError
 from headrace.profiling.profiler import ProfileOptions, Profiler
@@ -53,7 +53,7 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
     if rank.first:
         try:
             if not have:
-                save_whole(path, text, "profile")
+                save_whole(path, sealed(profile.to_json()), "profile")
             remember_costs(rank.config, costs)
         except CostError as error:
             rank.say(f"costs are not kept for other runs ({error})")

@@ -209,7 +209,7 @@ def test_the_next_run_starts_with_the_margin_learnt(job) -> None:
     assert "memory        45 % kept free" in err
     assert margin_of(folder / "second", 6) == 0.45
     (folder / "second/checkpoints/step-000006/index.json").unlink()
-    path.write_text(json.dumps(Calibration(fingerprint=fingerprint).to_json()))
+    Calibration(fingerprint=fingerprint).save(path)
     code, _, err = run("train", config, "--out", folder / "second", "--resume")
     assert code == 0, err
     assert margin_of(folder / "second", 6) == 0.45, "a resumed run goes on with its own"

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import oracles
 from headrace.comm.mesh import Groups
 from headrace.errors import SpecError
 from headrace.layouts.layout import group_shards
 from headrace.layouts.tokens import TokenPlan
-from headrace.methods import METHODS, Context, Place, Shard, Whole, branch
+from headrace.methods import METHODS, Shard, Whole, branch
 from headrace.methods.head_split import split_heads
-from headrace.methods.weights import Weight
-from headrace.models.transformer import Transformer
-from headrace.ops.random import DropoutKey
-from headrace.runtime.counted import ByteCounter, TrafficCounter
-from headrace.runtime.micro_batch import layer_states
-from headrace.spec import Architecture, weight_table
+from headrace.runtime.counted import ByteCounter
+from headrace.spec import Architecture
 from headrace.spec.known_methods import FACTS, methods_for, subgroups
-from headrace.spec.method import BRANCHES, RECOMPUTE, LayerPlan
+from headrace.spec.method import BRANCHES, RECOMPUTE
 from headrace.spec.plan import TokenOrder
 from headrace.spec.weights import WeightSpec
+from layers import Case, context_of, drawn, reference, run_all, sources_of, through, together
 from ranks import run_ranks
 from spread import spread, whole
 
@@ -57,190 +52,19 @@ HELD = ("whole", "sharded")
 ORDERS: tuple[TokenOrder, ...] = ("natural", "zigzag")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """Some layers, run once forward and once backward; ``layers`` is a layer plan's text."""
-
-    model: str
-    layers: str
-    held: str
-    pack: tuple[int, ...]
-    order: TokenOrder = "natural"
-    dtype: torch.dtype = torch.float64
-    rounded: bool = False  # the values of ``dtype`` in fp64
-
-    @property
-    def plan(self) -> LayerPlan:
-        return LayerPlan.parse(self.layers)
-
-    @property
-    def architecture(self) -> Architecture:
-        return MODELS[self.model]
-
-    @property
-    def table(self) -> list[WeightSpec]:
-        """The weights of the first ``layers`` layers, which may be more than the model has."""
-        one = [w for w in weight_table(self.architecture) if w.bucket == 1]
-        return [
-            WeightSpec(
-                name=w.name.replace("layers.0.", f"layers.{i}."), shape=w.shape, unit=w.unit,
-                bucket=i + 1,
-            )
-            for i in range(len(self.plan.options)) for w in one
-        ]  # fmt: skip
-
-
-def _draw(case: Case) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """x and dy [T, h] of the whole pack, all weights; nothing is zero or one."""
-    a, total = case.architecture, sum(case.pack)
-    generator = torch.Generator().manual_seed(total)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    def typed(x: torch.Tensor) -> torch.Tensor:
-        return x.to(case.dtype).double() if case.rounded else x.to(case.dtype)
-
-    weights = {w.name: typed(0.3 * randn(*w.shape) + 0.1) for w in case.table}
-    return typed(randn(total, a.hidden)), typed(randn(total, a.hidden)), weights
-
-
-def _sources(case: Case, group: Any, member: int, ranks: int) -> dict[str, Weight]:
-    """The layers' weights as this rank holds them; gradients start at one."""
-    *_, weights = _draw(case)
-    sources: dict[str, Weight] = {}
-    for w in case.table:
-        value, unit = weights[w.name], w.unit or 1
-        wide = torch.float64 if case.dtype == torch.float64 else torch.float32
-        if case.held == "whole" or w.unit is None:
-            grad = torch.ones_like(value, dtype=wide)
-            sources[w.name] = Whole(value=value, grad=grad, member=member, unit=unit)
-            continue
-        shards = group_shards(w, ranks)
-        part = value[shards[member].start : shards[member].stop].clone()
-        grad = torch.ones_like(part, dtype=wide)
-        sources[w.name] = Shard(value=part, grad=grad, shards=shards, group=group, unit=unit)
-    return sources
-
-
-def _context(case: Case, groups: Groups | None) -> Context:
-    a, member = case.architecture, groups.rank if groups else 0
-    ranks = groups.ranks if groups else 1
-    pack = TokenPlan(lengths=case.pack, ranks=ranks, order=case.order)
-    place = Place(
-        architecture=a, tokens=pack, member=member, dtype=case.dtype,
-        group=groups.get(tuple(range(ranks))) if groups else None,
-        subgroup=groups.get if groups else lambda members: None,
-    )  # fmt: skip
-    key = DropoutKey(
-        seed=0, step=0, samples=torch.from_numpy(pack.documents(member)),
-        positions=torch.from_numpy(pack.positions(member)),
-    )  # fmt: skip
-    return Context(place=place, dropout=key)
-
-
-def _layers(case: Case, x: torch.Tensor, sources: dict[str, Weight], context: Context) -> Any:
-    states = layer_states(sources, len(case.plan.options))
-    for index, option in enumerate(case.plan.options):
-        x = Transformer(case.architecture).layer(x, index, option, states[index], context)
-    return x
-
-
-def _run(case: Case, groups: Groups) -> dict[str, Any]:
-    world = tuple(range(groups.ranks))
-    wanted = {world} | {
-        members for option in case.plan.options
-        for members in subgroups(option, case.architecture, groups.ranks)
-    }  # fmt: skip
-    groups.prepare(wanted)
-    sources = _sources(case, groups.get(world), groups.rank, groups.ranks)
-    context = _context(case, groups)
-    x, dy, _ = _draw(case)
-    mine = torch.from_numpy(context.tokens.index(groups.rank))
-    x, dy = x[mine], dy[mine]
-    x.requires_grad_()
-    with TrafficCounter() as wire:
-        out = _layers(case, x, sources, context)
-        forward = wire.take()
-        out.backward(dy)
-    return {
-        "out": out.detach().double().numpy(),
-        "dx": x.grad.double().numpy(),
-        "grads": {n: (source.grad - 1).double().numpy() for n, source in sources.items()},
-        "sent": (forward, wire.take()),
-        "places": mine.numpy(),
-    }
-
-
-def _run_all(cases: list[Case]) -> list[dict[str, Any]]:
-    groups = Groups()
-    return [_run(case, groups) for case in cases]
-
-
-def _reference(case: Case) -> dict[str, np.ndarray]:
-    """The layers by plain autograd, a document at a time."""
-    x, dy, weights = _draw(case)
-    x.requires_grad_()
-    w = {name: t.requires_grad_() for name, t in weights.items()}
-    out = torch.cat([_document(part, w, case) for part in x.split(list(case.pack))])
-    out.backward(dy)
-    grads = {name: t.grad.double().numpy() for name, t in weights.items()}
-    return {"out": out.detach().double().numpy(), "dx": x.grad.double().numpy(), **grads}
-
-
-def _document(x: torch.Tensor, weights: dict[str, torch.Tensor], case: Case) -> torch.Tensor:
-    a = case.architecture
-    g, m, d = a.kv_heads, a.group_heads, a.head_features
-
-    def norm(x: torch.Tensor, name: str, first: bool) -> torch.Tensor:
-        if a.norm_first != first:
-            return x
-        if a.kind == "llama":
-            return F.rms_norm(x, (a.hidden,), w[f"{name}.weight"], eps=a.norm_eps)
-        return F.layer_norm(x, (a.hidden,), w[f"{name}.weight"], w[f"{name}.bias"], eps=a.norm_eps)
-
-    for i in range(len(case.plan.options)):
-        w = {n.split(".", 2)[2]: t for n, t in weights.items() if n.startswith(f"layers.{i}.")}
-        y = F.linear(norm(x, "norm1", True), w["qkv.weight"], w.get("qkv.bias"))
-        y = y.view(len(x), g, m + 2, d)
-        q, k, v = y[:, :, :m].reshape(len(x), g * m, d), y[:, :, m], y[:, :, m + 1]
-        if a.kind == "llama":
-            q, k = oracles._rope(q, a), oracles._rope(k, a)
-        heads = oracles.reference_attention(q, k, v, a.causal).reshape(len(x), a.hidden)
-        x = norm(x + heads @ w["proj.weight"] + w.get("proj.bias", 0), "norm1", False)
-        y = F.linear(norm(x, "norm2", True), w["in.weight"], w.get("in.bias"))
-        if a.gated:
-            pairs = y.view(len(x), a.ffn // a.ffn_block, 2, a.ffn_block)
-            y = (F.silu(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(len(x), a.ffn)
-        else:
-            y = F.gelu(y, approximate="tanh" if a.kind == "gpt" else "none")
-        x = norm(x + y @ w["out.weight"] + w.get("out.bias", 0), "norm2", False)
-    return x
-
-
-def _together(case: Case, results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """What the ranks hold, as one process would: tokens and shards joined, partial sums added."""
-    whole: dict[str, np.ndarray] = {}
-    places = np.concatenate([r["places"] for r in results])
-    for key in ("out", "dx"):
-        whole[key] = np.empty((sum(case.pack), case.architecture.hidden))
-        whole[key][places] = np.concatenate([r[key] for r in results])
-    for w in case.table:
-        parts = [r["grads"][w.name] for r in results]
-        sharded = case.held == "sharded" and w.unit is not None
-        whole[w.name] = np.concatenate(parts) if sharded else sum(parts)
-    return whole
+def _case(model: str, **rest: Any) -> Case:
+    return Case(architecture=MODELS[model], **rest)
 
 
 def _wrong(cases: list[Case], ranks: int, tolerance: float = 1e-10) -> list[Any]:
     """What differs from one process, for each case."""
-    results = run_ranks(ranks, _run_all, cases, timeout_s=240)
+    results = run_ranks(ranks, run_all, cases, timeout_s=240)
     references: dict[Any, dict[str, np.ndarray]] = {}
     wrong = []
     for i, case in enumerate(cases):
-        key = (case.model, case.pack, len(case.plan.options), case.dtype)
-        references[key] = references.get(key) or _reference(case)
-        got = _together(case, [r[i] for r in results])
+        key = (case.architecture, case.pack, len(case.plan.options), case.dtype)
+        references[key] = references.get(key) or reference(case)
+        got = together(case, [r[i] for r in results])
         for name, wanted in references[key].items():
             scale = max(1.0, float(np.abs(wanted).max()))
             if not np.abs(got[name] - wanted).max() <= tolerance * scale:
@@ -262,7 +86,7 @@ def test_a_layer_equals_one_process(ranks: int, every: int) -> None:
     recompute level or way to hold weights, and names it; whole steps are tested elsewhere."""
     packs = (EVEN, UNEVEN, FEW)
     cases = [
-        Case(model=model, layers=f"1*{name}+{level}", held=held, pack=pack, order=order)
+        _case(model, layers=f"1*{name}+{level}", held=held, pack=pack, order=order)
         for model in MODELS
         for name, level, held, (i, order) in product(
             _usable(model, ranks), RECOMPUTE, HELD if ranks > 1 else HELD[:1], enumerate(ORDERS)
@@ -281,11 +105,11 @@ def test_neighbouring_layers_and_branches_may_differ(ranks: int, every: int) -> 
     causal = [n for n in _usable("gpt", ranks) if n in names]
     feed = ("ulysses_z", "megatron_ts", "metp", *(("tensor_ring",) if ranks == 4 else ()))
     cases = [
-        Case(model="gpt", layers=f"1*{one} 1*{other}", held=HELD[i % 2], pack=(13, 1, 9),
+        _case("gpt", layers=f"1*{one} 1*{other}", held=HELD[i % 2], pack=(13, 1, 9),
              order=ORDERS[i % 3 > 0])
         for i, (one, other) in enumerate(product(causal, causal))
     ] + [
-        Case(model="groups", layers=f"1*{one}/{other}+{level}", held=HELD[i % 2], pack=(5, 14),
+        _case("groups", layers=f"1*{one}/{other}+{level}", held=HELD[i % 2], pack=(5, 14),
              order="zigzag")
         for i, (one, other, level) in enumerate(product(_usable("groups", ranks), feed, RECOMPUTE))
     ]  # fmt: skip
@@ -294,7 +118,7 @@ def test_neighbouring_layers_and_branches_may_differ(ranks: int, every: int) -> 
 
 def _narrow(dtype: torch.dtype) -> list[Case]:
     return [
-        Case(model=model, layers=f"1*{name}", held=HELD[i % 2], pack=LONG, order="zigzag",
+        _case(model, layers=f"1*{name}", held=HELD[i % 2], pack=LONG, order="zigzag",
              dtype=dtype)
         for model in ("groups", "bert") for i, name in enumerate(_usable(model, 4))
     ]  # fmt: skip
@@ -309,21 +133,21 @@ def test_half_types_are_no_worse_than_one_process() -> None:
     """Would catch a sum over ranks or blocks of keys that is kept in a half type: the error
     against fp64 stays within twice that of one process in bf16."""
     cases = _narrow(torch.bfloat16)
-    results = run_ranks(4, _run_all, cases, timeout_s=240)
-    first = {case.model: case for case in reversed(cases)}
-    exact = {model: _reference(replace(case, rounded=True)) for model, case in first.items()}
-    single = {model: _reference(case) for model, case in first.items()}
+    results = run_ranks(4, run_all, cases, timeout_s=240)
+    first = {case.architecture: case for case in reversed(cases)}
+    exact = {model: reference(replace(case, rounded=True)) for model, case in first.items()}
+    single = {model: reference(case) for model, case in first.items()}
     wrong = []
     for i, case in enumerate(cases):
         got, right, one = (
-            _together(case, [r[i] for r in results]),
-            exact[case.model],
-            single[case.model],
+            together(case, [r[i] for r in results]),
+            exact[case.architecture],
+            single[case.architecture],
         )
         for name, wanted in right.items():
             ours, theirs = (np.linalg.norm(x[name] - wanted) for x in (got, one))
             if not ours <= 2 * theirs + 1e-3 * np.linalg.norm(wanted):
-                wrong.append((case.layers, case.model, name, float(ours), float(theirs)))
+                wrong.append((case.layers, case.architecture, name, float(ours), float(theirs)))
     assert not wrong
 
 
@@ -384,18 +208,18 @@ def test_bytes_on_the_wire_are_the_formula(
     a, pack = DIVISIBLE[ranks]
     monkeypatch.setitem(MODELS, "divisible", a)
     cases = [
-        Case(model="divisible", layers=f"1*{name}+{level}", held=held, pack=pack, order=order)
+        _case("divisible", layers=f"1*{name}+{level}", held=held, pack=pack, order=order)
         for name, level, held, order in product(
             _usable("divisible", ranks), RECOMPUTE, HELD, ORDERS
         )
         if name != "tensor_ring" or held == "whole"
     ] + [
-        Case(model="divisible", layers=f"1*{one}/{other}", held="sharded", pack=pack)
+        _case("divisible", layers=f"1*{one}/{other}", held="sharded", pack=pack)
         for one, other in (("megatron_cz", "megatron_ts"), ("megatron_ts", "metp"),
                            ("metp", "ulysses_z"))
     ]  # fmt: skip
     cases = spread(cases, every)
-    results = run_ranks(ranks, _run_all, cases, timeout_s=240)
+    results = run_ranks(ranks, run_all, cases, timeout_s=240)
     for i, case in enumerate(cases):
         wanted = tuple(8 * elements for elements in _sent(case, ranks))
         assert [r[i]["sent"] for r in results] == [wanted] * ranks, case
@@ -406,12 +230,12 @@ def test_a_switch_between_layers_moves_nothing(monkeypatch: pytest.MonkeyPatch) 
     weights that are laid out anew in between."""
     monkeypatch.setitem(MODELS, "divisible", DIVISIBLE[2][0])
     names = _usable("divisible", 2)
-    single = [Case(model="divisible", layers=f"1*{n}", held="whole", pack=(7, 5)) for n in names]
+    single = [_case("divisible", layers=f"1*{n}", held="whole", pack=(7, 5)) for n in names]
     pairs = [
-        Case(model="divisible", layers=f"1*{one} 1*{other}", held="whole", pack=(7, 5))
+        _case("divisible", layers=f"1*{one} 1*{other}", held="whole", pack=(7, 5))
         for one, other in product(names, names)
     ]
-    results = run_ranks(2, _run_all, single + pairs, timeout_s=240)[0]
+    results = run_ranks(2, run_all, single + pairs, timeout_s=240)[0]
     sent = [np.array(r["sent"]) for r in results]
     alone = dict(zip(names, sent, strict=False))
     for (one, other), both in zip(product(names, names), sent[len(names) :], strict=True):
@@ -421,11 +245,11 @@ def test_a_switch_between_layers_moves_nothing(monkeypatch: pytest.MonkeyPatch) 
 def test_one_rank_sends_nothing() -> None:
     """Would catch a method on one rank that needs a process group."""
     for name in _usable("gqa", 1):
-        case = Case(model="gqa", layers=f"1*{name}", held="whole", pack=EVEN)
-        sources, context = _sources(case, None, 0, 1), _context(case, None)
-        x, dy, _ = _draw(case)
+        case = _case("gqa", layers=f"1*{name}", held="whole", pack=EVEN)
+        sources, context = sources_of(case, None, 0, 1), context_of(case, None)
+        x, dy, _ = drawn(case)
         x.requires_grad_()
-        _layers(case, x, sources, context).backward(dy)
+        through(case, x, sources, context).backward(dy)
         assert x.grad.isfinite().all()
 
 
@@ -453,12 +277,12 @@ def _kept(cases: list[Case]) -> list[float]:
         world = tuple(range(groups.ranks))
         option = case.plan.options[0]
         groups.prepare({world, *subgroups(option, case.architecture, groups.ranks)})
-        sources = _sources(case, groups.get(world), groups.rank, groups.ranks)
-        context = _context(case, groups)
-        x = _draw(case)[0][torch.from_numpy(context.tokens.index(groups.rank))].requires_grad_()
-        _layers(case, x, sources, context).backward(torch.ones_like(x))  # tables, once per pack
+        sources = sources_of(case, groups.get(world), groups.rank, groups.ranks)
+        context = context_of(case, groups)
+        x = drawn(case)[0][torch.from_numpy(context.tokens.index(groups.rank))].requires_grad_()
+        through(case, x, sources, context).backward(torch.ones_like(x))  # tables, once per pack
         with ByteCounter() as counter:
-            out = _layers(case, x, sources, context)
+            out = through(case, x, sources, context)
             kept.append(_settled(counter) / x.nbytes)  # the result stands for x, which is outside
         out.backward(torch.ones_like(out))
     return kept
@@ -502,7 +326,7 @@ def test_kept_bytes_are_the_formula(
     for name, a in KEPT_MODELS.items():
         monkeypatch.setitem(MODELS, name, a)
     cases = [
-        Case(model=model, layers=f"1*{name}+{level}", held="sharded", pack=KEPT_PACK, order=order,
+        _case(model, layers=f"1*{name}+{level}", held="sharded", pack=KEPT_PACK, order=order,
              dtype=torch.float32)
         for model in KEPT_MODELS
         for name, level in product(_usable(model, ranks), RECOMPUTE)
@@ -637,11 +461,11 @@ def test_every_method_says_what_it_is() -> None:
 
 def test_activations_of_another_shape_are_refused() -> None:
     """Would catch a shape that goes on into a kernel and comes out as an obscure error there."""
-    case = Case(model="gqa", layers="1*local", held="whole", pack=EVEN)
-    sources, context = _sources(case, None, 0, 1), _context(case, None)
+    case = _case("gqa", layers="1*local", held="whole", pack=EVEN)
+    sources, context = sources_of(case, None, 0, 1), context_of(case, None)
     wanted = r"activations of layer 0 on member 0: got \[11, 24\], wanted \[12, 24\]"
     with pytest.raises(SpecError, match=wanted):
-        _layers(case, torch.zeros(11, 24, dtype=torch.float64), sources, context)
+        through(case, torch.zeros(11, 24, dtype=torch.float64), sources, context)
 
 
 def test_looking_a_method_up_costs_next_to_nothing() -> None:

@@ -6,7 +6,6 @@ training, would make the plans of a run depend on the load of its machine.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 from headrace.costs.learning.memory_margin import Estimate, Peaks
 from headrace.costs.learning.residuals import Residual, rank_differences
-from headrace.costs.saving import save_whole
+from headrace.costs.saving import save_whole, sealed, unsealed
 from headrace.errors import CostError
 
 __all__ = ["Calibration"]
@@ -103,18 +102,18 @@ class Calibration:
     def save(self, path: Path) -> None:
         """Write the JSON form to ``path``: whole, or not at all. Raises CostError when it cannot
         be written."""
-        save_whole(path, json.dumps(self.to_json()) + "\n", "calibration")
+        save_whole(path, sealed(self.to_json()), "calibration")
 
     @classmethod
     def load(cls, path: Path, *, fingerprint: str) -> Calibration:
         """Read what :meth:`save` wrote; a calibration that knows nothing when there is no file.
         Raises CostError when it is damaged or belongs to other costs."""
         try:
-            found = cls.from_json(json.loads(path.read_text()))
+            found = cls.from_json(unsealed(path.read_text()))
         except FileNotFoundError:
             return cls(fingerprint=fingerprint)
-        except (OSError, ValueError, RecursionError) as error:
-            raise CostError(f"calibration {path}", got=f"no JSON ({error})")
+        except (OSError, ValueError) as error:
+            raise CostError(f"calibration {path}", got=f"nothing readable ({error})")
         if found.fingerprint != fingerprint:
             raise CostError(
                 f"calibration {path}", got=found.fingerprint[:60], wanted=fingerprint[:60]
