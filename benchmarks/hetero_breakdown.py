@@ -53,7 +53,7 @@ from rich.table import Table
 
 from headrace.cli.display import tell
 from headrace.costs.pipeline_costs import PipelineCosts
-from headrace.layouts import Partition, Rows, link, split_rows, stage_rows, storage_partition
+from headrace.layouts import Partition, Rows, group_shards, link, split_rows, storage_partition
 from headrace.planning import Problem
 from headrace.planning.published_files import OWN, plan_iterations
 from headrace.spec.architecture import Architecture
@@ -150,9 +150,10 @@ def moved(
 def _readers(weight: WeightSpec, stages: Sequence[tuple[Stage, int]], ranks: int) -> Partition:
     parts = [Rows(0, 0)] * ranks
     for stage, tensor in stages:
-        for rank, rows in zip(stage.ranks, stage_rows(weight, stage, tensor), strict=True):
-            if len(rows):
-                parts[rank] = rows
+        if weight.used_in(stage.buckets):
+            shards = group_shards(weight, tensor)
+            for member, rank in enumerate(stage.ranks):
+                parts[rank] = shards[member % tensor]
     return Partition(rows=weight.rows, parts=tuple(parts))
 
 

@@ -74,7 +74,7 @@ def test_ranks_meet_soon_and_know_their_place(run_job: RunJob, ranks: int) -> No
     for rank in range(ranks):
         expected = ((rank, ranks, rank, ranks, 0, "cpu", 77, 2, rank), ranks * (ranks + 1) / 2)
         assert job.read(f"facts{rank}") == str(expected)
-        assert float(job.read(f"ready{rank}")) < 2
+        assert float(job.read(f"ready{rank}")) < 10
     print(f"{ranks} ranks ready after {job.read('ready0')} s")
     assert job.err == ""
 
@@ -278,10 +278,10 @@ def test_a_rank_may_finish_early(run_job: RunJob) -> None:
 
     def main(world: World) -> int:
         if world.rank != 1:
-            time.sleep(0.8)
+            time.sleep(3.5)
         return 0
 
-    job = run_job(lambda job: start(main, ranks=3, hang_s=0.4, heartbeat_s=0.1))
+    job = run_job(lambda job: start(main, ranks=3, hang_s=2, heartbeat_s=0.1))
     assert job.wait() == 0, job.err
     assert job.err == ""
 
@@ -510,7 +510,7 @@ def test_a_lone_rank_leaves_its_process_as_it_was() -> None:
     """Would catch a world that stays, stores that make later ranks abort, threads that they would
     wait for, and a second world in the first."""
     done = subprocess.run(
-        [sys.executable, "-c", _LONE], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", _LONE], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
 
