@@ -43,7 +43,7 @@ from headrace.loop.step import LoopStep, MicroRun, members_of
 from headrace.passes.adopted import compile as adopt
 from headrace.passes.placement import Exchange
 from headrace.passes.recompute import recomputed
-from headrace.passes.shard import IGNORED, Labels, LocalBatch
+from headrace.passes.shard import IGNORED, Labels, LocalBatch, predicted
 from headrace.runtime.recovery import Exhausted
 from headrace.runtime.trainer import Planned, Step, plan_metrics, told_to_first
 from headrace.spec.method import RECOMPUTE, Recompute
@@ -131,8 +131,10 @@ def attach(
         say=(lambda text: None) if quiet else say,
         progress=(lambda what, done, of: None) if quiet else ProgressLines(say),
     )  # fmt: skip
-    return Attached(setup=setup, order=order, scheduler=scheduler, clip=clip,
-                    steps=steps, epochs=epochs, out=out)  # fmt: skip
+    return Attached(
+        setup=setup, order=order, scheduler=scheduler, clip=clip, steps=steps, epochs=epochs,
+        out=out, kind=kind, label_name=label_name,
+    )  # fmt: skip
 
 
 class Attached:
@@ -143,8 +145,10 @@ class Attached:
 
     def __init__(
         self, *, setup: LoopSetup, order: SampleOrder, scheduler: Any, clip: float | None,
-        steps: int | None, epochs: int, out: str | Path | None,
+        steps: int | None, epochs: int, out: str | Path | None, kind: Labels, label_name: str,
     ) -> None:  # fmt: skip
+        self._kind: Labels = kind
+        self._label_name = label_name
         self.adopted, self.held, self.device = setup.adopted, setup.held, setup.device
         self.rank, self.number = setup.groups.rank, 0
         self._setup, self._order, self._groups = setup, order, setup.groups
@@ -292,6 +296,16 @@ class Attached:
     def recompute(self, layer: Callable[..., Any], *inputs: Any) -> Any:
         """``layer(*inputs)``, computed again in the backward but for its attention."""
         return recomputed(layer, *inputs)
+
+    def shard(self, batch: Mapping[str, torch.Tensor]) -> LocalBatch:
+        """This rank's part of a batch [b, S] that all ranks have alike, spread over all of them, to
+        evaluate the model: call it with the ``inputs``. The losses of all ranks add up to the mean.
+        Collective; not within a step."""
+        given, name = dict(batch), self._label_name
+        if name in given:
+            given[name] = predicted(given[name], self._kind)
+        self.found.probes.choose([])
+        return self.adopted.shard(given)
 
     def save(self, folder: str | Path, *, keep: int = 3) -> Path:
         """Write a checkpoint into a folder of its own within ``folder``, of which the last ``keep``

@@ -194,3 +194,30 @@ def test_running_out_of_memory_loses_nothing(ranks: int, where: str, tmp_path: P
         assert all(f"rank {ranks - 1} ran out of memory" in text for text in failed)
         for mine, wanted in zip(ends, weights(model), strict=True):
             np.testing.assert_allclose(mine, wanted, rtol=0, atol=EXACT)
+
+
+def evaluated(folder: Path) -> tuple[float, float]:
+    """The losses of a batch by the attached model on two ranks, before and after a step."""
+    _, called = wrapped("ddp")
+    run = attached(called, sgd(called), dataset(), folder, costs=costs(2), steps=1)
+    ids = torch.arange(26).view(2, 13)
+    found = []
+    for at in range(2):
+        with torch.no_grad():
+            part = called(**run.shard({"input_ids": ids, "labels": ids}).inputs).loss
+        dist.all_reduce(part)
+        found.append(float(part))
+        if not at:
+            trained(run, called)
+    return found[0], found[1]
+
+
+def test_an_attached_model_is_evaluated(tmp_path: Path) -> None:
+    """Catches labels that are shifted twice, or not at all, outside of steps."""
+    found = run_ranks(2, evaluated, tmp_path, timeout_s=100)
+    ids, model = torch.arange(26).view(2, 13), llama()
+    before = model(input_ids=ids, labels=ids).loss.item()
+    alone(model, sgd(model), batches(dataset(), 1, batch_tokens=150))
+    after = model(input_ids=ids, labels=ids).loss.item()
+    for got in found:
+        assert got == pytest.approx((before, after), rel=1e-6)  # theirs is in single precision
