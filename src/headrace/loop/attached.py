@@ -77,7 +77,7 @@ def attach(
     say: Callable[[str], None] = tell,
 ) -> Attached:  # fmt: skip
     """Drive a training loop by plans. Collective: every rank calls it alike, under torchrun or in
-    a process of its own, and it begins torch.distributed where nobody has.
+    a process of its own, and it begins torch.distributed where nobody has. Arguments::
 
         model       a model of transformers, or one that calls scaled_dot_product_attention; alone,
                     under DDP, or sharded by FSDP2; in training mode, on its device
