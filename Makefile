@@ -45,9 +45,8 @@ docs: $(DOCS) ## build the documentation
 	$(BIN)/sphinx-build -qW docs docs/_build
 
 picture: $(READY) ## draw the plan that README.md shows anew
-	$(BIN)/headrace plan --costs benchmarks/published/hydraulis-7b.json \
-	    --lengths benchmarks/fixtures/longtail-32k-100k.json --devices 64 \
-	    --picture docs/pictures/plan-64.svg
+	$(BIN)/headrace plan examples/llama-8b.toml --ranks 64 \
+	    --lengths 'lognormal:median=2000,sigma=1.8,max=131072' --picture docs/pictures/plan-64.svg
 
 reference: $(READY) ## write the generated pages and the drawing of the documentation anew
 	$(BIN)/python docs/make_reference.py
