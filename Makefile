@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 CONFIG ?= examples/python-sources.toml
+LARGER := examples/python-sources-64.toml
 JOBS   ?= 2
 MINUTES ?= 60
 SEED   ?= 0
@@ -12,13 +13,16 @@ DOCS   := $(VENV)/.headrace-docs
 TESTS  := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow long attack lint docs reference lock clean
+.PHONY: help demo picture test slow long attack lint docs reference lock clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(READY) ## train on the Python sources of this machine, then write a report
+demo: $(READY) ## train on the Python sources of this machine, then plan them for 64 devices
 	$(BIN)/headrace train $(CONFIG)
+	@mkdir -p runs
+	@echo && echo 'the same documents, an 8-billion-parameter model, 64 devices that need not be here:'
+	$(BIN)/headrace plan $(LARGER) --picture runs/plan-64.svg
 
 test: $(READY) ## run the tests
 	$(TESTS) -m "not slow and not long"
@@ -44,6 +48,10 @@ lint: $(READY) ## format, lint, types, spelling, dependencies, floors
 
 docs: $(DOCS) ## build the documentation
 	$(BIN)/sphinx-build -qW docs docs/_build
+
+picture: $(READY) ## draw the plan that README.md shows anew
+	$(BIN)/headrace plan examples/llama-8b.toml --ranks 64 \
+	    --lengths 'lognormal:median=2000,sigma=1.8,max=131072' --picture docs/pictures/plan-64.svg
 
 reference: $(READY) ## write the generated pages and the drawing of the documentation anew
 	$(BIN)/python docs/make_reference.py

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli import app
+from headrace.cli import app, main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -24,6 +24,7 @@ def _words(line: str) -> list[str]:
     return shlex.split(line, comments=True)
 
 
+DEFAULT_METHODS = ("ulysses_z", "megatron_cz", "megatron_cz_gather", "megatron_ts", "metp")
 COMMANDS = [line for line in SHOWN if re.match(r"(torchrun .* -m )?headrace [a-z]+\b", line)]
 
 
@@ -53,8 +54,38 @@ def test_the_commands_can_be_called(line: str) -> None:
 
 def test_every_command_is_in_the_table() -> None:
     """Catches a command that the page does not know."""
-    listed = set(re.findall(r"^\| `headrace ([a-z]+)", README, re.MULTILINE))
-    assert listed == {name for name in app if not name.startswith("-")}
+    rows = "".join(line for line in README.splitlines() if line.startswith("| "))
+    assert set(re.findall(r"`headrace ([a-z]+)", rows)) == {
+        name for name in app if not name.startswith("-")
+    }
+
+
+def _timeless(text: str) -> list[str]:
+    return [re.sub(r" +planned in .*", "", line) for line in text.strip().splitlines()]
+
+
+def test_the_shown_output_is_what_the_command_prints(capsys, monkeypatch) -> None:
+    """Catches a session with an output of another day, and one that planned something else than
+    the picture shows."""
+    line, _, shown = next(block for block in BLOCKS if "\nstrategy " in block).partition("\n")
+    words = _words(line.removeprefix("$ headrace "))
+    monkeypatch.chdir(ROOT)
+    assert main(words) == 0
+    assert _timeless(capsys.readouterr().out) == _timeless(shown)
+    recipe = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    drawn = next(r for r in recipe.splitlines() if "--picture docs/pictures/plan-64.svg" in r)
+    assert set(words) <= set(_words(drawn))
+    bound = re.search(r"predicted +(\S+ s)  bound (\S+ s)", shown)
+    assert bound is not None
+    picture = (ROOT / "docs/pictures/plan-64.svg").read_text()
+    assert "{}, bound {}".format(*bound.groups()) in picture
+
+
+@pytest.mark.parametrize("method", DEFAULT_METHODS)
+def test_methods_of_the_first_output_are_explained(method: str) -> None:
+    """Catches a word of the first plan that a newcomer finds nowhere."""
+    words = README[README.index("\n## Words\n") :]
+    assert f"| `{method}` |" in words
 
 
 def test_the_make_targets_exist() -> None:

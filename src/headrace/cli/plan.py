@@ -67,11 +67,10 @@ def plan(config_path: Path, flags: PlanFlags) -> int:
             print()
         print(chosen)
         print(f"{'fits':<14}{_fits(chosen, work.costs)}     planned in {seconds_text(planning_s)}")
-        best = work.planner.best_static(batch)
-        if best is not None:
+        for name, rival in work.planner.rivals(batch).items():
             print(
-                f"{'best static':<14}{best.strategy}: {seconds_text(best.predicted_s)} "
-                f"({best.predicted_s / chosen.predicted_s:.2f}x)"
+                f"{name:<14}{rival.strategy}: {seconds_text(rival.predicted_s)}, the plan is "
+                f"{rival.predicted_s / chosen.predicted_s:.2f} times as fast"
             )
     if flags.json:
         print(json.dumps({"costs": work.source, "plans": found}))

@@ -42,15 +42,17 @@ def cards(of: Summary) -> list[Card]:
         known(of.step_s, lambda s: f"{seconds_text(s)} a step", ""),
         known(of.mfu, lambda mfu: f"MFU {share_text(mfu)}", ""),
     ]
-    static = known(of.against_static, lambda _: f"{of.best_static}, both predicted", "")
+    static = known(of.against_static, lambda _: f"{of.best_static} in every step, predicted", "")
     waited = known(of.waited_s, lambda s: f"training waited {seconds_text(s)}", "")
+    clock = known(of.by_the_clock, lambda ratio: f"by measured steps {ratio:.2f}", "")
     return [
+        Card(name="gain", value=known(of.against_static, lambda ratio: f"{ratio:.2f}"),
+             label="times as fast as the best static choice",
+             remark=", ".join(filter(None, [static, clock]))),
         Card(name="speed", value=known(of.tokens_per_s, count_text), label="tokens/s",
              remark=", ".join(filter(None, speed))),
         Card(name="idle", value=known(of.idle, share_text), label="idle",
              remark="ranks wait or move weights"),
-        Card(name="best static", value=known(of.against_static, lambda ratio: f"{ratio:.2f}x"),
-             label="the speed of the best static plan", remark=static),
         Card(name="memory", value=known(peak, bytes_text), label="peak memory",
              remark=", ".join(filter(None, memory))),
         Card(name="planner", value=known(of.planning_s, seconds_text), label="to plan a step",
@@ -74,7 +76,7 @@ def summary_text(run: Path) -> str:
                    f"tokens  median {known(corpus.median, count_text)}  "
                    f"p99 {known(corpus.p99, count_text)}  longest {known(corpus.max, count_text)}"),
         ("loss", f"{first:.3f} -> {last:.3f}" if isfinite(first) else "never a number"),
-        ("plans", f"most often {strategy} ({share_text(share)} of steps)  "
+        ("plans", f"changed {_count(of.changes, 'time')}  most often {strategy} ({share_text(share)} of steps)  "
                   f"gap to the bound {known(of.gap, share_text)}"),
         ("methods", _methods(of)),
         *[(card.name, f"{card.value} {card.label}{card.remark and f' ({card.remark})'}")

@@ -142,7 +142,8 @@ class Planned:
     """What the planner said of one step before it ran.
 
     ``waited_s`` is how long training waited for the plan, ``best_static_s`` the predicted seconds
-    of the best plan that uses one group size for everything. ``peak_bytes[r]`` belongs to rank r.
+    of the best plan that uses one group size for everything, ``static_s`` those of each size
+    (``cp2``) that held the batch. ``peak_bytes[r]`` belongs to rank r.
     """
 
     strategy: str = "unknown"
@@ -153,6 +154,7 @@ class Planned:
     waited_s: Amount = nan
     best_static_s: Amount = nan
     best_static: str = "unknown"
+    static_s: Mapping[str, Amount] = field(default_factory=dict)
     peak_bytes: Annotated[tuple[Amount, ...], _within("predicted_peak_bytes")] = ()
 
 

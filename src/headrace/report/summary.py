@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import isfinite, nan
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.report.records import Run
+from headrace.report.records import Planned, Run
 
 __all__ = ["Summary", "finite", "known", "mean", "median", "share_text", "summed_up"]
 
@@ -23,9 +24,11 @@ class Summary:
     others. ``loss`` is that of the first step and the median of the last tenth. ``peak`` is the
     highest peak of a rank in bytes, and the rank. ``error`` is the median distance of
     predicted / measured seconds from 1, ``gap`` the median gap to the lower bound.
-    ``against_static`` is the predicted seconds of the best static plans (most often
-    ``best_static``) over those of the plans that ran. ``strategies`` are their names, shares of
-    the steps and median seconds of a step, the most frequent first.
+    ``against_static`` is the predicted seconds of the static choice that is best for all steps,
+    one group size (``best_static``) or, where the run does not say them, the best of each step
+    (``best_static`` most often), over those of the plans that ran; ``by_the_clock`` is the same
+    over their measured seconds. ``strategies`` are their names, shares of the steps and median
+    seconds of a step, the most frequent first; they changed ``changes`` times.
     """
 
     run: Run
@@ -40,7 +43,9 @@ class Summary:
     error: float
     gap: float
     against_static: float
+    by_the_clock: float
     best_static: str
+    changes: int
     strategies: tuple[tuple[str, float, float], ...]
 
 
@@ -50,10 +55,18 @@ def summed_up(run: Run) -> Summary:
     seconds = [step.step_s for step in steps]
     planned = [step.planned for step in steps]
     peaks = [(peak, rank) for s in run.steps for rank, peak in enumerate(s.peak_bytes)]
-    both = [(p.best_static_s, p.predicted_s) for p in planned]
-    both = [(static, plan) for static, plan in both if isfinite(static) and isfinite(plan)]
+    best_static, static_s = _static(planned)
+    both = [
+        (static, step.planned.predicted_s, step.step_s)
+        for static, step in zip(static_s, steps, strict=True)
+        if isfinite(static) and isfinite(step.planned.predicted_s)
+    ]
+    static, predicted, measured = (
+        (sum(column) for column in zip(*both, strict=True)) if both else (nan, nan, nan)
+    )
+    names = [step.planned.strategy for step in run.steps]
     losses = finite(step.loss for step in run.steps)
-    counted = Counter(s.planned.strategy for s in run.steps).most_common()
+    counted = Counter(names).most_common()
     return Summary(
         run=run,
         tokens_per_s=sum(s.tokens for s in steps) / sum(seconds),
@@ -67,14 +80,26 @@ def summed_up(run: Run) -> Summary:
         waited_s=median(p.waited_s for p in planned),
         error=median(abs(step.ratio - 1) for step in steps),
         gap=median(p.gap for p in planned),
-        against_static=sum(static for static, _ in both) / (sum(plan for _, plan in both) or nan),
-        best_static=Counter(s.planned.best_static for s in run.steps).most_common(1)[0][0],
+        against_static=static / (predicted or nan),
+        by_the_clock=static / measured,
+        best_static=best_static,
+        changes=sum(one != other for one, other in pairwise(names)),
         strategies=tuple(
             (name, count / len(run.steps),
              median(s.step_s for s in run.steps if s.planned.strategy == name))
             for name, count in counted
         ),
     )  # fmt: skip
+
+
+def _static(planned: Sequence[Planned]) -> tuple[str, list[float]]:
+    """The static choice that is best for all steps, and its predicted seconds of each."""
+    common = set[str].intersection(*(set(p.static_s) for p in planned))
+    if common:
+        best = min(sorted(common), key=lambda name: sum(p.static_s[name] for p in planned))
+        return best, [p.static_s[best] for p in planned]
+    most = Counter(p.best_static for p in planned).most_common(1)[0][0]
+    return most, [p.best_static_s for p in planned]
 
 
 def finite(values: Iterable[float]) -> npt.NDArray[np.float64]:

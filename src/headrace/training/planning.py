@@ -20,6 +20,7 @@ from headrace.errors import ConfigError, InfeasiblePlan, SpecError
 from headrace.planning import Problem
 from headrace.planning import plan as plan_batch
 from headrace.planning.clock import published_timeline
+from headrace.planning.rivals import rival_plan
 from headrace.simulator import simulate as run_programs
 from headrace.spec.checker import check_programs
 from headrace.spec.compiler import compile_plan
@@ -98,11 +99,15 @@ def best_static(problem: Problem, lengths: Lengths) -> Plan | None:
         return None
 
 
+def _of_size(problem: Problem, p: int) -> Problem:
+    return problem.replace(planner="static", static_size=p, strategies=())
+
+
 def _static_plans(problem: Problem, lengths: Lengths) -> list[Plan]:
     found: list[Plan] = []
     for p in problem.static_sizes:
         try:
-            found.append(plan_batch(problem.replace(planner="static", static_size=p), lengths))
+            found.append(plan_batch(_of_size(problem, p), lengths))
         except InfeasiblePlan:
             continue
     return found
@@ -206,6 +211,27 @@ class ConfiguredPlanner:
     def best_static(self, lengths: Lengths, *, scale: float | None = None) -> Plan | None:
         """The fastest plan of one group size, its seconds times ``scale``."""
         return best_static(self._scaled(scale), lengths)
+
+    def static_s(self, lengths: Lengths, *, scale: float | None = None) -> dict[str, float]:
+        """Predicted seconds with one group size for the whole batch, by scheme (``cp2``), for the
+        sizes that use all devices and hold the batch."""
+        problem, found = self._scaled(scale), dict[str, float]()
+        for p in problem.static_sizes:
+            if problem.devices % p == 0:
+                try:
+                    made = plan_batch(_of_size(problem, p), lengths)
+                except InfeasiblePlan:
+                    continue
+                found[f"cp{p}"] = made.predicted_s
+        return found
+
+    def rivals(self, lengths: Lengths) -> Mapping[str, Plan]:
+        """Plans of others with the same costs, by what they are called: the best static one, bucket
+        and packed parallel; those that hold the batch."""
+        found = {"best static": self.best_static(lengths)}
+        for name in ("bucket", "packed"):
+            found[name] = rival_plan(self.problem, lengths, name, seed=self.seed)
+        return {name: made for name, made in found.items() if made is not None}
 
     def _scaled(self, scale: float | None) -> Problem:
         return self.problem if scale is None else self.problem.rescaled(scale)

@@ -78,6 +78,7 @@ class StepPlanner:
         return {
             "best_static": str(best.strategy),
             "best_static_s": best.predicted_s,
+            "static_s": self.planner.static_s(request.lengths, scale=request.ratio),
             "static_timeline": self._timeline(best, request),
         }
 
