@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import app, main
+from headrace.config import Config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -103,6 +104,34 @@ def test_the_paths_exist() -> None:
     for name in [*links, *(file.removeprefix("python ") for file in files)]:
         if "://" not in name:
             assert (ROOT / name).exists(), name
+
+
+def test_the_example_of_the_docs_home_runs(capsys) -> None:
+    """Catches a home page whose example is of another day."""
+    home = (ROOT / "docs/index.md").read_text()
+    example = re.search(r"^```python\n(.*?)^```$", home, re.MULTILINE | re.DOTALL)
+    assert example is not None
+    exec(compile(example[1], "index.md", "exec"), {})
+    ratio = re.search(r"^([\d.]+) times as fast as the best static", capsys.readouterr().out, re.M)
+    assert ratio is not None
+    assert float(ratio[1]) >= 1
+    assert (ROOT / "docs/pictures/plan-64.svg").exists()
+    assert "](pictures/plan-64.svg)" in home
+    assert re.search(r"^pip install \.", home, re.MULTILINE)
+
+
+def test_the_demo_plans_64_devices_with_the_corpus_that_it_trains_on() -> None:
+    """Catches a demo of ranks that are too few to choose among, and an end on other data."""
+    here, larger = (
+        Config.load(ROOT / "examples" / name)
+        for name in ("python-sources.toml", "python-sources-64.toml")
+    )
+    assert here.devices.ranks == 4
+    assert larger.devices.ranks == 64
+    assert here.data.paths == larger.data.paths
+    recipe = (ROOT / "Makefile").read_text().partition("\ndemo:")[2].partition("\n\n")[0]
+    assert recipe.index("headrace train $(CONFIG)") < recipe.index("headrace plan $(LARGER)")
+    assert "--picture" in recipe
 
 
 def test_the_generated_pages_are_up_to_date(monkeypatch, capsys) -> None:

@@ -70,10 +70,14 @@ def test_a_table_says_what_and_why(config: Path, capsys) -> None:
     """Catches a table that lost one of its rows, and remarks among the data."""
     code, out, err = call(capsys, "plan", config)
     assert code == 0, err
-    rows = ("strategy", "sequences", "micro-batches", "predicted", "why", "fits", "best static")
+    rows = ("strategy", "sequences", "micro-batches", "predicted", "why", "fits",
+            "best static", "bucket", "packed")  # fmt: skip
     for row in rows:
         assert re.search(rf"^{row} +\S", out, re.MULTILINE), row
     assert re.search(r"^predicted .+ bound .+ gap .+ %$", out, re.MULTILINE)
+    ratios = re.findall(r", the plan is ([\d.]+) times as fast$", out, re.MULTILINE)
+    assert len(ratios) == 3
+    assert min(map(float, ratios)) >= 1
     assert re.search(r"^fits +peak .+ of 64 MiB \(rank [01]\) +planned in ", out, re.MULTILINE)
     assert BY_FORMULA in err
     assert BY_FORMULA not in out
@@ -327,7 +331,7 @@ for kind, devices in (("hydraulis-7b", "32"), ("flexsp-7b-a100", "8")):
              "--lengths", "benchmarks/fixtures/longtail-32k-100k.json"]
     assert headrace.cli.main(["plan", *files]) == 0
 assert headrace.cli.main(["config"]) == 0
-for name in set(headrace.__all__) - {"train", "compile", "recomputed"}:
+for name in set(headrace.__all__) - {"train", "attach", "compile", "recomputed"}:
     getattr(headrace, name)
 assert "torch" not in sys.modules
 """

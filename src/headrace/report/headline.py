@@ -76,7 +76,8 @@ def summary_text(run: Path) -> str:
                    f"tokens  median {known(corpus.median, count_text)}  "
                    f"p99 {known(corpus.p99, count_text)}  longest {known(corpus.max, count_text)}"),
         ("loss", f"{first:.3f} -> {last:.3f}" if isfinite(first) else "never a number"),
-        ("plans", f"changed {_count(of.changes, 'time')}  most often {strategy} ({share_text(share)} of steps)  "
+        ("plans", f"changed {_count(of.changes, 'time')}  most often {strategy} "
+                  f"({share_text(share)} of steps)  "
                   f"gap to the bound {known(of.gap, share_text)}"),
         ("methods", _methods(of)),
         *[(card.name, f"{card.value} {card.label}{card.remark and f' ({card.remark})'}")
