@@ -14,10 +14,12 @@ __all__ = ["rival_plan"]
 
 
 def rival_plan(problem: Problem, lengths: Lengths, name: str, *, seed: int = 0) -> Plan | None:
-    """The plan of the planner ``name`` of BASELINES (``bucket``, ``packed``) for one batch, with
-    the one group size and the way to hold weights that are quickest for it, timed by the simulator
-    as every plan. It has no lower bound. None where no size holds the batch. Raises SpecError for
-    published costs, KeyError for an unknown name."""
+    """The plan of the planner ``name`` of BASELINES (``bucket``, ``packed``) for one batch.
+
+    It has the one group size and the way to hold weights that are quickest for that planner, is
+    timed by the simulator as every plan, and has no lower bound. None where no size holds the
+    batch. Raises SpecError for published costs, KeyError for an unknown name.
+    """
     costs, made = problem.model.replace(scale=1.0), list[Plan]()
     for weights in problem.holding:
         schedule = _quickest(problem, SortedBatch.of(lengths), name, weights, seed)
