@@ -26,9 +26,9 @@ class Summary:
     predicted / measured seconds from 1, ``gap`` the median gap to the lower bound.
     ``against_static`` is the predicted seconds of the static choice that is best for all steps,
     one group size (``best_static``) or, where the run does not say them, the best of each step
-    (``best_static`` most often), over those of the plans that ran; ``by_the_clock`` is the same
-    over their measured seconds. ``strategies`` are their names, shares of the steps and median
-    seconds of a step, the most frequent first; they changed ``changes`` times.
+    (``best_static`` most often), over those of the plans that ran. ``strategies`` are their names,
+    shares of the steps and median seconds of a step, the most frequent first; they changed
+    ``changes`` times.
     """
 
     run: Run
