@@ -42,13 +42,14 @@ def cards(of: Summary) -> list[Card]:
         known(of.step_s, lambda s: f"{seconds_text(s)} a step", ""),
         known(of.mfu, lambda mfu: f"MFU {share_text(mfu)}", ""),
     ]
-    static = known(of.against_static, lambda _: f"{of.best_static} in every step, predicted", "")
+    static = known(
+        of.against_static, lambda _: f"{of.best_static} in every step, both predicted", ""
+    )
     waited = known(of.waited_s, lambda s: f"training waited {seconds_text(s)}", "")
-    clock = known(of.by_the_clock, lambda ratio: f"by measured steps {ratio:.2f}", "")
     return [
         Card(name="gain", value=known(of.against_static, lambda ratio: f"{ratio:.2f}"),
              label="times as fast as the best static choice",
-             remark=", ".join(filter(None, [static, clock]))),
+             remark=static),
         Card(name="speed", value=known(of.tokens_per_s, count_text), label="tokens/s",
              remark=", ".join(filter(None, speed))),
         Card(name="idle", value=known(of.idle, share_text), label="idle",

@@ -43,7 +43,6 @@ class Summary:
     error: float
     gap: float
     against_static: float
-    by_the_clock: float
     best_static: str
     changes: int
     strategies: tuple[tuple[str, float, float], ...]
@@ -57,13 +56,10 @@ def summed_up(run: Run) -> Summary:
     peaks = [(peak, rank) for s in run.steps for rank, peak in enumerate(s.peak_bytes)]
     best_static, static_s = _static(planned)
     both = [
-        (static, step.planned.predicted_s, step.step_s)
-        for static, step in zip(static_s, steps, strict=True)
-        if isfinite(static) and isfinite(step.planned.predicted_s)
+        (static, own.predicted_s)
+        for static, own in zip(static_s, planned, strict=True)
+        if isfinite(static) and isfinite(own.predicted_s)
     ]
-    static, predicted, measured = (
-        (sum(column) for column in zip(*both, strict=True)) if both else (nan, nan, nan)
-    )
     names = [step.planned.strategy for step in run.steps]
     losses = finite(step.loss for step in run.steps)
     counted = Counter(names).most_common()
@@ -80,8 +76,7 @@ def summed_up(run: Run) -> Summary:
         waited_s=median(p.waited_s for p in planned),
         error=median(abs(step.ratio - 1) for step in steps),
         gap=median(p.gap for p in planned),
-        against_static=static / (predicted or nan),
-        by_the_clock=static / measured,
+        against_static=sum(static for static, _ in both) / (sum(plan for _, plan in both) or nan),
         best_static=best_static,
         changes=sum(one != other for one, other in pairwise(names)),
         strategies=tuple(
