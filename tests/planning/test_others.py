@@ -6,6 +6,7 @@ import pytest
 
 import headrace as hr
 from headrace.errors import InfeasiblePlan, SpecError
+from headrace.simulator import step_s
 
 NAMES = ("bucket", "packed", "dcp")
 
@@ -20,16 +21,38 @@ def problem() -> hr.Problem:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("semantics", ["free", "lockstep"])
 def test_a_baseline_is_planned(problem: hr.Problem, name: str, semantics: str) -> None:
-    """Catches a name that plans something else, and a baseline that beats the planner."""
+    """Catches a name that plans something else, a baseline that beats the planner, seconds of
+    another clock than ours, and sequences lost between launches."""
     lengths = hr.Lengths.of([30_000, 9_000, 800, 700, 400, 300, 200, 100] * 3)
     other = hr.plan(lengths, problem.replace(planner=name, semantics=semantics))
     own = hr.plan(lengths, problem.replace(semantics=semantics))
     assert other.planner == name
     assert other.semantics == semantics
     assert own.predicted_s <= other.predicted_s * (1 + 1e-9)
-    assert hr.simulate(other, problem.costs).seconds > 0
-    if name != "dcp":  # one size, the smallest that holds the longest
-        assert len({len(p.ranks) for p in other.pipelines}) == 1
+    if semantics == "free":
+        assert other.predicted_s == pytest.approx(step_s(other, problem.model))
+    done = sorted(i for micro in other.micro_batches for i in micro.sequences)
+    assert done == list(range(len(lengths)))
+    scaled = hr.plan(lengths, problem.replace(planner=name, semantics=semantics).rescaled(2.0))
+    assert scaled.predicted_s == pytest.approx(2 * other.predicted_s)
+
+
+@pytest.mark.parametrize("name", ["bucket", "packed"])
+def test_groups_of_one_size(problem: hr.Problem, name: str) -> None:
+    """Catches a pipeline for every launch, and a size that another would beat."""
+    lengths = hr.lengths.draw("lognormal:median=400,sigma=1.5,max=65536", tokens="1Mi", seed=3)
+    asked = problem.replace(planner=name)
+    made = hr.plan(lengths, asked)
+    assert len({len(pipeline.ranks) for pipeline in made.pipelines}) == 1
+    assert len({pipeline.ranks for pipeline in made.pipelines}) == len(made.pipelines) < len(
+        made.micro_batches
+    )
+    for p in asked.group_sizes:
+        try:
+            one = hr.plan(lengths, asked.replace(sizes=(p,)))
+        except InfeasiblePlan:
+            continue
+        assert made.predicted_s <= one.predicted_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -81,13 +81,13 @@ class FormulaSearch:
 
     def _others(self, table: PriceTable, name: str) -> list[Assignment]:
         """What a baseline makes of the batch."""
-        made = BASELINES[name].schedules(table, self.problem.semantics, self.seed)
-        if made is None:
+        made = BASELINES[name].tried([table], self.problem.semantics, self.seed)
+        if not made:
             raise InfeasiblePlan(
                 f"sequence {self.batch.order[0]} of {table.tokens[0]:,} tokens does not fit",
                 got=f"planner {name}", wanted="a group size that holds it",
             )  # fmt: skip
-        return [made]
+        return made
 
     def _found(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> list[Assignment]:
         """Schedules, the quickest first."""

@@ -71,7 +71,7 @@ class ModelSearch:
         ]
         tables = [t for at, t in enumerate(tables) if not any(_rules(o, t) for o in tables[:at])]
         if problem.others is not None:
-            self._others(tables, problem.others)
+            self.found += BASELINES[problem.others].tried(tables, "free", self.seed)
             return self._bound(tables)
         self._static(tables)
         ideal = self._ideal()
@@ -91,11 +91,6 @@ class ModelSearch:
         if bound is not None and bound.seconds <= ideal.seconds * _FREE_OF_MEMORY:
             return ideal
         return self._deeper(tables)
-
-    def _others(self, tables: Sequence[PriceTable], name: str) -> None:
-        """What a baseline makes of each table; at least of one, which holds the longest."""
-        made = (BASELINES[name].schedules(table, "free", self.seed) for table in tables)
-        self.found += [one for one in made if one is not None]
 
     def _table(self, schemes: Sequence[PricedScheme]) -> PriceTable | None:
         """A table, where some scheme holds the longest sequence."""

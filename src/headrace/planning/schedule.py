@@ -30,6 +30,9 @@ __all__ = ["Assignment", "Group", "launch_s", "placed"]
 Group = tuple[int, tuple[int, ...], list[int]]
 """A pipeline: the number of its scheme in the table, its ranks, its sequences (positions)."""
 
+_Bins = tuple[int, tuple[int, ...], list[list[int]]]
+"""A pipeline whose sequences are in micro-batches already."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Assignment:
@@ -63,14 +66,15 @@ class Assignment:
         semantics: Semantics = "free",
     ) -> Assignment:  # fmt: skip
         """Each of ``launches``, in the order in which they are issued, is one micro-batch that
-        its scheme holds."""
-        return cls.of_bins(
-            table, ((k, ranks, [members]) for k, ranks, members in launches), source, semantics
-        )
+        its scheme holds. Where groups are free, those between which a group did nothing else are
+        one pipeline's."""
+        alone = ((k, ranks, [members]) for k, ranks, members in launches)
+        given = _joined(alone) if semantics == "free" else alone
+        return cls.of_bins(table, given, source, semantics)
 
     @classmethod
     def of_bins(
-        cls, table: PriceTable, given: Iterable[tuple[int, tuple[int, ...], list[list[int]]]],
+        cls, table: PriceTable, given: Iterable[_Bins],
         source: str, semantics: Semantics = "free",
     ) -> Assignment:  # fmt: skip
         """Pipelines, (scheme, ranks, micro-batches), whose sequences are packed already."""
@@ -97,6 +101,21 @@ class Assignment:
             counts[k] = counts.get(k, 0) + 1
         order = sorted(counts, key=lambda k: (-self.table.width[k], k))
         return " + ".join(f"{counts[k]}*{self.table.schemes[k]}" for k in order)
+
+
+def _joined(given: Iterable[_Bins]) -> list[_Bins]:
+    """Pipelines of equal scheme and ranks as one, where none of these ranks did something else
+    between them: the clock of free groups shows no difference."""
+    made, last = list[_Bins](), dict[int, int]()
+    for k, ranks, bins in given:
+        before = {last.get(rank) for rank in ranks}
+        at = before.pop()
+        if at is not None and not before and made[at][:2] == (k, ranks):
+            made[at][2].extend(bins)
+            continue
+        last |= dict.fromkeys(ranks, len(made))
+        made.append((k, ranks, list(bins)))
+    return made
 
 
 def last_free_s(devices: int, runs: Iterable[tuple[Sequence[int], float]]) -> float:

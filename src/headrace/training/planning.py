@@ -20,7 +20,6 @@ from headrace.errors import ConfigError, InfeasiblePlan, SpecError
 from headrace.planning import Problem
 from headrace.planning import plan as plan_batch
 from headrace.planning.clock import published_timeline
-from headrace.planning.rivals import rival_plan
 from headrace.simulator import simulate as run_programs
 from headrace.spec.checker import check_programs
 from headrace.spec.compiler import compile_plan
@@ -93,24 +92,24 @@ def programs_of(plan: Plan, costs: CostModel) -> tuple[Program, ...]:
 
 def best_static(problem: Problem, lengths: Lengths) -> Plan | None:
     """The fastest plan of one group size; None when no single size fits."""
+    return _held(problem.replace(planner="static"), lengths)
+
+
+def _of_size(problem: Problem, p: int) -> Problem:
+    return problem.replace(planner="static", static_size=p)
+
+
+def _held(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
+    """The plan, whatever strategies the problem lists; None when the batch fits nowhere."""
     try:
-        return plan_batch(problem.replace(planner="static", strategies=()), lengths)
+        return plan_batch(problem.replace(strategies=()), lengths, seed=seed)
     except InfeasiblePlan:
         return None
 
 
-def _of_size(problem: Problem, p: int) -> Problem:
-    return problem.replace(planner="static", static_size=p, strategies=())
-
-
 def _static_plans(problem: Problem, lengths: Lengths) -> list[Plan]:
-    found: list[Plan] = []
-    for p in problem.static_sizes:
-        try:
-            found.append(plan_batch(_of_size(problem, p), lengths))
-        except InfeasiblePlan:
-            continue
-    return found
+    made = (_held(_of_size(problem, p), lengths) for p in problem.static_sizes)
+    return [plan for plan in made if plan is not None]
 
 
 def _problem(costs: _Costs) -> Problem:
@@ -215,23 +214,20 @@ class ConfiguredPlanner:
     def static_s(self, lengths: Lengths, *, scale: float | None = None) -> dict[str, float]:
         """Predicted seconds with one group size for the whole batch, by scheme (``cp2``), for the
         sizes that use all devices and hold the batch."""
-        problem, found = self._scaled(scale), dict[str, float]()
-        for p in problem.static_sizes:
-            if problem.devices % p == 0:
-                try:
-                    made = plan_batch(_of_size(problem, p), lengths)
-                except InfeasiblePlan:
-                    continue
-                found[f"cp{p}"] = made.predicted_s
-        return found
+        problem = self._scaled(scale)
+        sizes = [p for p in problem.static_sizes if problem.devices % p == 0]
+        made = {p: _held(_of_size(problem, p), lengths) for p in sizes}
+        return {f"cp{p}": plan.predicted_s for p, plan in made.items() if plan is not None}
 
     def rivals(self, lengths: Lengths) -> Mapping[str, Plan]:
         """Plans of others with the same costs, by what they are called: the best static one, bucket
         and packed parallel; those that hold the batch."""
-        found = {"best static": self.best_static(lengths)}
-        for name in ("bucket", "packed"):
-            found[name] = rival_plan(self.problem, lengths, name, seed=self.seed)
-        return {name: made for name, made in found.items() if made is not None}
+        made = {
+            name: _held(self.problem.replace(planner=name, static_size=None), lengths, self.seed)
+            for name in ("bucket", "packed")
+        }
+        found = {"best static": self.best_static(lengths)} | made
+        return {name: plan for name, plan in found.items() if plan is not None}
 
     def _scaled(self, scale: float | None) -> Problem:
         return self.problem if scale is None else self.problem.rescaled(scale)

@@ -38,6 +38,8 @@ class Baseline:
     ``staged``: it plans tables of any schemes, else only of groups, and only it knows ``prepare``,
     which decides for all batches at once (with a seed and the model's parameters, if known) and
     gives what plans one after the other; this raises InfeasiblePlan where a batch fits nowhere.
+    ``one_size``: all its groups are of one size, the smallest of a table that holds the batch; as
+    the planner of a problem it is given each size, and the quickest counts.
     ``meaning`` is one line for people.
     """
 
@@ -45,7 +47,23 @@ class Baseline:
     least_s: Callable[[PriceTable], float]
     meaning: str
     staged: bool = False
+    one_size: bool = False
     prepare: Callable[[Sequence[PriceTable], int, int | None], Planned] | None = None
+
+    def tried(
+        self, tables: Sequence[PriceTable], semantics: Semantics, seed: int
+    ) -> list[Assignment]:
+        """What it makes of each table, some scheme of which holds the longest sequence, or of each
+        of their sizes; the quickest first, none where it cannot hold the batch."""
+        given = [one for table in tables for one in _sizes(table)] if self.one_size else tables
+        made = (self.schedules(table, semantics, seed) for table in given)
+        return sorted((one for one in made if one is not None), key=lambda one: one.seconds)
+
+
+def _sizes(table: PriceTable) -> list[PriceTable]:
+    """A table for every scheme that holds the longest sequence."""
+    holding = np.flatnonzero(np.isfinite(table.alone[:, 0])).tolist()
+    return [PriceTable(table.batch, [table.schemes[k]], table.devices) for k in holding]
 
 
 def _nothing_s(_: PriceTable) -> float:
@@ -142,11 +160,11 @@ BASELINES: Mapping[str, Baseline] = {
         meaning="every sequence alone on the fewest ranks that hold it (Megatron-like)",
     ),
     "bucket": Baseline(
-        schedules=_launched("bucket", bucket), least_s=_fitting_s,
+        schedules=_launched("bucket", bucket), least_s=_fitting_s, one_size=True,
         meaning="one group size, smaller batches of longer sequences (bucket parallel)",
     ),
     "packed": Baseline(
-        schedules=_launched("packed", packed), least_s=_fitting_s,
+        schedules=_launched("packed", packed), least_s=_fitting_s, one_size=True,
         meaning="one group size, packs as full as memory allows (packed parallel)",
     ),
     "dcp": Baseline(
