@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import traceback
-from multiprocessing.connection import Connection
-
 import hypothesis
 import pytest
+
+from apart import failure_of
 
 # Deadlines would fail tests on a busy machine.
 hypothesis.settings.register_profile("headrace", deadline=None)
@@ -33,28 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Tests that are marked ``apart`` run in a forked child."""
+    """Tests that are marked ``apart`` run in a process of their own."""
     if pyfuncitem.get_closest_marker("apart") is None:
         return None
-    here, there = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_apart, args=(pyfuncitem, there))
-    child.start()
-    there.close()
-    try:
-        failure = here.recv()
-    except EOFError:
-        failure = f"the test's process ended with exit code {child.join() or child.exitcode}"
-    child.join()
+    names = pyfuncitem._fixtureinfo.argnames
+    given = {name: pyfuncitem.funcargs[name] for name in names}
+    failure = failure_of(pyfuncitem.path, pyfuncitem.originalname, given)
     if failure:
         pytest.fail(failure, pytrace=False)
     return True
-
-
-def _apart(item: pytest.Function, there: Connection) -> None:
-    names = item._fixtureinfo.argnames
-    try:
-        item.obj(**{name: item.funcargs[name] for name in names})
-        there.send("")
-    except BaseException:
-        there.send(traceback.format_exc())
-    os._exit(0)

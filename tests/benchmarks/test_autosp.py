@@ -11,9 +11,8 @@ pytest.importorskip("transformers")
 import autosp
 import torch
 
-pytestmark = pytest.mark.apart  # backward passes in the test's own process
 
-
+@pytest.mark.apart  # backward passes in the test's own process
 def test_contenders_take_the_same_step() -> None:
     """Catches contenders that do other work."""
     losses = [autosp.alone(96, level)(96) for level in ("none", "full")]

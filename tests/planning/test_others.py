@@ -44,8 +44,10 @@ def test_groups_of_one_size(problem: hr.Problem, name: str) -> None:
     asked = problem.replace(planner=name)
     made = hr.plan(lengths, asked)
     assert len({len(pipeline.ranks) for pipeline in made.pipelines}) == 1
-    assert len({pipeline.ranks for pipeline in made.pipelines}) == len(made.pipelines) < len(
-        made.micro_batches
+    assert (
+        len({pipeline.ranks for pipeline in made.pipelines})
+        == len(made.pipelines)
+        < len(made.micro_batches)
     )
     for p in asked.group_sizes:
         try:
