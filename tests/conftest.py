@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+
 import hypothesis
 import pytest
 
 from apart import failure_of
+
+# A shell may have them ignored (nohup); what tests of signals send must arrive.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Deadlines would fail tests on a busy machine.
 hypothesis.settings.register_profile("headrace", deadline=None)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace import costs, errors, lengths
     from headrace.config import Config
     from headrace.costs import CostModel
-    from headrace.loop.attached import attach
+    from headrace.loop.attach import attach
     from headrace.passes.adopted import compile
     from headrace.passes.recompute import recomputed
     from headrace.planning import Problem
@@ -61,7 +61,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "headrace.config": ("Config",),
     "headrace.costs": ("CostModel",),
-    "headrace.loop.attached": ("attach",),
+    "headrace.loop.attach": ("attach",),
     "headrace.passes.adopted": ("compile",),
     "headrace.passes.recompute": ("recomputed",),
     "headrace.planning": ("Problem",),

@@ -19,10 +19,11 @@ from headrace.cli.display import tell
 from headrace.cli.foreign_models import foreign_model
 from headrace.comm.launch import World, start
 from headrace.errors import HeadraceError, ModelError
+from headrace.ops.loss import IGNORED
 from headrace.passes.adopted import Adopted
+from headrace.passes.labels import predicted
 from headrace.passes.placement import Exchange
 from headrace.passes.probe import logits_of
-from headrace.passes.shard import IGNORED, predicted
 
 __all__ = ["verify_model"]
 

@@ -8,24 +8,21 @@ sharded    FSDP2 gathers weights from all ranks at every layer and scatters grad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from headrace.errors import ModelError
+from headrace.passes.gradients import add_up
 from headrace.spec.plan import Semantics
 
 __all__ = ["HeldWeights", "bytes_now", "state_bytes"]
-
-_BUCKET_BYTES = 32 << 20
 
 _STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Adam": 2, "AdamW": 2, "RAdam": 2, "Adamax": 2}
 """Tensors of a parameter's size that optimizers keep, by the names of their classes."""
@@ -69,18 +66,8 @@ class HeldWeights:
 
     def add_up(self) -> None:
         """Gradients of all ranks' micro-batches, where FSDP2 has not added them. Collective."""
-        if self.sharded or self.ranks == 1:
-            return
-        for bucket in _buckets(self.trained):
-            for parameter in bucket:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            flat = torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None])
-            dist.all_reduce(flat)
-            parts = flat.split([p.numel() for p in bucket])
-            for parameter, part in zip(bucket, parts, strict=True):
-                assert parameter.grad is not None, "made above"
-                parameter.grad.copy_(part.view_as(parameter.grad))
+        if not self.sharded and self.ranks > 1:
+            add_up(self.trained)
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
@@ -91,20 +78,6 @@ class HeldWeights:
         """The norm of the whole gradient, which is scaled down to ``most`` where that is less."""
         norm = torch.nn.utils.clip_grad_norm_(self.trained, most)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Parameters of one type that are added up at once."""
-    bucket, held = list[torch.nn.Parameter](), 0
-    for parameter in parameters:
-        other = bool(bucket) and bucket[0].dtype != parameter.dtype
-        if bucket and (other or held + parameter.nbytes > _BUCKET_BYTES):
-            yield bucket
-            bucket, held = list[torch.nn.Parameter](), 0
-        bucket.append(parameter)
-        held += parameter.nbytes
-    if bucket:
-        yield bucket
 
 
 def bytes_now(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:

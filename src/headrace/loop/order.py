@@ -17,7 +17,7 @@ from headrace.data.sampler import Sampler
 from headrace.data.summary import summarise_lengths
 from headrace.errors import DataError
 from headrace.loop.samples import Samples, sample_of
-from headrace.passes.shard import Labels
+from headrace.passes.labels import Labels
 from headrace.spec.lengths import Lengths
 
 __all__ = ["DrawnOrder", "Item", "LoopBatch", "SampleOrder", "StreamOrder"]

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.errors import DataError
-from headrace.passes.shard import IGNORED, Labels, predicted
+from headrace.ops.loss import IGNORED
+from headrace.passes.labels import Labels, predicted
 
 __all__ = ["LengthSource", "Samples", "packed", "sample_of"]
 

@@ -14,41 +14,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy
 
 from headrace.errors import HeadraceError, ModelError
 from headrace.loop.loss_check import check_loss
-from headrace.passes.shard import IGNORED
+from headrace.loop.order import LoopBatch
+from headrace.loop.runner import StepRunner
+from headrace.loop.turns import Turn, turns_of
+from headrace.ops.loss import IGNORED
+from headrace.passes.labels import local_loss
 from headrace.runtime.machine import peak_bytes, reset_peak_bytes
 from headrace.runtime.step_times import RankTimes
 from headrace.runtime.trainer import Planned
 from headrace.spec.measurement import Row
 from headrace.spec.method_facts import Members
 from headrace.spec.plan import Plan
-from headrace.spec.program import Backward, Forward
+from headrace.spec.program import Backward
 
-if TYPE_CHECKING:
-    from headrace.loop.attached import Attached
-
-__all__ = ["LoopMicroBatch", "LoopStep", "MicroRun", "members_of", "turns_of"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroRun:
-    """What this rank does of a plan in one turn: micro-batch ``index`` with ``ranks``, or nothing
-    (None), where other ranks must be met at every layer."""
-
-    index: int | None
-    ranks: Members
-
-    @property
-    def action(self) -> Forward:
-        """Its forward, as programs write it."""
-        return Forward(stage=0, micro_batch=self.index or 0, group=self.ranks)
+__all__ = ["LoopMicroBatch", "LoopStep"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -88,11 +74,7 @@ class LoopMicroBatch:
 
             logits   [1, s_r, V]
         """  # fmt: skip
-        total = cross_entropy(
-            logits.flatten(0, -2).float() if logits.element_size() < 4 else logits.flatten(0, -2),
-            self.labels.flatten(), ignore_index=IGNORED, reduction="sum",
-        )  # fmt: skip
-        return total / max(1, self.targets)
+        return local_loss(logits, self.labels, self.targets)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of this part of the loss. Raises ModelError for a loss that cannot be
@@ -108,27 +90,32 @@ class LoopMicroBatch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoopStep:
-    """One optimizer step. ``tokens`` says how many tokens of all
-    ranks have a loss. Once it is done, ``loss`` is the mean over them, ``gradient_norm`` where
-    gradients are clipped, and ``seconds`` what it took here."""
+    """One optimizer step. ``tokens`` of all ranks have a loss. Once it is done, ``loss`` is the
+    mean over them, ``gradient_norm`` that before gradients were clipped, where they are, and
+    ``seconds`` what it took here; ``retries`` says how often memory ran out."""
 
     number: int
-    epoch: int
+    batch: LoopBatch = field(repr=False)
     planned: Planned = field(repr=False)
     waited_s: float = field(repr=False)
-    run: Attached = field(repr=False)
-    read: Callable[[MicroRun], dict[str, torch.Tensor]] = field(repr=False)
+    runner: StepRunner = field(repr=False)
+    finished: Callable[[LoopStep], None] = field(repr=False)
     tokens: int = 0
     loss: float = float("nan")
     gradient_norm: float | None = None
     seconds: float = 0.0
     done: bool = False
     retries: int = 0
-    rows: list[Row] = field(default_factory=list, repr=False)
+    _rows: list[Row] = field(default_factory=list, repr=False)
     _failed: bool = field(default=False, repr=False)
     _begun_s: float = field(default=0.0, repr=False)
     _other_bytes: int = field(default=0, repr=False)
     _sum: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data."""
+        return self.batch.epoch
 
     @property
     def plan(self) -> Plan:
@@ -141,32 +128,32 @@ class LoopStep:
                 f"step {self.number}", got="a second loop over it", wanted="one",
                 hint="each step is trained once",
             )  # fmt: skip
-        self._other_bytes = reset_peak_bytes(self.run.device) - self.run.bytes_now()
+        self._other_bytes = reset_peak_bytes(self.runner.setup.device) - self.runner.bytes_now()
         self._begun_s = time.perf_counter()
         while True:
-            self.run.recovery.begin()
+            self.runner.recovery.begin()
             yield from self._attempt()
             own = 0.0 if self._sum is None else float(self._sum)
-            self.loss, exhausted = self.run.recovery.meet(own)
+            self.loss, exhausted = self.runner.recovery.meet(own)
             if exhausted is None:
                 break
             self.retries += 1
-            self.run.plan_again(self, exhausted)
+            self.planned = self.runner.plan_again(self.batch, self.plan, exhausted)
         self._finish()
 
     def _attempt(self) -> Iterator[LoopMicroBatch]:
         """The micro-batches of the plan, until one of them runs out of memory."""
-        self._sum, self.rows, self._failed = None, list[Row](), False
-        turns = turns_of(self.plan, self.run.rank)
-        packs = [self.read(turn) for turn in turns]
+        self._sum, self._rows, self._failed = None, list[Row](), False
+        turns = turns_of(self.plan, self.runner.rank)
+        packs = [self.runner.read(self.batch, self.plan, turn) for turn in turns]
         own = [int((pack["labels"] != IGNORED).sum()) for pack in packs]
-        self.tokens = self.run.total(
+        self.tokens = self.runner.total(
             sum(
                 count for turn, count in zip(turns, own, strict=True)
-                if turn.ranks[0] == self.run.rank
+                if turn.ranks[0] == self.runner.rank
             )
         )  # fmt: skip
-        with self.run.held.step():
+        with self.runner.setup.held.step():
             for turn, pack, count in zip(turns, packs, own, strict=True):
                 micro = self._micro(turn, pack, count)
                 yield micro
@@ -179,12 +166,12 @@ class LoopStep:
                     )  # fmt: skip
 
     def _survives(self, error: BaseException, action: str) -> bool:
-        self._failed = self.run.recovery.survives(error, action)
+        self._failed = self.runner.recovery.survives(error, action)
         return self._failed
 
-    def _micro(self, turn: MicroRun, pack: dict[str, torch.Tensor], count: int) -> LoopMicroBatch:
-        run = self.run
-        shard = run.place(self.plan, turn, pack, self.tokens)
+    def _micro(self, turn: Turn, pack: dict[str, torch.Tensor], count: int) -> LoopMicroBatch:
+        runner = self.runner
+        shard = runner.place(self.plan, turn, pack, self.tokens)
         start = self._now()
         assert shard.labels is not None, "samples have labels"
 
@@ -198,19 +185,19 @@ class LoopStep:
             self._sum = part if self._sum is None else self._sum + part
 
         return LoopMicroBatch(
-            inputs=run.adopted.accepted(shard), labels=shard.labels, tokens=count,
+            inputs=runner.setup.adopted.accepted(shard), labels=shard.labels, tokens=count,
             targets=self.tokens, ranks=turn.ranks, group=shard.placement.group,
             sequences=() if turn.index is None else self.plan.micro_batches[turn.index].sequences,
             _backward=backward, _survives=self._survives,
         )  # fmt: skip
 
-    def _note(self, turn: MicroRun, start: float, middle: float, tokens: int) -> None:
+    def _note(self, turn: Turn, start: float, middle: float, tokens: int) -> None:
         if turn.index is None:
             return
-        rank, group = self.run.rank, turn.ranks
+        rank, group = self.runner.rank, turn.ranks
         backward = Backward(stage=0, micro_batch=turn.index, group=group)
         for action, begin, end in ((turn.action, start, middle), (backward, middle, self._now())):
-            self.rows.append(
+            self._rows.append(
                 Row(
                     rank=rank, action=str(action), kind=action.kind, start_s=begin, end_s=end,
                     tokens=tokens, ranks=len(group),
@@ -219,53 +206,31 @@ class LoopStep:
 
     def _finish(self) -> None:
         start = self._now()
-        self.gradient_norm = self.run.update(self.loss)
+        self.gradient_norm = self.runner.update(self.number, self.loss)
         end = self._now()
-        self.rows.append(
-            Row(rank=self.run.rank, action="U", kind="update", start_s=start, end_s=end)
+        self._rows.append(
+            Row(rank=self.runner.rank, action="U", kind="update", start_s=start, end_s=end)
         )
         self.seconds, self.done = end, True
-        self.run.finished(self)
+        self.finished(self)
+        self.runner.finished(self._metrics(), self.planned, self._times())
 
-    def times(self) -> RankTimes:
+    def _times(self) -> RankTimes:
         """What this rank tells the first of the step."""
         return RankTimes(
-            step_s=self.seconds, waited_s=self.waited_s, rows=tuple(self.rows),
-            peak_bytes=max(0, peak_bytes(self.run.device) - self._other_bytes),
+            step_s=self.seconds, waited_s=self.waited_s, rows=tuple(self._rows),
+            peak_bytes=max(0, peak_bytes(self.runner.setup.device) - self._other_bytes),
         )  # fmt: skip
 
-    def metrics(self, rate: float) -> dict[str, Any]:
-        """What every rank knows of the step; ``rate`` is the learning rate after it."""
+    def _metrics(self) -> dict[str, Any]:
+        """What every rank knows of the step."""
         return {
-            "step": self.number, "epoch": self.epoch, "loss": self.loss, "lr": rate,
+            "step": self.number, "epoch": self.epoch, "loss": self.loss,
             "grad_norm": self.gradient_norm, "targets": self.tokens, "mfu": None,
             "out_of_memory": self.retries,
         }  # fmt: skip
 
     def _now(self) -> float:
-        if self.run.device != "cpu":
+        if self.runner.setup.device != "cpu":
             torch.cuda.synchronize()
         return time.perf_counter() - self._begun_s
-
-
-def turns_of(plan: Plan, rank: int) -> tuple[MicroRun, ...]:
-    """What a rank does of a plan, turn by turn. In lockstep all ranks have as many turns."""
-    counts = [0] * plan.devices
-    own = dict[int, MicroRun]()
-    for index in range(len(plan.micro_batches)):
-        members = members_of(plan, index)
-        at = max(counts[r] for r in members)
-        for r in members:
-            counts[r] = at + 1
-        if rank in members:
-            own[at] = MicroRun(index=index, ranks=members)
-    if plan.semantics == "free":
-        return tuple(own[at] for at in sorted(own))
-    idle = MicroRun(index=None, ranks=(rank,))
-    return tuple(own.get(at, idle) for at in range(max(counts)))
-
-
-def members_of(plan: Plan, index: int) -> Members:
-    """The ranks that run a micro-batch: those of its pipeline, as many as it has tokens at most."""
-    micro = plan.micro_batches[index]
-    return plan.pipelines[micro.pipeline].ranks[: sum(plan.tokens_of(micro))]

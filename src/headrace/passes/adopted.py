@@ -19,25 +19,23 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from headrace.comm.collectives import agree
 from headrace.comm.mesh import Groups
 from headrace.errors import ModelError, SpecError
+from headrace.passes.gradients import add_plainly, add_up, is_wrapped, summed_loss
 from headrace.passes.graph import Compiler
 from headrace.passes.heads import attention
 from headrace.passes.interface import asks_registry, take_interface
+from headrace.passes.labels import Labels, convention_of, count_targets, local_loss
 from headrace.passes.operators import ModelSeat
 from headrace.passes.placement import EXCHANGES, Exchange, Placement, placed_rows
 from headrace.passes.probe import Probed, logits_of, probe
 from headrace.passes.recompute import Kept, recompute_blocks
 from headrace.passes.shard import (
-    IGNORED,
-    Labels,
     LocalBatch,
-    count_targets,
     declared_places,
     documents_of,
     fingerprint,
@@ -50,13 +48,6 @@ from headrace.spec.rank_blocks import RankBlocks
 __all__ = ["Adopted", "Door", "compile", "group_parts"]
 
 Door = Literal["attention registry", "graph"]
-
-_WRAPPERS = (DistributedDataParallel, FSDPModule)
-
-_LOSSES: dict[str, Labels] = {
-    "ForCausalLM": "next", "LMHeadModel": "next", "ForMaskedLM": "same",
-}  # fmt: skip
-"""By the end of the names of transformers' classes."""
 
 
 def compile(
@@ -108,7 +99,7 @@ class Adopted:
         self._always = {"use_cache": False} if hasattr(config, "use_cache") else {}
         self._firsts = (0, *_padded(inner))
         self._groups = groups or (Groups() if dist.is_initialized() else None)
-        self.labels: Labels = labels or (_convention(inner) if self._hugging else "same")
+        self.labels: Labels = labels or (convention_of(inner) if self._hugging else "same")
         self._probed: Probed | None = None
         self._placed: MutableMapping[torch.Tensor, Placement] = WeakIdKeyDictionary()
         registry = asks_registry(inner)
@@ -180,7 +171,7 @@ class Adopted:
         labels under the name ``labels``, for a model that was probed: no rank is asked."""
         groups = groups or self._groups
         if not self._adds and isinstance(self.model, FSDPModule):
-            _add_plainly(self.model)
+            add_plainly(self.model)
             self._adds = True
         documents = documents_of(batch, self.tokens)
         places = None if self._takes_places else declared_places(batch)
@@ -275,12 +266,7 @@ class Adopted:
             logits   [b, s_r, V]
             labels   [b, s_r]      as in :class:`LocalBatch`
         """  # fmt: skip
-        now = self._seat.now
-        total = cross_entropy(
-            logits.flatten(0, -2).float() if logits.element_size() < 4 else logits.flatten(0, -2),
-            labels.flatten(), ignore_index=IGNORED, reduction="sum",
-        )  # fmt: skip
-        return total / max(1, now.targets or 0)
+        return local_loss(logits, labels, self._seat.now.targets)
 
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, window: int = 0,
@@ -291,10 +277,8 @@ class Adopted:
         return attention(q, k, v, self._seat.handle, causal=causal, window=window, scale=scale)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add gradients of this rank's part of the loss. DDP divides their sums by the ranks: under
-        it the loss is multiplied by them first."""
-        averaged = isinstance(self.model, DistributedDataParallel)
-        (loss * dist.get_world_size() if averaged else loss).backward()
+        """Add gradients of this rank's part of the loss."""
+        summed_loss(self.model, loss).backward()
 
     def add_up(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of all ranks together, once gradients are there: call it after the last
@@ -303,16 +287,9 @@ class Adopted:
         whole = loss.detach().clone()
         if self._groups is not None:
             dist.all_reduce(whole)
-            if not isinstance(self.model, _WRAPPERS):
-                self._add_gradients()
+            if not is_wrapped(self.model):
+                add_up(self.model.parameters())
         return whole
-
-    def _add_gradients(self) -> None:
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad)
 
     @property
     def compiles(self) -> int:
@@ -347,7 +324,7 @@ class Adopted:
         broken graph may hide the probe finds."""
         if compiler is None:
             return self.model
-        whole = self.door == "graph" and not isinstance(self.model, _WRAPPERS)
+        whole = self.door == "graph" and not is_wrapped(self.model)
         return torch.compile(self.model, backend=compiler, fullgraph=whole, dynamic=True)
 
     def _probe(self, batch: Mapping[str, torch.Tensor]) -> Probed:
@@ -366,15 +343,6 @@ class Adopted:
             self.model, run, self._seat, named, self.tokens, places=self._takes_places,
             firsts=self._firsts,
         )  # fmt: skip
-
-
-def _add_plainly(model: torch.nn.Module) -> None:
-    """Have FSDP2 add up gradients without dividing them: a factor that is no power of two, even if
-    it is undone before, rounds what models compute in single precision."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
 
 
 def _mark_dynamic(inputs: Mapping[str, Any]) -> None:
@@ -397,16 +365,3 @@ def _padded(model: torch.nn.Module) -> tuple[int, ...]:
     """Where models begin to count that keep places up to the padding's number for padding."""
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     return () if padding is None else (padding + 1,)
-
-
-def _convention(model: torch.nn.Module) -> Labels:
-    name = type(model).__name__
-    for end, kind in _LOSSES.items():
-        if name.endswith(end):
-            return kind
-    raise ModelError(
-        f"loss of {name}",
-        got="unknown labels",
-        wanted=f"a model named ...{', ...'.join(_LOSSES)}",
-        hint="give labels='next' or 'same' if its logits are of tokens",
-    )

@@ -11,33 +11,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 
 from headrace.errors import DataError, SpecError
+from headrace.passes.labels import Labels, predicted
 from headrace.passes.placement import Placement
 
 __all__ = [
-    "IGNORED",
-    "Labels",
     "LocalBatch",
-    "count_targets",
     "declared_places",
     "documents_of",
     "fingerprint",
     "local_inputs",
-    "predicted",
     "require_tokens",
 ]
-
-IGNORED = -100
-"""The label of a token without a loss, as torch's cross entropy has it."""
-
-Labels = Literal["next", "same"]
-"""Whether a model predicts the label of the next place, as causal models of transformers do, or
-that of the same place."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,20 +118,6 @@ def local_inputs(
     if first is not None and "position_ids" not in found:
         found["position_ids"] = (index + first)[None].expand(rows, -1)
     return found, labels
-
-
-def predicted(labels: torch.Tensor, kind: Labels) -> torch.Tensor:
-    """The label that each place predicts [b, S]."""
-    if kind == "same":
-        return labels
-    last = labels.new_full((labels.shape[0], 1), IGNORED)
-    return torch.cat([labels[:, 1:], last], dim=1)
-
-
-def count_targets(batch: Mapping[str, torch.Tensor], kind: Labels) -> int | None:
-    """Tokens of a batch that have a loss; None where it has no labels."""
-    labels = batch.get("labels")
-    return None if labels is None else int((predicted(labels, kind) != IGNORED).sum())
 
 
 def fingerprint(batch: Mapping[str, torch.Tensor], extra: Sequence[object]) -> str:

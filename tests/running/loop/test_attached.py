@@ -53,7 +53,7 @@ def drawn_steps(how: str, ranks: int, folder: Path, seed: int) -> tuple[list[flo
     model, called = wrapped(how)
     optimizer = sgd(called)
     run = attached(called, optimizer, dataset(), folder, clip=0.5, costs=costs(ranks))
-    run.planner = drawn = Drawn(
+    run.runner.planner = drawn = Drawn(
         ranks=ranks, layers=2, seed=seed, semantics="lockstep" if how == "fsdp2" else "free"
     )
     return trained(run, called), weights(model), drawn.strategies
@@ -156,7 +156,7 @@ def exhausted_steps(ranks: int, folder: Path, where: str) -> Any:
     """Losses and weights of a loop in which the last rank runs out of memory once a step."""
     model, called = wrapped("ddp")
     run = attached(called, sgd(called), dataset(), folder, costs=costs(ranks))
-    run.planner = drawn = Drawn(ranks=ranks, layers=2, seed=5)
+    run.runner.planner = drawn = Drawn(ranks=ranks, layers=2, seed=5)
     left = [0]
 
     def fail(*_: Any) -> None:

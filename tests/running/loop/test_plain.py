@@ -20,7 +20,7 @@ from headrace.data.order import SamplerOptions
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, ModelError, SpecError
 from headrace.loop.order import DrawnOrder, StreamOrder
 from headrace.loop.samples import Samples
-from headrace.loop.step import turns_of
+from headrace.loop.turns import turns_of
 from ranks import run_ranks
 from running.loop.loops import Drawn, alone, attached, batches, costs, dataset, trained, weights
 from running.passes.foreign import OwnAttention, gpt
@@ -50,7 +50,7 @@ def plain_steps(loss: str, folder: Path, ddp: bool) -> tuple[list[float], Any]:
     model = gpt()
     called = DistributedDataParallel(model) if ddp else model
     run = attached(called, sgd(called), items(), folder, labels="next", costs=costs(2, layers=1))
-    run.planner = Drawn(ranks=2, layers=1, seed=3, levels=("none",))
+    run.runner.planner = Drawn(ranks=2, layers=1, seed=3, levels=("none",))
     return trained(run, called, LOSSES[loss]), weights(model)
 
 
@@ -66,6 +66,33 @@ def test_a_plain_module_equals_one_process(loss: str, ddp: bool, tmp_path: Path)
         assert got == pytest.approx(losses, rel=EXACT)
         for mine, wanted in zip(ends, weights(model), strict=True):
             np.testing.assert_allclose(mine, wanted, rtol=0, atol=EXACT)
+
+
+def decayed(ranks: int, folder: Path) -> Any:
+    """Weights after steps with decay, of a model some of which nobody uses."""
+    model = gpt()
+    model.unused = torch.nn.Linear(3, 3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "norm" not in name
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5, momentum=0.9)
+    if ranks == 1:
+        alone(model, optimizer, batches(items(), 2, tokens="ids", batch_tokens=150), tokens="ids")
+        return weights(model)
+    run = attached(model, optimizer, items(), folder, labels="next", costs=costs(ranks, layers=1),
+                   steps=2)  # fmt: skip
+    run.runner.planner = Drawn(ranks=ranks, layers=1, seed=3, levels=("none",))
+    trained(run, model, LOSSES["ours"])
+    return weights(model)
+
+
+def test_what_nobody_uses_stays_as_it_is(tmp_path: Path) -> None:
+    """Catches gradients of zeros for parameters that had none: decay and momentum would move what
+    one process leaves alone."""
+    found = run_ranks(3, decayed, 3, tmp_path, timeout_s=250)
+    wanted = run_ranks(1, decayed, 1, tmp_path, timeout_s=100)[0]
+    for got in found:
+        for mine, other in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=0, atol=EXACT)
 
 
 def refused(what: str, folder: Path) -> str:
@@ -87,7 +114,7 @@ def refused(what: str, folder: Path) -> str:
         given["memory"] = "700KiB"
     run = attached(model, sgd(model), data, folder, **given)
     if "costs" in given:  # several micro-batches
-        run.planner = Drawn(ranks=1, layers=1, seed=3, levels=("none",))
+        run.runner.planner = Drawn(ranks=1, layers=1, seed=3, levels=("none",))
     for step in run:
         for micro in step:
             logits = model(micro.inputs["ids"])[0]

@@ -1,0 +1,141 @@
+"""What a user gives a loop, made into what drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from headrace.comm.collectives import agree
+from headrace.comm.launch import join_world
+from headrace.comm.mesh import Groups
+from headrace.config.model import PlannerConfig, cache_folder
+from headrace.costs import CostModel
+from headrace.data.order import SamplerOptions
+from headrace.errors import DataError, SpecError
+from headrace.loop.attached import Attached
+from headrace.loop.held import HeldWeights
+from headrace.loop.order import DrawnOrder, SampleOrder, StreamOrder
+from headrace.loop.planning import LoopSetup
+from headrace.loop.samples import LengthSource, Samples
+from headrace.passes.adopted import compile as adopt
+from headrace.passes.labels import Labels
+from headrace.passes.placement import Exchange
+from headrace.spec.method import RECOMPUTE, Recompute
+from headrace.training.listener import ProgressLines, tell
+from headrace.units import parse_bytes, parse_count
+
+__all__ = ["attach"]
+
+_Tokens = int | str
+"""How many, or a text of it: ``"64Ki"``."""
+
+
+def attach(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, *,
+    lengths: LengthSource = None, batch_tokens: _Tokens | None = None,
+    batch_sequences: int | None = None, scheduler: Any = None, clip: float | None = None,
+    epochs: int = 1, steps: int | None = None, shuffle: bool = True, seed: int = 0,
+    labels: Labels | None = None, tokens: str | None = None, label_name: str = "labels",
+    backend: str | None = None,
+    planner: Literal["adaptive", "static", "bucket", "packed", "dcp"] = "adaptive",
+    static_size: int | None = None,
+    sizes: Sequence[int] = (), exchange: Exchange | None = None,
+    recompute: Sequence[Recompute] = RECOMPUTE, longest: _Tokens | None = None,
+    memory: str | None = None, memory_margin: float | None = None, costs: CostModel | None = None,
+    cache: str | Path | None = None, out: str | Path | None = None,
+    say: Callable[[str], None] = tell,
+) -> Attached:  # fmt: skip
+    """Drive a training loop by plans. Collective: every rank calls it alike, under torchrun or in
+    a process of its own, and it begins torch.distributed where nobody has. Arguments::
+
+        model       a model of transformers, or one that calls scaled_dot_product_attention; alone,
+                    under DDP, or sharded by FSDP2; in training mode, on its device
+        dataset     items are dicts of token values [n] (``input_ids``, ``labels``), tuples of
+                    tokens and labels, or tokens; by number, or an iterable
+        lengths     tokens of each item: numbers, a column's name, a function of an item; every item
+                    is read once where it is left out
+        batch_*     samples of one optimizer step: a budget of tokens, or a number of samples
+        scheduler   takes one step after each of the optimizer's
+        clip        largest norm of the gradient
+        shuffle     draw samples at random; else they come in their order, as those of a stream do
+        epochs      passes over the data, unless ``steps`` says how many steps to take
+        labels      whether they are of the ``next`` token or of the ``same`` place
+        planner     ``adaptive`` decides for each step, ``static`` has groups of ``static_size``;
+                    to compare with: ``bucket`` and ``packed`` parallel, and the accumulation of
+                    Data-Centric Parallel (``dcp``)
+        sizes       group sizes to consider; all where it is left out
+        exchange    how attention meets other ranks' tokens; the quickest measured where left out
+        recompute   levels that a plan may choose for each layer, where the model can
+        longest     tokens of the longest sample of a stream; of its first one where left out
+        memory      of a rank ("8GiB"); 80 % of what is free where it is left out
+        costs       of the model on these ranks, as ``run.found.costs`` of another loop; measured
+                    where they are left out, and kept in the folder ``cache``
+        out         folder for metrics and plans, which ``headrace report`` reads
+
+    Raises ModelError for models that cannot be spread over ranks, DataError for data without
+    tokens, InfeasiblePlan where the longest sample fits nowhere, and says what would help.
+    """  # fmt: skip
+    device = _device_of(model)
+    join_world(device)
+    groups = Groups()
+    adopted = adopt(model, backend=backend, labels=labels, tokens=tokens, label_name=label_name,
+                    groups=groups, exchange=exchange)  # fmt: skip
+    kind, adopted.labels = adopted.labels, "same"
+    order = _order(dataset, lengths, adopted.tokens, kind, batch_tokens, batch_sequences, seed,
+                   shuffle=shuffle)  # fmt: skip
+    agree("data of the loop", order.fingerprint, groups.world)
+    document = order.longest or (_tokens(longest) if longest else len(order.first()["labels"]))
+    most = min(order.total, _tokens(batch_tokens)) if batch_tokens else order.total
+    held = HeldWeights.of(model, groups.ranks)
+    quiet = groups.rank > 0
+    setup = LoopSetup(
+        adopted=adopted, held=held, optimizer=optimizer, groups=groups, device=device,
+        exchanges=(exchange,) if exchange else ("ulysses", "ring"), seed=seed,
+        options=PlannerConfig(
+            name=planner, static_size=static_size, group_sizes=tuple(sizes), ahead=0,
+            recompute=tuple(recompute), memory_margin=memory_margin,
+        ),
+        document=document, longest=max(document, most // groups.ranks), cache=cache_folder(cache),
+        memory_bytes=parse_bytes(memory) if memory else None, costs=costs,
+        say=(lambda text: None) if quiet else say,
+        progress=(lambda what, done, of: None) if quiet else ProgressLines(say),
+    )  # fmt: skip
+    return Attached(
+        setup=setup, order=order, scheduler=scheduler, clip=clip, steps=steps, epochs=epochs,
+        out=out, kind=kind, label_name=label_name,
+    )  # fmt: skip
+
+
+def _order(
+    dataset: Any, lengths: LengthSource, tokens: str, kind: Labels, budget: _Tokens | None,
+    sequences: int | None, seed: int, *, shuffle: bool,
+) -> SampleOrder:  # fmt: skip
+    many = None if budget is None else _tokens(budget)
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        samples = Samples.of(dataset, lengths, tokens=tokens, kind=kind)
+        options = SamplerOptions(
+            batch_tokens=many, batch_sequences=sequences, too_long="refuse", min_tokens=1,
+            seed=seed, shuffle=shuffle,
+        )  # fmt: skip
+        return DrawnOrder(samples, options)
+    if not hasattr(dataset, "__iter__"):
+        raise DataError(
+            "data set", got=type(dataset).__name__, wanted="items by number, or a stream"
+        )
+    if many is None:
+        raise SpecError("batch_tokens", got="none", wanted="a budget, as samples come one by one")
+    return StreamOrder(dataset, tokens=tokens, kind=kind, batch_tokens=many)
+
+
+def _tokens(value: _Tokens) -> int:
+    return parse_count(value) if isinstance(value, str) else int(value)
+
+
+def _device_of(model: torch.nn.Module) -> str:
+    first = next(model.parameters(), None)
+    if first is None:
+        raise SpecError("model", got="no parameters", wanted="at least one")
+    return str(first.device.type if first.device.type == "cpu" else first.device)
