@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from headrace.cli import commands  # registers them
 from headrace.cli.app import app, errors
-from headrace.comm.exit import speaks_here
+from headrace.comm.variables import speaks_here
 from headrace.errors import HeadraceError, MissingExtra
 
 __all__ = ["app", "commands", "main", "run"]

@@ -11,13 +11,7 @@ import threading
 import traceback
 from contextlib import suppress
 
-__all__ = ["end", "flush", "say", "say_traceback", "speaks_here"]
-
-
-def speaks_here() -> bool:
-    """Whether what all ranks of this machine meet alike, before they have met, is this one's to
-    tell: where a launcher such as torchrun started them, the first one's."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+__all__ = ["end", "flush", "say", "say_traceback"]
 
 
 def say(text: str) -> None:

@@ -28,13 +28,18 @@ from headrace.comm.network import interface_of, route
 from headrace.comm.ranks import RankPlace, Settings, World, here, run_rank
 from headrace.comm.status import StatusBoard
 from headrace.comm.store import reach_store
+from headrace.comm.variables import number, under_torchrun, variable
 from headrace.errors import LaunchError
 
-__all__ = ["World", "join", "lone_rank", "start", "under_torchrun"]
+__all__ = [
+    "World",
+    "join",
+    "lone_rank",
+    "start",
+]
 
 _LOCALHOST = "127.0.0.1"
 _threaded = threading.Event()  # torch has computed on several threads here, as a lone rank
-_WITH_TORCHRUN = "start it with torchrun, or leave its variables unset"
 
 
 def start(
@@ -166,11 +171,6 @@ def _serve(listener: socket.socket, port: int) -> dist.TCPStore:
     )
 
 
-def under_torchrun() -> bool:
-    """Whether this process was started as one rank of a job (by torchrun, or alike)."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-
-
 def join_world(device: str) -> None:
     """Begin torch.distributed unless it was begun: in the world of torchrun, or alone. Raises
     LaunchError for a world that was begun without a way to talk between CPUs."""
@@ -251,29 +251,13 @@ def _interface(address: str) -> str:
 
 
 def _place() -> RankPlace:
-    ranks = _number("WORLD_SIZE")
+    ranks = number("WORLD_SIZE")
     place = RankPlace(
-        rank=_number("RANK"), ranks=ranks, local_rank=_number("LOCAL_RANK"),
-        local_ranks=_number("LOCAL_WORLD_SIZE", ranks),
+        rank=number("RANK"), ranks=ranks, local_rank=number("LOCAL_RANK"),
+        local_ranks=number("LOCAL_WORLD_SIZE", ranks),
         attempt=0,  # the ranks agree on it: torchrun's count is that of one node
-        host=_variable("MASTER_ADDR"), port=_number("MASTER_PORT"),
+        host=variable("MASTER_ADDR"), port=number("MASTER_PORT"),
     )  # fmt: skip
     if not place.rank < ranks:
         raise LaunchError("RANK", got=place.rank, wanted=f"less than WORLD_SIZE = {ranks}")
     return place
-
-
-def _variable(name: str) -> str:
-    value = os.environ.get(name)
-    if not value:
-        raise LaunchError(f"variable {name}", got="none", wanted="a value", hint=_WITH_TORCHRUN)
-    return value
-
-
-def _number(name: str, default: int | None = None) -> int:
-    if default is not None and not os.environ.get(name):
-        return default
-    text = _variable(name)
-    if not text.isdecimal():
-        raise LaunchError(f"variable {name}", got=repr(text), wanted="a whole number")
-    return int(text)

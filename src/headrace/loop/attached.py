@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.errors import CheckpointError, HeadraceError
+from headrace.errors import HeadraceError
 from headrace.loop.order import SampleOrder
 from headrace.loop.planning import LoopSetup, measured
 from headrace.loop.record import EarlyAndRare, LoopRecord
@@ -130,7 +130,7 @@ class Attached:
         runner = self.runner
         scheduler = None if runner.scheduler is None else runner.scheduler.state_dict()
         extra = {
-            "loop": 1, "step": self.number, "ranks": self._setup.groups.ranks, "data": self._state,
+            "step": self.number, "ranks": self._setup.groups.ranks, "data": self._state,
             "scheduler": scheduler, "planner": runner.planner.state(),
         }  # fmt: skip
         if runner.record is not None and runner.planner.planner is not None:
@@ -148,8 +148,6 @@ class Attached:
         extra = self._checkpoints().load(Path(folder))
         if extra is None:
             return False
-        if extra.get("loop") != 1:
-            raise CheckpointError(f"checkpoint in {folder}", got="of a run", wanted="of a loop")
         self._order.restore(extra["data"])
         self.number, self._state = int(extra["step"]), dict(extra["data"])
         if self.runner.scheduler is not None:

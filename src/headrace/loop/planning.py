@@ -77,8 +77,14 @@ class ModelCosts:
 
 
 def measured(setup: LoopSetup, sample: dict[str, torch.Tensor]) -> ModelCosts:
-    """The costs of a model on these ranks: those given, a kept profile, or a new one. Collective.
-    Raises CostError for given ones of another number of ranks or layers."""
+    """The costs of a model on these ranks: those given, a kept profile, or a new one; what torch
+    draws afterwards is the same. Collective. Raises CostError for given ones of another number of
+    ranks or layers."""
+    with torch.random.fork_rng([] if setup.device == "cpu" else [setup.device]):
+        return _measured(setup, sample)
+
+
+def _measured(setup: LoopSetup, sample: dict[str, torch.Tensor]) -> ModelCosts:
     probes = _probes(setup, sample)
     if setup.costs is not None:
         return ModelCosts(probes=probes, profile=None, costs=_given(setup, probes, setup.costs))
@@ -87,10 +93,8 @@ def measured(setup: LoopSetup, sample: dict[str, torch.Tensor]) -> ModelCosts:
     path = setup.cache / "profiles" / f"loop-{kept}.json"
     profile = read_profile(path, fingerprint, setup.say)
     have = all(row[0] for row in gather_floats([float(profile is not None)], setup.groups.world))
-    cluster, state = (
-        _cluster(setup),
-        _largest(setup, state_bytes(setup.held.model, setup.optimizer)),
-    )
+    cluster = _cluster(setup)
+    state = _largest(setup, state_bytes(setup.held.model, setup.optimizer))
     if not have or profile is None:
         profile = _profile(setup, probes, cluster, state, fingerprint)
         if setup.groups.rank == 0:

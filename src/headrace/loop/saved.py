@@ -25,6 +25,7 @@ from headrace.runtime.shards import StoredShard
 __all__ = ["LoopCheckpoints"]
 
 _SCALAR = "scalar."
+_FORMAT = 1
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -48,9 +49,10 @@ class LoopCheckpoints:
         shards = [
             shard for name, x in tensors.items() for shard in self._parts(name, x, whole=False)
         ]
-        values = {"groups": self._hyper(), "values": self._plain()}
+        values = {"kind": self._kind, "groups": self._hyper(), "values": self._plain()}
         return checkpoint.save(
-            root, step, shards, {**extra, "optimizer": values}, rank=self.groups.rank, keep=keep,
+            root, step, shards, {**extra, "loop": _FORMAT, "optimizer": values},
+            rank=self.groups.rank, keep=keep,
             gather=lambda payload: gather_bytes(payload, self.groups.world),
         )  # fmt: skip
 
@@ -76,6 +78,7 @@ class LoopCheckpoints:
     def _loaded(self, path: Path) -> tuple[dict[str, Any], str]:
         """What a checkpoint says besides tensors, which are loaded; and what is wrong with it."""
         try:
+            self._require(path, checkpoint.facts(path))
             names = checkpoint.names(path)
             wanted = [
                 shard for name, x in self._weights().items()
@@ -92,6 +95,22 @@ class LoopCheckpoints:
         except (KeyError, TypeError, ValueError) as error:
             return {}, f"{path}: {type(error).__name__} {error}"
         return extra, ""
+
+    def _require(self, path: Path, extra: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for one that is not of a loop, or of another optimizer."""
+        if extra.get("loop") != _FORMAT:
+            raise CheckpointError(
+                f"checkpoint {path}", got="not one of a loop", wanted="one that run.save() wrote"
+            )
+        if extra["optimizer"]["kind"] != self._kind:
+            raise CheckpointError(
+                f"checkpoint {path}", got=f"state of {extra['optimizer']['kind']}",
+                wanted=f"that of the optimizer, {self._kind}",
+            )  # fmt: skip
+
+    @property
+    def _kind(self) -> str:
+        return type(self.optimizer).__name__
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers that are saved; those that are one are there once."""

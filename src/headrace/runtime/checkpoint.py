@@ -42,6 +42,7 @@ from headrace.runtime.shards import DTYPES, FileInfo, FilePiece, StoredShard
 __all__ = [
     "Gather",
     "StoredShard",
+    "facts",
     "latest",
     "load",
     "names",
@@ -248,6 +249,12 @@ def names(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     with _naming_another(Path(path)):
         tensors = _index(Path(path)).tensors
     return {name: (info.shape, DTYPES[info.dtype]) for name, info in tensors.items()}
+
+
+def facts(path: Path) -> dict[str, Any]:
+    """The ``extra`` that was saved, without a look at the tensors. Raises DamagedCheckpoint."""
+    with _naming_another(Path(path)):
+        return dict(_index(Path(path)).extra)
 
 
 def read_whole(path: Path, name: str) -> torch.Tensor:

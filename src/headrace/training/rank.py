@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from headrace.comm.collectives import agree, gather_floats
-from headrace.comm.launch import World, join, lone_rank, start, under_torchrun
+from headrace.comm.launch import World, join, lone_rank, start
 from headrace.comm.mesh import Groups
+from headrace.comm.variables import under_torchrun
 from headrace.config import Config
 from headrace.config.model import OptimizerConfig
 from headrace.errors import ConfigError, InfeasiblePlan

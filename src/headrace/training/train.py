@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 from headrace.comm.children import stopping
 from headrace.comm.collectives import gather_bytes
-from headrace.comm.launch import World, under_torchrun
+from headrace.comm.launch import World
+from headrace.comm.variables import under_torchrun
 from headrace.config import Config
 from headrace.costs import CostModel
 from headrace.errors import HeadraceError, LaunchError

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm import launch
-from headrace.comm.launch import World, join, start, under_torchrun
+from headrace.comm.launch import World, join, start
+from headrace.comm.variables import under_torchrun
 from headrace.errors import ConfigError, LaunchError
 from jobs import Job
 
@@ -447,7 +448,8 @@ def test_torchrun_restarts(tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent("""
             import os, sys, torch, torch.distributed as dist
-            from headrace.comm.launch import join, under_torchrun
+            from headrace.comm.launch import join
+            from headrace.comm.variables import under_torchrun
 
             def main(world):
                 x = torch.full((3,), float(world.rank + 1))

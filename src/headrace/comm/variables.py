@@ -1,0 +1,40 @@
+"""What a launcher such as torchrun tells each process in variables. No torch here."""
+
+from __future__ import annotations
+
+import os
+
+from headrace.errors import LaunchError
+
+__all__ = ["number", "speaks_here", "under_torchrun", "variable"]
+
+_WITH_TORCHRUN = "start it with torchrun, or leave its variables unset"
+
+
+def under_torchrun() -> bool:
+    """Whether this process was started as one rank of a job (by torchrun, or alike)."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def speaks_here() -> bool:
+    """Whether what all ranks of this machine meet alike, before they have met, is this one's to
+    tell: the first one's of those that a launcher started."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def variable(name: str) -> str:
+    """Its value. Raises LaunchError where it is missing."""
+    value = os.environ.get(name)
+    if not value:
+        raise LaunchError(f"variable {name}", got="none", wanted="a value", hint=_WITH_TORCHRUN)
+    return value
+
+
+def number(name: str, default: int | None = None) -> int:
+    """Its value as a number. Raises LaunchError where it is none, or missing without a default."""
+    if default is not None and not os.environ.get(name):
+        return default
+    text = variable(name)
+    if not text.isdecimal():
+        raise LaunchError(f"variable {name}", got=repr(text), wanted="a whole number")
+    return int(text)

@@ -1,0 +1,88 @@
+"""Checkpoints that a loop cannot go on from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.errors import HeadraceError
+from headrace.runtime import checkpoint
+from headrace.runtime.shards import StoredShard
+from ranks import run_ranks
+from running.loop.loops import attached, costs, dataset, llama, trained
+
+
+def newest(folder: Path) -> Path:
+    return checkpoint.newest_first(folder)[0]
+
+
+def of_a_run(folder: Path) -> None:
+    """Beside it one that a run of its own wrote."""
+    shard = StoredShard(name="model.x", first_row=0, tensor=torch.zeros(1), shape=(1,))
+    checkpoint.save(folder, 9, [shard], {"step": 9}, rank=0, gather=lambda payload: [payload])
+
+
+def cut(folder: Path) -> None:
+    """All of its tensors' files cut short."""
+    for file in newest(folder).glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-9])
+
+
+def without_a_key(folder: Path) -> None:
+    """Its index of another version."""
+    path = newest(folder) / "index.json"
+    index = json.loads(path.read_text())
+    del index["extra"]["optimizer"]
+    path.write_text(json.dumps(index))
+
+
+def nothing(folder: Path) -> None:
+    """As it is."""
+
+
+CASES: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
+    "of a run": (of_a_run, {}, "not one of a loop"),
+    "cut": (cut, {}, "bytes"),
+    "without a key": (without_a_key, {}, "optimizer|checksum"),
+    "another optimizer": (nothing, {"optimizer": "adam"}, "state of SGD"),
+    "more layers": (nothing, {"layers": 3}, r"layers\.2"),
+    "other data": (nothing, {"items": 3}, "start anew"),
+}
+
+
+def going_on(ranks: int, folder: Path, case: str) -> str:
+    """What is said of a checkpoint."""
+    change, other, _ = CASES[case]
+    model = llama()
+    options = {"costs": costs(ranks), "steps": 1}
+    run = attached(model, torch.optim.SGD(model.parameters(), lr=0.1), dataset(), folder, **options)
+    trained(run, model)
+    run.save(folder / "saved")
+    run.detach()
+    if run.rank == 0:
+        change(folder / "saved")
+    torch.distributed.barrier()
+    model = llama(other.get("layers", 2))
+    options["costs"] = costs(ranks, layers=other.get("layers", 2))
+    kind = torch.optim.Adam if "optimizer" in other else torch.optim.SGD
+    items = dataset()[: other.get("items")]
+    run = attached(model, kind(model.parameters(), lr=0.1), items, folder, **options)
+    try:
+        run.load(folder / "saved")
+    except HeadraceError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_cannot_be_gone_on_from_is_said(case: str, ranks: int, tmp_path: Path) -> None:
+    """Catches tracebacks from the depths, ranks that disagree, and state of another optimizer."""
+    for said in run_ranks(ranks, going_on, ranks, tmp_path, case, timeout_s=100):
+        assert re.search(CASES[case][2], said), said
