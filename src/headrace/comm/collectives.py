@@ -77,12 +77,14 @@ def all_to_all_rows(
 
 
 def issue_all_to_all(
-    x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None
-) -> Arriving:
-    """:func:`all_to_all_rows`, issued."""
+    x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None,
+    *, out: torch.Tensor | None = None,
+) -> Arriving:  # fmt: skip
+    """:func:`all_to_all_rows`, issued; into ``out`` [sum(receive), ...] where it is given."""
     if group is None:
         return Arriving.there(x)
-    out = x.new_empty((sum(receive), *x.shape[1:]))
+    if out is None:
+        out = x.new_empty((sum(receive), *x.shape[1:]))
     sent = x.contiguous()
     work = dist.all_to_all_single(out, sent, list(receive), list(send), group=group, async_op=True)
     return Arriving(Transfer(work, group), lambda: out, keep=sent)

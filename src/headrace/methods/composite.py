@@ -33,9 +33,9 @@ from headrace.methods.head_split import local_heads, split_heads
 from headrace.methods.megatron_ts import Tensor
 from headrace.methods.method import Method
 from headrace.methods.weights import State
+from headrace.ops.columns import reordered, switch, switch_back
 from headrace.ops.core import Heads, attended
 from headrace.ops.ring import Ring, RingCore
-from headrace.ops.switch import reordered, switch, switch_back
 from headrace.spec.blocks import Block
 from headrace.spec.known_methods import TENSOR_RING, ULYSSES_RING
 from headrace.spec.rank_blocks import RankBlocks, tensor_blocks, ulysses_blocks

@@ -9,7 +9,7 @@ import torch
 
 from headrace.layouts.intervals import split_rows
 from headrace.ops.core import Heads
-from headrace.ops.switch import Columns
+from headrace.ops.resharding import Columns
 
 __all__ = ["HeadSplit", "local_heads", "split_heads"]
 

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from headrace.methods.head_split import HeadSplit, local_heads, split_heads
+from headrace.ops.columns import to_columns, to_tokens
 from headrace.ops.core import Core, Heads, Saved
-from headrace.ops.switch import Columns, to_columns, to_tokens
+from headrace.ops.resharding import Columns
 
 __all__ = ["SwitchedCore"]
 

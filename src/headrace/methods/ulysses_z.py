@@ -23,8 +23,8 @@ from headrace.methods.context import Context
 from headrace.methods.head_split import local_heads, split_heads
 from headrace.methods.method import Method
 from headrace.methods.weights import State
+from headrace.ops.columns import reordered, switch, switch_back
 from headrace.ops.core import PackCore, attended
-from headrace.ops.switch import reordered, switch, switch_back
 from headrace.spec.known_methods import ULYSSES_Z
 
 __all__ = ["METHODS", "attention"]

@@ -1,157 +1,197 @@
-"""Switch: from a shard of the tokens to a shard of the heads, and back.
+"""Switch, split and gather a dim of a tensor of any number of dims (DSP, Table 2).
 
-Shape legend, over R ranks: T tokens of the pack, T_r of them on rank r; C columns (heads) of D
-features, of which rank r takes the list ``columns[r]``. Lists may overlap: a column on several
-ranks is copied on the way out and its gradients are added on the way back, which is how
-key-value heads are replicated when ranks outnumber them.
+Shape legend: a tensor of any dims, one of them in shards over the R ranks of a group, ``sizes[r]``
+places on rank r in turn; M values in all. What the objective is: the sum of all ranks' losses. So
+gradients are true adjoints, and nothing is scaled:
+
+    switch   [.., s_r, .., S, ..] -> [.., s, .., S_r, ..]   all-to-all, adjoint: switched back
+    split    [.., S, ..]          -> [.., S_r, ..]          nothing sent, adjoint: zeros elsewhere
+    gather   [.., S_r, ..]        -> [.., S, ..]            all-gather, adjoint: reduce-scatter
+
+A switch sends M (R - 1) / R^2 values from each rank, not M / R as in Table 2, which leaves out that
+a rank keeps its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from headrace.comm.collectives import all_to_all_rows
+from headrace.comm.collectives import all_gather_rows, reduce_scatter_rows
 from headrace.errors import SpecError
+from headrace.layouts.intervals import split_sizes
+from headrace.ops.resharding import Columns, Coming, Resharding
 
-__all__ = ["Columns", "reordered", "switch", "switch_back", "to_columns", "to_tokens"]
+__all__ = ["Switching", "gather", "issue_switch", "split", "switch"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """Which columns of ``total`` each rank takes, in the order it wants them."""
-
-    total: int
-    of: tuple[tuple[int, ...], ...]
-
-    def index(self, rank: int, device: torch.device) -> torch.Tensor:
-        """The columns of one rank as an index tensor."""
-        return torch.tensor(self.of[rank], dtype=torch.int64, device=device)
+_Sizes = tuple[int, ...]
 
 
 def switch(
-    x: torch.Tensor, sizes: tuple[int, ...], columns: Columns, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Gather the tokens, shard the columns: one all-to-all.
+    x: torch.Tensor, from_dim: int, to_dim: int, group: dist.ProcessGroup | None, *,
+    sizes: _Sizes | None = None, to_sizes: _Sizes | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Make ``from_dim`` whole and shard ``to_dim`` instead: one all-to-all.
 
-        x         [T_r, C, D]          this rank's tokens, all columns
-        returns   [T, |columns[r]|, D] all tokens, this rank's columns
-        backward  switch_back(grad), columns held by several ranks added in rank order
+        x         [.., sizes[r], .., S, ..]
+        returns   [.., sum(sizes), .., to_sizes[r], ..]
+        backward  switch(grad, to_dim, from_dim)
 
-    ``sizes[r]`` is T_r. Raises SpecError when ``x`` disagrees with ``sizes`` or ``columns``.
+    ``sizes`` are as many on every rank where they are left out, ``to_sizes`` as even as can be.
+    Raises SpecError for dims that are not there or the same, sizes that are not those of ``x``, and
+    a group without this rank.
     """  # fmt: skip
+    return issue_switch(x, from_dim, to_dim, group, sizes=sizes, to_sizes=to_sizes).wait()
+
+
+def issue_switch(
+    x: torch.Tensor, from_dim: int, to_dim: int, group: dist.ProcessGroup | None, *,
+    sizes: _Sizes | None = None, to_sizes: _Sizes | None = None,
+) -> Switching:  # fmt: skip
+    """:func:`switch`, issued: compute something else, then ``wait()``. The backward issues where
+    the forward waited, and waits where it issued."""
+    own, other = _dim(x, from_dim), _dim(x, to_dim)
+    if own == other:
+        raise SpecError("switch", got=f"dim {from_dim} twice", wanted="two dims")
     if group is None:
-        return x if _is_identity(columns) else x.index_select(1, columns.index(0, x.device))
-    _check("switch", x, sizes[dist.get_rank(group)], columns.total)
-    return _Switch.apply(x, sizes, columns, group)  # type: ignore[no-any-return]
+        return Switching(value=x)
+    ranks = _ranks(group)
+    sizes = sizes or (x.shape[own],) * ranks
+    to_sizes = to_sizes or split_sizes(x.shape[other], ranks)
+    _check_shard(x, own, sizes, group)
+    _check_whole(x, other, to_sizes, ranks)
+    how = Resharding(
+        from_dim=own, to_dim=other, sizes=sizes, columns=Columns.consecutive(to_sizes), group=group
+    )
+    messages = _Messages(how=how)
+    return Switching(value=_Issued.apply(x, messages), _coming=messages)
 
 
-def switch_back(
-    x: torch.Tensor, sizes: tuple[int, ...], columns: Columns, group: dist.ProcessGroup | None
+@dataclass(slots=True, kw_only=True)
+class Switching:
+    """A switch under way; :meth:`wait` is called once."""
+
+    value: torch.Tensor
+    _coming: _Messages | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The result, once it has arrived."""
+        if self._coming is None:
+            return self.value
+        return _Waited.apply(self.value, self._coming)  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Messages:
+    """What both halves of a switch know of it: the graph between them carries no values."""
+
+    how: Resharding
+    under_way: list[Coming] = field(default_factory=list)
+
+
+class _Issued(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, messages: _Messages) -> torch.Tensor:
+        ctx.messages = messages
+        messages.under_way.append(messages.how.issue_out(x))
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        messages: _Messages = ctx.messages
+        return messages.how.added(messages.under_way.pop()), None
+
+
+class _Waited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, messages: _Messages) -> torch.Tensor:
+        ctx.messages = messages
+        return messages.how.joined(messages.under_way.pop())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        messages: _Messages = ctx.messages
+        messages.under_way.append(messages.how.issue_back(grad))
+        return grad.new_empty(0), None
+
+
+def split(
+    x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, *, sizes: _Sizes | None = None
 ) -> torch.Tensor:
-    """Gather the columns, shard the tokens: one all-to-all.
+    """This rank's shard of a tensor that all ranks have alike.
 
-        x         [T, |columns[r]|, D] all tokens, this rank's columns
-        returns   [T_r, C, D]          this rank's tokens, all columns; columns held by several
-                                       ranks are added in rank order
-        backward  switch(grad)
+        x         [.., S, ..]
+        returns   [.., sizes[r], ..]   a view
+        backward  the gradient in its place, zeros elsewhere: the gradients of all ranks add up
     """  # fmt: skip
+    at = _dim(x, dim)
     if group is None:
-        assert _is_identity(columns), "a single rank holds all columns in order"
         return x
-    _check("switch_back", x, sum(sizes), len(columns.of[dist.get_rank(group)]))
-    return _SwitchBack.apply(x, sizes, columns, group)  # type: ignore[no-any-return]
+    sizes = sizes or split_sizes(x.shape[at], _ranks(group))
+    rank = dist.get_rank(group)
+    _check_whole(x, at, sizes, _ranks(group))
+    return x.narrow(at, sum(sizes[:rank]), sizes[rank])
 
 
-def reordered(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-    """Rows in another order.
+def gather(
+    x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, *, sizes: _Sizes | None = None
+) -> torch.Tensor:
+    """All ranks' shards.
 
-        x         [T, ...]
-        returns   x[order], ``order`` [T] a permutation and ``back`` its inverse
-        backward  grad[back]
+        x         [.., sizes[r], ..]
+        returns   [.., sum(sizes), ..]   on every rank
+        backward  the sum of all ranks' gradients of this rank's shard
     """  # fmt: skip
-    return _Reordered.apply(x, order, back)  # type: ignore[no-any-return]
+    at = _dim(x, dim)
+    if group is None:
+        return x
+    sizes = sizes or (x.shape[at],) * _ranks(group)
+    _check_shard(x, at, sizes, group)
+    return _Gather.apply(x, at, sizes, group)  # type: ignore[no-any-return]
 
 
-class _Reordered(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-        ctx.back = back
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return grad.index_select(0, ctx.back), None, None
-
-
-class _Switch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sizes: Any, columns: Any, group: Any) -> torch.Tensor:
-        ctx.rest = (sizes, columns, group)
-        return to_columns(x, sizes, columns, group)
+    def forward(ctx: Any, x: torch.Tensor, dim: int, sizes: _Sizes, group: Any) -> torch.Tensor:
+        ctx.rest = (dim, sizes, group)
+        return all_gather_rows(x.movedim(dim, 0), sizes, group).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return to_tokens(grad, *ctx.rest), None, None, None
+        dim, sizes, group = ctx.rest
+        mine = reduce_scatter_rows(grad.movedim(dim, 0), sizes, group).movedim(0, dim)
+        return mine, None, None, None
 
 
-class _SwitchBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sizes: Any, columns: Any, group: Any) -> torch.Tensor:
-        ctx.rest = (sizes, columns, group)
-        return to_tokens(x, sizes, columns, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return to_columns(grad, *ctx.rest), None, None, None
+def _dim(x: torch.Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise SpecError("dim of a tensor", got=dim, wanted=f"one of {list(x.shape)}")
+    return dim % x.dim()
 
 
-def to_columns(
-    x: torch.Tensor, sizes: tuple[int, ...], columns: Columns, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """:func:`switch` without autograd."""
-    rank, features = dist.get_rank(group), x.shape[2]
-    parts = [
-        x.index_select(1, columns.index(r, x.device)).reshape(-1) for r in range(len(columns.of))
-    ]
-    mine = len(columns.of[rank])
-    flat = all_to_all_rows(
-        torch.cat(parts),
-        [part.numel() for part in parts],
-        [size * mine * features for size in sizes],
-        group,
-    )
-    return flat.view(sum(sizes), mine, features)
+def _ranks(group: dist.ProcessGroup) -> int:
+    if dist.get_rank(group) < 0:
+        raise SpecError(
+            "group of ranks", got="one of other ranks", wanted=f"one with rank {dist.get_rank()}"
+        )  # fmt: skip
+    return dist.get_world_size(group)
 
 
-def to_tokens(
-    x: torch.Tensor, sizes: tuple[int, ...], columns: Columns, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """:func:`switch_back` without autograd."""
-    rank, features = dist.get_rank(group), x.shape[2]
-    held = [len(part) for part in columns.of]
-    flat = all_to_all_rows(
-        x.reshape(-1),
-        [size * held[rank] * features for size in sizes],
-        [sizes[rank] * count * features for count in held],
-        group,
-    )
-    out = x.new_zeros((sizes[rank], columns.total, features))
-    at = 0
-    for r, count in enumerate(held):
-        part = flat[at : at + sizes[rank] * count * features].view(sizes[rank], count, features)
-        out.index_add_(1, columns.index(r, x.device), part)
-        at += part.numel()
-    return out
+def _check_shard(x: torch.Tensor, dim: int, sizes: _Sizes, group: dist.ProcessGroup) -> None:
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if len(sizes) != ranks or sizes[rank] != x.shape[dim]:
+        raise SpecError(
+            f"dim {dim} of {list(x.shape)}", got=f"shards {list(sizes)}",
+            wanted=f"one for each of {ranks} ranks, {x.shape[dim]} places on rank {rank}",
+        )  # fmt: skip
 
 
-def _is_identity(columns: Columns) -> bool:
-    return columns.of == (tuple(range(columns.total)),)
-
-
-def _check(what: str, x: torch.Tensor, rows: int, count: int) -> None:
-    if x.dim() != 3 or x.shape[0] != rows or x.shape[1] != count:
-        raise SpecError(what, got=f"a tensor {list(x.shape)}", wanted=f"[{rows}, {count}, D]")
+def _check_whole(x: torch.Tensor, dim: int, sizes: _Sizes, ranks: int) -> None:
+    if len(sizes) != ranks or sum(sizes) != x.shape[dim]:
+        raise SpecError(
+            f"dim {dim} of {list(x.shape)}", got=f"shards {list(sizes)}",
+            wanted=f"one for each of {ranks} ranks, {x.shape[dim]} places in all",
+        )  # fmt: skip

@@ -21,7 +21,7 @@ from oracles import full_weights, reference_step
 from plans import random_documents, random_plan
 from ranks import run_ranks
 
-switch_module = sys.modules["headrace.ops.switch"]  # the name in the package is the function
+switch_module = sys.modules["headrace.ops.columns"]  # the name in the package is the function
 
 
 @pytest.fixture(autouse=True)
