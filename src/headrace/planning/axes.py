@@ -1,0 +1,148 @@
+"""Which axis of a multi-dimensional tensor is in shards during each stage of a model.
+
+Stages i = 1..n mix sets of axes m_i; the tensor has M bytes, and there are N ranks. Chosen are axes
+a_i, and for a stage that mixes its own axis a method, to minimise
+
+    sum_i  work_i ceil(S(a_i) / N) / S(a_i)             the busiest rank's share
+         + time(M (N - 1) / N^2)      where a_i != a_i-1      a switch
+         + time(4 M (N - 1) / N^2)    where a_i in m_i, by Ulysses (queries, keys, values, result)
+         + time(2 M (N - 1) / N)      where a_i in m_i, by a ring (keys and values)
+
+exactly, by a dynamic program over (stage, axis). With equal works it is what looking ahead gives:
+keep the axis in shards whose next mixing is furthest, K / (K - 1) switches for K stages of K axes
+in turn (DSP leaves the strategy open, section 3.2; it switches at every boundary, K for K). An axis
+that no stage mixes, the batch, needs no switch at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from headrace.errors import InfeasiblePlan, SpecError
+from headrace.spec.axes import AxisChoice, AxisPlan, MixingStage
+
+__all__ = ["plan_axes", "split_batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """The best way to a stage with an axis."""
+
+    seconds: float
+    sent_bytes: float
+    switches: int
+    choices: tuple[AxisChoice, ...]
+
+    @property
+    def key(self) -> tuple[float, float, int]:
+        return self.seconds, self.sent_bytes, self.switches
+
+
+def plan_axes(
+    stages: Sequence[MixingStage], sizes: Mapping[str, int], ranks: int, *, tensor_bytes: float,
+    transfer_s: Callable[[float], float], heads: int | None = None, entry: str | None = None,
+    exit_: str | None = None, empty: bool = False,
+) -> AxisPlan:  # fmt: skip
+    """The quickest choice of axes for one pass.
+
+    ``sizes`` are those of the axes that may be in shards. ``transfer_s(b)``: seconds in which every
+    rank sends b bytes. ``heads`` limits Ulysses, which is not chosen for more ranks; without heads
+    no stage may mix its own axis. ``entry`` is the axis of the input, free where it is None, and
+    ``exit_`` that in which the result is wanted. With ``empty`` ranks may be without places.
+
+    Raises SpecError for axes that have no size, and InfeasiblePlan, naming the stage, when there is
+    no axis for it.
+    """
+    _check(stages, sizes, (entry, exit_))
+    axes = [axis for axis, size in sizes.items() if empty or size >= ranks]
+    switch_bytes = tensor_bytes * (ranks - 1) / ranks**2
+    switch_s = transfer_s(switch_bytes) if ranks > 1 else 0.0
+    start = [entry] if entry is not None else axes
+    ways = {axis: _Way(0.0, 0.0, 0, ()) for axis in start}
+    for number, stage in enumerate(stages):
+        found: dict[str, _Way] = {}
+        for axis in axes:
+            for choice in _choices(stage, axis, ranks, heads):
+                sent = _bytes_within(choice, tensor_bytes, ranks)
+                share = -(-sizes[axis] // ranks) / sizes[axis]
+                within_s = stage.work_s * share + (transfer_s(sent) if sent else 0.0)
+                for before, way in ways.items():
+                    moved = before != axis
+                    new = _Way(
+                        way.seconds + within_s + switch_s * moved,
+                        way.sent_bytes + sent + switch_bytes * moved,
+                        way.switches + moved,
+                        (*way.choices, choice),
+                    )
+                    if axis not in found or new.key < found[axis].key:
+                        found[axis] = new
+        if not found:
+            raise InfeasiblePlan(
+                f"stage {number}, which mixes {', '.join(stage.mixes)}",
+                got=f"axes {_named(sizes)} for {ranks} ranks",
+                wanted=f"another axis of at least {ranks} places",
+                hint="fewer ranks for each sample, or heads to exchange",
+            )  # fmt: skip
+        ways = found
+    ends = {
+        axis: _Way(way.seconds + switch_s * moved, way.sent_bytes + switch_bytes * moved,
+                   way.switches + moved, way.choices)
+        for axis, way in ways.items()
+        for moved in (exit_ is not None and axis != exit_,)
+    }  # fmt: skip
+    best = min(ends.values(), key=lambda way: way.key)
+    return AxisPlan(
+        choices=best.choices, switches=best.switches, sent_bytes=best.sent_bytes,
+        seconds=best.seconds,
+    )  # fmt: skip
+
+
+def split_batch(batch: int, places: int, ranks: int) -> int:
+    """Parts of the batch that work apart, so that an axis with few ``places`` serves many ranks
+    (images have one frame): the number b of the divisors of ``ranks`` with b <= ``batch`` and
+    ranks / b <= ``places`` whose busiest rank has the least, the smallest of equals. Raises
+    InfeasiblePlan where some rank would have nothing."""
+    found = [
+        (-(-batch // parts) * -(-places // (ranks // parts)), parts)
+        for parts in range(1, ranks + 1)
+        if ranks % parts == 0 and parts <= batch and ranks // parts <= places
+    ]
+    if not found:
+        raise InfeasiblePlan(
+            f"{batch} x {places} places", got=f"{ranks} ranks", wanted="a place for each",
+            hint="fewer ranks for each batch, or more samples in it",
+        )  # fmt: skip
+    return min(found)[1]
+
+
+def _choices(stage: MixingStage, axis: str, ranks: int, heads: int | None) -> list[AxisChoice]:
+    if axis not in stage.mixes or ranks == 1:
+        return [AxisChoice(axis=axis)]
+    if heads is None:
+        return []
+    found = [AxisChoice(axis=axis, method="ring")]
+    return [AxisChoice(axis=axis, method="ulysses"), *found] if heads >= ranks else found
+
+
+def _bytes_within(choice: AxisChoice, tensor_bytes: float, ranks: int) -> float:
+    if choice.method == "ulysses":
+        return 4 * tensor_bytes * (ranks - 1) / ranks**2
+    return 2 * tensor_bytes * (ranks - 1) / ranks if choice.method == "ring" else 0.0
+
+
+def _check(
+    stages: Sequence[MixingStage], sizes: Mapping[str, int], ends: tuple[str | None, ...]
+) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise SpecError(f"axis {name}", got=size, wanted="at least one place")
+    for axis in ends:
+        if axis is not None and axis not in sizes:
+            raise SpecError("axis", got=axis, wanted=f"one of {', '.join(sizes)}")
+    if not stages:
+        raise SpecError("stages", got="none", wanted="at least one")
+
+
+def _named(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
