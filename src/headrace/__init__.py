@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace import costs, errors, lengths
+    from headrace.adapters.adapt import adapt
+    from headrace.adapters.examples import AxisExample
+    from headrace.adapters.stages import Stage
     from headrace.config import Config
     from headrace.costs import CostModel
     from headrace.loop.attach import attach
@@ -32,16 +35,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Architecture",
+    "AxisExample",
     "Cluster",
     "Config",
     "CostModel",
     "Lengths",
     "Plan",
     "Problem",
+    "Stage",
     "Strategy",
     "Timeline",
     "TrainingRun",
     "__version__",
+    "adapt",
     "attach",
     "baselines",
     "compile",
@@ -59,6 +65,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "headrace.adapters.adapt": ("adapt",),
+    "headrace.adapters.examples": ("AxisExample",),
+    "headrace.adapters.stages": ("Stage",),
     "headrace.config": ("Config",),
     "headrace.costs": ("CostModel",),
     "headrace.loop.attach": ("attach",),

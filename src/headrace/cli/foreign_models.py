@@ -11,7 +11,7 @@ import torch
 
 from headrace.errors import ConfigError, MissingExtra, did_you_mean
 
-__all__ = ["foreign_model"]
+__all__ = ["foreign_model", "made"]
 
 _TINY = {
     "d_model": 48, "ffn_dim": 80, "head_dim": 8, "hidden_size": 48, "intermediate_size": 80,
@@ -34,7 +34,10 @@ def foreign_model(name: str, seed: int) -> torch.nn.Module:
     """
     torch.manual_seed(seed)
     if ":" in name:
-        return _made(name).double()
+        model = made(name)
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"model {name}", got=type(model).__name__, wanted="a torch.nn.Module")
+        return model.double()
     try:
         import transformers
     except ImportError:
@@ -46,18 +49,16 @@ def foreign_model(name: str, seed: int) -> torch.nn.Module:
     return _tiny(name, transformers).double()
 
 
-def _made(name: str) -> torch.nn.Module:
+def made(name: str) -> Any:
+    """What ``MODULE:FUNCTION`` makes. Raises ConfigError where that cannot be called."""
     module, _, factory = name.partition(":")
     try:
-        model = getattr(importlib.import_module(module), factory)()
+        return getattr(importlib.import_module(module), factory)()
     except (ImportError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"model {name}", got=str(error),
             wanted="MODULE:FUNCTION that can be imported and takes no arguments",
         ) from error  # fmt: skip
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model {name}", got=type(model).__name__, wanted="a torch.nn.Module")
-    return model
 
 
 def _tiny(kind: str, transformers: Any) -> torch.nn.Module:

@@ -93,6 +93,13 @@ def verify(what: str, path: Path | None, flags: VerifyFlags) -> int:
     if flags.seed < 0:
         raise ConfigError("--seed", got=flags.seed, wanted=">= 0")
     if what != "native":
+        from headrace.cli.verify_axes import axis_examples, verify_axes
+
+        examples = axis_examples(what)
+        if examples:
+            return verify_axes(
+                what, examples, ranks=ranks, tolerance=flags.tolerance or 1e-10, as_json=flags.json
+            )
         from headrace.cli.verify_model import verify_model
 
         return verify_model(

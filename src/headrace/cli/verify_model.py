@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from headrace.passes.labels import predicted
 from headrace.passes.placement import Exchange
 from headrace.passes.probe import logits_of
 
-__all__ = ["verify_model"]
+__all__ = ["on_ranks", "verify_model"]
 
 _VOCABULARY = 97
 
@@ -74,7 +74,7 @@ def verify_model(
     found = list[_Verdict]()
     for count in ranks:
         tell(f"{name} on {count} ranks")
-        answer = _on_ranks(name, count, seed, backend)
+        answer = on_ranks(name, count, lambda c=count: _cases(name, c, seed, backend))
         if "refused" in answer:
             tell(f"refused: {answer['refused']}")
             return 2
@@ -102,13 +102,14 @@ def _print(found: Sequence[_Verdict], tolerance: float) -> None:
     print(f"attention reached by its {found[0].door}; compiled {found[0].compiles} times")
 
 
-def _on_ranks(name: str, ranks: int, seed: int, backend: str | None) -> dict[str, Any]:
+def on_ranks(name: str, ranks: int, cases: Callable[[], Iterable[Any]]) -> dict[str, Any]:
+    """The first rank's ``rows`` of dataclasses, or why the model is ``refused``."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
 
         def main(world: World) -> int:
             try:
-                rows = [asdict(row) for row in _cases(name, ranks, seed, backend)]
+                rows = [asdict(row) for row in cases()]
                 answer: dict[str, Any] = {"rows": rows}
             except ModelError as error:
                 answer = {"refused": str(error)}

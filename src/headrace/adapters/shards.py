@@ -1,0 +1,113 @@
+"""Which places of which axis this rank has, for one batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from headrace.adapters.dims import Dims
+from headrace.errors import DataError, InfeasiblePlan
+from headrace.layouts.intervals import split_sizes
+from headrace.ops.switch import gather, split, switch
+
+__all__ = ["AxisShards"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class AxisShards:
+    """The places of ``axis`` are over the ranks of ``group``; other names are whole.
+
+    ``totals`` are the places of each name that is known, for the samples of this group, which begin
+    with ``samples``. ``passed`` are the axes that the stages of the forward mixed, ``position`` the
+    number of the next one; ``chosen`` are the axes that they were given, by number.
+    """
+
+    axis: str
+    totals: dict[str, int]
+    group: dist.ProcessGroup | None
+    samples: tuple[int, int] = (0, 1)
+    passed: list[tuple[str, ...]] = field(default_factory=list)
+    position: int = 0
+    chosen: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        """Of the group."""
+        return dist.get_world_size(self.group) if self.group is not None else 1
+
+    @property
+    def rank(self) -> int:
+        """This one, in the group."""
+        return dist.get_rank(self.group) if self.group is not None else 0
+
+    def sizes(self, axis: str) -> tuple[int, ...]:
+        """The places of each rank while an axis is in shards."""
+        return split_sizes(self.totals[axis], self.ranks)
+
+    def begin(self, axis: str) -> None:
+        """A forward begins."""
+        self.axis, self.position = axis, 0
+        self.chosen = dict[int, str]()
+        self.passed = list[tuple[str, ...]]()
+
+    def pass_stage(self, mixed: tuple[str, ...]) -> int:
+        """The number of a stage that begins, now or again."""
+        if self.position == len(self.passed):
+            self.passed.append(mixed)
+        self.position += 1
+        return self.position - 1
+
+    def here(self) -> dict[str, int]:
+        """The places of every name on this rank."""
+        return self.totals | {self.axis: self.sizes(self.axis)[self.rank]}
+
+    def local(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
+        """This rank's part of a tensor that is whole."""
+        if self.axis not in dims or self.group is None:
+            return x
+        whole = dims.opened(x, self.totals)
+        at = dims.dim_of(self.axis)
+        return dims.closed(split(whole, at, self.group, sizes=self.sizes(self.axis)))
+
+    def whole(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
+        """A tensor of which each rank has its part, on all of them."""
+        if self.axis not in dims or self.group is None:
+            return x
+        part = dims.opened(x, self.here())
+        at = dims.dim_of(self.axis)
+        return dims.closed(gather(part, at, self.group, sizes=self.sizes(self.axis)))
+
+    def switched(self, x: torch.Tensor, dims: Dims, axis: str) -> torch.Tensor:
+        """Another axis in shards from here on. Raises InfeasiblePlan where ranks would be left
+        without places."""
+        part = dims.opened(x, self.here())
+        self.totals[axis] = part.shape[dims.dim_of(axis)]
+        if self.totals[axis] < self.ranks:
+            raise InfeasiblePlan(
+                f"axis {axis}", got=f"{self.totals[axis]} places for {self.ranks} ranks",
+                wanted="a place for each", hint="fewer ranks for each sample",
+            )  # fmt: skip
+        moved = switch(
+            part, dims.dim_of(self.axis), dims.dim_of(axis), self.group,
+            sizes=self.sizes(self.axis), to_sizes=self.sizes(axis),
+        )  # fmt: skip
+        self.axis = axis
+        return dims.closed(moved)
+
+    def cut(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
+        """What a stage needs of another argument: this rank's places where it has all of them.
+        Raises DataError for one that has neither all nor these."""
+        if self.axis not in dims or self.group is None:
+            return x
+        for sizes, done in ((self.here(), True), (self.totals, False)):
+            try:
+                opened = dims.opened(x, sizes)
+            except DataError:
+                continue
+            return dims.closed(opened) if done else self.local(x, dims)
+        raise DataError(
+            f"argument of dims {dims}", got=f"{list(x.shape)}",
+            wanted=f"{self.here()[self.axis]} or {self.totals[self.axis]} places of {self.axis}",
+        )  # fmt: skip

@@ -1,0 +1,83 @@
+"""``headrace verify latte``: models on shards of their axes against one process."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from headrace.adapters.examples import EXAMPLES, AxisExample
+from headrace.cli.display import tell
+from headrace.cli.foreign_models import made
+from headrace.cli.verify_model import on_ranks
+
+__all__ = ["axis_examples", "verify_axes"]
+
+_Examples = Mapping[str, Callable[[], AxisExample]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    model: str
+    ranks: int
+    case: str
+    loss_error: float
+    gradient_error: float
+
+
+def axis_examples(name: str) -> _Examples:
+    """The examples of a name, or the one that ``MODULE:FUNCTION`` makes; none where it is another
+    model's."""
+    if name in EXAMPLES:
+        return EXAMPLES[name]
+    if ":" in name and isinstance(made(name), AxisExample):
+        return {name.rpartition(":")[2]: lambda: made(name)}
+    return {}
+
+
+def verify_axes(
+    name: str, examples: _Examples, *, ranks: Sequence[int], tolerance: float, as_json: bool
+) -> int:
+    """Compare loss and gradients on groups of ``ranks`` with one process'. The exit code is 0 when
+    they are equal, 1 when they are not, 2 when the model is refused."""
+    next(iter(examples.values()))()  # what is missing is told at once
+    found = list[_Row]()
+    for count in ranks:
+        tell(f"{name} on {count} ranks")
+        answer = on_ranks(name, count, lambda c=count: _rows(name, c, examples))
+        if "refused" in answer:
+            tell(f"refused: {answer['refused']}")
+            return 2
+        found += [_Row(**row) for row in answer["rows"]]
+    good = all(max(row.loss_error, row.gradient_error) <= tolerance for row in found)
+    if as_json:
+        print(json.dumps({"exact": good, "cases": [asdict(row) for row in found]}, indent=1))
+    else:
+        _print(found, tolerance)
+        worst = max(max(row.loss_error, row.gradient_error) for row in found)
+        print(f"tolerance {tolerance:.0e}, worst {worst:.1e}: " + ("exact" if good else "FAILED"))
+    return 0 if good else 1
+
+
+def _rows(name: str, ranks: int, examples: _Examples) -> Iterator[_Row]:
+    for case, make in examples.items():
+        example = make()
+        loss, gradient = example.errors(copy.deepcopy(example.model))
+        yield _Row(model=name, ranks=ranks, case=case, loss_error=loss, gradient_error=gradient)
+
+
+def _print(found: Sequence[_Row], tolerance: float) -> None:
+    table = Table(box=None, pad_edge=False)
+    for title in ("model", "ranks", "case", "loss error", "gradient error", "verdict"):
+        table.add_column(title, justify="right" if "err" in title or title == "ranks" else "left")
+    for row in found:
+        fine = max(row.loss_error, row.gradient_error) <= tolerance
+        table.add_row(
+            row.model, str(row.ranks), row.case, f"{row.loss_error:.1e}",
+            f"{row.gradient_error:.1e}", "exact" if fine else "WRONG",
+        )  # fmt: skip
+    Console(highlight=False, width=110).print(table)

@@ -1,0 +1,258 @@
+"""Models on shards of their axes against one process."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import headrace as hr
+from headrace.adapters.examples import EXAMPLES, AxisExample
+from headrace.cli import main
+from headrace.errors import DataError, HeadraceError, InfeasiblePlan, ModelError, SpecError
+from headrace.runtime.counted import TrafficCounter
+from ranks import run_ranks
+from running.adapters.axial import AXES, DIMS, Axial, example, stages, table
+from spread import spread
+
+EXACT = 1e-10
+
+with suppress(ImportError):  # once, before any rank is forked
+    importlib.import_module("diffusers.models.transformers.latte_transformer_3d")
+
+
+def errors_of(name: str, case: str) -> tuple[float, float]:
+    """Of one of the known models."""
+    made = EXAMPLES[name][case]()
+    return made.errors(copy.deepcopy(made.model))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "case"),
+    spread([(r, n, c) for r in (1, 2, 3, 4) for n, cases in EXAMPLES.items() for c in cases], 8),
+)
+def test_known_models_equal_one_process(ranks: int, name: str, case: str) -> None:
+    """Catches embeddings of other frames, rows that are lost, text of another frame, and a clip's
+    token that counts for every rank."""
+    pytest.importorskip("diffusers" if name == "latte" else "transformers")
+    for loss, gradient in run_ranks(ranks, errors_of, name, case, timeout_s=100):
+        assert max(loss, gradient) <= EXACT
+
+
+def errors_of_table(returns: bool) -> tuple[float, float]:
+    made = example(returns=returns)
+    return made.errors(copy.deepcopy(made.model))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("returns", [True, False])
+def test_named_stages_equal_one_process(ranks: int, returns: bool) -> None:
+    """Catches axes that are mistaken for each other, and uneven shards."""
+    for loss, gradient in run_ranks(ranks, errors_of_table, returns, timeout_s=100):
+        assert max(loss, gradient) <= EXACT
+
+
+def adapted(model: Any, *, returns: bool = False) -> Any:
+    return hr.adapt(model, stages=stages(returns=returns), inputs={"x": DIMS}, axis="i", batch="b")
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, 8, generator=generator, dtype=torch.float64)
+
+
+def gradients(model: Any) -> torch.Tensor:
+    grads = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+    return torch.cat([g.flatten() for g in grads])
+
+
+def alone(model: Any, batches: list[torch.Tensor]) -> torch.Tensor:
+    for x in batches:
+        model(x).square().sum().backward()
+    return gradients(model)
+
+
+def switches_of_forwards() -> list[int]:
+    """Bytes that each of three forwards sends on two ranks, and of one whose axis returns."""
+    x, sent = drawn(1, 2, 4, 6, 8), []
+    for returns in (False, True):
+        run = adapted(table(), returns=returns)
+        for _ in range(1 if returns else 3):
+            shard = run.shard({"x": x})
+            with TrafficCounter() as wire:
+                run(**shard)
+            sent.append(wire.sent_bytes)
+    return sent
+
+
+def test_the_order_of_stages_is_learnt() -> None:
+    """Catches axes that are switched although the next stage mixes them: six stages over three axes
+    take three switches, and four while their order is not known, or where the axis returns."""
+    once = 2 * 4 * 6 * 8 * 8 * 8 // 4  # M (N - 1) / N^2 of fp64
+    assert run_ranks(2, switches_of_forwards)[0] == [4 * once, 3 * once, 3 * once, 4 * once]
+
+
+def interleaved(ranks: int, checkpointed: bool) -> tuple[float, float]:
+    """Two batches of other sizes whose backwards come after both forwards."""
+    model, batches = table(checkpointed=checkpointed), [drawn(1, 1, 5, 4, 6), drawn(2, 1, 4, 7, 5)]
+    run, losses = adapted(model, returns=checkpointed), []
+    for x in batches:
+        losses.append(run(**run.shard({"x": x})).square().sum())
+    for loss in losses:
+        run.backward(loss)
+    run.add_up(sum(losses))
+    wanted = alone(table(), batches)
+    return float((gradients(model) - wanted).abs().max()), float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_batches_whose_backwards_come_later(checkpointed: bool) -> None:
+    """Catches sizes that are looked up when a backward runs: those of another batch."""
+    for off, largest in run_ranks(3, interleaved, 3, checkpointed):
+        assert off <= EXACT * largest
+
+
+def wrapped(how: str, apart: bool) -> float:
+    """How far gradients under a wrapper are from one process'."""
+    model, x = table(), drawn(3, 4, 1 if apart else 5, 4, 6)
+    called: Any = DistributedDataParallel(model) if how == "ddp" else model
+    if how == "fsdp2":
+        for part in model.modules():
+            if isinstance(part, Axial):
+                fully_shard(part)
+        fully_shard(model)
+    run = adapted(called)
+    loss = run(**run.shard({"x": x})).square().sum()
+    run.backward(loss)
+    total = run.add_up(loss)
+    plain = table()
+    wanted = alone(plain, [x])
+    assert float(total) == pytest.approx(float(plain(x).detach().square().sum()), rel=1e-12)
+    return float((gradients(model) - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_under_wrappers(how: str, apart: bool) -> None:
+    """Catches gradients that are averaged, and samples that are worked on twice."""
+    assert max(run_ranks(4, wrapped, how, apart)) <= EXACT
+
+
+def recomputed_bytes() -> list[int]:
+    """Bytes of a step of Latte, plain and with checkpoints."""
+    sent = []
+    for case in ("5 frames", "4 frames, recomputed"):
+        made = EXAMPLES["latte"][case]()
+        run = hr.adapt(made.model)
+        shard = run.shard(made.inputs)
+        with TrafficCounter() as wire:
+            out = run(**shard).sample
+            forward = wire.sent_bytes
+            run.backward(out.square().sum())
+        sent += [forward, wire.sent_bytes - forward]
+    return sent
+
+
+def test_checkpoints_repeat_no_traffic() -> None:
+    """Catches switches within what is computed again."""
+    pytest.importorskip("diffusers")
+    plain, plain_back, forward, back = run_ranks(2, recomputed_bytes)[0]
+    assert back == forward > 0
+    assert plain_back == plain
+
+
+def collected() -> float:
+    x = drawn(1, 1, 5, 4, 6)
+    run = adapted(table())
+    with torch.no_grad():
+        return float((run.collect(run(**run.shard({"x": x})), DIMS) - table()(x)).abs().max())
+
+
+def test_results_are_collected() -> None:
+    """Catches a result whose axis is not the one that the model began with."""
+    assert max(run_ranks(3, collected)) <= 1e-12
+
+
+def said(what: str) -> str:
+    """What is said of a mistake on two ranks."""
+    x, rank = drawn(1, 1, 5, 4, 6), dist.get_rank()
+    try:
+        if what == "no stages":
+            hr.adapt(table())
+        if what == "no module":
+            hr.adapt(table(), stages=[hr.Stage(modules="layers.*", mixes="i", dims=DIMS)],
+                     inputs={"x": DIMS}, axis="i")  # fmt: skip
+        if what == "an axis that is not there":
+            hr.Stage(modules="blocks.*", mixes="z", dims=DIMS)
+        if what == "everything mixed":
+            every = [hr.Stage(modules="blocks.0.i", mixes="i j k", dims=DIMS)]
+            run = hr.adapt(table(), stages=every, inputs={"x": DIMS}, axis="i")
+            run(**run.shard({"x": x}))
+        run = adapted(table())
+        if what == "more ranks than places":
+            run.shard({"x": x[:, :1]})
+        if what == "a small axis":
+            run(**run.shard({"x": x[:, :, :1, :1]}))
+        if what == "other dims":
+            run.shard({"x": x[0]})
+        if what == "other inputs":
+            run.shard({"x": x + rank})
+        if what == "no shard":
+            run(x=x)
+        if what == "whole inputs":
+            run.shard({"x": x})
+            run(x=x)
+    except HeadraceError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+MISTAKES = {
+    "no stages": (ModelError, "a model without an adapter"),
+    "no module": (ModelError, "stage layers"),
+    "an axis that is not there": (SpecError, "mixes z"),
+    "everything mixed": (ModelError, "mixes every axis"),
+    "more ranks than places": (InfeasiblePlan, "2 ranks"),
+    "a small axis": (InfeasiblePlan, "1 places for 2 ranks"),
+    "other dims": (DataError, "input x"),
+    "other inputs": (HeadraceError, "inputs"),
+    "no shard": (ModelError, "what shard() gave"),
+    "whole inputs": (ModelError, "what shard() gave"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistakes_are_told(what: str) -> None:
+    """Catches hangs, and tracebacks from the depths."""
+    kind, words = MISTAKES[what]
+    for text in run_ranks(2, said, what, timeout_s=30):
+        assert words in text
+        assert text.startswith(kind.__name__) or kind is HeadraceError
+
+
+def test_a_wrong_stage_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a self-test that passes whatever the stages are."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    name = "running.adapters.axial"
+    assert main(["verify", f"{name}:example", "--ranks", "2", "--json"]) == 0
+    assert main(["verify", f"{name}:wrong", "--ranks", "2"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_dims_are_read() -> None:
+    """Catches brackets in brackets, and names that stand twice."""
+    for text in ("b (t s", "b b", "(b t) t", "", "b ((t s) c)", "b t-s"):
+        with pytest.raises(SpecError, match="dims"):
+            hr.Stage(modules="x", mixes="", dims=text)
+    assert isinstance(example(), AxisExample)
+    assert set(AXES) < set(DIMS.split())
