@@ -8,7 +8,8 @@
 
 An axis is in shards in which the stage at work mixes nothing; where the next one does, one
 all-to-all between the modules puts another one in shards. The objective is the sum of all ranks'
-losses: what all ranks compute alike is divided by their number (``alike=True``).
+losses: what all ranks compute alike is divided by their number (``alike=True``), what those with
+the same samples do by ``mates``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from headrace.comm.collectives import agree
 from headrace.comm.mesh import Groups
 from headrace.errors import DataError, ModelError, SpecError
 from headrace.layouts.intervals import split_sizes
+from headrace.ops.switch import gather
 from headrace.passes.gradients import add_plainly, add_up, is_wrapped, summed_loss
 from headrace.passes.shard import fingerprint
 from headrace.planning.axes import plan_axes, split_batch
@@ -118,7 +120,10 @@ class Adapted:
         if self._batch is not None:
             totals[self._batch] = sizes[part]
         self.shards = AxisShards(
-            axis=self.axis, totals=totals, group=group, samples=(sum(sizes[:part]), sizes[part])
+            axis=self.axis,
+            totals=totals,
+            group=group,
+            samples=(sum(sizes[:part]), sizes[part], samples),
         )
         found = dict(batch)
         for name, value in tensors.items():
@@ -133,19 +138,20 @@ class Adapted:
         if self._batch is not None and self._batch in layout:
             if (self._batch,) not in layout.names:
                 raise SpecError("dims", got=dims, wanted=f"a dim of its own for {self._batch}")
-            x = x.narrow(layout.names.index((self._batch,)), *shards.samples)
+            x = x.narrow(layout.names.index((self._batch,)), *shards.samples[:2])
         return shards.local(x, layout)
 
     def collect(self, x: torch.Tensor, dims: str) -> torch.Tensor:
-        """The whole of a result, on every rank: a loss of it is computed ``alike``. Collective."""
+        """The whole of a result, on every rank: a loss of it is ``alike`` on all of them.
+        Collective."""
         layout, shards = Dims.parse(dims), self._at_work
         whole = shards.whole(x, layout)
-        if self._batch is None or self._batch not in layout or shards.ranks == self.ranks:
+        if self._batch is None or (self._batch,) not in layout.names or self._groups is None:
             return whole
-        raise SpecError(
-            "collect", got=f"samples apart on {self.ranks // shards.ranks} groups of ranks",
-            wanted="a loss of each group's own samples",
-        )  # fmt: skip
+        each = shards.ranks
+        mine = self._groups.get(tuple(range(self._groups.rank % each, self.ranks, each)))
+        sizes = split_sizes(shards.samples[2], self.ranks // each)
+        return gather(whole, layout.names.index((self._batch,)), mine, sizes=sizes)
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's result for what :meth:`shard` returned; call it again for another forward of
@@ -166,9 +172,9 @@ class Adapted:
         return out
 
     def backward(self, loss: torch.Tensor, *, alike: bool = False) -> None:
-        """Add gradients of this rank's part of the loss; ``alike``: the group has it alike, and it
-        counts once."""
-        part, shards = loss / self.mates if alike else loss, self.shards
+        """Add gradients of this rank's part of the loss; one that all ranks have ``alike``, as that
+        of a collected result, counts once."""
+        part, shards = loss / self.ranks if alike else loss, self.shards
         axis = self._at_work.axis
         summed_loss(self.model, part).backward()
         self.shards, self._at_work.axis = shards, axis  # checkpoints go back to others
@@ -176,7 +182,7 @@ class Adapted:
     def add_up(self, loss: torch.Tensor, *, alike: bool = False) -> torch.Tensor:
         """The loss of all ranks together, once gradients are there: after the last
         :meth:`backward` of a step. Collective."""
-        whole = loss.detach().clone() / (self.mates if alike else 1)
+        whole = loss.detach().clone() / (self.ranks if alike else 1)
         if self._groups is not None:
             dist.all_reduce(whole)
             if not is_wrapped(self.model):
@@ -233,7 +239,8 @@ class Adapted:
             return None, 0
         each = self.ranks // parts
         blocks = [tuple(range(at, at + each)) for at in range(0, self.ranks, each)]
-        self._groups.prepare(blocks)
+        across = [tuple(range(at, self.ranks, each)) for at in range(each)]
+        self._groups.prepare([*blocks, *across])
         part = self._groups.rank // each
         return self._groups.get(blocks[part]), part
 

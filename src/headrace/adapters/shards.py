@@ -19,15 +19,16 @@ __all__ = ["AxisShards"]
 class AxisShards:
     """The places of ``axis`` are over the ranks of ``group``; other names are whole.
 
-    ``totals`` are the places of each name that is known, for the samples of this group, which begin
-    with ``samples``. ``passed`` are the axes that the stages of the forward mixed, ``position`` the
-    number of the next one; ``chosen`` are the axes that they were given, by number.
+    ``totals`` are the places of each name that is known, for the samples of this group; ``samples``
+    are the first one, how many, and of how many. ``passed`` are the axes that the stages of the
+    forward mixed, ``position`` the number of the next one; ``chosen`` are the axes that they were
+    given, by number.
     """
 
     axis: str
     totals: dict[str, int]
     group: dist.ProcessGroup | None
-    samples: tuple[int, int] = (0, 1)
+    samples: tuple[int, int, int] = (0, 1, 1)
     passed: list[tuple[str, ...]] = field(default_factory=list)
     position: int = 0
     chosen: dict[int, str] = field(default_factory=dict)

@@ -223,9 +223,11 @@ def verify(
     ``checkpoint`` reads every file of a checkpoint and compares checksums. Anything else is a model
     that nobody here wrote: a type of transformers (a tiny one with random weights), a folder, or
     MODULE:FUNCTION. Its losses and gradients with sequence parallelism are compared with one
-    process'; the exit code is 0 when they are equal, 1 when not, 2 when the model is refused:
+    process'; the exit code is 0 when they are equal, 1 when not, 2 when the model is refused.
+    ``latte``, ``timesformer`` and functions that make an AxisExample run on shards of their axes:
 
         headrace verify llama --ranks 2 4
+        headrace verify latte --ranks 4
         headrace verify my_package.models:make_gpt --ranks 2 --backend inductor
         headrace verify native --ranks 2 4
         headrace verify native --methods all --ranks 2 4

@@ -169,16 +169,26 @@ def test_checkpoints_repeat_no_traffic() -> None:
     assert plain_back == plain
 
 
-def collected() -> float:
-    x = drawn(1, 1, 5, 4, 6)
-    run = adapted(table())
-    with torch.no_grad():
-        return float((run.collect(run(**run.shard({"x": x})), DIMS) - table()(x)).abs().max())
+def collected(samples: int) -> float:
+    """How far a collected result and the gradients of a loss of it are from one process'."""
+    x, model, plain = drawn(1, samples, 5, 4, 6), table(), table()
+    run = adapted(model)
+    whole = run.collect(run(**run.shard({"x": x})), DIMS)
+    loss = whole.sin().sum()
+    run.backward(loss, alike=True)
+    wanted = plain(x)
+    wanted.sin().sum().backward()
+    total = run.add_up(loss, alike=True)
+    assert float(total) == pytest.approx(float(wanted.detach().sin().sum()), rel=1e-12)
+    off = (gradients(model) - gradients(plain)).abs().max() / gradients(plain).abs().max()
+    return max(float((whole - wanted).detach().abs().max()), float(off))
 
 
-def test_results_are_collected() -> None:
-    """Catches a result whose axis is not the one that the model began with."""
-    assert max(run_ranks(3, collected)) <= 1e-12
+@pytest.mark.parametrize(("ranks", "samples"), [(3, 1), (2, 3), (4, 3)])
+def test_results_are_collected(ranks: int, samples: int) -> None:
+    """Catches a result whose axis is not the one that the model began with, samples that are
+    missing, and a loss that counts for every rank."""
+    assert max(run_ranks(ranks, collected, samples)) <= EXACT
 
 
 def said(what: str) -> str:

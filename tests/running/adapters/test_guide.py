@@ -1,0 +1,74 @@
+"""What the guide shows, run on two ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.adapters.examples import latte
+from ranks import run_ranks
+
+GUIDE = (Path(__file__).parents[3] / "docs/guides/axes.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+
+
+class Block(torch.nn.Module):
+    """Attention over time or over space, as the guide's stages have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spatial = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.temporal = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, s, c = x.shape
+        y = self.spatial(x.reshape(b * t, s, c)).view(b, t, s, c).transpose(1, 2)
+        return self.temporal(y.reshape(b * s, t, c)).view(b, s, t, c).transpose(1, 2)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def shown(block: int) -> float:
+    """The loss that the guide's lines end with, or the distance of a result."""
+    example = latte()
+    torch.manual_seed(3)
+    names: dict[str, Any] = {
+        "latte": example.model, "video": example.inputs["hidden_states"],
+        "t": example.inputs["timestep"], "text": example.inputs["encoder_hidden_states"],
+        "target": torch.randn(2, 4, 5, 6, 6, dtype=torch.float64), "model": Model().double(),
+    }  # fmt: skip
+    exec(BLOCKS[0], names)  # the second block goes on with its imports
+    if not block:
+        return float(names["loss"])
+    exec(BLOCKS[1], names)
+    run, x = names["run"], torch.randn(2, 5, 3, 8, dtype=torch.float64)
+    with torch.no_grad():
+        whole = run.collect(run(**run.shard({"x": x})), "b t s c")
+        run.detach()
+        return float((whole - names["model"](x)).abs().max())
+
+
+def test_the_guide_runs() -> None:
+    """Catches names that have changed since the page was written, and a loss that is not the
+    mean over the whole batch."""
+    pytest.importorskip("diffusers")
+    example = latte()
+    torch.manual_seed(3)
+    target = torch.randn(2, 4, 5, 6, 6, dtype=torch.float64)
+    out = example.model(**example.inputs).sample
+    wanted = float((out - target).detach().square().mean())
+    assert run_ranks(2, shown, 0, timeout_s=100) == [pytest.approx(wanted, rel=1e-12)] * 2
+    assert max(run_ranks(2, shown, 1, timeout_s=100)) <= 1e-12
