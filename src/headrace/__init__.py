@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace import costs, errors, lengths
     from headrace.adapters.adapt import adapt
     from headrace.adapters.examples import AxisExample
-    from headrace.adapters.stages import Stage
+    from headrace.adapters.stages import AxisStage
     from headrace.config import Config
     from headrace.costs import CostModel
     from headrace.loop.attach import attach
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Architecture",
     "AxisExample",
+    "AxisStage",
     "Cluster",
     "Config",
     "CostModel",
     "Lengths",
     "Plan",
     "Problem",
-    "Stage",
     "Strategy",
     "Timeline",
     "TrainingRun",
@@ -67,7 +67,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "headrace.adapters.adapt": ("adapt",),
     "headrace.adapters.examples": ("AxisExample",),
-    "headrace.adapters.stages": ("Stage",),
+    "headrace.adapters.stages": ("AxisStage",),
     "headrace.config": ("Config",),
     "headrace.costs": ("CostModel",),
     "headrace.loop.attach": ("attach",),

@@ -59,7 +59,7 @@ def test_what_mixes_everything() -> None:
     """Catches a joint attention that cannot be run, and the dearer of two ways."""
     sizes, stages = {"t": 64, "s": 64}, ["s", "ts", "t"]
     plan = planned(stages, sizes, 8, heads=16)
-    assert [c.method for c in plan.choices] == ["local", "ulysses", "local"]
+    assert [c.method for c in plan.choices] == ["none", "ulysses", "none"]
     assert planned(stages, sizes, 8, heads=4).choices[1].method == "ring"
     # Bytes of both are equal on two ranks, where a ring's 2 M / N are 4 M / N^2.
     assert planned(["ts"], sizes, 2, heads=2).sent_bytes == pytest.approx(1e6)
@@ -86,10 +86,10 @@ def test_no_other_choice_is_quicker(
         total, last = 0.0, entry or choices[0].axis
         for stage, choice in zip(stages, choices, strict=True):
             mixed = choice.axis in stage.mixes and ranks > 1
-            if mixed != (choice.method != "local"):
+            if mixed != (choice.method != "none"):
                 return math.inf
             total += stage.work_s * math.ceil(axes[choice.axis] / ranks) / axes[choice.axis]
-            factor = {"local": 0, "ulysses": 4 / ranks, "ring": 2}[choice.method]
+            factor = {"none": 0, "ulysses": 4 / ranks, "ring": 2}[choice.method]
             if factor:
                 total += transfer_s(factor * 1e6 * (ranks - 1) / ranks)
             moved = choice.axis != last and ranks > 1
@@ -98,7 +98,7 @@ def test_no_other_choice_is_quicker(
         moved = exit_ is not None and last != exit_ and ranks > 1
         return total + (transfer_s(1e6 * (ranks - 1) / ranks**2) if moved else 0.0)
 
-    each = [AxisChoice(axis=a, method=m) for a in "abc" for m in ("local", "ulysses", "ring")]  # type: ignore[arg-type]
+    each = [AxisChoice(axis=a, method=m) for a in "abc" for m in ("none", "ulysses", "ring")]  # type: ignore[arg-type]
     best = min(map(seconds, itertools.product(each, repeat=len(stages))))
     plan = plan_axes(stages, axes, ranks, tensor_bytes=1e6, transfer_s=transfer_s, heads=8,
                      entry=entry, exit_=exit_, empty=True)  # fmt: skip

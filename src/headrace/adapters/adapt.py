@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headrace.adapters.adapted import Adapted, Sizes
 from headrace.adapters.latte import adapt_latte
-from headrace.adapters.stages import Stage
+from headrace.adapters.stages import AxisStage
 from headrace.adapters.timesformer import adapt_timesformer
 from headrace.comm.mesh import Groups
 from headrace.errors import ModelError
@@ -25,7 +25,7 @@ KNOWN: Mapping[str, Callable[..., Adapted]] = {
 
 
 def adapt(
-    model: torch.nn.Module, *, stages: Sequence[Stage] = (),
+    model: torch.nn.Module, *, stages: Sequence[AxisStage] = (),
     inputs: Mapping[str, str] | None = None, axis: str | None = None, batch: str | None = None,
     sizes: Sizes = None, groups: Groups | None = None,
 ) -> Adapted:  # fmt: skip
@@ -51,7 +51,7 @@ def adapt(
         raise ModelError(
             f"axes of {type(inner).__name__}", got="a model without an adapter",
             wanted=f"one of {', '.join(KNOWN)}, or stages, inputs and axis",
-            hint='hr.adapt(model, stages=[hr.Stage(modules="blocks.*.temporal", mixes="t", '
+            hint='hr.adapt(model, stages=[hr.AxisStage(modules="blocks.*.temporal", mixes="t", '
             'dims="(b s) t c"), ...], inputs={"x": "b t s c"}, axis="t")',
         )  # fmt: skip
     return Adapted(

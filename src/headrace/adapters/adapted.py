@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from headrace.adapters.dims import Dims
 from headrace.adapters.shards import AxisShards
-from headrace.adapters.stages import Stage, modules_of
+from headrace.adapters.stages import AxisStage, modules_of
 from headrace.comm.collectives import agree
 from headrace.comm.mesh import Groups
 from headrace.errors import DataError, ModelError, SpecError
@@ -66,7 +66,7 @@ class Adapted:
     """
 
     def __init__(
-        self, model: torch.nn.Module, *, stages: Sequence[Stage], inputs: Mapping[str, str],
+        self, model: torch.nn.Module, *, stages: Sequence[AxisStage], inputs: Mapping[str, str],
         axis: str, batch: str | None = None, sizes: Sizes = None, groups: Groups | None = None,
     ) -> None:  # fmt: skip
         self.model = model
@@ -244,7 +244,7 @@ class Adapted:
         part = self._groups.rank // each
         return self._groups.get(blocks[part]), part
 
-    def _enter(self, stage: Stage, _: Any, args: Any, named: Any) -> Any:
+    def _enter(self, stage: AxisStage, _: Any, args: Any, named: Any) -> Any:
         if self._quiet:
             return args, named
         first, *rest = args
@@ -264,7 +264,7 @@ class Adapted:
                 given[key] = shards.cut(given[key], Dims.parse(text))
         return (first, *(given[at] for at in range(1, len(args)))), {k: given[k] for k in named}
 
-    def _leave(self, stage: Stage, _: Any, __: Any, out: Any) -> Any:
+    def _leave(self, stage: AxisStage, _: Any, __: Any, out: Any) -> Any:
         if self._quiet:
             return out
         shards, before = self._at_work, self._entered.pop()
@@ -274,7 +274,7 @@ class Adapted:
         first = shards.switched(first, stage.layout, before)
         return (first, *rest) if isinstance(out, tuple) else first
 
-    def _next_axis(self, stage: Stage, at: int) -> str:
+    def _next_axis(self, stage: AxisStage, at: int) -> str:
         """The axis in shards from this stage on: as planned from the order that stages had before;
         at first, and where stages return, the one of most places."""
         shards = self._at_work
@@ -283,7 +283,7 @@ class Adapted:
         shards.chosen[at] = self._chosen(stage, at, shards)
         return shards.chosen[at]
 
-    def _chosen(self, stage: Stage, at: int, shards: AxisShards) -> str:
+    def _chosen(self, stage: AxisStage, at: int, shards: AxisShards) -> str:
         if not stage.returns and at < len(self._order) and self._order[at] == stage.mixed:
             key = self._order, tuple(shards.totals.items()), shards.ranks
             if key not in self._plans:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from headrace.adapters.adapted import Adapted
-from headrace.adapters.stages import Stage
+from headrace.adapters.stages import AxisStage
 from headrace.comm.mesh import Groups
 
 __all__ = ["adapt_latte"]
 
 _STAGES = (
-    Stage(modules="transformer_blocks.*", mixes="s", dims="(b t) s d"),
-    Stage(modules="temporal_transformer_blocks.*", mixes="t", dims="(b s) t d",
+    AxisStage(modules="transformer_blocks.*", mixes="s", dims="(b t) s d"),
+    AxisStage(modules="temporal_transformer_blocks.*", mixes="t", dims="(b s) t d",
           sides={4: "(b s) e"}),
 )  # fmt: skip
 

@@ -11,12 +11,14 @@ import torch
 from headrace.adapters.dims import Dims
 from headrace.errors import ModelError, SpecError
 
-__all__ = ["Stage", "modules_of"]
+__all__ = ["AxisStage", "modules_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class AxisStage:
     """Modules in which places of an axis see each other.
+
+    Fields::
 
         modules   their names, ``*`` for a part of any name: ``blocks.*.temporal``
         mixes     the axes whose places see each other in them: ``t``, or several: ``t s``
@@ -55,10 +57,12 @@ class Stage:
         return Dims.parse(self.dims)
 
 
-def modules_of(model: torch.nn.Module, stages: tuple[Stage, ...]) -> dict[torch.nn.Module, Stage]:
+def modules_of(
+    model: torch.nn.Module, stages: tuple[AxisStage, ...]
+) -> dict[torch.nn.Module, AxisStage]:
     """The stage of each module. Raises ModelError for names that no module has, and for modules of
     two stages."""
-    found: dict[torch.nn.Module, Stage] = {}
+    found: dict[torch.nn.Module, AxisStage] = {}
     for stage in stages:
         wanted = re.compile(re.escape(stage.modules).replace(r"\*", r"[^.]+"))
         named = [m for name, m in model.named_modules() if wanted.fullmatch(name)]

@@ -15,7 +15,7 @@ import torch
 
 from headrace.adapters.adapted import Adapted
 from headrace.adapters.dims import Dims
-from headrace.adapters.stages import Stage
+from headrace.adapters.stages import AxisStage
 from headrace.comm.mesh import Groups
 from headrace.errors import ModelError
 
@@ -40,7 +40,7 @@ def adapt_timesformer(model: Any, *, groups: Groups | None = None) -> Adapted:
 
     prefix = "timesformer." if hasattr(inner, "timesformer") else ""
     body = getattr(inner, "timesformer", inner)
-    over_time = Stage(
+    over_time = AxisStage(
         modules=f"{prefix}encoder.layer.*.temporal_attention", mixes="t", dims="(b h w) t d"
     )
     run = Adapted(

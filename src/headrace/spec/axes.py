@@ -31,7 +31,7 @@ class AxisChoice:
     ``ulysses`` exchanges heads for places, ``ring`` passes keys and values on."""
 
     axis: str
-    method: Literal["local", "ulysses", "ring"] = "local"
+    method: Literal["none", "ulysses", "ring"] = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

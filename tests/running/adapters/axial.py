@@ -50,11 +50,11 @@ class Table(nn.Module):
         return x if scale is None else x * scale
 
 
-def stages(*, returns: bool, swapped: bool = False) -> list[hr.Stage]:
+def stages(*, returns: bool, swapped: bool = False) -> list[hr.AxisStage]:
     """What each block mixes; ``swapped``: a wrong name for one of them."""
     mixed = {"i": "j", "j": "i"} if swapped else {}
     return [
-        hr.Stage(modules=f"blocks.*.{name}", mixes=mixed.get(name, name), dims=DIMS,
+        hr.AxisStage(modules=f"blocks.*.{name}", mixes=mixed.get(name, name), dims=DIMS,
                  returns=returns)
         for name in AXES
     ]  # fmt: skip

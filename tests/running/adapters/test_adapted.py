@@ -198,12 +198,12 @@ def said(what: str) -> str:
         if what == "no stages":
             hr.adapt(table())
         if what == "no module":
-            hr.adapt(table(), stages=[hr.Stage(modules="layers.*", mixes="i", dims=DIMS)],
+            hr.adapt(table(), stages=[hr.AxisStage(modules="layers.*", mixes="i", dims=DIMS)],
                      inputs={"x": DIMS}, axis="i")  # fmt: skip
         if what == "an axis that is not there":
-            hr.Stage(modules="blocks.*", mixes="z", dims=DIMS)
+            hr.AxisStage(modules="blocks.*", mixes="z", dims=DIMS)
         if what == "everything mixed":
-            every = [hr.Stage(modules="blocks.0.i", mixes="i j k", dims=DIMS)]
+            every = [hr.AxisStage(modules="blocks.0.i", mixes="i j k", dims=DIMS)]
             run = hr.adapt(table(), stages=every, inputs={"x": DIMS}, axis="i")
             run(**run.shard({"x": x}))
         run = adapted(table())
@@ -263,6 +263,6 @@ def test_dims_are_read() -> None:
     """Catches brackets in brackets, and names that stand twice."""
     for text in ("b (t s", "b b", "(b t) t", "", "b ((t s) c)", "b t-s"):
         with pytest.raises(SpecError, match="dims"):
-            hr.Stage(modules="x", mixes="", dims=text)
+            hr.AxisStage(modules="x", mixes="", dims=text)
     assert isinstance(example(), AxisExample)
     assert set(AXES) < set(DIMS.split())
