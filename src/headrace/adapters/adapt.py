@@ -11,6 +11,7 @@ from headrace.adapters.adapted import Adapted, Sizes
 from headrace.adapters.latte import adapt_latte
 from headrace.adapters.stages import AxisStage
 from headrace.adapters.timesformer import adapt_timesformer
+from headrace.adapters.transformer_2d import adapt_transformer_2d
 from headrace.comm.mesh import Groups
 from headrace.errors import ModelError
 
@@ -20,6 +21,7 @@ KNOWN: Mapping[str, Callable[..., Adapted]] = {
     "LatteTransformer3DModel": adapt_latte,
     "TimesformerForVideoClassification": adapt_timesformer,
     "TimesformerModel": adapt_timesformer,
+    "Transformer2D": adapt_transformer_2d,
 }
 """Adapters by the names of models' classes."""
 

@@ -13,8 +13,9 @@ from headrace.adapters.adapt import adapt
 from headrace.adapters.adapted import Adapted
 from headrace.adapters.dims import Dims
 from headrace.errors import MissingExtra
+from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
 
-__all__ = ["EXAMPLES", "AxisExample", "latte", "timesformer"]
+__all__ = ["EXAMPLES", "AxisExample", "latte", "timesformer", "transformer_2d"]
 
 Results = Callable[[Any], Sequence[tuple[torch.Tensor, str]]]
 
@@ -119,12 +120,31 @@ def timesformer(
     )  # fmt: skip
 
 
-EXAMPLES: Mapping[str, Mapping[str, Callable[[], AxisExample]]] = {
+def transformer_2d(frames: int = 5, patches: int = 6, samples: int = 2) -> AxisExample:
+    """A small Transformer-2D in fp64."""
+    torch.manual_seed(0)
+    model = Transformer2D(SHAPES_2D["tiny"]).double()
+    return AxisExample(
+        model=model,
+        inputs={
+            "x": torch.randn(samples, frames, patches, 4, dtype=torch.float64),
+            "timestep": torch.randint(0, 1000, (samples,)),
+            "frames": torch.arange(frames), "patches": torch.arange(patches),
+        },
+        results=lambda out: [(out, "b t s c")],
+    )  # fmt: skip
+
+
+EXAMPLES: dict[str, dict[str, Callable[[], AxisExample]]] = {
     name: {
         "5 frames": make,
-        "4 frames, recomputed": partial(make, frames=4, checkpoints=True),
         "one frame, 4 samples": partial(make, frames=1, samples=4),
     }
-    for name, make in (("latte", latte), ("timesformer", timesformer))
+    for name, make in (
+        ("latte", latte), ("timesformer", timesformer), ("transformer-2d", transformer_2d)
+    )
 }  # fmt: skip
 """By their names on the command line, several of each."""
+
+EXAMPLES["latte"]["4 frames, recomputed"] = partial(latte, frames=4, checkpoints=True)
+EXAMPLES["timesformer"]["4 frames, recomputed"] = partial(timesformer, frames=4, checkpoints=True)

@@ -1,0 +1,154 @@
+"""Transformer-2D: blocks over space and over time in turn (DSP, section 4 and appendix A.1).
+
+OpenSora's model without cross attention, so a layer is two transformer blocks that differ only in
+the axis that their attention mixes. Each is shifted and scaled by the time of the diffusion
+(adaLN-single, as in OpenSora). Places are inputs, so that a shard of them is right.
+
+Shape legend: b clips of t frames of s patches; c channels of a patch, h features, n heads.
+
+Table 5 names 28 layers of 1,152 features "720M" and 36 of 2,038 "3B" (an error for 2,048: 32 heads
+do not divide it). With two blocks of 12 h^2 in each layer they have 0.89 and 3.6 billion parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn import functional as f
+
+__all__ = ["SHAPES_2D", "Attend2D", "Block2D", "Shape2D", "Transformer2D", "attend_over"]
+
+Mixed = Literal["t", "s"]
+
+Attend2D = Callable[[torch.Tensor], torch.Tensor]
+"""Attention of queries, keys and values [b, t, s, n, 3, d] over one axis: [b, t, s, n, d]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape2D:
+    """Its sizes; ``layers`` of two blocks."""
+
+    layers: int
+    hidden: int
+    heads: int
+    channels: int = 16
+
+    @property
+    def block_elements(self) -> int:
+        """Weights of the matrices of a layer: 12 h^2 for each of two blocks."""
+        return 24 * self.hidden**2
+
+
+SHAPES_2D = {
+    "720m": Shape2D(layers=28, hidden=1152, heads=16),
+    "3b": Shape2D(layers=36, hidden=2048, heads=32),
+    "tiny": Shape2D(layers=2, hidden=32, heads=4, channels=4),
+}
+"""The paper's, by their names there, and one for tests."""
+
+
+def attend_over(axis: Mixed) -> Attend2D:
+    """Attention over one axis of tensors that have all of it."""
+
+    order = (0, 2, 3, 1, 4) if axis == "t" else (0, 1, 3, 2, 4)  # other places, heads, its places
+    back = (0, 3, 1, 2, 4) if axis == "t" else (0, 1, 3, 2, 4)
+
+    def attend(qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.permute(order) for x in qkv.unbind(-2))
+        return f.scaled_dot_product_attention(q, k, v).permute(back)
+
+    return attend
+
+
+class Block2D(nn.Module):
+    """Attention over one axis and a feed-forward, both shifted, scaled and gated by the time."""
+
+    def __init__(self, hidden: int, heads: int, mixes: Mixed) -> None:
+        super().__init__()
+        self.heads, self.mixes = heads, mixes
+        self.norm = nn.LayerNorm(hidden, elementwise_affine=False)
+        self.norm2 = nn.LayerNorm(hidden, elementwise_affine=False)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.table = nn.Parameter(torch.randn(6, hidden) / hidden**0.5)
+        self.attend = attend_over(mixes)
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """x [b, t, s, h], time [b, 6, h] to [b, t, s, h]."""
+        shift, scale, gate, shift2, scale2, gate2 = self.modulation(time)
+        x = x + gate * self.attention(self.norm(x) * (1 + scale) + shift)
+        return x + gate2 * self.feed_forward(self.norm2(x) * (1 + scale2) + shift2)
+
+    def modulation(self, time: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Six times [b, 1, 1, h]."""
+        return (self.table + time)[:, :, None, None].unbind(1)
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, t, s, h] to the same. The projection's rows are those of head after head."""
+        qkv = self.qkv(x).unflatten(-1, (self.heads, 3, -1))
+        return self.out(self.attend(qkv).flatten(-2))
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, t, s, h] to the same."""
+        return self.down(f.gelu(self.up(x)))
+
+
+class Layer2D(nn.Module):
+    """A block over space and one over time."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.spatial = Block2D(hidden, heads, "s")
+        self.temporal = Block2D(hidden, heads, "t")
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """x [b, t, s, h], time [b, 6, h] to [b, t, s, h]."""
+        return self.temporal(self.spatial(x, time), time)
+
+
+class Transformer2D(nn.Module):
+    """Predicts a value for every channel of every patch."""
+
+    def __init__(self, shape: Shape2D) -> None:
+        super().__init__()
+        self.shape, hidden = shape, shape.hidden
+        self.embed, self.predict = (
+            nn.Linear(shape.channels, hidden),
+            nn.Linear(hidden, shape.channels),
+        )
+        self.time = nn.Sequential(
+            nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 6 * hidden)
+        )
+        self.layers = nn.ModuleList(Layer2D(hidden, shape.heads) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(hidden)
+
+    def forward(
+        self, x: torch.Tensor, timestep: torch.Tensor, frames: torch.Tensor, patches: torch.Tensor
+    ) -> torch.Tensor:
+        """Values of every channel.
+
+            x          [b, t, s, c]
+            timestep   [b]           of the diffusion
+            frames     [t], patches [s]: their places
+            returns    [b, t, s, c]
+        """  # fmt: skip
+        hidden, kind = self.shape.hidden, x.dtype
+        places = _waves(frames, hidden, kind)[:, None] + _waves(patches, hidden, kind)
+        x = self.embed(x) + places
+        time = self.time(_waves(timestep, hidden, kind)).unflatten(-1, (6, -1))
+        for layer in self.layers:
+            x = layer(x, time)
+        return self.predict(self.norm(x))
+
+
+def _waves(places: torch.Tensor, features: int, kind: torch.dtype) -> torch.Tensor:
+    """[n] to [n, features]: sines and cosines of growing length."""
+    half = features // 2
+    exponents = torch.arange(half, device=places.device, dtype=torch.float64) / half
+    angles = places.double()[:, None] * torch.exp(-math.log(1e4) * exponents)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(kind)

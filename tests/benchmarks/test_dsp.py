@@ -1,0 +1,78 @@
+"""The benchmark of models of several axes, by its functions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import dsp
+import pytest
+import torch
+import torch.distributed as dist
+
+from headrace.layouts.intervals import split_sizes
+from headrace.ops.switch import switch
+from ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    """What three ranks count."""
+    return run_ranks(3, dsp.bytes_rows, 6, 9, timeout_s=100)[0]
+
+
+def test_counted_bytes_are_those_of_the_formulas(rows: list[dict[str, Any]]) -> None:
+    """Catches padding, exchanges that come twice, and formulas of another implementation."""
+    for row in rows:
+        assert row["sent"] == pytest.approx(row["formula"], rel=1e-12), row["method"]
+
+
+def test_methods_have_the_same_gradients(rows: list[dict[str, Any]]) -> None:
+    """Catches contenders that do other work."""
+    assert [row["method"] for row in rows] == list(dsp.METHODS)
+    norms = [row["gradient_norm"] for row in rows]
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-5)
+    assert norms[0] > 0
+
+
+def both_switches() -> bool:
+    sizes = split_sizes(5, 2)
+    x = torch.randn(sizes[dist.get_rank()], 7, 3)
+    mine = switch(x, 0, 1, dist.group.WORLD, sizes=sizes)
+    theirs = dsp.padded(x, sizes)
+    return torch.equal(mine, theirs[:, : mine.shape[1]])
+
+
+def test_the_padded_switch_is_one() -> None:
+    """Catches a contender that does not bring what the other does."""
+    assert all(run_ranks(2, both_switches))
+
+
+def test_scaling_is_that_of_the_formulas() -> None:
+    """Catches heads that are shared among more devices than there are."""
+    found = dsp.scaling_rows("h100")
+    assert all(row["ulysses"] is None for row in found if row["devices"] == 64)
+    for row in found:
+        if row["devices"] > 1:
+            assert row["dsp"] < min(row[m] for m in dsp.METHODS[1:] if row[m] is not None)
+        else:
+            assert len({row[m] for m in dsp.METHODS}) == 1
+
+
+def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches tables that lack a method, and a picture of nothing."""
+    pytest.importorskip("vl_convert")
+    options = ["--ranks", "2", "--rounds", "1", "--frames", "4", "--patches", "6"]
+    dsp.SWITCHES, kept = ((3, 5, 4),), dsp.SWITCHES
+    try:
+        code = dsp.main([*options, "--json", str(tmp_path / "x.json"),
+                         "--picture", str(tmp_path / "x.svg")])  # fmt: skip
+    finally:
+        dsp.SWITCHES = kept
+    assert code == 0
+    out = capsys.readouterr().out
+    assert all(out.count(method) >= 2 for method in dsp.METHODS)
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert {row["method"] for row in found["steps"]} == set(dsp.METHODS)
+    assert (tmp_path / "x.svg").read_text().count("<path") > 10
