@@ -6,8 +6,8 @@ the axis that their attention mixes. Each is shifted and scaled by the time of t
 
 Shape legend: b clips of t frames of s patches; c channels of a patch, h features, n heads.
 
-Table 5 names 28 layers of 1,152 features "720M" and 36 of 2,038 "3B" (an error for 2,048: 32 heads
-do not divide it). With two blocks of 12 h^2 in each layer they have 0.89 and 3.6 billion parameters.
+Table 5 names 28 layers of 1,152 features "720M" and 36 of 2,038 "3B" (an error for 2,048, as 32
+heads do not divide it). With two blocks of 12 h^2 a layer they have 0.89 and 3.6 billion weights.
 """
 
 from __future__ import annotations
