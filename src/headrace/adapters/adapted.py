@@ -244,6 +244,8 @@ class Adapted:
         part = self._groups.rank // each
         return self._groups.get(blocks[part]), part
 
+    # Compilers break their graphs here: what is in shards is known when a stage runs.
+    @torch.compiler.disable
     def _enter(self, stage: AxisStage, _: Any, args: Any, named: Any) -> Any:
         if self._quiet:
             return args, named
@@ -264,6 +266,7 @@ class Adapted:
                 given[key] = shards.cut(given[key], Dims.parse(text))
         return (first, *(given[at] for at in range(1, len(args)))), {k: given[k] for k in named}
 
+    @torch.compiler.disable
     def _leave(self, stage: AxisStage, _: Any, __: Any, out: Any) -> Any:
         if self._quiet:
             return out

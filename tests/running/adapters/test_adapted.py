@@ -21,7 +21,7 @@ from headrace.errors import DataError, HeadraceError, InfeasiblePlan, ModelError
 from headrace.runtime.counted import TrafficCounter
 from ranks import run_ranks
 from running.adapters.axial import AXES, DIMS, Axial, example, stages, table
-from spread import spread
+from spread import spread, whole
 
 EXACT = 1e-10
 
@@ -168,6 +168,44 @@ def test_checkpoints_repeat_no_traffic() -> None:
     plain, plain_back, forward, back = run_ranks(2, recomputed_bytes)[0]
     assert back == forward > 0
     assert plain_back == plain
+
+
+def compiled(how: str) -> list[float]:
+    """How far gradients of two batches of other sizes are from one process'."""
+    mine, plain = (EXAMPLES["transformer-2d"]["5 frames"]().model for _ in range(2))
+    found = []
+    run = hr.adapt(mine)
+    if how == "model":
+        mine.compile(backend="aot_eager", dynamic=True)
+    else:
+        block: Any = mine.layers[0].temporal
+        block.forward = torch.compile(
+            block.forward, backend="aot_eager", dynamic=True, fullgraph=True
+        )
+    for frames, patches in ((5, 6), (7, 4)):
+        inputs = {
+            "x": torch.randn(1, frames, patches, 4, dtype=torch.float64,
+                             generator=torch.Generator().manual_seed(frames)),
+            "timestep": torch.tensor([3]), "frames": torch.arange(frames),
+            "patches": torch.arange(patches),
+        }  # fmt: skip
+        mine.zero_grad()
+        plain.zero_grad()
+        loss = run(**run.shard(inputs)).square().sum()
+        run.backward(loss)
+        run.add_up(loss)
+        plain(**inputs).square().sum().backward()
+        wanted = gradients(plain)
+        found.append(float((gradients(mine) - wanted).abs().max() / wanted.abs().max()))
+    return found
+
+
+@pytest.mark.parametrize("how", ["block", whole("model")])
+def test_compiled_models(how: str) -> None:
+    """Catches switches that are traced with the sizes of one batch, and, of a block, a graph
+    that breaks."""
+    for errors in run_ranks(2, compiled, how, timeout_s=200):
+        assert max(errors) <= EXACT
 
 
 def collected(samples: int) -> float:
