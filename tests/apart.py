@@ -6,6 +6,7 @@ fail in a child of a process that has used them.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -50,6 +51,7 @@ def failure_of(path: Path, name: str, given: Mapping[str, Any]) -> str:
 
 def _run(path: Path, name: str, given: dict[str, Any], patched: bool, there: Connection) -> None:
     text = ""
+    gc.freeze()
     try:
         function = getattr(_module(path), name)
         if patched:

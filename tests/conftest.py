@@ -9,8 +9,10 @@ import pytest
 
 from apart import failure_of
 
-# A shell may have them ignored (nohup); what tests of signals send must arrive.
+# A shell may have them ignored (nohup, &); what tests of signals send must arrive.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Deadlines would fail tests on a busy machine.
 hypothesis.settings.register_profile("headrace", deadline=None)

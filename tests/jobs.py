@@ -28,6 +28,7 @@ class Job:
 
     def _live(self, body: Callable[[Job], int]) -> None:
         code = 99
+        gc.freeze()
         try:
             self.pid = os.getpid()
             os.setsid()

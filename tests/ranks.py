@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -56,6 +57,7 @@ def _rank(
     rank: int, ranks: int, folder: str, pipe: Any, fn: Callable[..., Any], args: tuple[Any, ...],
     timeout_s: float,
 ) -> None:  # fmt: skip
+    gc.freeze()  # a collection would write to, and so copy, every page of what was imported
     try:
         torch.set_num_threads(1)
         store = dist.FileStore(os.path.join(folder, "store"), ranks)

@@ -62,7 +62,7 @@ def test_scaling_is_that_of_the_formulas() -> None:
 
 def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches tables that lack a method, and a picture of nothing."""
-    pytest.importorskip("vl_convert")
+    pytest.importorskip("altair")
     options = ["--ranks", "2", "--rounds", "1", "--frames", "4", "--patches", "6"]
     dsp.SWITCHES, kept = ((3, 5, 4),), dsp.SWITCHES
     try:

@@ -24,7 +24,7 @@ __all__ = ["doctor", "examine"]
 _PACKAGES = (
     "torch", "numpy", "pydantic", "cyclopts", "rich", "jinja2", "safetensors", "psutil",
     "tokenizers", "transformers", "altair", "vl-convert-python", "scikit-learn", "pyarrow",
-    "pyfaidx", "tensorboard", "wandb",
+    "diffusers", "pyfaidx", "tensorboard", "wandb",
 )  # fmt: skip
 
 

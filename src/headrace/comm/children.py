@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -69,6 +70,7 @@ def fork(ranks: int, body: Callable[[int], int]) -> dict[int, int]:
 def _live(parent: int, rank: int, body: Callable[[int], int]) -> None:
     """The child's life; never returns into the code of its parent."""
     code = 1
+    gc.freeze()  # a collection would write to, and so copy, every page of what was imported
     try:
         for number in (signal.SIGINT, signal.SIGHUP):  # the terminal sends it to all of us
             signal.signal(number, signal.SIG_IGN)
