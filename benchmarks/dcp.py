@@ -7,8 +7,10 @@ of Python's standard library, a token for each byte. The model is the paper's Tr
 layers of 3072 features, 48 heads, 5B parameters) on H200 with 80 GB a device, by data sheets and
 formulas, with Ulysses and weights whole while they work, as with ZeRO-1.
 
-    bucket   one group size, the smallest that holds the longest; batches of like lengths
+    bucket   one group size for all steps, the smallest that holds the longest sequence there can
+             be (the paper's baseline); batches of like lengths
     packed   the same groups, packs as full as memory allows
+    best ... both on the group size that is quickest for each batch, as nobody chooses by hand
     inter    a size and a batch for each bucket of lengths, accumulation to end together;
              as those before, every layer computed again
     intra    the same, and no more layers computed again than memory asks for
@@ -35,6 +37,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +59,8 @@ EXPONENTS = {"short": 3.0, "balanced": 2.0, "long": 1.0}
 FULL = ("full",)
 LEVELS = ("none", "attention", "full")
 PLANNERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "bucket": ("bucket", FULL), "packed": ("packed", FULL), "inter": ("dcp", FULL),
+    "bucket": ("bucket", FULL), "packed": ("packed", FULL), "best bucket": ("bucket", FULL),
+    "best packed": ("packed", FULL), "inter": ("dcp", FULL),
     "intra": ("dcp", LEVELS), "headrace": ("adaptive", LEVELS),
 }  # fmt: skip
 
@@ -85,10 +89,22 @@ def problem_of(planner: str, devices: int) -> hr.Problem:
     """What a planner may choose from."""
     name, levels = PLANNERS[planner]
     costs = hr.costs.roofline(MODEL, "h200", devices=devices, memory_bytes=MEMORY)
-    return hr.Problem(
+    problem = hr.Problem(
         costs=costs, planner=name, recompute=levels, holding=("whole",), stages=False,
         methods=("local", "ulysses_z"),
     )  # fmt: skip
+    return (
+        problem if planner not in ("bucket", "packed") else problem.replace(sizes=(held(problem),))
+    )
+
+
+def held(problem: hr.Problem) -> int:
+    """The smallest group size that holds the longest sequence there can be."""
+    for p in problem.group_sizes:
+        with suppress(hr.errors.InfeasiblePlan):
+            hr.plan([MODEL.positions], problem.replace(sizes=(p,)))
+            return p
+    raise SystemExit(f"no group holds {MODEL.positions} tokens")
 
 
 def simulated(data: Sequence[str], devices: int, steps: int, each: int) -> Iterator[dict[str, Any]]:

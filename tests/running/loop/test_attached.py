@@ -93,7 +93,7 @@ def planned_steps(how: str, folder: Path, options: dict[str, Any]) -> Any:
     return losses, weights(model), plans, run.found.costs.shape.layers, said
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("how", [whole("ddp"), "fsdp2"])
 def test_a_run_plans_for_itself(how: str, tmp_path: Path) -> None:
     """Catches costs that plans cannot be made from, and plans that the weights do not allow."""
     found = run_ranks(2, planned_steps, how, tmp_path, {"epochs": 2}, timeout_s=200)

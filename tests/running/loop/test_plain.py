@@ -24,6 +24,7 @@ from headrace.loop.turns import turns_of
 from ranks import run_ranks
 from running.loop.loops import Drawn, alone, attached, batches, costs, dataset, trained, weights
 from running.passes.foreign import OwnAttention, gpt
+from spread import whole
 
 EXACT = 1e-10
 
@@ -54,7 +55,9 @@ def plain_steps(loss: str, folder: Path, ddp: bool) -> tuple[list[float], Any]:
     return trained(run, called, LOSSES[loss]), weights(model)
 
 
-@pytest.mark.parametrize(("loss", "ddp"), [("its own", True), ("ours", False), ("by hand", False)])
+@pytest.mark.parametrize(
+    ("loss", "ddp"), [("its own", True), whole("ours", False), ("by hand", False)]
+)
 def test_a_plain_module_equals_one_process(loss: str, ddp: bool, tmp_path: Path) -> None:
     """Catches a model that is run without the pass, places of whole packs, and losses that are
     means of means."""

@@ -79,7 +79,7 @@ def _usable(model: str, ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "every"), [(1, 4), (2, 6), (3, 9), (4, 12), *(whole(n, 1) for n in (1, 2, 3, 4))]
+    ("ranks", "every"), [(1, 8), (2, 12), (3, 18), (4, 24), *(whole(n, 1) for n in (1, 2, 3, 4))]
 )
 def test_a_layer_equals_one_process(ranks: int, every: int) -> None:
     """Would catch any wrong adjoint, head order, token order or doubled gradient of one method,
@@ -97,7 +97,7 @@ def test_a_layer_equals_one_process(ranks: int, every: int) -> None:
     assert not _wrong(spread(cases, every), ranks)
 
 
-@pytest.mark.parametrize(("ranks", "every"), [(2, 3), (4, 8), whole(2, 1), whole(4, 1)])
+@pytest.mark.parametrize(("ranks", "every"), [(2, 6), (4, 16), whole(2, 1), whole(4, 1)])
 def test_neighbouring_layers_and_branches_may_differ(ranks: int, every: int) -> None:
     """Every ordered pair of methods in two layers, every pair in two branches of one: would catch
     a method that leaves tokens in another order or a gradient unfinished for its neighbour."""

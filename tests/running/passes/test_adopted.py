@@ -90,7 +90,7 @@ def check_tutorials_model(ranks: int, heads: int, keys: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "heads", "keys"), [whole(1, 4, 4), (2, 4, 4), (3, 5, 1), whole(4, 6, 3)]
+    ("ranks", "heads", "keys"), [whole(1, 4, 4), whole(2, 4, 4), (3, 5, 1), whole(4, 6, 3)]
 )
 def test_a_tutorials_model(ranks: int, heads: int, keys: int) -> None:
     """Catches lost labels at borders, places that begin anew, wrong shares of heads, means of

@@ -20,6 +20,7 @@ from headrace.spec import Architecture, Lengths, weight_table
 from oracles import full_weights, reference_step
 from plans import random_documents, random_plan
 from ranks import run_ranks
+from spread import whole
 
 switch_module = sys.modules["headrace.ops.columns"]  # the name in the package is the function
 
@@ -97,7 +98,9 @@ def test_gradients_equal_one_process(model, ranks):
 
 
 @pytest.mark.parametrize(
-    ("a", "ranks"), [*((LLAMA, ranks) for ranks in (1, 2, 3, 4)), *((BERT, r) for r in (1, 2, 3))],
+    ("a", "ranks"),
+    [(LLAMA, 1), whole(LLAMA, 2), whole(LLAMA, 3), (LLAMA, 4), whole(BERT, 1), (BERT, 2),
+     (BERT, 3)],
     ids=lambda value: getattr(value, "kind", str(value)),
 )  # fmt: skip
 def test_ten_steps_equal_one_process(a, ranks):

@@ -177,7 +177,7 @@ def _check_steps(a: Architecture, ranks: int, seed: int, steps: int) -> None:
         np.testing.assert_allclose(got, wanted.detach().numpy(), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, whole(6), whole(8)])
+@pytest.mark.parametrize("ranks", [2, whole(3), 4, whole(6), whole(8)])
 def test_ten_steps_of_ten_strategies_equal_one_process(ranks: int) -> None:
     """Would catch state that a strategy leaves behind: weights of another layout that were not
     pulled anew, partial sums that were not cleared, a group met in another order."""
