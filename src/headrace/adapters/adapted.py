@@ -249,7 +249,14 @@ class Adapted:
     def _enter(self, stage: AxisStage, _: Any, args: Any, named: Any) -> Any:
         if self._quiet:
             return args, named
-        first, *rest = args
+        given = {**dict(enumerate(args)), **named}
+        key = next(iter(given), None)
+        first = given.get(key)
+        if not isinstance(first, torch.Tensor):
+            raise ModelError(
+                f"stage {stage.modules}", got=f"{type(first).__name__} as its first argument",
+                wanted=f"a tensor of dims {stage.dims}",
+            )  # fmt: skip
         place = self._known.get(first)
         if place is not None and place.stage:  # what a checkpoint computes again
             self.shards = place.shards
@@ -259,12 +266,11 @@ class Adapted:
         self._known[first] = _Place(shards, shards.axis, at, stage=True)
         self._entered.append(shards.axis)
         if shards.group is not None and shards.axis in stage.mixed:
-            first = shards.switched(first, stage.layout, self._next_axis(stage, at))
-        given = {**dict(enumerate(rest, 1)), **named}
-        for key, text in stage.sides.items():
-            if isinstance(given.get(key), torch.Tensor):
-                given[key] = shards.cut(given[key], Dims.parse(text))
-        return (first, *(given[at] for at in range(1, len(args)))), {k: given[k] for k in named}
+            given[key] = shards.switched(first, stage.layout, self._next_axis(stage, at))
+        for side, text in stage.sides.items():
+            if isinstance(given.get(side), torch.Tensor):
+                given[side] = shards.cut(given[side], Dims.parse(text))
+        return tuple(given[at] for at in range(len(args))), {k: given[k] for k in named}
 
     @torch.compiler.disable
     def _leave(self, stage: AxisStage, _: Any, __: Any, out: Any) -> Any:

@@ -46,7 +46,10 @@ class Table(nn.Module):
         for block in self.blocks:
             for name in AXES:
                 inner: Any = block[name]  # type: ignore[index]
-                x = checkpoint(inner, x, use_reentrant=False) if self.checkpointed else inner(x)
+                if self.checkpointed:
+                    x = checkpoint(inner, x, use_reentrant=False)
+                else:
+                    x = inner(x) if name == "i" else inner(x=x)
         return x if scale is None else x * scale
 
 
