@@ -39,13 +39,14 @@ def _begin(folder: Path) -> Iterator[Case]:
 def _case(rng: Rng) -> Outcome:
     draw = (_of_model, _of_groups, _of_pipelines, _of_published)[int(rng.integers(4))]
     problem, lengths = draw(rng)
+    seed = int(rng.integers(4))
     try:
-        made = plan(problem, lengths, seed=int(rng.integers(4)))
+        made = plan(problem, lengths, seed=seed)
     except InfeasiblePlan as error:
-        others = _others(problem, lengths)
+        others = _others(problem, lengths, seed)
         words = f"{error}; but {others} hold it" if others else str(error)
         return Outcome(verdict="infeasible", survived=not others, words=words)
-    wrong, others = _wrong(problem, made), _others(problem, lengths)
+    wrong, others = _wrong(problem, made), _others(problem, lengths, seed)
     behind = max((made.predicted_s / seconds - 1 for seconds in others.values()), default=0.0)
     quicker = [
         f"{name} is quicker: {seconds:.9g} s, {made.predicted_s:.9g} s"
@@ -80,8 +81,8 @@ def _wrong(problem: Problem, made: Plan) -> list[str]:
     return wrong
 
 
-def _others(problem: Problem, lengths: Lengths) -> dict[str, float]:
-    """The seconds of all that others plan."""
+def _others(problem: Problem, lengths: Lengths, seed: int) -> dict[str, float]:
+    """The seconds of all that others plan, those that draw with the same seed."""
     if isinstance(problem.costs, CostModel):
         return {f"static {made.strategy}": made.predicted_s for made in statics(problem, lengths)}
     try:
@@ -92,7 +93,7 @@ def _others(problem: Problem, lengths: Lengths) -> dict[str, float]:
         name: found.seconds
         for name, baseline in BASELINES.items()
         if baseline.staged == isinstance(problem.costs, PipelineCosts)
-        if (found := baseline.schedules(table, problem.semantics, 0)) is not None
+        if (found := baseline.schedules(table, problem.semantics, seed)) is not None
         if found.semantics == problem.semantics
         if not found.phases  # changing pipelines within a step is free here, and nobody's plan
     }
