@@ -1,4 +1,4 @@
-"""What the guide shows, run on two ranks."""
+"""What the guide and README.md show, run on two ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ import torch
 from headrace.adapters.examples import latte
 from ranks import run_ranks
 
-GUIDE = (Path(__file__).parents[3] / "docs/guides/axes.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parents[3]
+
+
+def blocks(page: str) -> list[str]:
+    """The blocks of Python on a page that adapt a model."""
+    found = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+    return [block for block in found if "hr.adapt" in block]
+
+
+BLOCKS = blocks("docs/guides/axes.md")
+README = "import headrace as hr\n" + blocks("README.md")[0]
 
 
 class Block(torch.nn.Module):
@@ -50,8 +59,8 @@ def shown(block: int) -> float:
         "t": example.inputs["timestep"], "text": example.inputs["encoder_hidden_states"],
         "target": torch.randn(2, 4, 5, 6, 6, dtype=torch.float64), "model": Model().double(),
     }  # fmt: skip
-    exec(BLOCKS[0], names)  # the second block goes on with its imports
-    if not block:
+    exec(README if block == 2 else BLOCKS[0], names)  # the second goes on with the first's imports
+    if block != 1:
         return float(names["loss"])
     exec(BLOCKS[1], names)
     run, x = names["run"], torch.randn(2, 5, 3, 8, dtype=torch.float64)
@@ -70,5 +79,6 @@ def test_the_guide_runs() -> None:
     target = torch.randn(2, 4, 5, 6, 6, dtype=torch.float64)
     out = example.model(**example.inputs).sample
     wanted = float((out - target).detach().square().mean())
-    assert run_ranks(2, shown, 0, timeout_s=100) == [pytest.approx(wanted, rel=1e-12)] * 2
+    for block in (0, 2):
+        assert run_ranks(2, shown, block, timeout_s=100) == [pytest.approx(wanted, rel=1e-12)] * 2
     assert max(run_ranks(2, shown, 1, timeout_s=100)) <= 1e-12
