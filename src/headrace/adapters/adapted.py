@@ -49,12 +49,12 @@ _LINK_BYTES_S = 1e11
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """Where a tensor was met: on which shards, with which axis, before which ``stage``."""
+    """Where a tensor was met: on which shards, with which axis, before which module of a stage."""
 
     shards: AxisShards
     axis: str
     position: int
-    stage: bool = False
+    module: torch.nn.Module | None = None
 
 
 class Adapted:
@@ -164,6 +164,7 @@ class Adapted:
             )
         shards = self.shards = places[0].shards
         shards.begin(self.axis)
+        self._entered.clear()  # a forward that failed left some
         if is_wrapped(self.model):
             add_plainly(self.model)
         with self._outside(shards):
@@ -193,9 +194,12 @@ class Adapted:
         """Take the hooks away."""
         self._hooks.close()
 
-    def on(self, module: torch.nn.Module, before: Any = None, after: Any = None) -> None:
+    def on(
+        self, module: torch.nn.Module, before: Any = None, after: Any = None, *,
+        always: bool = False,
+    ) -> None:  # fmt: skip
         """More hooks, of those who know the model: ``before(args, named)`` gives them anew,
-        ``after(args, result)`` the result."""
+        ``after(args, result)`` the result; ``always`` after a forward that failed, too."""
         if before is not None:
 
             def enter(_: Any, args: Any, named: Any) -> Any:
@@ -207,7 +211,7 @@ class Adapted:
             def leave(_: Any, args: Any, out: Any) -> Any:
                 return after(args, out)
 
-            self._hooks.callback(module.register_forward_hook(leave).remove)
+            self._hooks.callback(module.register_forward_hook(leave, always_call=always).remove)
 
     @property
     def _at_work(self) -> AxisShards:
@@ -246,7 +250,7 @@ class Adapted:
 
     # Compilers break their graphs here: what is in shards is known when a stage runs.
     @torch.compiler.disable
-    def _enter(self, stage: AxisStage, _: Any, args: Any, named: Any) -> Any:
+    def _enter(self, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
         if self._quiet:
             return args, named
         given = {**dict(enumerate(args)), **named}
@@ -258,14 +262,15 @@ class Adapted:
                 wanted=f"a tensor of dims {stage.dims}",
             )  # fmt: skip
         place = self._known.get(first)
-        if place is not None and place.stage:  # what a checkpoint computes again
+        if place is not None and place.module is module:  # what a checkpoint computes again
             self.shards = place.shards
             place.shards.axis, place.shards.position = place.axis, place.position
         shards = self._at_work
         at = shards.pass_stage(stage.mixed)
-        self._known[first] = _Place(shards, shards.axis, at, stage=True)
+        self._known[first] = _Place(shards, shards.axis, at, module)
         self._entered.append(shards.axis)
         if shards.group is not None and shards.axis in stage.mixed:
+            shards.learn(first, stage.layout, self._axes)
             given[key] = shards.switched(first, stage.layout, self._next_axis(stage, at))
         for side, text in stage.sides.items():
             if isinstance(given.get(side), torch.Tensor):
@@ -287,13 +292,14 @@ class Adapted:
         """The axis in shards from this stage on: as planned from the order that stages had before;
         at first, and where stages return, the one of most places."""
         shards = self._at_work
-        if shards.chosen.get(at) is not None:
-            return shards.chosen[at]
-        shards.chosen[at] = self._chosen(stage, at, shards)
+        known = shards.chosen.get(at)
+        if known is None or known in stage.mixed:
+            shards.chosen[at] = self._chosen(stage, at, shards)
         return shards.chosen[at]
 
     def _chosen(self, stage: AxisStage, at: int, shards: AxisShards) -> str:
-        if not stage.returns and at < len(self._order) and self._order[at] == stage.mixed:
+        told = self._axes <= shards.totals.keys()
+        if told and not stage.returns and self._order[at : at + 1] == (stage.mixed,):
             key = self._order, tuple(shards.totals.items()), shards.ranks
             if key not in self._plans:
                 self._plans[key] = self._planned()

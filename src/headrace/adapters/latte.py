@@ -49,6 +49,6 @@ def adapt_latte(model: Any, *, groups: Groups | None = None) -> Adapted:
             x = x + (kept[-1] if kept else inner.temp_pos_embed).to(x.dtype)
         return (x, *rest), named
 
-    run.on(inner, before, after)
+    run.on(inner, before, after, always=True)
     run.on(inner.temporal_transformer_blocks[0], first_temporal)
     return run

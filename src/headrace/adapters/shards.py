@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -79,6 +80,11 @@ class AxisShards:
         part = dims.opened(x, self.here())
         at = dims.dim_of(self.axis)
         return dims.closed(gather(part, at, self.group, sizes=self.sizes(self.axis)))
+
+    def learn(self, x: torch.Tensor, dims: Dims, axes: Collection[str]) -> None:
+        """Take down how many places those of ``axes`` have that are whole in a tensor."""
+        sizes = zip(dims.flat, dims.opened(x, self.here()).shape, strict=True)
+        self.totals |= {name: n for name, n in sizes if name in axes and name != self.axis}
 
     def switched(self, x: torch.Tensor, dims: Dims, axis: str) -> torch.Tensor:
         """Another axis in shards from here on. Raises InfeasiblePlan where ranks would be left

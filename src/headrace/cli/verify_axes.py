@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.adapters.examples import EXAMPLES, AxisExample
-from headrace.cli.display import tell
 from headrace.cli.foreign_models import made
-from headrace.cli.verify_model import on_ranks
+from headrace.cli.verify_model import on_all
 
 __all__ = ["axis_examples", "verify_axes"]
 
@@ -45,14 +44,10 @@ def verify_axes(
     """Compare loss and gradients on groups of ``ranks`` with one process'. The exit code is 0 when
     they are equal, 1 when they are not, 2 when the model is refused."""
     next(iter(examples.values()))()  # what is missing is told at once
-    found = list[_Row]()
-    for count in ranks:
-        tell(f"{name} on {count} ranks")
-        answer = on_ranks(name, count, lambda c=count: _rows(name, c, examples))
-        if "refused" in answer:
-            tell(f"refused: {answer['refused']}")
-            return 2
-        found += [_Row(**row) for row in answer["rows"]]
+    rows = on_all(name, ranks, lambda count: _rows(name, count, examples))
+    if rows is None:
+        return 2
+    found = [_Row(**row) for row in rows]
     good = all(max(row.loss_error, row.gradient_error) <= tolerance for row in found)
     if as_json:
         print(json.dumps({"exact": good, "cases": [asdict(row) for row in found]}, indent=1))

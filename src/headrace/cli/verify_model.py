@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from headrace.passes.labels import predicted
 from headrace.passes.placement import Exchange
 from headrace.passes.probe import logits_of
 
-__all__ = ["on_ranks", "verify_model"]
+__all__ = ["on_all", "verify_model"]
 
 _VOCABULARY = 97
 
@@ -71,14 +72,10 @@ def verify_model(
     """Compare losses and gradients of ``name`` on groups of ``ranks`` with one process'. The exit
     code is 0 when they are equal, 1 when they are not, 2 when the model is refused."""
     foreign_model(name, seed)  # a name that is none is told at once
-    found = list[_Verdict]()
-    for count in ranks:
-        tell(f"{name} on {count} ranks")
-        answer = on_ranks(name, count, lambda c=count: _cases(name, c, seed, backend))
-        if "refused" in answer:
-            tell(f"refused: {answer['refused']}")
-            return 2
-        found += [_Verdict(**row) for row in answer["rows"]]
+    rows = on_all(name, ranks, lambda count: _cases(name, count, seed, backend))
+    if rows is None:
+        return 2
+    found = [_Verdict(**row) for row in rows]
     good = all(max(v.loss_error, v.gradient_error) <= tolerance for v in found)
     if as_json:
         print(json.dumps({"exact": good, "cases": [asdict(v) for v in found]}, indent=1))
@@ -102,8 +99,23 @@ def _print(found: Sequence[_Verdict], tolerance: float) -> None:
     print(f"attention reached by its {found[0].door}; compiled {found[0].compiles} times")
 
 
-def on_ranks(name: str, ranks: int, cases: Callable[[], Iterable[Any]]) -> dict[str, Any]:
-    """The first rank's ``rows`` of dataclasses, or why the model is ``refused``."""
+def on_all(
+    name: str, ranks: Sequence[int], cases: Callable[[int], Iterable[Any]]
+) -> list[dict[str, Any]] | None:
+    """The first rank's rows, dataclasses as dicts, for each number of ranks; None, with what is
+    wrong said, where a model is refused."""
+    found = list[dict[str, Any]]()
+    for count in ranks:
+        tell(f"{name} on {count} ranks")
+        answer = _on_ranks(name, count, partial(cases, count))
+        if "refused" in answer:
+            tell(f"refused: {answer['refused']}")
+            return None
+        found += answer["rows"]
+    return found
+
+
+def _on_ranks(name: str, ranks: int, cases: Callable[[], Iterable[Any]]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
 

@@ -147,6 +147,93 @@ def test_under_wrappers(how: str, apart: bool) -> None:
     assert max(run_ranks(4, wrapped, how, apart)) <= EXACT
 
 
+class Branches(torch.nn.Module):
+    """Two stages that are given the same tensor, and one more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.i, self.k = Axial(1), Axial(3)
+        self.ij = torch.nn.Sequential(Axial(1), Axial(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.k(self.i(x) + self.ij(x))
+
+
+def of_branches() -> float:
+    """The error of a result. The first stage may take j, of most places; the second may not."""
+    torch.manual_seed(0)
+    model, x = Branches().double(), drawn(1, 1, 4, 9, 6)
+    mixed = {"i": "i", "ij": "i j", "k": "k"}
+    run = hr.adapt(
+        model, inputs={"x": DIMS}, axis="i",
+        stages=[hr.AxisStage(modules=n, mixes=m, dims=DIMS) for n, m in mixed.items()],
+    )  # fmt: skip
+    with torch.no_grad():
+        whole = run.collect(run(**run.shard({"x": x})), DIMS)
+        run.detach()
+        return float((whole - model(x)).abs().max())
+
+
+def test_stages_that_are_given_the_same_tensor() -> None:
+    """Catches the axis that another stage was given for this tensor."""
+    assert max(run_ranks(2, of_branches)) <= EXACT
+
+
+class Flattened(torch.nn.Module):
+    """A table of which the inputs do not tell the last two axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = table()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, i, _, c = x.shape
+        return self.table(x.view(b, i, -1, 6, c))
+
+
+def of_hidden_axes() -> float:
+    """The largest error of results of two batches."""
+    model, worst = Flattened(), 0.0
+    named = [hr.AxisStage(modules=f"table.{s.modules}", mixes=s.mixes, dims=DIMS, returns=False)
+             for s in stages(returns=False)]  # fmt: skip
+    run = hr.adapt(model, stages=named, inputs={"x": "b i p c"}, axis="i")
+    for seed, places in ((1, 4), (2, 5)):
+        x = drawn(seed, 1, 6, places * 6)
+        with torch.no_grad():
+            whole = run.collect(run(**run.shard({"x": x})), DIMS)
+            worst = max(worst, float((whole - table()(x.view(1, 6, places, 6, 8))).abs().max()))
+    return worst
+
+
+def test_axes_that_no_input_tells() -> None:
+    """Catches plans that know only some of the axes."""
+    assert max(run_ranks(2, of_hidden_axes)) <= EXACT
+
+
+def after_a_failure() -> tuple[float, float]:
+    """Errors of a forward of Latte after one that failed, which left its embedding of frames."""
+    made = EXAMPLES["latte"]["5 frames"]()
+    embedded = made.model.temp_pos_embed.clone()
+    run = hr.adapt(made.model)
+    fail = made.model.transformer_blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(**run.shard(made.inputs))
+    fail.remove()
+    kept = float((made.model.temp_pos_embed - embedded).abs().max())
+    with torch.no_grad():
+        whole = run.collect(run(**run.shard(made.inputs)).sample, "b c t y x")
+        run.detach()
+        return kept, float((whole - made.model(**made.inputs).sample).abs().max())
+
+
+def test_a_forward_that_fails_leaves_the_model_as_it_was() -> None:
+    """Catches an embedding that stays taken away: results would be wrong without a word."""
+    pytest.importorskip("diffusers")
+    for kept, off in run_ranks(2, after_a_failure, timeout_s=100):
+        assert kept == 0
+        assert off <= EXACT
+
+
 def recomputed_bytes() -> list[int]:
     """Bytes of a step of Latte, plain and with checkpoints."""
     sent = []
