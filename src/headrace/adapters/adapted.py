@@ -29,7 +29,7 @@ from headrace.adapters.dims import Dims
 from headrace.adapters.shards import AxisShards
 from headrace.adapters.stages import AxisStage, modules_of
 from headrace.comm.collectives import agree
-from headrace.comm.mesh import Groups
+from headrace.comm.mesh import Groups, groups_here
 from headrace.errors import DataError, ModelError, SpecError
 from headrace.layouts.intervals import split_sizes
 from headrace.ops.switch import gather
@@ -78,7 +78,7 @@ class Adapted:
         self._sizes = sizes
         if sizes is None and not any(axis in dims for dims in self._inputs.values()):
             raise SpecError("axis of the inputs", got=axis, wanted="one of an input's dims")
-        self._groups = groups or (Groups() if dist.is_initialized() else None)
+        self._groups = groups or groups_here()
         self.shards: AxisShards | None = None
         self._order: tuple[tuple[str, ...], ...] = ()
         self._plans: dict[Any, tuple[str, ...]] = {}

@@ -10,9 +10,23 @@ import torch.distributed as dist
 from headrace.comm import waiting
 from headrace.comm.messages import Messages
 from headrace.comm.sockets import Connections
-from headrace.errors import PlanMismatch
+from headrace.comm.variables import number, under_torchrun
+from headrace.errors import LaunchError, PlanMismatch
 
-__all__ = ["Groups"]
+__all__ = ["Groups", "groups_here"]
+
+
+def groups_here() -> Groups | None:
+    """The groups of the world that the user began; None for a process alone. Raises LaunchError in
+    one of several processes of a launcher where nobody began it: each would work for itself."""
+    if dist.is_initialized():
+        return Groups()
+    if under_torchrun() and number("WORLD_SIZE") > 1:
+        raise LaunchError(
+            "torch.distributed", got="not begun", wanted="ranks that have met",
+            hint="call torch.distributed.init_process_group() before",
+        )  # fmt: skip
+    return None
 
 
 class Groups:

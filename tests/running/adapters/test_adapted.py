@@ -17,7 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 import headrace as hr
 from headrace.adapters.examples import EXAMPLES, AxisExample
 from headrace.cli import main
-from headrace.errors import DataError, HeadraceError, InfeasiblePlan, ModelError, SpecError
+from headrace.errors import (
+    DataError,
+    HeadraceError,
+    InfeasiblePlan,
+    LaunchError,
+    ModelError,
+    SpecError,
+)
 from headrace.runtime.counted import TrafficCounter
 from ranks import run_ranks
 from running.adapters.axial import AXES, DIMS, Axial, example, stages, table
@@ -392,3 +399,14 @@ def test_dims_are_read() -> None:
             hr.AxisStage(modules="x", mixes="", dims=text)
     assert isinstance(example(), AxisExample)
     assert set(AXES) < set(DIMS.split())
+
+
+@pytest.mark.parametrize("make", [adapted, lambda model: hr.compile(model, labels="same")])
+def test_ranks_that_have_not_met_are_told(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches ranks of a launcher that each take the whole batch, without a word."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match="init_process_group"):
+        make(table())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert make(table()) is not None
