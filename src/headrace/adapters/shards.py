@@ -12,13 +12,15 @@ from headrace.adapters.dims import Dims
 from headrace.errors import DataError, InfeasiblePlan
 from headrace.layouts.intervals import split_sizes
 from headrace.ops.switch import gather, split, switch
+from headrace.spec.method_facts import Members
 
 __all__ = ["AxisShards"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AxisShards:
-    """The places of ``axis`` are over the ranks of ``group``; other names are whole.
+    """The places of ``axis`` are over the ranks of ``group``; other names are whole. Ranks of
+    ``across`` have other samples, ``members`` are all that work on the batch.
 
     ``totals`` are the places of each name that is known, for the samples of this group; ``samples``
     are the first one, how many, and of how many. ``passed`` are the axes that the stages of the
@@ -29,6 +31,8 @@ class AxisShards:
     axis: str
     totals: dict[str, int]
     group: dist.ProcessGroup | None
+    across: dist.ProcessGroup | None = None
+    members: Members = (0,)
     samples: tuple[int, int, int] = (0, 1, 1)
     passed: list[tuple[str, ...]] = field(default_factory=list)
     position: int = 0

@@ -98,19 +98,21 @@ def plan_axes(
     )  # fmt: skip
 
 
-def split_batch(batch: int, places: int, ranks: int) -> int:
+def split_batch(batch: int, places: int, ranks: int, *, fewest: int | None = None) -> int:
     """Parts of the batch that work apart, so that an axis with few ``places`` serves many ranks
     (images have one frame): the number b of the divisors of ``ranks`` with b <= ``batch`` and
-    ranks / b <= ``places`` whose busiest rank has the least, the smallest of equals. Raises
+    ranks / b <= ``places`` whose busiest rank has the least, the smallest of equals. ``fewest`` are
+    places of the shortest axis that will be in shards, those of this one where it is None. Raises
     InfeasiblePlan where some rank would have nothing."""
+    most = places if fewest is None else min(fewest, places)
     found = [
         (-(-batch // parts) * -(-places // (ranks // parts)), parts)
         for parts in range(1, ranks + 1)
-        if ranks % parts == 0 and parts <= batch and ranks // parts <= places
+        if ranks % parts == 0 and parts <= batch and ranks // parts <= most
     ]
     if not found:
         raise InfeasiblePlan(
-            f"{batch} x {places} places", got=f"{ranks} ranks", wanted="a place for each",
+            f"{batch} samples of {most} places", got=f"{ranks} ranks", wanted="a place for each",
             hint="fewer ranks for each batch, or more samples in it",
         )  # fmt: skip
     return min(found)[1]

@@ -364,7 +364,7 @@ MISTAKES = {
     "an axis that is not there": (SpecError, "mixes z"),
     "everything mixed": (ModelError, "mixes every axis"),
     "more ranks than places": (InfeasiblePlan, "2 ranks"),
-    "a small axis": (InfeasiblePlan, "1 places for 2 ranks"),
+    "a small axis": (InfeasiblePlan, "1 samples of 1 places: got 2 ranks"),
     "other dims": (DataError, "input x"),
     "other inputs": (HeadraceError, "inputs"),
     "no shard": (ModelError, "what shard() gave"),

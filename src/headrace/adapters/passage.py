@@ -1,0 +1,249 @@
+"""A model's way through its stages: which axis is in shards, and where it is switched.
+
+Hooks on the modules of stages switch before one that mixes the axis in shards. The order of stages
+is learnt in the first forward; from then on axes are those of :func:`plan_axes`. What a model's own
+checkpoints compute again finds the shards that it was first computed on, and switches outside of
+what is recomputed repeat no traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from headrace.adapters.dims import Dims
+from headrace.adapters.shards import AxisShards
+from headrace.adapters.stages import AxisStage, modules_of
+from headrace.errors import ModelError
+from headrace.planning.axes import plan_axes
+from headrace.spec.axes import MixingStage
+
+__all__ = ["Passage"]
+
+_LINK_BYTES_S = 1e11
+"""Only ratios count where all links are alike."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """Where a tensor was met: on which shards, with which axis, before which module of a stage."""
+
+    shards: AxisShards
+    axis: str
+    position: int
+    module: torch.nn.Module | None = None
+
+
+class Passage:
+    """The hooks of ``model``, and the ``shards`` at work. A forward begins with ``axis``."""
+
+    def __init__(self, model: torch.nn.Module, stages: Sequence[AxisStage], axis: str) -> None:
+        self.model, self.axis = model, axis
+        self._stages = modules_of(model, tuple(stages))
+        self.axes = {axis, *(name for stage in stages for name in stage.mixed)}
+        self.shards: AxisShards | None = None
+        self._told: AxisShards | None = None
+        self._order: tuple[tuple[str, ...], ...] = ()
+        self._plans: dict[Any, tuple[str, ...]] = {}
+        self._quiet = False
+        self._known: MutableMapping[torch.Tensor, _Place] = WeakIdKeyDictionary()
+        self._entered = list[str]()
+        self._hooks, self._outside = ExitStack(), ExitStack()
+        self._hooks.callback(
+            model.register_forward_pre_hook(self._begin, with_kwargs=True).remove
+        )
+        self._hooks.callback(model.register_forward_hook(self._end, always_call=True).remove)
+        for module, stage in self._stages.items():
+            enter = module.register_forward_pre_hook(partial(self._enter, stage), with_kwargs=True)
+            leave = module.register_forward_hook(partial(self._leave, stage))
+            self._hooks.callback(enter.remove)
+            self._hooks.callback(leave.remove)
+
+    @property
+    def at_work(self) -> AxisShards:
+        """The shards that the model works on. Raises ModelError where there are none."""
+        if self.shards is None:
+            raise ModelError("shards", got="none", wanted="a call of shard() before")
+        return self.shards
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        self._hooks.close()
+
+    def on(
+        self, module: torch.nn.Module, before: Any = None, after: Any = None, *,
+        always: bool = False,
+    ) -> None:  # fmt: skip
+        """More hooks, of those who know the model: ``before(args, named)`` gives them anew,
+        ``after(args, result)`` the result; ``always`` after a forward that failed, too."""
+        if before is not None:
+
+            def enter(_: Any, args: Any, named: Any) -> Any:
+                return before(args, named)
+
+            self._hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        if after is not None:
+
+            def leave(_: Any, args: Any, out: Any) -> Any:
+                return after(args, out)
+
+            self._hooks.callback(module.register_forward_hook(leave, always_call=always).remove)
+
+    def know(self, x: torch.Tensor, shards: AxisShards) -> None:
+        """``x`` is an input on ``shards``."""
+        self._known[x] = _Place(shards, self.axis, 0)
+
+    def shards_of(self, given: Sequence[Any]) -> AxisShards | None:
+        """Those of inputs; None where they are not known."""
+        tensors = (x for x in given if isinstance(x, torch.Tensor))
+        places = (self._known.get(x) for x in tensors)
+        return next((place.shards for place in places if place is not None), None)
+
+    def take(self, shards: AxisShards) -> None:
+        """Work on shards from here on: the next forward, whatever wrappers made of its inputs, or
+        stages that are called by hand."""
+        self._told = self.shards = shards
+        shards.begin(self.axis)
+        self._entered.clear()  # a forward that failed left some
+
+    # Compilers break their graphs here: what is in shards is known when a stage runs.
+    @torch.compiler.disable
+    def _begin(self, _: Any, args: Any, named: Any) -> None:
+        shards = self.shards_of((*args, *named.values())) or self._told
+        if shards is None:
+            raise ModelError(
+                "inputs of the model", got="others than were sharded", wanted="what shard() gave"
+            )
+        self.take(shards)
+        self._told = None
+        self._outside.enter_context(self._recomputing(shards))
+
+    @torch.compiler.disable
+    def _end(self, _: Any, __: Any, ___: Any) -> None:
+        self._outside.close()
+        if self.shards is not None:
+            self._order = tuple(self.shards.passed)
+
+    @torch.compiler.disable
+    def _enter(self, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
+        if self._quiet:
+            return args, named
+        given = {**dict(enumerate(args)), **named}
+        key = next(iter(given), None)
+        first = given.get(key)
+        if not isinstance(first, torch.Tensor):
+            raise ModelError(
+                f"stage {stage.modules}", got=f"{type(first).__name__} as its first argument",
+                wanted=f"a tensor of dims {stage.dims}",
+            )  # fmt: skip
+        place = self._known.get(first)
+        if place is not None and place.module is module:  # what a checkpoint computes again
+            self.shards = place.shards
+            place.shards.axis, place.shards.position = place.axis, place.position
+        shards = self.at_work
+        at = shards.pass_stage(stage.mixed)
+        self._known[first] = _Place(shards, shards.axis, at, module)
+        self._entered.append(shards.axis)
+        if shards.group is not None and shards.axis in stage.mixed:
+            shards.learn(first, stage.layout, self.axes)
+            given[key] = shards.switched(first, stage.layout, self._next_axis(stage, at))
+        for side, text in stage.sides.items():
+            if isinstance(given.get(side), torch.Tensor):
+                given[side] = shards.cut(given[side], Dims.parse(text))
+        return tuple(given[at] for at in range(len(args))), {k: given[k] for k in named}
+
+    @torch.compiler.disable
+    def _leave(self, stage: AxisStage, _: Any, __: Any, out: Any) -> Any:
+        if self._quiet:
+            return out
+        shards, before = self.at_work, self._entered.pop()
+        if not stage.returns or shards.axis == before or shards.group is None:
+            return out
+        first, *rest = out if isinstance(out, tuple) else (out,)
+        first = shards.switched(first, stage.layout, before)
+        return (first, *rest) if isinstance(out, tuple) else first
+
+    def _next_axis(self, stage: AxisStage, at: int) -> str:
+        """The axis in shards from this stage on: as planned from the order that stages had before;
+        at first, and where stages return, the one of most places."""
+        shards = self.at_work
+        known = shards.chosen.get(at)
+        if known is None or known in stage.mixed:
+            shards.chosen[at] = self._chosen(stage, at, shards)
+        return shards.chosen[at]
+
+    def _chosen(self, stage: AxisStage, at: int, shards: AxisShards) -> str:
+        told = self.axes <= shards.totals.keys()
+        if told and not stage.returns and self._order[at : at + 1] == (stage.mixed,):
+            key = self._order, tuple(shards.totals.items()), shards.ranks
+            if key not in self._plans:
+                self._plans[key] = self._planned()
+            return self._plans[key][at]
+        free = [n for n in stage.layout.flat if n in self.axes and n not in stage.mixed]
+        if not free:
+            raise ModelError(
+                f"stage {stage.modules}", got=f"dims {stage.dims}, of which it mixes every axis",
+                wanted="an axis that it does not mix",
+                hint="attention over all tokens at once is spread by headrace.compile",
+            )  # fmt: skip
+        return max(free, key=lambda name: shards.totals.get(name, 0))
+
+    def _planned(self) -> tuple[str, ...]:
+        shards = self.at_work
+        sizes = {name: n for name, n in shards.totals.items() if name in self.axes}
+        plan = plan_axes(
+            [MixingStage(mixes=mixed) for mixed in self._order], sizes, shards.ranks,
+            tensor_bytes=1.0, transfer_s=lambda sent: sent / _LINK_BYTES_S, entry=self.axis,
+            exit_=self.axis,
+        )  # fmt: skip
+        return tuple(choice.axis for choice in plan.choices)
+
+    @contextmanager
+    def _recomputing(self, shards: AxisShards) -> Iterator[None]:
+        """Have checkpoints of the model's own switch outside of what they compute again."""
+        name = "_gradient_checkpointing_func"
+        found = [module for module in self.model.modules() if name in module.__dict__]
+        kept = [getattr(module, name) for module in found]
+        for module, function in zip(found, kept, strict=True):
+            setattr(module, name, partial(self._recomputed, shards, function))
+        try:
+            yield
+        finally:
+            for module, function in zip(found, kept, strict=True):
+                setattr(module, name, function)
+
+    def _recomputed(
+        self, shards: AxisShards, recompute: Callable[..., Any], function: Any, *args: Any,
+        **named: Any,
+    ) -> Any:  # fmt: skip
+        stage = self._stages.get(function) if isinstance(function, torch.nn.Module) else None
+        if stage is None:
+            return recompute(partial(self._again, shards, shards.axis, function), *args, **named)
+        args, _ = self._enter(stage, function, args, {})
+        out = recompute(partial(self._silent, function), *args, **named)
+        return self._leave(stage, function, args, out)
+
+    def _silent(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Without switches, at first and again."""
+        before, self._quiet = self._quiet, True
+        try:
+            return function(*args)
+        finally:
+            self._quiet = before
+
+    def _again(
+        self, shards: AxisShards, axis: str, function: Callable[..., Any], *args: Any
+    ) -> Any:
+        """On the shards that it was first computed on: others may be at work by now."""
+        before, last = self.shards, shards.axis
+        self.shards, shards.axis = shards, axis
+        try:
+            return function(*args)
+        finally:
+            self.shards, shards.axis = before, last
