@@ -36,7 +36,7 @@ from headrace.passes.shard import fingerprint
 from headrace.planning.axes import split_batch
 from headrace.spec.method_facts import Members
 
-__all__ = ["Adapted"]
+__all__ = ["Adapted", "axis_groups"]
 
 Sizes = Callable[[Mapping[str, torch.Tensor]], Mapping[str, int]] | None
 """Places of axes by name, for inputs by name."""
@@ -69,6 +69,11 @@ class Adapted:
     def shards(self) -> AxisShards | None:
         """What the model works on."""
         return self._passage.shards
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Their names."""
+        return frozenset(self._passage.axes)
 
     @property
     def ranks(self) -> int:
@@ -127,9 +132,8 @@ class Adapted:
     def groups_for(self, batch: Mapping[str, Any], ranks: Members) -> list[Members]:
         """The groups in which ``ranks`` work on a batch. Raises InfeasiblePlan where they are too
         many."""
-        each = len(ranks) // self._parts(self._totals(self._tensors(batch)), len(ranks))
-        blocks = [ranks[at : at + each] for at in range(0, len(ranks), each)]
-        return [*blocks, *(ranks[at::each] for at in range(each))]
+        parts = self._parts(self._totals(self._tensors(batch)), len(ranks))
+        return axis_groups(ranks, len(ranks) // parts)
 
     def most_ranks(self, batch: Mapping[str, Any], ranks: int) -> int:
         """How many of ``ranks`` a batch can be spread over: an image has one frame."""
@@ -198,6 +202,10 @@ class Adapted:
                 add_up(self.model.parameters())
         return whole
 
+    def stages_in(self, module: torch.nn.Module) -> int:
+        """How many modules of stages a module has."""
+        return sum(inner in self._passage.stages for inner in module.modules())
+
     def detach(self) -> None:
         """Take the hooks away."""
         self._passage.close()
@@ -232,3 +240,9 @@ class Adapted:
         a part."""
         places = min(n for name, n in totals.items() if name != self.batch)
         return split_batch(self._samples(totals), totals[self.axis], ranks, fewest=places)
+
+
+def axis_groups(ranks: Members, each: int) -> list[Members]:
+    """Blocks of ``each`` of the ranks, and those of the same place in all blocks."""
+    blocks = [ranks[at : at + each] for at in range(0, len(ranks), each)]
+    return [*blocks, *(ranks[at::each] for at in range(each))]

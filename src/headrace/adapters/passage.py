@@ -45,7 +45,7 @@ class Passage:
 
     def __init__(self, model: torch.nn.Module, stages: Sequence[AxisStage], axis: str) -> None:
         self.model, self.axis = model, axis
-        self._stages = modules_of(model, tuple(stages))
+        self.stages = modules_of(model, tuple(stages))
         self.axes = {axis, *(name for stage in stages for name in stage.mixed)}
         self.shards: AxisShards | None = None
         self._told: AxisShards | None = None
@@ -59,7 +59,7 @@ class Passage:
             model.register_forward_pre_hook(self._begin, with_kwargs=True).remove
         )
         self._hooks.callback(model.register_forward_hook(self._end, always_call=True).remove)
-        for module, stage in self._stages.items():
+        for module, stage in self.stages.items():
             enter = module.register_forward_pre_hook(partial(self._enter, stage), with_kwargs=True)
             leave = module.register_forward_hook(partial(self._leave, stage))
             self._hooks.callback(enter.remove)
@@ -222,7 +222,7 @@ class Passage:
         self, shards: AxisShards, recompute: Callable[..., Any], function: Any, *args: Any,
         **named: Any,
     ) -> Any:  # fmt: skip
-        stage = self._stages.get(function) if isinstance(function, torch.nn.Module) else None
+        stage = self.stages.get(function) if isinstance(function, torch.nn.Module) else None
         if stage is None:
             return recompute(partial(self._again, shards, shards.axis, function), *args, **named)
         args, _ = self._enter(stage, function, args, {})

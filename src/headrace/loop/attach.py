@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from headrace.adapters.adapted import Adapted
 from headrace.comm.collectives import agree
 from headrace.comm.launch import join_world
 from headrace.comm.mesh import Groups
@@ -16,10 +17,13 @@ from headrace.costs import CostModel
 from headrace.data.order import SamplerOptions
 from headrace.errors import DataError, SpecError
 from headrace.loop.attached import Attached
+from headrace.loop.axis_model import AxisModel
 from headrace.loop.held import HeldWeights
+from headrace.loop.model import LoopModel, SampleReader
 from headrace.loop.order import DrawnOrder, SampleOrder, StreamOrder
 from headrace.loop.planning import LoopSetup
 from headrace.loop.samples import LengthSource, Samples
+from headrace.loop.token_model import TokenModel
 from headrace.passes.adopted import compile as adopt
 from headrace.passes.labels import Labels
 from headrace.passes.placement import Exchange
@@ -34,7 +38,7 @@ _Tokens = int | str
 
 
 def attach(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, *,
+    model: torch.nn.Module | Adapted, optimizer: torch.optim.Optimizer, dataset: Any, *,
     lengths: LengthSource = None, batch_tokens: _Tokens | None = None,
     batch_sequences: int | None = None, scheduler: Any = None, clip: float | None = None,
     epochs: int = 1, steps: int | None = None, shuffle: bool = True, seed: int = 0,
@@ -52,9 +56,11 @@ def attach(
     a process of its own, and it begins torch.distributed where nobody has. Arguments::
 
         model       a model of transformers, or one that calls scaled_dot_product_attention; alone,
-                    under DDP, or sharded by FSDP2; in training mode, on its device
+                    under DDP, or sharded by FSDP2; in training mode, on its device; or what
+                    ``hr.adapt`` made of a model of several axes
         dataset     items are dicts of token values [n] (``input_ids``, ``labels``), tuples of
-                    tokens and labels, or tokens; by number, or an iterable
+                    tokens and labels, or tokens; by number, or an iterable. Of several axes: dicts
+                    of the inputs of one sample, and ``labels`` of the places
         lengths     tokens of each item: numbers, a column's name, a function of an item; every item
                     is read once where it is left out
         batch_*     samples of one optimizer step: a budget of tokens, or a number of samples
@@ -78,22 +84,24 @@ def attach(
     Raises ModelError for models that cannot be spread over ranks, DataError for data without
     tokens, InfeasiblePlan where the longest sample fits nowhere, and says what would help.
     """  # fmt: skip
-    device = _device_of(model)
+    module = model.model if isinstance(model, Adapted) else model
+    device = _device_of(module)
     join_world(device)
     groups = Groups()
-    adopted = adopt(model, backend=backend, labels=labels, tokens=tokens, label_name=label_name,
-                    groups=groups, exchange=exchange)  # fmt: skip
-    kind, adopted.labels = adopted.labels, "same"
-    order = _order(dataset, lengths, adopted.tokens, kind, batch_tokens, batch_sequences, seed,
-                   shuffle=shuffle)  # fmt: skip
+    if isinstance(model, Adapted):
+        driven: LoopModel = AxisModel(model, groups, label_name=label_name)
+    else:
+        adopted = adopt(model, backend=backend, labels=labels, tokens=tokens, groups=groups,
+                        label_name=label_name, exchange=exchange)  # fmt: skip
+        driven = TokenModel(adopted, label_name=label_name, exchange=exchange)
+    order = _order(dataset, lengths, driven, batch_tokens, batch_sequences, seed, shuffle=shuffle)
     agree("data of the loop", order.fingerprint, groups.world)
-    document = order.longest or (_tokens(longest) if longest else len(order.first()["labels"]))
+    document = order.longest or (_tokens(longest) if longest else driven.length(order.first()))
     most = min(order.total, _tokens(batch_tokens)) if batch_tokens else order.total
-    held = HeldWeights.of(model, groups.ranks)
+    held = HeldWeights.of(module, groups.ranks)
     quiet = groups.rank > 0
     setup = LoopSetup(
-        adopted=adopted, held=held, optimizer=optimizer, groups=groups, device=device,
-        exchanges=(exchange,) if exchange else ("ulysses", "ring"), seed=seed,
+        model=driven, held=held, optimizer=optimizer, groups=groups, device=device, seed=seed,
         options=PlannerConfig(
             name=planner, static_size=static_size, group_sizes=tuple(sizes), ahead=0,
             recompute=tuple(recompute), memory_margin=memory_margin,
@@ -105,17 +113,17 @@ def attach(
     )  # fmt: skip
     return Attached(
         setup=setup, order=order, scheduler=scheduler, clip=clip, steps=steps, epochs=epochs,
-        out=out, kind=kind, label_name=label_name,
+        out=out,
     )  # fmt: skip
 
 
 def _order(
-    dataset: Any, lengths: LengthSource, tokens: str, kind: Labels, budget: _Tokens | None,
+    dataset: Any, lengths: LengthSource, reader: SampleReader, budget: _Tokens | None,
     sequences: int | None, seed: int, *, shuffle: bool,
 ) -> SampleOrder:  # fmt: skip
     many = None if budget is None else _tokens(budget)
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        samples = Samples.of(dataset, lengths, tokens=tokens, kind=kind)
+        samples = Samples.of(dataset, lengths, reader)
         options = SamplerOptions(
             batch_tokens=many, batch_sequences=sequences, too_long="refuse", min_tokens=1,
             seed=seed, shuffle=shuffle,
@@ -127,7 +135,7 @@ def _order(
         )
     if many is None:
         raise SpecError("batch_tokens", got="none", wanted="a budget, as samples come one by one")
-    return StreamOrder(dataset, tokens=tokens, kind=kind, batch_tokens=many)
+    return StreamOrder(dataset, reader, batch_tokens=many)
 
 
 def _tokens(value: _Tokens) -> int:

@@ -23,16 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.errors import HeadraceError
+from headrace.loop.model import LoopPart
 from headrace.loop.order import SampleOrder
 from headrace.loop.planning import LoopSetup, measured
 from headrace.loop.record import EarlyAndRare, LoopRecord
 from headrace.loop.runner import StepRunner
-from headrace.loop.samples import packed
 from headrace.loop.saved import LoopCheckpoints
 from headrace.loop.step import LoopStep
-from headrace.passes.labels import Labels, predicted
 from headrace.passes.recompute import recomputed
-from headrace.passes.shard import LocalBatch
 from headrace.training.drawn_steps import DrawnSteps
 
 __all__ = ["Attached"]
@@ -49,18 +47,17 @@ class Attached:
 
     def __init__(
         self, *, setup: LoopSetup, order: SampleOrder, scheduler: Any, clip: float | None,
-        steps: int | None, epochs: int, out: str | Path | None, kind: Labels, label_name: str,
+        steps: int | None, epochs: int, out: str | Path | None,
     ) -> None:  # fmt: skip
-        adopted, sample = setup.adopted, order.first()
-        self._setup, self._order, self._kind, self._label_name = setup, order, kind, label_name
+        sample = order.first()
+        self._setup, self._order = setup, order
         self._steps, self._epochs = steps, epochs
         self._state = order.state()
         self._begun, self.number = False, 0
-        adopted.probe({k: v.to(setup.device) for k, v in packed([sample]).items()})
-        first, self._restore = adopted.first_place({}), adopted.install()
+        self._restore = setup.model.begin(sample, setup.device)
         self.found = measured(setup, sample)
         self.runner = StepRunner(
-            setup=setup, found=self.found, scheduler=scheduler, clip=clip, first=first,
+            setup=setup, found=self.found, scheduler=scheduler, clip=clip,
             drawn=EarlyAndRare() if steps is None else DrawnSteps(wanted=_DRAWN, steps=steps),
             record=LoopRecord(out, setup) if setup.groups.rank == 0 else None,
         )  # fmt: skip
@@ -106,22 +103,18 @@ class Attached:
     def group(self) -> dist.ProcessGroup | None:
         """The group of the micro-batch at work, for collectives of the model's own; None where this
         rank works alone."""
-        shard = self.runner.shard
-        return shard.placement.group if shard is not None else None
+        return self.runner.part.group if self.runner.part is not None else None
 
     def recompute(self, layer: Callable[..., Any], *inputs: Any) -> Any:
         """``layer(*inputs)``, computed again in the backward but for its attention."""
         return recomputed(layer, *inputs)
 
-    def shard(self, batch: Mapping[str, Tensor]) -> LocalBatch:
+    def shard(self, batch: Mapping[str, Tensor]) -> LoopPart:
         """This rank's part of a batch [b, S] that all ranks have alike, spread over all of them, to
         evaluate the model: call it with the ``inputs``. The losses of all ranks add up to the mean.
         Collective; not within a step."""
-        given, name = dict(batch), self._label_name
-        if name in given:
-            given[name] = predicted(given[name], self._kind)
         self.found.probes.choose([])
-        return self._setup.adopted.shard(given)
+        return self._setup.model.shard(batch)
 
     def save(self, folder: str | Path, *, keep: int = 3) -> Path:
         """Write a checkpoint into a folder of its own within ``folder``, of which the last ``keep``

@@ -21,8 +21,6 @@ from headrace.comm.mesh import Groups
 from headrace.errors import InfeasiblePlan
 from headrace.loop.held import HeldWeights
 from headrace.loop.probes import ModelProbes
-from headrace.passes.adopted import group_parts
-from headrace.passes.placement import Exchange
 from headrace.profiling.probe import Counter, Probe
 from headrace.profiling.sweep import Sweep, Sweeper, SweepOptions, blocks, slowest
 from headrace.runtime.counted import SavedBytes
@@ -75,7 +73,7 @@ class LoopProfiler:
     held: HeldWeights
     groups: Groups
     sizes: tuple[int, ...]
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[str, ...]
     longest: int
     cluster: Cluster
     state_bytes: int
@@ -91,7 +89,12 @@ class LoopProfiler:
             self.groups, options, device=self.device,
             room_bytes=max(1, self.cluster.memory_bytes - self.state_bytes),
         )  # fmt: skip
-        self.probes.adopted.prepare(b for p in self.sizes for b in blocks(self.groups.ranks, p))
+        self.groups.prepare(
+            some
+            for p in self.sizes
+            for b in blocks(self.groups.ranks, p)
+            for some in self.probes.model.groups_of(b)
+        )
         points = list[ProfilePoint]()
         for done, p in enumerate(self.sizes):
             self.progress(f"profile cp{p}", done, len(self.sizes))
@@ -134,37 +137,43 @@ class LoopProfiler:
             return
         if self.probes.levels is not None:
             yield from (_full(point, self._entry_bytes(p, point)) for point in found[best])
-            yield from sweeper.points(self._sweep(p, best, "attention"))
+            for level in self.probes.levels.known:
+                if level != "full":
+                    yield from sweeper.points(self._sweep(p, best, level))
         yield from sweeper.points(
             Sweep(
                 p=p, option=ENDS, probe=partial(_of_ends, self.probes, best),
-                groups_of=group_parts, order=_order(best, p), counter=self._counter(),
+                groups_of=self.probes.model.groups_of, order=self._order(best, p),
+                counter=self._counter(),
             )
         )  # fmt: skip
 
-    def _sweep(self, p: int, exchange: Exchange, level: Recompute) -> Sweep:
+    def _sweep(self, p: int, exchange: str, level: Recompute) -> Sweep:
         def probe(groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...]) -> Probe:
             return self.probes.layer(groups, ranks, lengths, exchange, level)
 
         name = SINGLE_RANK if p == 1 else exchange
         return Sweep(
             p=p, option=str(LayerOption.of(name, level)), probe=probe,
-            groups_of=group_parts, order=_order(exchange, p), counter=self._counter(),
+            groups_of=self.probes.model.groups_of, order=self._order(exchange, p),
+            counter=self._counter(),
         )  # fmt: skip
 
     def _counter(self) -> Callable[[], Counter] | None:
         """Counts bytes on a CPU where a model is compiled, which counting operators would forbid;
         the usual counter otherwise."""
-        adopted = self.probes.adopted
-        if adopted.door != "graph":
-            return None
-        return lambda: SavedBytes(adopted.inner.parameters())
+        model = self.probes.model
+        return (lambda: SavedBytes(model.inner.parameters())) if model.whole else None
 
     def _entry_bytes(self, p: int, point: ProfilePoint) -> int:
-        """Bytes of a layer's input on a rank."""
-        tokens = -(-sum(point.lengths) // p)
-        dtype = next(iter(self.probes.adopted.inner.parameters())).dtype
+        """Bytes of what a layer keeps on a rank that computes all of it again."""
+        levels = self.probes.levels
+        tokens = -(-sum(point.lengths) // p) * (1 if levels is None else levels.entries)
+        dtype = next(iter(self.probes.model.inner.parameters())).dtype
         return tokens * _hidden(self.probes) * dtype.itemsize
+
+    def _order(self, exchange: str, p: int) -> TokenOrder:
+        return "natural" if p == 1 else self.probes.model.order(exchange)
 
     def _sum_s(self) -> float:
         """Seconds in which all ranks' gradients are added up."""
@@ -183,24 +192,22 @@ class LoopProfiler:
 
 def _hidden(probes: ModelProbes) -> int:
     """Features of a token between layers; of a model without layers, those of its embedding."""
-    for module in probes.adopted.inner.modules():
+    if probes.layers is not None:
+        return probes.layers.hidden
+    for module in probes.model.inner.modules():
         if isinstance(module, torch.nn.Embedding):
             return module.embedding_dim
     return 1
 
 
 def _of_ends(
-    probes: ModelProbes, exchange: Exchange, groups: Groups, ranks: tuple[int, ...],
+    probes: ModelProbes, exchange: str, groups: Groups, ranks: tuple[int, ...],
     lengths: tuple[int, ...],
 ) -> Probe:  # fmt: skip
     return probes.whole(groups, ranks, lengths, exchange)
 
 
-def _order(exchange: Exchange, p: int) -> TokenOrder:
-    return "natural" if p == 1 or exchange == "ulysses" else "zigzag"
-
-
-def _longest_s(found: dict[Exchange, list[ProfilePoint]], exchange: Exchange) -> float:
+def _longest_s(found: dict[str, list[ProfilePoint]], exchange: str) -> float:
     """Seconds of the longest pack that all exchanges have."""
     shared = min(len(points) for points in found.values())
     point = found[exchange][shared - 1]

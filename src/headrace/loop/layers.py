@@ -46,12 +46,13 @@ class _Passing(nn.Module):
 class Layers:
     """Equal layers of a model in the order in which it calls them, in ``container``.
 
-    ``many``: their result is a tuple, whose first is the next one's input.
+    ``many``: their result is a tuple, whose first is the next one's input of ``hidden`` features.
     """
 
     container: nn.ModuleList
     modules: tuple[nn.Module, ...]
     many: bool
+    hidden: int
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -93,8 +94,11 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> Layers | None:
     if not chains:
         return None
     best = max(chains, key=lambda found: sum(p.numel() for p in found.parameters()))
-    ((_, out),) = calls[id(best[0])]
-    return Layers(container=best, modules=tuple(best), many=not torch.is_tensor(out))
+    ((inputs, out),) = calls[id(best[0])]
+    return Layers(
+        container=best, modules=tuple(best), many=not torch.is_tensor(out),
+        hidden=inputs[0].shape[-1],
+    )  # fmt: skip
 
 
 def _noting(calls: dict[int, list[tuple[Any, Any]]]) -> Callable[..., None]:

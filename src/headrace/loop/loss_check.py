@@ -18,15 +18,17 @@ from headrace.errors import ModelError
 
 __all__ = ["check_loss"]
 
-_LOSS_NODES = ("NllLossBackward0", "NllLoss2DBackward0")
+_TOKEN_LOSSES = ("NllLossBackward0", "NllLoss2DBackward0")
+_VALUE_LOSSES = ("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
 _MEAN = 1
 _FAR = 64
 """Nodes that are looked at: a loss is near the end of a graph."""
 
 
-def check_loss(loss: torch.Tensor, targets: int) -> None:
+def check_loss(loss: torch.Tensor, targets: int, tokens: int) -> None:
     """Raise ModelError for a loss that does not belong to a graph, is no single number, or in
-    which a token weighs something else than one over the step's ``targets``."""
+    which one of this rank's ``tokens`` weighs something else than one over the step's ``targets``;
+    of losses of several values for each, their sum or their mean may."""
     if loss.dim() or not loss.requires_grad:
         raise ModelError(
             "loss of a micro-batch",
@@ -36,8 +38,11 @@ def check_loss(loss: torch.Tensor, targets: int) -> None:
     nodes = _loss_nodes(loss)
     if len(nodes) != 1 or not targets:
         return
-    weight = _weight(loss, nodes[0])
-    if weight is not None and abs(weight * targets - 1) > 1e-3:
+    found = _weight(loss, nodes[0], tokens)
+    if found is None:
+        return
+    weight, values = found
+    if all(abs(weight * targets * share - 1) > 1e-3 for share in (1.0, 1 / values)):
         raise ModelError(
             "loss of a micro-batch", got=f"each token weighs 1 / {1 / weight:,.6g}",
             wanted=f"1 / {targets:,}, over all tokens of the step that have a loss",
@@ -55,19 +60,24 @@ def _loss_nodes(loss: torch.Tensor) -> list[Any]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() in _LOSS_NODES:
+        if node.name() in (*_TOKEN_LOSSES, *_VALUE_LOSSES):
             found.append(node)
             continue
         coming.extend(following for following, _ in node.next_functions)
     return found
 
 
-def _weight(loss: torch.Tensor, node: Any) -> float | None:
-    """What each token of a cross entropy weighs in the loss; None where it cannot be said."""
+def _weight(loss: torch.Tensor, node: Any, tokens: int) -> tuple[float, float] | None:
+    """What each token weighs in the loss, and how many values it has; None where it cannot be
+    said."""
     (outer,) = torch.autograd.grad(
         loss, [GradientEdge(node, 0)], retain_graph=True, allow_unused=True
     )
     if outer is None or outer.dim():
         return None
-    within = float(node._saved_total_weight) if node._saved_reduction == _MEAN else 1.0  # noqa: SLF001
-    return float(outer) / within if within else None
+    mean = node._saved_reduction == _MEAN  # noqa: SLF001
+    if node.name() in _VALUE_LOSSES:
+        values = node._saved_self.numel() / tokens  # noqa: SLF001
+        return float(outer) * (1 / tokens if mean else values), values
+    within = float(node._saved_total_weight) if mean else 1.0  # noqa: SLF001
+    return (float(outer) / within, 1.0) if within else None

@@ -10,19 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-
 from headrace.data.order import SamplerOptions
 from headrace.data.sampler import Sampler
 from headrace.data.summary import summarise_lengths
 from headrace.errors import DataError
-from headrace.loop.samples import Samples, sample_of
-from headrace.passes.labels import Labels
+from headrace.loop.model import Item, SampleReader
+from headrace.loop.samples import Samples
 from headrace.spec.lengths import Lengths
 
-__all__ = ["DrawnOrder", "Item", "LoopBatch", "SampleOrder", "StreamOrder"]
-
-Item = dict[str, torch.Tensor]
+__all__ = ["DrawnOrder", "LoopBatch", "SampleOrder", "StreamOrder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -138,10 +134,8 @@ class StreamOrder:
     """Batches of an iterable data set, in the order in which it gives its items; it is begun anew
     for every epoch, and must then give the same on all ranks."""
 
-    def __init__(
-        self, dataset: Iterable[Any], *, tokens: str, kind: Labels, batch_tokens: int
-    ) -> None:
-        self._dataset, self._tokens, self._kind = dataset, tokens, kind
+    def __init__(self, dataset: Iterable[Any], reader: SampleReader, *, batch_tokens: int) -> None:
+        self._dataset, self._reader = dataset, reader
         self._budget = batch_tokens
         self._place = {"epoch": 0, "items": 0}
         self._items: Iterator[Any] = iter(dataset)
@@ -166,14 +160,14 @@ class StreamOrder:
     @property
     def fingerprint(self) -> str:
         """Of the first item."""
-        tokens = self.first()[self._tokens]
-        return f"{len(tokens)} tokens {tokens[:64].tolist()}"
+        shown = {name: x.flatten()[:64].tolist() for name, x in sorted(self.first().items())}
+        return f"{self._reader.length(self.first())} tokens {shown}"
 
     def next_batch(self) -> LoopBatch:
         """The items that follow, as many as the budget holds, one at least."""
         epoch, items, total = self.epoch, list[Item](), 0
         while (item := self._held) is not None:
-            count = len(item[self._tokens])
+            count = self._reader.length(item)
             if items and total + count > self._budget:
                 break
             items.append(item)
@@ -184,7 +178,7 @@ class StreamOrder:
             self._place = {"epoch": epoch + 1, "items": 0}
             self._items = iter(self._dataset)
         return LoopBatch(
-            lengths=Lengths.of(len(item[self._tokens]) for item in items), epoch=epoch,
+            lengths=Lengths.of(map(self._reader.length, items)), epoch=epoch,
             read=lambda i: items[i], state_after=self.state(),
         )  # fmt: skip
 
@@ -226,5 +220,5 @@ class StreamOrder:
     def _read(self) -> Item | None:
         at = f"item {self._place['items']} of the stream"
         for item in self._items:
-            return sample_of(item, self._tokens, self._kind, at)
+            return self._reader.read(item, at)
         return None

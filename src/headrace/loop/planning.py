@@ -22,10 +22,8 @@ from headrace.errors import CostError, InfeasiblePlan
 from headrace.loop.costs import LoopProfiler, shape_of, sizes_for
 from headrace.loop.held import HeldWeights, state_bytes
 from headrace.loop.layers import find_layers
+from headrace.loop.model import Item, LoopModel
 from headrace.loop.probes import ModelProbes
-from headrace.passes.adopted import Adopted
-from headrace.passes.placement import Exchange
-from headrace.passes.recompute import BlockLevels
 from headrace.profiling.clocks import EventClock, HostClock
 from headrace.profiling.probe import seconds_of
 from headrace.profiling.sweep import block
@@ -50,12 +48,11 @@ class LoopSetup:
     """What costs and plans of a loop follow from: a ``document`` has at most so many tokens, a pack
     that is measured at most the ``longest``."""
 
-    adopted: Adopted
+    model: LoopModel
     held: HeldWeights
     optimizer: torch.optim.Optimizer
     groups: Groups
     device: str
-    exchanges: tuple[Exchange, ...]
     options: PlannerConfig
     document: int
     longest: int
@@ -76,7 +73,7 @@ class ModelCosts:
     costs: CostModel
 
 
-def measured(setup: LoopSetup, sample: dict[str, torch.Tensor]) -> ModelCosts:
+def measured(setup: LoopSetup, sample: Item) -> ModelCosts:
     """The costs of a model on these ranks: those given, a kept profile, or a new one; what torch
     draws afterwards is the same. Collective. Raises CostError for given ones of another number of
     ranks or layers."""
@@ -84,7 +81,7 @@ def measured(setup: LoopSetup, sample: dict[str, torch.Tensor]) -> ModelCosts:
         return _measured(setup, sample)
 
 
-def _measured(setup: LoopSetup, sample: dict[str, torch.Tensor]) -> ModelCosts:
+def _measured(setup: LoopSetup, sample: Item) -> ModelCosts:
     probes = _probes(setup, sample)
     if setup.costs is not None:
         return ModelCosts(probes=probes, profile=None, costs=_given(setup, probes, setup.costs))
@@ -115,12 +112,12 @@ def _extrapolated(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> st
     predict, of a pack that fits for sure. Collective."""
     p = costs.group_sizes[0]
     plain = LayerPlan.uniform(
-        LayerOption.of(SINGLE_RANK if p == 1 else setup.exchanges[0]), costs.shape.layers
+        LayerOption.of(SINGLE_RANK if p == 1 else setup.model.exchanges[0]), costs.shape.layers
     )  # fmt: skip
     tokens = min(setup.longest, costs.max_tokens(p, plain) // 2)
     mine, measured_s = block(setup.groups, p), 0.0
     if tokens >= p and mine is not None:
-        probe = probes.complete(setup.groups, mine, (tokens,), setup.exchanges[0])
+        probe = probes.complete(setup.groups, mine, (tokens,), setup.model.exchanges[0])
         clock = HostClock() if setup.device == "cpu" else EventClock()
         measured_s = min(sum(seconds_of(probe, clock)) for _ in range(2))
     measured_s = max(row[0] for row in gather_floats([measured_s], setup.groups.world))
@@ -128,7 +125,7 @@ def _extrapolated(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> st
         parameter.grad = None
     if not measured_s:
         return "two layers are not compared with the whole model: it fits no pack of them"
-    lengths = probes.documents((tokens,))
+    lengths = probes.documents(tokens)
     predicted_s = sum(costs.micro_batch_s(lengths, p, plain))
     return (
         f"the whole model takes {seconds_text(measured_s)} for {tokens:,} tokens, two layers "
@@ -157,31 +154,22 @@ def planner_of(setup: LoopSetup, costs: CostModel, drawn: Container[int] = ()) -
     return BroadcastPlanner(groups=setup.groups, planner=online)
 
 
-def _probes(setup: LoopSetup, sample: dict[str, torch.Tensor]) -> ModelProbes:
+def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
     """What the model can be measured by: its layers, if it shows them, and what they compute again,
     if it can be told."""
-    adopted, inner = setup.adopted, setup.held.inner
+    model, inner = setup.model, setup.held.inner
     probes = ModelProbes(
-        adopted=adopted,
-        layers=None,
-        levels=None,
-        sample=sample,
-        device=setup.device,
+        model=model, layers=None, levels=None, sample=sample, device=setup.device,
         document=setup.document,
-    )
-    if adopted.door == "graph":
-        return probes  # its layers alone are not what is compiled
-    me = (setup.groups.rank,)
-    shard = probes.shard(setup.groups, me, (len(sample["labels"]),), setup.exchanges[0])
-    probes.layers = find_layers(inner, lambda: inner(**adopted.accepted(shard)))
-    wanted = set(setup.options.recompute) - {"none"}
-    if probes.layers is not None and wanted and _can_recompute(inner):
-        probes.levels = BlockLevels(inner, probes.layers.modules)
+    )  # fmt: skip
+    if model.whole:
+        return probes
+    me, length = (setup.groups.rank,), model.length(sample)
+    shard = probes.shard(setup.groups, me, (length,), model.exchanges[0])
+    probes.layers = find_layers(inner, lambda: inner(**shard.inputs))
+    if probes.layers is not None and set(setup.options.recompute) - {"none"}:
+        probes.levels = model.levels(probes.layers.modules)
     return probes
-
-
-def _can_recompute(model: torch.nn.Module) -> bool:
-    return bool(getattr(model, "supports_gradient_checkpointing", False))
 
 
 def _profile(
@@ -195,7 +183,7 @@ def _profile(
         )  # fmt: skip
     setup.say(f"measuring the model on {cluster.devices} ranks of {cluster.device}")
     profiler = LoopProfiler(
-        probes=probes, held=setup.held, groups=setup.groups, exchanges=setup.exchanges,
+        probes=probes, held=setup.held, groups=setup.groups, exchanges=setup.model.exchanges,
         sizes=setup.options.group_sizes or sizes_for(setup.groups.ranks, setup.held.semantics),
         longest=setup.longest, cluster=cluster, state_bytes=state, device=setup.device,
         progress=setup.progress,
@@ -243,7 +231,7 @@ def _fingerprint(setup: LoopSetup, probes: ModelProbes) -> str:
         weights=f"{type(setup.held.model).__name__} {setup.held.semantics}",
         hosts=hashlib.sha256(b"\n".join(sorted(hosts))).hexdigest()[:16],
         torch=machine["torch"], threads=torch.get_num_threads(), ranks=setup.groups.ranks,
-        device=setup.device, exchanges=",".join(setup.exchanges), longest=setup.longest,
+        device=setup.device, exchanges=",".join(setup.model.exchanges), longest=setup.longest,
         document=setup.document,
         sizes=",".join(map(str, setup.options.group_sizes)),
         levels=",".join(setup.options.recompute) if probes.levels else "none",

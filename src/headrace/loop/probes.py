@@ -16,12 +16,7 @@ import torch
 
 from headrace.comm.mesh import Groups
 from headrace.loop.layers import LayerCall, Layers
-from headrace.loop.samples import packed
-from headrace.passes.adopted import Adopted
-from headrace.passes.placement import Exchange
-from headrace.passes.probe import logits_of, loss_of
-from headrace.passes.recompute import BlockLevels
-from headrace.passes.shard import LocalBatch
+from headrace.loop.model import Item, Levels, LoopModel, LoopPart
 from headrace.profiling.probe import ChainProbe, Passed, Probe
 from headrace.spec.method import Recompute
 
@@ -33,27 +28,27 @@ _PROBED = 2
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ModelProbes:
-    """Makes probes of an adopted model, whose ``layers`` are None where it is measured whole.
+    """Makes probes of a model, whose ``layers`` are None where it is measured whole.
 
-    ``sample`` is one of the data set, whose tokens are repeated to make documents of at most
-    ``document`` tokens: models may know no more places.
+    ``sample`` is one of the data set, of which packs of documents of at most ``document`` tokens
+    are made: models may know no more places.
     """
 
-    adopted: Adopted
+    model: LoopModel
     layers: Layers | None
-    levels: BlockLevels | None
-    sample: dict[str, torch.Tensor]
+    levels: Levels | None
+    sample: Item
     document: int
     device: str
 
     def whole(
-        self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: Exchange
+        self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: str
     ) -> Probe:
         """The model for a pack of documents on ``ranks``, without its layers where it has some."""
         return _WholeProbe(probes=self, shard=self.shard(groups, ranks, lengths, exchange))
 
     def complete(
-        self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: Exchange
+        self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: str
     ) -> Probe:
         """The model with all its layers."""
         shard = self.shard(groups, ranks, lengths, exchange)
@@ -61,7 +56,7 @@ class ModelProbes:
 
     def layer(
         self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...],
-        exchange: Exchange, level: Recompute,
+        exchange: str, level: Recompute,
     ) -> Probe:  # fmt: skip
         """Two of the layers, for a pack of documents on ``ranks``."""
         layers = self.layers
@@ -71,7 +66,7 @@ class ModelProbes:
         calls = self.calls(shard)
 
         def entry() -> torch.Tensor:
-            self.adopted.take(shard)
+            self.model.take(shard)
             self.choose([level] * _PROBED)
             return torch.randn_like(calls[0].x)
 
@@ -80,18 +75,19 @@ class ModelProbes:
 
         return ChainProbe(entry, [partial(layer, index) for index in range(_PROBED)])
 
-    def calls(self, shard: LocalBatch) -> Sequence[LayerCall]:
+    def calls(self, shard: LoopPart) -> Sequence[LayerCall]:
         """How the model calls its layers for a shard."""
         assert self.layers is not None, "there are layers"
-        self.adopted.take(shard)
+        self.model.take(shard)
         self.choose([])
         with self.layers.left_out() as called, torch.no_grad():
-            self.adopted.inner(**shard.inputs)
+            self.model.inner(**shard.inputs)
         return called
 
-    def documents(self, lengths: Sequence[int]) -> list[int]:
-        """The documents of a pack of such ``lengths``, none longer than the model may know."""
-        return [n for length in lengths for n in _cut(length, self.document)]
+    def documents(self, tokens: int) -> list[int]:
+        """The documents of a pack of so many tokens, none longer than the model may know."""
+        most = self.document
+        return [min(most, tokens - start) for start in range(0, tokens, most)]
 
     def choose(self, first: Sequence[Recompute]) -> None:
         """What the first layers compute again; the others nothing."""
@@ -100,21 +96,19 @@ class ModelProbes:
             self.levels.choose([*first, *rest])
 
     def shard(
-        self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: Exchange
-    ) -> LocalBatch:
+        self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: str
+    ) -> LoopPart:
         """A pack of documents on ``ranks``."""
-        parts = self.documents(lengths)
-        rows = [{k: _repeated(v, n) for k, v in self.sample.items()} for n in parts]
-        row = {k: v.to(self.device) for k, v in packed(rows).items()}
-        return self.adopted.place(
-            row, ranks, targets=sum(lengths), exchange=exchange, groups=groups
+        pack = self.model.made(self.sample, lengths, len(ranks), document=self.document)
+        return self.model.place(
+            pack.to(self.device), ranks, targets=pack.tokens, exchange=exchange, groups=groups
         )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _WholeProbe:
     probes: ModelProbes
-    shard: LocalBatch
+    shard: LoopPart
     complete: bool = False
     segments: int = 1
     _loss: torch.Tensor | None = field(default=None, init=False)
@@ -122,7 +116,7 @@ class _WholeProbe:
     def forward(self, passed: Passed) -> None:
         """The model up to a loss."""
         probes = self.probes
-        probes.adopted.take(self.shard)
+        probes.model.take(self.shard)
         probes.choose([])
         passed()
         if probes.layers is None or self.complete:
@@ -130,9 +124,7 @@ class _WholeProbe:
         else:
             with probes.layers.left_out():
                 outputs = self._outputs()
-        self._loss = loss_of(outputs)
-        if self._loss is None:
-            self._loss = logits_of(outputs).float().logsumexp(-1).sum()
+        self._loss = probes.model.number(outputs)
         passed()
 
     def backward(self, passed: Passed) -> None:
@@ -144,14 +136,4 @@ class _WholeProbe:
         passed()
 
     def _outputs(self) -> Any:
-        return self.probes.adopted.inner(**self.probes.adopted.accepted(self.shard))
-
-
-def _cut(length: int, most: int) -> list[int]:
-    """A length in parts of at most ``most``."""
-    return [min(most, length - start) for start in range(0, length, most)]
-
-
-def _repeated(x: torch.Tensor, count: int) -> torch.Tensor:
-    """The first ``count`` values, begun again where there are not as many."""
-    return x.repeat(-(-count // len(x)), *[1] * (x.dim() - 1))[:count]
+        return self.probes.model.inner(**self.shard.inputs)

@@ -6,51 +6,57 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from headrace.comm.collectives import gather_floats
+from headrace.comm.collectives import gather_bytes
 from headrace.costs import CostModel
 from headrace.errors import HeadraceError
 from headrace.loop.held import bytes_now
+from headrace.loop.model import LoopPart, Pack
 from headrace.loop.order import LoopBatch
 from headrace.loop.planning import LoopSetup, ModelCosts, planner_of
 from headrace.loop.record import LoopRecord
 from headrace.loop.recovery import LoopRecovery
-from headrace.loop.samples import packed
-from headrace.loop.turns import Turn, members_of
-from headrace.ops.loss import IGNORED
-from headrace.passes.placement import Exchange
-from headrace.passes.shard import LocalBatch
+from headrace.loop.turns import Turn, turns_of
 from headrace.runtime.recovery import Exhausted
 from headrace.runtime.step_times import RankTimes
 from headrace.runtime.trainer import Planned, Step, plan_metrics, told_to_first
+from headrace.spec.method_facts import Members
 from headrace.spec.plan import Plan
 from headrace.training.broadcast import BroadcastPlanner
 
-__all__ = ["StepRunner"]
+__all__ = ["StepRunner", "Work"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Work:
+    """A pack of a turn, on the ranks that it can be spread over."""
+
+    turn: Turn
+    ranks: Members
+    pack: Pack
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepRunner:
-    """One rank's. ``first`` is the place that the model counts the first token of a pack as; of the
-    steps in ``drawn`` the rows of all ranks are written down; ``shard`` is at work."""
+    """One rank's. Of the steps in ``drawn`` the rows of all ranks are written down; ``part`` is at
+    work."""
 
     setup: LoopSetup
     found: ModelCosts
     scheduler: Any
     clip: float | None
-    first: int
     drawn: Container[int]
     record: LoopRecord | None
     planner: BroadcastPlanner = field(init=False)
     recovery: LoopRecovery = field(init=False)
-    shard: LocalBatch | None = field(init=False, default=None)
+    part: LoopPart | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         possible = not self.setup.held.sharded and dist.get_backend() == "gloo"
@@ -63,8 +69,8 @@ class StepRunner:
         return self.setup.groups.rank
 
     def plan(self, batch: LoopBatch) -> Planned:
-        """The plan of a batch, with its groups made. Collective."""
-        return self._prepared(self.planner.plan(batch.lengths))
+        """The plan of a batch. Collective."""
+        return self.planner.plan(batch.lengths)
 
     def plan_again(self, batch: LoopBatch, plan: Plan, exhausted: Exhausted) -> Planned:
         """A thriftier plan of a batch, with nothing left of the attempt before. Collective. Raises
@@ -73,43 +79,61 @@ class StepRunner:
         gc.collect()
         planned = self.planner.replan(batch.lengths, plan, exhausted)
         self.setup.say(f"{exhausted}: the step is taken again as {planned.plan.strategy}")
-        return self._prepared(planned)
-
-    def _prepared(self, planned: Planned) -> Planned:
-        plan = planned.plan
-        self.setup.adopted.prepare({members_of(plan, i) for i in range(len(plan.micro_batches))})
         return planned
 
-    def read(self, batch: LoopBatch, plan: Plan, turn: Turn) -> dict[str, torch.Tensor]:
-        """The pack of a turn; where there is nothing to do, two tokens without a loss."""
-        if turn.index is None:
-            nothing = torch.zeros(2, dtype=torch.int64)
-            row = packed([{self.setup.adopted.tokens: nothing, "labels": nothing + IGNORED}])
-        else:
-            row = packed([batch.read(i) for i in plan.micro_batches[turn.index].sequences])
-        row["position_ids"] = row["position_ids"] + self.first
-        return {name: value.to(self.setup.device) for name, value in row.items()}
+    def work(self, batch: LoopBatch, plan: Plan) -> tuple[list[list[Work]], int]:
+        """What this rank does in each turn, its groups made, and the tokens of all ranks that have
+        a loss. Collective."""
+        turns = turns_of(plan, self.rank)
+        found = [[Work(turn=turn, ranks=ranks, pack=pack)
+                  for pack, ranks in self._packs(batch, plan, turn)] for turn in turns]  # fmt: skip
+        targets = sum(w.pack.targets for some in found for w in some if w.ranks[0] == self.rank)
+        groups = sorted({w.ranks for some in found for w in some if w.ranks[0] == self.rank})
+        mine = json.dumps([targets, [len(some) for some in found], groups]).encode()
+        said = [json.loads(one) for one in gather_bytes(mine, self.setup.groups.world)]
+        model = self.setup.model
+        wanted = {tuple(ranks) for _, _, some in said for ranks in some}
+        model.prepare(group for ranks in sorted(wanted) for group in model.groups_of(ranks))
+        if plan.semantics == "lockstep":  # all ranks meet at every layer, of nothing too
+            rounds = [max(counts) for counts in zip(*(c for _, c, _ in said), strict=True)]
+            for some, count in zip(found, rounds, strict=True):
+                some.extend([self._nothing] * (count - len(some)))
+        return found, sum(count for count, _, _ in said)
 
-    def place(
-        self, plan: Plan, turn: Turn, pack: Mapping[str, torch.Tensor], targets: int
-    ) -> LocalBatch:
+    def _packs(self, batch: LoopBatch, plan: Plan, turn: Turn) -> Iterator[tuple[Pack, Members]]:
+        """The packs of a turn that this rank has part in, and the ranks that have."""
+        if turn.index is None:
+            return
+        model = self.setup.model
+        samples = [batch.read(i) for i in plan.micro_batches[turn.index].sequences]
+        for pack in model.packs(samples):
+            ranks = model.ranks_for(pack, turn.ranks)
+            if self.rank in ranks:
+                yield pack.to(self.setup.device), ranks
+
+    @property
+    def _nothing(self) -> Work:
+        """Two tokens, without a loss."""
+        probes, me = self.found.probes, (self.rank,)
+        pack = self.setup.model.made(probes.sample, (2,), 1, document=probes.document)
+        turn = Turn(index=None, ranks=me)
+        return Work(turn=turn, ranks=me, pack=replace(pack.to(self.setup.device), targets=0))
+
+    def place(self, plan: Plan, work: Work, targets: int) -> LoopPart:
         """This rank's part of a pack, which the model works on from here on."""
-        exchange: Exchange | None = None
-        options = () if turn.index is None else plan.micro_batches[turn.index].layers.options
-        if len(turn.ranks) > 1:
-            exchange = cast(Exchange, options[0].attention)
+        index = work.turn.index
+        options = () if index is None else plan.micro_batches[index].layers.options
+        # Some of the ranks may be too many for a pack: it is run as it was planned for all.
+        exchange = options[0].attention if len(work.turn.ranks) > 1 else None
         self.found.probes.choose([option.recompute for option in options])
-        adopted = self.setup.adopted
-        self.shard = adopted.place(pack, turn.ranks, targets=targets, exchange=exchange)
-        return self.shard
+        self.part = self.setup.model.place(
+            work.pack, work.ranks, targets=targets, exchange=exchange
+        )
+        return self.part
 
     def bytes_now(self) -> int:
         """What this rank holds of the model and its optimizer."""
         return bytes_now(self.setup.held.model, self.setup.optimizer)
-
-    def total(self, count: int) -> int:
-        """The sum of a number over all ranks. Collective."""
-        return int(sum(row[0] for row in gather_floats([float(count)], self.setup.groups.world)))
 
     def update(self, number: int, loss: float) -> float | None:
         """Add up gradients, and take one step of optimizer and scheduler; returns the norm of the

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.errors import DataError
-from headrace.ops.loss import IGNORED
+from headrace.loop.model import Item, SampleReader
 from headrace.passes.labels import Labels, predicted
 
-__all__ = ["LengthSource", "Samples", "packed", "sample_of"]
+__all__ = ["LengthSource", "Samples", "TokenReader", "packed", "sample_of"]
 
 LengthSource = Sequence[int] | NDArray[Any] | str | Callable[[Any], int] | None
 """Lengths in tokens: a number for each item, the name of a column, a function of an item, or
@@ -31,17 +31,16 @@ class Samples:
 
     dataset: Any
     lengths: NDArray[np.int64]
-    tokens: str
-    kind: Labels
+    reader: SampleReader
     name: str
     fingerprint: str
 
     @classmethod
-    def of(cls, dataset: Any, lengths: LengthSource, *, tokens: str, kind: Labels) -> Samples:
+    def of(cls, dataset: Any, lengths: LengthSource, reader: SampleReader) -> Samples:
         """Look at a data set. Raises DataError for one without items or with lengths that cannot
         be its own."""
         count = len(dataset)
-        found = np.asarray(_lengths(dataset, lengths, tokens), dtype=np.int64).reshape(-1)
+        found = np.asarray(_lengths(dataset, lengths, reader), dtype=np.int64).reshape(-1)
         if not count or len(found) != count:
             raise DataError(
                 "lengths of the data set", got=f"{len(found):,} of {count:,} items",
@@ -52,15 +51,14 @@ class Samples:
             raise DataError(f"length of item {at}", got=int(found[at]), wanted=">= 1 token")
         digest = hashlib.sha256(found.tobytes()).hexdigest()
         return cls(
-            dataset=dataset, lengths=found, tokens=tokens, kind=kind,
-            name=type(dataset).__name__, fingerprint=digest,
+            dataset=dataset, lengths=found, reader=reader, name=type(dataset).__name__,
+            fingerprint=digest,
         )  # fmt: skip
 
-    def read(self, index: int) -> dict[str, torch.Tensor]:
-        """One sample: tensors [n, ...] of its n tokens, with ``labels`` for the places that they
-        belong to. Raises DataError when it is not as long as was said."""
-        item = sample_of(self.dataset[index], self.tokens, self.kind, f"item {index}")
-        have, told = len(item[self.tokens]), int(self.lengths[index])
+    def read(self, index: int) -> Item:
+        """One sample. Raises DataError when it is not as long as was said."""
+        item = self.reader.read(self.dataset[index], f"item {index}")
+        have, told = self.reader.length(item), int(self.lengths[index])
         if have != told:
             raise DataError(
                 f"item {index} of {self.name}", got=f"{have} tokens",
@@ -70,7 +68,23 @@ class Samples:
         return item
 
 
-def sample_of(item: Any, tokens: str, kind: Labels, what: str) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenReader:
+    """Reads items with token numbers in the field ``tokens``, and labels of a ``kind``."""
+
+    tokens: str
+    kind: Labels
+
+    def read(self, item: Any, what: str) -> Item:
+        """Its tokens and labels."""
+        return sample_of(item, self.tokens, self.kind, what)
+
+    def length(self, sample: Item) -> int:
+        """Its tokens."""
+        return len(sample[self.tokens])
+
+
+def sample_of(item: Any, tokens: str, kind: Labels, what: str) -> Item:
     """An item of a data set as tensors [n, ...] without padding: a mapping, (tokens, labels), or
     tokens. Labels, the tokens themselves where there are none, are moved to the places that predict
     them. Raises DataError for other things."""
@@ -97,7 +111,7 @@ def sample_of(item: Any, tokens: str, kind: Labels, what: str) -> dict[str, torc
     return found
 
 
-def packed(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def packed(samples: Sequence[Item]) -> Item:
     """Samples in one row [1, t, ...], with places that begin again at 0 with each."""
     row = {name: torch.cat([sample[name] for sample in samples])[None] for name in samples[0]}
     if "position_ids" not in row:
@@ -106,12 +120,7 @@ def packed(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Ten
     return row
 
 
-def targets(sample: Mapping[str, torch.Tensor]) -> int:
-    """Tokens of a sample that have a loss."""
-    return int((sample["labels"] != IGNORED).sum())
-
-
-def _lengths(dataset: Any, lengths: LengthSource, tokens: str) -> Any:
+def _lengths(dataset: Any, lengths: LengthSource, reader: SampleReader) -> Any:
     if lengths is None:
         names = getattr(dataset, "column_names", None) or ()
         lengths = next((name for name in _COLUMNS if name in names), None)
@@ -126,9 +135,7 @@ def _lengths(dataset: Any, lengths: LengthSource, tokens: str) -> Any:
         return [lengths(dataset[i]) for i in range(len(dataset))]
     if lengths is not None:
         return lengths
-    return [
-        len(sample_of(dataset[i], tokens, "same", f"item {i}")[tokens]) for i in range(len(dataset))
-    ]
+    return [reader.length(reader.read(dataset[i], f"item {i}")) for i in range(len(dataset))]
 
 
 def _is_numbers(value: Any) -> bool:

@@ -12,19 +12,17 @@ micro-batch is done.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from headrace.errors import HeadraceError, ModelError
+from headrace.errors import DataError, HeadraceError, ModelError
 from headrace.loop.loss_check import check_loss
 from headrace.loop.order import LoopBatch
-from headrace.loop.runner import StepRunner
-from headrace.loop.turns import Turn, turns_of
-from headrace.ops.loss import IGNORED
+from headrace.loop.runner import StepRunner, Work
 from headrace.passes.labels import local_loss
 from headrace.runtime.machine import peak_bytes, reset_peak_bytes
 from headrace.runtime.step_times import RankTimes
@@ -45,13 +43,16 @@ class LoopMicroBatch:
     planned with less memory and taken again (:mod:`headrace.loop.recovery`).
 
         inputs    what the model is given: local tokens, their places, labels where it takes them
-        labels    [1, s_r]   of the local places, IGNORED (-100) where there is no loss
+        labels    [1, s_r]   of the local places, IGNORED (-100) where there is no loss; of a model
+                  of several axes as its first input is
+        rest      fields of the samples that the model does not take, of all ranks
         tokens    of the micro-batch, on all its ranks, that have a loss
         targets   the same of the whole step: what sums of losses are divided by
     """  # fmt: skip
 
     inputs: dict[str, torch.Tensor]
-    labels: torch.Tensor
+    rest: dict[str, torch.Tensor]
+    given_labels: torch.Tensor | None = field(repr=False)
     tokens: int
     targets: int
     sequences: tuple[int, ...]
@@ -68,6 +69,13 @@ class LoopMicroBatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> bool:
         return error is not None and self._survives(error, f"micro-batch {self.sequences}")
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """Those of the local places. Raises DataError where samples have none."""
+        if self.given_labels is None:
+            raise DataError("labels of the samples", got="none", wanted="a field of them")
+        return self.given_labels
 
     def loss(self, logits: torch.Tensor) -> torch.Tensor:
         """The cross entropy of the local tokens, summed, over the step's ``targets``.
@@ -86,6 +94,15 @@ class LoopMicroBatch:
             )  # fmt: skip
         self._backward(self, loss)
         self.done = True
+
+
+@dataclass(slots=True, kw_only=True)
+class _Spent:
+    """Seconds of a turn."""
+
+    start_s: float
+    forward_s: float = 0.0
+    backward_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -144,65 +161,65 @@ class LoopStep:
     def _attempt(self) -> Iterator[LoopMicroBatch]:
         """The micro-batches of the plan, until one of them runs out of memory."""
         self._sum, self._rows, self._failed = None, list[Row](), False
-        turns = turns_of(self.plan, self.runner.rank)
-        packs = [self.runner.read(self.batch, self.plan, turn) for turn in turns]
-        own = [int((pack["labels"] != IGNORED).sum()) for pack in packs]
-        self.tokens = self.runner.total(
-            sum(
-                count for turn, count in zip(turns, own, strict=True)
-                if turn.ranks[0] == self.runner.rank
-            )
-        )  # fmt: skip
+        turns, self.tokens = self.runner.work(self.batch, self.plan)
+        if not self.retries:
+            self._begun_s = time.perf_counter()  # groups are made
         with self.runner.setup.held.step():
-            for turn, pack, count in zip(turns, packs, own, strict=True):
-                micro = self._micro(turn, pack, count)
-                yield micro
-                if self._failed:
-                    return
-                if not micro.done:
-                    raise HeadraceError(
-                        f"micro-batch of step {self.number}", got="no backward",
-                        wanted="micro.backward(loss) for each micro-batch",
-                    )  # fmt: skip
+            for some in turns:
+                spent = _Spent(start_s=self._now())
+                for work in some:
+                    micro = self._micro(work, spent)
+                    yield micro
+                    if self._failed:
+                        return
+                    if not micro.done:
+                        raise HeadraceError(
+                            f"micro-batch of step {self.number}", got="no backward",
+                            wanted="micro.backward(loss) for each micro-batch",
+                        )  # fmt: skip
+                self._note(some, spent)
 
     def _survives(self, error: BaseException, action: str) -> bool:
         self._failed = self.runner.recovery.survives(error, action)
         return self._failed
 
-    def _micro(self, turn: Turn, pack: dict[str, torch.Tensor], count: int) -> LoopMicroBatch:
-        runner = self.runner
-        shard = runner.place(self.plan, turn, pack, self.tokens)
+    def _micro(self, work: Work, spent: _Spent) -> LoopMicroBatch:
+        part, turn, count = self.runner.place(self.plan, work, self.tokens), work.turn, work.pack
         start = self._now()
-        assert shard.labels is not None, "samples have labels"
 
         def backward(micro: LoopMicroBatch, loss: torch.Tensor) -> None:
-            if not self.number and count:
-                check_loss(loss, micro.targets)
+            loss = loss if turn.index is not None else loss * 0.0
+            if not self.number and count.targets:
+                check_loss(loss, micro.targets, part.tokens)
             middle = self._now()
             loss.backward()
-            self._note(turn, start, middle, pack["labels"].shape[1])
-            part = loss.detach()
-            self._sum = part if self._sum is None else self._sum + part
+            spent.forward_s += middle - start
+            spent.backward_s += self._now() - middle
+            own = loss.detach()
+            self._sum = own if self._sum is None else self._sum + own
 
         return LoopMicroBatch(
-            inputs=runner.setup.adopted.accepted(shard), labels=shard.labels, tokens=count,
-            targets=self.tokens, ranks=turn.ranks, group=shard.placement.group,
+            inputs=part.inputs, rest=part.rest, given_labels=part.labels, tokens=count.targets,
+            targets=self.tokens, ranks=work.ranks, group=part.group,
             sequences=() if turn.index is None else self.plan.micro_batches[turn.index].sequences,
             _backward=backward, _survives=self._survives,
         )  # fmt: skip
 
-    def _note(self, turn: Turn, start: float, middle: float, tokens: int) -> None:
-        if turn.index is None:
+    def _note(self, some: Sequence[Work], spent: _Spent) -> None:
+        """Rows of a turn: all forwards of its packs, then all backwards."""
+        if not some or (index := some[0].turn.index) is None:
             return
-        rank, group = self.runner.rank, turn.ranks
-        backward = Backward(stage=0, micro_batch=turn.index, group=group)
-        for action, begin, end in ((turn.action, start, middle), (backward, middle, self._now())):
+        turn, begin = some[0].turn, spent.start_s
+        tokens = sum(work.pack.tokens for work in some if work.turn is turn)
+        backward = Backward(stage=0, micro_batch=index, group=turn.ranks)
+        for action, taken_s in ((turn.action, spent.forward_s), (backward, spent.backward_s)):
             self._rows.append(
                 Row(
-                    rank=rank, action=str(action), kind=action.kind, start_s=begin, end_s=end,
-                    tokens=tokens, ranks=len(group),
+                    rank=self.runner.rank, action=str(action), kind=action.kind, start_s=begin,
+                    end_s=begin + taken_s, tokens=tokens, ranks=len(turn.ranks),
                 )
             )  # fmt: skip
+            begin += taken_s
 
     def _finish(self) -> None:
         start = self._now()

@@ -43,6 +43,5 @@ def turns_of(plan: Plan, rank: int) -> tuple[Turn, ...]:
 
 
 def members_of(plan: Plan, index: int) -> Members:
-    """The ranks that run a micro-batch: those of its pipeline, as many as it has tokens at most."""
-    micro = plan.micro_batches[index]
-    return plan.pipelines[micro.pipeline].ranks[: sum(plan.tokens_of(micro))]
+    """The ranks that run a micro-batch: those of its pipeline."""
+    return plan.pipelines[plan.micro_batches[index].pipeline].ranks

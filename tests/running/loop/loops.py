@@ -17,7 +17,7 @@ from headrace.costs.quadratic import Linear, Quadratic
 from headrace.data.order import SamplerOptions
 from headrace.loop.attached import Attached
 from headrace.loop.order import DrawnOrder, LoopBatch
-from headrace.loop.samples import Samples
+from headrace.loop.samples import Samples, TokenReader
 from headrace.runtime.recovery import Exhausted
 from headrace.runtime.trainer import Planned
 from headrace.spec.cluster import Cluster
@@ -141,7 +141,7 @@ def batches(
 ) -> list[LoopBatch]:
     """The batches that an attached loop draws."""
     kind = "next"
-    samples = Samples.of(items, None, tokens=tokens, kind=kind)
+    samples = Samples.of(items, None, TokenReader(tokens=tokens, kind=kind))
     order = DrawnOrder(samples, SamplerOptions(too_long="refuse", min_tokens=1, **options))
     return [order.next_batch() for _ in range(steps)]
 

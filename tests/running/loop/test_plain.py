@@ -19,7 +19,7 @@ import headrace as hr
 from headrace.data.order import SamplerOptions
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, ModelError, SpecError
 from headrace.loop.order import DrawnOrder, StreamOrder
-from headrace.loop.samples import Samples
+from headrace.loop.samples import Samples, TokenReader
 from headrace.loop.turns import turns_of
 from ranks import run_ranks
 from running.loop.loops import Drawn, alone, attached, batches, costs, dataset, trained, weights
@@ -27,6 +27,7 @@ from running.passes.foreign import OwnAttention, gpt
 from spread import whole
 
 EXACT = 1e-10
+READER = TokenReader(tokens="input_ids", kind="next")
 
 
 def items() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -171,13 +172,13 @@ class Stream:
 
 def test_a_stream_is_taken_in_order() -> None:
     """Catches items lost at the end of a batch or an epoch, and a state that takes one twice."""
-    order = StreamOrder(Stream(), tokens="input_ids", kind="next", batch_tokens=100)
+    order = StreamOrder(Stream(), READER, batch_tokens=100)
     drawn = [order.next_batch() for _ in range(9)]
     lengths = [n for batch in drawn if batch.epoch == 0 for n in batch.lengths.tokens]
     assert lengths == [len(item["input_ids"]) for item in dataset()]
     assert all(b.lengths.total <= 100 or len(b.lengths) == 1 for b in drawn)
     for at, batch in enumerate(drawn[:-1]):
-        other = StreamOrder(Stream(), tokens="input_ids", kind="next", batch_tokens=100)
+        other = StreamOrder(Stream(), READER, batch_tokens=100)
         other.restore(batch.state_after)
         assert other.next_batch().lengths == drawn[at + 1].lengths
 
@@ -192,7 +193,7 @@ def test_every_sample_once(lengths: list[int], ranks: int, budget: int, seed: in
     that meet in another order, and turns of lockstep that not all ranks have."""
     options = SamplerOptions(batch_tokens=budget, too_long="refuse", min_tokens=1, seed=seed)
     data = [torch.zeros(n, dtype=torch.int64) for n in lengths]
-    order = DrawnOrder(Samples.of(data, lengths, tokens="ids", kind="next"), options)
+    order = DrawnOrder(Samples.of(data, lengths, TokenReader(tokens="ids", kind="next")), options)
     seen = list[int]()
     for semantics in ("free", "lockstep"):
         drawn = Drawn(ranks=ranks, layers=1, seed=seed, semantics=semantics)
