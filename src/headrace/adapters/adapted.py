@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from headrace.adapters.dims import Dims
@@ -104,6 +105,8 @@ class Adapted:
     ) -> dict[str, Any]:
         """:meth:`shard` of a batch that is known to be alike on all ``ranks``, whose groups
         (:meth:`groups_for`) were made among ``groups``: no rank is asked."""
+        if isinstance(self.model, FSDPModule):
+            add_plainly(self.model)
         tensors, groups = self._tensors(batch), groups or self._groups
         totals = self._totals(tensors)
         samples = self._samples(totals)
@@ -170,6 +173,21 @@ class Adapted:
             return whole
         sizes = split_sizes(shards.samples[2], dist.get_world_size(shards.across))
         return gather(whole, layout.names.index((self.batch,)), shards.across, sizes=sizes)
+
+    def back(self, out: Any, like: str) -> Any:
+        """A result, or the first of several, of the dims of the input ``like``, on the shards that
+        inputs have. Raises ModelError for one that is no tensor. Collective."""
+        shards = self._passage.at_work
+        if shards.group is None or shards.axis == self.axis:
+            return out
+        first, *rest = out if isinstance(out, tuple) else (out,)
+        if not isinstance(first, torch.Tensor):
+            raise ModelError(
+                "result of the model", got=type(first).__name__, wanted="a tensor",
+                hint="let stages put the axis back in shards: returns=True",
+            )  # fmt: skip
+        first = shards.switched(first, self.inputs[like], self.axis)
+        return (first, *rest) if isinstance(out, tuple) else first
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's result for what :meth:`shard` returned; call it again for another forward of

@@ -55,9 +55,7 @@ class Passage:
         self._known: MutableMapping[torch.Tensor, _Place] = WeakIdKeyDictionary()
         self._entered = list[str]()
         self._hooks, self._outside = ExitStack(), ExitStack()
-        self._hooks.callback(
-            model.register_forward_pre_hook(self._begin, with_kwargs=True).remove
-        )
+        self._hooks.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
         self._hooks.callback(model.register_forward_hook(self._end, always_call=True).remove)
         for module, stage in self.stages.items():
             enter = module.register_forward_pre_hook(partial(self._enter, stage), with_kwargs=True)

@@ -62,7 +62,8 @@ class AxisModel:
         return self.adapted.places(sample)
 
     def begin(self, sample: Item, device: str) -> Callable[[], None]:
-        """Its hooks are there already."""
+        """Its hooks are there already; results come back to the shards that inputs have."""
+        self.adapted.on(self.inner, after=lambda _, out: self.adapted.back(out, self._main))
         return lambda: None
 
     def packs(self, samples: Sequence[Item]) -> list[Pack]:

@@ -47,7 +47,7 @@ def check_loss(loss: torch.Tensor, targets: int, tokens: int) -> None:
             "loss of a micro-batch", got=f"each token weighs 1 / {1 / weight:,.6g}",
             wanted=f"1 / {targets:,}, over all tokens of the step that have a loss",
             hint="a mean over one micro-batch weighs samples by their company: use "
-            'cross_entropy(..., reduction="sum") / step.tokens, or micro.loss(logits)',
+            'reduction="sum" and divide by step.tokens, or micro.loss(logits)',
         )  # fmt: skip
 
 

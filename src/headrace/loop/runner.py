@@ -84,40 +84,45 @@ class StepRunner:
     def work(self, batch: LoopBatch, plan: Plan) -> tuple[list[list[Work]], int]:
         """What this rank does in each turn, its groups made, and the tokens of all ranks that have
         a loss. Collective."""
-        turns = turns_of(plan, self.rank)
-        found = [[Work(turn=turn, ranks=ranks, pack=pack)
-                  for pack, ranks in self._packs(batch, plan, turn)] for turn in turns]  # fmt: skip
-        targets = sum(w.pack.targets for some in found for w in some if w.ranks[0] == self.rank)
-        groups = sorted({w.ranks for some in found for w in some if w.ranks[0] == self.rank})
-        mine = json.dumps([targets, [len(some) for some in found], groups]).encode()
-        said = [json.loads(one) for one in gather_bytes(mine, self.setup.groups.world)]
+        found = [list(self._packs(batch, plan, turn)) for turn in turns_of(plan, self.rank)]
+        led = [work for some in found for work in some if work.ranks[0] == self.rank]
+        mine = [
+            sum(work.pack.targets for work in led), [len(some) for some in found],
+            sorted({work.ranks for work in led}),
+        ]  # fmt: skip
+        said = gather_bytes(json.dumps(mine).encode(), self.setup.groups.world)
+        counts, lengths, groups = zip(*map(json.loads, said), strict=True)
         model = self.setup.model
-        wanted = {tuple(ranks) for _, _, some in said for ranks in some}
-        model.prepare(group for ranks in sorted(wanted) for group in model.groups_of(ranks))
-        if plan.semantics == "lockstep":  # all ranks meet at every layer, of nothing too
-            rounds = [max(counts) for counts in zip(*(c for _, c, _ in said), strict=True)]
-            for some, count in zip(found, rounds, strict=True):
-                some.extend([self._nothing] * (count - len(some)))
-        return found, sum(count for count, _, _ in said)
+        wanted = sorted({tuple(ranks) for some in groups for ranks in some})
+        model.prepare(some for ranks in wanted for some in model.groups_of(ranks))
+        if plan.semantics == "lockstep":
+            rounds = [max(column) for column in zip(*lengths, strict=True)]
+            found = [self._filled(some, n) for some, n in zip(found, rounds, strict=True)]
+        else:
+            found = [[work for work in some if self.rank in work.ranks] for some in found]
+        return found, sum(counts)
 
-    def _packs(self, batch: LoopBatch, plan: Plan, turn: Turn) -> Iterator[tuple[Pack, Members]]:
-        """The packs of a turn that this rank has part in, and the ranks that have."""
+    def _packs(self, batch: LoopBatch, plan: Plan, turn: Turn) -> Iterator[Work]:
+        """The packs of a turn, those too that this rank has no part in."""
         if turn.index is None:
             return
         model = self.setup.model
         samples = [batch.read(i) for i in plan.micro_batches[turn.index].sequences]
         for pack in model.packs(samples):
             ranks = model.ranks_for(pack, turn.ranks)
-            if self.rank in ranks:
-                yield pack.to(self.setup.device), ranks
+            yield Work(turn=turn, ranks=ranks, pack=pack.to(self.setup.device))
 
-    @property
-    def _nothing(self) -> Work:
-        """Two tokens, without a loss."""
+    def _filled(self, some: list[Work], count: int) -> list[Work]:
+        """Work of a turn in which all ranks meet at every layer: ``count`` packs, of two tokens
+        without a loss where this rank has no part."""
         probes, me = self.found.probes, (self.rank,)
         pack = self.setup.model.made(probes.sample, (2,), 1, document=probes.document)
-        turn = Turn(index=None, ranks=me)
-        return Work(turn=turn, ranks=me, pack=replace(pack.to(self.setup.device), targets=0))
+        nothing = Work(
+            turn=Turn(index=None, ranks=me), ranks=me,
+            pack=replace(pack.to(self.setup.device), targets=0),
+        )  # fmt: skip
+        mine = [work if self.rank in work.ranks else nothing for work in some]
+        return mine + [nothing] * (count - len(mine))
 
     def place(self, plan: Plan, work: Work, targets: int) -> LoopPart:
         """This rank's part of a pack, which the model works on from here on."""

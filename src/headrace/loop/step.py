@@ -207,10 +207,11 @@ class LoopStep:
 
     def _note(self, some: Sequence[Work], spent: _Spent) -> None:
         """Rows of a turn: all forwards of its packs, then all backwards."""
-        if not some or (index := some[0].turn.index) is None:
+        own = [work for work in some if work.turn.index is not None]
+        if not own or (index := own[0].turn.index) is None:
             return
-        turn, begin = some[0].turn, spent.start_s
-        tokens = sum(work.pack.tokens for work in some if work.turn is turn)
+        turn, begin = own[0].turn, spent.start_s
+        tokens = sum(work.pack.tokens for work in own)
         backward = Backward(stage=0, micro_batch=index, group=turn.ranks)
         for action, taken_s in ((turn.action, spent.forward_s), (backward, spent.backward_s)):
             self._rows.append(

@@ -15,11 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as f
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["SHAPES_2D", "Attend2D", "Block2D", "Shape2D", "Transformer2D", "attend_over"]
 
@@ -99,16 +101,24 @@ class Block2D(nn.Module):
 
 
 class Layer2D(nn.Module):
-    """A block over space and one over time."""
+    """A block over space and one over time, each computed again in the backward where
+    ``gradient_checkpointing`` says so."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
+        self.gradient_checkpointing = False
+        self._gradient_checkpointing_func: Any = partial(checkpoint, use_reentrant=False)
         self.spatial = Block2D(hidden, heads, "s")
         self.temporal = Block2D(hidden, heads, "t")
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """x [b, t, s, h], time [b, 6, h] to [b, t, s, h]."""
-        return self.temporal(self.spatial(x, time), time)
+        for block in (self.spatial, self.temporal):
+            if self.gradient_checkpointing:
+                x = self._gradient_checkpointing_func(block, x, time)
+            else:
+                x = block(x, time)
+        return x
 
 
 class Transformer2D(nn.Module):

@@ -1,0 +1,207 @@
+"""Loops over models of several axes: clips of any shapes, whatever the plans, as one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import headrace as hr
+from headrace.errors import DataError, ModelError
+from headrace.loop.attached import Attached
+from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
+from ranks import run_ranks
+from running.loop.loops import Drawn, costs, weights
+from spread import whole
+
+EXACT = 1e-10
+SHAPES = ((3, 4), (1, 6), (5, 4), (1, 6), (3, 4), (2, 7), (5, 4), (1, 1), (4, 4), (1, 6), (3, 4))
+"""Frames and patches: images have one frame."""
+
+
+def clips() -> list[dict[str, torch.Tensor]]:
+    """One item for each shape."""
+    draw = torch.Generator().manual_seed(3)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    return [
+        {
+            "x": randn(t, s, 4), "labels": randn(t, s, 4), "frames": torch.arange(t),
+            "patches": torch.arange(s), "timestep": torch.randint(0, 1000, (), generator=draw),
+        }
+        for t, s in SHAPES
+    ]  # fmt: skip
+
+
+def model() -> Transformer2D:
+    """A small one in fp64."""
+    torch.manual_seed(0)
+    return Transformer2D(SHAPES_2D["tiny"]).double()
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def alone(batches: list[tuple[int, ...]]) -> tuple[list[float], Any]:
+    """Losses and weights of one process over the same samples, one after the other."""
+    data, single = clips(), model()
+    optimizer, losses = sgd(single), list[float]()
+    for batch in batches:
+        targets, total = sum(data[i]["x"].shape[:2].numel() for i in batch), 0.0
+        for i in batch:
+            item = data[i]
+            out = single(item["x"][None], item["timestep"][None], item["frames"], item["patches"])
+            loss = (out - item["labels"]).square().sum() / targets
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, weights(single)
+
+
+def attached(how: str, folder: Path, **options: Any) -> tuple[Attached, Any]:
+    """A loop over the clips in their order, four of them a step."""
+    own = model()
+    called: Any = own
+    if how == "ddp":
+        called = DistributedDataParallel(own)
+    if how == "fsdp2":
+        for layer in own.layers:
+            fully_shard(layer)
+        fully_shard(own)
+    return hr.attach(
+        hr.adapt(called), sgd(called), clips(), batch_sequences=4, shuffle=False,
+        cache=folder, say=lambda text: None, **options,
+    ), called  # fmt: skip
+
+
+def trained(run: Attached, called: Any) -> list[float]:
+    """The losses of all steps."""
+    losses = []
+    for step in run:
+        for micro in step:
+            error = model_error(called, micro)
+            micro.backward(error.square().sum() / micro.targets)
+        losses.append(step.loss)
+    return losses
+
+
+def model_error(called: Any, micro: Any) -> torch.Tensor:
+    return called(**micro.inputs) - micro.labels
+
+
+def drawn_steps(how: str, ranks: int, folder: Path, seed: int) -> Any:
+    """Losses, weights and strategies of steps with plans drawn at random."""
+    run, called = attached(how, folder, costs=costs(ranks))
+    semantics = "lockstep" if how == "fsdp2" else "free"
+    run.runner.planner = drawn = Drawn(
+        ranks=ranks, layers=2, seed=seed, semantics=semantics, levels=("none", "full")
+    )  # type: ignore[assignment]
+    losses = trained(run, called)
+    return losses, weights(called if how != "ddp" else called.module), drawn.strategies
+
+
+BATCHES = [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10)]
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks"),
+    [("alone", 1), ("alone", 2), ("alone", 4), ("ddp", 3), ("fsdp2", 2), whole("alone", 3),
+     whole("ddp", 2), whole("ddp", 4), whole("fsdp2", 3), whole("fsdp2", 4)],
+)  # fmt: skip
+def test_any_plans_equal_one_process(how: str, ranks: int, tmp_path: Path) -> None:
+    """Catches clips of other shapes in one call, images on ranks without places, gradients counted
+    by ranks, and ranks that wait at a layer for others with fewer packs."""
+    losses, ends = alone(BATCHES)
+    for seed in (1, 2, 3):
+        for got, mine, strategies in run_ranks(
+            ranks, drawn_steps, how, ranks, tmp_path, seed, timeout_s=200
+        ):
+            assert got == pytest.approx(losses, rel=EXACT)
+            assert len(strategies) == len(BATCHES)
+            for one, wanted in zip(mine, ends, strict=True):
+                np.testing.assert_allclose(one, wanted, rtol=0, atol=EXACT)
+
+
+def planned_steps(folder: Path) -> Any:
+    """A run that measures and plans for itself, and goes on from a checkpoint."""
+    run, called = attached("alone", folder, epochs=2)
+    losses = trained(run, called)
+    options = {opt for cost in run.found.costs.options.values() for opt in cost}
+    run.save(folder / "saved")
+    again, other = attached("alone", folder, epochs=3)
+    assert again.load(folder / "saved")
+    losses += trained(again, other)
+    return losses, weights(other), sorted(options), run.found.costs.group_sizes
+
+
+def test_a_run_plans_for_itself(tmp_path: Path) -> None:
+    """Catches costs that no plan can be made from, levels that are not measured, and clips lost or
+    trained twice where a run goes on."""
+    losses, ends = alone(3 * BATCHES)
+    for got, mine, options, sizes in run_ranks(2, planned_steps, tmp_path, timeout_s=200):
+        assert got == pytest.approx(losses, rel=EXACT)
+        assert sizes == (1, 2)
+        assert any("full" in option for option in options)
+        for one, wanted in zip(mine, ends, strict=True):
+            np.testing.assert_allclose(one, wanted, rtol=0, atol=EXACT)
+
+
+def evaluated(folder: Path) -> float:
+    """The loss of a batch on all ranks, of a model that is attached."""
+    run, called = attached("alone", folder, costs=costs(2))
+    item = clips()[0]
+    whole_batch = {
+        name: value if name in ("frames", "patches") else value[None]
+        for name, value in item.items()
+    }
+    part = run.shard(whole_batch)
+    with torch.no_grad():
+        error = called(**part.inputs) - part.labels
+    assert part.targets == 12
+    assert part.tokens == 2 * 4 if run.rank == 0 else 4
+    return float(error.square().sum())
+
+
+def test_a_batch_is_evaluated(tmp_path: Path) -> None:
+    item, single = clips()[0], model()
+    out = single(item["x"][None], item["timestep"][None], item["frames"], item["patches"])
+    wanted = float((out - item["labels"]).square().sum().detach())
+    assert sum(run_ranks(2, evaluated, tmp_path, timeout_s=100)) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.apart
+def test_a_mean_over_one_micro_batch_is_told(tmp_path: Path) -> None:
+    """Catches losses that weigh clips by their company."""
+    for loss, fine in (("sum", True), ("mean", False)):
+        run, called = attached("alone", tmp_path, costs=costs(1), steps=1)
+        step = next(iter(run))
+        micro = next(iter(step))
+        out = mse_loss(called(**micro.inputs), micro.labels, reduction=loss)
+        if fine:
+            micro.backward(out / micro.targets / 4)
+        else:
+            with pytest.raises(ModelError, match="1 / 20, wanted 1 / 44"):
+                micro.backward(out)
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [({"frames": torch.arange(2)}, "a field 'x'"),
+     ({"x": torch.zeros(3, 4)}, "dims b t s c"), ([1, 2], "a field 'x'")],
+)  # fmt: skip
+def test_items_that_are_no_clips_are_told(item: Any, words: str) -> None:
+    own = model()
+    with pytest.raises(DataError, match=words):
+        hr.attach(hr.adapt(own), sgd(own), [item], batch_sequences=1)
