@@ -57,9 +57,9 @@ def train(
         number of ranks.
     """
     from headrace.cli.train import train as run
-    from headrace.config import Config
+    from headrace.config.kinds import read_any
 
-    read = Config.load(config, *overrides(changes, {"devices.ranks": ranks, "run.steps": steps}))
+    read = read_any(config, overrides(changes, {"devices.ranks": ranks, "run.steps": steps}))
     return run(read, out=out, resume=resume, again=f"headrace train {config}")
 
 

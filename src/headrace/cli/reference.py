@@ -6,17 +6,22 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import BaseModel
 from rich.console import Console
 
 from headrace.config import Config
+from headrace.config.clips import ClipsConfig
 
 __all__ = ["config_markdown", "keys", "print_config"]
 
+_OWN = ("data", "model")
+"""Sections that runs over clips have of their own."""
 
-def keys() -> Iterator[tuple[str, str, str, str]]:
+
+def keys(kind: type[BaseModel] = Config) -> Iterator[tuple[str, str, str, str]]:
     """(key, type, default, meaning) of every key, in order."""
-    definitions = Config.model_json_schema()["$defs"]
-    for section, field in Config.model_fields.items():
+    definitions = kind.model_json_schema()["$defs"]
+    for section, field in kind.model_fields.items():
         name = getattr(field.annotation, "__name__", "")
         properties = definitions[name]["properties"]
         required = definitions[name].get("required", [])
@@ -26,19 +31,23 @@ def keys() -> Iterator[tuple[str, str, str, str]]:
 
 
 def config_markdown() -> str:
-    """The reference as Markdown, a table for each section."""
-    lines: list[str] = []
+    """The reference as Markdown, a table for each section; those of clips last."""
+    return "\n".join([*_tables(Config, ""), *_tables(ClipsConfig, ", of clips")]).lstrip() + "\n"
+
+
+def _tables(of: type[BaseModel], words: str) -> Iterator[str]:
     last = ""
-    for key, kind, default, meaning in keys():
+    for key, kind, default, meaning in keys(of):
         section, _, name = key.partition(".")
+        if words and section not in _OWN:
+            continue
         if section != last:
-            about = (Config.model_fields[section].annotation.__doc__ or "").strip()
-            lines += ["", f"## `[{section}]`", "", about, "", "| key | type | default | meaning |"]
-            lines.append("|---|---|---|---|")
+            about = (of.model_fields[section].annotation.__doc__ or "").strip()
+            yield from ("", f"## `[{section}]`{words}", "", about, "")
+            yield from ("| key | type | default | meaning |", "|---|---|---|---|")
             last = section
         text = " ".join(meaning.split()).replace("|", "\\|").replace("``", "`")
-        lines.append(f"| `{name}` | {kind} | `{default}` | {text} |")
-    return "\n".join(lines).lstrip("\n") + "\n"
+        yield f"| `{name}` | {kind} | `{default}` | {text} |"
 
 
 def print_config(*, schema: bool) -> int:
@@ -47,7 +56,9 @@ def print_config(*, schema: bool) -> int:
         print(json.dumps(Config.model_json_schema(), indent=1))
         return 0
     out = Console(highlight=False)
-    for key, kind, default, meaning in keys():
+    own = [row for row in keys(ClipsConfig) if row[0].partition(".")[0] in _OWN]
+    of_clips = [(key, f"of clips; {kind}", *rest) for key, kind, *rest in own]
+    for key, kind, default, meaning in [*keys(), *of_clips]:
         text = f"{key} ({kind}, {default})\n    {' '.join(meaning.split())}"
         out.print(text, markup=False, soft_wrap=True)
     return 0

@@ -9,6 +9,8 @@ from headrace.cli.display import Terminal, tell
 from headrace.comm.launch import World
 from headrace.comm.watcher import STOPPED
 from headrace.config import Config
+from headrace.config.clips import ClipsConfig
+from headrace.config.model import JobConfig
 from headrace.runtime import checkpoint
 from headrace.runtime.trackers import require_trackers
 from headrace.training.rank import launch, open_rank
@@ -18,17 +20,23 @@ from headrace.training.train import train_rank
 __all__ = ["train"]
 
 
-def train(config: Config, *, out: Path | None, resume: bool, again: str) -> int:
+def train(config: Config | ClipsConfig, *, out: Path | None, resume: bool, again: str) -> int:
     """Train; prints the path of the report (or of the run's folder) to stdout. ``again`` is the
     command that goes on with it."""
+    if isinstance(config, ClipsConfig):
+        from headrace.video.training import shape_of, train_clips
+
+        shape_of(config)  # what is wrong there is said at once
     folder = choose_folder(config, out, resume=resume)
     require_trackers(tensorboard=config.report.tensorboard, wandb=config.report.wandb)
     ranks_here: list[int] = []
 
     def main(world: World) -> int:
         ranks_here.append(world.rank)
-        rank = open_rank(world, config, Terminal())
-        train_rank(rank, folder, resume=resume)
+        if isinstance(config, ClipsConfig):
+            train_clips(world, config, folder, Terminal(), resume=resume)
+        else:
+            train_rank(open_rank(world, config, Terminal()), folder, resume=resume)
         return 0
 
     code = launch(config, main)
@@ -41,7 +49,7 @@ def train(config: Config, *, out: Path | None, resume: bool, again: str) -> int:
     return code
 
 
-def _finish(run: TrainingRun, config: Config) -> None:
+def _finish(run: TrainingRun, config: JobConfig) -> None:
     tell(f"checkpoint    {checkpoint.latest(run.folder / 'checkpoints')}")
     tell(f"metrics       {run.folder / 'metrics.jsonl'}")
     print(run.report() if config.report.html else run.folder, flush=True)

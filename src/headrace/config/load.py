@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from headrace.errors import ConfigError, did_you_mean, shortened
 
-__all__ = ["apply_overrides", "read_config"]
+__all__ = ["apply_overrides", "read_config", "read_toml"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -23,6 +23,18 @@ def read_config(model: type[Model], path: Path, overrides: Sequence[str] = ()) -
     Relative ``data.paths``, ``data.tokenizer`` and ``model.from`` are taken from the file's folder.
     Raises ConfigError that lists every wrong key or value.
     """
+    value = read_toml(path, overrides)
+    _resolve_paths(value, path.resolve().parent)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        problems = _problems(model, [dict(e) for e in error.errors(include_url=False)])
+        raise ConfigError(f"config {path}:" + "".join(f"\n  {line}" for line in problems))
+
+
+def read_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The tables of a TOML file with ``a.b=c`` changes applied. Raises ConfigError for a file that
+    is none."""
     try:
         value = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -30,12 +42,7 @@ def read_config(model: type[Model], path: Path, overrides: Sequence[str] = ()) -
     except (ValueError, RecursionError) as error:  # bad TOML or UTF-8, long numbers, deep nesting
         raise ConfigError(f"config {path}", got=f"no TOML ({error})")
     apply_overrides(value, overrides)
-    _resolve_paths(value, path.resolve().parent)
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        problems = _problems(model, [dict(e) for e in error.errors(include_url=False)])
-        raise ConfigError(f"config {path}:" + "".join(f"\n  {line}" for line in problems))
+    return value
 
 
 def apply_overrides(value: dict[str, Any], overrides: Sequence[str]) -> None:

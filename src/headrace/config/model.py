@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import (
     Field,
@@ -25,6 +25,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DevicesConfig",
+    "JobConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PlannerConfig",
@@ -287,6 +288,25 @@ class ReportConfig(Section):
     """Also send scalars to Weights & Biases (``WANDB_MODE=offline`` keeps them here)."""
 
 
+class JobConfig(Protocol):
+    """What configurations of all kinds of runs have."""
+
+    @property
+    def run(self) -> RunConfig:
+        """The run as a whole."""
+        ...
+
+    @property
+    def devices(self) -> DevicesConfig:
+        """The ranks."""
+        ...
+
+    @property
+    def report(self) -> ReportConfig:
+        """What it writes."""
+        ...
+
+
 class Config(Section):
     """A whole configuration."""
 
@@ -299,6 +319,14 @@ class Config(Section):
     profile: ProfileConfig = ProfileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_tokens(cls, value: Any) -> Any:
+        data = value.get("data") if isinstance(value, dict) else None
+        if isinstance(data, dict) and data.get("kind") == "synthetic-clips":
+            raise ValueError("data.kind: a run over clips, which only headrace train takes")
+        return value
 
     @model_validator(mode="after")
     def _tokenizer_of_the_model(self) -> Config:

@@ -27,6 +27,7 @@ from headrace.loop.token_model import TokenModel
 from headrace.passes.adopted import compile as adopt
 from headrace.passes.labels import Labels
 from headrace.passes.placement import Exchange
+from headrace.runtime.trainer import Step
 from headrace.spec.method import RECOMPUTE, Recompute
 from headrace.training.listener import ProgressLines, tell
 from headrace.units import parse_bytes, parse_count
@@ -44,13 +45,13 @@ def attach(
     epochs: int = 1, steps: int | None = None, shuffle: bool = True, seed: int = 0,
     labels: Labels | None = None, tokens: str | None = None, label_name: str = "labels",
     backend: str | None = None,
-    planner: Literal["adaptive", "static", "bucket", "packed", "dcp"] = "adaptive",
+    planner: Literal["adaptive", "static", "bucket", "packed", "dcp"] | PlannerConfig = "adaptive",
     static_size: int | None = None,
     sizes: Sequence[int] = (), exchange: Exchange | None = None,
     recompute: Sequence[Recompute] = RECOMPUTE, longest: _Tokens | None = None,
     memory: str | None = None, memory_margin: float | None = None, costs: CostModel | None = None,
     cache: str | Path | None = None, out: str | Path | None = None,
-    say: Callable[[str], None] = tell,
+    say: Callable[[str], None] = tell, on_step: Callable[[Step], object] = lambda step: None,
 ) -> Attached:  # fmt: skip
     """Drive a training loop by plans. Collective: every rank calls it alike, under torchrun or in
     a process of its own, and it begins torch.distributed where nobody has. Arguments::
@@ -71,7 +72,8 @@ def attach(
         labels      whether they are of the ``next`` token or of the ``same`` place
         planner     ``adaptive`` decides for each step, ``static`` has groups of ``static_size``;
                     to compare with: ``bucket`` and ``packed`` parallel, and the accumulation of
-                    Data-Centric Parallel (``dcp``)
+                    Data-Centric Parallel (``dcp``); or a section of a configuration, in the place
+                    of static_size, sizes, recompute and memory_margin
         sizes       group sizes to consider; all where it is left out
         exchange    how attention meets other ranks' tokens; the quickest measured where left out
         recompute   levels that a plan may choose for each layer, where the model can
@@ -79,6 +81,7 @@ def attach(
         memory      of a rank ("8GiB"); 80 % of what is free where it is left out
         costs       of the model on these ranks, as ``run.found.costs`` of another loop; measured
                     where they are left out, and kept in the folder ``cache``
+        on_step     is given every finished step, with its plan and times, on the first rank
         out         folder for metrics and plans, which ``headrace report`` reads
 
     Raises ModelError for models that cannot be spread over ranks, DataError for data without
@@ -102,13 +105,15 @@ def attach(
     quiet = groups.rank > 0
     setup = LoopSetup(
         model=driven, held=held, optimizer=optimizer, groups=groups, device=device, seed=seed,
-        options=PlannerConfig(
+        options=planner.model_copy(update={"ahead": 0})
+        if isinstance(planner, PlannerConfig)
+        else PlannerConfig(
             name=planner, static_size=static_size, group_sizes=tuple(sizes), ahead=0,
             recompute=tuple(recompute), memory_margin=memory_margin,
         ),
         document=document, longest=max(document, most // groups.ranks), cache=cache_folder(cache),
         memory_bytes=parse_bytes(memory) if memory else None, costs=costs,
-        say=(lambda text: None) if quiet else say,
+        say=(lambda text: None) if quiet else say, heard=on_step,
         progress=(lambda what, done, of: None) if quiet else ProgressLines(say),
     )  # fmt: skip
     return Attached(

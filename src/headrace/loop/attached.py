@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 
 from headrace.errors import HeadraceError
 from headrace.loop.model import LoopPart
@@ -63,6 +64,11 @@ class Attached:
         )  # fmt: skip
         if order.longest is not None:
             self.runner.planner.check(order.longest)
+
+    @property
+    def model(self) -> Module:
+        """The user's, as he calls it."""
+        return self._setup.held.model
 
     @property
     def rank(self) -> int:

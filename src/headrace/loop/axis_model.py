@@ -63,7 +63,11 @@ class AxisModel:
 
     def begin(self, sample: Item, device: str) -> Callable[[], None]:
         """Its hooks are there already; results come back to the shards that inputs have."""
-        self.adapted.on(self.inner, after=lambda _, out: self.adapted.back(out, self._main))
+
+        def back(_: Any, out: Any) -> Any:
+            return self.adapted.back(out, self._main)
+
+        self.adapted.on(self.inner, after=back)
         return lambda: None
 
     def packs(self, samples: Sequence[Item]) -> list[Pack]:

@@ -78,7 +78,7 @@ class LoopProfiler:
     cluster: Cluster
     state_bytes: int
     device: str
-    point_s: float = 0.2
+    point_s: float = 0.5
     progress: Callable[[str, int, int], None] = lambda what, done, of: None
 
     def profile(self, fingerprint: str, shape: ModelShape) -> Profile:

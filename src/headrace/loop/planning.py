@@ -28,6 +28,7 @@ from headrace.profiling.clocks import EventClock, HostClock
 from headrace.profiling.probe import seconds_of
 from headrace.profiling.sweep import block
 from headrace.runtime.machine import available_bytes, machine_facts
+from headrace.runtime.trainer import Step
 from headrace.spec.cluster import Cluster
 from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.method import LayerOption, LayerPlan
@@ -61,6 +62,7 @@ class LoopSetup:
     cache: Path
     costs: CostModel | None
     say: Callable[[str], None]
+    heard: Callable[[Step], object]
     progress: Callable[[str, int, int], None]
 
 

@@ -173,6 +173,7 @@ class StepRunner:
             predicted=planned.predicted, facts=planned.facts,
         )  # fmt: skip
         self.record.step(done, online.learn(done))
+        self.setup.heard(done)
 
     def plan_as(self, state: Mapping[str, Any]) -> None:
         """Plan with the costs and the corrections of before."""

@@ -43,11 +43,12 @@ class LoopMicroBatch:
     planned with less memory and taken again (:mod:`headrace.loop.recovery`).
 
         inputs    what the model is given: local tokens, their places, labels where it takes them
-        labels    [1, s_r]   of the local places, IGNORED (-100) where there is no loss; of a model
-                  of several axes as its first input is
+        labels    [1, s_r]   of the local places, IGNORED (-100) where there is no loss
         rest      fields of the samples that the model does not take, of all ranks
         tokens    of the micro-batch, on all its ranks, that have a loss
         targets   the same of the whole step: what sums of losses are divided by
+
+    Labels of a model of several axes have the dims of its first input.
     """  # fmt: skip
 
     inputs: dict[str, torch.Tensor]

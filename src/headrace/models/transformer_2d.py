@@ -23,6 +23,8 @@ from torch import nn
 from torch.nn import functional as f
 from torch.utils.checkpoint import checkpoint
 
+from headrace.errors import SpecError
+
 __all__ = ["SHAPES_2D", "Attend2D", "Block2D", "Shape2D", "Transformer2D", "attend_over"]
 
 Mixed = Literal["t", "s"]
@@ -39,6 +41,13 @@ class Shape2D:
     hidden: int
     heads: int
     channels: int = 16
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads or self.hidden % 2:
+            raise SpecError(
+                "Transformer-2D", got=f"{self.hidden} features, {self.heads} heads",
+                wanted="an even number of features, which heads divide",
+            )  # fmt: skip
 
     @property
     def block_elements(self) -> int:

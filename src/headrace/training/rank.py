@@ -13,7 +13,7 @@ from headrace.comm.launch import World, join, lone_rank, start
 from headrace.comm.mesh import Groups
 from headrace.comm.variables import under_torchrun
 from headrace.config import Config
-from headrace.config.model import OptimizerConfig
+from headrace.config.model import JobConfig, OptimizerConfig
 from headrace.errors import ConfigError, InfeasiblePlan
 from headrace.runtime.machine import available_bytes, machine_facts
 from headrace.runtime.optimizers import AdamW, Elementwise, OptimizerOptions
@@ -25,7 +25,7 @@ from headrace.training.listener import Listener
 from headrace.training.setup import TrainingData, open_data
 from headrace.units import bytes_text
 
-__all__ = ["Rank", "launch", "open_rank", "run_here"]
+__all__ = ["Rank", "launch", "open_rank", "optimizer_options", "run_here"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Rank:
 
 
 def launch(
-    config: Config, main: Callable[[World], int], each: Callable[[], None] = lambda: None
+    config: JobConfig, main: Callable[[World], int], each: Callable[[], None] = lambda: None
 ) -> int:
     """Run ``main(world)`` on all ranks: this process is one under torchrun, else it starts them.
     ``each`` is called time and again while ranks that were started here run."""
@@ -77,7 +77,7 @@ def launch(
     return start(main, ranks=options.ranks, each=each, **settings)
 
 
-def run_here(config: Config, main: Callable[[World], int]) -> int:
+def run_here(config: JobConfig, main: Callable[[World], int]) -> int:
     """Run ``main(world)`` as the only rank, in this process; its errors are raised."""
     options = config.devices
     with lone_rank(
@@ -86,7 +86,7 @@ def run_here(config: Config, main: Callable[[World], int]) -> int:
         return main(world)
 
 
-def _device(config: Config) -> str:
+def _device(config: JobConfig) -> str:
     wanted = config.devices.device
     # device_count asks the driver's library without initialising CUDA, so ranks may be forked.
     count = torch.cuda.device_count() if wanted != "cpu" else 0
@@ -119,7 +119,7 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
     world.watcher.enter("making the weights")
     storage = Storage(
         data.architecture, groups, seed=config.run.seed, dtype=stored, device=world.device,
-        working_dtype=dtype, options=_optimizer(config.optimizer),
+        working_dtype=dtype, options=optimizer_options(config.optimizer),
     )  # fmt: skip
     return Rank(
         world=world, config=config, groups=groups, data=data, storage=storage, dtype=dtype,
@@ -139,7 +139,8 @@ def _require_room(a: Architecture, ranks: int, stored: torch.dtype, limit_bytes:
         )  # fmt: skip
 
 
-def _optimizer(o: OptimizerConfig) -> OptimizerOptions:
+def optimizer_options(o: OptimizerConfig) -> OptimizerOptions:
+    """The optimizer of a configuration."""
     if o.name == "adamw":
         given = {"beta1": o.beta1, "beta2": o.beta2, "eps": o.eps}
         own = {key: value for key, value in given.items() if value is not None}

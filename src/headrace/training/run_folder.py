@@ -15,7 +15,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.config import Config
+from headrace.config.model import JobConfig
 from headrace.errors import ConfigError
 from headrace.notebook import curve_html, table_html
 from headrace.report import read_run, summary_text, write_report
@@ -23,7 +23,10 @@ from headrace.report import read_run, summary_text, write_report
 if TYPE_CHECKING:
     from headrace.training.checkpoints import Checkpoints
 
-__all__ = ["TrainingRun", "choose_folder", "locked"]
+__all__ = ["TrainingRun", "choose_folder", "lock_wait_s", "locked"]
+
+_LOCK_S = 2.0
+_DEAD_LOCK_S = 120.0
 
 _LEAST_BYTES = 1 << 16
 """Where no room is left for so much the run would not write a line."""
@@ -67,7 +70,7 @@ class TrainingRun:
         return table_html(self.summary()) + curve_html(losses, "loss by step")
 
 
-def choose_folder(config: Config, out: Path | None, *, resume: bool) -> Path:
+def choose_folder(config: JobConfig, out: Path | None, *, resume: bool) -> Path:
     """The folder of a run: ``out``, or a new one under run.out, or the newest one to resume.
 
     Raises ConfigError for a folder that already holds a run when it is not resumed, for nothing to
@@ -92,7 +95,7 @@ def _require_writable(folder: Path) -> None:
         )  # fmt: skip
 
 
-def _chosen(config: Config, out: Path | None, *, resume: bool) -> Path:
+def _chosen(config: JobConfig, out: Path | None, *, resume: bool) -> Path:
     if resume:
         return out if out is not None else _newest(config)
     if out is None:
@@ -106,7 +109,7 @@ def _chosen(config: Config, out: Path | None, *, resume: bool) -> Path:
     return out
 
 
-def _newest(config: Config) -> Path:
+def _newest(config: JobConfig) -> Path:
     found = sorted(Path(config.run.out).glob(f"{config.run.name}-*/run.json"))
     if not found:
         raise ConfigError(
@@ -114,6 +117,12 @@ def _newest(config: Config) -> Path:
             wanted="at least one", hint="name its folder with --out (out=...)",
         )  # fmt: skip
     return found[-1].parent
+
+
+def lock_wait_s(attempt: int) -> float:
+    """Seconds to wait for the lock of a run's folder: a shared file system keeps that of a machine
+    that died for a while."""
+    return _DEAD_LOCK_S if attempt else _LOCK_S
 
 
 @contextmanager

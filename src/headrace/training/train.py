@@ -27,15 +27,13 @@ from headrace.training.listener import Listener, tell
 from headrace.training.measured_costs import measured_costs
 from headrace.training.rank import Rank, launch, open_rank, run_here
 from headrace.training.run import RankRun
-from headrace.training.run_folder import TrainingRun, choose_folder, locked
+from headrace.training.run_folder import TrainingRun, choose_folder, lock_wait_s, locked
 
 __all__ = ["on_ranks", "profile", "train", "train_rank"]
 
 Found = TypeVar("Found")
 
 _INTERRUPTED = 130
-_LOCK_S = 2.0
-_DEAD_LOCK_S = 120.0  # a shared file system keeps the lock of a machine that died for a while
 
 
 def train(
@@ -74,7 +72,7 @@ def train_rank(rank: Rank, folder: Path, *, resume: bool) -> RankRun:
     # Under torchrun each rank named a folder by its own clock.
     agreed = gather_bytes(str(folder).encode(), rank.groups.world)[0].decode()
     run = RankRun(rank=rank, folder=Path(agreed))
-    wait_s = _DEAD_LOCK_S if rank.world.attempt else _LOCK_S
+    wait_s = lock_wait_s(rank.world.attempt)
     with locked(run.folder, wait_s=wait_s) if rank.first else nullcontext():
         run.train(resume=resume)
     return run

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import headrace as hr
 from headrace.adapters.examples import latte
 from ranks import run_ranks
 
@@ -22,6 +23,7 @@ def blocks(page: str) -> list[str]:
 
 
 BLOCKS = blocks("docs/guides/axes.md")
+LOOP = BLOCKS.pop()
 README = "import headrace as hr\n" + blocks("README.md")[0]
 
 
@@ -82,3 +84,32 @@ def test_the_guide_runs() -> None:
     for block in (0, 2):
         assert run_ranks(2, shown, block, timeout_s=100) == [pytest.approx(wanted, rel=1e-12)] * 2
     assert max(run_ranks(2, shown, 1, timeout_s=100)) <= 1e-12
+
+
+def looped(folder: Path) -> float:
+    """The loss of the only step of the guide's loop."""
+    from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
+    from headrace.video.clips import SyntheticClips
+
+    torch.manual_seed(0)
+    model = Transformer2D(SHAPES_2D["tiny"]).double()
+    clips = SyntheticClips(6, {(1, 6): 1, (4, 9): 1}, channels=4, seed=1, dtype=torch.float64)
+    loop = LOOP.replace('batch_tokens="16Ki"', f'batch_tokens="16Ki", cache={str(folder)!r}')
+    names: dict[str, Any] = {
+        "hr": hr, "model": model, "clips": clips,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }  # fmt: skip
+    exec(loop, names)
+    places = sum(len(c["frames"]) * len(c["patches"]) for c in map(clips.__getitem__, range(6)))
+    torch.manual_seed(0)
+    other, total = Transformer2D(SHAPES_2D["tiny"]).double(), 0.0
+    for at in range(6):
+        item = clips[at]
+        out = other(item["x"][None], item["timestep"][None], item["frames"], item["patches"])
+        total += float((out - item["labels"]).square().sum().detach()) / places
+    return abs(names["step"].loss / total - 1)
+
+
+def test_the_loop_of_the_guide_runs(tmp_path: Path) -> None:
+    for error in run_ranks(2, looped, tmp_path, timeout_s=120):
+        assert error < 1e-12

@@ -1,0 +1,145 @@
+"""The configuration of a run over clips: Transformer-2D on synthetic video."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from headrace.config.load import read_config
+from headrace.config.model import (
+    CheckpointConfig,
+    DevicesConfig,
+    OptimizerConfig,
+    PlannerConfig,
+    ReportConfig,
+    RunConfig,
+    cache_folder,
+)
+from headrace.config.section import Count, Place, Positive, Section
+
+__all__ = ["ClipsConfig", "ClipsDataConfig", "ClipsModelConfig"]
+
+_UNUSED: Mapping[str, tuple[str, ...]] = {
+    "run": ("check_finite",),
+    "devices": ("hardware",),
+    "planner": (
+        "strategies", "rotate", "methods", "candidates", "smoothing", "working", "ahead",
+    ),
+    "report": ("timelines", "tensorboard", "wandb"),
+}  # fmt: skip
+"""Keys that say nothing about a run over clips."""
+
+
+class ClipsDataConfig(Section):
+    """Clips to train on. They are synthetic: waves that travel, with noise to be found."""
+
+    kind: Literal["synthetic-clips"]
+    """``synthetic-clips``: drawn by their numbers, the same on every machine."""
+
+    shapes: Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)]
+    """How often each shape is drawn, as ``FRAMESxPATCHES``: ``{ "1x256" = 4, "16x144" = 1 }``;
+    images have one frame."""
+
+    clips: Positive = 10_000
+    """Clips of an epoch."""
+
+    batch_tokens: Count | None = None
+    """Places (frames times patches) of one optimizer step (``"64Ki"``)."""
+
+    batch_sequences: Positive | None = None
+    """Clips of one optimizer step, in place of a number of places."""
+
+    cache: Place | None = None
+    """Folder of profile caches, as ``data.cache`` of other runs."""
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """(frames, patches) of each shape."""
+        return tuple((int(t), int(s)) for t, s in (text.split("x") for text in self.shapes))
+
+    @property
+    def cache_folder(self) -> Path:
+        """``cache``, or the folder that stands for it."""
+        return cache_folder(self.cache)
+
+    @field_validator("shapes")
+    @classmethod
+    def _read(cls, value: dict[str, float]) -> dict[str, float]:
+        for text in value:
+            if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,6}", text):
+                raise ValueError(f"{text!r}: wanted FRAMESxPATCHES, such as '16x256'")
+        return value
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> ClipsDataConfig:
+        if (self.batch_tokens is None) == (self.batch_sequences is None):
+            raise ValueError("give either batch_tokens or batch_sequences")
+        return self
+
+
+class ClipsModelConfig(Section):
+    """Transformer-2D: layers of a block over space and one over time."""
+
+    kind: Literal["transformer-2d"]
+    """``transformer-2d``."""
+
+    preset: Literal["720m", "3b", "tiny"] | None = None
+    """A shape of the paper's (DSP, Table 5), or a tiny one; the other keys change it."""
+
+    layers: Positive | None = None
+    """Layers, of two blocks each."""
+
+    hidden: Positive | None = None
+    """Features of a patch between layers."""
+
+    heads: Positive | None = None
+    """Heads of attention."""
+
+    channels: Positive | None = None
+    """Values of a patch."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> ClipsModelConfig:
+        wanted = [n for n in ("layers", "hidden", "heads") if getattr(self, n) is None]
+        if self.preset is None and wanted:
+            raise ValueError(f"{wanted[0]}: wanted a value, or a preset")
+        return self
+
+
+class ClipsConfig(Section):
+    """A whole configuration. Samples of ``batch_tokens`` places are spread over ``devices.ranks``
+    whose axes are switched (``headrace.adapt``), planned step by step as a loop of one's own."""
+
+    run: RunConfig = RunConfig()
+    data: ClipsDataConfig
+    model: ClipsModelConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    devices: DevicesConfig = DevicesConfig()
+    planner: PlannerConfig = PlannerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _obeyed(self) -> ClipsConfig:
+        for section, keys in _UNUSED.items():
+            given = sorted(getattr(self, section).model_fields_set & set(keys))
+            if given:
+                raise ValueError(f"{section}.{given[0]} says nothing about clips: leave it out")
+        if self.planner.name == "strategies":
+            raise ValueError("planner.name: clips have no stages: wanted adaptive, or another")
+        if self.devices.dtype == "bfloat16":
+            raise ValueError("devices.dtype: wanted float32 or float64 for clips")
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path, *changes: str) -> ClipsConfig:
+        """As :meth:`headrace.Config.load`."""
+        return read_config(cls, Path(path), changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """All keys as a JSON object."""
+        return self.model_dump(mode="json")

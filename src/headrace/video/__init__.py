@@ -1,0 +1,1 @@
+"""Runs over clips: synthetic video, and Transformer-2D trained on it."""

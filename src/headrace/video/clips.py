@@ -1,0 +1,53 @@
+"""Synthetic clips of many shapes: waves that travel over patches and frames, with noise on them.
+
+Nothing in them comes from a camera. Each clip is one sample of a diffusion: values at a time of the
+noise, and the noise, which a model learns to find. A clip follows from its number alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+__all__ = ["SyntheticClips"]
+
+_TIMES = 1000
+
+
+class SyntheticClips:
+    """A data set of ``count`` clips; ``shapes`` (frames, patches) are drawn by weight. ``lengths``
+    are places."""
+
+    def __init__(
+        self, count: int, shapes: Mapping[tuple[int, int], float], *, channels: int, seed: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        weights = np.array(list(shapes.values()), dtype=np.float64)
+        drawn = np.random.default_rng(seed).choice(
+            len(weights), size=count, p=weights / weights.sum()
+        )
+        self.shapes = np.array(list(shapes), dtype=np.int64)[drawn]
+        self.lengths = self.shapes.prod(axis=1)
+        self._channels, self._seed, self._dtype = channels, seed, dtype
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Clip ``index``: x and labels [t, s, c], the time of the noise, places of both axes."""
+        frames, patches = (int(n) for n in self.shapes[index])
+        draw = torch.Generator().manual_seed(self._seed * 1_000_003 + index)
+        wave = torch.rand(3, self._channels, generator=draw, dtype=torch.float64)
+        t, s = torch.arange(frames), torch.arange(patches)
+        angle = wave[0] * t[:, None, None] + 2 * wave[1] * s[:, None] + math.tau * wave[2]
+        noise = torch.randn(frames, patches, self._channels, generator=draw, dtype=torch.float64)
+        time = torch.randint(0, _TIMES, (), generator=draw)
+        turn = torch.tensor(math.pi / 2 * float(time) / _TIMES, dtype=torch.float64)
+        noisy = turn.cos() * angle.sin() + turn.sin() * noise
+        return {
+            "x": noisy.to(self._dtype), "labels": noise.to(self._dtype), "timestep": time,
+            "frames": t, "patches": s,
+        }  # fmt: skip
