@@ -12,6 +12,7 @@ from headrace.adapters.latte import adapt_latte
 from headrace.adapters.stages import AxisStage
 from headrace.adapters.timesformer import adapt_timesformer
 from headrace.adapters.transformer_2d import adapt_transformer_2d
+from headrace.adapters.wan import adapt_wan
 from headrace.comm.mesh import Groups
 from headrace.errors import ModelError
 
@@ -22,6 +23,7 @@ KNOWN: Mapping[str, Callable[..., Adapted]] = {
     "TimesformerForVideoClassification": adapt_timesformer,
     "TimesformerModel": adapt_timesformer,
     "Transformer2D": adapt_transformer_2d,
+    "WanTransformer3DModel": adapt_wan,
 }
 """Adapters by the names of models' classes."""
 
@@ -33,8 +35,8 @@ def adapt(
 ) -> Adapted:  # fmt: skip
     """Run a multi-dimensional model on shards of its axes, unchanged (DSP). Arguments::
 
-        model    diffusers' Latte or transformers' TimeSformer, which need nothing else, or one
-                 whose stages are named; alone, under DDP or FSDP2
+        model    diffusers' Latte or Wan, or transformers' TimeSformer, which need nothing else, or
+                 one whose stages are named; alone, under DDP or FSDP2
         stages   the modules in which places of an axis see each other
         inputs   dims of the inputs with places of axes, by name: ``{"x": "b t s c"}``
         axis     in shards where no stage says otherwise

@@ -15,7 +15,7 @@ from headrace.adapters.dims import Dims
 from headrace.errors import MissingExtra
 from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
 
-__all__ = ["EXAMPLES", "AxisExample", "latte", "timesformer", "transformer_2d"]
+__all__ = ["EXAMPLES", "AxisExample", "latte", "timesformer", "transformer_2d", "wan"]
 
 Results = Callable[[Any], Sequence[tuple[torch.Tensor, str]]]
 
@@ -25,13 +25,15 @@ class AxisExample:
     """A model, inputs for it, and what makes it run on shards.
 
     ``results`` gives the tensors of a result with their dims; those without places of the axis are
-    alike on all ranks.
+    alike on all ranks. ``single``: it computes some of it in single precision, whatever it is
+    given.
     """
 
     model: torch.nn.Module
     inputs: Mapping[str, Any]
     results: Results
     adapted: Callable[[torch.nn.Module], Adapted] = field(default=adapt)
+    single: bool = False
 
     def errors(self, alone: torch.nn.Module) -> tuple[float, float]:
         """How far loss and gradients on all ranks are from those of ``alone``, the same model on
@@ -120,6 +122,34 @@ def timesformer(
     )  # fmt: skip
 
 
+def wan(
+    frames: int = 5, side: int = 6, samples: int = 2, *, checkpoints: bool = False
+) -> AxisExample:
+    """A small Wan of diffusers, which takes norms in single precision. Raises MissingExtra without
+    it."""
+    try:
+        from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+    except ImportError:
+        raise MissingExtra("diffusers", extra="video", needed_for="Wan") from None
+    torch.manual_seed(0)
+    model: Any = WanTransformer3DModel(
+        num_attention_heads=3, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=2,
+        ffn_dim=24, text_dim=12, freq_dim=16, rope_max_seq_len=32,
+    )  # fmt: skip
+    model = model.double().train()
+    if checkpoints:
+        model.enable_gradient_checkpointing()
+    return AxisExample(
+        model=model, single=True,
+        inputs={
+            "hidden_states": torch.randn(samples, 4, frames, side, side, dtype=torch.float64),
+            "timestep": torch.randint(0, 1000, (samples,)),
+            "encoder_hidden_states": torch.randn(samples, 3, 12, dtype=torch.float64),
+        },
+        results=lambda out: [(out.sample, "b c t y x")],
+    )  # fmt: skip
+
+
 def transformer_2d(frames: int = 5, patches: int = 6, samples: int = 2) -> AxisExample:
     """A small Transformer-2D in fp64."""
     torch.manual_seed(0)
@@ -141,10 +171,12 @@ EXAMPLES: dict[str, dict[str, Callable[[], AxisExample]]] = {
         "one frame, 4 samples": partial(make, frames=1, samples=4),
     }
     for name, make in (
-        ("latte", latte), ("timesformer", timesformer), ("transformer-2d", transformer_2d)
+        ("latte", latte), ("timesformer", timesformer), ("transformer-2d", transformer_2d),
+        ("wan", wan),
     )
 }  # fmt: skip
 """By their names on the command line, several of each."""
 
 EXAMPLES["latte"]["4 frames, recomputed"] = partial(latte, frames=4, checkpoints=True)
 EXAMPLES["timesformer"]["4 frames, recomputed"] = partial(timesformer, frames=4, checkpoints=True)
+EXAMPLES["wan"]["4 frames, recomputed"] = partial(wan, frames=4, checkpoints=True)

@@ -18,11 +18,13 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from headrace.adapters.dims import Dims
+from headrace.adapters.joint import JointAttention
 from headrace.adapters.shards import AxisShards
 from headrace.adapters.stages import AxisStage, modules_of
 from headrace.errors import ModelError
+from headrace.passes.operators import ModelSeat
 from headrace.planning.axes import plan_axes
-from headrace.spec.axes import MixingStage
+from headrace.spec.axes import AxisChoice, MixingStage
 
 __all__ = ["Passage"]
 
@@ -50,7 +52,9 @@ class Passage:
         self.shards: AxisShards | None = None
         self._told: AxisShards | None = None
         self._order: tuple[tuple[str, ...], ...] = ()
-        self._plans: dict[Any, tuple[str, ...]] = {}
+        self._plans: dict[Any, tuple[AxisChoice, ...]] = {}
+        self._seat = ModelSeat()
+        self._heads: int | None = None
         self._quiet = False
         self._known: MutableMapping[torch.Tensor, _Place] = WeakIdKeyDictionary()
         self._entered = list[str]()
@@ -58,6 +62,9 @@ class Passage:
         self._hooks.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
         self._hooks.callback(model.register_forward_hook(self._end, always_call=True).remove)
         for module, stage in self.stages.items():
+            if self.axes <= set(stage.mixed):
+                self._hooks.callback(partial(setattr, module, "forward", module.forward))
+                module.forward = partial(self._jointly, stage, module.forward)
             enter = module.register_forward_pre_hook(partial(self._enter, stage), with_kwargs=True)
             leave = module.register_forward_hook(partial(self._leave, stage))
             self._hooks.callback(enter.remove)
@@ -150,7 +157,9 @@ class Passage:
         self._entered.append(shards.axis)
         if shards.group is not None and shards.axis in stage.mixed:
             shards.learn(first, stage.layout, self.axes)
-            given[key] = shards.switched(first, stage.layout, self._next_axis(stage, at))
+            axis = self._next(stage, at).axis
+            if axis != shards.axis:
+                given[key] = shards.switched(first, stage.layout, axis)
         for side, text in stage.sides.items():
             if isinstance(given.get(side), torch.Tensor):
                 given[side] = shards.cut(given[side], Dims.parse(text))
@@ -167,40 +176,63 @@ class Passage:
         first = shards.switched(first, stage.layout, before)
         return (first, *rest) if isinstance(out, tuple) else first
 
-    def _next_axis(self, stage: AxisStage, at: int) -> str:
-        """The axis in shards from this stage on: as planned from the order that stages had before;
-        at first, and where stages return, the one of most places."""
+    def _jointly(
+        self, stage: AxisStage, forward: Callable[..., Any], *args: Any, **named: Any
+    ) -> Any:
+        """The forward of a stage that mixes all axes, where one of them is in shards."""
+        shards = self.shards
+        if shards is None or shards.group is None:
+            return forward(*args, **named)
+        chosen = shards.chosen.get(shards.position - 1)
+        method = None if chosen is None or chosen.method == "none" else chosen.method
+        joint = JointAttention(shards, stage.mixed, self._seat, stage.modules, method)
+        with joint:
+            out = forward(*args, **named)
+        if not joint.calls:
+            raise ModelError(
+                f"stage {stage.modules}", got="no call of scaled_dot_product_attention",
+                wanted="attention that can be spread over ranks",
+            )  # fmt: skip
+        self._heads = joint.heads
+        return out
+
+    def _next(self, stage: AxisStage, at: int) -> AxisChoice:
+        """What is in shards from this stage on: as planned from the order that stages had before;
+        at first, and where stages return, the axis of most places."""
         shards = self.at_work
         known = shards.chosen.get(at)
-        if known is None or known in stage.mixed:
+        if known is None or (known.axis in stage.mixed and known.method == "none"):
             shards.chosen[at] = self._chosen(stage, at, shards)
         return shards.chosen[at]
 
-    def _chosen(self, stage: AxisStage, at: int, shards: AxisShards) -> str:
+    def _chosen(self, stage: AxisStage, at: int, shards: AxisShards) -> AxisChoice:
+        everything = self.axes <= set(stage.mixed)
         told = self.axes <= shards.totals.keys()
-        if told and not stage.returns and self._order[at : at + 1] == (stage.mixed,):
+        planned = self._heads or not everything
+        if told and planned and not stage.returns and self._order[at : at + 1] == (stage.mixed,):
             key = self._order, tuple(shards.totals.items()), shards.ranks
             if key not in self._plans:
                 self._plans[key] = self._planned()
             return self._plans[key][at]
+        if everything:
+            return AxisChoice(axis=shards.axis)  # until its heads are known
         free = [n for n in stage.layout.flat if n in self.axes and n not in stage.mixed]
         if not free:
             raise ModelError(
                 f"stage {stage.modules}", got=f"dims {stage.dims}, of which it mixes every axis",
                 wanted="an axis that it does not mix",
-                hint="attention over all tokens at once is spread by headrace.compile",
             )  # fmt: skip
-        return max(free, key=lambda name: shards.totals.get(name, 0))
+        return AxisChoice(axis=max(free, key=lambda name: shards.totals.get(name, 0)))
 
-    def _planned(self) -> tuple[str, ...]:
+    def _planned(self) -> tuple[AxisChoice, ...]:
         shards = self.at_work
         sizes = {name: n for name, n in shards.totals.items() if name in self.axes}
         plan = plan_axes(
             [MixingStage(mixes=mixed) for mixed in self._order], sizes, shards.ranks,
             tensor_bytes=1.0, transfer_s=lambda sent: sent / _LINK_BYTES_S, entry=self.axis,
-            exit_=self.axis,
+            exit_=self.axis, heads=self._heads,
         )  # fmt: skip
-        return tuple(choice.axis for choice in plan.choices)
+        return plan.choices
 
     @contextmanager
     def _recomputing(self, shards: AxisShards) -> Iterator[None]:
@@ -224,16 +256,21 @@ class Passage:
         if stage is None:
             return recompute(partial(self._again, shards, shards.axis, function), *args, **named)
         args, _ = self._enter(stage, function, args, {})
-        out = recompute(partial(self._silent, function), *args, **named)
+        there = shards, shards.axis, shards.position
+        out = recompute(partial(self._silent, there, function), *args, **named)
         return self._leave(stage, function, args, out)
 
-    def _silent(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _silent(
+        self, there: tuple[AxisShards, str, int], function: Callable[..., Any], *args: Any
+    ) -> Any:
         """Without switches, at first and again."""
-        before, self._quiet = self._quiet, True
+        shards, axis, position = there
+        before, self._quiet, last = self._quiet, True, shards.position
+        shards.position = position
         try:
-            return function(*args)
+            return self._again(shards, axis, function, *args)
         finally:
-            self._quiet = before
+            self._quiet, shards.position = before, last
 
     def _again(
         self, shards: AxisShards, axis: str, function: Callable[..., Any], *args: Any

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from headrace.adapters.dims import Dims
 from headrace.errors import DataError, InfeasiblePlan
 from headrace.layouts.intervals import split_sizes
 from headrace.ops.switch import gather, split, switch
+from headrace.spec.axes import AxisChoice
 from headrace.spec.method_facts import Members
 
 __all__ = ["AxisShards"]
@@ -25,7 +28,7 @@ class AxisShards:
     ``totals`` are the places of each name that is known, for the samples of this group; ``samples``
     are the first one, how many, and of how many. ``passed`` are the axes that the stages of the
     forward mixed, ``position`` the number of the next one; ``chosen`` are the axes that they were
-    given, by number.
+    given, by number. ``joint`` keeps what attention over all places needs.
     """
 
     axis: str
@@ -36,7 +39,8 @@ class AxisShards:
     samples: tuple[int, int, int] = (0, 1, 1)
     passed: list[tuple[str, ...]] = field(default_factory=list)
     position: int = 0
-    chosen: dict[int, str] = field(default_factory=dict)
+    chosen: dict[int, AxisChoice] = field(default_factory=dict)
+    joint: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -52,10 +56,15 @@ class AxisShards:
         """The places of each rank while an axis is in shards."""
         return split_sizes(self.totals[axis], self.ranks)
 
+    def joint_sizes(self, mixed: tuple[str, ...]) -> tuple[int, ...]:
+        """The places of each rank on several axes together, one of them in shards."""
+        others = math.prod(self.totals[name] for name in mixed if name != self.axis)
+        return tuple(size * others for size in self.sizes(self.axis))
+
     def begin(self, axis: str) -> None:
         """A forward begins."""
         self.axis, self.position = axis, 0
-        self.chosen = dict[int, str]()
+        self.chosen = dict[int, AxisChoice]()
         self.passed = list[tuple[str, ...]]()
 
     def pass_stage(self, mixed: tuple[str, ...]) -> int:

@@ -98,7 +98,7 @@ def verify(what: str, path: Path | None, flags: VerifyFlags) -> int:
         examples = axis_examples(what)
         if examples:
             return verify_axes(
-                what, examples, ranks=ranks, tolerance=flags.tolerance or 1e-10, as_json=flags.json
+                what, examples, ranks=ranks, tolerance=flags.tolerance, as_json=flags.json
             )
         from headrace.cli.verify_model import verify_model
 

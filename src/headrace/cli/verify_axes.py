@@ -16,6 +16,9 @@ from headrace.cli.verify_model import on_all
 
 __all__ = ["axis_examples", "verify_axes"]
 
+_EXACT, _SINGLE = 1e-10, 1e-6
+"""Tolerances: in double precision, and where some of a model is in single precision."""
+
 _Examples = Mapping[str, Callable[[], AxisExample]]
 
 
@@ -39,11 +42,12 @@ def axis_examples(name: str) -> _Examples:
 
 
 def verify_axes(
-    name: str, examples: _Examples, *, ranks: Sequence[int], tolerance: float, as_json: bool
+    name: str, examples: _Examples, *, ranks: Sequence[int], tolerance: float | None, as_json: bool
 ) -> int:
     """Compare loss and gradients on groups of ``ranks`` with one process'. The exit code is 0 when
     they are equal, 1 when they are not, 2 when the model is refused."""
-    next(iter(examples.values()))()  # what is missing is told at once
+    first = next(iter(examples.values()))()  # what is missing is told at once
+    tolerance = tolerance or (_SINGLE if first.single else _EXACT)
     rows = on_all(name, ranks, lambda count: _rows(name, count, examples))
     if rows is None:
         return 2

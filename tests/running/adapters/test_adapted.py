@@ -34,6 +34,7 @@ EXACT = 1e-10
 
 with suppress(ImportError):  # once, before any rank is forked
     importlib.import_module("diffusers.models.transformers.latte_transformer_3d")
+    importlib.import_module("diffusers.models.transformers.transformer_wan")
 
 
 def errors_of(name: str, case: str) -> tuple[float, float]:
@@ -44,15 +45,15 @@ def errors_of(name: str, case: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     ("ranks", "name", "case"),
-    spread([(r, n, c) for r in (1, 2, 3, 4) for n, cases in EXAMPLES.items() for c in cases], 8),
+    spread([(r, n, c) for r in (1, 2, 3, 4) for n, cases in EXAMPLES.items() for c in cases], 11),
 )
 def test_known_models_equal_one_process(ranks: int, name: str, case: str) -> None:
     """Catches embeddings of other frames, rows that are lost, text of another frame, and a clip's
     token that counts for every rank."""
     if name != "transformer-2d":
-        pytest.importorskip("diffusers" if name == "latte" else "transformers")
+        pytest.importorskip("transformers" if name == "timesformer" else "diffusers")
     for loss, gradient in run_ranks(ranks, errors_of, name, case, timeout_s=100):
-        assert max(loss, gradient) <= EXACT
+        assert max(loss, gradient) <= (1e-7 if name == "wan" else EXACT)  # its norms are single
 
 
 def errors_of_table(returns: bool) -> tuple[float, float]:
@@ -362,7 +363,7 @@ MISTAKES = {
     "no stages": (ModelError, "a model without an adapter"),
     "no module": (ModelError, "stage layers"),
     "an axis that is not there": (SpecError, "mixes z"),
-    "everything mixed": (ModelError, "mixes every axis"),
+    "everything mixed": (ModelError, "3 queries and 3 keys, wanted the 72 places"),
     "more ranks than places": (InfeasiblePlan, "2 ranks"),
     "a small axis": (InfeasiblePlan, "1 samples of 1 places: got 2 ranks"),
     "other dims": (DataError, "input x"),
