@@ -64,6 +64,8 @@ class Adapted:
             raise SpecError("axis of the inputs", got=axis, wanted="one of an input's dims")
         self._groups = groups or groups_here()
         self._passage = Passage(self.inner, stages, axis)
+        self.traceable = True
+        self._compiled: Callable[..., Any] | None = None
         self.on = self._passage.on
 
     @property
@@ -200,7 +202,25 @@ class Adapted:
         if is_wrapped(self.model):
             add_plainly(self.model)
         self.take(shards)
+        if self._compiled is not None and self._passage.legs:
+            return self._compiled(**inputs)
         return self.model(**inputs)
+
+    def compile(self, *, backend: str = "inductor", **options: Any) -> None:
+        """Run the model as one graph, switches and all, once a first forward has shown the order of
+        its stages; one for each shape of a batch. ``options`` are those of torch.compile.
+
+        Raises ModelError for models under DDP and FSDP2 and for TimeSformer, whose blocks can be
+        compiled instead, and in a later forward for stages that run twice or mix all axes.
+        """
+        if is_wrapped(self.model) or not self.traceable:
+            raise ModelError(
+                f"compiled {type(self.inner).__name__}", got="hooks that break its graph",
+                wanted="a model alone, whose stages do all that is switched",
+                hint="compile its blocks: block.compile()",
+            )  # fmt: skip
+        self._passage.traced = True
+        self._compiled = torch.compile(self.model, backend=backend, fullgraph=True, **options)
 
     def backward(self, loss: torch.Tensor, *, alike: bool = False) -> None:
         """Add gradients of this rank's part of the loss; one that all ranks have ``alike``, as that

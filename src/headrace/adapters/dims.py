@@ -49,7 +49,7 @@ class Dims:
             self._refuse(x, sizes)
         shape: list[int] = []
         for size, names in zip(x.shape, self.names, strict=True):
-            known = math.prod(sizes[name] for name in names if name in sizes)
+            known = math.prod([sizes[name] for name in names if name in sizes])
             open_ = [name for name in names if name not in sizes]
             rest = size // known if known else 0
             if len(open_) > 1 or rest * known != size or (not open_ and known != size):
@@ -59,7 +59,8 @@ class Dims:
 
     def closed(self, x: torch.Tensor) -> torch.Tensor:
         """The other way, from a dim for each name."""
-        shape, at = list[int](), 0
+        shape: list[int] = []
+        at = 0
         for names in self.names:
             shape.append(math.prod(x.shape[at : at + len(names)]))
             at += len(names)

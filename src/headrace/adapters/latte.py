@@ -7,6 +7,7 @@ it is given nothing to add there, and the whole embedding is added once all fram
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,8 +31,16 @@ _INPUTS = {
 
 def adapt_latte(model: Any, *, groups: Groups | None = None) -> Adapted:
     """Latte on shards; its inputs go by their names."""
-    run = Adapted(model, stages=_STAGES, inputs=_INPUTS, axis="t", batch="b", groups=groups)
-    inner: Any = run.inner
+    inner: Any = getattr(model, "module", model)
+    side = inner.config.patch_size
+
+    def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        *_, height, width = inputs["hidden_states"].shape
+        return {"s": (height // side) * (width // side)}
+
+    run = Adapted(
+        model, stages=_STAGES, inputs=_INPUTS, axis="t", batch="b", sizes=sizes, groups=groups
+    )
     kept = list[torch.Tensor]()
 
     def before(args: Any, named: dict[str, Any]) -> Any:

@@ -19,9 +19,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from headrace.adapters.dims import Dims
 from headrace.adapters.joint import JointAttention
+from headrace.adapters.legs import StageLegs, route
 from headrace.adapters.shards import AxisShards
 from headrace.adapters.stages import AxisStage, modules_of
 from headrace.errors import ModelError
+from headrace.ops.traced_switch import GroupSeat
 from headrace.passes.operators import ModelSeat
 from headrace.planning.axes import plan_axes
 from headrace.spec.axes import AxisChoice, MixingStage
@@ -59,14 +61,20 @@ class Passage:
         self._known: MutableMapping[torch.Tensor, _Place] = WeakIdKeyDictionary()
         self._entered = list[str]()
         self._hooks, self._outside = ExitStack(), ExitStack()
+        self.traced, self.legs = False, dict[int, StageLegs]()
+        self._modules: tuple[torch.nn.Module, ...] = ()
+        self._called = list[torch.nn.Module]()
+        self._group_seat: GroupSeat | None = None
         self._hooks.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
         self._hooks.callback(model.register_forward_hook(self._end, always_call=True).remove)
-        for module, stage in self.stages.items():
+        for number, (module, stage) in enumerate(self.stages.items()):
             if self.axes <= set(stage.mixed):
                 self._hooks.callback(partial(setattr, module, "forward", module.forward))
                 module.forward = partial(self._jointly, stage, module.forward)
-            enter = module.register_forward_pre_hook(partial(self._enter, stage), with_kwargs=True)
-            leave = module.register_forward_hook(partial(self._leave, stage))
+            enter = module.register_forward_pre_hook(
+                partial(self._enter, number, stage), with_kwargs=True
+            )
+            leave = module.register_forward_hook(partial(self._leave, number, stage))
             self._hooks.callback(enter.remove)
             self._hooks.callback(leave.remove)
 
@@ -116,10 +124,48 @@ class Passage:
         self._told = self.shards = shards
         shards.begin(self.axis)
         self._entered.clear()  # a forward that failed left some
+        self._called.clear()
+        self.legs = self._legs() if self.traced else {}
+
+    def _legs(self) -> dict[int, StageLegs]:
+        """The switches of the next forward by the numbers of its stages; none while their order is
+        not known. Raises ModelError for stages that cannot be traced."""
+        shards = self.at_work
+        if not self._modules:
+            return {}
+        if shards.group is None:
+            return {number: StageLegs() for number in range(len(self.stages))}
+        found = [self.stages[module] for module in self._modules]
+        several = len(set(self._modules)) < len(self._modules)
+        if several or any(self.axes <= set(stage.mixed) for stage in found):
+            raise ModelError(
+                "compiled model", wanted="stages that can be traced",
+                got="a stage that runs twice" if several else "a stage that mixes all axes",
+                hint="compile its blocks: block.compile()",
+            )  # fmt: skip
+        if missing := self.axes - shards.totals.keys():
+            raise ModelError(
+                "compiled model", got=f"inputs that do not tell axis {min(missing)}",
+                wanted="places of all axes", hint="hr.adapt(model, sizes=...)",
+            )  # fmt: skip
+        if self._group_seat is None or self._group_seat.group is not shards.group:
+            self._group_seat = GroupSeat(shards.group)
+        axis, wanted = shards.axis, list[tuple[AxisStage, str]]()
+        for at, stage in enumerate(found):
+            during = self._chosen(stage, at, shards).axis if axis in stage.mixed else axis
+            wanted.append((stage, during))
+            axis = axis if stage.returns else during
+        numbers = {module: number for number, module in enumerate(self.stages)}
+        legs = route(wanted, shards, self._group_seat)
+        return dict(zip((numbers[module] for module in self._modules), legs, strict=True))
+
+    def _begin(self, module: Any, args: Any, named: Any) -> None:
+        if not (torch.compiler.is_compiling() and self.legs):
+            self._begun(args, named)
 
     # Compilers break their graphs here: what is in shards is known when a stage runs.
     @torch.compiler.disable
-    def _begin(self, _: Any, args: Any, named: Any) -> None:
+    def _begun(self, args: Any, named: Any) -> None:
         shards = self.shards_of((*args, *named.values())) or self._told
         if shards is None:
             raise ModelError(
@@ -129,14 +175,24 @@ class Passage:
         self._told = None
         self._outside.enter_context(self._recomputing(shards))
 
-    @torch.compiler.disable
     def _end(self, _: Any, __: Any, ___: Any) -> None:
+        if not (torch.compiler.is_compiling() and self.legs):
+            self._ended()
+
+    @torch.compiler.disable
+    def _ended(self) -> None:
         self._outside.close()
         if self.shards is not None:
             self._order = tuple(self.shards.passed)
+            self._modules = tuple(self._called)
+
+    def _enter(self, number: int, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
+        if torch.compiler.is_compiling() and self.legs:
+            return self.legs[number].entered(args, named)
+        return self._entered_now(stage, module, args, named)
 
     @torch.compiler.disable
-    def _enter(self, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
+    def _entered_now(self, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
         if self._quiet:
             return args, named
         given = {**dict(enumerate(args)), **named}
@@ -153,6 +209,8 @@ class Passage:
             place.shards.axis, place.shards.position = place.axis, place.position
         shards = self.at_work
         at = shards.pass_stage(stage.mixed)
+        if at == len(self._called):
+            self._called.append(module)
         self._known[first] = _Place(shards, shards.axis, at, module)
         self._entered.append(shards.axis)
         if shards.group is not None and shards.axis in stage.mixed:
@@ -165,8 +223,13 @@ class Passage:
                 given[side] = shards.cut(given[side], Dims.parse(text))
         return tuple(given[at] for at in range(len(args))), {k: given[k] for k in named}
 
+    def _leave(self, number: int, stage: AxisStage, _: Any, __: Any, out: Any) -> Any:
+        if torch.compiler.is_compiling() and self.legs:
+            return self.legs[number].left(out)
+        return self._left_now(stage, out)
+
     @torch.compiler.disable
-    def _leave(self, stage: AxisStage, _: Any, __: Any, out: Any) -> Any:
+    def _left_now(self, stage: AxisStage, out: Any) -> Any:
         if self._quiet:
             return out
         shards, before = self.at_work, self._entered.pop()
@@ -255,10 +318,10 @@ class Passage:
         stage = self.stages.get(function) if isinstance(function, torch.nn.Module) else None
         if stage is None:
             return recompute(partial(self._again, shards, shards.axis, function), *args, **named)
-        args, _ = self._enter(stage, function, args, {})
+        args, _ = self._entered_now(stage, function, args, {})
         there = shards, shards.axis, shards.position
         out = recompute(partial(self._silent, there, function), *args, **named)
-        return self._leave(stage, function, args, out)
+        return self._left_now(stage, out)
 
     def _silent(
         self, there: tuple[AxisShards, str, int], function: Callable[..., Any], *args: Any

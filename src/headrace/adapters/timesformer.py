@@ -71,6 +71,7 @@ def adapt_timesformer(model: Any, *, groups: Groups | None = None) -> Adapted:
         clip = shards.whole(x[:, :1], _CLIP)
         return (torch.cat([clip, shards.switched(x[:, 1:], _PATCHES, "h")], dim=1), *rest)
 
+    run.traceable = False  # hooks of its own switch
     run.on(body.embeddings, after=embedded)
     for layer in body.encoder.layer:
         run.on(layer.attention, to_frames, to_rows)

@@ -66,12 +66,15 @@ SHAPES_2D = {
 def attend_over(axis: Mixed) -> Attend2D:
     """Attention over one axis of tensors that have all of it."""
 
+    other = 2 if axis == "t" else 1
     order = (0, 2, 3, 1, 4) if axis == "t" else (0, 1, 3, 2, 4)  # other places, heads, its places
     back = (0, 3, 1, 2, 4) if axis == "t" else (0, 1, 3, 2, 4)
 
     def attend(qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.permute(order) for x in qkv.unbind(-2))
-        return f.scaled_dot_product_attention(q, k, v).permute(back)
+        # Four dims: with five, kernels keep all scores, and Inductor gets shapes wrong.
+        q, k, v = (x.permute(order).flatten(0, 1) for x in qkv.unbind(-2))
+        out = f.scaled_dot_product_attention(q, k, v)
+        return out.unflatten(0, (qkv.shape[0], qkv.shape[other])).permute(back)
 
     return attend
 

@@ -1,0 +1,71 @@
+"""The switch as a registered operator, for graphs: all it needs are numbers, groups too."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from headrace.errors import ModelError
+from headrace.ops.resharding import Columns, Resharding
+
+__all__ = ["GroupSeat", "traced_switch"]
+
+# A registered operator takes tensors and numbers only: the group is found by a number.
+_seats: WeakValueDictionary[int, GroupSeat] = WeakValueDictionary()
+_handles = count(1)
+
+
+class GroupSeat:
+    """Keeps a group where graphs find it by its ``handle``, as long as somebody holds this."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.handle = group, next(_handles)
+        self.rank = dist.get_rank(group)
+        _seats[self.handle] = self
+
+
+@torch.library.custom_op("headrace::switch", mutates_args=())
+def traced_switch(
+    x: torch.Tensor, from_dim: int, to_dim: int, sizes: list[int], to_sizes: list[int],
+    handle: int, rank: int,
+) -> torch.Tensor:  # fmt: skip
+    """:func:`headrace.ops.switch.switch` on the group of a handle, of which this is a ``rank``.
+
+    x         [.., sizes[rank], .., sum(to_sizes), ..]
+    returns   [.., sum(sizes), .., to_sizes[rank], ..]
+    """
+    seat = _seats.get(handle)
+    if seat is None:
+        raise ModelError("switch", got="a group that is gone", wanted="one that somebody holds")
+    how = Resharding(
+        from_dim=from_dim, to_dim=to_dim, sizes=tuple(sizes),
+        columns=Columns.consecutive(tuple(to_sizes)), group=seat.group,
+    )  # fmt: skip
+    return how.out(x)
+
+
+@traced_switch.register_fake
+def _(
+    x: torch.Tensor, from_dim: int, to_dim: int, sizes: list[int], to_sizes: list[int],
+    handle: int, rank: int,
+) -> torch.Tensor:  # fmt: skip
+    shape = list(x.shape)
+    shape[from_dim], shape[to_dim] = sum(sizes), to_sizes[rank]
+    return x.new_empty(shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.rest = inputs[1:]
+
+
+def _adjoint(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    from_dim, to_dim, sizes, to_sizes, handle, rank = ctx.rest
+    back = traced_switch(grad, to_dim, from_dim, to_sizes, sizes, handle, rank)
+    return (back, *(None,) * 6)
+
+
+traced_switch.register_autograd(_adjoint, setup_context=_keep)
