@@ -7,10 +7,10 @@ Four tables, on ranks of this machine and for larger ones by the network's numbe
     steps       forward and backward of a small Transformer-2D by each method, one after the other
                 in every round; medians beside DSP's, and peaks of live bytes
     switch      one uneven all-to-all beside padding, a list of messages and a cat, as the paper's
-                code has it
+                code has it; heads for tokens and back by it, beside an exchange written for these
     scaling     seconds by the device's and links' numbers at one utilisation for all, sequence
-                parallel over all devices, as in the paper's Tables 6 and 7; "-" where heads are
-                fewer than devices
+                parallel over all devices, as in the paper's Tables 6 and 7, and beside what it says
+                of Figures 6 and 7; "-" where heads are fewer than devices
 
 examples:
     python benchmarks/dsp.py
@@ -32,15 +32,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dsp_sides import METHODS, prepare
+from dsp_switches import heads_rows, switch_rows
 from measured import settled
 from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.display import tell
 from headrace.comm.launch import World, start
-from headrace.layouts.intervals import split_sizes
 from headrace.models.transformer_2d import SHAPES_2D, Shape2D, Transformer2D
-from headrace.ops.switch import switch
 from headrace.runtime.counted import ByteCounter, TrafficCounter
 from headrace.runtime.machine import machine_facts
 from headrace.spec.hardware import Hardware
@@ -49,9 +48,6 @@ Row = dict[str, Any]
 
 SMALL = Shape2D(layers=2, hidden=128, heads=8, channels=8)
 FRAMES, PATCHES = 16, 64
-SWITCHES = ((16, 1024, 256), (15, 1023, 256), (5, 4096, 256), (64, 256, 256))
-"""Frames, patches and features, two of them uneven."""
-
 UTILISATION = 0.4
 STRONG = (("720m", 64, (1, 2, 4, 8)), ("720m", 256, (8, 16, 32, 64)), ("3b", 16, (1, 2, 4, 8)),
           ("3b", 128, (8, 16, 32, 64, 128)))  # fmt: skip
@@ -148,58 +144,22 @@ def step_rows(frames: int, patches: int, rounds: int) -> list[Row]:
     return list(found.values())
 
 
-def padded(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """A switch of dims 0 and 1 as the paper's code has it: both padded to a multiple of the ranks,
-    a list of messages, a cat, and what was padded cut off."""
-    ranks = len(sizes)
-    frames, patches = sum(sizes), x.shape[1]
-    rows, width = -(-frames // ranks), -(-patches // ranks) * ranks
-    x = torch.nn.functional.pad(x, (0, 0, 0, width - patches, 0, rows - x.shape[0]))
-    sent = [part.contiguous() for part in x.tensor_split(ranks, 1)]
-    came = [torch.empty_like(sent[0]) for _ in range(ranks)]
-    dist.all_to_all(came, sent)
-    whole = torch.cat(came, dim=0).contiguous()
-    return whole.narrow(0, 0, frames)
-
-
-def switch_rows(rounds: int) -> list[Row]:
-    """Medians of both, one after the other in every round."""
-    ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
-    for frames, patches, features in SWITCHES:
-        sizes = split_sizes(frames, ranks)
-        x = torch.randn(sizes[rank], patches, features)
-        ways: dict[str, Callable[[], torch.Tensor]] = {
-            "switch": lambda x=x, s=sizes: switch(x, 0, 1, dist.group.WORLD, sizes=s),
-            "padded": lambda x=x, s=sizes: padded(x, s),
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        with settled():
-            for _ in range(rounds + 1):
-                for name, way in ways.items():
-                    dist.barrier()
-                    begin = time.perf_counter()
-                    way()
-                    dist.barrier()
-                    seconds[name].append(time.perf_counter() - begin)
-        medians = {name: statistics.median(some[1:]) for name, some in seconds.items()}
-        found.append({"ranks": ranks, "shape": [frames, patches, features], **medians})
-    return found
-
-
-def scaling_rows(hardware: str) -> list[Row]:
-    """Seconds of a step of one clip with all devices in one group."""
+def scaling_rows(hardware: str, *, weak: bool = False) -> list[Row]:
+    """Seconds of a step with all devices in one group: of one clip, or (``weak``) of as many more
+    as there are more devices."""
     machine, found = Hardware.parse(hardware), []
     peak = machine.device.peak("bfloat16")
     for name, frames, counts in STRONG:
         shape = SHAPES_2D[name]
-        tokens = frames * SPACE
-        flops = 3 * shape.layers * (
-            2 * tokens * shape.block_elements + 4 * tokens * shape.hidden * (frames + SPACE)
-        )  # fmt: skip
-        tensor = tokens * shape.hidden * 2
         for count in counts:
+            clips = count // counts[0] if weak else 1
+            tokens = clips * frames * SPACE
+            flops = 3 * shape.layers * (
+                2 * tokens * shape.block_elements + 4 * tokens * shape.hidden * (frames + SPACE)
+            )  # fmt: skip
+            tensor = tokens * shape.hidden * 2
             link = machine.inside if count <= machine.devices_per_node else machine.across
-            row: Row = {"model": name, "frames": frames, "devices": count}
+            row: Row = {"model": name, "frames": frames, "devices": count, "clips": clips}
             for method in METHODS:
                 if method in ("ulysses", "megatron-sp", "megatron-lm") and count > shape.heads:
                     row[method] = None
@@ -210,6 +170,34 @@ def scaling_rows(hardware: str) -> list[Row]:
                 row[method] = flops / (peak * UTILISATION * count) + wire_s
             found.append(row)
     return found
+
+
+def figures(strong: Sequence[Row], weak: Sequence[Row]) -> list[Row]:
+    """What the paper says of its Figures 6 and 7, beside the same of the rows."""
+
+    def ahead(row: Row) -> float:
+        rest = [row[m] for m in METHODS[1:] if row[m] is not None]
+        return min(rest) / row["dsp"] - 1
+
+    def kept(rows: Sequence[Row], model: str, first: int, last: int, frames: int) -> float:
+        """The throughput of each device at the last count beside that at the first."""
+        each = {r["devices"]: r["clips"] / r["dsp"] / r["devices"] for r in rows
+                if (r["model"], r["frames"]) == (model, frames)}  # fmt: skip
+        return each[last] / each[first]
+
+    several = [r for r in weak if r["devices"] > 1]
+    return [
+        {"what": "weak: DSP ahead of the next, least", "paper": "80.7 %",
+         "here": f"{min(map(ahead, several)):.1%}"},
+        {"what": "weak: DSP ahead of the next, most", "paper": "",
+         "here": f"{max(map(ahead, several)):.1%}"},
+        {"what": "weak: lost of each device from 8 to 64, 720m", "paper": "15 %",
+         "here": f"{1 - kept(weak, '720m', 8, 64, 256):.1%}"},
+        {"what": "strong: kept of each device from 1 to 8, 720m", "paper": "linear",
+         "here": f"{kept(strong, '720m', 1, 8, 64):.1%}"},
+        {"what": "strong: kept of each device from 1 to 4, 3b", "paper": "linear",
+         "here": f"{kept(strong, '3b', 1, 4, 16):.1%}"},
+    ]  # fmt: skip
 
 
 def on_ranks(ranks: int, work: Callable[[], Any]) -> Any:
@@ -256,12 +244,20 @@ def print_all(found: Row) -> None:
          [(" x ".join(map(str, r["shape"])), str(r["ranks"]), f"{r['switch'] * 1e3:.2f}",
            f"{r['padded'] * 1e3:.2f}", f"{r['padded'] / r['switch']:.2f}x")
           for r in found["switch"]])  # fmt: skip
-    show("predicted seconds of a step, all devices on one clip",
-         ("model", "frames", "devices", *METHODS, "beside the next"),
-         [(r["model"], str(r["frames"]), str(r["devices"]),
-           *("-" if r[m] is None else f"{r[m]:.3f}" for m in METHODS),
-           f"{min(r[m] for m in METHODS[1:] if r[m] is not None) / r['dsp']:.2f}x")
-          for r in found["scaling"]])  # fmt: skip
+    show("heads for tokens and back",
+         ("tokens x heads x features", "ranks", "ms", "of three dims ms", "faster"),
+         [(" x ".join(map(str, r["shape"])), str(r["ranks"]), f"{r['switch'] * 1e3:.2f}",
+           f"{r['plain'] * 1e3:.2f}", f"{r['plain'] / r['switch']:.2f}x")
+          for r in found["heads"]])  # fmt: skip
+    for kind, rows in (("strong", found["scaling"]), ("weak", found["weak_scaling"])):
+        show(f"predicted seconds of a step, {kind} scaling",
+             ("model", "frames", "clips", "devices", *METHODS, "beside the next"),
+             [(r["model"], str(r["frames"]), str(r["clips"]), str(r["devices"]),
+               *("-" if r[m] is None else f"{r[m]:.3f}" for m in METHODS),
+               f"{min(r[m] for m in METHODS[1:] if r[m] is not None) / r['dsp']:.2f}x")
+              for r in rows])  # fmt: skip
+    show("beside what the paper says of its Figures 6 and 7", ("", "paper", "here"),
+         [(r["what"], r["paper"], r["here"]) for r in found["figures"]])  # fmt: skip
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -290,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--frames", type=int, default=FRAMES)
     parser.add_argument("--patches", type=int, default=PATCHES)
     parser.add_argument("--hardware", default="h100")
@@ -298,7 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args(arguments)
     found: Row = {"machine": machine_facts("cpu"), "hardware": given.hardware,
-                  "utilisation": UTILISATION, "bytes": [], "steps": [], "switch": []}  # fmt: skip
+                  "utilisation": UTILISATION, "bytes": [], "steps": [], "switch": [],
+                  "heads": []}  # fmt: skip
     for ranks in given.ranks:
         tell(f"{ranks} ranks")
         found["bytes"] += on_ranks(ranks, lambda: bytes_rows(given.frames, given.patches))
@@ -306,7 +303,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ranks, lambda: step_rows(given.frames, given.patches, given.rounds)
         )
         found["switch"] += on_ranks(ranks, lambda: switch_rows(given.rounds))
+        found["heads"] += on_ranks(ranks, lambda: heads_rows(given.rounds))
     found["scaling"] = scaling_rows(given.hardware)
+    found["weak_scaling"] = scaling_rows(given.hardware, weak=True)
+    found["figures"] = figures(found["scaling"], found["weak_scaling"])
     machine = found["machine"]
     print(f"{machine['host_cpu']}, {machine['cores']} cores, torch {machine['torch']}\n")
     print_all(found)

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import dsp
+import dsp_switches
 import pytest
 import torch
 import torch.distributed as dist
 
 from headrace.layouts.intervals import split_sizes
+from headrace.ops.columns import to_columns
+from headrace.ops.resharding import Columns
 from headrace.ops.switch import switch
 from ranks import run_ranks
 
@@ -40,13 +43,36 @@ def both_switches() -> bool:
     sizes = split_sizes(5, 2)
     x = torch.randn(sizes[dist.get_rank()], 7, 3)
     mine = switch(x, 0, 1, dist.group.WORLD, sizes=sizes)
-    theirs = dsp.padded(x, sizes)
+    theirs = dsp_switches.padded(x, sizes)
     return torch.equal(mine, theirs[:, : mine.shape[1]])
 
 
 def test_the_padded_switch_is_one() -> None:
     """Catches a contender that does not bring what the other does."""
     assert all(run_ranks(2, both_switches))
+
+
+def both_ways() -> bool:
+    sizes, rank = split_sizes(7, 3), dist.get_rank()
+    columns = Columns.consecutive(split_sizes(5, 3))
+    x = torch.randn(sizes[rank], 5, 2)
+    mine = to_columns(x, sizes, columns, dist.group.WORLD)  # type: ignore[arg-type]
+    there = dsp_switches.plain_columns(x, sizes, columns)
+    return torch.equal(mine, there) and torch.equal(
+        dsp_switches.plain_tokens(there, sizes, columns), x
+    )
+
+
+def test_the_plain_exchange_of_heads_is_one() -> None:
+    assert all(run_ranks(3, both_ways))
+
+
+def test_figures_are_said_beside_the_papers() -> None:
+    strong, weak = dsp.scaling_rows("h100"), dsp.scaling_rows("h100", weak=True)
+    assert {r["clips"] for r in strong} == {1}
+    assert max(r["clips"] for r in weak) == 16
+    for row in dsp.figures(strong, weak)[2:]:
+        assert 0 < float(row["here"].rstrip("%")) < 100
 
 
 def test_scaling_is_that_of_the_formulas() -> None:
@@ -64,12 +90,13 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches tables that lack a method, and a picture of nothing."""
     pytest.importorskip("altair")
     options = ["--ranks", "2", "--rounds", "1", "--frames", "4", "--patches", "6"]
-    dsp.SWITCHES, kept = ((3, 5, 4),), dsp.SWITCHES
+    kept = dsp_switches.SWITCHES, dsp_switches.HEADS
+    dsp_switches.SWITCHES = dsp_switches.HEADS = ((6, 5, 4),)
     try:
         code = dsp.main([*options, "--json", str(tmp_path / "x.json"),
                          "--picture", str(tmp_path / "x.svg")])  # fmt: skip
     finally:
-        dsp.SWITCHES = kept
+        dsp_switches.SWITCHES, dsp_switches.HEADS = kept
     assert code == 0
     out = capsys.readouterr().out
     assert all(out.count(method) >= 2 for method in dsp.METHODS)

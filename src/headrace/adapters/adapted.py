@@ -15,6 +15,7 @@ the same samples do by ``mates``.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,9 @@ from headrace.ops.switch import gather
 from headrace.passes.gradients import add_plainly, add_up, is_wrapped, summed_loss
 from headrace.passes.shard import fingerprint
 from headrace.planning.axes import split_batch
+from headrace.spec.axes import AxisMove
 from headrace.spec.method_facts import Members
+from headrace.units import bytes_text
 
 __all__ = ["Adapted", "axis_groups"]
 
@@ -72,6 +75,24 @@ class Adapted:
     def shards(self) -> AxisShards | None:
         """What the model works on."""
         return self._passage.shards
+
+    @property
+    def moves(self) -> tuple[AxisMove, ...]:
+        """What this rank exchanged with others in the last forward that was not compiled, in its
+        order."""
+        return () if self.shards is None else tuple(self.shards.moves)
+
+    def __str__(self) -> str:
+        name, moves = type(self.inner).__name__, self.moves
+        if self.shards is None or self.shards.group is None:
+            return f"{name} on one rank" if self.ranks == 1 else f"{name}, samples apart"
+        sent = bytes_text(sum(move.sent_bytes for move in moves))
+        counts = Counter(map(str, moves))
+        said = ", ".join(f"{count} x {move}" for move, count in counts.items())
+        return (
+            f"{name} on {self.shards.ranks} ranks, axis {self.axis} in shards at first; "
+            f"a forward: {said or 'nothing exchanged'}; {sent} sent by switches of this rank"
+        )
 
     @property
     def axes(self) -> frozenset[str]:

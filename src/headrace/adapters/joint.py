@@ -21,6 +21,7 @@ from headrace.layouts.tokens import TokenPlan
 from headrace.passes.heads import attention
 from headrace.passes.operators import ModelSeat
 from headrace.passes.placement import Placement
+from headrace.spec.axes import AxisMove
 
 __all__ = ["JointAttention", "JointMethod"]
 
@@ -73,6 +74,8 @@ class JointAttention(TorchFunctionMode):
         self.calls, self.heads = self.calls + 1, query.shape[-3]
         rows = query.shape[:-3].numel()
         method = self._method or ("ulysses" if self.heads >= len(sizes) else "ring")
+        axis = self._shards.axis
+        self._shards.moves.append(AxisMove(before=axis, after=axis, method=method))
         self._seat.take(_placement(self._shards, sizes, rows, method))
         q, k, v = (x.reshape(rows, *x.shape[-3:]) for x in (query, key, value))
         out = attention(q, k, v, self._seat.handle, causal=False, scale=scale)

@@ -14,7 +14,7 @@ from headrace.adapters.dims import Dims
 from headrace.errors import DataError, InfeasiblePlan
 from headrace.layouts.intervals import split_sizes
 from headrace.ops.switch import gather, split, switch
-from headrace.spec.axes import AxisChoice
+from headrace.spec.axes import AxisChoice, AxisMove
 from headrace.spec.method_facts import Members
 
 __all__ = ["AxisShards"]
@@ -28,7 +28,8 @@ class AxisShards:
     ``totals`` are the places of each name that is known, for the samples of this group; ``samples``
     are the first one, how many, and of how many. ``passed`` are the axes that the stages of the
     forward mixed, ``position`` the number of the next one; ``chosen`` are the axes that they were
-    given, by number. ``joint`` keeps what attention over all places needs.
+    given, by number. ``joint`` keeps what attention over all places needs;
+    ``moves`` are the exchanges of the forward.
     """
 
     axis: str
@@ -41,6 +42,7 @@ class AxisShards:
     position: int = 0
     chosen: dict[int, AxisChoice] = field(default_factory=dict)
     joint: dict[Any, Any] = field(default_factory=dict)
+    moves: list[AxisMove] = field(default_factory=list)
 
     @property
     def ranks(self) -> int:
@@ -65,7 +67,7 @@ class AxisShards:
         """A forward begins."""
         self.axis, self.position = axis, 0
         self.chosen = dict[int, AxisChoice]()
-        self.passed = list[tuple[str, ...]]()
+        self.passed, self.moves = list[tuple[str, ...]](), list[AxisMove]()
 
     def pass_stage(self, mixed: tuple[str, ...]) -> int:
         """The number of a stage that begins, now or again."""
@@ -109,6 +111,10 @@ class AxisShards:
                 f"axis {axis}", got=f"{self.totals[axis]} places for {self.ranks} ranks",
                 wanted="a place for each", hint="fewer ranks for each sample",
             )  # fmt: skip
+        stays = self.sizes(axis)[self.rank] / self.totals[axis]
+        self.moves.append(
+            AxisMove(before=self.axis, after=axis, sent_bytes=round(part.nbytes * (1 - stays)))
+        )
         moved = switch(
             part, dims.dim_of(self.axis), dims.dim_of(axis), self.group,
             sizes=self.sizes(self.axis), to_sizes=self.sizes(axis),

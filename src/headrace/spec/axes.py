@@ -7,7 +7,7 @@ from typing import Literal
 
 from headrace.errors import SpecError
 
-__all__ = ["AxisChoice", "AxisPlan", "MixingStage"]
+__all__ = ["AxisChoice", "AxisMove", "AxisPlan", "MixingStage"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,20 @@ class AxisChoice:
 
     axis: str
     method: Literal["none", "ulysses", "ring"] = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisMove:
+    """What one rank did between two modules or within one: it switched the axis in shards, or met
+    the others' places by a ``method`` and kept it. ``sent_bytes`` of a switch."""
+
+    before: str
+    after: str
+    sent_bytes: int = 0
+    method: str = "switch"
+
+    def __str__(self) -> str:
+        return f"{self.before} to {self.after}" if self.method == "switch" else self.method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

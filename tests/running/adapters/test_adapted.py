@@ -156,6 +156,39 @@ def test_under_wrappers(how: str, apart: bool) -> None:
     assert max(run_ranks(4, wrapped, how, apart)) <= EXACT
 
 
+def latte_wrapped(how: str) -> tuple[float, float, str]:
+    """The errors of Latte under a wrapper, recomputed, and what is said of it."""
+    made = latte(frames=4, checkpoints=True)
+    plain, called = copy.deepcopy(made.model), made.model
+    if how == "ddp":
+        called = DistributedDataParallel(called)
+    else:
+        inner: Any = called
+        for block in (*inner.transformer_blocks, *inner.temporal_transformer_blocks):
+            fully_shard(block)
+        fully_shard(called)
+    run = hr.adapt(called)
+    loss = run(**run.shard(made.inputs)).sample.square().sum()
+    said = str(run)
+    run.backward(loss)
+    total = float(run.add_up(loss))
+    wanted = plain(**made.inputs).sample.square().sum()
+    wanted.backward()
+    right = gradients(plain)
+    far = float((gradients(made.model) - right).abs().max() / right.abs().max())
+    return abs(total / float(wanted.detach()) - 1), far, said
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("ddp", 2), ("fsdp2", 4), whole("fsdp2", 3)])
+def test_latte_under_wrappers(how: str, ranks: int) -> None:
+    """Catches hooks that wrappers overrule, and recompute on weights that were let go of."""
+    pytest.importorskip("diffusers")
+    for loss, gradient, said in run_ranks(ranks, latte_wrapped, how, timeout_s=100):
+        assert max(loss, gradient) <= EXACT
+        assert f"on {ranks} ranks, axis t in shards" in said
+        assert "2 x t to s, 2 x s to t" in said
+
+
 class Branches(torch.nn.Module):
     """Two stages that are given the same tensor, and one more."""
 
