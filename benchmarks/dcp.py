@@ -4,8 +4,9 @@ Three data sets, named after what takes their time as in the paper, whose own ar
 lengths l from 1 Ki to 128 Ki tokens, each length as frequent as l^-k, with k = 3 where short
 sequences dominate, 2 where both do, 1 where long ones do; and those of a real corpus, the sources
 of Python's standard library, a token for each byte. The model is the paper's Transformer-1D (42
-layers of 3072 features, 48 heads, 5B parameters) on H200 with 80 GB a device, by data sheets and
-formulas, with Ulysses and weights whole while they work, as with ZeRO-1.
+layers of 3072 features, 48 heads, 5B parameters) or Transformer-2D (dcp_clips.py) on H200 with
+80 GB a device, by data sheets and formulas, with Ulysses or DSP and weights whole while they work,
+as with ZeRO-1.
 
     bucket   one group size for all steps, the smallest that holds the longest sequence there can
              be (the paper's baseline); batches of like lengths
@@ -42,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from dcp_clips import costs_of_clips
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -85,13 +87,20 @@ def lengths_of(name: str, tokens: int, seed: int) -> hr.Lengths:
     return hr.Lengths.of(drawn[:many])
 
 
-def problem_of(planner: str, devices: int) -> hr.Problem:
+def problem_of(planner: str, devices: int, model: str = "1d") -> hr.Problem:
     """What a planner may choose from."""
     name, levels = PLANNERS[planner]
-    costs = hr.costs.roofline(MODEL, "h200", devices=devices, memory_bytes=MEMORY)
+    if model == "1d":
+        costs = hr.costs.roofline(MODEL, "h200", devices=devices, memory_bytes=MEMORY)
+        methods = ("local", "ulysses_z")
+    else:
+        costs = costs_of_clips(
+            "h200", devices, memory_bytes=MEMORY, longest=MODEL.positions or 1 << 17
+        )
+        methods = ("local", "dsp")
     problem = hr.Problem(
         costs=costs, planner=name, recompute=levels, holding=("whole",), stages=False,
-        methods=("local", "ulysses_z"),
+        methods=methods,
     )  # fmt: skip
     return (
         problem if planner not in ("bucket", "packed") else problem.replace(sizes=(held(problem),))
@@ -107,14 +116,16 @@ def held(problem: hr.Problem) -> int:
     raise SystemExit(f"no group holds {MODEL.positions} tokens")
 
 
-def simulated(data: Sequence[str], devices: int, steps: int, each: int) -> Iterator[dict[str, Any]]:
+def simulated(
+    data: Sequence[str], devices: int, steps: int, each: int, model: str = "1d"
+) -> Iterator[dict[str, Any]]:
     """A row for every data set and planner, means over ``steps`` batches of ``each`` tokens for
     every device."""
     for name in data:
         batches = [lengths_of(name, each * devices, seed) for seed in range(steps)]
         for planner in PLANNERS:
-            tell(f"{devices} devices, {name}: {planner}")
-            problem = problem_of(planner, devices)
+            tell(f"{model}, {devices} devices, {name}: {planner}")
+            problem = problem_of(planner, devices, model)
             hr.plan(batches[0], problem)
             seconds, idle, planning = [], [], []
             for batch in batches:
@@ -125,7 +136,7 @@ def simulated(data: Sequence[str], devices: int, steps: int, each: int) -> Itera
                 idle.append(hr.simulate(plan, problem.model).idle)
             tokens = sum(batch.total for batch in batches)
             yield {
-                "devices": devices, "data": name, "planner": planner,
+                "model": model, "devices": devices, "data": name, "planner": planner,
                 "tokens_per_s": tokens / sum(seconds), "idle": statistics.mean(idle),
                 "planning_s": statistics.median(planning),
             }  # fmt: skip
@@ -133,15 +144,18 @@ def simulated(data: Sequence[str], devices: int, steps: int, each: int) -> Itera
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False)
-    titles = ("devices", "data", "planner", "tokens/s", "over bucket", "idle", "planning")
+    titles = ("model", "devices", "data", "planner", "tokens/s", "over bucket", "idle", "planning")
     for title in titles:
-        table.add_column(title, justify="left" if title in ("data", "planner") else "right")
-    least: dict[tuple[int, str], float] = {}
+        table.add_column(
+            title, justify="left" if title in ("model", "data", "planner") else "right"
+        )
+    least: dict[tuple[str, int, str], float] = {}
     for row in rows:
-        key = row["devices"], row["data"]
+        key = row["model"], row["devices"], row["data"]
         first = least.setdefault(key, row["tokens_per_s"])
         table.add_row(
-            f"{row['devices']:,}", row["data"], row["planner"], f"{row['tokens_per_s']:,.0f}",
+            row["model"], f"{row['devices']:,}", row["data"], row["planner"],
+            f"{row['tokens_per_s']:,.0f}",
             f"{row['tokens_per_s'] / first:.2f}x",
             percent_text(row["idle"]) if row["idle"] is not None else "",
             seconds_text(row["planning_s"]) if row["planning_s"] is not None else "",
@@ -204,7 +218,8 @@ def _loop(name: str, steps: int, folder: str) -> dict[str, Any]:
             strategies.add(str(step.plan.strategy))
     run.detach()
     return {
-        "devices": 2, "data": "loop", "planner": name, "tokens_per_s": tokens / seconds,
+        "model": "Llama", "devices": 2, "data": "loop", "planner": name,
+        "tokens_per_s": tokens / seconds,
         "idle": None, "planning_s": None, "strategies": sorted(strategies),
     }  # fmt: skip
 
@@ -213,6 +228,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", choices=("1d", "2d"), nargs="+", default=["1d", "2d"])
     parser.add_argument("--devices", type=int, nargs="+", default=[32])
     parser.add_argument("--data", nargs="+", default=[*EXPONENTS, "corpus"])
     parser.add_argument("--steps", type=int, default=5, help="batches, or steps of the loop")
@@ -221,7 +237,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, help="write the rows there")
     o = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = [row for n in o.devices for row in simulated(o.data, n, o.steps, o.tokens)]
+    rows = [
+        row for model in o.model for n in o.devices
+        for row in simulated(o.data, n, o.steps, o.tokens, model)
+    ]  # fmt: skip
     show(rows)
     if o.loop:
         real = looped(o.steps + 2)

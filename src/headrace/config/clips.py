@@ -27,7 +27,7 @@ _UNUSED: Mapping[str, tuple[str, ...]] = {
     "run": ("check_finite",),
     "devices": ("hardware",),
     "planner": (
-        "strategies", "rotate", "methods", "candidates", "smoothing", "working", "ahead",
+        "strategies", "rotate", "methods", "candidates", "smoothing", "working",
     ),
     "report": ("timelines", "tensorboard", "wandb"),
 }  # fmt: skip

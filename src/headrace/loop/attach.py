@@ -44,7 +44,7 @@ def attach(
     batch_sequences: int | None = None, scheduler: Any = None, clip: float | None = None,
     epochs: int = 1, steps: int | None = None, shuffle: bool = True, seed: int = 0,
     labels: Labels | None = None, tokens: str | None = None, label_name: str = "labels",
-    backend: str | None = None,
+    backend: str | None = None, ahead: int = 2,
     planner: Literal["adaptive", "static", "bucket", "packed", "dcp"] | PlannerConfig = "adaptive",
     static_size: int | None = None,
     sizes: Sequence[int] = (), exchange: Exchange | None = None,
@@ -70,10 +70,11 @@ def attach(
         shuffle     draw samples at random; else they come in their order, as those of a stream do
         epochs      passes over the data, unless ``steps`` says how many steps to take
         labels      whether they are of the ``next`` token or of the ``same`` place
+        ahead       steps planned by a process beside while one trains, where samples come by number
         planner     ``adaptive`` decides for each step, ``static`` has groups of ``static_size``;
                     to compare with: ``bucket`` and ``packed`` parallel, and the accumulation of
                     Data-Centric Parallel (``dcp``); or a section of a configuration, in the place
-                    of static_size, sizes, recompute and memory_margin
+                    of static_size, sizes, recompute, memory_margin and ahead
         sizes       group sizes to consider; all where it is left out
         exchange    how attention meets other ranks' tokens; the quickest measured where left out
         recompute   levels that a plan may choose for each layer, where the model can
@@ -105,10 +106,8 @@ def attach(
     quiet = groups.rank > 0
     setup = LoopSetup(
         model=driven, held=held, optimizer=optimizer, groups=groups, device=device, seed=seed,
-        options=planner.model_copy(update={"ahead": 0})
-        if isinstance(planner, PlannerConfig)
-        else PlannerConfig(
-            name=planner, static_size=static_size, group_sizes=tuple(sizes), ahead=0,
+        options=planner if isinstance(planner, PlannerConfig) else PlannerConfig(
+            name=planner, static_size=static_size, group_sizes=tuple(sizes), ahead=ahead,
             recompute=tuple(recompute), memory_margin=memory_margin,
         ),
         document=document, longest=max(document, most // groups.ranks), cache=cache_folder(cache),

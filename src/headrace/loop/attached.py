@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,12 @@ from headrace.errors import HeadraceError
 from headrace.loop.model import LoopPart
 from headrace.loop.order import SampleOrder
 from headrace.loop.planning import LoopSetup, measured
-from headrace.loop.record import EarlyAndRare, LoopRecord
+from headrace.loop.record import LoopRecord
 from headrace.loop.runner import StepRunner
 from headrace.loop.saved import LoopCheckpoints
 from headrace.loop.step import LoopStep
 from headrace.passes.recompute import recomputed
-from headrace.training.drawn_steps import DrawnSteps
+from headrace.training.drawn_steps import DrawnSteps, EarlyAndRare
 
 __all__ = ["Attached"]
 
@@ -81,6 +82,7 @@ class Attached:
         if runner.record is not None and not self._begun:
             runner.record.begin(self.number, self._order, self.found)
         self._begun = True
+        self._plan_ahead()
         while self._more():
             asked_s = time.perf_counter()
             batch = self._order.next_batch()
@@ -95,6 +97,16 @@ class Attached:
                     f"step {step.number}", got="micro-batches that were not trained",
                     wanted="a loop over all of them: for micro in step",
                 )  # fmt: skip
+
+    def _plan_ahead(self) -> None:
+        """Have coming batches planned by a process beside, where it is known which they are."""
+        online, depth = self.runner.planner.planner, self._setup.options.ahead
+        if online is None or not depth:
+            return
+        left = None if self._steps is None else self._steps - self.number
+        coming = self._order.coming(self._epochs if left is None else None)
+        if coming is not None:
+            online.plan_ahead(islice(coming, left), depth=depth)
 
     def _more(self) -> bool:
         if self._steps is not None:
@@ -172,5 +184,7 @@ class Attached:
     def detach(self) -> None:
         """Give the model back, without what was put in its place, and close what is open."""
         self._restore()
+        if self.runner.planner.planner is not None:
+            self.runner.planner.planner.close()
         if self.runner.record is not None:
             self.runner.record.close()

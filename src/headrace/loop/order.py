@@ -59,6 +59,11 @@ class SampleOrder(Protocol):
         """The samples of the next step."""
         ...
 
+    def coming(self, epochs: int | None) -> Iterator[Lengths] | None:
+        """The lengths of all batches that follow, of the first ``epochs`` where that is a number,
+        without taking them; None where nobody knows."""
+        ...
+
     def first(self) -> Item:
         """Some sample, to look at."""
         ...
@@ -111,6 +116,12 @@ class DrawnOrder:
             lengths=batch.lengths, epoch=batch.epoch, state_after=batch.state_after,
             read=lambda i: self.samples.read(items[i]),
         )  # fmt: skip
+
+    def coming(self, epochs: int | None) -> Iterator[Lengths]:
+        """From a sampler of its own."""
+        sampler = self._sampler.copy()
+        while epochs is None or int(sampler.state()["epoch"]) < epochs:
+            yield sampler.next_batch().lengths
 
     def facts(self) -> dict[str, Any]:
         """How long the samples are."""
@@ -181,6 +192,9 @@ class StreamOrder:
             lengths=Lengths.of(map(self._reader.length, items)), epoch=epoch,
             read=lambda i: items[i], state_after=self.state(),
         )  # fmt: skip
+
+    def coming(self, epochs: int | None) -> None:
+        """Nobody knows."""
 
     def facts(self) -> dict[str, Any]:
         """Its kind."""

@@ -18,14 +18,7 @@ from headrace.runtime.trainer import Step
 from headrace.training.planner import OnlinePlanner
 from headrace.training.run_folder import TrainingRun
 
-__all__ = ["EarlyAndRare", "LoopRecord"]
-
-
-class EarlyAndRare:
-    """The steps whose rows are gathered where nobody knows how many there will be: 1, 2, 4, ..."""
-
-    def __contains__(self, number: object) -> bool:
-        return isinstance(number, int) and number > 0 and number & (number - 1) == 0
+__all__ = ["LoopRecord"]
 
 
 class LoopRecord:

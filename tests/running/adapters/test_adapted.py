@@ -329,7 +329,7 @@ def compiled(how: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("how", ["block", whole("model")])
+@pytest.mark.parametrize("how", [whole("block"), whole("model")])
 def test_compiled_models(how: str) -> None:
     """Catches switches that are traced with the sizes of one batch, and, of a block, a graph
     that breaks."""
@@ -373,8 +373,8 @@ def one_graph(name: str, backend: str) -> tuple[list[float], int]:
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("transformer-2d", "aot_eager"), ("table", "aot_eager"), whole("latte", "aot_eager"),
-     whole("table, returning", "aot_eager"), whole("transformer-2d", "inductor")],
+    [("table", "aot_eager"), *(whole(name, "aot_eager") for name in MADE),
+     whole("transformer-2d", "inductor")],
 )  # fmt: skip
 def test_a_model_is_one_graph(name: str, backend: str) -> None:
     """Catches graph breaks at switches, and a graph that is taken for a batch of other sizes whose

@@ -198,6 +198,7 @@ def attached(model: Any, optimizer: Any, items: Any, folder: Any, **options: Any
         "say": lambda text: None,
         "memory": "256MiB",
         "batch_tokens": 150,
+        "ahead": 0,
         **options,
     }
     return hr.attach(model, optimizer, items, cache=folder, **given)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from headrace.training.step_planner import PlanRequest, StepPlanner
 from ranks import run_ranks
 from running.loop.loops import (
     LENGTHS,
@@ -108,6 +111,41 @@ def test_a_run_plans_for_itself(how: str, tmp_path: Path) -> None:
     assert {plan.semantics for plan in plans} == {"lockstep" if how == "fsdp2" else "free"}
     assert all(plan.predicted_s > 0 for plan in plans)
     assert sum(len(plan.lengths) for plan in plans) == 2 * len(LENGTHS)
+
+
+class Elsewhere(StepPlanner):
+    """A planner that is not asked here."""
+
+    def __call__(self, request: PlanRequest) -> Any:
+        raise AssertionError(f"step {request.step} is planned here")
+
+
+def planned_beside(folder: Path, ahead: int) -> tuple[list[str], list[int]]:
+    """Plans of two epochs, and the processes beside while they are trained."""
+    model, _ = wrapped("alone")
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(2), epochs=2, ahead=ahead)
+    plans, beside = [], []
+    online = run.runner.planner.planner
+    for step in run:
+        value = step.plan.to_json()
+        plans.append(json.dumps([value["lengths"], value["pipelines"], value["micro_batches"]]))
+        if online is not None and ahead:
+            online.steps = Elsewhere(planner=online.steps.planner)
+        for micro in step:
+            micro.backward(model(**micro.inputs).loss)
+        beside.append(len(psutil.Process().children()))
+    run.detach()
+    return plans, [*beside, len(psutil.Process().children())]
+
+
+def test_plans_are_made_beside(tmp_path: Path) -> None:
+    """Catches plans that training waits for, that are other ones, and a process that stays."""
+    (here, none), _ = run_ranks(2, planned_beside, tmp_path, 0, timeout_s=100)
+    (there, some), (told, others) = run_ranks(2, planned_beside, tmp_path, 2, timeout_s=100)
+    assert here == there == told
+    assert set(none) == set(others) == {0}
+    assert some[0] == 1
+    assert some[-1] == 0
 
 
 def saved_and_gone_on(ranks: int, folder: Path, stop: int | None, how: str) -> Any:

@@ -81,7 +81,7 @@ def attached(how: str, folder: Path, **options: Any) -> tuple[Attached, Any]:
         fully_shard(own)
     return hr.attach(
         hr.adapt(called), sgd(called), clips(), batch_sequences=4, shuffle=False,
-        cache=folder, say=lambda text: None, **options,
+        cache=folder, say=lambda text: None, **{"ahead": 0, **options},
     ), called  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def test_clips_follow_from_their_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [("planner.ahead=3", "planner.ahead says nothing about clips"),
+    [("planner.smoothing=0.1", "planner.smoothing says nothing about clips"),
      ("data.shapes={ '3' = 1 }", "FRAMESxPATCHES"),
      ("data.shapes={ '3x4' = 0 }", "greater than 0"),
      ("data.batch_sequences=3", "either batch_tokens or batch_sequences"),
