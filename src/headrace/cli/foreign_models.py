@@ -13,6 +13,9 @@ from headrace.errors import ConfigError, MissingExtra, did_you_mean
 
 __all__ = ["foreign_model", "made"]
 
+_PLAIN = {"experts_implementation": "eager"}
+"""Kernels of experts know no fp64."""
+
 _TINY = {
     "d_model": 48, "ffn_dim": 80, "head_dim": 8, "hidden_size": 48, "intermediate_size": 80,
     "kv_lora_rank": 16, "local_attention": 8, "max_position_embeddings": 128,
@@ -44,7 +47,9 @@ def foreign_model(name: str, seed: int) -> torch.nn.Module:
         raise MissingExtra("transformers", extra="hf", needed_for=f"model {name}") from None
     transformers.logging.set_verbosity_error()
     if Path(name).is_dir():
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(name, local_files_only=True)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            name, local_files_only=True, **_PLAIN
+        )
         return loaded.double()
     return _tiny(name, transformers).double()
 
@@ -82,7 +87,7 @@ def _tiny(kind: str, transformers: Any) -> torch.nn.Module:
     config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, 1, 2
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM):
         if type(config) in auto._model_mapping:  # noqa: SLF001
-            return auto.from_config(config, attn_implementation="eager")  # type: ignore[no-any-return]
+            return auto.from_config(config, attn_implementation="eager", **_PLAIN)  # type: ignore[no-any-return]
     raise ConfigError(
         f"model type {kind}", got="no model of tokens", wanted="one for causal or masked language"
     )

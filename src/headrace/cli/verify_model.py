@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from headrace.passes.adopted import Adopted
 from headrace.passes.labels import predicted
 from headrace.passes.placement import Exchange
 from headrace.passes.probe import logits_of
+from headrace.runtime.counted import ByteCounter
+from headrace.units import bytes_text
 
 __all__ = ["on_all", "verify_model"]
 
@@ -53,7 +56,8 @@ _BATCHES = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verdict:
     """Largest errors of a case: of the loss, relative to it, and of gradients, relative to the
-    largest of all."""
+    largest of all. ``recompute``: what blocks compute again, and ``kept_bytes`` of a rank from
+    forward to backward, where that was counted. ``compiles``: how often the model was by then."""
 
     model: str
     ranks: int
@@ -63,6 +67,8 @@ class _Verdict:
     compiles: int
     loss_error: float
     gradient_error: float
+    recompute: str = "none"
+    kept_bytes: int | None = None
 
 
 def verify_model(
@@ -87,16 +93,20 @@ def verify_model(
 
 def _print(found: Sequence[_Verdict], tolerance: float) -> None:
     table = Table(box=None, pad_edge=False)
-    for title in ("model", "ranks", "exchange", "batch", "loss error", "gradient error", "verdict"):
-        table.add_column(title, justify="right" if "err" in title or title == "ranks" else "left")
+    for title in ("model", "ranks", "exchange", "batch", "recompute", "kept", "loss error",
+                  "gradient error", "verdict"):  # fmt: skip
+        left = title in ("model", "exchange", "batch", "recompute", "verdict")
+        table.add_column(title, justify="left" if left else "right")
     for v in found:
         fine = max(v.loss_error, v.gradient_error) <= tolerance
         table.add_row(
-            v.model, str(v.ranks), v.exchange, v.batch, f"{v.loss_error:.1e}",
+            v.model, str(v.ranks), v.exchange, v.batch, v.recompute,
+            "" if v.kept_bytes is None else bytes_text(v.kept_bytes), f"{v.loss_error:.1e}",
             f"{v.gradient_error:.1e}", "exact" if fine else "WRONG",
         )  # fmt: skip
     Console(highlight=False, width=110).print(table)
-    print(f"attention reached by its {found[0].door}; compiled {found[0].compiles} times")
+    times = max(v.compiles for v in found)
+    print(f"attention reached by its {found[0].door}; compiled {times} times")
 
 
 def on_all(
@@ -140,22 +150,37 @@ def _cases(name: str, ranks: int, seed: int, backend: str | None) -> Iterator[_V
     model, plain = foreign_model(name, seed), foreign_model(name, seed)
     run = headrace.compile(model, backend=backend)
     exchanges: list[Exchange] = ["ulysses", "ring", "gather"]
+    counts = run.door == "attention registry" and backend is None
     for at, batch in enumerate(_BATCHES):
         for exchange in exchanges if at == 0 else [exchanges[at % len(exchanges)]]:
-            inputs = _inputs(batch, seed + at, run)
-            loss, gradients = _spread(run, inputs, exchange)
-            wanted, expected = _alone(plain, run, inputs, batch)
-            largest = max(float(g.abs().max()) for g in expected if g is not None)
-            off = [
-                float((g - e).abs().max()) / largest
-                for g, e in zip(gradients, expected, strict=True)
-                if g is not None and e is not None
-            ]  # fmt: skip
-            yield _Verdict(
-                model=name, ranks=ranks, exchange=exchange, batch=batch.name, door=run.door,
-                compiles=run.compiles, loss_error=abs(loss - wanted) / abs(wanted),
-                gradient_error=max(off),
-            )  # fmt: skip
+            verdict = _compared(run, plain, batch, seed + at, exchange, counts=counts)
+            yield replace(verdict, model=name, ranks=ranks)
+    if counts and getattr(model, "supports_gradient_checkpointing", False):
+        for level in ("attention", "full"):
+            again = headrace.compile(foreign_model(name, seed), recompute=level)
+            verdict = _compared(again, plain, _BATCHES[0], seed, exchanges[0], counts=True)
+            yield replace(verdict, model=name, ranks=ranks, recompute=level)
+
+
+def _compared(
+    run: Adopted, plain: torch.nn.Module, batch: _Batch, seed: int, exchange: Exchange, *,
+    counts: bool,
+) -> _Verdict:  # fmt: skip
+    """One case."""
+    inputs = _inputs(batch, seed, run)
+    loss, gradients, kept = _spread(run, inputs, exchange, counts=counts)
+    wanted, expected = _alone(plain, run, inputs, batch)
+    largest = max(float(g.abs().max()) for g in expected if g is not None)
+    off = [
+        float((g - e).abs().max()) / largest
+        for g, e in zip(gradients, expected, strict=True)
+        if g is not None and e is not None
+    ]  # fmt: skip
+    return _Verdict(
+        model="", ranks=0, exchange=exchange, batch=batch.name, door=run.door,
+        compiles=run.compiles, loss_error=abs(loss - wanted) / abs(wanted),
+        gradient_error=max(off), kept_bytes=kept,
+    )  # fmt: skip
 
 
 def _inputs(batch: _Batch, seed: int, run: Adopted) -> dict[str, torch.Tensor]:
@@ -176,16 +201,21 @@ def _inputs(batch: _Batch, seed: int, run: Adopted) -> dict[str, torch.Tensor]:
 
 
 def _spread(
-    run: Adopted, inputs: dict[str, torch.Tensor], exchange: Exchange
-) -> tuple[float, list[torch.Tensor | None]]:
-    """(loss, gradients) of all ranks together."""
+    run: Adopted, inputs: dict[str, torch.Tensor], exchange: Exchange, *, counts: bool
+) -> tuple[float, list[torch.Tensor | None], int | None]:
+    """(loss, gradients) of all ranks together, and the bytes that this one keeps."""
     run.model.zero_grad()
     shard = run.shard(inputs, exchange=exchange)
-    outputs = run(**{k: v for k, v in shard.inputs.items() if k != "labels"})
     assert shard.labels is not None, "labels were given"
-    loss = run.loss(logits_of(outputs), shard.labels)
+    kept = None
+    with ByteCounter(settle_s=0.0) if counts else nullcontext() as live:
+        before = live.current_bytes if live is not None else 0
+        outputs = run(**{k: v for k, v in shard.inputs.items() if k != "labels"})
+        loss = run.loss(logits_of(outputs), shard.labels)
+        if live is not None:
+            kept = live.current_bytes - before
     run.backward(loss)
-    return float(run.add_up(loss)), [p.grad for p in run.model.parameters()]
+    return float(run.add_up(loss)), [p.grad for p in run.model.parameters()], kept
 
 
 def _alone(

@@ -325,7 +325,14 @@ class Adopted:
         if compiler is None:
             return self.model
         whole = self.door == "graph" and not is_wrapped(self.model)
-        return torch.compile(self.model, backend=compiler, fullgraph=whole, dynamic=True)
+        compiled = torch.compile(self.model, backend=compiler, fullgraph=whole, dynamic=True)
+
+        def call(**inputs: Any) -> Any:
+            # What attention keeps has a size that is known only when it runs.
+            with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):  # noqa: SLF001
+                return compiled(**inputs)
+
+        return call
 
     def _probe(self, batch: Mapping[str, torch.Tensor]) -> Probed:
         graph = self.door == "graph"

@@ -42,13 +42,13 @@ class Compiler:
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Compile one graph."""
-        self.times += 1
         if self._seat is not None:
             _rewrite(module, self._seat.handle)
-        if self._backend == "eager":
-            return module.forward
-        inner = torch._dynamo.lookup_backend(self._backend)  # noqa: SLF001
-        return inner(module, list(inputs))  # type: ignore[no-any-return]
+        made: Compiled = module.forward
+        if self._backend != "eager":
+            made = torch._dynamo.lookup_backend(self._backend)(module, list(inputs))  # noqa: SLF001
+        self.times += 1  # once it is whole: backends may have a graph traced again
+        return made
 
 
 def _rewrite(module: GraphModule, handle: int) -> None:

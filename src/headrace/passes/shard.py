@@ -116,7 +116,7 @@ def local_inputs(
         elif name != "attention_mask" and (name != "position_ids" or first is not None):
             found[name] = value.index_select(1, index)
     if first is not None and "position_ids" not in found:
-        found["position_ids"] = (index + first)[None].expand(rows, -1)
+        found["position_ids"] = (index + first)[None].repeat(rows, 1)
     return found, labels
 
 

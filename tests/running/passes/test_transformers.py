@@ -45,6 +45,9 @@ def test_verified(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert {case["batch"] for case in found["cases"]} == {
         "rows", "packed", "padded", "half ignored",
     }  # fmt: skip
+    kept = {case["recompute"]: case["kept_bytes"] for case in found["cases"]
+            if (case["batch"], case["exchange"]) == ("rows", "ulysses")}  # fmt: skip
+    assert kept["full"] < kept["attention"] < kept["none"]
 
 
 @pytest.mark.slow
