@@ -26,7 +26,7 @@ from headrace.passes.adopted import Adopted
 from headrace.passes.labels import predicted
 from headrace.passes.placement import Exchange
 from headrace.passes.probe import logits_of
-from headrace.runtime.counted import ByteCounter
+from headrace.runtime.counted import ByteCounter, SavedBytes
 from headrace.units import bytes_text
 
 __all__ = ["on_all", "verify_model"]
@@ -150,14 +150,14 @@ def _cases(name: str, ranks: int, seed: int, backend: str | None) -> Iterator[_V
     model, plain = foreign_model(name, seed), foreign_model(name, seed)
     run = headrace.compile(model, backend=backend)
     exchanges: list[Exchange] = ["ulysses", "ring", "gather"]
-    counts = run.door == "attention registry" and backend is None
+    counts = run.door == "attention registry"
     for at, batch in enumerate(_BATCHES):
         for exchange in exchanges if at == 0 else [exchanges[at % len(exchanges)]]:
             verdict = _compared(run, plain, batch, seed + at, exchange, counts=counts)
             yield replace(verdict, model=name, ranks=ranks)
     if counts and getattr(model, "supports_gradient_checkpointing", False):
         for level in ("attention", "full"):
-            again = headrace.compile(foreign_model(name, seed), recompute=level)
+            again = headrace.compile(foreign_model(name, seed), backend=backend, recompute=level)
             verdict = _compared(again, plain, _BATCHES[0], seed, exchanges[0], counts=True)
             yield replace(verdict, model=name, ranks=ranks, recompute=level)
 
@@ -208,14 +208,21 @@ def _spread(
     shard = run.shard(inputs, exchange=exchange)
     assert shard.labels is not None, "labels were given"
     kept = None
-    with ByteCounter(settle_s=0.0) if counts else nullcontext() as live:
-        before = live.current_bytes if live is not None else 0
+    with _counter(run) if counts else nullcontext() as live:
+        before = live.look()[0] if live is not None else 0
         outputs = run(**{k: v for k, v in shard.inputs.items() if k != "labels"})
         loss = run.loss(logits_of(outputs), shard.labels)
         if live is not None:
-            kept = live.current_bytes - before
+            kept = live.look()[0] - before
     run.backward(loss)
     return float(run.add_up(loss)), [p.grad for p in run.model.parameters()], kept
+
+
+def _counter(run: Adopted) -> ByteCounter | SavedBytes:
+    """Counts what is alive; of a compiled model, which that would forbid, what autograd keeps."""
+    if run.compiled:
+        return SavedBytes(run.model.parameters())
+    return ByteCounter(settle_s=0.0)
 
 
 def _alone(

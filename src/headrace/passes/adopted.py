@@ -292,6 +292,11 @@ class Adopted:
         return whole
 
     @property
+    def compiled(self) -> bool:
+        """Whether a compiler runs it."""
+        return self._compiler is not None
+
+    @property
     def compiles(self) -> int:
         """How often the model has been compiled."""
         return 0 if self._compiler is None else self._compiler.times

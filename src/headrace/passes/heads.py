@@ -34,9 +34,10 @@ def attention(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     rows, heads, tokens, features = q.shape
     wanted = features**-0.5 if scale is None else scale
-    usual = features**-0.5
-    if abs(wanted / usual - 1) > _SAME:  # what compilers can follow, unlike isclose
-        q = q * (wanted / usual)
+    factor = wanted / features**-0.5
+    # Compilers take a module's numbers for symbols, which cannot be compared.
+    if torch.compiler.is_compiling() or abs(factor - 1) > _SAME:
+        q = q * factor
     own = v.shape[-1]
     if own < features:
         v = pad(v, (0, features - own))

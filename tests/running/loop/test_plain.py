@@ -57,7 +57,11 @@ def plain_steps(loss: str, folder: Path, ddp: bool) -> tuple[list[float], Any]:
 
 
 @pytest.mark.parametrize(
-    ("loss", "ddp"), [("its own", True), whole("ours", False), ("by hand", False)]
+    ("loss", "ddp"),
+    [
+        ("by hand", True),
+        *(whole(*case) for case in (("its own", True), ("ours", False), ("by hand", False))),
+    ],
 )
 def test_a_plain_module_equals_one_process(loss: str, ddp: bool, tmp_path: Path) -> None:
     """Catches a model that is run without the pass, places of whole packs, and losses that are
