@@ -32,6 +32,7 @@ from headrace.units import bytes_text
 __all__ = ["on_all", "verify_model"]
 
 _VOCABULARY = 97
+"""Token numbers are below it, and below the rows of the first embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +188,8 @@ def _inputs(batch: _Batch, seed: int, run: Adopted) -> dict[str, torch.Tensor]:
     """Drawn tokens and labels, two in five of which are ignored."""
     draw = torch.Generator().manual_seed(seed)
     shape = len(batch.rows), sum(batch.rows[0])
-    ids = torch.randint(3, _VOCABULARY, shape, generator=draw)
+    rows = [m.num_embeddings for m in run.inner.modules() if isinstance(m, torch.nn.Embedding)]
+    ids = torch.randint(3, min([_VOCABULARY, *rows[:1]]), shape, generator=draw)
     labels = ids.masked_fill(torch.rand(shape, generator=draw) < 0.4, IGNORED)
     labels[:, : batch.ignored] = IGNORED
     found = {run.tokens: ids, "labels": labels}

@@ -85,6 +85,14 @@ def test_compiled(capsys: pytest.CaptureFixture[str]) -> None:
     assert kept["full"] < kept["attention"] < kept["none"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_inductor() -> None:
+    """Catches strides that a compiler takes on trust, and a vocabulary smaller than is drawn."""
+    assert main(["verify", "running.passes.foreign:gpt", "--ranks", "2", "--backend", "inductor",
+                 "--tolerance", "1e-12"]) == 0  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [("gemma2", "softcap"), ("llama4_text", "chunked_attention"),
