@@ -350,6 +350,7 @@ def one_graph(name: str, backend: str) -> tuple[list[float], int]:
     were: none is made in the first forward, which shows the order of stages."""
     from torch._dynamo.utils import counters
 
+    counters.clear()
     first = MADE[name](5)
     plain, run = copy.deepcopy(first.model), first.adapted(first.model)
     run.compile(backend=backend)
