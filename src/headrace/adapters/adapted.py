@@ -65,7 +65,7 @@ class Adapted:
         self._sizes = sizes
         if sizes is None and not any(axis in dims for dims in self.inputs.values()):
             raise SpecError("axis of the inputs", got=axis, wanted="one of an input's dims")
-        self._groups = groups or groups_here()
+        self._given, self._met = groups, groups is not None
         self._passage = Passage(self.inner, stages, axis)
         self.traceable = True
         self._compiled: Callable[..., Any] | None = None
@@ -98,6 +98,18 @@ class Adapted:
     def axes(self) -> frozenset[str]:
         """Their names."""
         return frozenset(self._passage.axes)
+
+    @property
+    def _groups(self) -> Groups | None:
+        """Those of the world, which may begin after the model was adapted. Raises LaunchError for
+        ranks of a launcher that have not met."""
+        if not self._met:
+            self._given, self._met = groups_here(), True
+        return self._given
+
+    def join(self, groups: Groups) -> None:
+        """Work with the groups of somebody else."""
+        self._given, self._met = groups, True
 
     @property
     def ranks(self) -> int:

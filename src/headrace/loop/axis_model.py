@@ -40,6 +40,7 @@ class AxisModel:
             )  # fmt: skip
         self.adapted, self.exchanges, self.whole = adapted, _EXCHANGES, False
         self._groups, self._label_name = groups, label_name
+        adapted.join(groups)
         self._main = next(name for name, dims in adapted.inputs.items() if adapted.axis in dims)
         takes = inspect.signature(adapted.inner.forward).parameters
         self._takes = set(takes)

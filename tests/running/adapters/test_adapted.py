@@ -492,7 +492,11 @@ def test_dims_are_read() -> None:
     assert set(AXES) < set(DIMS.split())
 
 
-@pytest.mark.parametrize("make", [adapted, lambda model: hr.compile(model, labels="same")])
+@pytest.mark.parametrize(
+    "make",
+    [lambda model: adapted(model).shard({"x": torch.zeros(1, 5, 4, 6, 8)}),
+     lambda model: hr.compile(model, labels="same")],
+)  # fmt: skip
 def test_ranks_that_have_not_met_are_told(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches ranks of a launcher that each take the whole batch, without a word."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():

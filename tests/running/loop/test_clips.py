@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -155,6 +156,30 @@ def test_a_run_plans_for_itself(tmp_path: Path) -> None:
         assert any("full" in option for option in options)
         for one, wanted in zip(mine, ends, strict=True):
             np.testing.assert_allclose(one, wanted, rtol=0, atol=EXACT)
+
+
+def begun_late(folder: Path) -> list[float]:
+    """Losses where the model is adapted before the world begins, as under torchrun."""
+    store = dist.distributed_c10d._get_default_store()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    own = model()
+    spread = hr.adapt(own)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=ranks
+    )
+    run = hr.attach(
+        spread, sgd(own), clips(), batch_sequences=4, shuffle=False, cache=folder, ahead=0,
+        say=lambda text: None, costs=costs(ranks),
+    )  # fmt: skip
+    return trained(run, own)
+
+
+def test_a_model_may_be_adapted_before_ranks_meet(tmp_path: Path) -> None:
+    """Catches ranks that each work for themselves, and a launcher's ranks that are refused."""
+    losses, _ = alone(BATCHES)
+    for got in run_ranks(2, begun_late, tmp_path, timeout_s=100):
+        assert got == pytest.approx(losses, rel=EXACT)
 
 
 def evaluated(folder: Path) -> float:
