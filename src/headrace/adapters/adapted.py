@@ -235,9 +235,11 @@ class Adapted:
         if is_wrapped(self.model):
             add_plainly(self.model)
         self.take(shards)
-        if self._compiled is not None and self._passage.legs:
-            return self._compiled(**inputs)
-        return self.model(**inputs)
+        if self._compiled is None or not self._passage.legs:
+            return self.model(**inputs)
+        out = self._compiled(**inputs)
+        shards.axis = self._passage.last_axis if shards.group is not None else self.axis
+        return out
 
     def compile(self, *, backend: str = "inductor", **options: Any) -> None:
         """Run the model as one graph, switches and all, once a first forward has shown the order of

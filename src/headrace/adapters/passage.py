@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from headrace.ops.traced_switch import GroupSeat
 from headrace.passes.operators import ModelSeat
 from headrace.planning.axes import plan_axes
 from headrace.spec.axes import AxisChoice, MixingStage
+from headrace.spec.method_facts import Members
 
 __all__ = ["Passage"]
 
@@ -44,6 +45,16 @@ class _Place:
     module: torch.nn.Module | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Learnt:
+    """What the last forward on some ranks has shown: the axes that its stages mixed, their modules,
+    and heads of attention over all places. Ranks that work together have seen the same."""
+
+    order: tuple[tuple[str, ...], ...] = ()
+    modules: tuple[torch.nn.Module, ...] = ()
+    heads: int | None = None
+
+
 class Passage:
     """The hooks of ``model``, and the ``shards`` at work. A forward begins with ``axis``."""
 
@@ -53,16 +64,15 @@ class Passage:
         self.axes = {axis, *(name for stage in stages for name in stage.mixed)}
         self.shards: AxisShards | None = None
         self._told: AxisShards | None = None
-        self._order: tuple[tuple[str, ...], ...] = ()
+        self._learnt: dict[Members, _Learnt] = {}
         self._plans: dict[Any, tuple[AxisChoice, ...]] = {}
         self._seat = ModelSeat()
-        self._heads: int | None = None
         self._quiet = False
         self._known: MutableMapping[torch.Tensor, _Place] = WeakIdKeyDictionary()
         self._entered = list[str]()
         self._hooks, self._outside = ExitStack(), ExitStack()
         self.traced, self.legs = False, dict[int, StageLegs]()
-        self._modules: tuple[torch.nn.Module, ...] = ()
+        self.last_axis = axis
         self._called = list[torch.nn.Module]()
         self._group_seat: GroupSeat | None = None
         self._hooks.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
@@ -77,6 +87,12 @@ class Passage:
             leave = module.register_forward_hook(partial(self._leave, number, stage))
             self._hooks.callback(enter.remove)
             self._hooks.callback(leave.remove)
+
+    @property
+    def _known_of(self) -> _Learnt:
+        """Of the ranks at work. What other ranks have shown this one does not count, as not all of
+        these have seen it: they would choose other axes."""
+        return self._learnt.get(self.at_work.members, _Learnt())
 
     @property
     def at_work(self) -> AxisShards:
@@ -130,13 +146,13 @@ class Passage:
     def _legs(self) -> dict[int, StageLegs]:
         """The switches of the next forward by the numbers of its stages; none while their order is
         not known. Raises ModelError for stages that cannot be traced."""
-        shards = self.at_work
-        if not self._modules:
+        shards, modules = self.at_work, self._known_of.modules
+        if not modules:
             return {}
         if shards.group is None:
             return {number: StageLegs() for number in range(len(self.stages))}
-        found = [self.stages[module] for module in self._modules]
-        several = len(set(self._modules)) < len(self._modules)
+        found = [self.stages[module] for module in modules]
+        several = len(set(modules)) < len(modules)
         if several or any(self.axes <= set(stage.mixed) for stage in found):
             raise ModelError(
                 "compiled model", wanted="stages that can be traced",
@@ -157,7 +173,8 @@ class Passage:
             axis = axis if stage.returns else during
         numbers = {module: number for number, module in enumerate(self.stages)}
         legs = route(wanted, shards, self._group_seat)
-        return dict(zip((numbers[module] for module in self._modules), legs, strict=True))
+        self.last_axis = axis
+        return dict(zip((numbers[module] for module in modules), legs, strict=True))
 
     def _begin(self, module: Any, args: Any, named: Any) -> None:
         if not (torch.compiler.is_compiling() and self.legs):
@@ -183,8 +200,9 @@ class Passage:
     def _ended(self) -> None:
         self._outside.close()
         if self.shards is not None:
-            self._order = tuple(self.shards.passed)
-            self._modules = tuple(self._called)
+            self._learnt[self.shards.members] = replace(
+                self._known_of, order=tuple(self.shards.passed), modules=tuple(self._called)
+            )
 
     def _enter(self, number: int, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
         if torch.compiler.is_compiling() and self.legs:
@@ -256,7 +274,7 @@ class Passage:
                 f"stage {stage.modules}", got="no call of scaled_dot_product_attention",
                 wanted="attention that can be spread over ranks",
             )  # fmt: skip
-        self._heads = joint.heads
+        self._learnt[shards.members] = replace(self._known_of, heads=joint.heads)
         return out
 
     def _next(self, stage: AxisStage, at: int) -> AxisChoice:
@@ -271,9 +289,10 @@ class Passage:
     def _chosen(self, stage: AxisStage, at: int, shards: AxisShards) -> AxisChoice:
         everything = self.axes <= set(stage.mixed)
         told = self.axes <= shards.totals.keys()
-        planned = self._heads or not everything
-        if told and planned and not stage.returns and self._order[at : at + 1] == (stage.mixed,):
-            key = self._order, tuple(shards.totals.items()), shards.ranks
+        known = self._known_of
+        planned = known.heads or not everything
+        if told and planned and not stage.returns and known.order[at : at + 1] == (stage.mixed,):
+            key = known.order, known.heads, tuple(shards.totals.items()), shards.ranks
             if key not in self._plans:
                 self._plans[key] = self._planned()
             return self._plans[key][at]
@@ -291,9 +310,9 @@ class Passage:
         shards = self.at_work
         sizes = {name: n for name, n in shards.totals.items() if name in self.axes}
         plan = plan_axes(
-            [MixingStage(mixes=mixed) for mixed in self._order], sizes, shards.ranks,
+            [MixingStage(mixes=mixed) for mixed in self._known_of.order], sizes, shards.ranks,
             tensor_bytes=1.0, transfer_s=lambda sent: sent / _LINK_BYTES_S, entry=self.axis,
-            exit_=self.axis, heads=self._heads,
+            exit_=self.axis, heads=self._known_of.heads,
         )  # fmt: skip
         return plan.choices
 

@@ -141,10 +141,16 @@ class AxisModel:
         labels = placed.get(self._label_name)
         if labels is not None and self._label_name not in self.adapted.inputs:
             labels = self.adapted.local(labels, str(self.adapted.inputs[self._main]))
+        first, count, of = shards.samples
+        own = {
+            name: value if self._dims(name) is not None or len(value) != of
+            else value.narrow(0, first, count)
+            for name, value in placed.items()
+        }  # fmt: skip
         return LoopPart(
-            inputs={name: value for name, value in placed.items() if name in self._takes},
+            inputs={name: value for name, value in own.items() if name in self._takes},
             rest={
-                name: value for name, value in placed.items()
+                name: value for name, value in own.items()
                 if name not in self._takes and name != self._label_name
             },
             labels=labels, group=shards.group, targets=targets,

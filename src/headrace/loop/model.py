@@ -42,7 +42,7 @@ class Pack:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoopPart:
     """What one rank has of a pack: ``inputs`` of the model, ``labels`` of their places, fields of
-    the samples that the model does not take (``rest``, whole), and the ``group`` that works on it.
+    its samples that the model does not take (``rest``), and the ``group`` that works on it.
     ``targets`` are those of the step, ``tokens`` those of this rank; ``shard`` is the model's own.
     """
 

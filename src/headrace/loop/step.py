@@ -44,7 +44,7 @@ class LoopMicroBatch:
 
         inputs    what the model is given: local tokens, their places, labels where it takes them
         labels    [1, s_r]   of the local places, IGNORED (-100) where there is no loss
-        rest      fields of the samples that the model does not take, of all ranks
+        rest      fields that the model does not take, of the samples that this rank works on
         tokens    of the micro-batch, on all its ranks, that have a loss
         targets   the same of the whole step: what sums of losses are divided by
 
