@@ -42,6 +42,8 @@ from headrace.units import bytes_text
 
 __all__ = ["Adapted", "axis_groups"]
 
+_GRAPHS = 1 << 16
+
 Sizes = Callable[[Mapping[str, torch.Tensor]], Mapping[str, int]] | None
 """Places of axes by name, for inputs by name."""
 
@@ -147,6 +149,8 @@ class Adapted:
         samples = self._samples(totals)
         parts = self._parts(totals, len(ranks))
         each = len(ranks) // parts
+        if parts > 1:
+            self._require_declared(batch, samples)
         part, me = divmod(0 if groups is None else ranks.index(groups.rank), each)
         sizes = split_sizes(samples, parts)
         if self.batch is not None:
@@ -159,7 +163,8 @@ class Adapted:
         self.take(shards)
         found = dict(batch)
         for name, value in tensors.items():
-            found[name] = self.local(value, str(self.inputs[name]))
+            part = self.local(value, str(self.inputs[name]))
+            found[name] = part.view_as(part) if part is value else part  # whole is no shard
             self._passage.know(found[name], shards)
         return found
 
@@ -237,7 +242,11 @@ class Adapted:
         self.take(shards)
         if self._compiled is None or not self._passage.legs:
             return self.model(**inputs)
-        out = self._compiled(**inputs)
+        # Every shape is a graph of its own.
+        with torch._dynamo.config.patch(  # noqa: SLF001
+            recompile_limit=_GRAPHS, accumulated_recompile_limit=_GRAPHS
+        ):
+            out = self._compiled(**inputs)
         shards.axis = self._passage.last_axis if shards.group is not None else self.axis
         return out
 
@@ -279,6 +288,10 @@ class Adapted:
         """How many modules of stages a module has."""
         return sum(inner in self._passage.stages for inner in module.modules())
 
+    def forget(self) -> None:
+        """What was learnt of stages, where a forward may have failed on some ranks."""
+        self._passage.forget()
+
     def detach(self) -> None:
         """Take the hooks away."""
         self._passage.close()
@@ -304,6 +317,17 @@ class Adapted:
             raise DataError("inputs", got=", ".join(tensors) or "none", wanted="those with axes")
         wanted = {*self._passage.axes, self.batch}
         return {name: n for name, n in found.items() if name in wanted}
+
+    def _require_declared(self, batch: Mapping[str, Any], samples: int) -> None:
+        """Raise DataError for tensors that may be of all samples, where ranks have some of them."""
+        for name, value in batch.items():
+            tensor = isinstance(value, torch.Tensor) and value.dim() > 0
+            if name not in self.inputs and tensor and len(value) == samples > 1:
+                raise DataError(
+                    f"input {name}", got=f"{list(value.shape)} and no dims",
+                    wanted=f"its dims, as ranks work on some of {samples} samples",
+                    hint=f'hr.adapt(model, inputs={{"{name}": "{self.batch} ...", ...}})',
+                )  # fmt: skip
 
     def _samples(self, totals: Mapping[str, int]) -> int:
         return totals.get(self.batch, 1) if self.batch else 1

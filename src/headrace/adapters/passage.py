@@ -80,7 +80,7 @@ class Passage:
         for number, (module, stage) in enumerate(self.stages.items()):
             if self.axes <= set(stage.mixed):
                 self._hooks.callback(partial(setattr, module, "forward", module.forward))
-                module.forward = partial(self._jointly, stage, module.forward)
+                module.forward = partial(self._jointly, stage, module, module.forward)
             enter = module.register_forward_pre_hook(
                 partial(self._enter, number, stage), with_kwargs=True
             )
@@ -105,24 +105,36 @@ class Passage:
         """Take the hooks away."""
         self._hooks.close()
 
+    def forget(self) -> None:
+        """What was learnt of stages: not all ranks may have seen the last forward."""
+        self._learnt.clear()
+
+    def __deepcopy__(self, memo: Any) -> Passage:
+        """The same: copies of the model keep its hooks, which leave them alone."""
+        return self
+
     def on(
         self, module: torch.nn.Module, before: Any = None, after: Any = None, *,
         always: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> Callable[[], None]:  # fmt: skip
         """More hooks, of those who know the model: ``before(args, named)`` gives them anew,
-        ``after(args, result)`` the result; ``always`` after a forward that failed, too."""
+        ``after(args, result)`` the result; ``always`` after a forward that failed, too. Returns
+        what takes them away."""
+        own = ExitStack()
         if before is not None:
 
-            def enter(_: Any, args: Any, named: Any) -> Any:
-                return before(args, named)
+            def enter(at: Any, args: Any, named: Any) -> Any:
+                return before(args, named) if at is module else (args, named)
 
-            self._hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            own.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         if after is not None:
 
-            def leave(_: Any, args: Any, out: Any) -> Any:
-                return after(args, out)
+            def leave(at: Any, args: Any, out: Any) -> Any:
+                return after(args, out) if at is module else out
 
-            self._hooks.callback(module.register_forward_hook(leave, always_call=always).remove)
+            own.callback(module.register_forward_hook(leave, always_call=always).remove)
+        self._hooks.callback(own.close)
+        return own.close
 
     def know(self, x: torch.Tensor, shards: AxisShards) -> None:
         """``x`` is an input on ``shards``."""
@@ -177,7 +189,7 @@ class Passage:
         return dict(zip((numbers[module] for module in modules), legs, strict=True))
 
     def _begin(self, module: Any, args: Any, named: Any) -> None:
-        if not (torch.compiler.is_compiling() and self.legs):
+        if module is self.model and not (torch.compiler.is_compiling() and self.legs):
             self._begun(args, named)
 
     # Compilers break their graphs here: what is in shards is known when a stage runs.
@@ -192,19 +204,21 @@ class Passage:
         self._told = None
         self._outside.enter_context(self._recomputing(shards))
 
-    def _end(self, _: Any, __: Any, ___: Any) -> None:
-        if not (torch.compiler.is_compiling() and self.legs):
-            self._ended()
+    def _end(self, module: Any, _: Any, out: Any) -> None:
+        if module is self.model and not (torch.compiler.is_compiling() and self.legs):
+            self._ended(failed=out is None)
 
     @torch.compiler.disable
-    def _ended(self) -> None:
+    def _ended(self, *, failed: bool) -> None:
         self._outside.close()
-        if self.shards is not None:
+        if self.shards is not None and not failed:
             self._learnt[self.shards.members] = replace(
                 self._known_of, order=tuple(self.shards.passed), modules=tuple(self._called)
             )
 
     def _enter(self, number: int, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
+        if module not in self.stages:  # of a copy of the model
+            return args, named
         if torch.compiler.is_compiling() and self.legs:
             return self.legs[number].entered(args, named)
         return self._entered_now(stage, module, args, named)
@@ -241,7 +255,9 @@ class Passage:
                 given[side] = shards.cut(given[side], Dims.parse(text))
         return tuple(given[at] for at in range(len(args))), {k: given[k] for k in named}
 
-    def _leave(self, number: int, stage: AxisStage, _: Any, __: Any, out: Any) -> Any:
+    def _leave(self, number: int, stage: AxisStage, module: Any, _: Any, out: Any) -> Any:
+        if module not in self.stages:
+            return out
         if torch.compiler.is_compiling() and self.legs:
             return self.legs[number].left(out)
         return self._left_now(stage, out)
@@ -258,11 +274,11 @@ class Passage:
         return (first, *rest) if isinstance(out, tuple) else first
 
     def _jointly(
-        self, stage: AxisStage, forward: Callable[..., Any], *args: Any, **named: Any
+        self, stage: AxisStage, module: Any, forward: Callable[..., Any], *args: Any, **named: Any
     ) -> Any:
         """The forward of a stage that mixes all axes, where one of them is in shards."""
         shards = self.shards
-        if shards is None or shards.group is None:
+        if shards is None or shards.group is None or module not in self.stages:
             return forward(*args, **named)
         chosen = shards.chosen.get(shards.position - 1)
         method = None if chosen is None or chosen.method == "none" else chosen.method

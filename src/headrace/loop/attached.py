@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from headrace.errors import HeadraceError
-from headrace.loop.model import LoopPart
+from headrace.loop.model import Item, LoopPart
 from headrace.loop.order import SampleOrder
 from headrace.loop.planning import LoopSetup, measured
 from headrace.loop.record import LoopRecord
@@ -57,6 +57,17 @@ class Attached:
         self._state = order.state()
         self._begun, self.number = False, 0
         self._restore = setup.model.begin(sample, setup.device)
+        try:
+            self._prepare(sample, scheduler, clip, out)
+        except BaseException:
+            self._restore()
+            raise
+
+    def _prepare(
+        self, sample: Item, scheduler: Any, clip: float | None, out: str | Path | None
+    ) -> None:
+        """Measure the model, and make what takes its steps."""
+        setup, order, steps = self._setup, self._order, self._steps
         self.found = measured(setup, sample)
         self.runner = StepRunner(
             setup=setup, found=self.found, scheduler=scheduler, clip=clip,

@@ -16,8 +16,9 @@ import torch
 from headrace.adapters.adapted import Adapted, axis_groups
 from headrace.adapters.dims import Dims
 from headrace.comm.mesh import Groups
-from headrace.errors import DataError, SpecError
+from headrace.errors import DataError, ModelError, SpecError
 from headrace.loop.model import Item, Levels, LoopPart, Pack
+from headrace.loop.samples import is_numbers
 from headrace.passes.probe import logits_of
 from headrace.spec.method import Recompute
 from headrace.spec.method_facts import Members
@@ -41,9 +42,15 @@ class AxisModel:
         self.adapted, self.exchanges, self.whole = adapted, _EXCHANGES, False
         self._groups, self._label_name = groups, label_name
         adapted.join(groups)
-        self._main = next(name for name, dims in adapted.inputs.items() if adapted.axis in dims)
+        shown = [name for name, dims in adapted.inputs.items() if adapted.axis in dims]
+        if not shown:
+            raise ModelError(
+                f"loop over {type(adapted.inner).__name__}", got="no input with places of its axis",
+                wanted=f"one with a dim {adapted.axis}", hint="use hr.adapt and a loop of your own",
+            )  # fmt: skip
+        self._main = shown[0]
         takes = inspect.signature(adapted.inner.forward).parameters
-        self._takes = set(takes)
+        self._takes = {*takes, *adapted.inputs}
 
     @property
     def inner(self) -> torch.nn.Module:
@@ -55,7 +62,10 @@ class AxisModel:
         if not isinstance(item, Mapping) or self._main not in item:
             got = ", ".join(map(str, item)) if isinstance(item, Mapping) else type(item).__name__
             raise DataError(what, got=got or "nothing", wanted=f"a field {self._main!r}")
-        found = {name: torch.as_tensor(value) for name, value in item.items()}
+        found = {
+            name: torch.as_tensor(value) for name, value in item.items()
+            if is_numbers(value) or isinstance(value, int | float)
+        }  # fmt: skip
         return {name: self._one(name, value, what) for name, value in found.items()}
 
     def length(self, sample: Item) -> int:
@@ -68,8 +78,7 @@ class AxisModel:
         def back(_: Any, out: Any) -> Any:
             return self.adapted.back(out, self._main)
 
-        self.adapted.on(self.inner, after=back)
-        return lambda: None
+        return self.adapted.on(self.inner, after=back)
 
     def packs(self, samples: Sequence[Item]) -> list[Pack]:
         """Those of one shape together."""
@@ -103,7 +112,14 @@ class AxisModel:
         groups: Groups | None = None,
     ) -> LoopPart:  # fmt: skip
         """This rank's places."""
-        return self._part(self.adapted.place(pack.values, ranks, groups or self._groups), targets)
+        declared, rest = self._declared(pack.values)
+        placed = self.adapted.place(declared, ranks, groups or self._groups)
+        return self._part({**placed, **rest}, targets)
+
+    def _declared(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Inputs with dims, and all else."""
+        known = {name: value for name, value in values.items() if name in self.adapted.inputs}
+        return known, {name: value for name, value in values.items() if name not in known}
 
     def take(self, part: LoopPart) -> None:
         """Work on a part."""
@@ -133,7 +149,12 @@ class AxisModel:
         """This rank's places of a batch as users have them."""
         values = dict(batch)
         places = self.adapted.places(values) * self._samples(values)
-        return self._part(self.adapted.shard(values), places)
+        declared, rest = self._declared(values)
+        return self._part({**self.adapted.shard(declared), **rest}, places)
+
+    def forget(self) -> None:
+        """What was learnt of stages."""
+        self.adapted.forget()
 
     def _part(self, placed: Mapping[str, torch.Tensor], targets: int) -> LoopPart:
         shards = self.adapted.shards
@@ -143,8 +164,8 @@ class AxisModel:
             labels = self.adapted.local(labels, str(self.adapted.inputs[self._main]))
         first, count, of = shards.samples
         own = {
-            name: value if self._dims(name) is not None or len(value) != of
-            else value.narrow(0, first, count)
+            name: value.narrow(0, first, count)
+            if self._dims(name) is None and value.dim() and len(value) == of else value
             for name, value in placed.items()
         }  # fmt: skip
         return LoopPart(

@@ -77,7 +77,9 @@ def _weight(loss: torch.Tensor, node: Any, tokens: int) -> tuple[float, float] |
         return None
     mean = node._saved_reduction == _MEAN  # noqa: SLF001
     if node.name() in _VALUE_LOSSES:
+        if not mean:
+            return None  # some values may be left out, or weighed
         values = node._saved_self.numel() / tokens  # noqa: SLF001
-        return float(outer) * (1 / tokens if mean else values), values
+        return float(outer) / tokens, values
     within = float(node._saved_total_weight) if mean else 1.0  # noqa: SLF001
     return (float(outer) / within, 1.0) if within else None

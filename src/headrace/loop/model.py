@@ -145,6 +145,10 @@ class LoopModel(SampleReader, Protocol):
         """What chooses recompute of layers; None where they know none."""
         ...
 
+    def forget(self) -> None:
+        """What was learnt from forwards, of which some ranks may have failed."""
+        ...
+
     def shard(self, batch: Any) -> LoopPart:
         """This rank's part of a batch that all ranks have alike. Collective."""
         ...

@@ -76,6 +76,7 @@ class StepRunner:
         """A thriftier plan of a batch, with nothing left of the attempt before. Collective. Raises
         InfeasiblePlan when there is none."""
         self.setup.optimizer.zero_grad()
+        self.setup.model.forget()
         gc.collect()
         planned = self.planner.replan(batch.lengths, plan, exhausted)
         self.setup.say(f"{exhausted}: the step is taken again as {planned.plan.strategy}")
@@ -110,7 +111,7 @@ class StepRunner:
         samples = [batch.read(i) for i in plan.micro_batches[turn.index].sequences]
         for pack in model.packs(samples):
             ranks = model.ranks_for(pack, turn.ranks)
-            yield Work(turn=turn, ranks=ranks, pack=pack.to(self.setup.device))
+            yield Work(turn=turn, ranks=ranks, pack=pack)
 
     def _filled(self, some: list[Work], count: int) -> list[Work]:
         """Work of a turn in which all ranks meet at every layer: ``count`` packs, of two tokens
@@ -119,7 +120,7 @@ class StepRunner:
         pack = self.setup.model.made(probes.sample, (2,), 1, document=probes.document)
         nothing = Work(
             turn=Turn(index=None, ranks=me), ranks=me,
-            pack=replace(pack.to(self.setup.device), targets=0),
+            pack=replace(pack, targets=0),
         )  # fmt: skip
         mine = [work if self.rank in work.ranks else nothing for work in some]
         return mine + [nothing] * (count - len(mine))
@@ -132,7 +133,7 @@ class StepRunner:
         exchange = options[0].attention if len(work.turn.ranks) > 1 else None
         self.found.probes.choose([option.recompute for option in options])
         self.part = self.setup.model.place(
-            work.pack, work.ranks, targets=targets, exchange=exchange
+            work.pack.to(self.setup.device), work.ranks, targets=targets, exchange=exchange
         )
         return self.part
 

@@ -15,7 +15,7 @@ from headrace.errors import DataError
 from headrace.loop.model import Item, SampleReader
 from headrace.passes.labels import Labels, predicted
 
-__all__ = ["LengthSource", "Samples", "TokenReader", "packed", "sample_of"]
+__all__ = ["LengthSource", "Samples", "TokenReader", "is_numbers", "packed", "sample_of"]
 
 LengthSource = Sequence[int] | NDArray[Any] | str | Callable[[Any], int] | None
 """Lengths in tokens: a number for each item, the name of a column, a function of an item, or
@@ -74,9 +74,12 @@ class TokenReader:
 
     tokens: str
     kind: Labels
+    label_name: str = "labels"
 
     def read(self, item: Any, what: str) -> Item:
         """Its tokens and labels."""
+        if isinstance(item, Mapping) and self.label_name in item and self.label_name != "labels":
+            item = {("labels" if k == self.label_name else k): v for k, v in item.items()}
         return sample_of(item, self.tokens, self.kind, what)
 
     def length(self, sample: Item) -> int:
@@ -96,7 +99,7 @@ def sample_of(item: Any, tokens: str, kind: Labels, what: str) -> Item:
             what, got=f"fields {', '.join(map(str, item)) or 'none'}", wanted=f"a field {tokens!r}",
             hint="say which field has the token numbers: tokens=...",
         )  # fmt: skip
-    found = {name: torch.as_tensor(value) for name, value in item.items() if _is_numbers(value)}
+    found = {name: torch.as_tensor(value) for name, value in item.items() if is_numbers(value)}
     count = len(found[tokens]) if found[tokens].dim() == 1 else 0
     if not count:
         raise DataError(
@@ -138,7 +141,8 @@ def _lengths(dataset: Any, lengths: LengthSource, reader: SampleReader) -> Any:
     return [reader.length(reader.read(dataset[i], f"item {i}")) for i in range(len(dataset))]
 
 
-def _is_numbers(value: Any) -> bool:
+def is_numbers(value: Any) -> bool:
+    """Whether a field of an item is a tensor, or several numbers."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return True
     plain = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0

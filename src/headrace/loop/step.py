@@ -150,7 +150,11 @@ class LoopStep:
         self._begun_s = time.perf_counter()
         while True:
             self.runner.recovery.begin()
-            yield from self._attempt()
+            try:
+                yield from self._attempt()
+            except BaseException:  # the loop is left: nothing of the step stays
+                self.runner.setup.optimizer.zero_grad()
+                raise
             own = 0.0 if self._sum is None else float(self._sum)
             self.loss, exhausted = self.runner.recovery.meet(own)
             if exhausted is None:

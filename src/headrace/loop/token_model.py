@@ -33,7 +33,9 @@ class TokenModel:
     ) -> None:
         self.adopted = adopted
         self.exchanges: tuple[str, ...] = (exchange,) if exchange else _EXCHANGES
-        self._reader = TokenReader(tokens=adopted.tokens, kind=adopted.labels)
+        self._reader = TokenReader(
+            tokens=adopted.tokens, kind=adopted.labels, label_name=label_name
+        )
         adopted.labels = "same"  # they are moved when a sample is read
         self.read, self.length = self._reader.read, self._reader.length
         self._label_name, self._first = label_name, 0
@@ -110,6 +112,9 @@ class TokenModel:
         if not getattr(self.inner, "supports_gradient_checkpointing", False):
             return None
         return Levels(choose=BlockLevels(self.inner, layers).choose, known=("attention", "full"))
+
+    def forget(self) -> None:
+        """Nothing is learnt from forwards."""
 
     def shard(self, batch: Any) -> LoopPart:
         """This rank's tokens of a batch as users have them."""

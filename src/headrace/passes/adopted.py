@@ -102,10 +102,11 @@ class Adopted:
         self.labels: Labels = labels or (convention_of(inner) if self._hugging else "same")
         self._probed: Probed | None = None
         self._placed: MutableMapping[torch.Tensor, Placement] = WeakIdKeyDictionary()
+        self._give_back: Callable[[], None] = lambda: None
         registry = asks_registry(inner)
         self.door: Door = "attention registry" if registry else "graph"
         if registry:
-            take_interface(inner, self._seat)
+            self._give_back = take_interface(inner, self._seat)
             if recompute is not None:
                 recompute_blocks(inner, recompute)
         elif recompute is not None:
@@ -243,6 +244,7 @@ class Adopted:
             return self._with_loss(outputs, coming.pop())
 
         hooks = ExitStack()
+        hooks.callback(self._give_back)
         hooks.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
         hooks.callback(model.register_forward_hook(after).remove)
         return hooks.close

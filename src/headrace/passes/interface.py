@@ -7,6 +7,7 @@ changes the result and is not known here is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -39,9 +40,9 @@ def asks_registry(model: torch.nn.Module) -> bool:
     return callable(can) and hasattr(model, "set_attn_implementation") and bool(can())
 
 
-def take_interface(model: Any, seat: ModelSeat) -> None:
-    """Have ``model`` ask for this function. Raises ModelError for layers that mix tokens in ways
-    it does not know."""
+def take_interface(model: Any, seat: ModelSeat) -> Callable[[], None]:
+    """Have ``model`` ask for this function; returns what has it ask for its own again. Raises
+    ModelError for layers that mix tokens in ways it does not know."""
     from transformers import AttentionInterface
 
     config = model.config
@@ -78,7 +79,9 @@ def take_interface(model: Any, seat: ModelSeat) -> None:
         return out.transpose(1, 2), None
 
     AttentionInterface.register(name, spread)
+    before: str = config._attn_implementation  # noqa: SLF001
     model.set_attn_implementation(name)
+    return lambda: model.set_attn_implementation(before)
 
 
 def _refuse(

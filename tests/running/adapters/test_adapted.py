@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import headrace as hr
 from headrace.adapters.examples import EXAMPLES, AxisExample, latte, transformer_2d
 from headrace.cli import main
+from headrace.comm.mesh import Groups
 from headrace.errors import (
     DataError,
     HeadraceError,
@@ -385,6 +386,89 @@ def test_a_model_is_one_graph(name: str, backend: str) -> None:
     for errors, graphs in run_ranks(2, one_graph, name, backend, timeout_s=300):
         assert max(errors) <= EXACT
         assert 1 <= graphs <= (4 if name == "latte" else 2)
+
+
+def compiled_parts() -> float:
+    """How far a loss of results beside this rank's part of a target is from one process'."""
+    first = transformer_2d(frames=4, patches=4, samples=1)
+    plain, run = copy.deepcopy(first.model), first.adapted(first.model)
+    run.compile(backend="eager")
+    target = torch.randn(
+        1, 4, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
+    found = []
+    for _ in range(2):
+        out = run(**run.shard(first.inputs))
+        found.append(float(run.add_up((out - run.local(target, "b t s c")).square().sum())))
+    wanted = float((plain(**first.inputs) - target).square().sum().detach())
+    return max(abs(one / wanted - 1) for one in found)
+
+
+def test_parts_after_a_compiled_forward() -> None:
+    """Catches parts of another axis than that of the result."""
+    assert max(run_ranks(2, compiled_parts, timeout_s=100)) < 1e-12
+
+
+class Sometimes(torch.nn.Module):
+    """Three axes in turn, of which images have no first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.ModuleDict({"j": Axial(2), "k": Axial(3), "i": Axial(1)}) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor, images: bool) -> torch.Tensor:
+        for block in self.blocks:
+            parts: Any = block
+            for name in "jk" if images else "jki":
+                x = parts[name](x)
+        return x
+
+
+def of_other_histories() -> float:
+    """The error of a forward on both ranks, after each did another by itself."""
+    torch.manual_seed(0)
+    model = Sometimes().double()
+    plain, x = copy.deepcopy(model), drawn(1, 1, 4, 6, 4)
+    run, groups = adapted(model), Groups()
+    run.join(groups)
+    groups.prepare([(0, 1)])
+    mine = x[:, :1].contiguous() if groups.rank == 0 else x
+    shard = run.place({"x": mine}, (groups.rank,))
+    model(shard["x"], images=groups.rank == 0)
+    shard = run.place({"x": x}, (0, 1))
+    with torch.no_grad():
+        whole = run.collect(model(shard["x"], images=False), DIMS)
+        return float((whole - plain(x, images=False)).abs().max())
+
+
+def test_ranks_of_other_histories_choose_the_same_axes() -> None:
+    """Catches a rank that plans from what only it has seen, while another waits."""
+    assert max(run_ranks(2, of_other_histories, timeout_s=60)) < 1e-12
+
+
+def copied() -> tuple[float, str]:
+    """A copy of an adapted model beside the model without hooks; what is said of whole inputs."""
+    model, x = table(), drawn(1, 1, 4, 4, 6)
+    plain, run = copy.deepcopy(model), adapted(model)
+    shard = run.shard({"x": x})
+    run(**shard)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with torch.no_grad():
+        off = float((average(x) - plain(x)).abs().max())
+    try:
+        run(x=x)
+    except ModelError as error:
+        return off, str(error)
+    return off, ""
+
+
+def test_copies_are_left_alone() -> None:
+    """Catches moving averages that cannot be made, or that take part in what the model does."""
+    for off, said in run_ranks(2, copied, timeout_s=60):
+        assert off < 1e-12
+        assert "what shard() gave" in said
 
 
 def collected(samples: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import headrace as hr
-from headrace.errors import DataError, ModelError
+from headrace.errors import DataError, InfeasiblePlan, ModelError
 from headrace.loop.attached import Attached
 from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
 from ranks import run_ranks
+from running.adapters.axial import Axial
+from running.loop import loops
 from running.loop.loops import Drawn, costs, weights
 from spread import whole
 
@@ -203,6 +206,95 @@ def test_a_batch_is_evaluated(tmp_path: Path) -> None:
     out = single(item["x"][None], item["timestep"][None], item["frames"], item["patches"])
     wanted = float((out - item["labels"]).square().sum().detach())
     assert sum(run_ranks(2, evaluated, tmp_path, timeout_s=100)) == pytest.approx(wanted, rel=1e-12)
+
+
+class Guided(torch.nn.Module):
+    """A table of two axes with a number for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.space = Axial(1), Axial(2)
+
+    def forward(self, x: torch.Tensor, guidance: torch.Tensor) -> torch.Tensor:
+        return self.space(self.time(x + guidance[:, None, None, None]))
+
+
+def guided(folder: Path) -> tuple[float, float]:
+    """The loss of samples that ranks work on apart, with a field that has no dims; that of one
+    process. Items have words, too."""
+    torch.manual_seed(0)
+    own = Guided().double()
+    plain = copy.deepcopy(own)
+    items = [
+        {"x": torch.randn(1, 4, 8, dtype=torch.float64), "guidance": float(at), "caption": "waves",
+         "labels": torch.randn(1, 4, 8, dtype=torch.float64)}
+        for at in range(2)
+    ]  # fmt: skip
+    stages = [hr.AxisStage(modules=n, mixes=m, dims="b t s c", returns=False)
+              for n, m in (("time", "t"), ("space", "s"))]  # fmt: skip
+    adapted = hr.adapt(own, stages=stages, inputs={"x": "b t s c"}, axis="t", batch="b")
+    run = hr.attach(
+        adapted, sgd(own), items, batch_sequences=2, shuffle=False, cache=folder, ahead=0,
+        say=lambda text: None, costs=costs(2, layers=1),
+    )  # fmt: skip
+    whole_batch = {
+        "x": torch.cat([item["x"][None] for item in items]), "guidance": torch.tensor([0.0, 1.0])
+    }  # fmt: skip
+    with pytest.raises(DataError, match="input guidance"):
+        adapted.shard(whole_batch)
+    drawn = Drawn(ranks=2, layers=1, seed=5, levels=("none",))
+    run.runner.planner = drawn  # type: ignore[assignment]
+    (loss,) = trained(run, own)
+    given = whole_batch["guidance"].double()
+    error = plain(whole_batch["x"], given) - torch.stack([item["labels"] for item in items])
+    return loss, float(error.square().sum().detach()) / 8
+
+
+def test_fields_without_dims_are_of_their_samples(tmp_path: Path) -> None:
+    """Catches numbers of all samples that are taken for those of one."""
+    for loss, wanted in run_ranks(2, guided, tmp_path, timeout_s=100):
+        assert loss == pytest.approx(wanted, rel=1e-6)  # guidance is in single precision
+
+
+def left(folder: Path) -> tuple[Any, Any]:
+    """Weights after a step that was left in the middle and the ones that follow; without it."""
+    found = []
+    for leaves in (True, False):
+        run, called = attached("alone", folder, costs=costs(1))
+        first = next(iter(run))
+        if leaves:
+            for micro in first:
+                micro.backward(model_error(called, micro).square().sum() / micro.targets)
+                break
+        steps = iter(run)
+        for step in steps:
+            for micro in step:
+                micro.backward(model_error(called, micro).square().sum() / micro.targets)
+        found.append(weights(called))
+    return found[0], found[1]
+
+
+def test_a_step_that_is_left_leaves_nothing(tmp_path: Path) -> None:
+    """Catches gradients of half a step in the next one."""
+    ((one, other),) = run_ranks(1, left, tmp_path, timeout_s=100)
+    for mine, wanted in zip(one, other, strict=True):
+        np.testing.assert_array_equal(mine, wanted)
+
+
+def refused(folder: Path) -> tuple[float, float]:
+    """The loss of a plain model after a loop that could not begin, and before."""
+    own = loops.llama()
+    ids = torch.arange(20)[None]
+    before = float(own(input_ids=ids, labels=ids).loss.detach())
+    with pytest.raises(InfeasiblePlan):
+        loops.attached(own, sgd(own), loops.dataset(), folder, memory="1KiB")
+    return float(own(input_ids=ids, labels=ids).loss.detach()), before
+
+
+def test_a_loop_that_cannot_begin_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    ((after, before),) = run_ranks(1, refused, tmp_path, timeout_s=100)
+    assert after == before
 
 
 @pytest.mark.apart
