@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import dsp
+import dsp_sides
 import dsp_switches
 import pytest
 import torch
@@ -37,6 +38,31 @@ def test_methods_have_the_same_gradients(rows: list[dict[str, Any]]) -> None:
     norms = [row["gradient_norm"] for row in rows]
     assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-5)
     assert norms[0] > 0
+
+
+def contender(method: str) -> float:
+    """How far the gradients of a method on all ranks are from those of one process."""
+    shape, (frames, patches) = dsp.Shape2D(layers=2, hidden=16, heads=4, channels=4), (7, 5)
+    inputs = {name: x.double() if x.is_floating_point() else x
+              for name, x in dsp.inputs_of(shape, frames, patches).items()}  # fmt: skip
+    model, plain = dsp.model_of(shape).double(), dsp.model_of(shape).double()
+    dsp_sides.prepare(method, model, inputs).loss().backward()
+    plain(**inputs).square().sum().backward()
+    off = top = 0.0
+    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        grad = torch.zeros_like(mine) if mine.grad is None else mine.grad
+        dist.all_reduce(grad)
+        assert wanted.grad is not None
+        off = max(off, float((grad - wanted.grad).abs().max()))
+        top = max(top, float(wanted.grad.abs().max()))
+    return off / top
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_contenders_are_exact(ranks: int) -> None:
+    """Catches a contender with another backward: frames, patches and heads do not divide."""
+    for method in dsp.METHODS:
+        assert max(run_ranks(ranks, contender, method, timeout_s=100)) < 1e-10
 
 
 def both_switches() -> bool:

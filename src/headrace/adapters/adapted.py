@@ -43,6 +43,7 @@ from headrace.units import bytes_text
 __all__ = ["Adapted", "axis_groups"]
 
 _GRAPHS = 1 << 16
+"""Graphs that a compiler may make of one model."""
 
 Sizes = Callable[[Mapping[str, torch.Tensor]], Mapping[str, int]] | None
 """Places of axes by name, for inputs by name."""
@@ -127,8 +128,9 @@ class Adapted:
         """This rank's part of inputs that all ranks have alike: its places of ``axis``, and its
         samples where the axis has fewer places than there are ranks. Collective.
 
-        Raises DataError for inputs of other dims, InfeasiblePlan where there are more ranks than
-        samples and places together, and PlanMismatch where ranks have other inputs.
+        Raises DataError for inputs of other dims, and for tensors without declared dims that may be
+        of all samples where ranks work on some of them; InfeasiblePlan where there are more ranks
+        than samples and places together, and PlanMismatch where ranks have other inputs.
         """
         members = tuple(range(self.ranks))
         needed = self.groups_for(batch, members)
@@ -151,13 +153,13 @@ class Adapted:
         each = len(ranks) // parts
         if parts > 1:
             self._require_declared(batch, samples)
-        part, me = divmod(0 if groups is None else ranks.index(groups.rank), each)
+        block, me = divmod(0 if groups is None else ranks.index(groups.rank), each)
         sizes = split_sizes(samples, parts)
         if self.batch is not None:
-            totals[self.batch] = sizes[part]
+            totals[self.batch] = sizes[block]
         shards = AxisShards(
-            axis=self.axis, totals=totals, samples=(sum(sizes[:part]), sizes[part], samples),
-            group=groups.get(ranks[part * each : (part + 1) * each]) if groups else None,
+            axis=self.axis, totals=totals, samples=(sum(sizes[:block]), sizes[block], samples),
+            group=groups.get(ranks[block * each : (block + 1) * each]) if groups else None,
             across=groups.get(ranks[me::each]) if groups else None, members=ranks,
         )  # fmt: skip
         self.take(shards)
@@ -237,8 +239,6 @@ class Adapted:
             raise ModelError(
                 "inputs of the model", got="others than were sharded", wanted="what shard() gave"
             )
-        if is_wrapped(self.model):
-            add_plainly(self.model)
         self.take(shards)
         if self._compiled is None or not self._passage.legs:
             return self.model(**inputs)

@@ -224,7 +224,8 @@ def verify(
     that nobody here wrote: a type of transformers (a tiny one with random weights), a folder, or
     MODULE:FUNCTION. Its losses and gradients with sequence parallelism are compared with one
     process'; the exit code is 0 when they are equal, 1 when not, 2 when the model is refused.
-    ``latte``, ``timesformer`` and functions that make an AxisExample run on shards of their axes:
+    ``latte``, ``wan``, ``timesformer``, ``transformer-2d`` and functions that make an AxisExample
+    run on shards of their axes:
 
         headrace verify llama --ranks 2 4
         headrace verify latte --ranks 4

@@ -112,7 +112,8 @@ class ClipsModelConfig(Section):
 
 class ClipsConfig(Section):
     """A whole configuration. Samples of ``batch_tokens`` places are spread over ``devices.ranks``
-    whose axes are switched (``headrace.adapt``), planned step by step as a loop of one's own."""
+    whose axes are switched (``headrace.adapt``), planned step by step as a loop of one's own.
+    Weights and activations are float32 on every device where ``devices.dtype`` is ``auto``."""
 
     run: RunConfig = RunConfig()
     data: ClipsDataConfig

@@ -27,8 +27,8 @@ _FAR = 64
 
 def check_loss(loss: torch.Tensor, targets: int, tokens: int) -> None:
     """Raise ModelError for a loss that does not belong to a graph, is no single number, or in
-    which one of this rank's ``tokens`` weighs something else than one over the step's ``targets``;
-    of losses of several values for each, their sum or their mean may."""
+    which one of this rank's ``tokens`` weighs something else than one over the step's ``targets``.
+    Of losses between values (mse_loss) only means are judged: a sum may leave values out."""
     if loss.dim() or not loss.requires_grad:
         raise ModelError(
             "loss of a micro-batch",
@@ -38,11 +38,8 @@ def check_loss(loss: torch.Tensor, targets: int, tokens: int) -> None:
     nodes = _loss_nodes(loss)
     if len(nodes) != 1 or not targets:
         return
-    found = _weight(loss, nodes[0], tokens)
-    if found is None:
-        return
-    weight, values = found
-    if all(abs(weight * targets * share - 1) > 1e-3 for share in (1.0, 1 / values)):
+    weight = _weight(loss, nodes[0], tokens)
+    if weight is not None and abs(weight * targets - 1) > 1e-3:
         raise ModelError(
             "loss of a micro-batch", got=f"each token weighs 1 / {1 / weight:,.6g}",
             wanted=f"1 / {targets:,}, over all tokens of the step that have a loss",
@@ -52,7 +49,7 @@ def check_loss(loss: torch.Tensor, targets: int, tokens: int) -> None:
 
 
 def _loss_nodes(loss: torch.Tensor) -> list[Any]:
-    """The nodes of cross entropies near the end of a graph."""
+    """The nodes of torch's losses near the end of a graph."""
     found, seen = list[Any](), set[Any]()
     coming = deque([loss.grad_fn])
     while coming and len(seen) < _FAR:
@@ -67,9 +64,8 @@ def _loss_nodes(loss: torch.Tensor) -> list[Any]:
     return found
 
 
-def _weight(loss: torch.Tensor, node: Any, tokens: int) -> tuple[float, float] | None:
-    """What each token weighs in the loss, and how many values it has; None where it cannot be
-    said."""
+def _weight(loss: torch.Tensor, node: Any, tokens: int) -> float | None:
+    """What each of ``tokens`` weighs in the loss; None where it cannot be said."""
     (outer,) = torch.autograd.grad(
         loss, [GradientEdge(node, 0)], retain_graph=True, allow_unused=True
     )
@@ -77,9 +73,6 @@ def _weight(loss: torch.Tensor, node: Any, tokens: int) -> tuple[float, float] |
         return None
     mean = node._saved_reduction == _MEAN  # noqa: SLF001
     if node.name() in _VALUE_LOSSES:
-        if not mean:
-            return None  # some values may be left out, or weighed
-        values = node._saved_self.numel() / tokens  # noqa: SLF001
-        return float(outer) / tokens, values
+        return float(outer) / tokens if mean else None
     within = float(node._saved_total_weight) if mean else 1.0  # noqa: SLF001
-    return (float(outer) / within, 1.0) if within else None
+    return float(outer) / within if within else None

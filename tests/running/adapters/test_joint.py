@@ -26,10 +26,14 @@ class Everything(nn.Module):
     def __init__(self, heads: int, manner: str = "right") -> None:
         super().__init__()
         self.heads, self.manner = heads, manner
-        self.qkv, self.out = nn.Linear(FEATURES, 3 * FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.keys = heads // 2 if manner == "grouped" else heads
+        each = FEATURES // heads
+        self.qkv = nn.Linear(FEATURES, (heads + 2 * self.keys) * each)
+        self.out = nn.Linear(FEATURES, FEATURES)
 
     def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x + places).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        parts = self.qkv(x + places).unflatten(-1, (self.heads + 2 * self.keys, -1))
+        q, k, v = parts.transpose(1, 2).split([self.heads, self.keys, self.keys], dim=1)
         if self.manner == "text":
             k, v = k[:, :, :3], v[:, :, :3]
         if self.manner == "by hand":
@@ -37,8 +41,10 @@ class Everything(nn.Module):
         else:
             mask = torch.zeros(q.shape[2], k.shape[2]) if self.manner == "mask" else None
             y = f.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=self.manner == "causal"
-            )
+                q, k, v, attn_mask=mask, is_causal=self.manner == "causal",
+                enable_gqa=self.keys != self.heads,
+                scale=0.3 if self.manner == "grouped" else None,
+            )  # fmt: skip
         return x + self.out(y.transpose(1, 2).flatten(-2))
 
 
@@ -80,10 +86,12 @@ def adapted(model: nn.Module, returns: bool = True) -> Adapted:
     )  # fmt: skip
 
 
-def errors(heads: int, returns: bool, checkpointed: bool) -> list[tuple[float, float]]:
+def errors(
+    heads: int, returns: bool, checkpointed: bool, manner: str = "right"
+) -> list[tuple[float, float]]:
     """Of two batches of other sizes, one after the other: the second one is planned."""
     torch.manual_seed(0)
-    alone = Mixed(heads, checkpointed=checkpointed).double()
+    alone = Mixed(heads, manner, checkpointed=checkpointed).double()
     model, found = copy.deepcopy(alone), []
     for t, s in ((5, 6), (4, 7)):
         alone.zero_grad()
@@ -110,6 +118,13 @@ def test_attention_over_all_places_equals_one_process(
     for heads in (4, 2, 1):
         for found in run_ranks(ranks, errors, heads, returns, checkpointed, timeout_s=60):
             assert max(max(pair) for pair in found) < 1e-12
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_grouped_heads_with_a_scale(ranks: int) -> None:
+    """Catches key-value heads that are taken for query heads, and a scale that is dropped."""
+    for found in run_ranks(ranks, errors, 4, False, False, "grouped", timeout_s=60):
+        assert max(max(pair) for pair in found) < 1e-12
 
 
 def planned() -> tuple[list[str], list[str]]:

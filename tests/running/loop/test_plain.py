@@ -251,3 +251,10 @@ def test_a_run_is_reported(tmp_path: Path) -> None:
     assert hr.TrainingRun(tmp_path / "run").losses == pytest.approx(losses)
     run.detach()
     assert model(torch.tensor([[1, 2, 3]]))[0].shape == (1, 3, 61)
+
+
+def test_labels_by_another_name() -> None:
+    """Catches labels that are left out for the tokens themselves."""
+    reader = TokenReader(tokens="ids", kind="same", label_name="wanted")
+    item = {"ids": torch.tensor([1, 2, 3]), "wanted": torch.tensor([7, 8, -100])}
+    assert reader.read(item, "item")["labels"].tolist() == [7, 8, -100]
