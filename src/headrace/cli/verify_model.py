@@ -151,12 +151,12 @@ def _cases(name: str, ranks: int, seed: int, backend: str | None) -> Iterator[_V
     model, plain = foreign_model(name, seed), foreign_model(name, seed)
     run = headrace.compile(model, backend=backend)
     exchanges: list[Exchange] = ["ulysses", "ring", "gather"]
-    counts = run.door == "attention registry"
+    counts = run.door != "graph"
     for at, batch in enumerate(_BATCHES):
         for exchange in exchanges if at == 0 else [exchanges[at % len(exchanges)]]:
             verdict = _compared(run, plain, batch, seed + at, exchange, counts=counts)
             yield replace(verdict, model=name, ranks=ranks)
-    if counts and getattr(model, "supports_gradient_checkpointing", False):
+    if counts and run.has_blocks:
         for level in ("attention", "full"):
             again = headrace.compile(foreign_model(name, seed), backend=backend, recompute=level)
             verdict = _compared(again, plain, _BATCHES[0], seed, exchanges[0], counts=True)

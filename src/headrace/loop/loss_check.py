@@ -9,10 +9,10 @@ of them weighs.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
 
 from headrace.errors import ModelError
 
@@ -26,9 +26,10 @@ _FAR = 64
 
 
 def check_loss(loss: torch.Tensor, targets: int, tokens: int) -> None:
-    """Raise ModelError for a loss that does not belong to a graph, is no single number, or in
-    which one of this rank's ``tokens`` weighs something else than one over the step's ``targets``.
-    Of losses between values (mse_loss) only means are judged: a sum may leave values out."""
+    """Raise ModelError for a loss that does not belong to a graph or is no single number, and have
+    its backward raise one where one of this rank's ``tokens`` weighs something else than one over
+    the step's ``targets``. Of losses between values (mse_loss) only means are judged: a sum may
+    leave values out."""
     if loss.dim() or not loss.requires_grad:
         raise ModelError(
             "loss of a micro-batch",
@@ -38,14 +39,20 @@ def check_loss(loss: torch.Tensor, targets: int, tokens: int) -> None:
     nodes = _loss_nodes(loss)
     if len(nodes) != 1 or not targets:
         return
-    weight = _weight(loss, nodes[0], tokens)
-    if weight is not None and abs(weight * targets - 1) > 1e-3:
-        raise ModelError(
-            "loss of a micro-batch", got=f"each token weighs 1 / {1 / weight:,.6g}",
-            wanted=f"1 / {targets:,}, over all tokens of the step that have a loss",
-            hint="a mean over one micro-batch weighs samples by their company: use "
-            'reduction="sum" and divide by step.tokens, or micro.loss(logits)',
-        )  # fmt: skip
+    (node,) = nodes
+
+    # In the backward itself: one more of the first nodes alone would set off hooks of FSDP2.
+    def judge(outer: Sequence[torch.Tensor | None]) -> None:
+        weight = _weight(outer[0], node, tokens)
+        if weight is not None and abs(weight * targets - 1) > 1e-3:
+            raise ModelError(
+                "loss of a micro-batch", got=f"each token weighs 1 / {1 / weight:,.6g}",
+                wanted=f"1 / {targets:,}, over all tokens of the step that have a loss",
+                hint="a mean over one micro-batch weighs samples by their company: use "
+                'reduction="sum" and divide by step.tokens, or micro.loss(logits)',
+            )  # fmt: skip
+
+    node.register_prehook(judge)
 
 
 def _loss_nodes(loss: torch.Tensor) -> list[Any]:
@@ -64,11 +71,9 @@ def _loss_nodes(loss: torch.Tensor) -> list[Any]:
     return found
 
 
-def _weight(loss: torch.Tensor, node: Any, tokens: int) -> float | None:
-    """What each of ``tokens`` weighs in the loss; None where it cannot be said."""
-    (outer,) = torch.autograd.grad(
-        loss, [GradientEdge(node, 0)], retain_graph=True, allow_unused=True
-    )
+def _weight(outer: torch.Tensor | None, node: Any, tokens: int) -> float | None:
+    """What each of ``tokens`` weighs in the loss whose gradient by a node's result is ``outer``;
+    None where it cannot be said."""
     if outer is None or outer.dim():
         return None
     mean = node._saved_reduction == _MEAN  # noqa: SLF001

@@ -21,9 +21,9 @@ from headrace.costs.sources.profile import costs_from_profile
 from headrace.errors import CostError, InfeasiblePlan
 from headrace.loop.costs import LoopProfiler, shape_of, sizes_for
 from headrace.loop.held import HeldWeights, state_bytes
-from headrace.loop.layers import find_layers
 from headrace.loop.model import Item, LoopModel
 from headrace.loop.probes import ModelProbes
+from headrace.passes.layers import find_layers
 from headrace.profiling.clocks import EventClock, HostClock
 from headrace.profiling.probe import seconds_of
 from headrace.profiling.sweep import block

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from headrace.comm.mesh import Groups
-from headrace.loop.layers import LayerCall, Layers
 from headrace.loop.model import Item, Levels, LoopModel, LoopPart
+from headrace.passes.layers import LayerCall, Layers
 from headrace.profiling.probe import ChainProbe, Passed, Probe
 from headrace.spec.method import Recompute
 

@@ -15,7 +15,6 @@ from headrace.passes.adopted import Adopted, group_parts
 from headrace.passes.labels import predicted
 from headrace.passes.placement import Exchange
 from headrace.passes.probe import logits_of, loss_of
-from headrace.passes.recompute import BlockLevels
 from headrace.passes.shard import LocalBatch
 from headrace.spec.method_facts import Members
 from headrace.spec.plan import TokenOrder
@@ -108,10 +107,11 @@ class TokenModel:
         return "natural" if exchange == _EXCHANGES[0] else "zigzag"
 
     def levels(self, layers: Sequence[torch.nn.Module]) -> Levels | None:
-        """Those of blocks of transformers."""
-        if not getattr(self.inner, "supports_gradient_checkpointing", False):
+        """Those of blocks that can be told apart."""
+        levels = self.adopted.levels(layers)
+        if levels is None:
             return None
-        return Levels(choose=BlockLevels(self.inner, layers).choose, known=("attention", "full"))
+        return Levels(choose=levels.choose, known=("attention", "full"))
 
     def forget(self) -> None:
         """Nothing is learnt from forwards."""

@@ -12,9 +12,9 @@ likewise: nothing is averaged twice, and nothing is scaled.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,15 +25,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from headrace.comm.collectives import agree
 from headrace.comm.mesh import Groups, groups_here
 from headrace.errors import ModelError, SpecError
+from headrace.passes.doors import ChosenLevels, Door, open_door
 from headrace.passes.gradients import add_plainly, add_up, is_wrapped, summed_loss
-from headrace.passes.graph import Compiler
 from headrace.passes.heads import attention
-from headrace.passes.interface import asks_registry, take_interface
 from headrace.passes.labels import Labels, convention_of, count_targets, local_loss
+from headrace.passes.layers import Layers, find_layers
 from headrace.passes.operators import ModelSeat
 from headrace.passes.placement import EXCHANGES, Exchange, Placement, placed_rows
-from headrace.passes.probe import Probed, logits_of, probe
-from headrace.passes.recompute import Kept, recompute_blocks
+from headrace.passes.probe import Probed, logits_of, probe, run_few, tensors_in
+from headrace.passes.recompute import Kept
 from headrace.passes.shard import (
     LocalBatch,
     declared_places,
@@ -42,12 +42,11 @@ from headrace.passes.shard import (
     local_inputs,
     require_tokens,
 )
+from headrace.passes.stand_in import StandIn
 from headrace.spec.method_facts import Members
 from headrace.spec.rank_blocks import RankBlocks
 
 __all__ = ["Adopted", "Door", "compile", "group_parts"]
-
-Door = Literal["attention registry", "graph"]
 
 
 def compile(
@@ -58,14 +57,15 @@ def compile(
     """Adopt ``model``, which may be wrapped in DDP or FSDP2.
 
     ``backend``: that of torch.compile (``eager``, ``aot_eager``, ``inductor``); not compiled where
-    it is None, unless the model is reached through its graph, which takes ``eager`` then.
+    it is None.
     ``exchange``: how attention meets the other ranks' tokens, ``ulysses`` where it is None.
     ``label_name`` is the input with labels: of the ``next`` token or of the ``same`` place,
     ``labels`` says which, and it is known for models of transformers. ``tokens``: the name of the
     argument with the token numbers [b, S], the model's first where it is None.
 
     ``recompute``: what blocks compute again in the backward: all but their ``attention``, whose
-    traffic is then not repeated, or ``full``; for models of transformers that know their blocks.
+    traffic is then not repeated, or ``full``. Blocks are those that models of transformers know,
+    and of others, where they are not compiled, a list of equal modules called one after another.
 
     Raises ModelError for models whose tokens meet in ways that are not known, at once or when the
     first batch is sharded.
@@ -77,7 +77,7 @@ def compile(
 
 
 class Adopted:
-    """A model with sequence parallelism. ``door``: how its attention is reached."""
+    """A model with sequence parallelism."""
 
     def __init__(
         self, model: torch.nn.Module, *, backend: str | None, exchange: Exchange | None,
@@ -102,28 +102,9 @@ class Adopted:
         self.labels: Labels = labels or (convention_of(inner) if self._hugging else "same")
         self._probed: Probed | None = None
         self._placed: MutableMapping[torch.Tensor, Placement] = WeakIdKeyDictionary()
-        self._give_back: Callable[[], None] = lambda: None
-        registry = asks_registry(inner)
-        self.door: Door = "attention registry" if registry else "graph"
-        if registry:
-            self._give_back = take_interface(inner, self._seat)
-            if recompute is not None:
-                recompute_blocks(inner, recompute)
-        elif recompute is not None:
-            raise ModelError(
-                f"recompute of {type(inner).__name__}", got="blocks that are not known",
-                wanted="a model of transformers", hint="call hr.recomputed(block, x) in forward",
-            )  # fmt: skip
-        elif isinstance(model, FSDPModule):
-            raise ModelError(
-                "model under FSDP2", got="attention reached by its graph",
-                wanted="by the registry of transformers, or called by hand",
-                hint="FSDP2's hooks break graphs; under DDP it can be compiled whole",
-            )  # fmt: skip
-        self._compiler = None if registry and backend is None else Compiler(
-            backend or "eager", None if registry else self._seat
-        )  # fmt: skip
-        self._call = self._compiled(self._compiler)
+        self._door = open_door(model, inner, self._seat, backend, recompute)
+        self._recompute = recompute if self.door == "calls" else None  # others do it from here on
+        self._layers: Layers | None = None
         self._adds = False
 
     def prepare(self, groups: Iterable[Members]) -> None:
@@ -214,7 +195,9 @@ class Adopted:
             )  # fmt: skip
         self._seat.take(placement)
         labels = inputs.pop(self._label_name, None) if self._hugging else None
-        return self._with_loss(self._called(self._call, inputs), labels)
+        return self._bound(
+            self._with_loss(self._called(self._door.call, inputs), labels), placement
+        )
 
     def accepted(self, shard: LocalBatch) -> dict[str, torch.Tensor]:
         """The inputs of a shard, with labels where the model takes them."""
@@ -231,23 +214,34 @@ class Adopted:
         need not change: of models of transformers the loss is that of :meth:`loss`, others are
         compiled in place. Returns what takes it back. :meth:`take` says which shard is meant."""
         model = self.inner
+        hooks = ExitStack()
+        hooks.callback(self._door.install())
         if self.door == "graph":
-            model.compile(backend=self._compiler, fullgraph=True, dynamic=True)
-            return lambda: setattr(model, "_compiled_call_impl", None)
+            return hooks.close
         coming = list[torch.Tensor | None]()
 
         def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            coming.append(named.pop(self._label_name, None))
+            coming.append(named.pop(self._label_name, None) if self._hugging else None)
             return args, {**self._always, **named}
 
         def after(module: Any, args: Any, outputs: Any) -> Any:
-            return self._with_loss(outputs, coming.pop())
+            return self._bound(self._with_loss(outputs, coming.pop()), self._seat.held)
 
-        hooks = ExitStack()
-        hooks.callback(self._give_back)
         hooks.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
         hooks.callback(model.register_forward_hook(after).remove)
         return hooks.close
+
+    def _bound(self, outputs: Any, placement: Placement | StandIn | None) -> Any:
+        """Have the backward of ``outputs`` work on their placement: what it computes again is of
+        their batch, whatever was run since."""
+
+        def begin(_: Sequence[torch.Tensor]) -> None:
+            self._seat.take(placement)
+
+        for value in tensors_in(outputs):
+            if value.grad_fn is not None:
+                value.grad_fn.register_prehook(begin)
+        return outputs
 
     def _with_loss(self, outputs: Any, labels: torch.Tensor | None) -> Any:
         if labels is None:
@@ -296,18 +290,38 @@ class Adopted:
     @property
     def compiled(self) -> bool:
         """Whether a compiler runs it."""
-        return self._compiler is not None
+        return self._door.compiler is not None
 
     @property
     def compiles(self) -> int:
         """How often the model has been compiled."""
-        return 0 if self._compiler is None else self._compiler.times
+        return 0 if self._door.compiler is None else self._door.compiler.times
+
+    @property
+    def door(self) -> Door:
+        """How its attention is reached."""
+        return self._door.name
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether what blocks compute again can be told, of a model that was probed."""
+        knows = getattr(self.inner, "supports_gradient_checkpointing", False)
+        return self._layers is not None or (self.door == "attention registry" and bool(knows))
+
+    def levels(self, blocks: Sequence[torch.nn.Module]) -> ChosenLevels | None:
+        """What chooses what blocks compute again in the next forward; None where that cannot be
+        told. Raises ModelError for blocks that the model does not know as such."""
+        return self._door.levels(blocks)
 
     def probe(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Look whether the model can be run on parts of its tokens, if that was not done yet.
         Raises ModelError when it cannot."""
         if self._probed is None:
             self._probed = self._probe(batch)
+            if self.door == "calls":
+                self._layers = self._seen_layers(batch)
+            if self._recompute is not None:
+                self._compute_again(self._recompute)
 
     def first_place(self, batch: Mapping[str, torch.Tensor]) -> int:
         """The place that the model counts the first token of a row as, where it takes places."""
@@ -326,37 +340,39 @@ class Adopted:
             return None, 0
         return groups.get(members), members.index(groups.rank)
 
-    def _compiled(self, compiler: Compiler | None) -> Callable[..., Any]:
-        """The model, compiled where there is a compiler. Hooks of wrappers break graphs; what a
-        broken graph may hide the probe finds."""
-        if compiler is None:
-            return self.model
-        whole = self.door == "graph" and not is_wrapped(self.model)
-        compiled = torch.compile(self.model, backend=compiler, fullgraph=whole, dynamic=True)
+    def _seen_layers(self, batch: Mapping[str, torch.Tensor]) -> Layers | None:
+        few = self._known(batch)
+        return find_layers(self.inner, lambda: run_few(self._probing, self._seat, few, self.tokens))
 
-        def call(**inputs: Any) -> Any:
-            # What attention keeps has a size that is known only when it runs.
-            with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):  # noqa: SLF001
-                return compiled(**inputs)
-
-        return call
+    def _compute_again(self, level: Kept) -> None:
+        """Have the blocks of a model that does not know them compute ``level`` again."""
+        layers = self._layers
+        levels = None if layers is None else self.levels(layers.modules)
+        if layers is None or levels is None:
+            raise ModelError(
+                f"recompute of {type(self.inner).__name__}", got="no blocks that can be seen",
+                wanted="a ModuleList of equal blocks, each called with the result of the last",
+                hint="call hr.recomputed(block, x) in its forward",
+            )  # fmt: skip
+        levels.choose([level] * len(layers))
 
     def _probe(self, batch: Mapping[str, torch.Tensor]) -> Probed:
-        graph = self.door == "graph"
-        call = self._compiled(Compiler("eager", self._seat)) if graph else self.model
+        return probe(
+            self.model, self._probing, self._seat, self._known(batch), self.tokens,
+            places=self._takes_places, firsts=self._firsts,
+        )  # fmt: skip
+
+    def _probing(self, **inputs: Any) -> Any:
+        return self._called(self._door.probing, inputs)
+
+    def _known(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the model takes of a batch when it is probed."""
         named = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
         if self._hugging or not self._takes_labels:
             named.pop(self._label_name, None)
         if not self._takes_places:
             named.pop("position_ids", None)
-
-        def run(**inputs: Any) -> Any:
-            return self._called(call, inputs)
-
-        return probe(
-            self.model, run, self._seat, named, self.tokens, places=self._takes_places,
-            firsts=self._firsts,
-        )  # fmt: skip
+        return named
 
 
 def _mark_dynamic(inputs: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ Every operation that treats tokens alone has the right shapes already, as the gr
 a rank's part of the batch. What knows of other tokens is replaced:
 
     scaled_dot_product_attention   attention over the group
+    multi_head_attention_forward   the same, with its projections
     arange over the tokens         the places of the local tokens
     table[:tokens] of parameters   the rows of the local tokens (learned or rotary positions)
     cross_entropy, mean            the sum, divided by the targets of the step
@@ -19,17 +20,22 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.nn.functional import cross_entropy
 
-from headrace.errors import ModelError
-from headrace.passes.heads import attention
-from headrace.passes.operators import ModelSeat, positions, targets
+from headrace.passes.operators import ModelSeat
+from headrace.passes.replaced import (
+    Cut,
+    cross_entropy,
+    cuts_of,
+    multi_head_attention,
+    rows_of,
+    scaled_dot_product_attention,
+)
 
 __all__ = ["Compiler"]
 
 Compiled = Callable[..., Any]
 
-_MEAN, _SUM = 1, 2  # as torch numbers reductions
+_REDUCTIONS = {1: "mean", 2: "sum"}  # as torch numbers them
 
 
 class Compiler:
@@ -73,18 +79,20 @@ def _width(module: GraphModule) -> str | None:
 def _replace(node: Node, handle: int, width: str | None) -> None:
     target = node.target
     if target is torch._C._nn.scaled_dot_product_attention:  # noqa: SLF001
-        _call(node, _attention, handle=handle)
+        _call(node, scaled_dot_product_attention, handle=handle)
     elif target is torch._C._nn.cross_entropy_loss:  # noqa: SLF001
-        _call(node, _cross_entropy, handle=handle)
+        _call(node, _numbered_cross_entropy, handle=handle)
     elif target is torch.nn.functional.cross_entropy:
-        _call(node, _named_cross_entropy, handle=handle)
+        _call(node, cross_entropy, handle=handle)
+    elif target is torch.nn.functional.multi_head_attention_forward:
+        _call(node, multi_head_attention, handle=handle)
     elif target is torch.arange and _counts(node, width):
         _after(node, torch.ops.headrace.positions.default, handle)
-    elif target is operator.getitem and (dim := _sliced(node, width)) is not None:
-        _call(node, _rows, dim=dim, handle=handle)
+    elif target is operator.getitem and (cut := _sliced(node, width)) is not None:
+        _call(node, rows_of, **cut._asdict(), handle=handle)
 
 
-def _call(node: Node, function: Callable[..., Any], **more: int) -> None:
+def _call(node: Node, function: Callable[..., Any], **more: Any) -> None:
     """Call ``function`` in place of what a node calls, with the same arguments and more."""
     node.target, node.kwargs = function, {**node.kwargs, **more}
 
@@ -104,23 +112,20 @@ def _counts(node: Node, width: str | None) -> bool:
     return bool(starts) and value is not None and str(value.shape[0]) == width
 
 
-def _sliced(node: Node, width: str | None) -> int | None:
-    """The dim of a table of positions that is cut to the tokens of a row, if it is one."""
+def _sliced(node: Node, width: str | None) -> Cut | None:
+    """How a table of positions is cut to the tokens of a row, if it is one."""
     base, index = node.args
     value = node.meta.get("example_value")
     before = base.meta.get("example_value") if isinstance(base, Node) else None
     if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
         return None
-    if not _is_table(base) or value.dim() != before.dim():
+    if not _is_table(base):
         return None
-    parts = index if isinstance(index, tuple) else (index,)
-    cut = [
-        dim for dim, part in enumerate(parts)
-        if isinstance(part, slice) and part.stop is not None and part.start in (None, 0)
-        and part.step in (None, 1) and str(value.shape[dim]) == width
-        and str(before.shape[dim]) != width
+    found = [
+        cut for cut in cuts_of(index, before.dim())
+        if str(value.shape[cut.made]) == width and str(before.shape[cut.dim]) != width
     ]  # fmt: skip
-    return cut[0] if len(cut) == 1 else None
+    return found[0] if len(found) == 1 else None
 
 
 def _is_table(node: Any) -> bool:
@@ -131,64 +136,12 @@ def _is_table(node: Any) -> bool:
     return node.op == "placeholder" and ("_parameters" in source or "_buffers" in source)
 
 
-def _rows(table: torch.Tensor, index: Any, *, dim: int, handle: int) -> torch.Tensor:
-    cut = table[index]
-    counted = torch.arange(cut.shape[dim], device=table.device)
-    whole = tuple(
-        slice(None) if at == dim else part
-        for at, part in enumerate(index if isinstance(index, tuple) else (index,))
-    )
-    return table[whole].index_select(dim, positions(counted, handle))
-
-
-def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False, *, handle: int,
-) -> torch.Tensor:  # fmt: skip
-    what = "scaled_dot_product_attention"
-    if attn_mask is not None:
-        raise ModelError(
-            what, got="attn_mask", wanted="is_causal, or no mask",
-            hint="a mask of this rank's tokens says nothing of those of others",
-        )  # fmt: skip
-    if dropout_p > 0:
-        raise ModelError(what, got=f"dropout_p {dropout_p}", wanted="0")
-    if query.dim() != 4 or key.shape[2] != query.shape[2]:
-        raise ModelError(
-            what, got=f"queries {list(query.shape)}, keys {list(key.shape)}",
-            wanted="[rows, heads, tokens, features] of the same tokens",
-        )  # fmt: skip
-    return attention(query, key, value, handle, causal=is_causal, scale=scale)
-
-
-def _cross_entropy(
+def _numbered_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | None = None,
-    reduction: int = _MEAN, ignore_index: int = -100, label_smoothing: float = 0.0, *, handle: int,
+    reduction: int = 1, ignore_index: int = -100, label_smoothing: float = 0.0, *, handle: int,
 ) -> torch.Tensor:  # fmt: skip
-    name = {_MEAN: "mean", _SUM: "sum"}.get(int(reduction), "none")
-    return _named_cross_entropy(
-        logits, labels, weight, ignore_index=ignore_index, reduction=name,
-        label_smoothing=label_smoothing, handle=handle,
+    return cross_entropy(
+        logits, labels, weight, ignore_index=ignore_index,
+        reduction=_REDUCTIONS.get(int(reduction), "none"), label_smoothing=label_smoothing,
+        handle=handle,
     )  # fmt: skip
-
-
-def _named_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | None = None,
-    size_average: None = None, ignore_index: int = -100, reduce: None = None,
-    reduction: str = "mean", label_smoothing: float = 0.0, *, handle: int,
-) -> torch.Tensor:  # fmt: skip
-    if reduction != "mean":
-        return cross_entropy(
-            logits, labels, weight, ignore_index=ignore_index, reduction=reduction,
-            label_smoothing=label_smoothing,
-        )  # fmt: skip
-    if weight is not None:
-        raise ModelError(
-            "cross_entropy", got="weights of classes and a mean", wanted="no weights, or a sum"
-        )
-    total = cross_entropy(
-        logits, labels, ignore_index=ignore_index, reduction="sum",
-        label_smoothing=label_smoothing,
-    )  # fmt: skip
-    return total / targets(total.detach(), handle)

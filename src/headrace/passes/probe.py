@@ -9,7 +9,7 @@ that it counts itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from headrace.errors import ModelError
 from headrace.passes.operators import ModelSeat
 from headrace.passes.stand_in import StandIn
 
-__all__ = ["Probed", "logits_of", "loss_of", "probe"]
+__all__ = ["Probed", "logits_of", "loss_of", "probe", "run_few", "tensors_in"]
 
 _TOKENS = 13
 _PARTS = ((0, 5), (5, 8), (8, 13))  # of two tokens or more: graphs know one from many
@@ -46,6 +46,18 @@ def logits_of(outputs: Any) -> torch.Tensor:
         wanted="logits of its tokens",
         hint="a tensor, a tuple that has one, or an attribute 'logits' or 'last_hidden_state'",
     )
+
+
+def tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
+    """The tensors among a model's results, however they are nested."""
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, (tuple, list, Mapping)):
+        parts = outputs.values() if isinstance(outputs, Mapping) else outputs
+        for part in parts:
+            yield from tensors_in(part)
+    elif hasattr(outputs, "__dict__"):
+        yield from tensors_in(tuple(vars(outputs).values()))
 
 
 def loss_of(outputs: Any) -> torch.Tensor | None:
@@ -108,6 +120,18 @@ def probe(
             module.training = True
         seat.take(before)
     raise wrong
+
+
+@torch.no_grad()
+def run_few(
+    run: Callable[..., Any], seat: ModelSeat, batch: Mapping[str, torch.Tensor], tokens: str
+) -> None:
+    """Run a model once, on a few tokens and with the stand-in."""
+    before = seat.held
+    try:
+        _run(run, seat, _few(batch, tokens), slice(0, _TOKENS))
+    finally:
+        seat.take(before)
 
 
 def _few(batch: Mapping[str, torch.Tensor], tokens: str) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, Literal, Protocol, cast
 
@@ -23,17 +23,19 @@ from torch.utils.checkpoint import (
 from headrace.errors import ModelError
 from headrace.spec.method import Recompute
 
-__all__ = ["BlockLevels", "Kept", "recompute_blocks", "recomputed"]
+__all__ = ["BlockLevels", "Kept", "WrappedLevels", "recompute_blocks", "recomputed"]
 
 Kept = Literal["attention", "full"]
 """Recompute level of a block, as that of a layer: all but attention, or everything."""
 
 
-def recomputed(function: Callable[..., Any], *inputs: Any, level: Kept = "attention") -> Any:
+def recomputed(
+    function: Callable[..., Any], *inputs: Any, level: Kept = "attention", **named: Any
+) -> Any:
     """``function(*inputs)``, of which the backward computes again what ``level`` says."""
     if level == "full":
-        return checkpoint(function, *inputs, use_reentrant=False)
-    return checkpoint(function, *inputs, use_reentrant=False, context_fn=_contexts)
+        return checkpoint(function, *inputs, use_reentrant=False, **named)
+    return checkpoint(function, *inputs, use_reentrant=False, context_fn=_contexts, **named)
 
 
 def recompute_blocks(model: Any, level: Kept) -> None:
@@ -68,6 +70,37 @@ class BlockLevels:
         """What a block that is about to run is computed again under."""
         level = self._coming.popleft() if self._coming else "full"
         return _contexts() if level == "attention" else (nullcontext(), nullcontext())
+
+
+class WrappedLevels:
+    """The same for any ``blocks``, whose forwards are run under checkpoints until :meth:`remove`.
+    ``around(forward, ...)`` calls a forward in a checkpoint, where it is computed again too."""
+
+    def __init__(self, blocks: Sequence[torch.nn.Module], around: Callable[..., Any]) -> None:
+        self._around = around
+        self._levels: list[Recompute] = ["none"] * len(blocks)
+        self._hooks = ExitStack()
+        for index, block in enumerate(blocks):
+            own = vars(block).get("forward")
+            self._hooks.callback(
+                partial(vars(block).pop, "forward") if own is None
+                else partial(setattr, block, "forward", own)
+            )  # fmt: skip
+            block.forward = partial(self._run, index, block.forward)
+
+    def remove(self) -> None:
+        """Leave the blocks as they were."""
+        self._hooks.close()
+
+    def choose(self, levels: Sequence[Recompute]) -> None:
+        """The level of each block in the next forward."""
+        self._levels = list(levels)
+
+    def _run(self, index: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        level = self._levels[index]
+        if level == "none" or not torch.is_grad_enabled():
+            return forward(*args, **named)
+        return recomputed(partial(self._around, forward), *args, level=level, **named)
 
 
 class _Block(Protocol):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,25 +49,45 @@ LOSSES: dict[str, Callable[[Any, Any], torch.Tensor]] = {
 }  # fmt: skip
 
 
-def plain_steps(loss: str, folder: Path, ddp: bool) -> tuple[list[float], Any]:
+def wrapped(how: str) -> tuple[Any, Any]:
+    """(a model, what the loop calls)."""
     model = gpt()
-    called = DistributedDataParallel(model) if ddp else model
-    run = attached(called, sgd(called), items(), folder, labels="next", costs=costs(2, layers=1))
-    run.runner.planner = Drawn(ranks=2, layers=1, seed=3, levels=("none",))
-    return trained(run, called, LOSSES[loss]), weights(model)
+    if how == "ddp":
+        return model, DistributedDataParallel(model)
+    if how == "fsdp2":
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    return model, model
+
+
+def plain_steps(loss: str, folder: Path, how: str, ranks: int) -> tuple[list[float], Any]:
+    model, called = wrapped(how)
+    run = attached(called, sgd(called), items(), folder, labels="next", costs=costs(ranks))
+    run.runner.planner = Drawn(
+        ranks=ranks, layers=2, seed=3, semantics="lockstep" if how == "fsdp2" else "free"
+    )
+    losses, ends = trained(run, called, LOSSES[loss]), weights(model)
+    run.detach()
+    assert not any("forward" in vars(block) for block in model.blocks)
+    return losses, ends
 
 
 @pytest.mark.parametrize(
-    ("loss", "ddp"),
+    ("loss", "how", "ranks"),
     [
-        ("by hand", True),
-        *(whole(*case) for case in (("its own", True), ("ours", False), ("by hand", False))),
+        ("by hand", "ddp", 2), ("its own", "fsdp2", 3),
+        *(whole(*case) for case in (
+            ("its own", "ddp", 2), ("ours", "alone", 2), ("by hand", "alone", 1),
+            ("by hand", "fsdp2", 2), ("ours", "fsdp2", 4), ("its own", "fsdp2", 1),
+            ("its own", "alone", 3), ("its own", "alone", 4),
+        )),
     ],
-)
-def test_a_plain_module_equals_one_process(loss: str, ddp: bool, tmp_path: Path) -> None:
-    """Catches a model that is run without the pass, places of whole packs, and losses that are
-    means of means."""
-    found = run_ranks(2, plain_steps, loss, tmp_path, ddp, timeout_s=250)
+)  # fmt: skip
+def test_a_plain_module_equals_one_process(loss: str, how: str, ranks: int, tmp_path: Path) -> None:
+    """Catches a model that is run without what is replaced, places of whole packs, losses that are
+    means of means, blocks computed again as they are not, and gradients that a wrapper divides."""
+    found = run_ranks(ranks, plain_steps, loss, tmp_path, how, ranks, timeout_s=250)
     model, steps = gpt(), len(found[0][0])
     losses = alone(model, sgd(model), batches(items(), steps, tokens="ids", batch_tokens=150),
                    tokens="ids")  # fmt: skip
@@ -86,9 +107,8 @@ def decayed(ranks: int, folder: Path) -> Any:
     if ranks == 1:
         alone(model, optimizer, batches(items(), 2, tokens="ids", batch_tokens=150), tokens="ids")
         return weights(model)
-    run = attached(model, optimizer, items(), folder, labels="next", costs=costs(ranks, layers=1),
-                   steps=2)  # fmt: skip
-    run.runner.planner = Drawn(ranks=ranks, layers=1, seed=3, levels=("none",))
+    run = attached(model, optimizer, items(), folder, labels="next", costs=costs(ranks), steps=2)
+    run.runner.planner = Drawn(ranks=ranks, layers=2, seed=3)
     trained(run, model, LOSSES["ours"])
     return weights(model)
 
@@ -106,7 +126,7 @@ def test_what_nobody_uses_stays_as_it_is(tmp_path: Path) -> None:
 def refused(what: str, folder: Path) -> str:
     """What is said of a loop that cannot be right."""
     model, data = gpt(), items()
-    given: dict[str, Any] = {"labels": "next", "costs": costs(1, layers=1)}
+    given: dict[str, Any] = {"labels": "next", "costs": costs(1, layers=2)}
     if what == "attention that is not found":
         model = gpt(kind=OwnAttention)
     if what == "lengths that are not its own":
@@ -122,7 +142,7 @@ def refused(what: str, folder: Path) -> str:
         given["memory"] = "700KiB"
     run = attached(model, sgd(model), data, folder, **given)
     if "costs" in given:  # several micro-batches
-        run.runner.planner = Drawn(ranks=1, layers=1, seed=3, levels=("none",))
+        run.runner.planner = Drawn(ranks=1, layers=2, seed=3, levels=("none",))
     for step in run:
         for micro in step:
             logits = model(micro.inputs["ids"])[0]
@@ -200,7 +220,7 @@ def test_every_sample_once(lengths: list[int], ranks: int, budget: int, seed: in
     order = DrawnOrder(Samples.of(data, lengths, TokenReader(tokens="ids", kind="next")), options)
     seen = list[int]()
     for semantics in ("free", "lockstep"):
-        drawn = Drawn(ranks=ranks, layers=1, seed=seed, semantics=semantics)
+        drawn = Drawn(ranks=ranks, layers=2, seed=seed, semantics=semantics)
         while order.epoch == (semantics == "lockstep"):
             batch = order.next_batch()
             plan = drawn.plan(batch.lengths).plan
@@ -226,7 +246,7 @@ def other_data(folder: Path) -> str:
     model = gpt()
     data = items()[dist.get_rank() :]
     try:
-        attached(model, sgd(model), data, folder, labels="next", costs=costs(2, layers=1))
+        attached(model, sgd(model), data, folder, labels="next", costs=costs(2, layers=2))
     except HeadraceError as error:
         return str(error)
     return "nothing"
@@ -242,7 +262,7 @@ def test_ranks_that_see_other_data_are_told(tmp_path: Path) -> None:
 def test_a_run_is_reported(tmp_path: Path) -> None:
     """Catches a folder that the report cannot read."""
     model = gpt()
-    run = attached(model, sgd(model), items(), tmp_path, labels="next", costs=costs(1, layers=1),
+    run = attached(model, sgd(model), items(), tmp_path, labels="next", costs=costs(1, layers=2),
                    out=tmp_path / "run")  # fmt: skip
     losses = trained(run, model, LOSSES["ours"])
     page = run.report(tmp_path / "page.html")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -89,9 +90,8 @@ class BatchNormed(nn.Module):
 class Block(nn.Module):
     """Attention, perhaps something else, and a feed-forward."""
 
-    def __init__(self, attention: Attention, other: nn.Module | None = None) -> None:
+    def __init__(self, attention: nn.Module, other: nn.Module | None, features: int) -> None:
         super().__init__()
-        features = attention.heads * 8
         self.attention, self.other = attention, other
         self.norm, self.norm2 = nn.LayerNorm(features), nn.LayerNorm(features)
         self.mlp = nn.Sequential(nn.Linear(features, 48), nn.GELU(), nn.Linear(48, features))
@@ -103,16 +103,33 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class ModuleAttention(nn.Module):
+    """Torch's own module, told to be causal."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(features, features // 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        return self.attention(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
+
+
+def _counted(tokens: int) -> torch.Tensor:
+    """0, 1, 2, ..."""
+    return torch.arange(start=0, end=tokens, dtype=torch.float32).long()
+
+
 class Gpt(nn.Module):
     """A model as in tutorials: places counted by itself (``counted`` or ``sliced`` from a table),
     logits and the mean loss of labels that were shifted before (or, ``shifts``, are here)."""
 
     def __init__(
-        self, blocks: list[Block], *, places: str = "counted", checkpointed: bool = False,
+        self, blocks: list[Any], *, places: str = "counted", checkpointed: bool = False,
         shifts: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        features = blocks[0].attention.heads * 8
+        features = blocks[0].norm.normalized_shape[0]
         self.token = nn.Embedding(VOCABULARY, features)
         self.place = nn.Embedding(128, features)
         self.blocks = nn.ModuleList(blocks)
@@ -125,6 +142,8 @@ class Gpt(nn.Module):
         tokens = ids.shape[1]
         if self.places == "counted":
             where = self.place(torch.arange(tokens, device=ids.device))
+        elif self.places == "by hand":
+            where = self.place(_counted(tokens)[None])
         else:
             where = self.place.weight[:tokens]
         x = self.token(ids) + where
@@ -140,13 +159,16 @@ class Gpt(nn.Module):
 
 def gpt(
     heads: int = 4, keys: int = 4, *, kind: type[Attention] = Attention,
-    other: type[nn.Module] | None = None, causal: bool = True, **options: object,
+    other: type[nn.Module] | None = None, causal: bool = True, layers: int = 2,
+    attends: str = "", **options: object,
 ) -> Gpt:  # fmt: skip
-    """Two blocks in fp64."""
+    """Blocks in fp64."""
     torch.manual_seed(0)
-    made = partial(kind, heads, keys, causal=causal)
+    made: Any = partial(kind, heads, keys, causal=causal)
+    if attends == "module":
+        made = partial(ModuleAttention, heads * 8)
     features = () if other is Centred else (heads * 8,)
-    blocks = [Block(made(), other(*features) if other else None) for _ in range(2)]
+    blocks = [Block(made(), other(*features) if other else None, heads * 8) for _ in range(layers)]
     return Gpt(blocks, **options).double()  # type: ignore[arg-type]
 
 

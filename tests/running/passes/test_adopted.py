@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import headrace as hr
 from headrace.errors import DataError, ModelError, PlanMismatch, SpecError
 from headrace.passes.adopted import Adopted
+from headrace.passes.placement import Placement
 from ranks import run_ranks as forked
 from running.passes.foreign import (
     BatchNormed,
@@ -83,10 +85,12 @@ CASES = [
 ]
 
 
-def check_tutorials_model(ranks: int, heads: int, keys: int) -> None:
+def check_tutorials_model(ranks: int, heads: int, keys: int, backend: str | None) -> None:
     cases = [*CASES, (2, 24, {"exchange": "2d"})] if ranks == 4 and heads != 5 else CASES
-    for worst, _ in run_ranks(ranks, compared, lambda: gpt(heads, keys), cases):
+    work = partial(compared, lambda: gpt(heads, keys), cases, backend=backend)
+    for worst, compiles in run_ranks(ranks, work):
         assert worst < EXACT
+        assert bool(compiles) == bool(backend)
 
 
 @pytest.mark.parametrize(
@@ -95,30 +99,40 @@ def check_tutorials_model(ranks: int, heads: int, keys: int) -> None:
 def test_a_tutorials_model(ranks: int, heads: int, keys: int) -> None:
     """Catches lost labels at borders, places that begin anew, wrong shares of heads, means of
     means, and ranks whose labels are all ignored, in every exchange."""
-    check_tutorials_model(ranks, heads, keys)
+    check_tutorials_model(ranks, heads, keys, None)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", [None, "eager"])
 @pytest.mark.parametrize(("heads", "keys"), [(4, 1), (3, 3)])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_more_heads(ranks: int, heads: int, keys: int) -> None:
+def test_more_heads(ranks: int, heads: int, keys: int, backend: str | None) -> None:
     """Catches the same in more cases."""
-    check_tutorials_model(ranks, heads, keys)
+    check_tutorials_model(ranks, heads, keys, backend)
+
+
+WRITTEN = [
+    {"places": "sliced"}, {"checkpointed": True, "causal": False}, {"causal": False},
+    {"attends": "module"}, {"places": "by hand"},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "backend"),
     [
-        whole({"places": "sliced"}),
-        {"checkpointed": True, "causal": False},
-        whole({"causal": False}),
+        *(whole(options, None) for options in WRITTEN),
+        ({"places": "sliced", "checkpointed": True}, "eager"),
+        whole({"checkpointed": True, "causal": False}, "eager"),
+        whole({"attends": "module"}, "eager"),
     ],
     ids=str,
 )
-def test_ways_to_write_it(options: dict[str, Any]) -> None:
-    """Catches tables of places that are cut, attention inside checkpoints, and full attention."""
-    for worst, _ in run_ranks(2, compared, lambda: gpt(**options), CASES):
+def test_ways_to_write_it(options: dict[str, Any], backend: str | None) -> None:
+    """Catches tables of places that are cut, attention inside checkpoints and of torch's module,
+    places as numbers that a model makes in a function of its own, and full attention."""
+    work = partial(compared, lambda: gpt(**options), CASES, backend=backend)
+    for worst, _ in run_ranks(2, work):
         assert worst < EXACT
 
 
@@ -161,11 +175,18 @@ def test_one_compiled_graph_serves_them_too() -> None:
     one_graph(3, "aot_eager", steps)
 
 
-def test_a_backward_after_the_next_forward() -> None:
-    """Catches a backward that takes the batch in force for its own."""
+@pytest.mark.parametrize(
+    "options",
+    [{"recompute": "full"}, whole({"recompute": "attention"}), whole({}),
+     whole({"backend": "eager"})],
+    ids=str,
+)  # fmt: skip
+def test_a_backward_after_the_next_forward(options: dict[str, Any]) -> None:
+    """Catches a backward that takes the batch in force for its own, and one that computes again
+    with it."""
 
     def work() -> float:
-        run = hr.compile(gpt())
+        run = hr.compile(gpt(), **options)
         first, second = drawn(2, 17, 1), drawn(1, 30, 2)
         losses = []
         for batch, exchange in ((first, "ulysses"), (second, "ring")):
@@ -181,31 +202,140 @@ def test_a_backward_after_the_next_forward() -> None:
     assert max(run_ranks(2, work)) < EXACT
 
 
-def test_under_ddp() -> None:
-    """Catches gradients that are as many times too large, or too small, as there are ranks."""
+def held(how: str, model: Gpt) -> torch.nn.Module:
+    """A model in a wrapper, or its blocks compiled before."""
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    if "blocks compiled" in how:
+        for block in model.blocks:
+            block.compile(backend="aot_eager" if "aot" in how else "eager", dynamic=True)
+    if "fsdp2" in how:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how", "options"),
+    [
+        (2, "ddp", {}), (3, "fsdp2", {"recompute": "attention"}),
+        whole(2, "fsdp2, blocks compiled", {}), whole(2, "blocks compiled by aot", {}),
+        whole(4, "fsdp2", {}), whole(1, "fsdp2", {"recompute": "full"}),
+        whole(2, "ddp", {"backend": "eager"}), whole(2, "fsdp2, checkpointed", {}),
+    ],
+)  # fmt: skip
+def test_under_wrappers(ranks: int, how: str, options: dict[str, Any]) -> None:
+    """Catches gradients that are as many times too large, or too small, as there are ranks, weights
+    that are gathered at other times on other ranks, and blocks whose attention is not replaced."""
 
     def work() -> float:
-        model = gpt()
-        run, batch = hr.compile(DistributedDataParallel(model)), drawn(2, 22, 3)
-        loss = run(**run.shard(batch).inputs)[1]
+        model = gpt(checkpointed="checkpointed" in how)
+        run, worst = hr.compile(held(how, model), **options), 0.0
+        for seed, (rows, tokens) in enumerate([(2, 22), (1, 31)]):
+            batch = drawn(rows, tokens, seed)
+            model.zero_grad()
+            loss = run(**run.shard(batch).inputs)[1]
+            run.backward(loss)
+            total = float(run.add_up(loss))
+            whole = [
+                getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for p in model.parameters()
+            ]
+            worst = max(worst, errors((total, whole), alone(gpt(), batch)))
+        return worst
+
+    assert max(run_ranks(ranks, work)) < EXACT
+
+
+def test_blocks_compute_again_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a recompute that nobody does, and one that reaches attention where it should not."""
+    counted, asked = {}, []
+    core = Placement.core
+    monkeypatch.setattr(Placement, "core", lambda *args: asked.append(1) or core(*args))
+    for level in (None, "attention", "full"):
+        model, calls = gpt(), []
+        model.blocks[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        run = hr.compile(model, recompute=level)
+        shard = run.shard(drawn(1, 12))
+        loss = run(**shard.inputs)[1]
+        calls.clear(), asked.clear()
         run.backward(loss)
-        total = run.add_up(loss)
-        return errors((float(total), [p.grad for p in model.parameters()]), alone(gpt(), batch))
-
-    assert max(run_ranks(2, work)) < EXACT
+        counted[level] = len(calls), len(asked)
+    assert counted == {None: (0, 2), "attention": (1, 2), "full": (1, 4)}
 
 
-def test_a_graph_that_hooks_would_break() -> None:
-    """Catches attention that is not replaced in a model under FSDP2."""
+class Fixed(torch.nn.Module):
+    """Adds a table of so many rows, which is no number of tokens."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(6, features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(torch.arange(6)).sum(dim=0) + x
+
+
+class Hidden(torch.nn.Module):
+    """Counts tokens in a function that a checkpoint computes again."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(128, features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._added, x, use_reentrant=False)
+
+    def _added(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.rows(torch.arange(x.shape[1]))
+
+
+class Sometimes(torch.nn.Module):
+    """Counts tokens only in training."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(128, features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.rows(torch.arange(x.shape[1])) if self.training else x
+
+
+def test_a_size_that_is_the_number_of_tokens_by_chance() -> None:
+    """Catches a count of something else that is taken for that of tokens, and the other way
+    around: ranks have 6 tokens each, which are the rows of a table too."""
+    cases = [(1, 12, {}), (2, 13, {}), (1, 12, {"exchange": "ring"})]
+    for worst, _ in run_ranks(2, compared, lambda: gpt(other=Fixed), cases):
+        assert worst < EXACT
+
+
+def test_counts_that_cannot_be_told() -> None:
+    """Catches silently wrong places."""
+    with pytest.raises(ModelError, match=r"Hidden._added.*a checkpoint around a function"):
+        hr.compile(gpt(other=Hidden)).shard(drawn(1, 20))
+    run = hr.compile(gpt(other=Sometimes))
+    shard = run.shard(drawn(1, 20))
+    with pytest.raises(ModelError, match=r"Sometimes.forward.*which may be tokens or not"):
+        run(**shard.inputs)
+
+
+def test_a_model_that_is_adopted_again() -> None:
+    """Catches a model in which two replace what it calls."""
+    model, batch = gpt(), drawn(1, 12)
+    hr.compile(model).shard(batch)
+    assert errors(spread(hr.compile(model), batch), alone(gpt(), batch)) < EXACT
+
+
+def test_what_a_compiler_cannot_do() -> None:
+    """Catches options that do nothing."""
+    with pytest.raises(ModelError, match="backend eager"):
+        hr.compile(gpt(), backend="eager", recompute="full")
 
     def work() -> str:
-        try:
-            hr.compile(fully_shard(gpt()))
-        except ModelError as error:
-            return str(error)
-        return ""
+        with pytest.raises(ModelError) as raised:
+            hr.compile(fully_shard(gpt()), backend="eager")
+        return str(raised.value)
 
-    assert "FSDP2" in run_ranks(1, work)[0]
+    assert "compile the model's blocks" in run_ranks(1, work)[0]
 
 
 REFUSED = {
@@ -246,8 +376,8 @@ def test_batches_that_cannot_be_sharded() -> None:
     shard = run.shard(good)
     with pytest.raises(ModelError, match="others than were sharded"):
         run(**{name: value[:, :5] for name, value in shard.inputs.items()})
-    with pytest.raises(ModelError, match="blocks that are not known"):
-        hr.compile(gpt(), recompute="full")
+    with pytest.raises(ModelError, match="no blocks that can be seen"):
+        hr.compile(gpt(layers=1), recompute="full").shard(good)
 
 
 @pytest.mark.slow

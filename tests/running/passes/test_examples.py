@@ -59,6 +59,31 @@ def test_the_same_losses(name: str, tmp_path: Path) -> None:
     assert spread == pytest.approx(alone, rel=1e-5)
 
 
+WRAPS = {
+    "ddp": "model = torch.nn.parallel.DistributedDataParallel(model)",
+    "fsdp2": """from torch.distributed.fsdp import fully_shard
+    for layer in model.blocks if hasattr(model, "blocks") else model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["attach_plain", "attach_transformers"])
+@pytest.mark.parametrize("how", WRAPS)
+def test_the_same_losses_in_wrappers(name: str, how: str, tmp_path: Path) -> None:
+    """Catches a loop that is another when its user wraps the model. Accelerate wraps in DDP as it
+    stands, and in FSDP2 on GPUs only."""
+    prepared = f"    torch.distributed.init_process_group()\n    {WRAPS[how]}\n    optimizer ="
+    script = tmp_path / f"{name}_{how}.py"
+    script.write_text((EXAMPLES / f"{name}.py").read_text().replace("    optimizer =", prepared))
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    spread = losses(tmp_path, *ranks, str(script), "--steps", "20")
+    alone = losses(tmp_path, str(EXAMPLES / f"{name}_single.py"), "--steps", "20")
+    assert spread == pytest.approx(alone, rel=1e-5)
+
+
 def test_a_loop_alone(tmp_path: Path) -> None:
     """Catches an attached loop that needs a launcher."""
     assert len(losses(tmp_path, str(EXAMPLES / "attach_plain.py"), "--steps", "2")) == 2

@@ -35,7 +35,7 @@ def gradients(run: Adopted, batch: dict[str, torch.Tensor]) -> tuple[torch.Tenso
     return torch.cat([g.flatten() for g in whole]), float(total)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "running.passes.foreign:gpt"])
 def test_verified(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches whatever makes losses or gradients differ from one process': rows, packed documents,
     padding and ranks without a label."""
@@ -48,6 +48,24 @@ def test_verified(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     kept = {case["recompute"]: case["kept_bytes"] for case in found["cases"]
             if (case["batch"], case["exchange"]) == ("rows", "ulysses")}  # fmt: skip
     assert kept["full"] < kept["attention"] < kept["none"]
+
+
+def test_two_forwards_before_a_backward() -> None:
+    """Catches blocks that are computed again with the documents of the batch that came last."""
+
+    def work() -> float:
+        run = hr.compile(foreign_model("llama", 0).double(), recompute="full")
+        plain = hr.compile(foreign_model("llama", 0).double())
+        batches = [drawn(1, 12, 0) | {"position_ids": torch.arange(12)[None] % part}
+                   for part in (4, 12)]  # fmt: skip
+        grads = []
+        for model in (run, plain):
+            shards = [model.shard(batch) for batch in batches]
+            model.backward(sum(model(**shard.inputs).loss for shard in shards))
+            grads.append(torch.cat([p.grad.flatten() for p in model.model.parameters()]))
+        return float((grads[0] - grads[1]).abs().max() / grads[1].abs().max())
+
+    assert max(run_ranks(1, work)) < 1e-6  # norms of transformers are single precision
 
 
 @pytest.mark.slow
