@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import pytest
@@ -9,7 +10,12 @@ import pytest
 pytest.importorskip("transformers")
 
 import autosp
+import autosp_memory
+import autosp_speed
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ranks import run_ranks
 
 
 @pytest.mark.apart  # backward passes in the test's own process
@@ -33,3 +39,57 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.50" in lines[2]
     assert "1.50" in lines[2]
     assert lines[3].count("1.00") == 2
+
+
+def test_bytes_of_a_graph() -> None:
+    """Catches nodes that are counted after their last use, views that are counted twice, and
+    results that are let go."""
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        y = (x + 1).view(-1)  # alive: x, y
+        z = y * x.view(-1)  # x, y, z: the most
+        return (z * 2).sum().expand(4)  # z and its double
+
+    x = torch.ones(4, 8)
+    graph = make_fx(work, tracing_mode="fake")(x)
+    held = {node.name for node in graph.graph.find_nodes(op="placeholder")}
+    assert autosp_memory.peak_of(graph, held) == 3 * x.nbytes
+
+
+def test_what_is_computed_again_costs_less_memory() -> None:
+    """Catches FLOPs of attention that are not counted, and recompute that saves nothing."""
+    rows = autosp_memory.recompute_rows(3, [2048], [0.25])
+    found = {row["contender"]: row for row in rows}
+    assert found["torch"]["more_flops"] == pytest.approx(0, abs=1e-9)
+    assert 0.2 < found["block checkpoint"]["more_flops"] < 1 / 3
+    assert 0 < found["headrace"]["more_flops"] < found["block checkpoint"]["more_flops"]
+    assert (
+        found["headrace"]["peak_bytes"] < found["torch"]["peak_bytes"] < found["none"]["peak_bytes"]
+    )
+    assert found["headrace, compiled"]["kept_bytes"] < found["torch"]["kept_bytes"]
+
+
+def test_the_longest_sequence() -> None:
+    """Catches bytes that are not linear in layers and tokens, which the table takes them for."""
+    shape = (64, 128, 8, 4, 256)
+    for way in ("ZeRO-3, block checkpoint", "headrace, recompute, no logits"):
+        at = {
+            (layers, tokens): autosp_memory.peak_bytes(shape, layers, tokens, way)
+            for layers in (1, 2, 3)
+            for tokens in (1 << 14, 1 << 15)
+        }
+        slopes = [at[n, 1 << 15] - at[n, 1 << 14] for n in (1, 2, 3)]
+        assert slopes[2] - slopes[1] == pytest.approx(slopes[1] - slopes[0], rel=1e-6)
+    rows = autosp_memory.longest_rows(["Llama 1B"], 80 << 30)
+    longest = {row["way"]: row["longest"] for row in rows}
+    assert longest["headrace, recompute"] > 1.5 * longest["Ulysses"]
+    assert longest["headrace, recompute, no logits"] > 2.7 * longest["Ulysses"]
+
+
+@pytest.mark.slow
+def test_contenders_have_the_same_gradients() -> None:
+    """Catches sequence parallelism by hand that is another step, beside which ours is measured."""
+    options = argparse.Namespace(tokens=64, rounds=1, backend="eager")
+    for rows in run_ranks(2, autosp_speed.measured, options, timeout_s=200):
+        assert {row["contender"] for row in rows} >= {"by hand", "headrace"}
+        assert max(row["gradient_error"] for row in rows) < 1e-5

@@ -44,7 +44,7 @@ def attach(
     batch_sequences: int | None = None, scheduler: Any = None, clip: float | None = None,
     epochs: int = 1, steps: int | None = None, shuffle: bool = True, seed: int = 0,
     labels: Labels | None = None, tokens: str | None = None, label_name: str = "labels",
-    backend: str | None = None, ahead: int = 2,
+    logits: bool = True, backend: str | None = None, ahead: int = 2,
     planner: Literal["adaptive", "static", "bucket", "packed", "dcp"] | PlannerConfig = "adaptive",
     static_size: int | None = None,
     sizes: Sequence[int] = (), exchange: Exchange | None = None,
@@ -70,6 +70,8 @@ def attach(
         shuffle     draw samples at random; else they come in their order, as those of a stream do
         epochs      passes over the data, unless ``steps`` says how many steps to take
         labels      whether they are of the ``next`` token or of the ``same`` place
+        logits      where False, models of transformers give a loss and no logits, which take
+                    more memory than layers that are computed again
         ahead       steps planned by a process beside while one trains, where samples come by number
         planner     ``adaptive`` decides for each step, ``static`` has groups of ``static_size``;
                     to compare with: ``bucket`` and ``packed`` parallel, and the accumulation of
@@ -96,7 +98,7 @@ def attach(
         driven: LoopModel = AxisModel(model, groups, label_name=label_name)
     else:
         adopted = adopt(model, backend=backend, labels=labels, tokens=tokens, groups=groups,
-                        label_name=label_name, exchange=exchange)  # fmt: skip
+                        label_name=label_name, exchange=exchange, logits=logits)  # fmt: skip
         driven = TokenModel(adopted, label_name=label_name, exchange=exchange)
     order = _order(dataset, lengths, driven, batch_tokens, batch_sequences, seed, shuffle=shuffle)
     agree("data of the loop", order.fingerprint, groups.world)

@@ -11,9 +11,9 @@ from headrace.comm.mesh import Groups
 from headrace.loop.model import Item, Levels, LoopPart, Pack
 from headrace.loop.samples import TokenReader, packed
 from headrace.ops.loss import IGNORED
-from headrace.passes.adopted import Adopted, group_parts
+from headrace.passes.adopted import Adopted
 from headrace.passes.labels import predicted
-from headrace.passes.placement import Exchange
+from headrace.passes.placement import Exchange, group_parts
 from headrace.passes.probe import logits_of, loss_of
 from headrace.passes.shard import LocalBatch
 from headrace.spec.method_facts import Members

@@ -14,10 +14,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
@@ -27,12 +29,13 @@ from headrace.comm.mesh import Groups, groups_here
 from headrace.errors import ModelError, SpecError
 from headrace.passes.doors import ChosenLevels, Door, open_door
 from headrace.passes.gradients import add_plainly, add_up, is_wrapped, summed_loss
+from headrace.passes.head import LossHead
 from headrace.passes.heads import attention
 from headrace.passes.labels import Labels, convention_of, count_targets, local_loss
 from headrace.passes.layers import Layers, find_layers
 from headrace.passes.operators import ModelSeat
-from headrace.passes.placement import EXCHANGES, Exchange, Placement, placed_rows
-from headrace.passes.probe import Probed, logits_of, probe, run_few, tensors_in
+from headrace.passes.placement import EXCHANGES, Exchange, Placement, group_parts, placed_rows
+from headrace.passes.probe import Probed, first_places, logits_of, probe, result_tensors, run_few
 from headrace.passes.recompute import Kept
 from headrace.passes.shard import (
     LocalBatch,
@@ -44,15 +47,14 @@ from headrace.passes.shard import (
 )
 from headrace.passes.stand_in import StandIn
 from headrace.spec.method_facts import Members
-from headrace.spec.rank_blocks import RankBlocks
 
-__all__ = ["Adopted", "Door", "compile", "group_parts"]
+__all__ = ["Adopted", "Door", "compile"]
 
 
 def compile(
     model: torch.nn.Module, *, backend: str | None = None, exchange: Exchange | None = None,
     labels: Labels | None = None, tokens: str | None = None, groups: Groups | None = None,
-    recompute: Kept | None = None, label_name: str = "labels",
+    recompute: Kept | None = None, label_name: str = "labels", logits: bool = True,
 ) -> Adopted:  # fmt: skip
     """Adopt ``model``, which may be wrapped in DDP or FSDP2.
 
@@ -65,14 +67,17 @@ def compile(
 
     ``recompute``: what blocks compute again in the backward: all but their ``attention``, whose
     traffic is then not repeated, or ``full``. Blocks are those that models of transformers know,
-    and of others, where they are not compiled, a list of equal modules called one after another.
+    and of others a list of equal modules called one after another.
+
+    ``logits``: where it is False, results of inputs with labels have no logits, of which only some
+    are alive at a time, for models of transformers.
 
     Raises ModelError for models whose tokens meet in ways that are not known, at once or when the
     first batch is sharded.
     """
     return Adopted(
         model, backend=backend, exchange=exchange, labels=labels, tokens=tokens, groups=groups,
-        recompute=recompute, label_name=label_name,
+        recompute=recompute, label_name=label_name, logits=logits,
     )  # fmt: skip
 
 
@@ -82,7 +87,7 @@ class Adopted:
     def __init__(
         self, model: torch.nn.Module, *, backend: str | None, exchange: Exchange | None,
         labels: Labels | None, tokens: str | None, groups: Groups | None,
-        recompute: Kept | None, label_name: str,
+        recompute: Kept | None, label_name: str, logits: bool,
     ) -> None:  # fmt: skip
         if exchange is not None and exchange not in EXCHANGES:
             raise SpecError("exchange", got=repr(exchange), wanted=", ".join(EXCHANGES))
@@ -97,14 +102,15 @@ class Adopted:
         self._hugging = hasattr(inner, "config") and hasattr(inner, "base_model_prefix")
         config = getattr(inner, "config", None)
         self._always = {"use_cache": False} if hasattr(config, "use_cache") else {}
-        self._firsts = (0, *_padded(inner))
+        self._firsts = first_places(inner)
         self._groups = groups or groups_here()
         self.labels: Labels = labels or (convention_of(inner) if self._hugging else "same")
         self._probed: Probed | None = None
         self._placed: MutableMapping[torch.Tensor, Placement] = WeakIdKeyDictionary()
         self._door = open_door(model, inner, self._seat, backend, recompute)
-        self._recompute = recompute if self.door == "calls" else None  # others do it from here on
+        self._recompute = None if self.door == "attention registry" else recompute
         self._layers: Layers | None = None
+        self._ends = None if logits else LossHead(inner)
         self._adds = False
 
     def prepare(self, groups: Iterable[Members]) -> None:
@@ -195,9 +201,9 @@ class Adopted:
             )  # fmt: skip
         self._seat.take(placement)
         labels = inputs.pop(self._label_name, None) if self._hugging else None
-        return self._bound(
-            self._with_loss(self._called(self._door.call, inputs), labels), placement
-        )
+        self._expect(labels)
+        outputs = self._with_loss(self._called(self._door.call, **inputs), labels)
+        return self._bound(outputs, placement)
 
     def accepted(self, shard: LocalBatch) -> dict[str, torch.Tensor]:
         """The inputs of a shard, with labels where the model takes them."""
@@ -216,12 +222,15 @@ class Adopted:
         model = self.inner
         hooks = ExitStack()
         hooks.callback(self._door.install())
+        if self._ends is not None:
+            hooks.callback(self._ends.remove)
         if self.door == "graph":
             return hooks.close
         coming = list[torch.Tensor | None]()
 
         def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             coming.append(named.pop(self._label_name, None) if self._hugging else None)
+            self._expect(coming[-1])
             return args, {**self._always, **named}
 
         def after(module: Any, args: Any, outputs: Any) -> Any:
@@ -238,21 +247,28 @@ class Adopted:
         def begin(_: Sequence[torch.Tensor]) -> None:
             self._seat.take(placement)
 
-        for value in tensors_in(outputs):
+        for value in result_tensors(outputs):
             if value.grad_fn is not None:
                 value.grad_fn.register_prehook(begin)
         return outputs
 
+    def _expect(self, labels: torch.Tensor | None) -> None:
+        if self._ends is not None:
+            self._ends.expect(labels, self._seat.now.targets)
+
     def _with_loss(self, outputs: Any, labels: torch.Tensor | None) -> Any:
         if labels is None:
             return outputs
-        loss = self.loss(logits_of(outputs), labels)
+        logits = logits_of(outputs)
+        loss = self.loss(logits, labels) if self._ends is None else self._ends.take(logits)
         if isinstance(outputs, tuple):
-            return loss, *outputs
+            return loss, *outputs[self._ends is not None :]
         outputs.loss = loss
+        if self._ends is not None:
+            outputs.logits = None
         return outputs
 
-    def _called(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+    def _called(self, call: Callable[..., Any], /, **inputs: Any) -> Any:
         _mark_dynamic(inputs)
         return call(**inputs, **self._always)
 
@@ -315,13 +331,15 @@ class Adopted:
 
     def probe(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Look whether the model can be run on parts of its tokens, if that was not done yet.
-        Raises ModelError when it cannot."""
+        Raises ModelError when it cannot. Of fake tensors nothing can be told."""
+        if any(isinstance(p, FakeTensor) for p in self.inner.parameters()):
+            self._probed = Probed(attentions=0, first=self._firsts[-1])
         if self._probed is None:
-            self._probed = self._probe(batch)
-            if self.door == "calls":
+            if self.door != "attention registry":
                 self._layers = self._seen_layers(batch)
             if self._recompute is not None:
                 self._compute_again(self._recompute)
+            self._probed = self._probe(batch)
 
     def first_place(self, batch: Mapping[str, torch.Tensor]) -> int:
         """The place that the model counts the first token of a row as, where it takes places."""
@@ -341,8 +359,10 @@ class Adopted:
         return groups.get(members), members.index(groups.rank)
 
     def _seen_layers(self, batch: Mapping[str, torch.Tensor]) -> Layers | None:
-        few = self._known(batch)
-        return find_layers(self.inner, lambda: run_few(self._probing, self._seat, few, self.tokens))
+        few, run = self._known(batch), partial(self._called, self.inner)
+        return find_layers(
+            self.inner, lambda: run_few(self.inner, run, self._seat, few, self.tokens)
+        )
 
     def _compute_again(self, level: Kept) -> None:
         """Have the blocks of a model that does not know them compute ``level`` again."""
@@ -357,13 +377,11 @@ class Adopted:
         levels.choose([level] * len(layers))
 
     def _probe(self, batch: Mapping[str, torch.Tensor]) -> Probed:
+        run = partial(self._called, self._door.probing)
         return probe(
-            self.model, self._probing, self._seat, self._known(batch), self.tokens,
+            self.model, run, self._seat, self._known(batch), self.tokens,
             places=self._takes_places, firsts=self._firsts,
         )  # fmt: skip
-
-    def _probing(self, **inputs: Any) -> Any:
-        return self._called(self._door.probing, inputs)
 
     def _known(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the model takes of a batch when it is probed."""
@@ -380,18 +398,3 @@ def _mark_dynamic(inputs: Mapping[str, Any]) -> None:
     for value in inputs.values():
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
             torch._dynamo.maybe_mark_dynamic(value, 1)  # noqa: SLF001
-
-
-def group_parts(ranks: Members) -> list[Members]:
-    """A group, and the blocks and rings of all meshes that it may be."""
-    found = [ranks]
-    for inner in (d for d in range(2, len(ranks)) if len(ranks) % d == 0):
-        mesh = RankBlocks(ranks=len(ranks), inner=inner)
-        found += [tuple(ranks[m] for m in some) for some in (*mesh.blocks, *mesh.rings)]
-    return found
-
-
-def _padded(model: torch.nn.Module) -> tuple[int, ...]:
-    """Where models begin to count that keep places up to the padding's number for padding."""
-    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
-    return () if padding is None else (padding + 1,)

@@ -60,17 +60,12 @@ def open_door(
     recompute: Kept | None,
 ) -> OpenDoor:  # fmt: skip
     """The door to ``inner``, which ``model`` may wrap. Raises ModelError where there is none, and
-    where blocks cannot compute again what ``recompute`` says: of models at the door of calls they
-    are found when it is probed."""
+    where blocks of transformers cannot compute again what ``recompute`` says; of other models
+    they are found when it is probed."""
     if asks_registry(inner):
         return _registry(model, inner, seat, backend, recompute)
     if backend is None:
         return _calls(model, inner, seat)
-    if recompute is not None:
-        raise ModelError(
-            f"recompute of {type(inner).__name__}", got=f"backend {backend}", wanted="none",
-            hint="call hr.recomputed(block, x) in its forward",
-        )  # fmt: skip
     if isinstance(model, FSDPModule):
         raise ModelError(
             "model under FSDP2", got=f"backend {backend}", wanted="none",
@@ -116,16 +111,28 @@ def _calls(model: torch.nn.Module, inner: torch.nn.Module, seat: ModelSeat) -> O
 def _graph(
     model: torch.nn.Module, inner: torch.nn.Module, seat: ModelSeat, backend: str
 ) -> OpenDoor:
-    compiler, whole = Compiler(backend, seat), not is_wrapped(model)
+    compiler, whole, opened = Compiler(backend, seat), not is_wrapped(model), ExitStack()
 
     def install() -> Callable[[], None]:
         inner.compile(backend=compiler, fullgraph=True, dynamic=True)
-        return lambda: setattr(inner, "_compiled_call_impl", None)
+        opened.callback(setattr, inner, "_compiled_call_impl", None)
+        return opened.close
+
+    def levels(blocks: Sequence[torch.nn.Module]) -> ChosenLevels:
+        # Of a graph they are tags on its nodes, for the partitioner.
+        wrapped = WrappedLevels(blocks, _as_it_is)
+        opened.callback(wrapped.remove)
+        return wrapped
 
     return OpenDoor(
         name="graph", call=_compiled(model, compiler, fullgraph=whole), compiler=compiler,
         probing=_compiled(model, Compiler("eager", seat), fullgraph=whole), install=install,
+        levels=levels,
     )  # fmt: skip
+
+
+def _as_it_is(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    return forward(*args, **named)
 
 
 def _compiled(model: torch.nn.Module, compiler: Compiler, *, fullgraph: bool) -> Callable[..., Any]:

@@ -124,13 +124,30 @@ def attend(
 def _(
     q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, window: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    size = torch.library.get_ctx().new_dynamic_size
+    kept, lse = _kept_sizes(q, k, handle, causal=causal, window=window)
     return (
         torch.empty_like(q, memory_format=torch.contiguous_format),
-        q.new_empty(size()),
-        q.new_empty(size(), dtype=wide_dtype(q.dtype)),
+        q.new_empty(kept),
+        q.new_empty(lse, dtype=wide_dtype(q.dtype)),
         torch.empty(1, dtype=torch.int64, device="cpu"),
     )
+
+
+def _kept_sizes(
+    q: Tensor, k: Tensor, handle: int, *, causal: bool, window: int
+) -> tuple[int | torch.SymInt, int | torch.SymInt]:
+    """Elements that the backward keeps, and their log-sum-exp: symbols in a graph, which serves all
+    placements; those of the placement in force where nothing is traced, as in a rehearsal."""
+    context = torch.library.get_ctx()
+    if context._shape_env is not None:  # noqa: SLF001
+        return context.new_dynamic_size(), context.new_dynamic_size()
+    heads, now = _heads(q, k), _now(handle)
+    core = None if isinstance(now, StandIn) else now.core(heads, causal, window, q.device)
+    if not isinstance(core, SwitchedCore):
+        return len(q) * (heads.queries + 2 * heads.keys) * q.shape[2], heads.queries * len(q)
+    inner, features = core.inner, q.shape[2]
+    kept = core.rows * (2 * inner.queries + 2 * inner.keys) * features
+    return kept, inner.queries * core.rows
 
 
 @torch.library.custom_op("headrace::attend_backward", mutates_args=())

@@ -35,7 +35,7 @@ from headrace.spec.method_facts import Members
 from headrace.spec.plan import TokenOrder
 from headrace.spec.rank_blocks import RankBlocks, largest_divisor
 
-__all__ = ["EXCHANGES", "Exchange", "Placement", "placed_rows"]
+__all__ = ["EXCHANGES", "Exchange", "Placement", "group_parts", "placed_rows"]
 
 Exchange = Literal["ulysses", "ring", "gather", "2d"]
 EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
@@ -60,6 +60,15 @@ def placed_rows(documents: tuple[tuple[int, ...], ...], ranks: int, order: Token
             for parts in one
         ),
     )  # fmt: skip
+
+
+def group_parts(ranks: Members) -> list[Members]:
+    """A group, and the blocks and rings of all meshes that it may be."""
+    found = [ranks]
+    for inner in (d for d in range(2, len(ranks)) if len(ranks) % d == 0):
+        mesh = RankBlocks(ranks=len(ranks), inner=inner)
+        found += [tuple(ranks[m] for m in some) for some in (*mesh.blocks, *mesh.rings)]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,6 +10,7 @@ that it counts itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from headrace.errors import ModelError
 from headrace.passes.operators import ModelSeat
 from headrace.passes.stand_in import StandIn
 
-__all__ = ["Probed", "logits_of", "loss_of", "probe", "run_few", "tensors_in"]
+__all__ = ["Probed", "first_places", "logits_of", "loss_of", "probe", "run_few", "result_tensors"]
 
 _TOKENS = 13
 _PARTS = ((0, 5), (5, 8), (8, 13))  # of two tokens or more: graphs know one from many
@@ -29,6 +30,13 @@ _MIXES_THE_BATCH = (
     torch.nn.modules.batchnorm._BatchNorm,  # noqa: SLF001
     torch.nn.modules.instancenorm._InstanceNorm,  # noqa: SLF001
 )
+
+
+def first_places(model: torch.nn.Module) -> tuple[int, ...]:
+    """The places that the first token of a row may have: models that keep places up to the
+    padding's number for padding begin after it."""
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return (0,) if padding is None else (0, padding + 1)
 
 
 def logits_of(outputs: Any) -> torch.Tensor:
@@ -48,16 +56,16 @@ def logits_of(outputs: Any) -> torch.Tensor:
     )
 
 
-def tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
+def result_tensors(outputs: Any) -> Iterator[torch.Tensor]:
     """The tensors among a model's results, however they are nested."""
     if isinstance(outputs, torch.Tensor):
         yield outputs
     elif isinstance(outputs, (tuple, list, Mapping)):
         parts = outputs.values() if isinstance(outputs, Mapping) else outputs
         for part in parts:
-            yield from tensors_in(part)
+            yield from result_tensors(part)
     elif hasattr(outputs, "__dict__"):
-        yield from tensors_in(tuple(vars(outputs).values()))
+        yield from result_tensors(tuple(vars(outputs).values()))
 
 
 def loss_of(outputs: Any) -> torch.Tensor | None:
@@ -93,11 +101,8 @@ def probe(
                 wanted="norms of single tokens",
                 hint="its statistics are those of one rank's tokens",
             )
-    few = _few(batch, tokens)
-    training = [module for module in model.modules() if module.training]
-    before, wrong = seat.held, ModelError("places of tokens", got="none to try")
-    model.eval()
-    try:
+    few, wrong = _few(batch, tokens), ModelError("places of tokens", got="none to try")
+    with _evaluated(model, seat):
         whole = _run(run, seat, few, slice(0, _TOKENS))
         if not whole.calls:
             raise ModelError(
@@ -115,23 +120,30 @@ def probe(
             if found is None:
                 return Probed(attentions=whole.calls, first=first)
             wrong = found
+    raise wrong
+
+
+@contextmanager
+def _evaluated(model: torch.nn.Module, seat: ModelSeat) -> Iterator[None]:
+    """A model that is run to look at it: nothing of it is drawn or changed."""
+    training, before = [module for module in model.modules() if module.training], seat.held
+    model.eval()
+    try:
+        yield
     finally:
         for module in training:
             module.training = True
         seat.take(before)
-    raise wrong
 
 
 @torch.no_grad()
 def run_few(
-    run: Callable[..., Any], seat: ModelSeat, batch: Mapping[str, torch.Tensor], tokens: str
-) -> None:
-    """Run a model once, on a few tokens and with the stand-in."""
-    before = seat.held
-    try:
+    model: torch.nn.Module, run: Callable[..., Any], seat: ModelSeat,
+    batch: Mapping[str, torch.Tensor], tokens: str,
+) -> None:  # fmt: skip
+    """Run a model once by ``run(**inputs)``, on a few tokens and with the stand-in."""
+    with _evaluated(model, seat):
         _run(run, seat, _few(batch, tokens), slice(0, _TOKENS))
-    finally:
-        seat.take(before)
 
 
 def _few(batch: Mapping[str, torch.Tensor], tokens: str) -> dict[str, torch.Tensor]:

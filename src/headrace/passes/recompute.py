@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import headrace.passes.operators  # noqa: F401  registers attend
 from headrace.errors import ModelError
 from headrace.spec.method import Recompute
 
@@ -117,8 +118,21 @@ def _enable(model: Any, options: dict[str, Any]) -> None:
     getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False, **options})
 
 
+_ATEN = torch.ops.aten
+_ATTENDS = frozenset({
+    torch.ops.headrace.attend.default,
+    _ATEN._scaled_dot_product_flash_attention.default,  # noqa: SLF001
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
+    _ATEN._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
+    _ATEN._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
+    _ATEN._scaled_dot_product_fused_attention_overrideable.default,  # noqa: SLF001
+    _ATEN._flash_attention_forward.default,  # noqa: SLF001
+    _ATEN._efficient_attention_forward.default,  # noqa: SLF001
+})  # fmt: skip
+
+
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    attends = operator is torch.ops.headrace.attend.default
+    attends = operator in _ATTENDS
     return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -55,7 +55,8 @@ def drawn_steps(how: str, ranks: int, folder: Path, seed: int) -> tuple[list[flo
     """Losses, weights and strategies of steps with plans drawn at random."""
     model, called = wrapped(how)
     optimizer = sgd(called)
-    run = attached(called, optimizer, dataset(), folder, clip=0.5, costs=costs(ranks))
+    run = attached(called, optimizer, dataset(), folder, clip=0.5, costs=costs(ranks),
+                   logits=ranks == 3)  # fmt: skip
     run.runner.planner = drawn = Drawn(
         ranks=ranks, layers=2, seed=seed, semantics="lockstep" if how == "fsdp2" else "free"
     )

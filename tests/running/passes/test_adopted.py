@@ -17,6 +17,7 @@ import headrace as hr
 from headrace.errors import DataError, ModelError, PlanMismatch, SpecError
 from headrace.passes.adopted import Adopted
 from headrace.passes.placement import Placement
+from headrace.runtime.counted import SavedBytes
 from ranks import run_ranks as forked
 from running.passes.foreign import (
     BatchNormed,
@@ -325,10 +326,31 @@ def test_a_model_that_is_adopted_again() -> None:
     assert errors(spread(hr.compile(model), batch), alone(gpt(), batch)) < EXACT
 
 
-def test_what_a_compiler_cannot_do() -> None:
-    """Catches options that do nothing."""
-    with pytest.raises(ModelError, match="backend eager"):
-        hr.compile(gpt(), backend="eager", recompute="full")
+def kept_bytes(backend: str, level: Any) -> tuple[float, int, int]:
+    """(error, bytes kept for the backward, compiles) of a compiled model."""
+    run, batch = hr.compile(gpt(), backend=backend, recompute=level), drawn(2, 30)
+    error = errors(spread(run, batch), alone(gpt(), batch))
+    shard = run.shard(batch)
+    with SavedBytes(run.model.parameters()) as saved:
+        loss = run(**shard.inputs)[1]
+        kept = saved.look()[0]
+    run.backward(loss)
+    return error, kept, run.compiles
+
+
+@pytest.mark.parametrize("backend", [whole("eager"), "aot_eager"])
+def test_blocks_of_a_graph_compute_again_what_was_said(backend: str) -> None:
+    """Catches tags that a partitioner does not see, and blocks that break a graph."""
+    found = {}
+    for level in (None, "attention", "full"):
+        (error, found[level], compiles), _ = run_ranks(2, kept_bytes, backend, level)
+        assert error < EXACT
+        assert compiles == 1
+    assert found["full"] < found["attention"] < found[None]
+
+
+def test_a_graph_that_hooks_would_break() -> None:
+    """Catches attention that is not replaced in a compiled model under FSDP2."""
 
     def work() -> str:
         with pytest.raises(ModelError) as raised:

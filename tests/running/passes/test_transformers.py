@@ -7,16 +7,23 @@ import json
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headrace as hr
 from headrace.cli import main
 from headrace.cli.foreign_models import foreign_model
 from headrace.errors import ModelError
+from headrace.passes import head
 from headrace.passes.adopted import Adopted
+from headrace.runtime.counted import ByteCounter
 from ranks import run_ranks
+from running.passes.foreign import gpt
+from spread import whole
 
 transformers = pytest.importorskip("transformers")
+
+EXACT = 1e-10
 
 
 def drawn(rows: int, tokens: int, seed: int) -> dict[str, torch.Tensor]:
@@ -48,6 +55,65 @@ def test_verified(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     kept = {case["recompute"]: case["kept_bytes"] for case in found["cases"]
             if (case["batch"], case["exchange"]) == ("rows", "ulysses")}  # fmt: skip
     assert kept["full"] < kept["attention"] < kept["none"]
+
+
+def losses_alone(kind: str, how: str, backend: str | None) -> list[float]:
+    """Errors of gradients, the loss and the loss of an evaluation where no logits are made."""
+    model, plain = (foreign_model(kind, 0).double() for _ in range(2))
+    if how == "fsdp2":
+        for part in (*model.model.layers, model.lm_head, model):
+            fully_shard(part)
+    called = DistributedDataParallel(model) if how == "ddp" else model
+    batch = drawn(2, 19, 3)
+    run, usual = hr.compile(called, logits=False, backend=backend), hr.compile(plain)
+    found, wanted = gradients(run, batch), gradients(usual, batch)
+    with torch.no_grad():
+        outputs = run(**run.shard(batch).inputs)
+        again = float(run.add_up(outputs.loss))
+        assert outputs.logits is None
+        ids = {"input_ids": batch["input_ids"]}
+        assert run(**run.shard(ids).inputs).logits.shape[-1] == model.config.vocab_size
+    off = (found[0] - wanted[0]).abs().max() / wanted[0].abs().max()
+    return [float(off), abs(found[1] - wanted[1]), abs(again - wanted[1])]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "how", "backend"),
+    [
+        (2, "llama", "fsdp2", None), (3, "bert", "ddp", None), whole(1, "gpt2", "alone", None),
+        whole(2, "llama", "alone", "aot_eager"), whole(4, "qwen3", "ddp", None),
+    ],
+)  # fmt: skip
+def test_losses_without_logits(ranks: int, kind: str, how: str, backend: str | None) -> None:
+    """Catches chunks that are left out or weighed otherwise, a head whose weights are gathered at
+    another time, and logits that are gone where no loss is made."""
+    for errors in run_ranks(ranks, losses_alone, kind, how, backend):
+        assert max(errors) < EXACT
+
+
+def test_logits_that_are_more_than_those_of_a_head() -> None:
+    """Catches a loss of logits that the model would have changed, and a model without a head."""
+    run = hr.compile(foreign_model("granite", 0), logits=False)
+    run.inner.config.logits_scaling = 3.0
+    with pytest.raises(ModelError, match="changes after its head"):
+        run(**run.shard(drawn(1, 12, 0)).inputs)
+    with pytest.raises(ModelError, match="a linear one"):
+        hr.compile(gpt(), logits=False)
+
+
+def test_no_logits_are_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches memory that grows by the vocabulary with every token."""
+    monkeypatch.setattr(head, "_CHUNK", 16)
+    peaks = {}
+    for logits in (True, False):
+        run = hr.compile(foreign_model("llama", 0), logits=logits)
+        for tokens in (256, 512):
+            shard = run.shard(drawn(1, tokens, 0))
+            with ByteCounter() as counter:
+                run.backward(run(**shard.inputs).loss)
+                peaks[logits, tokens] = counter.look()[1]
+    grown = {logits: (peaks[logits, 512] - peaks[logits, 256]) / 256 for logits in (True, False)}
+    assert grown[True] - grown[False] > 2 * 4 * run.inner.config.vocab_size
 
 
 def test_two_forwards_before_a_backward() -> None:
