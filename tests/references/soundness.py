@@ -40,26 +40,58 @@ def atoms(action: Action) -> list[Action]:
 
 def sound(plan: Plan, programs: Sequence[Program], buckets: int) -> bool:
     """The rules again: an action that several ranks share, and a message, is one node of a graph
-    without circles. A forward comes after the pulls of all ranks."""
-    graph: dict[object, set[object]] = {}
-    pulls = {(program.rank, Pull(bucket=b)) for program in programs for b in range(buckets)}
+    without circles. A forward comes after the pulls of all ranks. In a second graph a push is one
+    node of all ranks, and a backward one for each bucket."""
     for program, model in zip(programs, compile_plan(plan, buckets), strict=True):
         if _world(program) != _world(model):
             return False
         found = [atom for action in program.actions for atom in atoms(action)]
         wanted = [atom for action in model.actions for atom in atoms(action)]
-        if Counter(found) != Counter(wanted) or not _in_local_order(program, model, found, buckets):
+        own = _buckets(plan, model, buckets)
+        if Counter(found) != Counter(wanted) or not _in_local_order(program, own, found, buckets):
             return False
-        for before, after in pairwise(program.actions):
-            for node in _nodes(after, program.rank):
-                graph.setdefault(node, set()).update(_nodes(before, program.rank))
-                if isinstance(after, Forward):
+    pulls = {(program.rank, Pull(bucket=b)) for program in programs for b in range(buckets)}
+    issued = {p.rank: [_nodes(action, p.rank) for action in p.actions] for p in programs}
+    posted = {p.rank: [n for a in p.actions for n in _posted(a, p.rank, buckets)] for p in programs}
+    return all(_without_circles(chains, pulls) for chains in (issued, posted))
+
+
+def _without_circles(chains: dict[int, list[list[object]]], pulls: set[object]) -> bool:
+    graph: dict[object, set[object]] = {}
+    for chain in chains.values():
+        for before, after in pairwise(chain):
+            for node in after:
+                graph.setdefault(node, set()).update(before)
+                if isinstance(node, str) and "F" in node:
                     graph[node] |= pulls
     try:
         TopologicalSorter(graph).prepare()
     except CycleError:
         return False
     return True
+
+
+def _posted(action: Action, rank: int, buckets: int) -> list[list[object]]:
+    """Sets of nodes, one after the other."""
+    if isinstance(action, Push):
+        return [[("push", action.bucket)]]
+    if not isinstance(action, Backward):
+        return [_nodes(action, rank)]
+    found: list[list[object]] = []
+    for bucket in reversed(range(buckets)):
+        found.append([(str(replace(action, pushes=())), bucket)])
+        if bucket in action.pushes:
+            found.append([("push", bucket)])
+    return [*found, _nodes(action, rank)]
+
+
+def _buckets(plan: Plan, model: Program, buckets: int) -> tuple[int, ...]:
+    """Those of the stage in which a rank has its last backward."""
+    last = next((a for a in reversed(model.actions) if isinstance(a, Backward)), None)
+    if last is None:
+        return ()
+    pipeline = plan.pipelines[plan.micro_batches[last.micro_batch].pipeline]
+    return pipeline.stage_of(model.rank, buckets - 2).buckets
 
 
 def _world(program: Program) -> list[Action]:
@@ -85,10 +117,11 @@ def _nodes(action: Action, rank: int) -> list[object]:
     return [node(part) for part in (parts[:1] if isinstance(action, Backward) else parts)]
 
 
-def _in_local_order(program: Program, model: Program, found: list[Action], buckets: int) -> bool:
+def _in_local_order(
+    program: Program, own: tuple[int, ...], found: list[Action], buckets: int
+) -> bool:
     at = {atom: place for place, atom in enumerate(found)}
     backwards = [atom for atom in found if isinstance(atom, Backward)]
-    own = next((pushes_of(a) for a in model.actions if isinstance(a, Backward) and a.pushes), ())
     used = set(own) | ({0} if buckets - 1 in own else set())
     for atom in found:
         match atom:

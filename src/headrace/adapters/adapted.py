@@ -29,7 +29,7 @@ from headrace.adapters.passage import Passage
 from headrace.adapters.shards import AxisShards
 from headrace.adapters.stages import AxisStage
 from headrace.comm.collectives import agree
-from headrace.comm.mesh import Groups, groups_here
+from headrace.comm.mesh import Groups, device_of, groups_here
 from headrace.errors import DataError, InfeasiblePlan, ModelError, SpecError
 from headrace.layouts.intervals import split_sizes
 from headrace.ops.switch import gather
@@ -107,7 +107,7 @@ class Adapted:
         """Those of the world, which may begin after the model was adapted. Raises LaunchError for
         ranks of a launcher that have not met."""
         if not self._met:
-            self._given, self._met = groups_here(), True
+            self._given, self._met = groups_here(device_of(self.model)), True
         return self._given
 
     def join(self, groups: Groups) -> None:

@@ -47,8 +47,9 @@ def examine() -> dict[str, Any]:
         "system": platform.platform(),
         "versions": versions,
         "machine": _machine(),
-        "devices": _devices() if versions["torch"] else [],
+        # Links first: they are measured by processes that are forked, which CUDA does not survive.
         "links": _links() if versions["torch"] else {},
+        "devices": _devices() if versions["torch"] else [],
     }
     found["works"] = _works(found)
     return found

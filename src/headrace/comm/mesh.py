@@ -1,26 +1,41 @@
-"""Groups of ranks: made once per set of ranks, in one global order, and cached."""
+"""Groups of ranks: made once per set of ranks, in one global order, and cached.
+
+[Note: opening communicators] NCCL makes a communicator at its first collective, and the connection
+between two ranks at their first message: all members stand still until the last has come. In the
+middle of a step, with transfers under way that others have not posted, they may wait for ever. So
+every communicator is used once where it is made, before the step, by all its members, on the device
+where it will be used; on CPUs as well, so that all runs do the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 
+import torch
 import torch.distributed as dist
 
 from headrace.comm import waiting
 from headrace.comm.messages import Messages
 from headrace.comm.sockets import Connections
 from headrace.comm.variables import number, under_torchrun
+from headrace.comm.waiting import Transfer
 from headrace.errors import LaunchError, PlanMismatch
 
-__all__ = ["Groups", "groups_here"]
+__all__ = ["Groups", "device_of", "groups_here"]
 
 
-def groups_here() -> Groups | None:
-    """The groups of the world that the user began; None for a process alone. Raises LaunchError in
-    one of several processes of a launcher where nobody began it: each would work for itself."""
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where a model's parameters are."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def groups_here(device: str | torch.device = "cpu") -> Groups | None:
+    """The groups of the world that the user began, for tensors on ``device``; None for a process
+    alone. Raises LaunchError in one of several processes of a launcher where nobody began it: each
+    would work for itself."""
     if dist.is_initialized():
-        return Groups()
+        return Groups(device=device)
     if under_torchrun() and number("WORLD_SIZE") > 1:
         raise LaunchError(
             "torch.distributed", got="not begun", wanted="ranks that have met",
@@ -37,15 +52,18 @@ class Groups:
     the same sets of ranks: groups made in different orders on different ranks hang at first use.
     ``messages`` between stages have a group of their own, made when first prepared for.
     ``backend`` of the groups: the world's where it is None. ``connections`` remember theirs.
+    ``device``: where the tensors are that they exchange.
     """
 
     def __init__(
-        self, *, backend: str | None = None, connections: Connections | None = None
-    ) -> None:
+        self, *, backend: str | None = None, connections: Connections | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:  # fmt: skip
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
         self._backend = backend
         self._connections = connections or Connections()
+        self._device = torch.device(device)
         self.renew()
 
     def renew(self) -> None:
@@ -55,6 +73,8 @@ class Groups:
         self.world: dist.ProcessGroup = world
         self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._messages: Messages | None = None
+        self._met: set[int] = set()
+        self._opened = False
 
     def forget(self) -> None:
         """Let go of all groups: the world is about to end."""
@@ -69,10 +89,15 @@ class Groups:
         waiting.leave_behind()
         self._made.clear()
         self._messages = None
+        self._met.clear()
 
     def prepare(self, wanted: Iterable[tuple[int, ...]]) -> None:
-        """Make the groups of ``wanted`` that do not exist yet. Collective: all ranks call it
-        alike. Groups of one rank need no communicator and are skipped."""
+        """Make and open the groups of ``wanted`` that do not exist yet, and open the world.
+        Collective: all ranks call it alike. Groups of one rank need no communicator and are
+        skipped."""
+        if not self._opened and self.ranks > 1:
+            self._open(self.world)
+            self._opened = True
         for ranks in sorted({r for r in wanted if len(r) > 1} - self._made.keys()):
             # Who is not in it opens nothing, and counts it only: looking for what was opened would
             # take a rank longer the more ranks, and so groups, there are.
@@ -80,14 +105,37 @@ class Groups:
             with self._connections.opening() if mine else nullcontext():
                 made = dist.new_group(list(ranks), backend=self._backend)
             self._made[ranks] = made if mine and isinstance(made, dist.ProcessGroup) else None
+            if mine and isinstance(made, dist.ProcessGroup):
+                self._open(made)
 
-    def prepare_messages(self) -> None:
-        """Make the group of messages unless it exists. Collective."""
-        if self._messages is None and self.ranks > 1:
+    def prepare_messages(self, peers: Collection[int] = ()) -> None:
+        """Make the group of messages unless it exists, and open the ways to ``peers``, with whom
+        this rank will exchange some. Collective: every rank calls it, and peers name each other."""
+        if self.ranks == 1:
+            return
+        if self._messages is None:
             with self._connections.opening():
                 made = dist.new_group(list(range(self.ranks)), backend=self._backend)
             assert isinstance(made, dist.ProcessGroup), "every rank is in the world"
+            self._open(made)
             self._messages = Messages(made)
+        new = sorted(set(peers) - self._met)
+        self._messages.greet(new, self._device)
+        self._settle()
+        self._met.update(new)
+
+    def _open(self, group: dist.ProcessGroup) -> None:
+        """Use a group once, which has all its members meet."""
+        count = dist.get_world_size(group)
+        out = torch.zeros(count, device=self._device)
+        work = dist.all_to_all_single(out, torch.ones_like(out), group=group, async_op=True)
+        Transfer(work, group).wait()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the device, too: on one, waits for transfers are for it alone."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     @property
     def messages(self) -> Messages:

@@ -37,6 +37,21 @@ class Messages:
         self._group = group
         self._sent: dict[int, _Sent] = {}
 
+    def greet(self, peers: Sequence[int], device: str | torch.device) -> None:
+        """Exchange a number with each of ``peers``, all at once: the first message between two
+        ranks makes their connection, and has both stand still."""
+        if not peers:
+            return
+        sent = torch.ones(len(peers), device=device)
+        got = torch.zeros_like(sent)
+        operations = [
+            dist.P2POp(kind, x[at : at + 1], peer, self._group)
+            for kind, x in ((dist.isend, sent), (dist.irecv, got))
+            for at, peer in enumerate(peers)
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            Transfer(work, self._group, here=True).wait()
+
     def send(self, x: torch.Tensor, peer: int) -> None:
         """Issue ``x`` to rank ``peer``; its values must not change until the next message there."""
         self._settle(peer)

@@ -18,6 +18,7 @@ from headrace.comm.lifeline import Lifeline
 from headrace.comm.rerendezvous import Rerendezvous
 from headrace.comm.sockets import hurry
 from headrace.comm.status import StatusBoard
+from headrace.comm.variables import sees_own_gpus
 from headrace.comm.waiting import Freed
 from headrace.comm.watcher import Watcher
 from headrace.errors import HeadraceError, LaunchError
@@ -96,11 +97,12 @@ def run_rank(
     process with ``os._exit``: transfers may be under way that nothing can cancel.
     """
     watcher = _watcher(place, settings, lifeline)
-    watcher.start()
-    if obey:
-        watcher.obey(*obey)
     try:
-        code = main(_join(place, settings, store, watcher))
+        device = _device(place, settings)
+        watcher.start()
+        if obey:
+            watcher.obey(*obey)
+        code = main(_join(place, settings, store, watcher, device))
     except SystemExit as error:
         code = _code(error)
     except BaseException as error:
@@ -117,10 +119,10 @@ def run_rank(
 @contextmanager
 def here(place: RankPlace, settings: Settings, store: dist.Store) -> Iterator[World]:
     """A world of one rank, this process, until the context ends."""
-    watcher = _watcher(place, settings)
+    device, watcher = _device(place, settings), _watcher(place, settings)
     watcher.start()
     try:
-        yield _join(place, settings, store, watcher)
+        yield _join(place, settings, store, watcher, device)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -137,11 +139,12 @@ def _watcher(place: RankPlace, settings: Settings, lifeline: Lifeline | None = N
     )  # fmt: skip
 
 
-def _join(place: RankPlace, settings: Settings, store: dist.Store, watcher: Watcher) -> World:
+def _join(
+    place: RankPlace, settings: Settings, store: dist.Store, watcher: Watcher, device: str
+) -> World:
     watcher.enter("the start, meeting the other ranks")
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(settings.threads or max(1, cores // place.local_ranks))
-    device = "cpu" if settings.device == "cpu" else _take_gpu(place)
     rerendezvous = Rerendezvous(
         # The store outlives a failed attempt, and so would the addresses of dead processes in it.
         store=dist.PrefixStore(f"attempt{place.attempt}/groups", store),
@@ -157,15 +160,31 @@ def _join(place: RankPlace, settings: Settings, store: dist.Store, watcher: Watc
     )  # fmt: skip
 
 
-def _take_gpu(place: RankPlace) -> str:
-    """Make this rank's GPU current. The first use of CUDA in the life of the process."""
-    if place.local_rank >= torch.cuda.device_count():
+def _device(place: RankPlace, settings: Settings) -> str:
+    """This rank's device, ready for use. It comes before the first beat: CUDA holds the interpreter
+    while it begins, longer than ranks may be silent, and who has not beaten is not waited for."""
+    if settings.device == "cpu":
+        return "cpu"
+    index = gpu_of(place.local_rank, torch.cuda.device_count(), own=sees_own_gpus())
+    # Packs have new sizes all the time: without it freed memory is in pieces, and given back.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    torch.cuda.set_device(index)
+    torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
+    torch.cuda.synchronize()
+    return f"cuda:{index}"
+
+
+def gpu_of(local_rank: int, count: int, *, own: bool) -> int:
+    """The GPU of a rank that sees ``count``: its ``own`` where a launcher shows each rank another.
+    Raises LaunchError where there is none for it."""
+    if own and count == 1:
+        return 0
+    if local_rank >= count:
         raise LaunchError(
-            f"GPU of local rank {place.local_rank}", got=f"{torch.cuda.device_count()} GPUs",
+            f"GPU of local rank {local_rank}", got=f"{count} GPUs",
             wanted="one for each rank of a machine", hint="start fewer ranks, or use device = cpu",
         )  # fmt: skip
-    torch.cuda.set_device(place.local_rank)
-    return f"cuda:{place.local_rank}"
+    return local_rank
 
 
 def _code(error: SystemExit) -> int:

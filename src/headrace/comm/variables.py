@@ -6,7 +6,7 @@ import os
 
 from headrace.errors import LaunchError
 
-__all__ = ["number", "speaks_here", "under_torchrun", "variable"]
+__all__ = ["number", "ranks_here", "sees_own_gpus", "speaks_here", "under_torchrun", "variable"]
 
 _WITH_TORCHRUN = "start it with torchrun, or leave its variables unset"
 
@@ -14,6 +14,19 @@ _WITH_TORCHRUN = "start it with torchrun, or leave its variables unset"
 def under_torchrun() -> bool:
     """Whether this process was started as one rank of a job (by torchrun, or alike)."""
     return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def ranks_here(started: int) -> int:
+    """Ranks of this machine: as the launcher says, or as many as are ``started`` here."""
+    if not under_torchrun():
+        return started
+    return number("LOCAL_WORLD_SIZE", number("WORLD_SIZE", 1))
+
+
+def sees_own_gpus() -> bool:
+    """Whether a launcher chose the GPUs that this process sees: Slurm may show each rank its own
+    only."""
+    return under_torchrun() and bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def speaks_here() -> bool:

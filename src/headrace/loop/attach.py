@@ -93,7 +93,7 @@ def attach(
     module = model.model if isinstance(model, Adapted) else model
     device = _device_of(module)
     join_world(device)
-    groups = Groups()
+    groups = Groups(device=device)
     if isinstance(model, Adapted):
         driven: LoopModel = AxisModel(model, groups, label_name=label_name)
     else:

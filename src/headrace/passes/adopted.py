@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from headrace.comm.collectives import agree
-from headrace.comm.mesh import Groups, groups_here
+from headrace.comm.mesh import Groups, device_of, groups_here
 from headrace.errors import ModelError, SpecError
 from headrace.passes.doors import ChosenLevels, Door, open_door
 from headrace.passes.gradients import add_plainly, add_up, is_wrapped, summed_loss
@@ -103,7 +103,7 @@ class Adopted:
         config = getattr(inner, "config", None)
         self._always = {"use_cache": False} if hasattr(config, "use_cache") else {}
         self._firsts = first_places(inner)
-        self._groups = groups or groups_here()
+        self._groups = groups or groups_here(device_of(inner))
         self.labels: Labels = labels or (convention_of(inner) if self._hugging else "same")
         self._probed: Probed | None = None
         self._placed: MutableMapping[torch.Tensor, Placement] = WeakIdKeyDictionary()

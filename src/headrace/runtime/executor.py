@@ -103,7 +103,9 @@ class Executor:
         program = self._programs.of(plan)
         self.groups.prepare(self._plan_groups.of(plan))
         if any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines):
-            self.groups.prepare_messages()
+            self.groups.prepare_messages(
+                {m.peer for action in program.actions for m in messages_of(action)}
+            )
         return program
 
     def run(

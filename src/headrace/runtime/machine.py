@@ -52,23 +52,34 @@ def available_bytes(device: str) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had, on a device or on the host."""
+    """Whether an error says that memory could not be had, on a device or on the host: of the
+    allocator, of a library that allocates beside it (cuBLAS, NCCL), or of the driver."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
 
 
-def matmul_flops_per_s(device: str, dtype: torch.dtype, size: int = 768) -> float:
-    """FLOP/s of a square matrix product: what utilisation is measured against."""
+_NO_MEMORY = ("can't allocate memory", "out of memory", "alloc_failed", "alloc failed")
+
+
+def matmul_flops_per_s(
+    device: str, dtype: torch.dtype, size: int | None = None, products: int | None = None
+) -> float:
+    """FLOP/s of square matrix products, several in a row: what utilisation is measured against. On
+    a device they are large, or it would be idle for most of the time."""
+    size = size or (768 if device == "cpu" else 8192)
+    products = products or (1 if device == "cpu" else 8)
     a = torch.ones(size, size, dtype=dtype, device=device)
     best = float("inf")
     for _ in range(4):
         start = time.perf_counter()
-        a @ a
+        for _ in range(products):
+            a @ a
         if device != "cpu":
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - start)
-    return 2.0 * size**3 / best
+    return 2.0 * products * size**3 / best
 
 
 def reset_peak_bytes(device: str) -> int:

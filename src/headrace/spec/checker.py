@@ -15,7 +15,9 @@ with others: what they check by themselves holds for the world, as the order of 
    and backward on each rank of its pipeline, with a message wherever two stages meet;
 5. the lists run to their end when every meeting waits for all its members, every send for its
    receiver, and every forward until all ranks have issued the pulls before it (the strict mode:
-   what runs in it runs with any transport).
+   what runs in it runs with any transport);
+6. ranks post what they share with others in one order, pushes too: the lists run to their end when
+   every push waits for all ranks, and a backward meets in each bucket that is pushed in it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import ProgramError
-from headrace.spec.compiler import connected, rows_of
+from headrace.spec.compiler import connected, is_last, rows_of
 from headrace.spec.plan import Plan
 from headrace.spec.program import (
     Action,
@@ -41,7 +43,7 @@ from headrace.spec.program import (
     Update,
 )
 from headrace.spec.stage import Stage
-from headrace.spec.walk import waiting
+from headrace.spec.walk import disordered, waiting
 
 __all__ = ["check_alone", "check_programs"]
 
@@ -79,6 +81,9 @@ def check_programs(programs: Sequence[Program], plan: Plan, bucket_count: int) -
     if stuck:
         text = "; ".join(f"rank {rank} waits at {action}" for rank, action in stuck[:4])
         raise ProgramError("rule 5, the programs deadlock", got=text)
+    if stuck := disordered(programs):
+        text = "; ".join(f"rank {rank} at {action}" for rank, action in stuck[:4])
+        raise ProgramError("rule 6, collectives in different orders", got=text)
 
 
 def check_alone(program: Program, plan: Plan, bucket_count: int) -> None:
@@ -104,6 +109,17 @@ def check_alone(program: Program, plan: Plan, bucket_count: int) -> None:
                 f"rule 2, rank {rank}, action {forward}",
                 wanted=f"the forward and the backward of micro-batch {job.backward.micro_batch}",
             )
+    _check_order_alone(program, plan)
+
+
+def _check_order_alone(program: Program, plan: Plan) -> None:
+    """Rule 6, after rule 3: ranks that push within a backward do so in the last one of them all."""
+    for action in program.actions:
+        if isinstance(action, Backward) and action.pushes and not is_last(plan, action):
+            raise ProgramError(
+                f"rule 6, rank {program.rank}, action {action}", got="pushes within it",
+                wanted="pushes after it, as one of its ranks has a later micro-batch",
+            )  # fmt: skip
 
 
 def _check_ranks(ranks: Sequence[int], plan: Plan) -> None:

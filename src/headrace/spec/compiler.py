@@ -8,7 +8,13 @@ stages runs forward and backward of each of its micro-batches in the plan's orde
 
 [Note: order of pushes] Pushes meet the whole world, so all ranks issue them in one order, from the
 last bucket to the first, in which gradients become complete in a backward. A rank of an early
-stage issues those of later layers, for which it has nothing, before its last backward.
+stage issues those of later layers, for which it has nothing, before the gradients of its last
+micro-batch come, as they left there before that message.
+
+What ranks share they post in one order (rule 6): where a group's last backward is that of all its
+ranks, pushes stand between its layers on all of them. Where a rank has more to do, its group's
+collectives come before its pushes, so those of the others do, too. That costs nothing: a push waits
+for the rank that is busy longest.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from headrace.spec.program import (
 )
 from headrace.spec.stage import Stage
 
-__all__ = ["compile_plan", "compile_rank", "connected", "rows_of"]
+__all__ = ["compile_plan", "compile_rank", "connected", "is_last", "rows_of"]
 
 Numbered = Sequence[tuple[int, MicroBatch]]
 
@@ -178,19 +184,28 @@ class _Line:
 def _with_pushes(
     plan: Plan, rank: int, actions: list[Action], bucket_count: int
 ) -> Iterator[Action]:
-    """The actions with all pushes, those of the last backward's buckets inside it."""
+    """The actions with all pushes, those of the last backward's buckets inside it where it is the
+    last one of all ranks that meet in it."""
     order = list(reversed(range(bucket_count)))
     last = max((i for i, a in enumerate(actions) if isinstance(a, Backward)), default=None)
-    if last is None:
+    backward = None if last is None else actions[last]
+    if last is None or not isinstance(backward, Backward) or not is_last(plan, backward):
         yield from actions
         yield from (Push(bucket=b) for b in order)
         return
-    backward = actions[last]
-    assert isinstance(backward, Backward)
     pipeline = plan.pipelines[plan.micro_batches[backward.micro_batch].pipeline]
     own = pipeline.stage_of(rank, bucket_count - 2).buckets
-    yield from actions[:last]
+    before = last - 1 if isinstance(actions[last - 1], Recv) else last
+    yield from actions[:before]
     yield from (Push(bucket=b) for b in order if b > own[-1])
+    yield from actions[before:last]
     yield replace(backward, pushes=tuple(reversed(own)))
     yield from actions[last + 1 :]
     yield from (Push(bucket=b) for b in order if b < own[0])
+
+
+def is_last(plan: Plan, backward: Backward) -> bool:
+    """Whether none of a backward's ranks has a later micro-batch."""
+    group = set(backward.group)
+    later = plan.micro_batches[backward.micro_batch + 1 :]
+    return all(group.isdisjoint(plan.pipelines[micro.pipeline].ranks) for micro in later)

@@ -15,7 +15,7 @@ from typing import Any
 from headrace.spec.checker import check_alone, check_programs
 from headrace.spec.compiler import compile_rank
 from headrace.spec.plan import Pipeline, Plan
-from headrace.spec.program import Program
+from headrace.spec.program import Backward, Program
 
 __all__ = ["OwnPrograms"]
 
@@ -36,7 +36,8 @@ class OwnPrograms:
         pipelines = [i for i, p in enumerate(plan.pipelines) if self.rank in p.ranks]
         count = sum(micro.pipeline in pipelines for micro in plan.micro_batches)
         staged = [p for i in pipelines if (p := plan.pipelines[i]).scheme.pipeline > 1 and count]
-        kind = (count, *((p.scheme, p.shares) for p in staged))
+        within = any(isinstance(action, Backward) and action.pushes for action in mine.actions)
+        kind = (count, within, *((p.scheme, p.shares) for p in staged))
         if kind not in self._checked:
             self._check(mine, plan, staged)
             self._checked.add(kind)

@@ -8,11 +8,18 @@ its messages on arrival.
 ranks have issued it. Here a forward waits for every pull that its rank has issued, until all ranks
 of the walk have. That stands for the world: where ranks issue their pulls in one order and come
 through alone, what comes before a pull needs earlier pulls only, of any rank.
+
+[Note: one order] On devices a collective is a kernel that spins until all its members have posted
+theirs, and whatever has the host wait for the device (an allocation that fails first, the first use
+of a communicator) waits for all that it has posted. Two ranks that post a push and a collective of
+their own in different orders may then wait for each other. So there is a second walk, in which
+pushes are met as well, and a backward is one meeting for each bucket: who comes through it may wait
+for the device wherever it likes, as everybody posts what he shares with others in one order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +30,13 @@ from headrace.spec.program import (
     Forward,
     Program,
     Pull,
+    Push,
     Recv,
     Send,
     Update,
 )
 
-__all__ = ["Posted", "meeting", "meeting_key", "messages_of", "waiting"]
+__all__ = ["Posted", "disordered", "meeting", "meeting_key", "messages_of", "waiting"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +96,60 @@ def waiting(programs: Sequence[Program]) -> list[tuple[int, Action]]:
     which each waits for the next one, and the last for the first: the cause of all others. No
     message may stand in a list twice.
     """
-    walk = _Walk(programs)
+    world = tuple(program.rank for program in programs)
+    return _stuck({p.rank: [_step(a, p.rank, world) for a in p.actions] for p in programs})
+
+
+def disordered(programs: Sequence[Program]) -> list[tuple[int, Action]]:
+    """The same where ranks meet in pushes too, and in every bucket of a backward: empty when ranks
+    post what they share with others in one order. A push stands for the whole world's."""
+    world = tuple(program.rank for program in programs)
+    pushed: dict[tuple[Any, ...], list[int]] = {}
+    for program in programs:
+        for action in program.actions:
+            if isinstance(action, Backward):
+                known = pushed.setdefault(meeting_key(action), [])
+                known += [bucket for bucket in action.pushes if bucket not in known]
+    return _stuck({
+        p.rank: [step for a in p.actions for step in _parts(a, p.rank, world, pushed)]
+        for p in programs
+    })  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """An action, or a part of one, in which the ranks of ``group`` meet by ``key``."""
+
+    action: Action
+    key: tuple[Any, ...]
+    group: tuple[int, ...]
+
+
+def _step(action: Action, rank: int, world: tuple[int, ...]) -> _Step:
+    return _Step(action=action, key=meeting_key(action), group=meeting(action, rank, world))
+
+
+def _parts(
+    action: Action, rank: int, world: tuple[int, ...], pushed: dict[tuple[Any, ...], list[int]]
+) -> Iterator[_Step]:
+    """What is met in an action one after the other."""
+    if isinstance(action, Push):
+        yield _Step(action=action, key=("push", action.bucket), group=world)
+    elif isinstance(action, Backward) and (buckets := pushed[meeting_key(action)]):
+        for bucket in sorted(buckets, reverse=True):
+            key = (*meeting_key(action), bucket)
+            yield _Step(action=action, key=key, group=meeting(action, rank, world))
+            if bucket in action.pushes:
+                yield _Step(action=action, key=("push", bucket), group=world)
+        yield _step(action, rank, world)  # what is left of it
+    else:
+        yield _step(action, rank, world)
+
+
+def _stuck(steps: dict[int, list[_Step]]) -> list[tuple[int, Action]]:
+    walk = _Walk(steps)
     walk.run()
-    heads = {rank: action for rank in walk.world if (action := walk.head(rank)) is not None}
+    heads = {rank: step.action for rank in walk.world if (step := walk.head(rank)) is not None}
     circle = walk.circle(next(iter(heads))) if heads else []
     return [(rank, heads[rank]) for rank in (*circle, *(r for r in heads if r not in circle))]
 
@@ -99,9 +158,9 @@ class _Walk:
     """Where every rank stands, who has come to which meeting, which messages are posted, and who
     has issued which pull."""
 
-    def __init__(self, programs: Sequence[Program]) -> None:
-        self._actions = {program.rank: program.actions for program in programs}
-        self.world = tuple(self._actions)
+    def __init__(self, steps: dict[int, list[_Step]]) -> None:
+        self._steps = steps
+        self.world = tuple(steps)
         self._places = dict.fromkeys(self.world, 0)
         self._come: dict[tuple[Any, ...], set[int]] = {}
         self._posted: set[tuple[bool, tuple[int, int, str, int]]] = set()
@@ -110,10 +169,10 @@ class _Walk:
         self._pulling: list[int] = []
         self._ready = list(self.world)
 
-    def head(self, rank: int) -> Action | None:
-        """The action at which ``rank`` stands; None at the end of its list."""
-        actions, place = self._actions[rank], self._places[rank]
-        return actions[place] if place < len(actions) else None
+    def head(self, rank: int) -> _Step | None:
+        """The step at which ``rank`` stands; None at the end of its list."""
+        steps, place = self._steps[rank], self._places[rank]
+        return steps[place] if place < len(steps) else None
 
     def run(self) -> None:
         """Move until nobody can."""
@@ -136,10 +195,10 @@ class _Walk:
 
     def _partner(self, rank: int) -> int | None:
         """One that ``rank`` waits for; None when it, or who it waits for, is at its end."""
-        action = self.head(rank)
-        if action is None:
+        step = self.head(rank)
+        if step is None:
             return None
-        group, key = meeting(action, rank, self.world), meeting_key(action)
+        action, group, key = step.action, step.group, step.key
         late = [other for pull in self._awaited(action, rank) for other in self._late(pull)]
         late += [other for other in group if other != rank and other not in self._come.get(key, ())]
         late += [
@@ -152,16 +211,16 @@ class _Walk:
 
     def _move(self, rank: int) -> None:
         """One action of ``rank``, with those who meet in it, if it waits for nobody any more."""
-        action = self.head(rank)
-        if action is None:
+        step = self.head(rank)
+        if step is None:
             return
+        action, group = step.action, step.group
         if self._awaited(action, rank):
             self._pulling.append(rank)
             return
         if isinstance(action, Pull):
             self._issue(action.bucket, rank)
-        group = meeting(action, rank, self.world)
-        if group != (rank,) and not self._met(action, rank, group):
+        if group != (rank,) and not self._met(step, rank):
             return
         if self._delivered(action, rank):
             for other in group:
@@ -188,13 +247,12 @@ class _Walk:
         issued = self._issued[bucket]
         return [] if len(issued) == len(self.world) else sorted(set(self.world) - issued)
 
-    def _met(self, action: Action, rank: int, group: tuple[int, ...]) -> bool:
-        key = meeting_key(action)
-        come = self._come.setdefault(key, set())
+    def _met(self, step: _Step, rank: int) -> bool:
+        come = self._come.setdefault(step.key, set())
         come.add(rank)
-        if not come.issuperset(group):
+        if not come.issuperset(step.group):
             return False
-        del self._come[key]
+        del self._come[step.key]
         return True
 
     def _delivered(self, action: Action, rank: int) -> bool:
@@ -206,5 +264,5 @@ class _Walk:
         if not self._posted.issuperset(mine):
             self._posted |= mine
             # A peer that waits for one of them may go on now.
-            self._ready += [m.peer for m in messages if m.peer in self._actions]
+            self._ready += [m.peer for m in messages if m.peer in self._steps]
         return self._posted.issuperset((not sends, key) for sends, key in mine)

@@ -11,7 +11,7 @@ import torch
 from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.launch import World, join, lone_rank, start
 from headrace.comm.mesh import Groups
-from headrace.comm.variables import under_torchrun
+from headrace.comm.variables import ranks_here, sees_own_gpus, under_torchrun
 from headrace.config import Config
 from headrace.config.model import JobConfig, OptimizerConfig
 from headrace.errors import ConfigError, InfeasiblePlan
@@ -90,20 +90,22 @@ def _device(config: JobConfig) -> str:
     wanted = config.devices.device
     # device_count asks the driver's library without initialising CUDA, so ranks may be forked.
     count = torch.cuda.device_count() if wanted != "cpu" else 0
-    if wanted == "cuda" and count < (1 if under_torchrun() else config.devices.ranks):
+    needed = ranks_here(config.devices.ranks)
+    enough = count >= needed or (count == 1 and sees_own_gpus())
+    if wanted == "cuda" and not enough:
         raise ConfigError(
-            "devices.device", got=f"'cuda' with {count} devices for {config.devices.ranks} ranks",
+            "devices.device", got=f"'cuda' with {count} devices for {needed} ranks",
             wanted="a device for each rank", hint="lower devices.ranks, or device = 'cpu'",
         )  # fmt: skip
     if wanted == "auto":
-        return "cuda" if count >= config.devices.ranks else "cpu"
+        return "cuda" if enough else "cpu"
     return wanted
 
 
 def open_rank(world: World, config: Config, listener: Listener | None = None) -> Rank:
     """Open the corpus, agree on it, and make this rank's storage. Collective."""
     listener = listener or Listener()
-    groups = Groups(connections=world.rerendezvous.connections)
+    groups = Groups(connections=world.rerendezvous.connections, device=world.device)
     dtype: torch.dtype = getattr(torch, config.devices.dtype_on(gpu=world.device != "cpu"))
     stored = dtype if dtype.itemsize >= 4 else torch.float32
     world.watcher.enter("reading and tokenising the corpus")

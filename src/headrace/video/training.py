@@ -37,7 +37,7 @@ def train_clips(
     world: World, config: ClipsConfig, folder: Path, listener: Listener, *, resume: bool
 ) -> None:
     """Train as one rank, in the first rank's ``folder``. Collective."""
-    groups, first = Groups(), world.rank == 0
+    groups, first = Groups(device=world.device), world.rank == 0
     shared = Path(gather_bytes(str(folder).encode(), groups.world)[0].decode())
     wait_s = lock_wait_s(world.attempt)
     with locked(shared, wait_s=wait_s) if first else nullcontext():

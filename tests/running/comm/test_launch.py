@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -17,9 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.comm import launch
+from headrace.comm import launch, ranks
 from headrace.comm.launch import World, join, start
-from headrace.comm.variables import under_torchrun
+from headrace.comm.ranks import RankPlace
+from headrace.comm.variables import ranks_here, under_torchrun
 from headrace.errors import ConfigError, LaunchError
 from jobs import Job
 
@@ -449,7 +451,8 @@ def test_torchrun_restarts(tmp_path: Path) -> None:
         textwrap.dedent("""
             import os, sys, torch, torch.distributed as dist
             from headrace.comm.launch import join
-            from headrace.comm.variables import under_torchrun
+            from headrace.comm.ranks import RankPlace
+from headrace.comm.variables import ranks_here, under_torchrun
 
             def main(world):
                 x = torch.full((3,), float(world.rank + 1))
@@ -533,3 +536,36 @@ def test_the_launcher_is_called_while_ranks_run() -> None:
 def linger(world: World) -> int:
     time.sleep(0.5)
     return 0
+
+
+def test_a_device_that_takes_long_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a rank that is taken for dead while CUDA begins, which holds the interpreter."""
+
+    def begin(place: RankPlace, settings: object) -> str:
+        if place.rank == 1:
+            ctypes.PyDLL(None).usleep(2_000_000)  # holds it as well
+        return "cpu"
+
+    monkeypatch.setattr(ranks, "_device", begin)
+    assert start(lambda world: int(total(world) != 3.0), ranks=2, hang_s=0.8) == 0
+
+
+def test_the_gpu_of_a_rank() -> None:
+    """Catches ranks that are refused where a launcher shows each one GPU, its own, and ranks that
+    share one where they should not."""
+    assert [ranks.gpu_of(rank, 4, own=False) for rank in range(4)] == [0, 1, 2, 3]
+    assert [ranks.gpu_of(rank, 1, own=True) for rank in range(3)] == [0, 0, 0]
+    with pytest.raises(LaunchError, match="GPU of local rank 1"):
+        ranks.gpu_of(1, 1, own=False)
+
+
+def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches devices counted against ranks that torchrun did not start."""
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks_here(2) == 2
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert ranks_here(2) == 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert ranks_here(2) == 8

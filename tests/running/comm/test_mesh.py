@@ -67,3 +67,60 @@ def test_a_group_that_is_not_there_is_refused() -> None:
     assert inside[0] == "found"
     assert outside[0].startswith("group (0, 1): got rank 2 outside it")
     assert all("wanted a group prepared by all ranks" in got[1] for got in (inside, outside))
+
+
+class Lazy:
+    """What torch's collectives are asked for, as communicators of NCCL see it: each is made at its
+    first use, by all its members, and each way between two ranks at their first message."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self._exchange, self._batch = dist.all_to_all_single, dist.batch_isend_irecv
+        dist.all_to_all_single = self.exchange
+        dist.batch_isend_irecv = self.batch
+
+    def exchange(self, *args: Any, group: dist.ProcessGroup, **named: Any) -> Any:
+        self._note(tuple(dist.get_process_group_ranks(group)))
+        return self._exchange(*args, group=group, **named)
+
+    def batch(self, operations: list[dist.P2POp]) -> Any:
+        for peer in sorted({operation.peer for operation in operations}):
+            self._note(peer)
+        return self._batch(operations)
+
+    def _note(self, what: Any) -> None:
+        if what not in self.made:
+            self.made.append(what)
+
+
+def _opened() -> tuple[list[Any], list[Any], list[Any]]:
+    """What was made when groups were, when messages were, and by using both."""
+    lazy, groups = Lazy(), Groups()
+    groups.prepare(reversed(OVERLAPPING))
+    first = list(lazy.made)
+    line = {0: (1,), 1: (0, 2), 2: (1,)}[groups.rank]
+    groups.prepare_messages(line)
+    groups.prepare_messages(line)
+    second = lazy.made[len(first) :]
+    for ranks in OVERLAPPING:
+        if groups.rank in ranks and len(ranks) > 1:
+            out = torch.empty(len(ranks))
+            dist.all_to_all_single(out, torch.ones(len(ranks)), group=groups.get(ranks))
+    for peer in line:
+        groups.messages.send(torch.full((2,), float(groups.rank)), peer)
+    for peer in line:
+        assert float(groups.messages.receive((2,), torch.float32, "cpu", peer)[0]) == peer
+    groups.messages.settle()
+    return first, second, lazy.made[len(first) + len(second) :]
+
+
+def test_communicators_are_opened_where_they_are_made() -> None:
+    """Catches the first use of a communicator, or of the way between two stages, in a step: all its
+    members stand still there, with transfers under way."""
+    for rank, (first, second, later) in enumerate(run_ranks(3, _opened)):
+        mine = sorted(ranks for ranks in OVERLAPPING if rank in ranks and len(ranks) > 1)
+        assert first == [(0, 1, 2), *(ranks for ranks in mine if len(ranks) < 3)]
+        assert [x for x in second if isinstance(x, int)] == [{0: 1, 1: 0, 2: 1}[rank]] + (
+            [2] if rank == 1 else []
+        )
+        assert later == []

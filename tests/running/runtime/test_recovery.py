@@ -16,6 +16,7 @@ from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
 from headrace.errors import InfeasiblePlan
 from headrace.runtime.executor import Executor
+from headrace.runtime.machine import is_out_of_memory
 from headrace.runtime.optimizers import AdamW
 from headrace.runtime.recovery import Exhausted, Recovery
 from headrace.runtime.schedule import Schedule
@@ -192,3 +193,19 @@ def test_other_errors_end_the_run(run_job: RunJob) -> None:
     assert job.wait(20) == 1
     assert any("rank 1| ValueError: no memory's fault" in line for line in job.err.splitlines())
     assert job.left_over() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("NCCL error: Cuda failure 2 'out of memory'"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_says_that_memory_is_gone(error: Exception, says: bool) -> None:
+    """Catches libraries that allocate beside torch's allocator, and errors that are none of it."""
+    assert is_out_of_memory(error) == says
