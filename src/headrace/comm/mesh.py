@@ -125,10 +125,12 @@ class Groups:
         self._met.update(new)
 
     def _open(self, group: dist.ProcessGroup) -> None:
-        """Use a group once, which has all its members meet."""
-        count = dist.get_world_size(group)
-        out = torch.zeros(count, device=self._device)
-        work = dist.all_to_all_single(out, torch.ones_like(out), group=group, async_op=True)
+        """Use a group once in either way that layouts use it, which has all its members meet."""
+        ones = torch.ones(dist.get_world_size(group), device=self._device)
+        out, each = torch.zeros_like(ones), [1] * len(ones)
+        work = dist.all_to_all_single(out, ones, each, each, group=group, async_op=True)
+        Transfer(work, group).wait()
+        work = dist.all_gather_into_tensor(out, ones[:1], group=group, async_op=True)
         Transfer(work, group).wait()
         self._settle()
 

@@ -24,9 +24,9 @@ def ranks_here(started: int) -> int:
 
 
 def sees_own_gpus() -> bool:
-    """Whether a launcher chose the GPUs that this process sees: Slurm may show each rank its own
-    only."""
-    return under_torchrun() and bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    """Whether the launcher shows each rank GPUs of its own: Slurm does with --gpus-per-task."""
+    per_task = {"SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"}
+    return under_torchrun() and not per_task.isdisjoint(os.environ)
 
 
 def speaks_here() -> bool:

@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from headrace.comm.clock import AwakeClock
@@ -141,12 +142,9 @@ class Watcher:
             self.board.finish()
         _poll(self.board.finished)
         self._ending = True
-        left = self.board.leave()
-        if self._rank == 0 and left < self._ranks:  # the store may be rank 0's own: it goes last
-            _poll(lambda: self.board.left() == self._ranks, limit_s=2.0)
 
     def close(self) -> None:
-        """Say that this rank has left, and end the thread."""
+        """End the thread, and say that this rank has left, after :meth:`part`."""
         self._ending = True
         if self._obeyed:
             signal.set_wakeup_fd(-1)
@@ -154,6 +152,10 @@ class Watcher:
             signal.signal(number, handler)
         os.write(self._waker, b"\0")
         self._thread.join()
+        with suppress(RuntimeError):
+            left = self.board.leave()  # after the thread's last beat
+            if self._rank == 0 and left < self._ranks:  # it may be rank 0's: it goes last
+                _poll(lambda: self.board.left() == self._ranks, limit_s=2.0)
         self._clock.close()
         if self._lifeline is not None:
             self._lifeline.close()

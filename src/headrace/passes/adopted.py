@@ -217,8 +217,8 @@ class Adopted:
 
     def install(self) -> Callable[[], None]:
         """Have the model itself do what a call of this does, so that a loop that calls the model
-        need not change: of models of transformers the loss is that of :meth:`loss`, others are
-        compiled in place. Returns what takes it back. :meth:`take` says which shard is meant."""
+        need not change: of models of transformers the loss is that of :meth:`loss`; with a backend
+        others are compiled in place. Returns what takes it back. :meth:`take` says which shard."""
         model = self.inner
         hooks = ExitStack()
         hooks.callback(self._door.install())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,7 @@ from headrace.passes.replaced import (
 )
 from headrace.passes.stand_in import StandIn
 
-__all__ = ["ReplacedCalls", "compiled_within"]
+__all__ = ["ReplacedCalls"]
 
 _REPLACED: Mapping[Callable[..., Any], Callable[..., Any]] = {
     functional.scaled_dot_product_attention: scaled_dot_product_attention,
@@ -75,10 +75,10 @@ class ReplacedCalls(TorchFunctionMode):
         self._seat, self._model = seat, model
         _remove_older(model)
         self._sites: dict[tuple[Frames, int], _Seen] = {}
-        self._tables = set[int]()
+        self._tables: set[int] | None = None
         self._here = threading.local()
         self._hooks = ExitStack()
-        within = {id(x) for part in compiled_within(model) for x in part.modules()}
+        within = {id(x) for part in _compiled_within(model) for x in part.modules()}
         for module in model.modules():
             if id(module) not in within and _calls_functions(module):
                 enter = module.register_forward_pre_hook(self._enter, prepend=True)
@@ -90,7 +90,7 @@ class ReplacedCalls(TorchFunctionMode):
         """Leave the model as it was."""
         self._hooks.close()
 
-    def run(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def run(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         """``function(*args, **named)``, a forward that a checkpoint calls: this is in force there
         too, where it is computed again."""
         self._enter()
@@ -104,7 +104,7 @@ class ReplacedCalls(TorchFunctionMode):
         enters = self not in _get_current_function_mode_stack()
         self._entered().append(enters)
         if enters:
-            self._tables = set(map(id, _tables(self._model)))
+            self._tables = None
             self.__enter__()
 
     def _leave(self, *_: Any) -> None:
@@ -132,18 +132,24 @@ class ReplacedCalls(TorchFunctionMode):
         out = func(*args, **named)
         if func is torch.arange and _begins_at_zero(*args, **named):
             return self._counted(out)
-        if func is torch.Tensor.__getitem__ and id(args[0]) in self._tables:
+        if func is torch.Tensor.__getitem__ and args[0].grad_fn is None:  # what is held has none
             return self._cut(out, args[0], args[1])
         return out
 
     def _cut(self, out: torch.Tensor, table: torch.Tensor, index: Any) -> torch.Tensor:
-        follow = [
-            cut for cut in cuts_of(index, table.dim())
-            if self._follows(out.shape[cut.made], part=cut.at)
-        ]  # fmt: skip
+        cuts = cuts_of(index, table.dim())
+        if not cuts or not self._is_held(table):
+            return out
+        follow = [cut for cut in cuts if self._follows(out.shape[cut.made], part=cut.at)]
         if len(follow) != 1:
             return out
         return rows_of(table, index, **follow[0]._asdict(), handle=self._seat.handle)
+
+    def _is_held(self, table: torch.Tensor) -> bool:
+        """Whether a module holds a tensor, in this call of the model's outermost module."""
+        if self._tables is None:
+            self._tables = set(map(id, _tables(self._model)))
+        return id(table) in self._tables
 
     def _counted(self, out: torch.Tensor) -> torch.Tensor:
         return positions(out, self._seat.handle) if self._follows(len(out)) else out
@@ -161,16 +167,15 @@ class ReplacedCalls(TorchFunctionMode):
         if size != tokens or (seen is not None and not seen.follows and size in seen.others):
             return False
         if seen is None or not seen.follows or size in seen.others:
-            code, _ = frames[0]
             raise ModelError(
-                f"places counted in {code.co_qualname}, {code.co_filename}",
+                f"places counted in {_named(frames)}",
                 got=f"{size}, which may be tokens or not", wanted="places that follow the tokens",
                 hint="give the model its places, or another number of tokens",
             )  # fmt: skip
         return True
 
 
-def compiled_within(model: torch.nn.Module) -> list[torch.nn.Module]:
+def _compiled_within(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Modules that their author compiles."""
     return [
         module for module in model.modules()
@@ -223,13 +228,19 @@ def _site() -> Frames:
         if frame.f_code is ReplacedCalls.run.__code__:
             break
         if file in _AGAIN:
-            code = found[-1][0]
             raise ModelError(
-                f"{code.co_qualname}, {code.co_filename}:{code.co_firstlineno}",
-                got="a checkpoint around a function", wanted="around a module",
-                hint="have a module do what it does, or give compile a backend",
+                _named(found[-1:]), got="a checkpoint around a function", wanted="around a module",
+                hint="put the function in a module, or give hr.compile a backend",
             )  # fmt: skip
         if file != __file__ and not file.startswith(_TORCH):
             found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(found[:_FRAMES])
+
+
+def _named(frames: Sequence[tuple[CodeType, int]]) -> str:
+    """The first function of a site, and where it is written."""
+    if not frames:
+        return "a function of torch"
+    code, _ = frames[0]
+    return f"{code.co_qualname}, {code.co_filename}:{code.co_firstlineno}"

@@ -131,7 +131,7 @@ def _graph(
     )  # fmt: skip
 
 
-def _as_it_is(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _as_it_is(forward: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
     return forward(*args, **named)
 
 

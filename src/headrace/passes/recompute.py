@@ -30,13 +30,11 @@ Kept = Literal["attention", "full"]
 """Recompute level of a block, as that of a layer: all but attention, or everything."""
 
 
-def recomputed(
-    function: Callable[..., Any], *inputs: Any, level: Kept = "attention", **named: Any
-) -> Any:
+def recomputed(function: Callable[..., Any], *inputs: Any, level: Kept = "attention") -> Any:
     """``function(*inputs)``, of which the backward computes again what ``level`` says."""
     if level == "full":
-        return checkpoint(function, *inputs, use_reentrant=False, **named)
-    return checkpoint(function, *inputs, use_reentrant=False, context_fn=_contexts, **named)
+        return checkpoint(function, *inputs, use_reentrant=False)
+    return checkpoint(function, *inputs, use_reentrant=False, context_fn=_contexts)
 
 
 def recompute_blocks(model: Any, level: Kept) -> None:
@@ -101,7 +99,8 @@ class WrappedLevels:
         level = self._levels[index]
         if level == "none" or not torch.is_grad_enabled():
             return forward(*args, **named)
-        return recomputed(partial(self._around, forward), *args, level=level, **named)
+        # Names are bound here: checkpoint has some of its own.
+        return recomputed(partial(self._around, forward, **named), *args, level=level)
 
 
 class _Block(Protocol):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from headrace.comm import launch, ranks
 from headrace.comm.launch import World, join, start
 from headrace.comm.ranks import RankPlace
-from headrace.comm.variables import ranks_here, under_torchrun
+from headrace.comm.variables import ranks_here, sees_own_gpus, under_torchrun
 from headrace.errors import ConfigError, LaunchError
 from jobs import Job
 
@@ -451,8 +451,7 @@ def test_torchrun_restarts(tmp_path: Path) -> None:
         textwrap.dedent("""
             import os, sys, torch, torch.distributed as dist
             from headrace.comm.launch import join
-            from headrace.comm.ranks import RankPlace
-from headrace.comm.variables import ranks_here, under_torchrun
+            from headrace.comm.variables import under_torchrun
 
             def main(world):
                 x = torch.full((3,), float(world.rank + 1))
@@ -569,3 +568,9 @@ def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks_here(2) == 16
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert ranks_here(2) == 8
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # one for all of them
+    monkeypatch.delenv("SLURM_TRES_PER_TASK", raising=False)
+    monkeypatch.delenv("SLURM_GPUS_PER_TASK", raising=False)
+    assert not sees_own_gpus()
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    assert sees_own_gpus()

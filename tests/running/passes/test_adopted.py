@@ -17,9 +17,11 @@ import headrace as hr
 from headrace.errors import DataError, ModelError, PlanMismatch, SpecError
 from headrace.passes.adopted import Adopted
 from headrace.passes.placement import Placement
+from headrace.passes.recompute import WrappedLevels
 from headrace.runtime.counted import SavedBytes
 from ranks import run_ranks as forked
 from running.passes.foreign import (
+    Attention,
     BatchNormed,
     Centred,
     DroppingAttention,
@@ -290,6 +292,15 @@ class Hidden(torch.nn.Module):
         return x + self.rows(torch.arange(x.shape[1]))
 
 
+class Bare(Attention):
+    """A checkpoint around torch's own function."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return checkpoint(
+            torch.nn.functional.scaled_dot_product_attention, q, k, v, use_reentrant=False
+        )
+
+
 class Sometimes(torch.nn.Module):
     """Counts tokens only in training."""
 
@@ -313,6 +324,8 @@ def test_counts_that_cannot_be_told() -> None:
     """Catches silently wrong places."""
     with pytest.raises(ModelError, match=r"Hidden._added.*a checkpoint around a function"):
         hr.compile(gpt(other=Hidden)).shard(drawn(1, 20))
+    with pytest.raises(ModelError, match="a function of torch: got a checkpoint around a function"):
+        hr.compile(gpt(kind=Bare)).shard(drawn(1, 20))
     run = hr.compile(gpt(other=Sometimes))
     shard = run.shard(drawn(1, 20))
     with pytest.raises(ModelError, match=r"Sometimes.forward.*which may be tokens or not"):
@@ -346,7 +359,33 @@ def test_blocks_of_a_graph_compute_again_what_was_said(backend: str) -> None:
         (error, found[level], compiles), _ = run_ranks(2, kept_bytes, backend, level)
         assert error < EXACT
         assert compiles == 1
-    assert found["full"] < found["attention"] < found[None]
+    assert found["full"] <= found["attention"] < found[None]
+    # What attention gives is kept by a mode where the graph is not compiled: no hook sees it.
+    assert backend == "eager" or found["full"] < found["attention"]
+
+
+class Levelled(torch.nn.Module):
+    """A block whose arguments have names that checkpoints have, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *, level: int, debug: bool) -> torch.Tensor:
+        return self.linear(x) * level + debug
+
+
+@pytest.mark.apart  # a backward in the test's own process
+def test_names_that_checkpoints_have() -> None:
+    """Catches arguments of a block that are taken for those of its checkpoint."""
+    block, x = Levelled(), torch.randn(2, 4, requires_grad=True)
+    levels = WrappedLevels([block], lambda forward, *args, **named: forward(*args, **named))
+    levels.choose(["full"])
+    found = block(x, level=3, debug=True)
+    (grad,) = torch.autograd.grad(found.sum(), x)
+    levels.remove()
+    assert torch.equal(found, block(x, level=3, debug=True))
+    assert torch.allclose(grad, 3 * block.linear.weight.sum(0).expand(2, 4))
 
 
 def test_a_graph_that_hooks_would_break() -> None:
