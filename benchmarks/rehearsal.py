@@ -35,12 +35,12 @@ from headrace.comm.fake_world import fake_groups
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
 from headrace.profiling.branches import BranchTarget, ProfileOptions, targets
-from headrace.profiling.clocks import HostClock
 from headrace.profiling.constants import StepConstants
 from headrace.profiling.link_clock import Timed
 from headrace.profiling.probe import bytes_of, seconds_of
 from headrace.profiling.sweep import slowest
 from headrace.profiling.two_layers import TwoLayers
+from headrace.runtime.clocks import HostClock
 from headrace.runtime.counted import ByteCounter
 from headrace.runtime.machine import machine_facts
 from headrace.runtime.storage import Storage

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm import waiting
+from headrace.comm.collectives import all_gather_rows, all_to_all_rows
 from headrace.comm.messages import Messages
 from headrace.comm.sockets import Connections
 from headrace.comm.variables import number, under_torchrun
-from headrace.comm.waiting import Transfer
 from headrace.errors import LaunchError, PlanMismatch
 
 __all__ = ["Groups", "device_of", "groups_here"]
@@ -127,11 +127,9 @@ class Groups:
     def _open(self, group: dist.ProcessGroup) -> None:
         """Use a group once in either way that layouts use it, which has all its members meet."""
         ones = torch.ones(dist.get_world_size(group), device=self._device)
-        out, each = torch.zeros_like(ones), [1] * len(ones)
-        work = dist.all_to_all_single(out, ones, each, each, group=group, async_op=True)
-        Transfer(work, group).wait()
-        work = dist.all_gather_into_tensor(out, ones[:1], group=group, async_op=True)
-        Transfer(work, group).wait()
+        each = [1] * len(ones)
+        all_to_all_rows(ones, each, each, group)
+        all_gather_rows(ones[:1], each, group)
         self._settle()
 
     def _settle(self) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from headrace.errors import SpecError
 from headrace.layouts.intervals import Rows, split_rows, split_sizes
-from headrace.spec.blocks import Band, Block, band_blocks
+from headrace.spec.blocks import Band, Block, band_blocks, joined
 from headrace.spec.plan import TokenOrder
 
 __all__ = ["Held", "TokenPlan"]
@@ -291,4 +291,4 @@ def _blocks(queries: Held, keys: Held, causal: bool) -> tuple[Block, ...]:
                 assert q.stop <= k.stop, "keys contain the queries' ranks"
                 own = k.row + q.start - k.start
                 squares.append(Block(*rows, own, own + q.stop - q.start, True))
-    return (*squares, *full)
+    return (*squares, *joined(full))

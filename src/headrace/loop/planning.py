@@ -24,9 +24,9 @@ from headrace.loop.held import HeldWeights, state_bytes
 from headrace.loop.model import Item, LoopModel
 from headrace.loop.probes import ModelProbes
 from headrace.passes.layers import find_layers
-from headrace.profiling.clocks import EventClock, HostClock
 from headrace.profiling.probe import seconds_of
 from headrace.profiling.sweep import block
+from headrace.runtime.clocks import clock_of
 from headrace.runtime.machine import available_bytes, machine_facts
 from headrace.runtime.trainer import Step
 from headrace.spec.cluster import Cluster
@@ -120,7 +120,7 @@ def _extrapolated(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> st
     mine, measured_s = block(setup.groups, p), 0.0
     if tokens >= p and mine is not None:
         probe = probes.complete(setup.groups, mine, (tokens,), setup.model.exchanges[0])
-        clock = HostClock() if setup.device == "cpu" else EventClock()
+        clock = clock_of(setup.device)
         measured_s = min(sum(seconds_of(probe, clock)) for _ in range(2))
     measured_s = max(row[0] for row in gather_floats([measured_s], setup.groups.world))
     for parameter in setup.held.trained:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.layouts.tokens import TokenPlan
+from headrace.ops.index import to_device
 from headrace.ops.random import DropoutKey
 from headrace.ops.rotary import rotary_tables
 from headrace.spec.architecture import Architecture
@@ -68,7 +69,7 @@ class Place:
             places = np.concatenate(
                 [np.zeros(0, np.int64), *(np.arange(p.start, p.stop) for p in held.intervals)]
             )
-            positions = torch.from_numpy(self.tokens.pack_positions[places]).to(self.device)
+            positions = to_device(torch.from_numpy(self.tokens.pack_positions[places]), self.device)
             self._tables[members] = rotary_tables(
                 positions, a.head_features, a.rope_theta, self.dtype
             )
@@ -80,8 +81,8 @@ class Place:
         if members not in self._orders:
             order = self.tokens.held(members).order
             self._orders[members] = None if order is None else (
-                torch.from_numpy(order).to(self.device),
-                torch.from_numpy(np.argsort(order, kind="stable")).to(self.device),
+                to_device(torch.from_numpy(order), self.device),
+                to_device(torch.from_numpy(np.argsort(order, kind="stable")), self.device),
             )  # fmt: skip
         return self._orders[members]
 

@@ -9,6 +9,7 @@ import torch
 
 from headrace.layouts.intervals import split_rows
 from headrace.ops.core import Heads
+from headrace.ops.index import index_tensor
 from headrace.ops.resharding import Columns
 
 __all__ = ["HeadSplit", "local_heads", "split_heads"]
@@ -69,5 +70,4 @@ def local_heads(qkv: torch.Tensor, split: HeadSplit, member: int) -> tuple[torch
     if expand is None:
         return qkv, Heads(queries=count, keys=keys)
     index = [*range(count), *(count + i for i in expand), *(count + keys + i for i in expand)]
-    columns = torch.tensor(index, dtype=torch.int64, device=qkv.device)
-    return qkv.index_select(1, columns), Heads(queries=count, keys=count)
+    return qkv.index_select(1, index_tensor(index, qkv.device)), Heads(queries=count, keys=count)

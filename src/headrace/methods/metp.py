@@ -39,6 +39,7 @@ from headrace.methods.weights import Part, State
 from headrace.ops.activation import Activation
 from headrace.ops.core import Heads, wide_dtype
 from headrace.ops.norm import Norm
+from headrace.ops.products import total
 from headrace.ops.ring import RingCore
 from headrace.ops.rotary import rotated_and_sorted, unrotated_and_unsorted
 from headrace.spec.blocks import Block
@@ -141,7 +142,7 @@ class _MetpAttention(torch.autograd.Function):
             dqkv = dqkv.reshape(len(x), first.shape[0])
             step.first.add_product(dqkv, y)
             if step.bias is not None:
-                step.bias.add(dqkv.sum(0))
+                step.bias.add(total(dqkv))
             _add_product(dy, dqkv, first)
         dx = dy.to(x.dtype)
         return dx if parts.norm is None else parts.norm.backward(dx, x, stats), None
@@ -182,7 +183,7 @@ class _MetpFeedForward(torch.autograd.Function):
             dwide = parts.activation.backward(grad @ second.t(), wide)
             step.first.add_product(dwide, y)
             if step.bias is not None:
-                step.bias.add(dwide.sum(0))
+                step.bias.add(total(dwide))
             _add_product(dy, dwide, first)
         dx = dy.to(x.dtype)
         return dx if parts.norm is None else parts.norm.backward(dx, x, tuple(stats)), None
@@ -235,7 +236,7 @@ class _Bias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        ctx.bias.add(grad.sum(0))
+        ctx.bias.add(total(grad))
         return grad, None
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from headrace.methods.head_split import HeadSplit, local_heads, split_heads
 from headrace.ops.columns import to_columns, to_tokens
 from headrace.ops.core import Core, Heads, Saved
+from headrace.ops.index import index_tensor
 from headrace.ops.resharding import Columns
 
 __all__ = ["SwitchedCore"]
@@ -92,9 +93,9 @@ class SwitchedCore:
         if expand is None:
             return dqkv
         count, keys = len(expand), max(expand) + 1
-        index = torch.tensor(
+        index = index_tensor(
             [*range(count), *(count + i for i in expand), *(count + keys + i for i in expand)],
-            dtype=torch.int64, device=dqkv.device,
+            dqkv.device,
         )  # fmt: skip
         out = dqkv.new_zeros((dqkv.shape[0], count + 2 * keys, dqkv.shape[2]))
         return out.index_add_(1, index, dqkv)

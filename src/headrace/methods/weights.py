@@ -26,6 +26,7 @@ from headrace.comm.collectives import (
 )
 from headrace.layouts.intervals import Rows, split_rows
 from headrace.ops.linear import WeightSource
+from headrace.ops.products import add_product, product
 
 __all__ = ["Part", "Shard", "State", "Weight", "Whole"]
 
@@ -75,10 +76,7 @@ class Whole:
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add left^T right to the partial sum."""
-        if left.dtype == self.grad.dtype:
-            self.grad.addmm_(left.t(), right)
-        else:
-            self.grad.add_(left.t() @ right)
+        add_product(self.grad, left, right)
 
     def split(self, parts: int) -> tuple[Rows, ...]:
         """Its rows in ``parts``."""
@@ -128,7 +126,7 @@ class Shard:
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add left^T right, summed over the group."""
-        self.add(left.t() @ right)
+        self.add(product(left, right, self.grad.dtype))
 
     def split(self, parts: int) -> tuple[Rows, ...]:
         """Its rows in ``parts``."""
@@ -186,4 +184,4 @@ class _Fetched:
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add left^T right likewise."""
-        self.add(left.t() @ right)
+        self.add(product(left, right, self.shard.grad.dtype))

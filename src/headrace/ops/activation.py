@@ -7,6 +7,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from headrace.ops.fused import fused, wide
+
 __all__ = ["Activation", "Gelu", "SwiGLU", "activated"]
 
 
@@ -33,22 +35,11 @@ class SwiGLU:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y."""
-        gate, up = self._halves(x)
-        return torch.nn.functional.silu(gate).mul_(up).reshape(x.shape[0], x.shape[1] // 2)
+        return _swiglu(x, self.block)  # type: ignore[no-any-return]
 
     def backward(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dx."""
-        gate, up = self._halves(x)
-        grad = grad.reshape(gate.shape)
-        out = torch.empty_like(x)
-        dgate, dup = self._halves(out)
-        torch.mul(grad, torch.nn.functional.silu(gate), out=dup)
-        dgate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-        return out
-
-    def _halves(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = x.view(x.shape[0], x.shape[1] // (2 * self.block), 2, self.block)
-        return blocks[:, :, 0], blocks[:, :, 1]
+        return _swiglu_backward(grad, x, self.block)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +74,37 @@ class _Activated(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         return ctx.activation.backward(grad, x), None
+
+
+def _halves(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = x.view(x.shape[0], x.shape[1] // (2 * block), 2, block)
+    return blocks[:, :, 0], blocks[:, :, 1]
+
+
+def _plain_swiglu(x: torch.Tensor, block: int) -> torch.Tensor:
+    gate, up = _halves(x, block)
+    return torch.nn.functional.silu(gate).mul_(up).reshape(x.shape[0], x.shape[1] // 2)
+
+
+def _plain_swiglu_backward(grad: torch.Tensor, x: torch.Tensor, block: int) -> torch.Tensor:
+    gate, up = _halves(x, block)
+    grad = grad.reshape(gate.shape)
+    out = torch.empty_like(x)
+    dgate, dup = _halves(out, block)
+    torch.mul(grad, torch.nn.functional.silu(gate), out=dup)
+    dgate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+    return out
+
+
+@fused("swiglu(Tensor x, int block) -> Tensor", plain=_plain_swiglu)
+def _swiglu(x: torch.Tensor, block: int) -> torch.Tensor:
+    gate, up = (wide(half) for half in _halves(x, block))
+    return (gate * gate.sigmoid() * up).to(x.dtype).reshape(x.shape[0], x.shape[1] // 2)
+
+
+@fused("swiglu_backward(Tensor grad, Tensor x, int block) -> Tensor", plain=_plain_swiglu_backward)
+def _swiglu_backward(grad: torch.Tensor, x: torch.Tensor, block: int) -> torch.Tensor:
+    gate, up = (wide(half) for half in _halves(x, block))
+    dy, s = wide(grad).reshape(gate.shape), gate.sigmoid()
+    dgate = dy * up * s * (1 + gate * (1 - s))
+    return torch.stack((dgate, dy * gate * s), dim=2).to(x.dtype).reshape(x.shape)

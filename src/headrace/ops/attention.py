@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from headrace.errors import SpecError
+from headrace.ops.fused import fused
 from headrace.ops.kernels import Backend, CpuFlash, Pair, Plain, Triple, wide
 from headrace.ops.kernels_cuda import CudaEfficient, CudaFlash
 from headrace.ops.runs import KernelRun, MarkedRows, RowSpan, runs_of
@@ -151,9 +152,7 @@ class Partial:
             rows, scale = out[a - start : b - start], lse[:, a - start : b - start]
             mine, mine_scale = self.out[a:b], self.lse[:, a:b]
             if known:
-                weight = (scale - mine_scale).sigmoid_().t()[..., None]
-                mine.lerp_(rows.to(mine.dtype), weight)
-                torch.logaddexp(mine_scale, scale, out=mine_scale)
+                _merge(mine, mine_scale, rows, scale)
             else:
                 mine.copy_(rows)
                 mine_scale.copy_(scale)
@@ -195,6 +194,24 @@ def attend_blocks_backward(
         dq[a:b] = 0
     for a, b in _left(keys, k.shape[0]):
         dk[a:b], dv[a:b] = 0, 0
+
+
+def _plain_merge(
+    out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor
+) -> None:
+    weight = (scale - lse).sigmoid_().t()[..., None]
+    out.lerp_(rows.to(out.dtype), weight)
+    torch.logaddexp(lse, scale, out=lse)
+
+
+@fused(
+    "merge_(Tensor(a!) out, Tensor(b!) lse, Tensor rows, Tensor scale) -> ()", plain=_plain_merge,
+    kernels=2,
+)  # fmt: skip
+def _merge(out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor) -> None:
+    weight = (scale - lse).sigmoid().t()[..., None]
+    out.copy_(out + (rows - out) * weight)
+    lse.copy_(torch.logaddexp(lse, scale))
 
 
 def _backend(q: torch.Tensor) -> Backend:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.ops.index import kept, to_device
 from headrace.ops.kernels import Pair, Triple, dense, fold, spread
 
 __all__ = ["CudaEfficient", "CudaFlash"]
@@ -62,8 +63,8 @@ class CudaFlash:
         q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
     ) -> Triple:  # fmt: skip
         """A run of documents."""
-        # The kernel reads lse and grad by address; only a dropout would read the random state.
-        unread = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        # The kernel reads lse and grad by address.
+        unread = _unread((2,), torch.uint64, q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad.contiguous(), dense(q), dense(k), dense(v), out.contiguous(), lse.contiguous(),
             *_starts(q_lengths, k_lengths, q.device), max(q_lengths), max(k_lengths),
@@ -113,7 +114,7 @@ class CudaEfficient:
         rows = lse.new_full((q.shape[1], len(q_lengths) * width), math.inf)
         rows.index_copy_(1, _padded(q_lengths, width, q.device), lse)
         padded = rows.view(q.shape[1], len(q_lengths), width).transpose(0, 1).contiguous()
-        unread = torch.zeros((), dtype=torch.int64, device=q.device)
+        unread = _unread((), torch.int64, q.device)
         # Of out the kernel asks only some strides and takes the others as those of a dense tensor.
         dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
             grad.contiguous()[None], dense(q)[None], dense(spread(k, q))[None],
@@ -126,14 +127,29 @@ class CudaEfficient:
 
 def _starts(q_lengths: Sequence[int], k_lengths: Sequence[int], device: torch.device) -> Pair:
     """Where each document starts, and where the last ends: int32 [documents + 1], twice."""
-    starts = torch.tensor([[0, *q_lengths], [0, *k_lengths]], dtype=torch.int32)
-    queries, keys = starts.cumsum(1, dtype=torch.int32).to(device)
+
+    def make() -> torch.Tensor:
+        starts = torch.tensor([[0, *q_lengths], [0, *k_lengths]], dtype=torch.int32)
+        return to_device(starts.cumsum(1, dtype=torch.int32), device)
+
+    queries, keys = kept(("starts", tuple(q_lengths), tuple(k_lengths), device), make)
     return queries, keys
 
 
 def _padded(lengths: Sequence[int], width: int, device: torch.device) -> torch.Tensor:
     """Where each token [Q] stands when every document takes ``width`` places."""
-    counts, tokens = torch.tensor(lengths), sum(lengths)
-    gaps = torch.arange(len(lengths)) * width - (counts.cumsum(0) - counts)
-    places = torch.arange(tokens) + gaps.repeat_interleave(counts, output_size=tokens)
-    return places.to(device)
+
+    def make() -> torch.Tensor:
+        counts, tokens = torch.tensor(lengths), sum(lengths)
+        gaps = torch.arange(len(lengths)) * width - (counts.cumsum(0) - counts)
+        places = torch.arange(tokens) + gaps.repeat_interleave(counts, output_size=tokens)
+        return to_device(places, device)
+
+    return kept(("padded", tuple(lengths), width, device), make)
+
+
+def _unread(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A random state that only a dropout would read."""
+    return kept(
+        ("unread", shape, dtype, device), lambda: torch.zeros(shape, dtype=dtype, device=device)
+    )

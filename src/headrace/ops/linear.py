@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from headrace.ops.norm import Norm
+from headrace.ops.products import total
 
 __all__ = ["WeightSource", "embed", "linear", "linear_inputs"]
 
@@ -87,7 +88,7 @@ class _Linear(torch.autograd.Function):
         else:
             weight.add_product(x, grad)
         if bias is not None:
-            bias.add(grad.sum(0))
+            bias.add(total(grad))
         if norm is not None:
             dx = norm.backward(dx, x, tuple(stats))
         return dx, None, None, None, None

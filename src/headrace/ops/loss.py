@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.ops.linear import WeightSource
+from headrace.ops.products import add_wide_product
 
 __all__ = ["IGNORED", "head_loss"]
 
@@ -52,7 +53,7 @@ def head_loss(
             sums += logits.sum(0)
         dlogits = logits.to(x.dtype)
         torch.mm(dlogits, matrix, out=dx[start : start + chunk])
-        whole.addmm_(dlogits.t().to(whole.dtype), part.to(whole.dtype))
+        add_wide_product(whole, dlogits, part)
     weight.add(whole)
     if bias is not None:
         bias.add(sums)

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from headrace.ops.fused import fused, wide
+
 __all__ = ["LayerNorm", "Norm", "RMSNorm", "Vector", "normalised"]
 
 
@@ -54,24 +56,20 @@ class RMSNorm:
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """(y, stats)."""
-        wide = _wide(x)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(self.eps))
-        return (wide * scale).mul_(self.weight.rows()).to(x.dtype), (scale,)
+        y, scale = _rms(x, self.weight.rows(), self.eps)
+        return y, (scale,)
 
     def again(self, x: torch.Tensor, stats: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """y once more."""
-        return (_wide(x) * stats[0]).mul_(self.weight.rows()).to(x.dtype)
+        return _rms_again(x, self.weight.rows(), stats[0])  # type: ignore[no-any-return]
 
     def backward(
         self, grad: torch.Tensor, x: torch.Tensor, stats: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
         """dx; adds dw."""
-        unit = _wide(x) * stats[0]
-        wide = _wide(grad)
-        self.weight.add((wide * unit).sum(0))
-        g = wide * self.weight.rows()
-        inner = (g * unit).mean(-1, keepdim=True)
-        return g.addcmul_(unit, inner, value=-1).mul_(stats[0]).to(x.dtype)
+        dx, dw = _rms_backward(grad, x, self.weight.rows(), stats[0])
+        self.weight.add(dw)
+        return dx  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,33 +89,23 @@ class LayerNorm:
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """(y, stats)."""
-        wide = _wide(x)
-        mean = wide.mean(-1, keepdim=True)
-        centred = wide - mean
-        scale = torch.rsqrt(centred.square().mean(-1, keepdim=True).add_(self.eps))
-        return self._affine(centred.mul_(scale)).to(x.dtype), (mean, scale)
+        y, mean, scale = _layer(x, self.weight.rows(), self.bias.rows(), self.eps)
+        return y, (mean, scale)
 
     def again(self, x: torch.Tensor, stats: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """y once more."""
-        mean, scale = stats
-        return self._affine((_wide(x) - mean).mul_(scale)).to(x.dtype)
+        return _layer_again(  # type: ignore[no-any-return]
+            x, self.weight.rows(), self.bias.rows(), *stats
+        )
 
     def backward(
         self, grad: torch.Tensor, x: torch.Tensor, stats: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
         """dx; adds dw and db."""
-        mean, scale = stats
-        unit = (_wide(x) - mean).mul_(scale)
-        wide = _wide(grad)
-        self.weight.add((wide * unit).sum(0))
-        self.bias.add(wide.sum(0))
-        g = wide * self.weight.rows()
-        inner = (g * unit).mean(-1, keepdim=True)
-        g = g - g.mean(-1, keepdim=True)
-        return g.addcmul_(unit, inner, value=-1).mul_(scale).to(x.dtype)
-
-    def _affine(self, unit: torch.Tensor) -> torch.Tensor:
-        return torch.addcmul(self.bias.rows(), unit, self.weight.rows())
+        dx, dw, db = _layer_backward(grad, x, self.weight.rows(), *stats)
+        self.weight.add(dw)
+        self.bias.add(db)
+        return dx  # type: ignore[no-any-return]
 
 
 def normalised(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -139,5 +127,64 @@ class _Normalised(torch.autograd.Function):
         return ctx.norm.backward(grad, x, tuple(stats)), None
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+@fused("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
+def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    own = wide(x)
+    scale = torch.rsqrt(own.square().mean(-1, keepdim=True).add_(eps))
+    return (own * scale).mul_(weight).to(x.dtype), scale
+
+
+@fused("rms_norm_again(Tensor x, Tensor weight, Tensor scale) -> Tensor")
+def _rms_again(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (wide(x) * scale).mul_(weight).to(x.dtype)
+
+
+@fused(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)",
+    kernels=3,
+)
+def _rms_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    unit, dy = wide(x) * scale, wide(grad)
+    dw = (dy * unit).sum(0)
+    g = dy * weight
+    inner = (g * unit).mean(-1, keepdim=True)
+    return g.addcmul_(unit, inner, value=-1).mul_(scale).to(x.dtype), dw
+
+
+@fused("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)")
+def _layer(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    own = wide(x)
+    mean = own.mean(-1, keepdim=True)
+    centred = own - mean
+    scale = torch.rsqrt(centred.square().mean(-1, keepdim=True).add_(eps))
+    return torch.addcmul(bias, centred.mul_(scale), weight).to(x.dtype), mean, scale
+
+
+@fused(
+    "layer_norm_again(Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor scale) -> Tensor"
+)
+def _layer_again(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor,
+    scale: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    return torch.addcmul(bias, (wide(x) - mean).mul_(scale), weight).to(x.dtype)
+
+
+@fused(
+    "layer_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor scale) -> "
+    "(Tensor, Tensor, Tensor)", kernels=3,
+)  # fmt: skip
+def _layer_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor,
+    scale: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    unit, dy = (wide(x) - mean).mul_(scale), wide(grad)
+    dw, db = (dy * unit).sum(0), dy.sum(0)
+    g = dy * weight
+    inner = (g * unit).mean(-1, keepdim=True)
+    g = g - g.mean(-1, keepdim=True)
+    return g.addcmul_(unit, inner, value=-1).mul_(scale).to(x.dtype), dw, db

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from headrace.ops.fused import fused, wide
+
 __all__ = [
     "rotary_tables",
     "rotate_and_sort",
@@ -60,31 +62,52 @@ def rotated_and_sorted(
     qkv: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor] | None
 ) -> torch.Tensor:
     """:func:`rotate_and_sort` without autograd."""
-    t, groups, heads, features = qkv.shape
-    m, n = heads - 2, groups * (heads - 2)
-    out = qkv.new_empty((t, n + 2 * groups, features))
-    out[:, :n].view(t, groups, m, features).copy_(qkv[:, :, :m])
-    out[:, n : n + groups] = qkv[:, :, m]
-    out[:, n + groups :] = qkv[:, :, m + 1]
-    if tables is not None:
-        _rotate(out[:, : n + groups], *tables)
-    return out
+    if tables is None:
+        return _sort(qkv)
+    return _rotate_and_sort(qkv, *tables)  # type: ignore[no-any-return]
 
 
 def unrotated_and_unsorted(
     grad: torch.Tensor, n: int, groups: int, tables: tuple[torch.Tensor, torch.Tensor] | None
 ) -> torch.Tensor:
     """The adjoint of :func:`rotated_and_sorted`: grad [t, n + 2 g, D] to [t, g, m + 2, D]."""
+    if tables is None:
+        return _unsort(grad, n, groups)
+    return _unrotate_and_unsort(grad, *tables, n, groups)  # type: ignore[no-any-return]
+
+
+def _sort(qkv: torch.Tensor) -> torch.Tensor:
+    t, groups, heads, features = qkv.shape
+    m, n = heads - 2, groups * (heads - 2)
+    out = qkv.new_empty((t, n + 2 * groups, features))
+    out[:, :n].view(t, groups, m, features).copy_(qkv[:, :, :m])
+    out[:, n : n + groups] = qkv[:, :, m]
+    out[:, n + groups :] = qkv[:, :, m + 1]
+    return out
+
+
+def _unsort(grad: torch.Tensor, n: int, groups: int) -> torch.Tensor:
     t, _, features = grad.shape
     m = n // groups if groups else 0
-    if tables is not None:
-        grad = grad.clone()
-        _rotate(grad[:, : n + groups], tables[0], -tables[1])
     out = grad.new_empty((t, groups, m + 2, features))
     out[:, :, :m] = grad[:, :n].reshape(t, groups, m, features)
     out[:, :, m] = grad[:, n : n + groups]
     out[:, :, m + 1] = grad[:, n + groups :]
     return out
+
+
+def _plain_rotate_and_sort(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    out, groups = _sort(qkv), qkv.shape[1]
+    _rotate(out[:, : out.shape[1] - groups], cos, sin)
+    return out
+
+
+def _plain_unrotate_and_unsort(
+    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, n: int, groups: int
+) -> torch.Tensor:
+    grad = grad.clone()
+    _rotate(grad[:, : n + groups], cos, -sin)
+    return _unsort(grad, n, groups)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -94,3 +117,35 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     first, second = x[..., :half].clone(), x[..., half:]
     x[..., :half].mul_(cos).addcmul_(second, sin, value=-1)
     second.mul_(cos).addcmul_(first, sin)
+
+
+@fused(
+    "rotate_and_sort(Tensor qkv, Tensor cos, Tensor sin) -> Tensor", plain=_plain_rotate_and_sort
+)
+def _rotate_and_sort(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    t, groups, heads, features = qkv.shape
+    queries = qkv[:, :, : heads - 2].reshape(t, groups * (heads - 2), features)
+    rotated = _turned(torch.cat((queries, qkv[:, :, heads - 2]), dim=1), cos, sin)
+    return torch.cat((rotated, qkv[:, :, heads - 1]), dim=1)
+
+
+@fused(
+    "unrotate_and_unsort(Tensor grad, Tensor cos, Tensor sin, int n, int groups) -> Tensor",
+    plain=_plain_unrotate_and_unsort,
+)
+def _unrotate_and_unsort(
+    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, n: int, groups: int
+) -> torch.Tensor:
+    t, _, features = grad.shape
+    turned = _turned(grad[:, : n + groups], cos, -sin)
+    queries = turned[:, :n].reshape(t, groups, n // groups if groups else 0, features)
+    rest = (turned[:, n:, None], grad[:, n + groups :, None])
+    return torch.cat((queries, *rest), dim=2)
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Pairs (i, i + D/2) of ``x`` [t, heads, D] rotated."""
+    first, second = wide(x).chunk(2, dim=-1)
+    cos, sin = wide(cos)[:, None], wide(sin)[:, None]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)

@@ -26,14 +26,17 @@ class KernelRun(NamedTuple):
 
 
 def runs_of(blocks: Iterable[Block], most: int) -> tuple[KernelRun, ...]:
-    """Blocks in their order, neighbours joined up to ``most`` of them; empty ones left out."""
+    """Blocks in their order, neighbours joined up to ``most`` of them; empty ones left out, and
+    queries that see the same keys are one document."""
     groups: list[list[Block]] = []
     for block in blocks:
         rows, columns = block.q_stop - block.q_start, block.k_stop - block.k_start
         assert not block.causal or rows == columns, f"{block} is causal and not square"
         if not rows or not columns:
             continue
-        if most > 1 and groups and len(groups[-1]) < most and _follows(block, groups[-1][-1]):
+        if groups and _goes_on(block, groups[-1][-1]):
+            groups[-1][-1] = groups[-1][-1]._replace(q_stop=block.q_stop)
+        elif most > 1 and groups and len(groups[-1]) < most and _follows(block, groups[-1][-1]):
             groups[-1].append(block)
         else:
             groups.append([block])
@@ -53,6 +56,11 @@ def runs_of(blocks: Iterable[Block], most: int) -> tuple[KernelRun, ...]:
 def _follows(block: Block, last: Block) -> bool:
     starts, stops = (block.q_start, block.k_start), (last.q_stop, last.k_stop)
     return starts == stops and (block.causal, block.turned) == (last.causal, last.turned)
+
+
+def _goes_on(block: Block, last: Block) -> bool:
+    same_keys = (block.k_start, block.k_stop) == (last.k_start, last.k_stop)
+    return same_keys and block.q_start == last.q_stop and not (block.causal or last.causal)
 
 
 class MarkedRows:

@@ -24,6 +24,7 @@ from headrace.comm.collectives import Arriving, issue_all_gather, issue_reduce_s
 from headrace.ops.activation import Activation
 from headrace.ops.linear import WeightSource
 from headrace.ops.norm import Norm
+from headrace.ops.products import total
 
 __all__ = ["FeedForward", "Spread", "gather_linear", "linear_scatter", "spread_feed_forward"]
 
@@ -80,6 +81,10 @@ class Spread:
         if self.places is not None:
             places = torch.cat([self.places[s] for s in self._slices(chunk)])
             whole.index_copy_(0, places, rows)
+            return
+        if len(set(self.sizes)) == 1:
+            ranks, share = len(self.sizes), self.share(0, chunk)
+            whole.unflatten(0, (ranks, -1))[:, share] = rows.unflatten(0, (ranks, -1))
             return
         for there, part in zip(self._slices(chunk), rows.split(self.counts(chunk)), strict=True):
             whole[there] = part
@@ -166,7 +171,7 @@ class _GatherLinear(torch.autograd.Function):
 
         dx = spread.scattered(map(part, range(spread.chunks), spread.gathered(y)), y)
         if bias is not None:
-            bias.add(grad.sum(0))
+            bias.add(total(grad))
         return dx if norm is None else norm.backward(dx, x, tuple(stats)), None, None, None, None
 
 
@@ -214,7 +219,7 @@ class _LinearScatter(torch.autograd.Function):
 
         dy = spread.whole(map(part, range(spread.chunks), spread.gathered(grad)))
         if bias is not None:
-            bias.add(grad.sum(0))
+            bias.add(total(grad))
         return dy, None, None, None, None
 
 
@@ -269,12 +274,12 @@ class _SpreadFeedForward(torch.autograd.Function):
             dwide = parts.activation.backward(dz @ out.t(), wide)
             parts.matrix_in.add_product(dwide, rows)
             if parts.bias_in is not None:
-                parts.bias_in.add(dwide.sum(0))
+                parts.bias_in.add(total(dwide))
             return dwide @ into
 
         dx = spread.scattered(map(part, spread.gathered(y), spread.gathered(grad)), y)
         if parts.bias_out is not None:
-            parts.bias_out.add(grad.sum(0))
+            parts.bias_out.add(total(grad))
         if parts.norm is not None:
             dx = parts.norm.backward(dx, x, tuple(stats))
         return dx, None, None

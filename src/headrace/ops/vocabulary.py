@@ -19,6 +19,7 @@ import torch.distributed as dist
 from headrace.comm.collectives import all_gather_rows
 from headrace.ops.linear import WeightSource
 from headrace.ops.loss import IGNORED
+from headrace.ops.products import add_wide_product
 from headrace.ops.spread import Spread
 
 __all__ = ["spread_embed", "spread_head_loss"]
@@ -119,7 +120,7 @@ def spread_head_loss(
         if bias is not None:
             sums.add_(logits.sum(0))
         dlogits = logits.to(x.dtype)
-        whole.addmm_(dlogits.t().to(wide), rows.to(wide))
+        add_wide_product(whole, dlogits, rows)
         return dlogits @ matrix
 
     chunks = map(part, range(spread.chunks), spread.gathered(x), spread.gathered(labels))

@@ -11,9 +11,9 @@ import torch
 from headrace.comm.collectives import all_to_all_rows
 from headrace.comm.mesh import Groups
 from headrace.layouts.layout import group_shards
-from headrace.profiling.clocks import Clock
 from headrace.profiling.sweep import block, slowest
 from headrace.profiling.two_layers import TwoLayers
+from headrace.runtime.clocks import Clock
 from headrace.runtime.executor import Executor
 from headrace.runtime.storage import Storage
 from headrace.spec.architecture import Architecture

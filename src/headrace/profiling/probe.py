@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from headrace.profiling.clocks import Clock, HostClock
+from headrace.runtime.clocks import Clock, HostClock
 from headrace.runtime.counted import ByteCounter, DeviceBytes, SavedBytes
 
 __all__ = ["ChainProbe", "Counter", "Passed", "Probe", "bytes_of", "observe", "seconds_of"]

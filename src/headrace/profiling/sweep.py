@@ -20,8 +20,8 @@ from math import inf
 from headrace.comm.collectives import gather_floats
 from headrace.comm.fake_world import fake_groups
 from headrace.comm.mesh import Groups
-from headrace.profiling.clocks import Clock, EventClock, HostClock
 from headrace.profiling.probe import Counter, Probe, bytes_of, seconds_of
+from headrace.runtime.clocks import Clock, clock_of
 from headrace.runtime.counted import ByteCounter, DeviceBytes
 from headrace.runtime.machine import is_out_of_memory
 from headrace.spec.plan import TokenOrder
@@ -103,7 +103,7 @@ class Sweeper:
         device: str = "cpu",
     ) -> None:  # fmt: skip
         self.not_fitting: list[NotFitting] = []
-        self.clock: Clock = HostClock() if device == "cpu" else EventClock()
+        self.clock: Clock = clock_of(device)
         self._groups, self._options = groups, options
         self._room, self._device = room_bytes, device
         self._absent: Groups | None = None

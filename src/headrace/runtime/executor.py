@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
-import torch
 
 from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.mesh import Groups
 from headrace.errors import PlanMismatch
 from headrace.layouts.transfer import Pending
 from headrace.models.transformer import Transformer
+from headrace.runtime.clocks import StepClock, clock_of
 from headrace.runtime.micro_batch import MicroBatchRun, sources
 from headrace.runtime.plan_groups import PlanGroups
+from headrace.runtime.spans import Spans
 from headrace.runtime.step_state import StepState
 from headrace.runtime.storage import Storage
 from headrace.spec.measurement import Row
@@ -53,9 +53,10 @@ class StepResult:
 class Executor:
     """Runs plans on this rank.
 
-    ``entered`` is told each action before it starts (the watcher publishes it); ``checked`` looks
-    for values that are not finite after each layer, and names the layer. Nothing of the
-    storage is written before the update: a step that fails leaves the weights as they were.
+    ``entered`` is told each action before it starts (the watcher publishes it), and before the
+    update those that the device has not ended; ``checked`` looks for values that are not finite
+    after each layer, and names the layer. ``clock`` is that of ``device`` unless told. Nothing of
+    the storage is written before the update: a step that fails leaves the weights as they were.
     Without ``overlap`` nothing is computed while weights arrive or gradients leave: for comparison.
     ``action`` is where a step that failed was, ``written`` whether it had come to write.
     """
@@ -69,6 +70,7 @@ class Executor:
         device: str = "cpu",
         checked: bool = False,
         overlap: bool = True,
+        clock: StepClock | None = None,
         entered: Callable[[str], None] = lambda action: None,
     ) -> None:
         self.storage, self.groups = storage, groups
@@ -76,6 +78,7 @@ class Executor:
         self.buckets = bucket_count(storage.architecture)
         self._seed, self._device, self._entered = seed, device, entered
         self._checked, self._overlap = checked, overlap
+        self._clock = clock or clock_of(device)
         self._programs = OwnPrograms(rank=groups.rank, bucket_count=self.buckets, overlap=overlap)
         self._plan_groups = PlanGroups(storage.architecture)
         self.action, self.written = "", False
@@ -126,14 +129,14 @@ class Executor:
         working.begin()
         state = StepState(
             plan=plan, tokens=tokens, number=step, lr=lr, working=working,
-            started_s=time.perf_counter(),
+            spans=Spans(self._clock, self.groups.rank),
         )  # fmt: skip
         for action in program.actions:
             self.action = str(action)
             self._entered(self.action)
             self._do(action, state)
         self._entered("between steps")
-        return StepResult(loss=state.loss, gradient_norm=state.norm, rows=tuple(state.rows))
+        return StepResult(loss=state.loss, gradient_norm=state.norm, rows=state.spans.rows())
 
     def _do(self, action: Action, state: StepState) -> None:
         if not self._overlap and not isinstance(action, Pull):
@@ -155,6 +158,7 @@ class Executor:
                 if self._staged(state.plan):
                     self.groups.messages.settle()
                 self._wait("G", list(state.pushes), state.pushes, state)
+                state.spans.reach(self._entered)
                 self._timed(action, state, lambda: self._update(state))
 
     @staticmethod
@@ -168,9 +172,10 @@ class Executor:
 
     def _await(self, buckets: Sequence[int], state: StepState) -> None:
         """Wait for pulls that are under way."""
-        start = time.perf_counter()
-        self._wait("P", buckets, state.pulls, state)
-        state.waited_s += time.perf_counter() - start
+        due = [bucket for bucket in buckets if bucket in state.pulls]
+        if due:
+            with state.spans.wait():
+                self._wait("P", due, state.pulls, state)
 
     def _wait(
         self, letter: str, buckets: Sequence[int], pending: dict[int, Pending], state: StepState
@@ -178,43 +183,18 @@ class Executor:
         """Wait for issued transfers, in the order given; one row each."""
         kind = "pull" if letter == "P" else "push"
         for bucket in buckets:
-            if bucket in pending:
-                start = time.perf_counter()
+            with state.spans.action(f"{letter}{bucket}", kind, ranks=self.groups.ranks):
                 pending.pop(bucket).wait()
-                self._record(f"{letter}{bucket}", kind, start, state, ranks=self.groups.ranks)
 
     def _timed(self, action: Action, state: StepState, work: Callable[[], None]) -> None:
-        start = time.perf_counter()
-        state.waited_s = 0.0
-        work()
-        if self._device != "cpu":
-            torch.cuda.current_stream().synchronize()  # not transfers under way on others
         tokens, ranks = 0, self.groups.ranks
         if isinstance(action, Forward | Backward):
             tokens = sum(state.plan.tokens_of(state.plan.micro_batches[action.micro_batch]))
             ranks = len(action.group)
         elif isinstance(action, Send | Recv | Exchange):
             tokens, ranks = sum(message.rows for message in messages_of(action)), 2
-        self._record(str(action), action.kind, start, state, tokens=tokens, ranks=ranks)
-
-    def _record(
-        self,
-        text: str,
-        kind: str,
-        start: float,
-        state: StepState,
-        *,
-        tokens: int = 0,
-        ranks: int = 1,
-    ) -> None:
-        waited_s = state.waited_s if kind in ("forward", "backward") else 0.0
-        state.rows.append(
-            Row(
-                rank=self.groups.rank, action=text, kind=kind, start_s=start - state.started_s,
-                end_s=time.perf_counter() - state.started_s, tokens=tokens, ranks=ranks,
-                waited_s=waited_s,
-            )
-        )  # fmt: skip
+        with state.spans.action(str(action), action.kind, tokens=tokens, ranks=ranks):
+            work()
 
     def _forward(self, action: Forward, state: StepState) -> None:
         index = action.micro_batch
@@ -230,7 +210,7 @@ class Executor:
             device=self._device, checked=self._checked,
         )  # fmt: skip
         run.forward(state.arrived.pop(index, None), lambda bucket: self._await([bucket], state))
-        state.loss += run.loss
+        state.losses.append(run.loss)
         state.runs[index] = run
 
     def _backward(self, action: Backward, state: StepState) -> None:
@@ -260,7 +240,8 @@ class Executor:
                 state.arrive(back, messages.exchange(leaving, (back.rows, hidden), out.peer))
 
     def _update(self, state: StepState) -> None:
-        state.loss = sum(row[0] for row in gather_floats([state.loss], self.groups.world))
+        own = sum(map(float, state.losses))
+        state.loss = sum(row[0] for row in gather_floats([own], self.groups.world))
         state.norm = self.storage.gradient_norm()
         self.written = True  # every rank has come as far, so each will write
         self.storage.update(state.lr, state.norm)

@@ -17,6 +17,7 @@ from headrace.methods.context import Context, Place
 from headrace.methods.weights import Shard, State, Weight, Whole
 from headrace.models.objective import objective_of
 from headrace.models.transformer import Transformer
+from headrace.ops.index import to_device
 from headrace.ops.random import DropoutKey
 from headrace.runtime.storage import Working
 from headrace.spec.method import LayerPlan
@@ -100,7 +101,7 @@ class MicroBatchRun:
     labels: torch.Tensor
     scale: float
     checked: bool = False
-    loss: float = 0.0
+    loss: torch.Tensor | float = 0.0
     leaving: torch.Tensor | None = None
     returning: torch.Tensor | None = None
     _segments: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -129,7 +130,7 @@ class MicroBatchRun:
             return groups.get(tuple(ranks[member] for member in members))
 
         def local(values: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(values.astype(np.int64)).to(device)
+            return to_device(torch.from_numpy(values.astype(np.int64)), device)
 
         place = Place(
             architecture=model.architecture, tokens=pack, member=member, dtype=dtype,
@@ -194,7 +195,7 @@ class MicroBatchRun:
             ending.detach(), labels, self.weights, self.scale, self.context
         )
         self._segments.append((entry, ending))
-        self.loss = float(loss)
+        self.loss = loss.detach()
 
     def _check(self, x: torch.Tensor, what: str, index: int) -> None:
         if not self.checked or bool(x.isfinite().all()):

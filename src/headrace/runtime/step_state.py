@@ -11,8 +11,8 @@ from headrace.errors import PlanMismatch
 from headrace.layouts.transfer import Pending
 from headrace.methods.weights import Weight
 from headrace.runtime.micro_batch import MicroBatchRun
+from headrace.runtime.spans import Spans
 from headrace.runtime.storage import Working
-from headrace.spec.measurement import Row
 from headrace.spec.plan import Plan
 from headrace.spec.program import Message
 
@@ -24,7 +24,7 @@ class StepState:
     """The state of one step of a plan on one rank.
 
     ``arrived`` are the activations and ``returned`` the gradients that wait for their micro-batch;
-    ``waited_s`` are the seconds that the current action has waited for pulls.
+    ``losses`` are this rank's, where they were computed: to look at one is to wait for it.
     """
 
     plan: Plan
@@ -32,15 +32,14 @@ class StepState:
     number: int
     lr: float
     working: Working
-    started_s: float
+    spans: Spans
     pulls: dict[int, Pending] = field(default_factory=dict)
     pushes: dict[int, Pending] = field(default_factory=dict)
     runs: dict[int, MicroBatchRun] = field(default_factory=dict)
     arrived: dict[int, torch.Tensor] = field(default_factory=dict)
     returned: dict[int, torch.Tensor] = field(default_factory=dict)
     views: dict[int, dict[str, Weight]] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-    waited_s: float = 0.0
+    losses: list[torch.Tensor | float] = field(default_factory=list)
     loss: float = 0.0
     norm: float = 0.0
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["Band", "Block", "band_blocks", "document_blocks", "scores_of"]
+__all__ = ["Band", "Block", "band_blocks", "document_blocks", "joined", "scores_of"]
 
 
 class Band(NamedTuple):
@@ -97,6 +97,18 @@ def band_blocks(band: Band, queries: tuple[int, int], keys: tuple[int, int]) -> 
             if low < high:
                 full.append(Block(*rows, low, high, False))
     return [*squares, *full]
+
+
+def joined(rectangles: Iterable[Block]) -> list[Block]:
+    """Full rectangles, ordered by queries and then by keys; of the same queries neighbours are
+    made one."""
+    found = list[Block]()
+    for block in rectangles:
+        if found and found[-1][:2] == block[:2] and found[-1].k_stop == block.k_start:
+            found[-1] = found[-1]._replace(k_stop=block.k_stop)
+        else:
+            found.append(block)
+    return found
 
 
 def scores_of(blocks: Iterable[Block]) -> int:

@@ -131,7 +131,8 @@ def test_single_precision_is_as_exact_as_one_process() -> None:
 
 def test_half_types_are_no_worse_than_one_process() -> None:
     """Would catch a sum over ranks or blocks of keys that is kept in a half type: the error
-    against fp64 stays within twice that of one process in bf16."""
+    against fp64 stays within twice that of one process in bf16, of vectors, which are a few sums
+    each and so a matter of chance, within four times."""
     cases = _narrow(torch.bfloat16)
     results = run_ranks(4, run_all, cases, timeout_s=240)
     first = {case.architecture: case for case in reversed(cases)}
@@ -146,7 +147,8 @@ def test_half_types_are_no_worse_than_one_process() -> None:
         )
         for name, wanted in right.items():
             ours, theirs = (np.linalg.norm(x[name] - wanted) for x in (got, one))
-            if not ours <= 2 * theirs + 1e-3 * np.linalg.norm(wanted):
+            most = 2 if wanted.ndim > 1 else 4
+            if not ours <= most * theirs + 1e-3 * np.linalg.norm(wanted):
                 wrong.append((case.layers, case.architecture, name, float(ours), float(theirs)))
     assert not wrong
 

@@ -23,11 +23,21 @@ CASES: dict[int, list[tuple[tuple[int, ...], Columns]]] = {
         ((1, 0), Columns(total=3, of=((0, 1), (1, 2)))),  # a rank without tokens, a copied column
         ((2, 1), Columns(total=3, of=((), (2, 1, 0)))),  # a rank without columns
         ((2, 1), Columns(total=4, of=((0,), (3, 0)))),  # columns that nobody takes
+        # Taken alike: queries in turn and a key that both have; two parts in turn, the last first.
+        ((3, 1), Columns(total=5, of=((0, 1, 4), (2, 3, 4)))),
+        ((1, 2), Columns(total=6, of=((4, 0, 1), (5, 2, 3)))),
+        ((2, 1), Columns(total=4, of=((1, 0), (3, 2)))),  # pairs turned round
+        ((2, 1), Columns(total=6, of=((0, 3), (1, 4)))),  # alike, and columns that nobody takes
     ],
     3: [
         ((2, 2, 2), Columns(total=6, of=((0, 1), (2, 3), (4, 5)))),
         ((2, 0, 1), Columns(total=5, of=((0, 4), (1, 4), (2, 3, 4)))),
         ((0, 0, 3), Columns(total=2, of=((0, 1), (0, 1), (1, 0)))),
+        ((2, 0, 1), Columns(total=5, of=((0, 3, 4), (1, 3, 4), (2, 3, 4)))),  # keys that all have
+    ],
+    4: [
+        ((1, 1, 2, 0), Columns(total=4, of=((0, 1), (0, 1), (2, 3), (2, 3)))),  # shared by two
+        ((1, 3, 0, 2), Columns(total=8, of=tuple((r, 4 + r // 2, 6 + r // 2) for r in range(4)))),
     ],
 }
 EVEN = 0  # the case that the formula of the bytes is for
@@ -68,7 +78,7 @@ def _switched(ranks: int) -> list[dict[str, Any]]:
     return out
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_token_of_the_columns_asked_for(ranks: int) -> None:
     """Would catch columns in another order than asked, or tokens of ranks exchanged."""
     results = run_ranks(ranks, _switched, ranks)
@@ -78,7 +88,7 @@ def test_every_token_of_the_columns_asked_for(ranks: int) -> None:
             np.testing.assert_array_equal(results[rank][case]["heads"], tokens[:, list(mine)])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_columns_of_several_ranks_are_added_on_the_way_back(ranks: int) -> None:
     """Would catch the last copy of a replicated key-value head written over the others."""
     results = run_ranks(ranks, _switched, ranks)
@@ -93,7 +103,7 @@ def test_columns_of_several_ranks_are_added_on_the_way_back(ranks: int) -> None:
             np.testing.assert_allclose(got, _mine(sizes, rank, whole), rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_backward_is_the_transpose(ranks: int) -> None:
     """<A x, y> = <x, A^T y>: would catch a backward scaled by the number of ranks."""
     results = run_ranks(ranks, _switched, ranks)

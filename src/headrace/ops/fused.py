@@ -1,0 +1,86 @@
+"""Functions that are one kernel on a device, or a few, and plain operators on a CPU.
+
+A device runs a chain of small operators at the pace of its memory, and of the host that launches
+each. So the chains around products and attention are written as pure functions here and compiled
+there, for any number of tokens. They are operators of torch (``torch.ops.headrace``), so that what
+counts operators, or runs them on tensors without contents, sees one. Where compiling fails (no
+Triton, an old compiler) the plain operators run, which is said once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["FUSED", "Fused", "fused", "wide"]
+
+FUSED: dict[str, Fused] = {}
+"""By name."""
+
+_LIBRARY = torch.library.Library("headrace", "FRAGMENT")
+
+
+class Fused:
+    """A pure function of tensors. ``kernels`` is how many it is on a device: sums over tokens take
+    a second one. ``plain`` is what a CPU runs, the function itself unless told."""
+
+    def __init__(
+        self, function: Callable[..., Any], schema: str, kernels: int,
+        plain: Callable[..., Any] | None,
+    ) -> None:  # fmt: skip
+        self.function, self.kernels = function, kernels
+        self.name = schema.partition("(")[0]
+        self._plain = plain or function
+        self._compiled: Callable[..., Any] | None = None
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(self.name, self._on_device, "CUDA")
+        _LIBRARY.impl(self.name, function, "Meta")
+        _LIBRARY.impl(self.name, self._plain, "CPU")
+        self.operator: Callable[..., Any] = getattr(torch.ops.headrace, self.name).default
+
+    def __call__(self, x: torch.Tensor, *others: Any) -> Any:
+        """The function where its first tensor is."""
+        if x.device.type == "cpu":
+            return self._plain(x, *others)
+        return self.operator(x, *others)
+
+    def compiled(self, backend: str = "inductor") -> Callable[..., Any]:
+        """The function compiled, for tensors of any sizes."""
+        made: Callable[..., Any] = torch.compile(
+            self.function, backend=backend, dynamic=True, fullgraph=True
+        )
+        return made
+
+    def _on_device(self, *args: Any) -> Any:
+        if self._compiled is None:
+            self._compiled = self.compiled()
+        if self._compiled is self.function:
+            return self.function(*args)
+        try:
+            return self._compiled(*args)
+        except torch._dynamo.exc.TorchDynamoException as error:  # noqa: SLF001
+            self._compiled = self.function
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            warnings.warn(f"{self.name} runs as plain operators, slower: {why}", stacklevel=2)
+            return self.function(*args)
+
+
+def fused(
+    schema: str, *, kernels: int = 1, plain: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Fused]:
+    """Make a function of tensors one of these; ``schema`` as torch writes it."""
+
+    def make(function: Callable[..., Any]) -> Fused:
+        made = Fused(function, schema, kernels, plain)
+        FUSED[made.name] = made
+        return made
+
+    return make
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """A tensor in the type in which sums are taken."""
+    return x if x.dtype == torch.float64 else x.float()

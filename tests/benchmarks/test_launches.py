@@ -1,0 +1,67 @@
+"""How many kernels a layer launches: what must not get worse, counted without a device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import launches
+import pytest
+import torch
+
+TOKENS, RANKS = 65_536, 8
+THIRD = TOKENS // 3
+PACK = (THIRD, THIRD, TOKENS - 2 * THIRD)
+MOST = {  # kernels, MB read and written a token: (reached when written, with a little room)
+    "local": (42, 0.58), "ulysses_z": (49, 0.66), "megatron_cz_gather": (115, 1.2),
+    "megatron_cz": (250, 1.35), "megatron_ts": (270, 1.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", MOST)
+def test_kernels_of_a_layer(method: str) -> None:
+    """Catches operators that are not fused any more, and copies from the host in every layer."""
+    counts = launches.counted(launches.llama(), method, RANKS, PACK)
+    tokens = TOKENS if method == "local" else TOKENS // RANKS
+    found = launches.row(method, counts, tokens)
+    kernels, moved_mb = MOST[method]
+    assert found["kernels"] <= kernels, counts.kernels
+    assert found["stops"] == 0, counts.stops
+    assert found["elementwise_mb_per_token"] <= moved_mb
+    assert counts.kernels["_flash_attention_forward"] >= 1
+
+
+def test_what_is_counted() -> None:
+    """Catches views and allocations counted, copies from the host and reads by it that are not."""
+    counting = launches.Launches()
+    here, there = torch.arange(4), torch.empty(4, 4, device="meta")
+    with counting, launches.Made(counting):
+        counting.on = True
+        there.view(16)[2:].add_(1.0)
+        there.new_empty(3)
+        here.to("meta", non_blocking=True)
+        here.to("meta")
+        torch.tensor([1, 2], device="meta")
+        torch.mm(there, there)
+        counting.on = False
+        there.mul_(2)
+    assert counting.counts.kernels == {"add_": 1, "mm": 1}
+    assert counting.counts.stops == {"_to_copy": 1, "tensor": 1}
+    assert counting.counts.elementwise_bytes == 2 * 14 * 4
+
+
+def test_the_table(tmp_path: Path, capsys: Any) -> None:
+    """Catches methods left out, and numbers of another one."""
+    path = tmp_path / "out" / "launches.json"
+    command = ["--ranks", "2", "--tokens", "64", "--hidden", "256", "--json", str(path),
+               "--methods", "local", "megatron_cz", "--list"]  # fmt: skip
+    assert launches.main(command) == 0
+    out = capsys.readouterr().out
+    assert "_flash_attention_forward" in out
+    rows = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows.keys() == {"local", "megatron_cz"}
+    assert rows["local"]["kernels"] < rows["megatron_cz"]["kernels"]
+    assert (rows["local"]["collectives"], rows["megatron_cz"]["collectives"] > 0) == (0, True)
+    with pytest.raises(SystemExit):
+        launches.main(["--hidden", "64"])
