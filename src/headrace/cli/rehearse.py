@@ -98,7 +98,7 @@ def _played(config: Config, flags: RehearseFlags) -> Rehearsal:
     if wrong:
         raise ConfigError("--sizes", got=wrong[0], wanted=f"1 to {ranks}")
     hardware = Hardware.parse(config.devices.hardware or "cpu")
-    _, methods = considered(config.planner, a, ranks)
+    _, methods = considered(config.planner, a, ranks, gpu=hardware.device.name != "cpu")
     length = parse_count(flags.length) if flags.length else 0
     return Rehearsal(
         architecture=a, hardware=hardware, ranks=ranks, rank=flags.rank,

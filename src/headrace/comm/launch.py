@@ -51,6 +51,7 @@ def start(
     timeout_s: float = 1800,
     heartbeat_s: float = 0.2,
     hang_s: float = 30.0,
+    deterministic: bool = False,
     port: int = 0,
     each: Callable[[], None] = lambda: None,
 ) -> int:
@@ -63,7 +64,8 @@ def start(
 
     ``threads`` per rank (None: an even share of the cores); ``timeout_s`` of collectives;
     ``heartbeat_s`` between signs of life; ``hang_s`` without one and a rank counts as dead, so
-    ``main`` must not hold Python's lock that long. ``port`` of the store, 0 for any free one.
+    ``main`` must not hold Python's lock that long. ``deterministic``: the same bits each time, on
+    devices too. ``port`` of the store, 0 for any free one.
     ``each`` is called here time and again while the ranks run, and once more when they have ended;
     what it raises ends them.
 
@@ -71,8 +73,9 @@ def start(
     one thread: neither survives a fork. Raises LaunchError when ranks cannot be started.
     """
     settings = Settings(
-        device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=heartbeat_s, hang_s=hang_s
-    )
+        device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=heartbeat_s, hang_s=hang_s,
+        deterministic=deterministic,
+    )  # fmt: skip
     _check(ranks, device, threads)
     # torch's optimizers import it when they are first made: once here, not on every rank.
     importlib.import_module("torch._dynamo")
@@ -101,12 +104,13 @@ def start(
 
 @contextmanager
 def lone_rank(
-    *, device: str = "cpu", threads: int | None = None, timeout_s: float = 1800
-) -> Iterator[World]:
+    *, device: str = "cpu", threads: int | None = None, timeout_s: float = 1800,
+    deterministic: bool = False,
+) -> Iterator[World]:  # fmt: skip
     """The only rank of a job, in this process: torch.distributed is initialised within the context
     and as before after it. Errors are the caller's to handle.
 
-    ``threads`` and ``timeout_s`` are as for :func:`start`. Raises LaunchError where
+    The rest is as for :func:`start`. Raises LaunchError where
     torch.distributed is initialised already.
     """
     if dist.is_initialized():
@@ -115,8 +119,9 @@ def lone_rank(
             wanted="a process that is no rank yet", hint="dist.destroy_process_group() ends it",
         )  # fmt: skip
     settings = Settings(
-        device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=0.2, hang_s=float("inf")
-    )
+        device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=0.2, hang_s=float("inf"),
+        deterministic=deterministic,
+    )  # fmt: skip
     before, named = torch.get_num_threads(), os.environ.get("GLOO_SOCKET_IFNAME")
     os.environ["GLOO_SOCKET_IFNAME"] = named or "lo"
     store = dist.TCPStore(_LOCALHOST, 0, is_master=True, wait_for_workers=False)
@@ -197,6 +202,7 @@ def join(
     timeout_s: float = 1800,
     heartbeat_s: float = 0.2,
     hang_s: float = 30.0,
+    deterministic: bool = False,
     connect_s: float = 120.0,
 ) -> int:
     """Run ``main`` as the rank that the environment describes, as set by torchrun; returns 0.
@@ -212,8 +218,9 @@ def join(
     reached.
     """
     settings = Settings(
-        device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=heartbeat_s, hang_s=hang_s
-    )
+        device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=heartbeat_s, hang_s=hang_s,
+        deterministic=deterministic,
+    )  # fmt: skip
     place = _place()
     # Where no agent keeps the store (launchers other than torchrun), rank 0 does.
     serve = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

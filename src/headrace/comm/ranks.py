@@ -45,13 +45,15 @@ class RankPlace:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How ranks run: ``device`` "cpu" or "cuda"; ``threads`` per rank (None: an even share of the
-    cores); ``timeout_s`` of collectives; the watcher's ``heartbeat_s`` and ``hang_s``."""
+    cores); ``timeout_s`` of collectives; the watcher's ``heartbeat_s`` and ``hang_s``; on devices
+    ``deterministic`` kernels only."""
 
     device: str
     threads: int | None
     timeout_s: float
     heartbeat_s: float
     hang_s: float
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -168,10 +170,21 @@ def _device(place: RankPlace, settings: Settings) -> str:
     index = gpu_of(place.local_rank, torch.cuda.device_count(), own=sees_own_gpus())
     # Packs have new sizes all the time: without it freed memory is in pieces, and given back.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if settings.deterministic:
+        _take_deterministic_kernels()
     torch.cuda.set_device(index)
     torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
     torch.cuda.synchronize()
     return f"cuda:{index}"
+
+
+def _take_deterministic_kernels() -> None:
+    """Before the device begins: cuBLAS reads its variable then. torch warns of what has no such
+    kernel, by name."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    # Else every new tensor is filled; here all of it is written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def gpu_of(local_rank: int, count: int, *, own: bool) -> int:

@@ -21,6 +21,7 @@ from headrace.comm.watcher import Watcher
 
 __all__ = ["Rerendezvous"]
 
+_LATER = 1.25  # than the watcher, which names rank and action: NCCL ends a process without a word
 _NOTICE_S = 1.5  # what a rank meets first may be a broken connection: the cause is told this soon
 
 
@@ -48,7 +49,7 @@ class Rerendezvous:
             dist.init_process_group(
                 self._backend, store=dist.PrefixStore(f"world{self._number}", self._store),
                 rank=self._rank, world_size=self._ranks,
-                timeout=timedelta(seconds=self._timeout_s),
+                timeout=timedelta(seconds=self._timeout_s * (1 if self.possible else _LATER)),
             )  # fmt: skip
         # A rank that leaves at once would break the connections of those still making theirs.
         dist.all_reduce(torch.zeros(1))

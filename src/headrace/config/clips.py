@@ -24,7 +24,7 @@ from headrace.config.section import Count, Place, Positive, Section
 __all__ = ["ClipsConfig", "ClipsDataConfig", "ClipsModelConfig"]
 
 _UNUSED: Mapping[str, tuple[str, ...]] = {
-    "run": ("check_finite",),
+    "run": ("check_finite", "deterministic"),
     "devices": ("hardware",),
     "planner": (
         "strategies", "rotate", "methods", "candidates", "smoothing", "working",

@@ -64,6 +64,10 @@ class RunConfig(Section):
     """Look for values that are not finite after every layer, forward and backward, and stop with
     the layer's number and method; costs a pass over each activation."""
 
+    deterministic: bool = False
+    """On devices, have torch and its libraries give the same bits each time, as they always do on a
+    CPU: some kernels are slower, and torch warns of those that do not exist."""
+
 
 class DataConfig(Section):
     """What to train on."""

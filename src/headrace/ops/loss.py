@@ -47,7 +47,8 @@ def head_loss(
         picked = logits.gather(1, target.clamp_min(0)[:, None]).squeeze(1)
         loss += ((normal - picked) * kept).double().sum()
         logits.sub_(normal[:, None]).exp_()
-        logits.scatter_add_(1, target.clamp_min(0)[:, None], logits.new_full((len(part), 1), -1.0))
+        place = target.clamp_min(0)[:, None]
+        logits.scatter_(1, place, logits.gather(1, place) - 1.0)
         logits.mul_(kept.to(logits.dtype)[:, None] * scale)
         if bias is not None:
             sums += logits.sum(0)

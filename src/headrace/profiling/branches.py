@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from headrace.errors import SpecError
 from headrace.profiling.sweep import SweepOptions
 from headrace.spec.architecture import Architecture
-from headrace.spec.known_methods import FACTS, SINGLE_RANK, methods_for
+from headrace.spec.known_methods import FACTS, SINGLE_RANK, automatic_methods, methods_for
 from headrace.spec.method import RECOMPUTE, Branch, LayerOption, Recompute
 from headrace.spec.plan import TokenOrder
 from headrace.spec.profile import ENDS, ProfilePoint
@@ -30,7 +30,7 @@ class ProfileOptions:
 
     sizes: tuple[int, ...]
     longest: int
-    methods: tuple[str, ...] = tuple(m.name for m in FACTS.values() if m.automatic)
+    methods: tuple[str, ...] = automatic_methods()
     levels: tuple[Recompute, ...] = RECOMPUTE
     point_s: float = 1.0
     repeats: int = 2

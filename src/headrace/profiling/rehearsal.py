@@ -33,7 +33,7 @@ from headrace.runtime.counted import ByteCounter, DeviceBytes
 from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware
-from headrace.spec.known_methods import FACTS
+from headrace.spec.known_methods import FACTS, automatic_methods
 from headrace.spec.method import RECOMPUTE, Recompute
 from headrace.spec.plan import Working
 from headrace.spec.profile import Profile, ProfilePoint
@@ -61,7 +61,7 @@ class Rehearsal:
     rank: int = 0
     sizes: tuple[int, ...]
     longest: int
-    methods: tuple[str, ...] = tuple(m.name for m in FACTS.values() if m.automatic)
+    methods: tuple[str, ...] = automatic_methods()
     levels: tuple[Recompute, ...] = RECOMPUTE
     dtype: torch.dtype = torch.bfloat16
     device: str | None = None

@@ -183,7 +183,7 @@ class Storage:
 
     def gradient_norm(self) -> float:
         """The norm of the whole gradient: squares over disjoint rows, added in rank order."""
-        local = sum(float(s.double().square().sum()) for s in self.sums.values())
+        local = _square(list(self.sums.values()))
         return sum(row[0] for row in gather_floats([local], self._groups.world)) ** 0.5
 
     def update(self, lr: float, norm: float | None = None) -> float:
@@ -271,6 +271,14 @@ class Storage:
                 state["step"].fill_(float(steps))
             elif "step" in state:
                 state["step"] = steps
+
+
+def _square(gradients: list[torch.Tensor]) -> float:
+    """The sum of all squares; of a device's in a few kernels, and looked at once."""
+    if all(x.device.type == "cpu" for x in gradients):
+        return sum(float(x.double().square().sum()) for x in gradients)
+    norms = torch._foreach_norm(gradients)  # noqa: SLF001  torch's own clipping calls it
+    return float(torch.stack(norms).double().square().sum())
 
 
 def _alike(one: dict[str, Partition], other: dict[str, Partition]) -> bool:

@@ -51,6 +51,7 @@ __all__ = [
     "TENSOR_RING",
     "ULYSSES_RING",
     "ULYSSES_Z",
+    "automatic_methods",
     "block_ranks",
     "facts_of",
     "methods_for",
@@ -194,7 +195,7 @@ METP = MethodFacts(
     name="metp", owner="metp", attention_rule=_a_group_each("metp"),
     feed_forward_rule=_a_block_each("metp"), order="zigzag",
     unlevelled=("attention", "feed_forward"), attention_use=_ring_of_shards,
-    feed_forward_use=_shards_pass,
+    feed_forward_use=_shards_pass, many_kernels=True,
 )  # fmt: skip
 
 
@@ -253,6 +254,11 @@ SINGLE_RANK = LOCAL.name
 
 DEFAULT = ULYSSES_Z.name
 """The method of several ranks where nobody names one."""
+
+
+def automatic_methods(*, gpu: bool = False) -> tuple[str, ...]:
+    """Methods that are considered when the choice is left to the planner."""
+    return tuple(m.name for m in FACTS.values() if m.automatic and not (gpu and m.many_kernels))
 
 
 def facts_of(name: str) -> MethodFacts:

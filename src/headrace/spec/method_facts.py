@@ -85,7 +85,9 @@ class MethodFacts:
     neighbouring ranks that use their shards of a layer's weights as they lie, of at most ``most``
     shards; 1 where each rank wants whole weights. ``unlevelled`` branches do the same at the levels
     ``none`` and ``attention``. ``automatic`` methods are considered when the choice is left to the
-    planner. ``*_use`` are formulas of what the branches use, None where there are none.
+    planner; of those, ``many_kernels`` have too many small ones for a device, whose host cannot
+    launch them as fast as they run. ``*_use`` are formulas of what the branches use, None where
+    there are none.
     """
 
     name: str
@@ -98,6 +100,7 @@ class MethodFacts:
     block: Callable[[int, int], int] = _alone
     unlevelled: tuple[Branch, ...] = ()
     automatic: bool = True
+    many_kernels: bool = False
     attention_use: BranchFormula | None = None
     feed_forward_use: BranchFormula | None = None
 

@@ -33,7 +33,10 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
 
     Collective. The memory limit is not part of what is measured: it is taken from this run.
     """
-    sizes, methods = considered(rank.config.planner, rank.storage.architecture, rank.world.ranks)
+    sizes, methods = considered(
+        rank.config.planner, rank.storage.architecture, rank.world.ranks,
+        gpu=rank.world.device != "cpu",
+    )  # fmt: skip
     fingerprint = _fingerprint(rank, sizes, methods, _hosts(rank))
     path = profile_path(rank.config, fingerprint)
     profile = None if fresh else read_profile(path, fingerprint, rank.say)

@@ -8,7 +8,12 @@ from headrace.config.model import PlannerConfig
 from headrace.costs import group_sizes_of
 from headrace.errors import ConfigError
 from headrace.spec.architecture import Architecture
-from headrace.spec.known_methods import FACTS, SINGLE_RANK, facts_of, methods_for
+from headrace.spec.known_methods import (
+    SINGLE_RANK,
+    automatic_methods,
+    facts_of,
+    methods_for,
+)
 from headrace.spec.method import BRANCHES, Branch, LayerOption
 from headrace.spec.strategy import Strategy
 from headrace.training.planning import listed_methods
@@ -19,15 +24,15 @@ _Names = Mapping[Branch, set[str]]
 
 
 def considered(
-    options: PlannerConfig, a: Architecture, ranks: int
+    options: PlannerConfig, a: Architecture, ranks: int, *, gpu: bool = False
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The group sizes and the methods that a run of ``ranks`` has to measure.
+    """The group sizes and the methods that a run of ``ranks``, perhaps GPUs, has to measure.
 
     Where methods are fixed a size must run all of them, else one for each branch. Raises SpecError
     for an unknown method, ConfigError when no group of more than one rank can run what is fixed.
     """
     listed = listed_methods(options)
-    names = _listed(listed) if listed else _open(options)
+    names = _listed(listed) if listed else _open(options, gpu=gpu)
     methods = tuple(sorted(set().union(*names.values())))
     if methods == (SINGLE_RANK,):
         return (1,), methods
@@ -64,8 +69,8 @@ def methods_by_size(names: tuple[str, ...], a: Architecture, ranks: int) -> dict
     return {1: [SINGLE_RANK]} | {p: some for p, some in found.items() if some}
 
 
-def _open(options: PlannerConfig) -> _Names:
-    names = options.candidates or tuple(m.name for m in FACTS.values() if m.automatic)
+def _open(options: PlannerConfig, *, gpu: bool) -> _Names:
+    names = options.candidates or automatic_methods(gpu=gpu)
     found = {facts_of(name).name for name in names}
     return {part: found for part in BRANCHES}
 

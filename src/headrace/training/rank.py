@@ -53,8 +53,10 @@ class Rank:
             self.listener.tell(text)
 
     def enters(self, action: str) -> None:
-        """This rank begins ``action``: what the others are told should it die or hang in it."""
-        self.world.watcher.enter(action)
+        """This rank begins ``action``: what the others are told should it die or hang in it. On a
+        device, whose collectives nobody waits for on the host, it has a limit."""
+        gpu = self.world.device != "cpu"
+        self.world.watcher.enter(action, self.world.timeout_s if gpu else None)
 
     def progress(self, what: str, done: int, of: int) -> None:
         """``done`` of ``of`` parts of a preparation are done, as the first rank says."""
@@ -71,6 +73,7 @@ def launch(
     settings: dict[str, Any] = {
         "device": _device(config), "threads": options.threads or None,
         "timeout_s": options.timeout_s, "hang_s": options.hang_s,
+        "deterministic": config.run.deterministic,
     }  # fmt: skip
     if under_torchrun():
         return join(main, **settings)
@@ -81,7 +84,10 @@ def run_here(config: JobConfig, main: Callable[[World], int]) -> int:
     """Run ``main(world)`` as the only rank, in this process; its errors are raised."""
     options = config.devices
     with lone_rank(
-        device=_device(config), threads=options.threads or None, timeout_s=options.timeout_s
+        device=_device(config),
+        threads=options.threads or None,
+        timeout_s=options.timeout_s,
+        deterministic=config.run.deterministic,
     ) as world:
         return main(world)
 
@@ -105,7 +111,10 @@ def _device(config: JobConfig) -> str:
 def open_rank(world: World, config: Config, listener: Listener | None = None) -> Rank:
     """Open the corpus, agree on it, and make this rank's storage. Collective."""
     listener = listener or Listener()
-    groups = Groups(connections=world.rerendezvous.connections, device=world.device)
+    groups = Groups(
+        connections=world.rerendezvous.connections, device=world.device,
+        backend=None if world.device == "cpu" else "nccl",
+    )  # fmt: skip
     dtype: torch.dtype = getattr(torch, config.devices.dtype_on(gpu=world.device != "cpu"))
     stored = dtype if dtype.itemsize >= 4 else torch.float32
     world.watcher.enter("reading and tokenising the corpus")

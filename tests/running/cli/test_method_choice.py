@@ -35,6 +35,14 @@ def test_auto_considers_every_size_and_the_automatic_methods() -> None:
     assert considered(_planner(candidates=["metp"]), MODEL, 4) == ((1, 2), ("metp",))
 
 
+def test_methods_of_many_kernels_are_not_for_devices() -> None:
+    """Catches a device that launches thousands of kernels a layer, of a method nobody named."""
+    _, here = considered(_planner(), MODEL, 4)
+    _, there = considered(_planner(), MODEL, 4, gpu=True)
+    assert set(here) - set(there) == {"metp"}
+    assert considered(_planner(candidates=["metp"]), MODEL, 4, gpu=True)[1] == ("metp",)
+
+
 def test_what_is_fixed_must_run_in_every_layer() -> None:
     """Would catch a size on which one layer of the list cannot run, and a feed-forward that is
     judged by the attention's rule."""

@@ -574,3 +574,20 @@ def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not sees_own_gpus()
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
     assert sees_own_gpus()
+
+
+def test_deterministic_kernels() -> None:
+    """Catches a run that says it is deterministic and is not, and one that fills every tensor."""
+    script = """
+        import os, torch
+        from headrace.comm.ranks import _take_deterministic_kernels
+        _take_deterministic_kernels()
+        print(torch.are_deterministic_algorithms_enabled(),
+              torch.is_deterministic_algorithms_warn_only_enabled(),
+              torch.utils.deterministic.fill_uninitialized_memory,
+              os.environ["CUBLAS_WORKSPACE_CONFIG"])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["True", "True", "False", ":4096:8"]
