@@ -6,6 +6,7 @@ LARGER := examples/python-sources-64.toml
 JOBS   ?= 2
 MINUTES ?= 60
 SEED   ?= 0
+GPU_RESULTS ?= benchmarks/results/gpu
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.headrace-ready
 DOCS   := $(VENV)/.headrace-docs
@@ -13,7 +14,7 @@ DOCS   := $(VENV)/.headrace-docs
 TESTS  := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test slow long attack lint docs reference lock clean
+.PHONY: help demo picture test slow long gpu attack lint docs reference lock clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +33,12 @@ slow: $(READY) ## run the tests that take longer
 
 long: $(READY) ## run the tests that CI has no time for
 	$(BIN)/python -m pytest -m long
+
+gpu: $(READY) ## test and measure on this machine's GPU, in four commands of some minutes each
+	$(BIN)/python -m pytest -m gpu tests/running/ops
+	$(BIN)/python -m pytest -m gpu tests/running/gpu
+	$(BIN)/python benchmarks/gpu_layer.py --json $(GPU_RESULTS)/layer.json
+	$(BIN)/python benchmarks/gpu_step.py --json $(GPU_RESULTS)/step.json
 
 attack: $(READY) ## attack the library at random for MINUTES=60 (ARGS=--help: what else)
 	PYTHONPATH=src:tests $(BIN)/python -m attacks --minutes $(MINUTES) --seed $(SEED) $(ARGS)

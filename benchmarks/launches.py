@@ -42,6 +42,7 @@ from headrace.profiling.branches import BranchTarget
 from headrace.profiling.two_layers import TwoLayers
 from headrace.runtime.counted import tensors_in
 from headrace.spec import Architecture
+from headrace.spec.known_methods import FACTS
 from headrace.spec.method import BRANCHES, Recompute
 
 METHODS = ("local", "ulysses_z", "megatron_cz_gather", "megatron_cz", "megatron_ts", "metp")
@@ -157,6 +158,8 @@ def counted(
             target = BranchTarget(p=ranks, part=part, method=method, level=level)
             groups.prepare(two.groups_of(target, tuple(range(ranks))))
             probe = two.probe(groups, tuple(range(ranks)), target, tuple(lengths))
+            probe.forward(lambda: None)  # makes what is made once
+            probe.backward(lambda: None)
             places: list[None] = []
 
             def forwards(places: list[None] = places) -> None:
@@ -211,6 +214,10 @@ def main(arguments: list[str] | None = None) -> int:
     table = Table("method", "kernels", "stops", "collectives", "elementwise MB a token")
     rows = []
     for method in o.methods:
+        rule = FACTS[method].supports(llama(o.hidden), 1 if method == "local" else o.ranks)
+        if rule is not None:
+            table.add_row(method, rule)
+            continue
         counts = counted(llama(o.hidden), method, o.ranks, lengths)
         tokens = o.tokens if method == "local" else o.tokens / o.ranks
         found = row(method, counts, int(tokens))

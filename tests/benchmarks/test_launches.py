@@ -65,3 +65,18 @@ def test_the_table(tmp_path: Path, capsys: Any) -> None:
     assert (rows["local"]["collectives"], rows["megatron_cz"]["collectives"] > 0) == (0, True)
     with pytest.raises(SystemExit):
         launches.main(["--hidden", "64"])
+
+
+def test_the_table_of_the_guide() -> None:
+    """Catches numbers in the documentation that are not those of the code."""
+    lines = (Path(__file__).parents[2] / "docs/guides/gpus.md").read_text().splitlines()
+    told = {
+        cells[1].strip("` "): [float(cell.replace(",", "")) for cell in cells[2:6]]
+        for line in lines if len(cells := line.split("|")) == 7 and cells[2].strip()[0].isdigit()
+    }  # fmt: skip
+    assert told.keys() == set(launches.METHODS)
+    for method in set(launches.METHODS) - {"metp"}:
+        counts = launches.counted(launches.llama(), method, RANKS, PACK)
+        tokens = TOKENS if method == "local" else TOKENS // RANKS
+        found = list(launches.row(method, counts, tokens).values())[1:]
+        assert told[method] == pytest.approx(found, abs=0.006)

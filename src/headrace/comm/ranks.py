@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm.exit import say, say_traceback
+from headrace.comm.gpus import begin_gpu
 from headrace.comm.lifeline import Lifeline
 from headrace.comm.rerendezvous import Rerendezvous
 from headrace.comm.sockets import hurry
 from headrace.comm.status import StatusBoard
-from headrace.comm.variables import sees_own_gpus
 from headrace.comm.waiting import Freed
 from headrace.comm.watcher import Watcher
 from headrace.errors import HeadraceError, LaunchError
@@ -167,37 +167,7 @@ def _device(place: RankPlace, settings: Settings) -> str:
     while it begins, longer than ranks may be silent, and who has not beaten is not waited for."""
     if settings.device == "cpu":
         return "cpu"
-    index = gpu_of(place.local_rank, torch.cuda.device_count(), own=sees_own_gpus())
-    # Packs have new sizes all the time: without it freed memory is in pieces, and given back.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if settings.deterministic:
-        _take_deterministic_kernels()
-    torch.cuda.set_device(index)
-    torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
-    torch.cuda.synchronize()
-    return f"cuda:{index}"
-
-
-def _take_deterministic_kernels() -> None:
-    """Before the device begins: cuBLAS reads its variable then. torch warns of what has no such
-    kernel, by name."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(mode=True, warn_only=True)
-    # Else every new tensor is filled; here all of it is written.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def gpu_of(local_rank: int, count: int, *, own: bool) -> int:
-    """The GPU of a rank that sees ``count``: its ``own`` where a launcher shows each rank another.
-    Raises LaunchError where there is none for it."""
-    if own and count == 1:
-        return 0
-    if local_rank >= count:
-        raise LaunchError(
-            f"GPU of local rank {local_rank}", got=f"{count} GPUs",
-            wanted="one for each rank of a machine", hint="start fewer ranks, or use device = cpu",
-        )  # fmt: skip
-    return local_rank
+    return begin_gpu(place.local_rank, deterministic=settings.deterministic)
 
 
 def _code(error: SystemExit) -> int:

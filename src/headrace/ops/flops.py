@@ -123,9 +123,10 @@ def _width(q: torch.Tensor, heads: int) -> int:
 
 
 def _added_product(
-    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **rest: Any
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *others: Any, **rest: Any
 ) -> int:
-    """left [M, K], right [K, N]: what torch's counter leaves out when it is added in place."""
+    """left [M, K], right [K, N]: what torch's counter leaves out when it is added in place, and
+    cannot count when the result is of another type."""
     return 2 * left.shape[0] * left.shape[1] * right.shape[1]
 
 
@@ -139,5 +140,8 @@ ATTENTION: dict[Any, Callable[..., int]] = {
 }
 """Attention operators and their formulas."""
 
-FLOPS = ATTENTION | {torch.ops.aten.addmm_: _Formula(_added_product)}
+FLOPS = ATTENTION | {
+    torch.ops.aten.addmm_: _Formula(_added_product),
+    torch.ops.aten.addmm: _Formula(_added_product),
+}
 """Operators and their formulas, for ``FlopCounterMode``'s ``custom_mapping``."""

@@ -92,7 +92,7 @@ class LinkClock(TorchDispatchMode, ABC):
         link = self._links[name]
         delivered, given = args[0], args[1]
         ready = [self._arrives.get(x.untyped_storage()._cdata, 0.0) for x in tensors_in(given)]
-        seconds = link.seconds(count)
+        seconds = self._seconds(link, count)
         start = max(self.now(), self._link_free_s, *ready)
         self._link_free_s = start + seconds
         self.comm_s += seconds
@@ -101,6 +101,9 @@ class LinkClock(TorchDispatchMode, ABC):
             self._arrives[storage._cdata] = self._link_free_s
             weakref.finalize(storage, self._arrives.pop, storage._cdata, None)
         return self._sent(func, args, rest)
+
+    def _seconds(self, link: Link, count: int) -> float:
+        return link.seconds(count)
 
     def _sent(self, func: Any, args: tuple[Any, ...], rest: Any) -> Any:
         """What a collective gives."""
@@ -130,6 +133,27 @@ class Timed(LinkClock):
         return time.perf_counter() - self._began + self.stalled_s
 
 
+class Stalls(LinkClock):
+    """Only what is waited for links, in seconds of a run in which operators take their own time;
+    under this clock, which looks at each of them, they take ``slower`` times as long, and so links
+    do, too, that as much of them is hidden."""
+
+    def __init__(self, hardware: Hardware, device: str = "cpu", slower: float = 1.0) -> None:
+        super().__init__(hardware)
+        self._time, self._slower = Timed(hardware, device), slower
+
+    def now(self) -> float:
+        """As :class:`Timed` does."""
+        return self._time.now() + self.stalled_s
+
+    def mark(self) -> float:
+        """Seconds waited so far."""
+        return self.stalled_s / self._slower
+
+    def _seconds(self, link: Link, count: int) -> float:
+        return link.seconds(count) * self._slower
+
+
 class Modelled(LinkClock):
     """Operators take what the hardware's roofline says; for tensors of shapes only.
 
@@ -145,6 +169,9 @@ class Modelled(LinkClock):
     def now(self) -> float:
         """Seconds of all operators so far, waits for the link included."""
         return self._now_s
+
+    def _seconds(self, link: Link, count: int) -> float:
+        return link.seconds(count)
 
     def _sent(self, func: Any, args: tuple[Any, ...], rest: Any) -> Any:
         """The handle of the first one of its kind: nothing is sent or written, and torch takes

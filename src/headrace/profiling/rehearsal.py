@@ -26,9 +26,10 @@ from headrace.comm.fake_world import fake_world
 from headrace.comm.mesh import Groups
 from headrace.profiling.branches import BranchTarget, ProfileOptions, targets, with_equal_levels
 from headrace.profiling.constants import working_bytes
-from headrace.profiling.link_clock import LinkClock, Modelled, Timed
+from headrace.profiling.link_clock import LinkClock, Modelled, Stalls, Timed
 from headrace.profiling.probe import Probe, bytes_of, observe, seconds_of
 from headrace.profiling.two_layers import TwoLayers
+from headrace.runtime.clocks import clock_of
 from headrace.runtime.counted import ByteCounter, DeviceBytes
 from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster
@@ -169,11 +170,25 @@ class Rehearsal:
 
     def _seconds(self, probe: Probe) -> list[float]:
         """The least of three, on the device."""
-        best = [float("inf")] * 2
-        for _ in range(3):
-            with self._clock() as clock:
-                best = [min(x) for x in zip(best, seconds_of(probe, clock), strict=True)]
-        return best
+        if self.device != "cpu":
+            return self.alone_and_waiting(probe)
+        return _least(lambda: self._under(self._clock(), probe))
+
+    def alone_and_waiting(self, probe: Probe) -> list[float]:
+        """Seconds of operators that nobody looks at, which on a GPU would wait for who does, and
+        those of waiting for links, from runs under clocks that look at each."""
+        device = self.device or "cpu"
+        alone = _least(lambda: seconds_of(probe, clock_of(device)))
+        seen = _least(lambda: self._under(Timed(self.hardware, device), probe))
+        waits = _least(lambda: self._under(Stalls(self.hardware, device), probe))
+        slower = max(1.0, (sum(seen) - sum(waits)) / max(sum(alone), 1e-9))
+        waits = _least(lambda: self._under(Stalls(self.hardware, device, slower), probe))
+        return [sum(both) for both in zip(alone, waits, strict=True)]
+
+    @staticmethod
+    def _under(clock: LinkClock, probe: Probe) -> list[float]:
+        with clock:
+            return seconds_of(probe, clock)
 
     def _gather(self, two: TwoLayers, groups: Groups, p: int) -> tuple[float, float]:
         """Seconds that sharded weights add to one layer's forward and backward."""
@@ -201,3 +216,8 @@ class Rehearsal:
             "push_s": link.seconds(weights * share * self._wide),
             "update_s": touched,
         }
+
+
+def _least(seconds: Callable[[], list[float]]) -> list[float]:
+    """Of three times, each number by itself."""
+    return [min(of_each) for of_each in zip(*(seconds() for _ in range(3)), strict=True)]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from headrace.comm.collectives import agree, gather_floats
+from headrace.comm.gpus import count_gpus
 from headrace.comm.launch import World, join, lone_rank, start
 from headrace.comm.mesh import Groups
 from headrace.comm.variables import ranks_here, sees_own_gpus, under_torchrun
@@ -94,8 +95,7 @@ def run_here(config: JobConfig, main: Callable[[World], int]) -> int:
 
 def _device(config: JobConfig) -> str:
     wanted = config.devices.device
-    # device_count asks the driver's library without initialising CUDA, so ranks may be forked.
-    count = torch.cuda.device_count() if wanted != "cpu" else 0
+    count = count_gpus() if wanted != "cpu" else 0
     needed = ranks_here(config.devices.ranks)
     enough = count >= needed or (count == 1 and sees_own_gpus())
     if wanted == "cuda" and not enough:

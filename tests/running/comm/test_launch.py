@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm import launch, ranks
+from headrace.comm.gpus import begin_gpu, count_gpus, gpu_of
 from headrace.comm.launch import World, join, start
 from headrace.comm.ranks import RankPlace
 from headrace.comm.variables import ranks_here, sees_own_gpus, under_torchrun
@@ -346,7 +347,7 @@ def test_nonsense_is_refused_before_forking(options: dict[str, Any], text: str) 
         start(total, **options)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="wants a machine without GPUs")
+@pytest.mark.skipif(count_gpus() > 0, reason="wants a machine without GPUs")
 def test_a_missing_gpu_is_said_once(run_job: RunJob) -> None:
     """Catches CUDA's own errors, once per rank."""
     job = run_job(lambda job: start(blocked, ranks=2, device="cuda"))
@@ -552,10 +553,10 @@ def test_a_device_that_takes_long_to_begin(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_gpu_of_a_rank() -> None:
     """Catches ranks that are refused where a launcher shows each one GPU, its own, and ranks that
     share one where they should not."""
-    assert [ranks.gpu_of(rank, 4, own=False) for rank in range(4)] == [0, 1, 2, 3]
-    assert [ranks.gpu_of(rank, 1, own=True) for rank in range(3)] == [0, 0, 0]
+    assert [gpu_of(rank, 4, own=False) for rank in range(4)] == [0, 1, 2, 3]
+    assert [gpu_of(rank, 1, own=True) for rank in range(3)] == [0, 0, 0]
     with pytest.raises(LaunchError, match="GPU of local rank 1"):
-        ranks.gpu_of(1, 1, own=False)
+        gpu_of(1, 1, own=False)
 
 
 def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,7 +581,7 @@ def test_deterministic_kernels() -> None:
     """Catches a run that says it is deterministic and is not, and one that fills every tensor."""
     script = """
         import os, torch
-        from headrace.comm.ranks import _take_deterministic_kernels
+        from headrace.comm.gpus import _take_deterministic_kernels
         _take_deterministic_kernels()
         print(torch.are_deterministic_algorithms_enabled(),
               torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -591,3 +592,24 @@ def test_deterministic_kernels() -> None:
         [sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True
     )
     assert done.stdout.split() == ["True", "True", "False", ":4096:8"]
+
+
+def test_gpus_are_counted_by_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a launcher in which asking how many GPUs there are begins CUDA, which would not live
+    on in its ranks."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: asked.append(1) or 3)
+    assert count_gpus() == 3
+    assert asked == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 / 0)
+    assert count_gpus() == 0
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert count_gpus() == 0
+
+
+def test_a_rank_of_a_process_that_asked_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches torch's own error, once for each rank, which says nothing of what to do."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(LaunchError, match=r"CUDA begun, or only asked for.*from a new process"):
+        begin_gpu(0)

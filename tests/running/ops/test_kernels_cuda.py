@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.comm.gpus import count_gpus
 from headrace.ops.attention import BACKENDS, Partial, attend_blocks, attend_blocks_backward
 from headrace.ops.kernels import Backend, Plain
 from headrace.ops.kernels_cuda import CudaEfficient, CudaFlash
@@ -44,7 +45,7 @@ each_heads = pytest.mark.parametrize(("n", "g"), [(4, 4), (4, 2), (4, 1)], ids=s
 
 def on_gpu(test):
     """Run where there is a CUDA device."""
-    missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    missing = pytest.mark.skipif(not count_gpus(), reason="needs a CUDA device")
     return pytest.mark.gpu(missing(test))
 
 

@@ -16,7 +16,7 @@ from headrace.costs.sources.profile import costs_from_profile
 from headrace.errors import SpecError
 from headrace.ops.flops import flop_counter
 from headrace.profiling.branches import BranchTarget, ProfileOptions, targets
-from headrace.profiling.link_clock import Modelled, Timed
+from headrace.profiling.link_clock import Modelled, Stalls, Timed
 from headrace.profiling.probe import bytes_of
 from headrace.profiling.rehearsal import Rehearsal
 from headrace.profiling.two_layers import TwoLayers
@@ -251,3 +251,31 @@ def test_a_type_without_a_peak_is_named() -> None:
     assert run_ranks(1, _no_peak) == [
         "products of float16 on h100: got no peak known, wanted one of bfloat16"
     ]
+
+
+def _waits(slower: float) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of a layer's attention on one of two ranks over a link that takes much longer than
+    what is computed: as a GPU's would be found, in one run of all, and of waiting alone."""
+    dist.destroy_process_group()
+    slow = replace(H100.inside, latency_s=0.05)
+    rehearsal = Rehearsal(
+        architecture=MODEL, hardware=replace(H100, inside=slow), ranks=2, sizes=(2,), longest=64,
+        device="cpu",
+    )  # fmt: skip
+    target = BranchTarget(p=2, part="attention", method="ulysses_z", level="none")
+    with fake_world(0, 2) as groups:
+        two = TwoLayers(MODEL)
+        groups.prepare(two.groups_of(target, (0, 1)))
+        probe = two.probe(groups, (0, 1), target, (64,))
+        return (
+            rehearsal.alone_and_waiting(probe), rehearsal._seconds(probe),
+            rehearsal._under(Stalls(rehearsal.hardware, "cpu", slower), probe),
+        )  # fmt: skip
+
+
+def test_links_are_added_to_what_runs_alone() -> None:
+    """Catches waits left out, counted twice, or scaled with the time that looking takes."""
+    for slower in (1.0, 5.0):
+        ((found, together, waits),) = run_ranks(1, _waits, slower)
+        assert found == pytest.approx(together, rel=0.15)
+        assert waits == pytest.approx([0.1, 0.1], rel=0.15)  # there and back, each way
