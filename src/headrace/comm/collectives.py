@@ -115,9 +115,25 @@ def issue_all_gather(
         sent = x.contiguous()
         work = gather(out, sent, group=group, async_op=True)
         return Arriving(Transfer(work, group), lambda: out, keep=sent)
+    if x.device.type != "cpu" and max(sizes) - min(sizes) == 1:
+        return _padded_gather(x, sizes, group)
     # gloo has no uneven all-gather: each rank sends its rows to every other, the same bytes.
     repeated = x.repeat(ranks, *([1] * (x.dim() - 1)))
     return issue_all_to_all(repeated, [len(x)] * ranks, sizes, group)
+
+
+def _padded_gather(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Arriving:
+    """As of equal sizes, with a row more where there is one less: a device has kernels of its own
+    for those, and nobody copies its rows for each of the others."""
+    most = max(sizes)
+    padded = x if len(x) == most else torch.cat((x, x.new_empty((1, *x.shape[1:]))))
+    coming = issue_all_gather(padded, [most] * len(sizes), group)
+
+    def joined() -> torch.Tensor:
+        parts = coming.wait().split(most)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    return Arriving(None, joined)
 
 
 def reduce_scatter_rows(

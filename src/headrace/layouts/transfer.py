@@ -123,7 +123,8 @@ def bucket_links(
 
 
 class Pending:
-    """An issued transfer. ``wait`` returns when its rows have arrived; call it exactly once."""
+    """An issued transfer, whose buffers take ``nbytes``. ``wait`` returns when its rows have
+    arrived; call it exactly once."""
 
     def __init__(
         self,
@@ -133,6 +134,7 @@ class Pending:
     ) -> None:
         self._transfer, self._finish = transfer, finish
         self._keep = keep  # gloo loses a message whose buffer is freed
+        self.nbytes = sum(x.nbytes for x in keep)
 
     def wait(self) -> None:
         """Wait for the transfer and put the rows in their place."""

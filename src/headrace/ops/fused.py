@@ -20,6 +20,9 @@ __all__ = ["FUSED", "Fused", "fused", "wide"]
 FUSED: dict[str, Fused] = {}
 """By name."""
 
+_MOST = 64
+"""Kinds of sizes, strides and types for which a function is compiled."""
+
 _LIBRARY = torch.library.Library("headrace", "FRAGMENT")
 
 
@@ -42,9 +45,14 @@ class Fused:
         self.operator: Callable[..., Any] = getattr(torch.ops.headrace, self.name).default
 
     def __call__(self, x: torch.Tensor, *others: Any) -> Any:
-        """The function where its first tensor is."""
+        """The function where its first tensor is; under autograd, which the operator does not know,
+        in plain operators."""
         if x.device.type == "cpu":
             return self._plain(x, *others)
+        if torch.is_grad_enabled() and any(
+            isinstance(y, torch.Tensor) and y.requires_grad for y in (x, *others)
+        ):
+            return self.function(x, *others)
         return self.operator(x, *others)
 
     def compiled(self, backend: str = "inductor") -> Callable[..., Any]:
@@ -60,8 +68,16 @@ class Fused:
         if self._compiled is self.function:
             return self.function(*args)
         try:
-            return self._compiled(*args)
-        except torch._dynamo.exc.TorchDynamoException as error:  # noqa: SLF001
+            try:
+                return self._compiled(*args)
+            except torch._dynamo.exc.FailOnRecompileLimitHit:  # noqa: SLF001
+                # Sizes that happen to be the same, or 1, are compiled for apart: there may be many.
+                with torch._dynamo.config.patch(recompile_limit=_MOST):  # noqa: SLF001
+                    return self._compiled(*args)
+        except (
+            torch._dynamo.exc.TorchDynamoException,  # noqa: SLF001
+            torch._dynamo.exc.FailOnRecompileLimitHit,  # noqa: SLF001
+        ) as error:
             self._compiled = self.function
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             warnings.warn(f"{self.name} runs as plain operators, slower: {why}", stacklevel=2)

@@ -57,7 +57,9 @@ class Executor:
     update those that the device has not ended; ``checked`` looks for values that are not finite
     after each layer, and names the layer. ``clock`` is that of ``device`` unless told. Nothing of
     the storage is written before the update: a step that fails leaves the weights as they were.
-    Without ``overlap`` nothing is computed while weights arrive or gradients leave: for comparison.
+    Pulls, and pushes, have at most ``in_flight_bytes`` under way, or one at a time: the next waits
+    for the first of them. Without ``overlap`` nothing is computed while weights arrive or gradients
+    leave: for comparison.
     ``action`` is where a step that failed was, ``written`` whether it had come to write.
     """
 
@@ -70,6 +72,7 @@ class Executor:
         device: str = "cpu",
         checked: bool = False,
         overlap: bool = True,
+        in_flight_bytes: float = float("inf"),
         clock: StepClock | None = None,
         entered: Callable[[str], None] = lambda action: None,
     ) -> None:
@@ -78,6 +81,7 @@ class Executor:
         self.buckets = bucket_count(storage.architecture)
         self._seed, self._device, self._entered = seed, device, entered
         self._checked, self._overlap = checked, overlap
+        self._in_flight_bytes = in_flight_bytes
         self._clock = clock or clock_of(device)
         self._programs = OwnPrograms(rank=groups.rank, bucket_count=self.buckets, overlap=overlap)
         self._plan_groups = PlanGroups(storage.architecture)
@@ -143,14 +147,14 @@ class Executor:
             self._await(list(state.pulls), state)
         match action:
             case Pull(bucket=bucket):
-                self._issue(state.pulls, bucket, state.working.pull(bucket))
+                self._pull(bucket, state)
             case Forward():
                 self._timed(action, state, lambda: self._forward(action, state))
             case Backward():
                 self._await(list(state.pulls), state)  # those that only others need
                 self._timed(action, state, lambda: self._backward(action, state))
             case Push(bucket=bucket):
-                self._issue(state.pushes, bucket, state.working.push(bucket))
+                self._push(bucket, state)
             case Send() | Recv() | Exchange():
                 self._timed(action, state, lambda: self._traffic(action, state))
             case Update():
@@ -165,10 +169,27 @@ class Executor:
     def _staged(plan: Plan) -> bool:
         return any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines)
 
-    @staticmethod
-    def _issue(pending: dict[int, Pending], bucket: int, issued: Pending | None) -> None:
-        if issued is not None:
-            pending[bucket] = issued
+    def _pull(self, bucket: int, state: StepState) -> None:
+        """Issue a pull."""
+        self._make_room("P", bucket, state.pulls, state)
+        if (issued := state.working.pull(bucket)) is not None:
+            state.pulls[bucket] = issued
+
+    def _push(self, bucket: int, state: StepState) -> None:
+        """Issue a push."""
+        self._make_room("G", bucket, state.pushes, state)
+        if (issued := state.working.push(bucket)) is not None:
+            state.pushes[bucket] = issued
+
+    def _make_room(
+        self, letter: str, bucket: int, pending: dict[int, Pending], state: StepState
+    ) -> None:
+        """Wait for the first of those under way until one more may be. Nobody waits for ever: all
+        ranks issue what they share in one order, and what was issued before needs nothing more."""
+        most = self._in_flight_bytes - state.working.buffer_bytes(bucket)
+        while pending and sum(transfer.nbytes for transfer in pending.values()) > most:
+            with state.spans.wait():
+                self._wait(letter, [next(iter(pending))], pending, state)
 
     def _await(self, buckets: Sequence[int], state: StepState) -> None:
         """Wait for pulls that are under way."""
@@ -218,7 +239,7 @@ class Executor:
 
         def done(bucket: int) -> None:
             if bucket in due:
-                self._issue(state.pushes, bucket, state.working.push(bucket))
+                self._push(bucket, state)
 
         run = state.runs[index]
         run.backward(state.returned.pop(index, None), done)

@@ -93,6 +93,12 @@ class Working:
         sums = {name: self._storage.sums[name] for name in names}
         return link.push(self.partials, sums, wire=self._storage.working_dtype)
 
+    def buffer_bytes(self, bucket: int) -> int:
+        """Bytes that a pull, or a push, of a bucket has under way here."""
+        link = self._links[bucket]
+        elements = link.pull_elements + link.push_elements if link else 0
+        return elements * self._storage.working_dtype.itemsize
+
     @property
     def pull_bytes(self) -> int:
         """Bytes this rank receives from others in the pull of all buckets."""

@@ -35,6 +35,9 @@ from headrace.units import bytes_text, count_text, percent_text
 
 __all__ = ["RankRun"]
 
+_IN_FLIGHT = 1 / 16
+"""Of the memory for pulls under way, and for pushes: the margin that plans keep has room for it."""
+
 
 @dataclass(slots=True, kw_only=True)
 class RankRun:
@@ -134,8 +137,8 @@ class RankRun:
         rank, config, o = self.rank, self.config, self.config.optimizer
         executor = Executor(
             rank.storage, rank.groups, seed=config.run.seed,
-            device=rank.world.device, checked=config.run.check_finite,
-            entered=rank.enters,
+            device=rank.world.device, checked=config.run.check_finite, entered=rank.enters,
+            in_flight_bytes=_IN_FLIGHT * rank.cluster.memory_bytes,
         )  # fmt: skip
         trainer = Trainer(
             executor=executor, groups=rank.groups, planner=self.planner,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from headrace.comm.collectives import (
     Arriving,
+    _padded_gather,
     agree,
     all_gather_rows,
     all_to_all_rows,
@@ -24,7 +25,9 @@ from headrace.comm.collectives import (
     issue_shift,
     reduce_scatter_rows,
 )
+from headrace.comm.fake_world import fake_world
 from headrace.errors import PlanMismatch
+from headrace.runtime.counted import TrafficCounter
 from ranks import run_ranks
 
 SIZES = {1: [(3,)], 2: [(2, 2), (3, 1), (0, 4), (0, 0)], 3: [(2, 2, 2), (3, 0, 1), (0, 0, 5)]}
@@ -376,3 +379,37 @@ def test_the_first_rank_gets_what_all_say() -> None:
     ]  # fmt: skip
     assert others == [[None] * 4] * 2
     assert gather_to_first(b"alone", None) == [b"alone"]
+
+
+def _gathered_on_a_device(sizes: tuple[int, ...], rank: int) -> tuple[list[int], int]:
+    """The shape of a gather of tensors without contents, and the bytes that it sends."""
+    dist.destroy_process_group()
+    with fake_world(rank, len(sizes)) as groups, TrafficCounter() as wire:
+        x = torch.empty(sizes[rank], 3, device="meta")
+        return list(all_gather_rows(x, sizes, groups.world).shape), wire.sent_bytes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"), [((4, 4, 4), 4), ((5, 4, 4), 5), ((4, 5, 5), 5), ((7, 4, 4), None)]
+)
+def test_devices_gather_as_many_rows_from_each(sizes: tuple[int, ...], rows: int | None) -> None:
+    """Catches padding that stays in the result, and a rank that takes another size than others."""
+    for rank in range(3):
+        ((shape, sent),) = run_ranks(1, _gathered_on_a_device, sizes, rank)
+        assert shape == [sum(sizes), 3]
+        assert sent == 2 * 12 * (rows or sizes[rank])
+
+
+def _padded(sizes: tuple[int, ...]) -> tuple[bool, bool]:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    x = torch.arange(3.0 * sizes[rank]).view(-1, 3) + 100 * rank
+    wanted = all_gather_rows(x, sizes, group)
+    coming = _padded_gather(x, sizes, group)
+    return torch.equal(coming.wait(), wanted), len(x) == sizes[rank]
+
+
+@pytest.mark.parametrize("sizes", [(5, 4, 4), (4, 5, 5), (1, 0, 1), (0, 1, 0)])
+def test_padding_does_not_come_back(sizes: tuple[int, ...]) -> None:
+    """Catches rows of one rank where another's belong."""
+    assert run_ranks(3, _padded, sizes) == [(True, True)] * 3

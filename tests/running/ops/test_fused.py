@@ -125,6 +125,33 @@ def test_all_compile_once_for_any_number_of_tokens(backend: str) -> None:
 
 
 @pytest.mark.apart
+def test_many_kinds_of_sizes() -> None:
+    """Catches a function that falls back to plain operators when it was compiled for some kinds of
+    sizes, though it could be for others."""
+    fused = FUSED["swiglu"]
+    other = Fused(fused.function, "swiglu_of_many(Tensor x, int block) -> Tensor", 1, None)
+    other._compiled = torch.compile(
+        fused.function, backend="aot_eager", dynamic=True, fullgraph=True
+    )
+    with torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tokens in (T, 1, 0):
+            args = ARGUMENTS["swiglu"](tokens, torch.float64)
+            torch.testing.assert_close(other._on_device(*args), fused(*args))
+    assert other._compiled is not other.function
+
+
+def test_autograd_goes_through_plain_operators() -> None:
+    """Catches gradients that end at an operator: they would be missing, and nobody told."""
+    args = [x.to("meta") if isinstance(x, torch.Tensor) else x
+            for x in ARGUMENTS["swiglu"](T, torch.float32)]  # fmt: skip
+    args[0].requires_grad_()
+    assert FUSED["swiglu"](*args).grad_fn is not None
+    with torch.no_grad():
+        assert FUSED["swiglu"](*args).grad_fn is None
+
+
+@pytest.mark.apart
 def test_what_cannot_be_compiled_runs_all_the_same() -> None:
     """Catches a machine without a compiler on which nothing runs, or which tries each time."""
     tried = []

@@ -295,3 +295,45 @@ def test_the_loss_is_the_batch_s_on_every_rank() -> None:
     first, second = results[0]
     assert first == pytest.approx(np.log(LLAMA.vocabulary), rel=0.05)
     assert second < first
+
+
+def _in_flight(limit: float) -> tuple[Any, int, int]:
+    """Bits of a step, and the most pulls and pushes under way at a time."""
+    executor = _executor(in_flight_bytes=limit)
+    under_way = {"pull": [0], "push": [0]}
+    plan = _plan(3, (9, 4, 6), (0, 1), (2,), (1, 2))
+    working = executor.storage.working(plan)
+
+    def counted(kind: str, issue: Any) -> Any:
+        def issued(bucket: int) -> Any:
+            pending = issue(bucket)
+            if pending is not None:
+                under_way[kind].append(under_way[kind][-1] + 1)
+                ended = pending.wait
+
+                def wait() -> None:
+                    under_way[kind].append(under_way[kind][-1] - 1)
+                    ended()
+
+                pending.wait = wait
+            return pending
+
+        return issued
+
+    working.pull, working.push = counted("pull", working.pull), counted("push", working.push)
+    bits = _bits(executor, plan, _documents((9, 4, 6)))
+    assert under_way["pull"][-1] == under_way["push"][-1] == 0
+    return bits, max(under_way["pull"]), max(under_way["push"])
+
+
+def test_what_is_under_way_is_limited() -> None:
+    """Catches buffers of all pulls at once where there is no room for them, ranks that wait for
+    each other for ever, and a limit that changes what is computed."""
+    count = bucket_count(LLAMA)
+    free = run_ranks(3, _in_flight, float("inf"))
+    one = run_ranks(3, _in_flight, 0.0)
+    some = run_ranks(3, _in_flight, 100_000.0)
+    assert [most for _, *most in free] == [[count, count]] * 3
+    assert [most for _, *most in one] == [[1, 1]] * 3
+    assert all(1 < pulls < count for _, pulls, _ in some)
+    assert [bits for bits, *_ in one] == [bits for bits, *_ in free] == [bits for bits, *_ in some]
