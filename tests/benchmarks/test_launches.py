@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ MOST = {  # kernels, MB read and written a token: (reached when written, with a 
 }  # fmt: skip
 
 
+@cache
+def counted(method: str) -> tuple[launches.Counts, dict[str, Any]]:
+    counts = launches.counted(launches.llama(), method, RANKS, PACK)
+    return counts, launches.row(method, counts, TOKENS if method == "local" else TOKENS // RANKS)
+
+
 @pytest.mark.parametrize("method", MOST)
 def test_kernels_of_a_layer(method: str) -> None:
     """Catches operators that are not fused any more, and copies from the host in every layer."""
-    counts = launches.counted(launches.llama(), method, RANKS, PACK)
-    tokens = TOKENS if method == "local" else TOKENS // RANKS
-    found = launches.row(method, counts, tokens)
+    counts, found = counted(method)
     kernels, moved_mb = MOST[method]
     assert found["kernels"] <= kernels, counts.kernels
     assert found["stops"] == 0, counts.stops
@@ -76,7 +81,5 @@ def test_the_table_of_the_guide() -> None:
     }  # fmt: skip
     assert told.keys() == set(launches.METHODS)
     for method in set(launches.METHODS) - {"metp"}:
-        counts = launches.counted(launches.llama(), method, RANKS, PACK)
-        tokens = TOKENS if method == "local" else TOKENS // RANKS
-        found = list(launches.row(method, counts, tokens).values())[1:]
+        found = list(counted(method)[1].values())[1:]
         assert told[method] == pytest.approx(found, abs=0.006)

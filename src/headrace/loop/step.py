@@ -11,8 +11,7 @@ micro-batch is done.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -23,7 +22,9 @@ from headrace.errors import DataError, HeadraceError, ModelError
 from headrace.loop.loss_check import check_loss
 from headrace.loop.order import LoopBatch
 from headrace.loop.runner import StepRunner, Work
+from headrace.loop.turns import Turn
 from headrace.passes.labels import local_loss
+from headrace.runtime.clocks import StepClock, clock_of
 from headrace.runtime.machine import peak_bytes, reset_peak_bytes
 from headrace.runtime.step_times import RankTimes
 from headrace.runtime.trainer import Planned
@@ -99,11 +100,13 @@ class LoopMicroBatch:
 
 @dataclass(slots=True, kw_only=True)
 class _Spent:
-    """Seconds of a turn."""
+    """A turn: marks of when it began, and of when its forwards and backwards did and ended."""
 
-    start_s: float
-    forward_s: float = 0.0
-    backward_s: float = 0.0
+    turn: Turn | None
+    tokens: int
+    start: Any
+    forward: list[tuple[Any, Any]] = field(default_factory=list)
+    backward: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -124,9 +127,11 @@ class LoopStep:
     seconds: float = 0.0
     done: bool = False
     retries: int = 0
-    _rows: list[Row] = field(default_factory=list, repr=False)
+    _spent: list[_Spent] = field(default_factory=list, repr=False)
     _failed: bool = field(default=False, repr=False)
-    _begun_s: float = field(default=0.0, repr=False)
+    _measured: tuple[Row, ...] = field(default=(), repr=False)
+    _clock: StepClock = field(init=False, repr=False)
+    _begun: Any = field(default=None, repr=False)
     _other_bytes: int = field(default=0, repr=False)
     _sum: torch.Tensor | None = field(default=None, repr=False)
 
@@ -141,13 +146,14 @@ class LoopStep:
         return self.planned.plan
 
     def __iter__(self) -> Iterator[LoopMicroBatch]:
-        if self._begun_s:
+        if self._begun is not None:
             raise HeadraceError(
                 f"step {self.number}", got="a second loop over it", wanted="one",
                 hint="each step is trained once",
             )  # fmt: skip
         self._other_bytes = reset_peak_bytes(self.runner.setup.device) - self.runner.bytes_now()
-        self._begun_s = time.perf_counter()
+        self._clock = clock_of(self.runner.setup.device)
+        self._begun = self._clock.mark()
         while True:
             self.runner.recovery.begin()
             try:
@@ -165,13 +171,17 @@ class LoopStep:
 
     def _attempt(self) -> Iterator[LoopMicroBatch]:
         """The micro-batches of the plan, until one of them runs out of memory."""
-        self._sum, self._rows, self._failed = None, list[Row](), False
+        self._sum, self._spent, self._failed = None, list[_Spent](), False
         turns, self.tokens = self.runner.work(self.batch, self.plan)
         if not self.retries:
-            self._begun_s = time.perf_counter()  # groups are made
+            self._begun = self._clock.mark()  # groups are made
         with self.runner.setup.held.step():
             for some in turns:
-                spent = _Spent(start_s=self._now())
+                own = [work for work in some if work.turn.index is not None]
+                spent = _Spent(
+                    turn=own[0].turn if own else None, tokens=sum(work.pack.tokens for work in own),
+                    start=self._clock.mark(),
+                )  # fmt: skip
                 for work in some:
                     micro = self._micro(work, spent)
                     yield micro
@@ -182,7 +192,8 @@ class LoopStep:
                             f"micro-batch of step {self.number}", got="no backward",
                             wanted="micro.backward(loss) for each micro-batch",
                         )  # fmt: skip
-                self._note(some, spent)
+                if own:
+                    self._spent.append(spent)
 
     def _survives(self, error: BaseException, action: str) -> bool:
         self._failed = self.runner.recovery.survives(error, action)
@@ -190,16 +201,16 @@ class LoopStep:
 
     def _micro(self, work: Work, spent: _Spent) -> LoopMicroBatch:
         part, turn, count = self.runner.place(self.plan, work, self.tokens), work.turn, work.pack
-        start = self._now()
+        start = self._clock.mark()
 
         def backward(micro: LoopMicroBatch, loss: torch.Tensor) -> None:
             loss = loss if turn.index is not None else loss * 0.0
             if not self.number and count.targets:
                 check_loss(loss, micro.targets, part.tokens)
-            middle = self._now()
+            middle = self._clock.mark()
             loss.backward()
-            spent.forward_s += middle - start
-            spent.backward_s += self._now() - middle
+            spent.forward.append((start, middle))
+            spent.backward.append((middle, self._clock.mark()))
             own = loss.detach()
             self._sum = own if self._sum is None else self._sum + own
 
@@ -210,38 +221,39 @@ class LoopStep:
             _backward=backward, _survives=self._survives,
         )  # fmt: skip
 
-    def _note(self, some: Sequence[Work], spent: _Spent) -> None:
-        """Rows of a turn: all forwards of its packs, then all backwards."""
-        own = [work for work in some if work.turn.index is not None]
-        if not own or (index := own[0].turn.index) is None:
-            return
-        turn, begin = own[0].turn, spent.start_s
-        tokens = sum(work.pack.tokens for work in own)
-        backward = Backward(stage=0, micro_batch=index, group=turn.ranks)
-        for action, taken_s in ((turn.action, spent.forward_s), (backward, spent.backward_s)):
-            self._rows.append(
-                Row(
-                    rank=self.runner.rank, action=str(action), kind=action.kind, start_s=begin,
-                    end_s=begin + taken_s, tokens=tokens, ranks=len(turn.ranks),
-                )
-            )  # fmt: skip
-            begin += taken_s
+    def _rows(self) -> Iterator[Row]:
+        """Rows of the turns: all forwards of its packs, then all backwards. On a device they are
+        read when the step is over: nobody waits for it before."""
+        between, rank = self._clock.between, self.runner.rank
+        for spent in self._spent:
+            turn, begin_s = spent.turn, between(self._begun, spent.start)
+            assert turn is not None, "turns without work are not kept"
+            assert turn.index is not None, "nor those of others"
+            backward = Backward(stage=0, micro_batch=turn.index, group=turn.ranks)
+            for action, marks in ((turn.action, spent.forward), (backward, spent.backward)):
+                end_s = begin_s + sum(between(*pair) for pair in marks)
+                yield Row(
+                    rank=rank, action=str(action), kind=action.kind, start_s=begin_s, end_s=end_s,
+                    tokens=spent.tokens, ranks=len(turn.ranks),
+                )  # fmt: skip
+                begin_s = end_s
 
     def _finish(self) -> None:
-        start = self._now()
+        start = self._clock.mark()
         self.gradient_norm = self.runner.update(self.number, self.loss)
-        end = self._now()
-        self._rows.append(
-            Row(rank=self.runner.rank, action="U", kind="update", start_s=start, end_s=end)
+        end = self._clock.mark()
+        start_s, self.seconds = (self._clock.between(self._begun, mark) for mark in (start, end))
+        update = Row(
+            rank=self.runner.rank, action="U", kind="update", start_s=start_s, end_s=self.seconds
         )
-        self.seconds, self.done = end, True
+        self._measured, self.done = (*self._rows(), update), True
         self.finished(self)
         self.runner.finished(self._metrics(), self.planned, self._times())
 
     def _times(self) -> RankTimes:
         """What this rank tells the first of the step."""
         return RankTimes(
-            step_s=self.seconds, waited_s=self.waited_s, rows=tuple(self._rows),
+            step_s=self.seconds, waited_s=self.waited_s, rows=self._measured,
             peak_bytes=max(0, peak_bytes(self.runner.setup.device) - self._other_bytes),
         )  # fmt: skip
 
@@ -252,8 +264,3 @@ class LoopStep:
             "grad_norm": self.gradient_norm, "targets": self.tokens, "mfu": None,
             "out_of_memory": self.retries,
         }  # fmt: skip
-
-    def _now(self) -> float:
-        if self.runner.setup.device != "cpu":
-            torch.cuda.synchronize()
-        return time.perf_counter() - self._begun_s

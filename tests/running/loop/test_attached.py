@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from headrace.loop import step as loop_step
+from headrace.runtime.clocks import HostClock
 from headrace.training.step_planner import PlanRequest, StepPlanner
 from ranks import run_ranks
 from running.loop.loops import (
@@ -260,3 +262,41 @@ def test_an_attached_model_is_evaluated(tmp_path: Path) -> None:
     after = model(input_ids=ids, labels=ids).loss.item()
     for got in found:
         assert got == pytest.approx((before, after), rel=1e-6)  # theirs is in single precision
+
+
+class Looked(HostClock):
+    """A clock that notes when seconds are asked for, for which a device's host would wait."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def between(self, start: float, end: float) -> float:
+        self.looks += 1
+        return super().between(start, end)
+
+
+def looks(folder: Path) -> tuple[list[int], list[int], Any]:
+    """How often a clock was looked at in each micro-batch, and in each step; rows of the last."""
+    clock, within, after, last = Looked(), list[int](), list[int](), None
+    loop_step.clock_of = lambda device: clock
+    model, _ = wrapped("alone")
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(2))
+    for step in run:
+        clock.looks = 0
+        for micro in step:
+            micro.backward(model(**micro.inputs).loss)
+            within.append(clock.looks)
+        after.append(clock.looks)
+        last = step
+    run.detach()
+    return within, after, (last._measured, last.seconds)
+
+
+def test_nobody_waits_for_a_device_within_a_step(tmp_path: Path) -> None:
+    """Catches a host that stands still after each forward and backward."""
+    for within, after, (rows, seconds) in run_ranks(2, looks, tmp_path, timeout_s=100):
+        assert set(within) == {0}
+        assert min(after) > 0
+        assert [row.kind for row in rows[-3:]] == ["forward", "backward", "update"]
+        assert all(row.seconds > 0 for row in rows)
+        assert rows[-1].end_s == seconds
