@@ -22,8 +22,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.comm.fake_world import fake_world
-from headrace.ops.attention import BACKENDS
 from headrace.ops.fused import FUSED
-from headrace.ops.kernels_cuda import CudaFlash
 from headrace.profiling.branches import BranchTarget
 from headrace.profiling.two_layers import TwoLayers
 from headrace.runtime.counted import tensors_in
@@ -53,24 +50,6 @@ _ALLOCATES = {
 _READS = {"_local_scalar_dense", "nonzero", "item"}
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_flash_attention_forward",
              "_flash_attention_backward"}  # fmt: skip
-
-
-class FlashAnywhere(CudaFlash):
-    """CUDA's kernel for tensors without contents."""
-
-    def supports(self, q: torch.Tensor) -> bool:
-        return q.device.type == "meta"
-
-
-@contextmanager
-def flash_anywhere() -> Iterator[None]:
-    """Attention without contents is CUDA's kernel."""
-    backend = FlashAnywhere()
-    BACKENDS.insert(0, backend)
-    try:
-        yield
-    finally:
-        BACKENDS.remove(backend)
 
 
 @dataclass
@@ -152,7 +131,7 @@ def counted(
     """One layer of ``method`` on one of ``ranks``, over a pack of documents."""
     ranks = 1 if method == "local" else ranks
     found = Launches()
-    with fake_world(0, ranks) as groups, flash_anywhere():
+    with fake_world(0, ranks) as groups:
         two = TwoLayers(a, dtype=torch.bfloat16, device="meta")
         for part in BRANCHES:
             target = BranchTarget(p=ranks, part=part, method=method, level=level)

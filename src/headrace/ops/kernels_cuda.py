@@ -31,17 +31,18 @@ class CudaFlash:
     """FlashAttention: half types on Ampere and later, grouped heads as they are.
 
     torch's later versions of it (3, 4), where a user turns them on, stand behind the same names.
+    Tensors without contents stand for those of such a device.
     """
 
     documents: int = _GRID
 
     def supports(self, q: torch.Tensor) -> bool:
         """Half types and features of a head in whole eights up to 256."""
-        return (
+        halves, features = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
+        if not halves or features % 8 or features > 256:
+            return False
+        return q.is_meta or (
             q.is_cuda
-            and q.dtype in (torch.bfloat16, torch.float16)
-            and q.shape[-1] % 8 == 0
-            and q.shape[-1] <= 256
             and torch.backends.cuda.is_flash_attention_available()
             and torch.cuda.get_device_capability(q.device) >= (8, 0)
         )
@@ -85,11 +86,14 @@ class CudaEfficient:
 
     def supports(self, q: torch.Tensor) -> bool:
         """Features of a head in whole 16 bytes; bf16 on Ampere and later."""
-        if not q.is_cuda or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        known = q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        if not (q.is_cuda or q.is_meta) or not known or q.shape[-1] * q.element_size() % 16:
             return False
-        if q.shape[-1] * q.element_size() % 16:
-            return False
-        return q.dtype != torch.bfloat16 or torch.cuda.get_device_capability(q.device) >= (8, 0)
+        return (
+            q.is_meta
+            or q.dtype != torch.bfloat16
+            or torch.cuda.get_device_capability(q.device) >= (8, 0)
+        )
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,

@@ -32,6 +32,7 @@ from torch.utils.flop_counter import flop_registry
 
 from headrace.errors import SpecError
 from headrace.ops.flops import ATTENTION, FLOPS
+from headrace.ops.fused import FUSED
 from headrace.runtime.counted import sent_bytes, tensors_in
 from headrace.spec.hardware import Hardware, Link
 
@@ -170,9 +171,6 @@ class Modelled(LinkClock):
         """Seconds of all operators so far, waits for the link included."""
         return self._now_s
 
-    def _seconds(self, link: Link, count: int) -> float:
-        return link.seconds(count)
-
     def _sent(self, func: Any, args: tuple[Any, ...], rest: Any) -> Any:
         """The handle of the first one of its kind: nothing is sent or written, and torch takes
         milliseconds to see that among the sizes for each of a thousand ranks there is no tensor."""
@@ -187,20 +185,26 @@ class Modelled(LinkClock):
         self._now_s += seconds
 
     def _ran(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
-        if func.namespace != "aten" or _allocates(func):
+        if func.namespace not in ("aten", "headrace") or _allocates(func):
             return
         device = self.hardware.device
+        kernels = FUSED[name].kernels if (name := func._opname) in FUSED else 1
         tensors = [*tensors_in((args, kwargs)), *(x for x in tensors_in(out))]
         moved = sum(x.nbytes for x in _distinct(tensors))
         memory_s = moved / (device.memory_bytes_per_s * device.attained_memory)
-        self._now_s += max(device.launch_s, memory_s, self._compute_s(func, args, kwargs, out))
+        self._now_s += max(
+            kernels * device.launch_s, memory_s, self._compute_s(func, args, kwargs, out)
+        )
 
     def _compute_s(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> float:
         packet = func._overloadpacket
         formula = self._flops.get(packet)
         if formula is None:
             return 0.0
-        device, dtype = self.hardware.device, str(args[0].dtype).removeprefix("torch.")
+        device = self.hardware.device
+        # The type of the factors: what their product is added to may be wider.
+        taken = (x.dtype for x in tensors_in(args) if x.is_floating_point())
+        dtype = str(min(taken, key=lambda kind: kind.itemsize)).removeprefix("torch.")
         peak = device.flops_per_s.get(dtype)
         if peak is None:
             raise SpecError(

@@ -84,7 +84,7 @@ class Rehearsal:
         points: list[ProfilePoint] = []
         gathers: dict[int, tuple[float, float]] = {}
         with fake_world(self.rank, self.ranks) as groups, self._tensors():
-            two = TwoLayers(a, dtype=self.dtype, device=self.device or "cpu")
+            two = TwoLayers(a, dtype=self.dtype, device=self.device or self._absent)
             groups.prepare(self._wanted(two, found))
             for done, target in enumerate(found):
                 progress(f"rehearse cp{target.p} {target.text}", done, len(found))
@@ -125,9 +125,15 @@ class Rehearsal:
     def _working(self, p: int) -> dict[Working, int]:
         return working_bytes(self.architecture, self.ranks, p, self.dtype)
 
+    @property
+    def _absent(self) -> str:
+        """The kind of tensors that have shapes only: a GPU's run its kernels, a CPU's those of a
+        CPU."""
+        return "cpu" if self.hardware.device.name == "cpu" else "meta"
+
     def _tensors(self) -> AbstractContextManager[object]:
         """Shapes only, or real tensors."""
-        if self.device is not None:
+        if self.device is not None or self._absent == "meta":
             return nullcontext()
         return FakeTensorMode(allow_non_fake_inputs=True)
 

@@ -197,7 +197,10 @@ def test_tensors_of_a_cpu_are_not_theirs(backend: Backend) -> None:
     """Would catch CUDA kernels called where there is no CUDA."""
     for dtype in (torch.float32, torch.bfloat16):
         assert not backend.supports(torch.empty(1, 1, 8, dtype=dtype))
-        assert not backend.supports(torch.empty(1, 1, 8, dtype=dtype, device="meta"))
+    like = torch.empty(1, 1, 8, dtype=torch.bfloat16, device="meta")
+    assert backend.supports(like)  # which stands for a GPU's
+    assert not backend.supports(torch.empty(1, 1, 9, dtype=torch.bfloat16, device="meta"))
+    assert not backend.supports(like.double())
 
 
 @on_gpu

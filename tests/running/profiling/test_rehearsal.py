@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.comm.collectives import issue_all_to_all
 from headrace.comm.fake_world import fake_world
@@ -15,6 +16,7 @@ from headrace.comm.mesh import Groups
 from headrace.costs.sources.profile import costs_from_profile
 from headrace.errors import SpecError
 from headrace.ops.flops import flop_counter
+from headrace.ops.products import add_product
 from headrace.profiling.branches import BranchTarget, ProfileOptions, targets
 from headrace.profiling.link_clock import Modelled, Stalls, Timed
 from headrace.profiling.probe import bytes_of
@@ -251,6 +253,52 @@ def test_a_type_without_a_peak_is_named() -> None:
     assert run_ranks(1, _no_peak) == [
         "products of float16 on h100: got no peak known, wanted one of bfloat16"
     ]
+
+
+def _kernels(hardware: str) -> set[str]:
+    """Operators of a layer that is rehearsed for some hardware."""
+    dist.destroy_process_group()
+    rehearsal = Rehearsal(
+        architecture=MODEL, hardware=Hardware.parse(hardware), ranks=2, sizes=(2,), longest=64,
+        methods=("ulysses_z",), levels=("none",),
+    )  # fmt: skip
+    with Operators() as seen:
+        rehearsal.profile("rehearsed", Cluster(devices=2, memory_bytes=2**30, device=hardware))
+    return seen.names
+
+
+class Operators(TorchDispatchMode):
+    """The names of all operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gpu_is_rehearsed_with_its_own_kernels() -> None:
+    """Catches bytes and seconds of a CPU's kernels where a GPU has others."""
+    (gpu,), (cpu,) = run_ranks(1, _kernels, "h100"), run_ranks(1, _kernels, "cpu")
+    assert {"_flash_attention_forward", "_flash_attention_backward", "swiglu"} <= gpu
+    assert not any("for_cpu" in name for name in gpu)
+    assert "swiglu" not in cpu
+
+
+def _product_s(total: torch.dtype) -> float:
+    dist.destroy_process_group()
+    left, right = (torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    with fake_world(0, 1), Modelled(H100) as clock:
+        add_product(torch.empty(4096, 4096, dtype=total, device="meta"), left, right)
+        return clock.now()
+
+
+def test_a_sum_may_be_wider_than_its_factors() -> None:
+    """Catches products of half types that are taken to run at the rate of single precision."""
+    ((wide_s,), (half_s,)) = (run_ranks(1, _product_s, d) for d in (torch.float32, torch.bfloat16))
+    assert half_s == pytest.approx(wide_s, rel=0.5)
 
 
 def _waits(slower: float) -> tuple[list[float], list[float], list[float]]:
