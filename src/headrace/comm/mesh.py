@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,16 @@ def groups_here(device: str | torch.device = "cpu") -> Groups | None:
     return None
 
 
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The timeout of a group's collectives, which torch gives no other group of itself; None for a
+    backend that has none."""
+    try:
+        backend = group._get_backend(torch.device(device.type))  # noqa: SLF001
+        return backend.options._timeout  # type: ignore[no-any-return]  # noqa: SLF001
+    except (AttributeError, RuntimeError):
+        return None
+
+
 class Groups:
     """The process groups of one job.
 
@@ -52,6 +63,7 @@ class Groups:
     the same sets of ranks: groups made in different orders on different ranks hang at first use.
     ``messages`` between stages have a group of their own, made when first prepared for.
     ``backend`` of the groups: the world's where it is None. ``connections`` remember theirs.
+    Their collectives have the world's timeout.
     ``device``: where the tensors are that they exchange.
     """
 
@@ -71,6 +83,7 @@ class Groups:
         world = dist.group.WORLD
         assert world is not None, "torch.distributed is initialised"
         self.world: dist.ProcessGroup = world
+        self._timeout = _timeout_of(world, self._device)
         self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._messages: Messages | None = None
         self._met: set[int] = set()
@@ -103,7 +116,7 @@ class Groups:
             # take a rank longer the more ranks, and so groups, there are.
             mine = self.rank in ranks
             with self._connections.opening() if mine else nullcontext():
-                made = dist.new_group(list(ranks), backend=self._backend)
+                made = self._new(ranks)
             self._made[ranks] = made if mine and isinstance(made, dist.ProcessGroup) else None
             if mine and isinstance(made, dist.ProcessGroup):
                 self._open(made)
@@ -115,7 +128,7 @@ class Groups:
             return
         if self._messages is None:
             with self._connections.opening():
-                made = dist.new_group(list(range(self.ranks)), backend=self._backend)
+                made = self._new(range(self.ranks))
             assert isinstance(made, dist.ProcessGroup), "every rank is in the world"
             self._open(made)
             self._messages = Messages(made)
@@ -123,6 +136,10 @@ class Groups:
         self._messages.greet(new, self._device)
         self._settle()
         self._met.update(new)
+
+    def _new(self, ranks: Iterable[int]) -> object:
+        """A group, or torch's mark of one without this rank."""
+        return dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend)
 
     def _open(self, group: dist.ProcessGroup) -> None:
         """Use a group once in either way that layouts use it, which has all its members meet."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from headrace.comm.fake_world import fake_world
 from headrace.comm.mesh import Groups
 from headrace.errors import PlanMismatch
 from ranks import run_ranks
@@ -124,3 +125,30 @@ def test_communicators_are_opened_where_they_are_made() -> None:
             [2] if rank == 1 else []
         )
         assert later == []
+
+
+def _timeouts() -> list[float]:
+    groups = Groups()
+    groups.prepare([(0, 1)])
+    groups.prepare_messages([1 - groups.rank])
+    made = [groups.world, groups.get((0, 1)), groups.messages._group]
+    backends = [group._get_backend(torch.device("cpu")) for group in made if group is not None]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_groups_wait_as_long_as_the_world() -> None:
+    """Catches groups with torch's own timeout, which is ten minutes on NCCL: a rank that waits for
+    another's checkpoint would be ended by it."""
+    assert run_ranks(2, _timeouts, timeout_s=37.0) == [[37.0] * 3] * 2
+
+
+def _without_options() -> int:
+    dist.destroy_process_group()
+    with fake_world(0, 2) as groups:
+        groups.prepare([(0, 1)])
+        return dist.get_world_size(groups.get((0, 1)))
+
+
+def test_groups_of_a_backend_without_a_timeout() -> None:
+    """Catches a backend that knows none."""
+    assert run_ranks(1, _without_options) == [2]
