@@ -34,7 +34,7 @@ slow: $(READY) ## run the tests that take longer
 long: $(READY) ## run the tests that CI has no time for
 	$(BIN)/python -m pytest -m long
 
-gpu: $(READY) ## test and measure on this machine's GPU, in four commands of some minutes each
+gpu: $(READY) ## test and measure on this machine's GPU, in four commands
 	$(BIN)/python -m pytest -m gpu tests/running/ops
 	$(BIN)/python -m pytest -m gpu tests/running/gpu
 	$(BIN)/python benchmarks/gpu_layer.py --json $(GPU_RESULTS)/layer.json

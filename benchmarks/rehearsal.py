@@ -46,7 +46,7 @@ from headrace.runtime.machine import machine_facts
 from headrace.runtime.storage import Storage
 from headrace.spec import Architecture
 from headrace.spec.hardware import Hardware
-from headrace.spec.known_methods import FACTS
+from headrace.spec.known_methods import automatic_methods
 from headrace.units import MIB
 
 
@@ -170,7 +170,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    automatic = [m.name for m in FACTS.values() if m.automatic and m.name != "local"]
+    automatic = [name for name in automatic_methods() if name != "local"]
     add("--ranks", type=int, nargs="+", default=[2, 4], help="ranks, each in its turn (2 4)")
     add("--methods", nargs="+", choices=automatic, default=automatic, help="methods (all)")
     add("--tokens", type=int, default=2048, help="tokens of the one document (2048)")

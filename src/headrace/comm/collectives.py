@@ -1,7 +1,8 @@
 """Collectives without autograd: their adjoints live with the operators that use them.
 
-All of them are deterministic: sums are taken in rank order, never by an algorithm that depends on
-the message size. ``group=None`` is a group of one rank and communicates nothing.
+On CPUs all of them are deterministic: sums are taken in rank order, never by an algorithm that
+depends on the message size. A device adds what came from all ranks in one kernel of torch.
+``group=None`` is a group of one rank and communicates nothing.
 """
 
 from __future__ import annotations

@@ -123,6 +123,8 @@ def lone_rank(
         deterministic=deterministic,
     )  # fmt: skip
     before, named = torch.get_num_threads(), os.environ.get("GLOO_SOCKET_IFNAME")
+    chosen = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
     os.environ["GLOO_SOCKET_IFNAME"] = named or "lo"
     store = dist.TCPStore(_LOCALHOST, 0, is_master=True, wait_for_workers=False)
     place = RankPlace(
@@ -135,6 +137,7 @@ def lone_rank(
         if torch.get_num_threads() > 1:
             _threaded.set()
         torch.set_num_threads(before)
+        torch.use_deterministic_algorithms(chosen, warn_only=warned)
         if named is None:
             del os.environ["GLOO_SOCKET_IFNAME"]
 

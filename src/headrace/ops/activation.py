@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from headrace.ops.fused import fused, wide
+from headrace.ops.fused import fused, widened
 
 __all__ = ["Activation", "Gelu", "SwiGLU", "activated"]
 
@@ -98,13 +98,13 @@ def _plain_swiglu_backward(grad: torch.Tensor, x: torch.Tensor, block: int) -> t
 
 @fused("swiglu(Tensor x, int block) -> Tensor", plain=_plain_swiglu)
 def _swiglu(x: torch.Tensor, block: int) -> torch.Tensor:
-    gate, up = (wide(half) for half in _halves(x, block))
+    gate, up = (widened(half) for half in _halves(x, block))
     return (gate * gate.sigmoid() * up).to(x.dtype).reshape(x.shape[0], x.shape[1] // 2)
 
 
 @fused("swiglu_backward(Tensor grad, Tensor x, int block) -> Tensor", plain=_plain_swiglu_backward)
 def _swiglu_backward(grad: torch.Tensor, x: torch.Tensor, block: int) -> torch.Tensor:
-    gate, up = (wide(half) for half in _halves(x, block))
-    dy, s = wide(grad).reshape(gate.shape), gate.sigmoid()
+    gate, up = (widened(half) for half in _halves(x, block))
+    dy, s = widened(grad).reshape(gate.shape), gate.sigmoid()
     dgate = dy * up * s * (1 + gate * (1 - s))
     return torch.stack((dgate, dy * gate * s), dim=2).to(x.dtype).reshape(x.shape)

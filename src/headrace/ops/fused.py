@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FUSED", "Fused", "fused", "wide"]
+__all__ = ["FUSED", "Fused", "fused", "widened"]
 
 FUSED: dict[str, Fused] = {}
 """By name."""
@@ -27,8 +27,8 @@ _LIBRARY = torch.library.Library("headrace", "FRAGMENT")
 
 
 class Fused:
-    """A pure function of tensors. ``kernels`` is how many it is on a device: sums over tokens take
-    a second one. ``plain`` is what a CPU runs, the function itself unless told."""
+    """A pure function of tensors. ``kernels`` is how many kernels a device runs for it: sums over
+    tokens take more than one. ``plain`` is what a CPU runs, the function itself unless told."""
 
     def __init__(
         self, function: Callable[..., Any], schema: str, kernels: int,
@@ -41,7 +41,6 @@ class Fused:
         _LIBRARY.define(schema)
         _LIBRARY.impl(self.name, self._on_device, "CUDA")
         _LIBRARY.impl(self.name, function, "Meta")
-        _LIBRARY.impl(self.name, self._plain, "CPU")
         self.operator: Callable[..., Any] = getattr(torch.ops.headrace, self.name).default
 
     def __call__(self, x: torch.Tensor, *others: Any) -> Any:
@@ -55,16 +54,9 @@ class Fused:
             return self.function(x, *others)
         return self.operator(x, *others)
 
-    def compiled(self, backend: str = "inductor") -> Callable[..., Any]:
-        """The function compiled, for tensors of any sizes."""
-        made: Callable[..., Any] = torch.compile(
-            self.function, backend=backend, dynamic=True, fullgraph=True
-        )
-        return made
-
     def _on_device(self, *args: Any) -> Any:
         if self._compiled is None:
-            self._compiled = self.compiled()
+            self._compiled = torch.compile(self.function, dynamic=True, fullgraph=True)
         if self._compiled is self.function:
             return self.function(*args)
         try:
@@ -97,6 +89,6 @@ def fused(
     return make
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
+def widened(x: torch.Tensor) -> torch.Tensor:
     """A tensor in the type in which sums are taken."""
     return x if x.dtype == torch.float64 else x.float()

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from headrace.ops.fused import fused, wide
+from headrace.ops.fused import fused, widened
 
 __all__ = ["LayerNorm", "Norm", "RMSNorm", "Vector", "normalised"]
 
@@ -129,14 +129,14 @@ class _Normalised(torch.autograd.Function):
 
 @fused("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
 def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    own = wide(x)
+    own = widened(x)
     scale = torch.rsqrt(own.square().mean(-1, keepdim=True).add_(eps))
     return (own * scale).mul_(weight).to(x.dtype), scale
 
 
 @fused("rms_norm_again(Tensor x, Tensor weight, Tensor scale) -> Tensor")
 def _rms_again(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return (wide(x) * scale).mul_(weight).to(x.dtype)
+    return (widened(x) * scale).mul_(weight).to(x.dtype)
 
 
 @fused(
@@ -146,7 +146,7 @@ def _rms_again(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
 def _rms_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    unit, dy = wide(x) * scale, wide(grad)
+    unit, dy = widened(x) * scale, widened(grad)
     dw = (dy * unit).sum(0)
     g = dy * weight
     inner = (g * unit).mean(-1, keepdim=True)
@@ -157,7 +157,7 @@ def _rms_backward(
 def _layer(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    own = wide(x)
+    own = widened(x)
     mean = own.mean(-1, keepdim=True)
     centred = own - mean
     scale = torch.rsqrt(centred.square().mean(-1, keepdim=True).add_(eps))
@@ -171,7 +171,7 @@ def _layer_again(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor,
     scale: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    return torch.addcmul(bias, (wide(x) - mean).mul_(scale), weight).to(x.dtype)
+    return torch.addcmul(bias, (widened(x) - mean).mul_(scale), weight).to(x.dtype)
 
 
 @fused(
@@ -182,7 +182,7 @@ def _layer_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor,
     scale: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    unit, dy = (wide(x) - mean).mul_(scale), wide(grad)
+    unit, dy = (widened(x) - mean).mul_(scale), widened(grad)
     dw, db = (dy * unit).sum(0), dy.sum(0)
     g = dy * weight
     inner = (g * unit).mean(-1, keepdim=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headrace.ops.fused import fused, wide
+from headrace.ops.fused import fused, widened
 
 __all__ = [
     "rotary_tables",
@@ -145,7 +145,7 @@ def _unrotate_and_unsort(
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Pairs (i, i + D/2) of ``x`` [t, heads, D] rotated."""
-    first, second = wide(x).chunk(2, dim=-1)
-    cos, sin = wide(cos)[:, None], wide(sin)[:, None]
+    first, second = widened(x).chunk(2, dim=-1)
+    cos, sin = widened(cos)[:, None], widened(sin)[:, None]
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)

@@ -613,3 +613,18 @@ def test_a_rank_of_a_process_that_asked_for_cuda(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(LaunchError, match=r"CUDA begun, or only asked for.*from a new process"):
         begin_gpu(0)
+
+
+def test_a_lone_rank_leaves_torch_as_it_was() -> None:
+    """Catches a process that computes with deterministic kernels only, once a run in it did."""
+    script = """
+        import torch
+        from headrace.comm.launch import lone_rank
+        with lone_rank():
+            torch.use_deterministic_algorithms(True, warn_only=True)  # as a rank of a device does
+        print(torch.are_deterministic_algorithms_enabled())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["False"]
