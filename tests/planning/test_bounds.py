@@ -85,7 +85,7 @@ def rows(seconds: np.ndarray) -> BoundRows:
     """Rows of groups of one and of two ranks without constants."""
     zero = np.zeros((2, 1))
     return BoundRows(
-        ranks=np.array([[1.0], [2.0]]), stages=zero + 1, opening=zero, shared=zero + 1,
+        ranks=np.array([[1.0], [2.0]]), stages=zero + 1, opening=zero, shared=zero + 1, over=zero,
         alone=seconds, work=seconds, spread=seconds,
     )  # fmt: skip
 

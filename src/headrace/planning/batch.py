@@ -36,6 +36,8 @@ __all__ = ["SortedBatch", "PriceTable", "prices"]
 
 Floats = NDArray[np.float64]
 
+_FORWARD = 1 / 3  # of a micro-batch's seconds
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SortedBatch:
@@ -81,11 +83,15 @@ class PriceTable:
 
     ``alone``, ``work`` and ``spread`` [schemes, sequences] as above. ``seconds[k][i]`` and
     ``room[k][i]`` are those of position i on scheme k by its usual row, ``c[k]`` and ``cap[k]``
-    that row's constant and tokens.
+    that row's constant and tokens. ``pull_s`` and ``push_s`` are what weights and gradients take on
+    their way, if computations hide nothing of it.
     """
 
-    def __init__(self, batch: SortedBatch, schemes: Sequence[PricedScheme], devices: int) -> None:
-        self.batch, self.devices = batch, devices
+    def __init__(
+        self, batch: SortedBatch, schemes: Sequence[PricedScheme], devices: int,
+        *, pull_s: float = 0.0, push_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.batch, self.devices, self.pull_s, self.push_s = batch, devices, pull_s, push_s
         self.schemes = sorted(schemes, key=lambda s: (s.devices, s.depth, s.scheme.tensor))
         self.tokens = batch.tokens
         self.width = [scheme.devices for scheme in self.schemes]
@@ -146,6 +152,18 @@ class PriceTable:
         if self.fluid[k]:
             return max(0, tokens - room[0]) * self.c[k] / self.cap[k] if room else self.c[k]
         return 0.0 if room and tokens <= room[-1] else self.c[k]
+
+    def exposed_s(
+        self, k: int, first_s: float, last_s: float, start_s: float = 0.0
+    ) -> tuple[float, float]:
+        """Seconds, about, that ranks wait for weights at a pipeline of scheme k that starts at
+        ``start_s``, and for gradients behind it: the forward of its first micro-batch of
+        ``first_s`` hides a pull, the backward of its last of ``last_s`` a push."""
+        if not self.push_s:
+            return 0.0, 0.0
+        pull_s, push_s = self.pull_s / self.depth[k], self.push_s / self.depth[k]
+        waited_s = max(0.0, pull_s - start_s - first_s * _FORWARD)
+        return waited_s, max(0.0, push_s - last_s * (1 - _FORWARD))
 
     def put(self, k: int, room: list[int], tokens: int) -> None:
         """Put ``tokens`` into the micro-batch that they fill best, a new one where none has

@@ -29,10 +29,15 @@ of t_j seconds a stage.
    that they share need ranks apart: sum over them of the fewest ranks open to each <= N.
 
 Everything falls while tau rises, so the least tau that satisfies all three is a bound; it is found
-by bisection from below. Pipelines whose stages differ are no slower than their slowest stage; so
-where costs know the stages, rows of whole models stand for all depths of a width: a micro-batch
-keeps the width's ranks busy for what it takes on one stage, in sum over the stages, and passes all
-of them one after the other.
+by bisection from below.
+
+Where costs know the stages, which may differ, rows of whole models stand for them: a micro-batch
+keeps the width's ranks busy for what it takes, in sum over the stages, and passes all of them one
+after the other. The first of P stages holds every P micro-batches j in a row at once. If cap_j
+tokens of each of P micro-batches with the layers of j fill its memory, these hold
+sum_j tokens_j / cap_j <= P. V micro-batches are ceil(V / P) such rows, so they hold at most
+V + P - 1, and their constants, c V at least, are c sum_j tokens_j / cap_j but for c (P - 1): a
+token's share of them is c / cap_j, whatever layers the others have.
 
 Pulls and pushes overlap with computations, so of the whole step
 
@@ -59,7 +64,7 @@ from numpy.typing import NDArray
 
 from headrace.costs import CostModel
 from headrace.planning.batch import PriceTable, SortedBatch
-from headrace.planning.priced import PricedScheme
+from headrace.planning.stages import Least
 from headrace.simulator import exposed_s
 
 __all__ = ["Bound", "BoundRows", "lower_bound", "step_bound_s"]
@@ -88,12 +93,14 @@ class Bound:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundRows:
     """What the claim needs of schemes [rows] and sequences [rows, sequences]. ``shared`` is what
-    two sequences of one pipeline take at least, per second of work."""
+    two sequences of one pipeline take at least, per second of work; ``spread`` may be too much by
+    ``over`` seconds of a pipeline."""
 
     ranks: Floats
     stages: Floats
     opening: Floats
     shared: Floats
+    over: Floats
     alone: Floats
     work: Floats
     spread: Floats
@@ -103,29 +110,27 @@ class BoundRows:
         """The rows of a table whose pipelines take what the formula says."""
         return cls(
             ranks=table.ranks, stages=table.stages, opening=table.least_c,
-            shared=(table.stages + 1) / 2,
+            shared=(table.stages + 1) / 2, over=0 * table.ranks,
             alone=table.alone, work=table.work, spread=table.spread,
         )  # fmt: skip
 
     @classmethod
-    def of_widths(
-        cls, batch: SortedBatch, schemes: Sequence[PricedScheme], deepest: int = 1
-    ) -> BoundRows:
-        """Rows of whole models on stages of some width, for pipelines of up to ``deepest`` stages
-        that take no longer than their stages do."""
-        rows = np.stack([batch.row(scheme.frontier) for scheme in schemes], axis=1)
-        column = np.ones((len(schemes), 1))
-        ranks = np.array([[float(scheme.devices)] for scheme in schemes])
-        opening = np.array([[scheme.frontier.c.min()] for scheme in schemes])
+    def of_models(cls, batch: SortedBatch, models: Sequence[Least]) -> BoundRows:
+        """Rows of whole models on stages: micro-batches keep the ranks of a width busy so long in
+        sum over the stages, and pass all of them one after the other."""
+        rows = [(*batch.row(one.alone)[:2], batch.row(one.dealt)[1]) for one in models]
+        alone, work, dealt = np.stack(rows, axis=1)
+        column = np.ones((len(models), 1))
         return cls(
-            ranks=ranks, stages=column, opening=opening if deepest == 1 else 0 * opening,
-            shared=column / deepest, alone=rows[0], work=rows[1], spread=rows[2],
+            ranks=np.array([[float(one.width)] for one in models]), stages=column,
+            opening=0 * column, shared=np.array([[1 / one.depth] for one in models]),
+            over=np.array([[one.over_s] for one in models]), alone=alone, work=work, spread=dealt,
         )  # fmt: skip
 
     def __add__(self, other: BoundRows) -> BoundRows:
         both = {
             name: np.concatenate([getattr(self, name), getattr(other, name)])
-            for name in ("ranks", "stages", "opening", "shared", "alone", "work", "spread")
+            for name in ("ranks", "stages", "opening", "shared", "over", "alone", "work", "spread")
         }
         return BoundRows(**both)
 
@@ -134,7 +139,7 @@ class BoundRows:
         by 2b, whichever sums to more."""
         bubbles = self.stages - 1
         with np.errstate(divide="ignore", invalid="ignore"):
-            dealt = self.spread / (tau - bubbles * self.alone)
+            dealt = self.spread / (tau + self.over - bubbles * self.alone)
             root = np.maximum(sqrt(tau) - np.sqrt(bubbles * self.opening), 0.0)
             usable = np.where(bubbles > 0, root**2, tau - self.opening)
             even = self.work / np.maximum(usable, 0.0)

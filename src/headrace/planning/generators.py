@@ -21,7 +21,8 @@ import numpy as np
 from headrace.planning.batch import PriceTable
 from headrace.planning.local_search import improved
 from headrace.planning.nested import Nesting
-from headrace.planning.schedule import Assignment, Group, placed
+from headrace.planning.packing import likely
+from headrace.planning.schedule import Assignment, Group, placed, rank_ends
 from headrace.planning.search import Effort, Searched, least_time
 from headrace.planning.side_by_side import Filler, Pipelines
 from headrace.planning.strategy_search import Counts, climbed, counts_of, worthwhile
@@ -72,12 +73,25 @@ class SearchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Draft:
-    """Pipelines with their sequences, larger ones first, and the seconds to expect."""
+    """Pipelines with their sequences, larger ones first, the seconds to expect of computations, and
+    with weights and gradients on their way."""
 
     table: PriceTable
     seconds: float
+    expected_s: float
     groups: list[Group]
     source: str
+
+    @classmethod
+    def of(cls, table: PriceTable, seconds: float, groups: list[Group], source: str) -> Draft:
+        """Pipelines that compute for ``seconds``."""
+        expected_s = seconds
+        if table.push_s:
+            packs = [likely(table, k, members) for k, _, members in groups]
+            expected_s = max(seconds, *rank_ends(table, groups, packs))
+        return cls(
+            table=table, seconds=seconds, expected_s=expected_s, groups=groups, source=source
+        )
 
 
 def side_by_side(
@@ -152,16 +166,12 @@ def _filled(
 def _dealt(filler: Filler, found: Searched[Pipelines], levels: Sequence[float]) -> Iterator[Draft]:
     """What a filling gives, and dealt out in other ways."""
     table = filler.table
-    yield Draft(
-        table=table, seconds=found.seconds, groups=placed(table, found.result), source="filled"
-    )
+    yield Draft.of(table, found.seconds, placed(table, found.result), "filled")
     for level in levels:
         limit_s = level if isinf(level) else found.seconds * level
         seconds, dealt = filler.levelled(found.result, limit_s)
         if dealt:
-            yield Draft(
-                table=table, seconds=seconds, groups=placed(table, dealt), source=f"dealt {level}"
-            )
+            yield Draft.of(table, seconds, placed(table, dealt), f"dealt {level}")
 
 
 def nested(
@@ -187,9 +197,7 @@ def nested(
             )  # fmt: skip
             if found is not None:
                 high_s = found.seconds
-                yield Draft(
-                    table=table, seconds=found.seconds, groups=found.result, source="by deadline"
-                )
+                yield Draft.of(table, found.seconds, found.result, "by deadline")
         if len(table.tokens) <= limits.crowd * table.devices:
 
             def fill(tau: float, order: Sequence[int] | None) -> list[Group] | float:
@@ -199,9 +207,7 @@ def nested(
             found = least_time(fill, table.batch.values, bound_s, high_s, effort, seed)
             if found is not None:
                 high_s = found.seconds
-                yield Draft(
-                    table=table, seconds=found.seconds, groups=found.result, source="nested"
-                )
+                yield Draft.of(table, found.seconds, found.result, "nested")
 
 
 def _drafts(nesting: Nesting, bound_s: float, limits: SearchLimits) -> list[Draft]:
@@ -226,7 +232,7 @@ def _drafts(nesting: Nesting, bound_s: float, limits: SearchLimits) -> list[Draf
                 best_s, every, dropping = seconds, fewer, True
                 break
     return [
-        Draft(table=nesting.table, seconds=seconds, groups=groups, source="nested")
+        Draft.of(nesting.table, seconds, groups, "nested")
         for seconds, groups in sorted(drafts.values(), key=lambda item: item[0])[:2]
     ]
 
@@ -248,17 +254,17 @@ def _chain(table: PriceTable, rows: Sequence[int]) -> list[int]:
 def _various(drafts: Iterable[Draft], limits: SearchLimits) -> list[Draft]:
     """The best drafts, a few of each source and of several tables, as some promise what
     packing does not keep; all of them for the fewest sequences."""
-    drafts = sorted(drafts, key=lambda draft: draft.seconds)
+    drafts = sorted(drafts, key=lambda draft: draft.expected_s)
     if not drafts:
         return []
     fluid = any(any(draft.table.fluid) for draft in drafts)
     most = limits.packed_fluid if fluid else limits.packed
     if len(drafts[0].table.tokens) <= limits.fewest and not fluid:
         return drafts
-    limit_s, found = drafts[0].seconds * (1 + 2 * limits.near), list[Draft]()
+    limit_s, found = drafts[0].expected_s * (1 + 2 * limits.near), list[Draft]()
     for shared in (max(1, most - 1), most):
         for draft in drafts:
-            if draft.seconds > limit_s or len(found) == most:
+            if draft.expected_s > limit_s or len(found) == most:
                 break
             alike = sum(other.source == draft.source for other in found)
             beside = sum(other.table is draft.table for other in found)
@@ -276,11 +282,11 @@ def scheduled(
     fluid = any(any(draft.table.fluid) for draft in best)
     polished = limits.polished_fluid if fluid else limits.polished
     made = [Assignment.of(draft.table, draft.groups, draft.source) for draft in best]
-    made = sorted([*found, *made], key=lambda schedule: schedule.seconds)
-    limit_s, seen = made[0].seconds * (1 + limits.near), Counter[str]()
+    made = sorted([*found, *made], key=lambda schedule: schedule.expected_s)
+    limit_s, seen = made[0].expected_s * (1 + limits.near), Counter[str]()
     for schedule in list(made):
-        done = made[0].seconds <= bound_s * (1 + limits.enough)
-        if done or schedule.seconds > limit_s or seen.total() >= polished:
+        done = made[0].expected_s <= bound_s * (1 + limits.enough)
+        if done or schedule.expected_s > limit_s or seen.total() >= polished:
             break
         if seen[schedule.source] >= limits.alike:
             continue
@@ -291,5 +297,5 @@ def scheduled(
         better = improved(schedule, target_s=bound_s, steps=steps)
         if better is not schedule:
             made.append(replace(better, source="improved"))
-            made.sort(key=lambda schedule: schedule.seconds)
+            made.sort(key=lambda schedule: schedule.expected_s)
     return made

@@ -1,14 +1,16 @@
 """Lays a schedule out on the ranks: a plan, timed by the simulator.
 
-Micro-batches of a pipeline without stages stand with the longest last: its backward hides most of
-the push. A pipeline with stages is set up for its own micro-batches: layers of the stages, order of
-the micro-batches, layer plans; what the simulator finds quickest for the pipeline alone is taken.
+Micro-batches of a pipeline without stages stand with the longest last, whose backward hides most of
+the push, and the next longest first, whose forward hides most of the pull; the longest first, where
+its ranks work elsewhere afterwards. A pipeline with stages is set up for its own micro-batches:
+layers of the stages, order of the micro-batches, layer plans; what the simulator finds quickest for
+the pipeline alone is taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from headrace.costs import CostModel
@@ -16,7 +18,7 @@ from headrace.planning.batch import SortedBatch
 from headrace.planning.packing import Packed
 from headrace.planning.priced import PricedScheme
 from headrace.planning.schedule import Assignment
-from headrace.planning.stages import StageCosts, shares_of
+from headrace.planning.stages import StageCosts
 from headrace.simulator import peak_bytes, step_s
 from headrace.spec import LayerPlan, Lengths, MicroBatch, Pipeline, Plan
 
@@ -38,12 +40,14 @@ def laid_out(schedule: Assignment, costs: CostModel, *, larger_last: bool = Fals
     table = schedule.table
     batch, groups = table.batch, list(zip(schedule.groups, schedule.packs, strict=True))
     pipelines, micro_batches = list[Pipeline](), list[MicroBatch]()
-    for (k, ranks, _), packed in reversed(groups) if larger_last else groups:
+    groups = groups[::-1] if larger_last else groups
+    ends = _ends([ranks for (_, ranks, _), _ in groups])
+    for ((k, ranks, _), packed), (first, last) in zip(groups, ends, strict=True):
         priced = table.schemes[k]
         if priced.stages is not None:
             setup = _set_up(priced, ranks, packed, batch, costs)
         else:
-            setup = _plain(priced, ranks, packed, batch)
+            setup = _plain(priced, ranks, packed, batch, first=first, last=last)
         number = len(pipelines)
         micro_batches += micro_batches_of(priced, setup.bins, setup.rows, number, batch, costs)
         pipelines.append(setup.pipeline)
@@ -70,13 +74,28 @@ def micro_batches_of(
         )  # fmt: skip
 
 
+def _ends(groups: Sequence[tuple[int, ...]]) -> list[tuple[bool, bool]]:
+    """Whether each of several groups of ranks, in order, is the first of some rank, and the
+    last."""
+    first, last = dict[int, int](), dict[int, int]()
+    for number, ranks in enumerate(groups):
+        for rank in ranks:
+            first.setdefault(rank, number)
+            last[rank] = number
+    firsts, lasts = set(first.values()), set(last.values())
+    return [(number in firsts, number in lasts) for number in range(len(groups))]
+
+
 def _plain(
-    priced: PricedScheme, ranks: tuple[int, ...], packed: Packed, batch: SortedBatch
-) -> _Setup:
+    priced: PricedScheme, ranks: tuple[int, ...], packed: Packed, batch: SortedBatch,
+    *, first: bool, last: bool,
+) -> _Setup:  # fmt: skip
     pipeline = Pipeline(scheme=priced.scheme, ranks=ranks)
     if len(packed.bins) == 1:
         return _Setup(pipeline=pipeline, bins=packed.bins, rows=packed.rows)
-    order = _falling(priced, packed, batch)[::-1]
+    order = _falling(priced, packed, batch)
+    if last or not first:
+        order = [*order[1:], order[0]]
     return _Setup(
         pipeline=pipeline,
         bins=tuple(packed.bins[j] for j in order), rows=tuple(packed.rows[j] for j in order),
@@ -107,7 +126,7 @@ def _set_up(
     orders = [falling, falling[::-1], [*falling[1::2][::-1], *falling[::2]]]
     made = [
         (*_timed(priced, stages, ranks, packed, falling, batch, costs), stages)
-        for stages in _shared(priced.stages)
+        for stages in priced.stages.variants()
     ]
     best_s, best, stages = min(made, key=lambda item: item[0])
     for order in orders[1:] if len(falling) > 1 else ():
@@ -146,16 +165,6 @@ def _alone(priced: PricedScheme, setup: _Setup, batch: SortedBatch, costs: CostM
         micro_batches=tuple(micro_batches_of(priced, bins, setup.rows, 0, own, costs)),
         predicted_s=0.0, lower_bound_s=0.0,
     )  # fmt: skip
-
-
-def _shared(stages: StageCosts) -> Iterator[StageCosts]:
-    """The shares that are best for short sequences, then others with a layer more or less in the
-    last stage."""
-    yield stages
-    layers, last = stages.costs.shape.layers, stages.shares[-1]
-    for shares in shares_of(layers, stages.scheme.pipeline):
-        if abs(shares[-1] - last) == 1:
-            yield replace(stages, shares=shares)
 
 
 def _quickened(

@@ -13,7 +13,7 @@ from heapq import nsmallest
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.packing import Packed, pack
-from headrace.planning.schedule import Assignment, Group
+from headrace.planning.schedule import Assignment, Group, rank_ends
 
 __all__ = ["improved"]
 
@@ -32,7 +32,7 @@ def improved(schedule: Assignment, *, target_s: float, steps: int) -> Assignment
     for _ in range(steps):
         if search.seconds <= target_s or not search.step():
             break
-    if search.seconds >= schedule.seconds:
+    if search.seconds >= schedule.expected_s:
         return schedule
     groups = zip(schedule.groups, search.members, strict=True)
     some = [(k, ranks, own) for (k, ranks, _), own in groups]
@@ -40,8 +40,8 @@ def improved(schedule: Assignment, *, target_s: float, steps: int) -> Assignment
 
 
 class _Search:
-    """Pipelines while sequences move: ``free[r]`` is when rank r is free, ``ends[g]`` when the
-    last rank of pipeline g is."""
+    """Pipelines while sequences move: ``ends[g]`` is when the last rank of pipeline g is free and
+    has its gradients sent."""
 
     def __init__(self, schedule: Assignment) -> None:
         self.table: PriceTable = schedule.table
@@ -61,14 +61,10 @@ class _Search:
         return max(self.ends)
 
     def _timed(self) -> None:
-        if not self.nested:
+        if not self.nested and not self.table.push_s:
             self.ends = [own.seconds for own in self.packs]
             return
-        free = [0.0] * self.table.devices
-        for (_, ranks, _), own in zip(self.groups, self.packs, strict=True):
-            end = max([free[rank] for rank in ranks]) + own.seconds
-            for rank in ranks:
-                free[rank] = end
+        free = rank_ends(self.table, self.groups, self.packs)
         self.ends = [max([free[rank] for rank in ranks]) for _, ranks, _ in self.groups]
 
     def step(self) -> bool:

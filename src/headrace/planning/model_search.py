@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import combinations
+from operator import add
 
 from headrace.costs.cost_model import MOST_TOKENS
 from headrace.planning.baselines import BASELINES
@@ -19,9 +21,10 @@ from headrace.planning.priced import PricedScheme
 from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment
 from headrace.planning.smoothing import smoothed
+from headrace.planning.stages import Least
 from headrace.planning.static import best_statics, static_schedule
 from headrace.simulator import exposed_s
-from headrace.spec import Plan, Scheme, Strategy
+from headrace.spec import Plan, Strategy
 
 __all__ = ["ModelSearch"]
 
@@ -97,7 +100,10 @@ class ModelSearch:
         longest = self.batch.tokens[0]
         if not any(scheme.most_tokens >= longest for scheme in schemes):
             return None
-        return PriceTable(self.batch, schemes, self.problem.devices)
+        moved = self.problem.model.exchange_s
+        return PriceTable(
+            self.batch, schemes, self.problem.devices, pull_s=moved.pull_s, push_s=moved.push_s
+        )
 
     def _close(self, low_s: float) -> bool:
         return self.best_s <= low_s * _CLOSE_ENOUGH
@@ -170,15 +176,15 @@ class ModelSearch:
     def _ideal(self) -> Bound:
         """What no plan beats, whatever its layers, degrees and memory."""
         problem = self.problem
-        rows = [_whole_model(problem, p, None) for p in problem.group_sizes]
         depth = problem.model.shape.layers
-        return lower_bound(BoundRows.of_widths(self.batch, rows, depth), problem.devices)
+        whole = [_whole_model(problem, p, depth) for p in problem.group_sizes]
+        return lower_bound(BoundRows.of_models(self.batch, whole), problem.devices)
 
     def _deeper(self, tables: Sequence[PriceTable]) -> Bound:
         """With tensor blocks and stages too."""
         problem, pricing = self.problem, self.problem.pricing
-        rows, widths = list[BoundRows](map(BoundRows.of, tables)), dict[int, int]()
-        deepest, groups_s = 1, min(self.lows, default=float("inf"))
+        some = list[PricedScheme]()
+        groups_s = min(self.lows, default=float("inf"))
         for weights in problem.holding:
             deeper = pricing.deeper(weights)
             table = self._table([*pricing.groups(weights), *deeper])
@@ -186,16 +192,20 @@ class ModelSearch:
                 self.lows[-1] < groups_s * (1 - _DEEPER)
             ):  # fmt: skip
                 self._side_by_side(table, self.lows[-1], deeper=True)
-            for scheme in deeper:
-                width = scheme.scheme.width
-                widths[width] = max(widths.get(width, 0), scheme.most_tokens)
-                deepest = max(deepest, scheme.depth)
-        some = [_whole_model(problem, width, most) for width, most in sorted(widths.items())]
-        total = BoundRows.of_widths(self.batch, some, deepest) if some else None
-        for more in rows:
-            total = more if total is None else total + more
-        assert total is not None, "some scheme holds the longest sequence"
-        return lower_bound(total, problem.devices)
+            some += deeper
+        return lower_bound(self._least([*map(BoundRows.of, tables)], some), problem.devices)
+
+    def _least(self, rows: list[BoundRows], some: Sequence[PricedScheme]) -> BoundRows:
+        """``rows`` and those of some more schemes: what their stages take together, where they
+        have several."""
+        single = [scheme for scheme in some if scheme.stages is None]
+        staged = [scheme.stages.least for scheme in some if scheme.stages is not None]
+        if single:
+            rows.append(BoundRows.of(PriceTable(self.batch, single, self.problem.devices)))
+        if staged:
+            rows.append(BoundRows.of_models(self.batch, staged))
+        assert rows, "some scheme holds the longest sequence"
+        return reduce(add, rows)
 
     def _given(self) -> Bound:
         """Only the strategies that the problem lists."""
@@ -209,9 +219,7 @@ class ModelSearch:
                     continue
                 counts = dict(strategy.counts)
                 most = [counts[scheme.scheme] for scheme in table.schemes]
-                rows = [_whole_model(problem, s.scheme.width, s.most_tokens) for s in table.schemes]
-                widths = BoundRows.of_widths(self.batch, rows, max(table.depth))
-                bound = lower_bound(widths, strategy.devices)
+                bound = lower_bound(self._least([], table.schemes), strategy.devices)
                 bounds.append(bound)
                 if bound.seconds < self.best_s:
                     self._side_by_side(table, bound.seconds, most)
@@ -256,12 +264,12 @@ class ModelSearch:
         if self.problem.planner == "static" or self.problem.others is not None:
             return sorted(self.found, key=lambda schedule: schedule.seconds)
         self.found = scheduled(self.drafts, self.found, bound.seconds, self.limits)
-        limit_s, seen = self.found[0].seconds * _NEAR, set[tuple[Strategy, str]]()
+        limit_s, seen = self.found[0].expected_s * _NEAR, set[tuple[Strategy, str]]()
         chosen = list[Assignment]()
         for schedule in self.found:
             key, static = (schedule.strategy, schedule.source), schedule.source == "static"
             if static or (
-                key not in seen and len(seen) < _SIMULATED and schedule.seconds <= limit_s
+                key not in seen and len(seen) < _SIMULATED and schedule.expected_s <= limit_s
             ):  # fmt: skip
                 seen.add(key)
                 chosen.append(schedule)
@@ -286,22 +294,17 @@ def _rules(one: PriceTable, other: PriceTable) -> bool:
     return all(bool((here <= there).all()) for here, there in pairs)
 
 
-def _whole_model(problem: Problem, width: int, most_tokens: int | None) -> PricedScheme:
-    """What a model takes at least on stages of a width: of every layer option, without fetching
-    weights, with room for ``most_tokens`` or as many as one likes."""
-    key = width, most_tokens
+def _whole_model(problem: Problem, width: int, depth: int) -> Least:
+    """What a model takes at least on stages of a width, if memory had no end: of every layer
+    option, without fetching weights."""
     known = problem.ideals
-    if key not in known:
+    if width not in known:
         costs = problem.model.replace(scale=1.0)
         layers, ends = costs.shape.layers, costs.ends[width]
         rows = []
         for option in problem.options[width]:
             cost = costs.option(width, option)
             rows.append((cost.forward + cost.backward) * layers + ends.forward + ends.backward)
-        known[key] = PricedScheme(
-            scheme=Scheme(context=width),
-            frontier=Frontier.of_rows(
-                [(q.a, q.b, q.c) for q in rows], MOST_TOKENS if most_tokens is None else most_tokens
-            ),
-        )
-    return known[key]
+        whole = Frontier.of_rows([(q.a, q.b, q.c) for q in rows], MOST_TOKENS)
+        known[width] = Least(width=width, depth=depth, alone=whole, dealt=whole)
+    return known[width]

@@ -17,15 +17,15 @@ Several stages: :mod:`headrace.planning.staged_packing`.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
+from heapq import heapify, heapreplace, nlargest
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.frontier import Frontier
 from headrace.planning.staged_packing import Line, pack_stages
 
-__all__ = ["Packed", "best_fit", "pack"]
+__all__ = ["Packed", "best_fit", "likely", "pack"]
 
 _COUNTS_RANKED = 8
 _COUNTS_TRIED = 2
@@ -37,11 +37,25 @@ Bins = list[list[int]]
 @dataclass(frozen=True, slots=True)
 class Packed:
     """Micro-batches of one pipeline: positions in the batch, each with a row of the frontier, and
-    the pipeline's seconds."""
+    the pipeline's seconds. On one stage the longest takes ``longest_s`` and the next ``next_s``,
+    which is the same where there is one."""
 
     seconds: float
     bins: tuple[tuple[int, ...], ...]
     rows: tuple[int, ...]
+    longest_s: float
+    next_s: float
+
+    @classmethod
+    def of(
+        cls, bins: Iterable[Sequence[int]], rows: Sequence[int], times: Sequence[float],
+        depth: int = 1,
+    ) -> Packed:  # fmt: skip
+        """Micro-batches of ``times`` seconds on each of ``depth`` stages."""
+        longest_s = max(times)
+        next_s = nlargest(2, times)[1] if len(times) > 1 else longest_s
+        seconds = sum(times) + (depth - 1) * longest_s
+        return cls(seconds, tuple(map(tuple, bins)), tuple(rows), longest_s, next_s)
 
 
 def pack(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
@@ -49,20 +63,19 @@ def pack(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
     scheme = table.schemes[k]
     frontier, tokens = scheme.frontier, table.tokens
     if not members:
-        return Packed(0.0, (), ())
+        return Packed(0.0, (), (), 0.0, 0.0)
     if scheme.depth > 1:
         return _staged(table, k, members)
     if len(frontier.caps) == 1:
-        seconds, cap = table.seconds(k), frontier.caps[0]
-        work = sum([seconds[i] for i in members])
+        seconds, cap, c = table.seconds(k), frontier.caps[0], frontier.rows[0][2]
         held = sum([tokens[i] for i in members])
-        bins = [list(members)] if held <= cap else best_fit(tokens, members, cap)
-        return _of(work + frontier.rows[0][2] * len(bins), bins, (0,) * len(bins))
+        bins = [members] if held <= cap else best_fit(tokens, members, cap)
+        return Packed.of(bins, (0,) * len(bins), [sum([seconds[i] for i in b]) + c for b in bins])
     own = [tokens[i] for i in members]
     total, squares = sum(own), sum([n * n for n in own])
     if total <= frontier.caps[0] and frontier.rules[0]:
         a, b, c = frontier.rows[0]
-        return _of(a * squares + b * total + c, [list(members)], (0,))
+        return Packed.of([members], (0,), [a * squares + b * total + c])
     quick = frontier.quickest_cap(squares, total)
     tries = [best_fit(tokens, members, quick)]
     if total <= _FEW_PACKS * quick:
@@ -71,7 +84,20 @@ def pack(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
         filled = _fill(tokens, members, count, frontier.most_tokens)
         if filled is not None:
             tries.append(filled)
-    return min((_priced(bins, tokens, frontier) for bins in tries), key=lambda p: p.seconds)
+    made = [_priced(bins, tokens, frontier) for bins in tries]
+    return min(made, key=lambda p: p.seconds + sum(table.exposed_s(k, p.next_s, p.longest_s)))
+
+
+def likely(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
+    """About what :func:`pack` will give, without the micro-batches: alike ones by the usual row,
+    the longest of which holds at least the longest sequence."""
+    seconds, room = table.seconds(k), table.room(k)
+    count = max(1, -(-sum([room[i] for i in members]) // table.cap[k]))
+    total_s = sum([seconds[i] for i in members]) + table.c[k] * count
+    longest_s = max(total_s / count, seconds[members[0]] + table.c[k])
+    next_s = (total_s - longest_s) / (count - 1) if count > 1 else longest_s
+    total_s += (table.depth[k] - 1) * longest_s
+    return Packed(total_s, (), (), longest_s, next_s)
 
 
 def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> Bins:
@@ -92,19 +118,15 @@ def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> Bins:
     return bins
 
 
-def _of(seconds: float, bins: Bins, rows: tuple[int, ...]) -> Packed:
-    return Packed(seconds, tuple(map(tuple, bins)), rows)
-
-
 def _priced(bins: Bins, tokens: Sequence[int], frontier: Frontier) -> Packed:
-    seconds, rows = 0.0, list[int]()
+    times, rows = list[float](), list[int]()
     for held in bins:
         own = [tokens[i] for i in held]
         found = frontier.best(sum([n * n for n in own]), sum(own))
         assert found is not None, "a pack is within the capacity"
-        seconds += found[0]
+        times.append(found[0])
         rows.append(found[1])
-    return _of(seconds, bins, tuple(rows))
+    return Packed.of(bins, rows, times)
 
 
 def _counts(
@@ -151,6 +173,7 @@ def _staged(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
         seconds = {i: (a * tokens[i] + b) * tokens[i] for i in members}
         found, bins = pack_stages(line, tokens, seconds, members)
         if best is None or found < best.seconds:
-            best = _of(found, bins, (row,) * len(bins))
+            times = [sum([seconds[i] for i in held]) + c for held in bins]
+            best = Packed.of(bins, (row,) * len(bins), times, scheme.depth)
     assert best is not None, "the scheme holds every member"
     return best

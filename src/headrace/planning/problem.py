@@ -19,6 +19,7 @@ from headrace.planning.method_list import ListedLayer, parse_layers
 from headrace.planning.priced import PricedScheme
 from headrace.planning.pricing import Pricing
 from headrace.planning.published import priced
+from headrace.planning.stages import Least
 from headrace.spec import LayerOption, LayerPlan, Strategy
 from headrace.spec.method import RECOMPUTE, Recompute
 from headrace.spec.plan import Semantics, Working
@@ -74,9 +75,7 @@ class Problem:
     _frontiers: dict[tuple[int, Working, int], Frontier] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _ideals: dict[tuple[int, int | None], PricedScheme] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _ideals: dict[int, Least] = field(default_factory=dict, init=False, repr=False, compare=False)
     _pricings: dict[str, Pricing] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -184,8 +183,8 @@ class Problem:
         return self._pricings["pricing"]
 
     @property
-    def ideals(self) -> dict[tuple[int, int | None], PricedScheme]:
-        """Prices of whole models, by width and room, for whoever works them out."""
+    def ideals(self) -> dict[int, Least]:
+        """Rows of whole models by width, for whoever works them out."""
         return self._ideals
 
     @property

@@ -24,7 +24,7 @@ from headrace.planning.packing import Packed, pack
 from headrace.spec import Strategy
 from headrace.spec.plan import Semantics
 
-__all__ = ["Assignment", "Group", "launch_s", "placed"]
+__all__ = ["Assignment", "Group", "launch_s", "placed", "rank_ends"]
 
 
 Group = tuple[int, tuple[int, ...], list[int]]
@@ -37,14 +37,16 @@ _Bins = tuple[int, tuple[int, ...], list[list[int]]]
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Assignment:
     """``packs[g]`` are the micro-batches of ``groups[g]``. ``seconds`` is when the last rank has
-    nothing left to compute if all weights are there at once, without the costs' scale. Where there
-    are ``phases``, they are schedules of parts of the batch, and changes between them take
-    ``switch_s`` of the seconds."""
+    nothing left to compute if all weights are there at once, without the costs' scale, and
+    ``expected_s`` about when all of them have sent their gradients too. Where there are ``phases``,
+    they are schedules of parts of the batch, and changes between them take ``switch_s`` of the
+    seconds."""
 
     table: PriceTable
     groups: tuple[Group, ...]
     packs: tuple[Packed, ...]
     seconds: float
+    expected_s: float
     source: str
     semantics: Semantics = "free"
     phases: tuple[Assignment, ...] = ()
@@ -56,9 +58,10 @@ class Assignment:
         them."""
         order = tuple(group for group in groups if group[2])
         packs = tuple(pack(table, k, members) for k, _, members in order)
-        timed = zip((ranks for _, ranks, _ in order), packs, strict=True)
-        seconds = last_free_s(table.devices, ((ranks, own.seconds) for ranks, own in timed))
-        return cls(table=table, groups=order, packs=packs, seconds=seconds, source=source)
+        return cls(
+            table=table, groups=order, packs=packs, seconds=_last_free_s(table, order, packs),
+            expected_s=max(rank_ends(table, order, packs)), source=source,
+        )  # fmt: skip
 
     @classmethod
     def of_launches(
@@ -81,10 +84,13 @@ class Assignment:
         some = [(k, ranks, bins) for k, ranks, bins in given if bins]
         packs = tuple(_timed(table, k, bins) for k, _, bins in some)
         groups = tuple((k, ranks, sorted(chain.from_iterable(bins))) for k, ranks, bins in some)
-        runs = [(ranks, own.seconds) for (_, ranks, _), own in zip(groups, packs, strict=True)]
-        clock = last_free_s if semantics == "free" else _in_step_s
+        if semantics == "free":
+            seconds = _last_free_s(table, groups, packs)
+            expected_s = max(rank_ends(table, groups, packs))
+        else:
+            seconds = expected_s = _in_step_s(table.devices, groups, packs)
         return cls(
-            table=table, groups=groups, packs=packs, seconds=clock(table.devices, runs),
+            table=table, groups=groups, packs=packs, seconds=seconds, expected_s=expected_s,
             source=source, semantics=semantics,
         )  # fmt: skip
 
@@ -118,23 +124,33 @@ def _joined(given: Iterable[_Bins]) -> list[_Bins]:
     return made
 
 
-def last_free_s(devices: int, runs: Iterable[tuple[Sequence[int], float]]) -> float:
-    """When the last rank is free, given (ranks, seconds) in the order in which they run."""
-    free = [0.0] * devices
-    for ranks, seconds in runs:
-        if len(ranks) == 1:
-            free[ranks[0]] += seconds
-            continue
-        end = max([free[rank] for rank in ranks]) + seconds
+def _last_free_s(table: PriceTable, groups: Iterable[Group], packs: Iterable[Packed]) -> float:
+    """When the last rank has nothing left to compute."""
+    free = [0.0] * table.devices
+    for (_, ranks, _), own in zip(groups, packs, strict=True):
+        end = max([free[rank] for rank in ranks]) + own.seconds
         for rank in ranks:
             free[rank] = end
     return max(free)
 
 
-def _in_step_s(devices: int, runs: Iterable[tuple[Sequence[int], float]]) -> float:
-    """When the last rank is free in lockstep, given (ranks, seconds) in order."""
+def rank_ends(table: PriceTable, groups: Iterable[Group], packs: Iterable[Packed]) -> list[float]:
+    """About when each rank has its gradients sent, if pipelines run in this order."""
+    free, sent = [0.0] * table.devices, [0.0] * table.devices
+    for (k, ranks, _), own in zip(groups, packs, strict=True):
+        start_s = max([free[rank] for rank in ranks])
+        waited_s, behind_s = table.exposed_s(k, own.next_s, own.longest_s, start_s)
+        end_s = start_s + waited_s + own.seconds
+        for rank in ranks:
+            free[rank], sent[rank] = end_s, end_s + behind_s
+    return sent
+
+
+def _in_step_s(devices: int, groups: Iterable[Group], packs: Iterable[Packed]) -> float:
+    """When the last rank is free in lockstep, given pipelines in order."""
     done, steps = [0] * devices, list[float]()
-    for ranks, seconds in runs:
+    for (_, ranks, _), own in zip(groups, packs, strict=True):
+        seconds = own.seconds
         step = max([done[rank] for rank in ranks])
         if step == len(steps):
             steps.append(seconds)
@@ -167,20 +183,19 @@ def _timed(table: PriceTable, k: int, bins: Sequence[Sequence[int]]) -> Packed:
     scheme, frontier = table.schemes[k], table.schemes[k].frontier
     sums = [_sums(table, members) for members in bins]
     held = max(tokens for _, tokens in sums)
-    given = tuple(map(tuple, bins))
     assert held <= frontier.most_tokens, "a scheme holds its micro-batches"
     if scheme.depth == 1:
         found = [frontier.best(squares, tokens) for squares, tokens in sums]
         best = [one for one in found if one is not None]
-        return Packed(sum([seconds for seconds, _ in best]), given, tuple(r for _, r in best))
+        return Packed.of(bins, [row for _, row in best], [seconds for seconds, _ in best])
 
-    def pipeline_s(row: int) -> float:
+    def by(row: int) -> Packed:
         a, b, c = frontier.rows[row]
         times = [a * squares + b * tokens + c for squares, tokens in sums]
-        return sum(times) + (scheme.depth - 1) * max(times)
+        return Packed.of(bins, (row,) * len(bins), times, scheme.depth)
 
-    row = min((row for row, cap in enumerate(frontier.caps) if cap >= held), key=pipeline_s)
-    return Packed(pipeline_s(row), given, (row,) * len(bins))
+    rows = (row for row, cap in enumerate(frontier.caps) if cap >= held)
+    return min(map(by, rows), key=lambda packed: packed.seconds)
 
 
 def placed(table: PriceTable, some: Iterable[tuple[int, list[int]]]) -> list[Group]:

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from headrace.costs import CostModel, Linear
 from headrace.costs.cost_model import MOST_TOKENS
 from headrace.costs.stages import held_bytes, kept_line, message_s, moments, stage_gather
+from headrace.planning.frontier import Frontier
 from headrace.spec import LayerOption, LayerPlan, Pipeline, Scheme
 from headrace.spec.plan import Working
 from headrace.spec.stage import Stage, share_layers
 
-__all__ = ["LayerTable", "Row", "StageCosts", "shares_of"]
+__all__ = ["LayerTable", "Least", "Row", "StageCosts", "shares_of"]
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -78,6 +79,19 @@ class LayerTable:
         return replace(
             self, plans=tuple(self.plans[i] for i in some.tolist()), layers=self.layers[some]
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Least:
+    """What micro-batches take at least of stages of ``width`` ranks, of all ``depth`` together:
+    ``alone`` one of its own; ``dealt`` what a sequence adds with its share of constants, all of
+    which may be less by ``over_s`` for each stage."""
+
+    width: int
+    depth: int
+    alone: Frontier
+    dealt: Frontier
+    over_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,11 +155,53 @@ class StageCosts:
     @cached_property
     def caps(self) -> list[int]:
         """By plan the tokens of a micro-batch of which as many fit as may be held at once."""
+        return self.caps_at(len(self.stages))
+
+    def variants(self) -> Iterator[StageCosts]:
+        """These shares of the layers, and others with a layer more or less in the last stage."""
+        yield self
+        layers, last = self.costs.shape.layers, self.shares[-1]
+        for shares in shares_of(layers, self.scheme.pipeline):
+            if abs(shares[-1] - last) == 1:
+                yield replace(self, shares=shares)
+
+    @cached_property
+    def least(self) -> Least:
+        """What no pipeline beats, whatever the variant, the order of its micro-batches and what
+        they are beside: seconds of all stages together, without messages."""
+        caps = np.array([variant.caps_at(1) for variant in self.variants()]).max(axis=0)
+        ends = self.costs.ends[self.scheme.width]
+        both = ends.forward + ends.backward
+        layers = self.table.seconds[self.table.layers].sum(axis=1)
+        a, b, c = (layers + np.array([both.a, both.b, both.c])).T
+        full = np.array([variant.in_flight for variant in self.variants()]).max(axis=0)
+        dealt = b + c.min() / full
+        order = np.argsort(caps, kind="stable")
+        order = order[caps[order] > 0]
+        held, nothing = tuple(caps[order].tolist()), np.zeros(len(order))
+        depth = self.scheme.pipeline
+        return Least(
+            width=self.scheme.width, depth=depth, alone=_bare(a[order], b[order], c[order], held),
+            dealt=_bare(a[order], dealt[order], nothing, held),
+            over_s=float(c.min()) * (depth - 1) / depth,
+        )  # fmt: skip
+
+    @property
+    def in_flight(self) -> Floats:
+        """By plan the tokens of each of as many micro-batches as the first stage holds, if it held
+        nothing else."""
+        held, _ = self._moments(self.stages[0])
+        slope = len(self.stages) * held[:, 0]
+        most = np.full(len(slope), float(MOST_TOKENS))
+        return np.divide(max(0, self.rooms[0]), slope, out=most, where=slope > 0)
+
+    def caps_at(self, at_once: int) -> list[int]:
+        """:attr:`caps` where a stage holds up to ``at_once`` micro-batches."""
         table, depth = self.table, len(self.stages)
         most = np.full(len(table.plans), float(MOST_TOKENS))
         for s, (stage, room) in enumerate(zip(self.stages, self.rooms, strict=True)):
             held, peaks = self._moments(stage)
-            lines = (depth - s - 1) * held[:, None] + peaks
+            lines = (min(at_once, depth - s) - 1) * held[:, None] + peaks
             slope, free = lines[:, :, 0], room - lines[:, :, 1]
             fits = np.where(slope > 0, free / np.where(slope > 0, slope, 1.0), float(MOST_TOKENS))
             most = np.minimum(most, np.where(free < 0, 0.0, fits).min(axis=1))
@@ -208,6 +264,12 @@ class StageCosts:
                 known[key] = kept_line(self.costs, stage, plan), lines
             found.append(known[key])
         return found
+
+
+def _bare(a: Floats, b: Floats, c: Floats, caps: tuple[int, ...]) -> Frontier:
+    """A frontier without layer plans."""
+    layers = np.zeros((len(caps), 0), dtype=np.int64)
+    return Frontier(options=(), a=a.copy(), b=b.copy(), c=c.copy(), caps=caps, layers=layers)
 
 
 def _lines(lines: Sequence[Linear]) -> Floats:

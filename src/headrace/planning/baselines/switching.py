@@ -100,8 +100,9 @@ def _joined(table: PriceTable, made: Sequence[Assignment], change_s: float) -> A
             for own in phase.packs
         ]
     changes_s = change_s * (len(made) - 1)
+    seconds = sum(phase.seconds for phase in made) + changes_s
     return Assignment(
         table=table, groups=tuple(groups), packs=tuple(packs), source="switching",
-        seconds=sum(phase.seconds for phase in made) + changes_s,
+        seconds=seconds, expected_s=seconds,
         phases=tuple(made) if len(made) > 1 else (), switch_s=changes_s,
     )  # fmt: skip
