@@ -9,7 +9,7 @@ from headrace.costs import Speeds, synthetic_costs
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.frontier import Frontier
 from headrace.planning.layers import layer_frontier
-from headrace.planning.packing import Packed
+from headrace.planning.packed import Packed
 from headrace.planning.packing import pack as pack_group
 from headrace.planning.priced import PricedScheme
 from headrace.spec import Lengths, Scheme

@@ -29,14 +29,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.planning.frontier import Frontier
+from headrace.planning.packed import Packed
 from headrace.planning.priced import PricedScheme
 from headrace.spec import Lengths
 
-__all__ = ["SortedBatch", "PriceTable", "prices"]
+__all__ = ["PriceTable", "SortedBatch", "prices"]
 
 Floats = NDArray[np.float64]
 
 _FORWARD = 1 / 3  # of a micro-batch's seconds
+_FEW_ROWS = 16  # of a frontier: all of them are looked at
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,8 +85,9 @@ class PriceTable:
 
     ``alone``, ``work`` and ``spread`` [schemes, sequences] as above. ``seconds[k][i]`` and
     ``room[k][i]`` are those of position i on scheme k by its usual row, ``c[k]`` and ``cap[k]``
-    that row's constant and tokens. ``pull_s`` and ``push_s`` are what weights and gradients take on
-    their way, if computations hide nothing of it.
+    that row's constant and tokens, and ``share[k]`` a token's share of it. ``pull_s`` and
+    ``push_s`` are what weights and gradients take on their way, if computations hide nothing of it.
+    ``packs`` are those made so far, by scheme and members.
     """
 
     def __init__(
@@ -107,6 +110,8 @@ class PriceTable:
         self.c = [s.frontier.rows[row][2] for s, row in zip(self.schemes, usual, strict=True)]
         self.cap = [s.frontier.caps[row] for s, row in zip(self.schemes, usual, strict=True)]
         self.fluid = [len(scheme.frontier.caps) > 1 for scheme in self.schemes]
+        self.share = [c / cap if cap else 0.0 for c, cap in zip(self.c, self.cap, strict=True)]
+        self.packs: dict[tuple[int, ...], Packed] = {}
         self._seconds: dict[int, tuple[list[float], list[int]]] = {}
         self._work: dict[int, list[float]] = {}
 
@@ -150,7 +155,7 @@ class PriceTable:
         """Constants that ``tokens`` more cost a pipeline of scheme k without stages. ``room`` are
         the tokens left of its micro-batches, rising; it is changed by :meth:`put`."""
         if self.fluid[k]:
-            return max(0, tokens - room[0]) * self.c[k] / self.cap[k] if room else self.c[k]
+            return max(0, tokens - room[0]) * self.share[k] if room else self.c[k]
         return 0.0 if room and tokens <= room[-1] else self.c[k]
 
     def exposed_s(
@@ -192,22 +197,36 @@ def prices(frontier: Frontier, lengths: Floats) -> Floats:
         work = (a * some + b) * some
         out[:, first:] = work + c, work, work + c / cap * some
         return out
+    if len(frontier.caps) <= _FEW_ROWS:
+        return _least(frontier, lengths, np.arange(len(frontier.caps)))
     a, caps = frontier.a, frontier.limits
     first = np.searchsorted(caps, lengths)
-    fits = first < len(caps)
-    for row, share in enumerate(frontier.shares):
-        b, c = share.b, share.c
+    fits = np.flatnonzero(first < len(caps))
+    rules = np.zeros((3, len(lengths)), dtype=np.bool_)
+    for way, share in enumerate(frontier.shares):
         # Where the first plan that holds a sequence is the quickest of all later ones, take it.
-        quick = fits.copy()
-        quick[fits] = share.rules[first[fits]]
+        quick = fits[share.rules[first[fits]]]
+        rules[way, quick] = True
         at, some = first[quick], lengths[quick]
-        out[row, quick] = a[at] * some**2 + b[at] * some + c[at]
-        slow = fits & ~quick
-        every = np.arange(len(caps))
-        for rows, which in ((share.quickest, slow & (first == 0)), (every, slow & (first > 0))):
-            some = lengths[which]
-            if len(some):
-                values = np.outer(a[rows], some**2) + np.outer(b[rows], some) + c[rows][:, None]
-                values[caps[rows][:, None] < some] = np.inf
-                out[row, which] = values.min(axis=0)
+        out[way, quick] = (a[at] * some + share.b[at]) * some + share.c[at]
+    slow = fits[~rules[:, fits].all(axis=0)]
+    short, long = slow[first[slow] == 0], slow[first[slow] > 0]
+    if len(short):
+        least = _least(frontier, lengths[short], frontier.quickest)
+        out[:, short] = np.minimum(out[:, short], least)
+    if len(long):
+        rows = np.arange(int(first[long].min()), len(caps))
+        out[:, long] = np.minimum(out[:, long], _least(frontier, lengths[long], rows))
     return out
+
+
+def _least(frontier: Frontier, some: Floats, rows: NDArray[np.int64]) -> Floats:
+    """(alone, work, spread) of some lengths by the quickest of ``rows`` that hold them."""
+    a, b, c, caps = (
+        column[rows][:, None] for column in (frontier.a, frontier.b, frontier.c, frontier.limits)
+    )
+    work = (a * some + b) * some
+    work[caps < some] = np.inf
+    return np.stack(
+        [(work + c).min(axis=0), work.min(axis=0), (work + c / caps * some).min(axis=0)]
+    )

@@ -55,7 +55,7 @@ lockstep every micro-batch waits for others and starts no earlier than it could:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
@@ -72,6 +72,7 @@ __all__ = ["Bound", "BoundRows", "lower_bound", "step_bound_s"]
 Floats = NDArray[np.float64]
 
 _CLOSE = 1e-5
+_BEYOND = 1.001  # of where a time seems to do, so that it does
 # The bound is a sum in another order than the prediction: this much relative error is rounding.
 _ROUNDING = 1e-10
 
@@ -168,19 +169,40 @@ def lower_bound(rows: BoundRows, devices: int, *, close: float = _CLOSE) -> Boun
             needed = max(needed, float(fewest.sum()))
         return needed / devices
 
-    low_s = high_s = longest_s
-    crowded = crowding(high_s)
-    while crowded > 1:
-        low_s, high_s = high_s, high_s * max(1.01, min(crowded, 4.0))
-        crowded = crowding(high_s)
-    while high_s - low_s > close * low_s:
-        middle_s = (low_s + high_s) / 2
-        if crowding(middle_s) > 1:
-            low_s = middle_s
-        else:
-            high_s = middle_s
+    low_s = _least_tau(crowding, longest_s, close)
     seconds = low_s * (1 - _ROUNDING)
     return Bound(seconds=seconds, longest_s=longest_s * (1 - _ROUNDING))
+
+
+def _least_tau(crowding: Callable[[float], float], longest_s: float, close: float) -> float:
+    """The least time from ``longest_s`` on in which nothing is crowded, from below. Needs are about
+    inverse to the time less something, so the next guess is where a hyperbola through both ends of
+    the interval says; the middle where that has not halved it."""
+    low_s, low = longest_s, crowding(longest_s)
+    if low <= 1:
+        return low_s
+    high_s = low_s * min(low, 4.0) * _BEYOND
+    high = crowding(high_s)
+    while high > 1:
+        low_s, low = high_s, high
+        high_s *= max(1.01, min(high * _BEYOND, 4.0))
+        high = crowding(high_s)
+    middle = False
+    while (width_s := high_s - low_s) > close * low_s:
+        guess_s = (low_s + high_s) / 2
+        if not middle and high > 0:
+            # 1 / need is linear in time there; a little off, so that both ends close in
+            part = (1 - 1 / low) / (1 / high - 1 / low) if high < low else 0.5
+            edge = close * low_s / (2 * width_s)
+            part += edge if part < 0.5 else -edge
+            guess_s = low_s + width_s * min(max(part, edge), 1 - edge)
+        need = crowding(guess_s)
+        if need > 1:
+            low_s, low = guess_s, need
+        else:
+            high_s, high = guess_s, need
+        middle = high_s - low_s > width_s / 2
+    return low_s
 
 
 def step_bound_s(costs: CostModel, compute_s: float) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headrace.planning.bounds import Bound, step_bound_s
 from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment
-from headrace.spec import Plan
+from headrace.spec import LayerPlan, Plan
 from headrace.units import bytes_text, percent_text, seconds_text
 
 __all__ = ["Candidate", "reasons"]
@@ -107,9 +107,8 @@ def _layers(problem: Problem, plan: Plan) -> str | None:
     """The layers of the micro-batches on every width where methods could be chosen, the most
     frequent of them."""
     used: dict[int, Counter[str]] = {}
-    for micro in plan.micro_batches:
-        width = plan.pipelines[micro.pipeline].scheme.width
-        used.setdefault(width, Counter())[str(micro.layers)] += 1
+    for (width, _), (layers, count) in _used(plan).items():
+        used.setdefault(width, Counter())[str(layers)] += count
     texts = list[str]()
     for width, counts in sorted(used.items()):
         if len({(o.attention, o.feed_forward) for o in problem.options[width]}) > 1:
@@ -119,10 +118,20 @@ def _layers(problem: Problem, plan: Plan) -> str | None:
     return f"layers: {', '.join(texts)}" if texts else None
 
 
+def _used(plan: Plan) -> dict[tuple[int, int], tuple[LayerPlan, int]]:
+    """How many micro-batches of a width have which layers: by identity, as comparing all layers of
+    all micro-batches takes longer than the few that are equal and not the same."""
+    found: dict[tuple[int, int], tuple[LayerPlan, int]] = {}
+    for micro in plan.micro_batches:
+        key = plan.pipelines[micro.pipeline].scheme.width, id(micro.layers)
+        found[key] = micro.layers, found.get(key, (micro.layers, 0))[1] + 1
+    return found
+
+
 def _recomputing(plan: Plan) -> Counter[str]:
     """How many micro-batches have layers of each level that recompute."""
     counts = Counter[str]()
-    for layers, number in Counter(micro.layers for micro in plan.micro_batches).items():
+    for layers, number in _used(plan).values():
         for level in {option.recompute for option, _ in layers.counts} - {"none"}:
             counts[level] += number
     return counts

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import exp, log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,9 @@ _EXACT = 300
 """As many plans are compared with one another."""
 
 _STEP = 1e-3
+
+_LIKE = 8
+"""Mean lengths, and tokens, within a factor of exp(1 / 8) are alike."""
 
 _PACKS = [(length, length * many) for length in (64, 1024, 16_384, 262_144) for many in (1, 64)]
 """(tokens of a sequence, tokens of a pack of such sequences) for which plans are thinned."""
@@ -61,6 +65,8 @@ class Frontier:
     caps: tuple[int, ...]
     layers: Counts
     _plans: dict[int, LayerPlan] = field(default_factory=dict, repr=False, compare=False)
+    _close: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
+    _quickest: dict[tuple[int, int], int] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of_rows(cls, rows: Sequence[tuple[float, float, float]], cap: int) -> Frontier:
@@ -110,6 +116,12 @@ class Frontier:
             for b, c in ((self.b, self.c), (self.b, zero), (spread, zero))
         )
 
+    @cached_property
+    def quickest(self) -> Counts:
+        """Plans that are the quickest for some sequence if memory is no matter, however it is
+        charged."""
+        return np.unique(np.concatenate([share.quickest for share in self.shares]))
+
     def best(self, squares: float, tokens: int) -> tuple[float, int] | None:
         """(seconds, plan) of the quickest plan that holds a pack of sum(l^2) ``squares`` and
         sum(l) ``tokens``; None when not even the thriftiest does."""
@@ -121,11 +133,35 @@ class Frontier:
         a, b, c = self.rows[first]
         return a * squares + b * tokens + c, first
 
+    def close(self, squares: float, tokens: int) -> tuple[float, int] | None:
+        """:meth:`best` as searches ask it, many times: of packs of about the same mean length that
+        the same plans hold, one plan is taken to be the quickest."""
+        first = bisect_left(self.caps, tokens)
+        if first == len(self.caps):
+            return None
+        if not self.rules[first]:
+            like = int(log(squares / tokens) * _LIKE)
+            key = like * len(self.caps) + first
+            row = self._close.get(key)
+            if row is None:
+                pack = self.caps[first] * np.array((exp((like + 0.5) / _LIKE), 1.0, 0.0))
+                pack[2] = 1.0
+                self._close[key] = row = first + int(self._table[first:].dot(pack).argmin())
+            first = row
+        a, b, c = self.rows[first]
+        return a * squares + b * tokens + c, first
+
     def quickest_cap(self, squares: float, tokens: int) -> int:
-        """Capacity of the plan that would be quickest for a pack if memory were no matter."""
+        """Capacity of the plan that would be quickest, or close to it, for a pack if memory were no
+        matter."""
         if self.rules[0]:
             return self.caps[0]
-        return self.caps[int(self._table.dot(np.array((squares, tokens, 1.0))).argmin())]
+        like = int(log(squares / tokens) * _LIKE), int(log(tokens) * _LIKE)
+        if like not in self._quickest:
+            mean, held = (exp((at + 0.5) / _LIKE) for at in like)
+            pack = np.array((mean * held, held, 1.0))
+            self._quickest[like] = self.caps[int(self._table.dot(pack).argmin())]
+        return self._quickest[like]
 
     def layer_plan(self, index: int) -> LayerPlan:
         """The layer plan of one entry."""

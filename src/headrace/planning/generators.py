@@ -35,21 +35,24 @@ class SearchLimits:
     """What a search spends, in sequences placed, steps and schedules: never in time.
 
     Batches of up to ``few`` sequences are tried in more ways, ``shaken`` of them placed in drawn
-    orders. ``levels`` are the parts of the time up to which sequences are dealt out again. Where
-    schemes with stages seem cheaper than they turn out to be, their devices count ``biases`` times.
-    Exchanges of pipelines place up to ``exchanged`` sequences, on at most ``large`` devices where
-    frontiers have many rows. Nested groups are drafted for ``targets`` times the bound, and filled
-    where there are at most ``crowd`` sequences for each device, with up to ``promotions`` larger
-    sizes. ``packed`` drafts are packed exactly; ``polished`` of those, within ``near`` of the best
-    and at most ``alike`` of one source, are improved in ``steps`` steps, or as many as place
-    ``step_work`` sequences; within ``enough`` of the bound nothing more is tried. Where frontiers
-    have many rows packing takes longer: there ``packed_fluid`` drafts are packed,
-    ``polished_fluid`` improved in ``steps_fluid`` steps. Others' planners are run for few sequences
-    on at most ``crowded`` devices.
+    orders. Where something is known, what does not gain ``probe_few`` of it for few sequences, or
+    ``probe`` for more, is not searched. ``levels`` are the parts of the time up to which sequences
+    are dealt out again. Where schemes with stages seem cheaper than they turn out to be, their
+    devices count ``biases`` times. Exchanges of pipelines place up to ``exchanged`` sequences, on
+    at most ``large`` devices where frontiers have many rows. Nested groups are drafted for
+    ``targets`` times the bound, and filled where there are at most ``crowd`` sequences for each
+    device, with up to ``promotions`` larger sizes. ``packed`` drafts are packed exactly;
+    ``polished`` of those, within ``near`` of the best and at most ``alike`` of one source, are
+    improved in ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough`` of
+    the bound nothing more is tried. Where frontiers have many rows packing takes longer: there
+    ``packed_fluid`` drafts are packed, ``polished_fluid`` improved in ``steps_fluid`` steps.
+    Others' planners are run for few sequences on at most ``crowded`` devices.
     """
 
     few: int = 300
     fewest: int = 100
+    probe_few: float = 2e-3
+    probe: float = 5e-4
     shaken: int = 3000
     levels: Sequence[float] = (0.08, 0.3, float("inf"))
     biases: Sequence[float] = (1.0, 1.1, 1.25)
@@ -65,8 +68,8 @@ class SearchLimits:
     steps: int = 100
     step_work: int = 20_000
     packed_fluid: int = 4
-    polished_fluid: int = 2
-    steps_fluid: int = 12
+    polished_fluid: int = 1
+    steps_fluid: int = 24
     enough: float = 1e-6
     crowded: int = 32
 
@@ -103,7 +106,7 @@ def side_by_side(
     starts, single = list[Counts](), [depth == 1 for depth in table.depth]
     for bias in _biases(single, limits, deeper):
         filler = Filler(table, most=most, bias=bias)
-        found = _filled(filler, bound_s, high_s, seed, limits)
+        found = _filled(filler, bound_s, high_s, seed, limits, known=bool(starts))
         if found is not None:
             starts.append(counts_of(table, found.result))
             high_s = min(high_s, found.seconds)
@@ -145,7 +148,7 @@ def _homogeneous(table: PriceTable) -> list[Counts]:
 
 
 def _filled(
-    filler: Filler, bound_s: float, high_s: float, seed: int, limits: SearchLimits
+    filler: Filler, bound_s: float, high_s: float, seed: int, limits: SearchLimits, *, known: bool
 ) -> Searched[Pipelines] | None:
     table = filler.table
     few = len(table.tokens) <= limits.few
@@ -156,10 +159,11 @@ def _filled(
             found = filler.fill(tau, order, join_any=False)
         return found
 
-    effort = Effort()
+    probe = (limits.probe_few if few else limits.probe) if known else 0.0
+    effort = Effort(probe=probe)
     if few and not any(table.fluid):
         shaken = limits.shaken if len(table.tokens) <= limits.fewest else 0
-        effort = Effort(shaken=shaken, halvings=10, close=3e-4)
+        effort = Effort(shaken=shaken, halvings=10, close=3e-4, probe=probe)
     return least_time(fill, table.batch.values, bound_s, high_s, effort, seed)
 
 
@@ -178,7 +182,8 @@ def nested(
     table: PriceTable, bound_s: float, high_s: float, *, seed: int, limits: SearchLimits
 ) -> Iterator[Draft]:
     """Drafts of nested groups: with the sizes that divide one another, and, for few sequences,
-    with all where there are others."""
+    with all where there are others. Where frontiers have many rows packing decides what fits into
+    a time, so there nothing is filled."""
     rows = [
         k for k in range(len(table))
         if table.depth[k] == 1 and table.schemes[k].scheme.tensor == 1
@@ -187,9 +192,11 @@ def nested(
     few = len(table.tokens) <= limits.few and len(chain) < len(rows)
     for some in [chain, rows] if few else [chain]:
         nesting = Nesting(table, some)
-        for draft in _drafts(nesting, bound_s, limits):
+        for draft in _drafts(nesting, bound_s, high_s * (1 + limits.near), limits):
             high_s = min(high_s, draft.seconds)
             yield draft
+        if any(table.fluid):
+            continue
         if some is chain and len(table.tokens) <= limits.crowd * table.devices:
             found = least_time(
                 lambda tau, _: nesting.by_deadline(tau),  # noqa: B023
@@ -210,12 +217,13 @@ def nested(
                 yield Draft.of(table, found.seconds, found.result, "nested")
 
 
-def _drafts(nesting: Nesting, bound_s: float, limits: SearchLimits) -> list[Draft]:
+def _drafts(nesting: Nesting, bound_s: float, high_s: float, limits: SearchLimits) -> list[Draft]:
     """Sizes by a row of target times, then without those that cost more than they bring."""
     drafts: dict[tuple[int, ...], tuple[float, list[Group]]] = {}
 
     def drafted(target_s: float, levels: Sequence[int]) -> float:
-        seconds, key, groups = nesting.dealt(target_s, levels, drafts)
+        below_s = min((seconds for seconds, _ in drafts.values()), default=high_s)
+        seconds, key, groups = nesting.dealt(target_s, levels, drafts, below_s)
         if groups:
             drafts[key] = seconds, groups
         return seconds

@@ -15,7 +15,7 @@ from math import inf
 
 from headrace.costs import CostModel
 from headrace.planning.batch import SortedBatch
-from headrace.planning.packing import Packed
+from headrace.planning.packed import Packed
 from headrace.planning.priced import PricedScheme
 from headrace.planning.schedule import Assignment
 from headrace.planning.stages import StageCosts
@@ -47,7 +47,7 @@ def laid_out(schedule: Assignment, costs: CostModel, *, larger_last: bool = Fals
         if priced.stages is not None:
             setup = _set_up(priced, ranks, packed, batch, costs)
         else:
-            setup = _plain(priced, ranks, packed, batch, first=first, last=last)
+            setup = _plain(priced, ranks, packed, first=first, last=last)
         number = len(pipelines)
         micro_batches += micro_batches_of(priced, setup.bins, setup.rows, number, batch, costs)
         pipelines.append(setup.pipeline)
@@ -87,13 +87,12 @@ def _ends(groups: Sequence[tuple[int, ...]]) -> list[tuple[bool, bool]]:
 
 
 def _plain(
-    priced: PricedScheme, ranks: tuple[int, ...], packed: Packed, batch: SortedBatch,
-    *, first: bool, last: bool,
-) -> _Setup:  # fmt: skip
+    priced: PricedScheme, ranks: tuple[int, ...], packed: Packed, *, first: bool, last: bool
+) -> _Setup:
     pipeline = Pipeline(scheme=priced.scheme, ranks=ranks)
     if len(packed.bins) == 1:
         return _Setup(pipeline=pipeline, bins=packed.bins, rows=packed.rows)
-    order = _falling(priced, packed, batch)
+    order = _falling(packed)
     if last or not first:
         order = [*order[1:], order[0]]
     return _Setup(
@@ -102,14 +101,10 @@ def _plain(
     )  # fmt: skip
 
 
-def _falling(priced: PricedScheme, packed: Packed, batch: SortedBatch) -> list[int]:
+def _falling(packed: Packed) -> list[int]:
     """Micro-batches by their seconds, longest first."""
-    each = []
-    for members, row in zip(packed.bins, packed.rows, strict=True):
-        a, b, c = priced.frontier.rows[row]
-        own = [batch.tokens[i] for i in members]
-        each.append(a * sum([n * n for n in own]) + b * sum(own) + c)
-    return sorted(range(len(each)), key=lambda j: (-each[j], packed.bins[j]))
+    times, bins = packed.times, packed.bins
+    return sorted(range(len(bins)), key=lambda j: (-times[j], bins[j]))
 
 
 def _set_up(
@@ -122,7 +117,7 @@ def _set_up(
     """The quickest shares for micro-batches longest first, then the quickest order: shortest
     first, or the longest in the middle, so that short ones fill and drain the pipeline."""
     assert priced.stages is not None, "asked only of pipelines with stages"
-    falling = _falling(priced, packed, batch)
+    falling = _falling(packed)
     orders = [falling, falling[::-1], [*falling[1::2][::-1], *falling[::2]]]
     made = [
         (*_timed(priced, stages, ranks, packed, falling, batch, costs), stages)

@@ -8,11 +8,12 @@ rank it touches end earlier is taken. Effort is counted in steps, never in time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import nsmallest
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.packing import Packed, pack
+from headrace.planning.packed import Packed
+from headrace.planning.packing import pack
 from headrace.planning.schedule import Assignment, Group, rank_ends
 
 __all__ = ["improved"]
@@ -53,16 +54,20 @@ class _Search:
             for rank in ranks:
                 owners[rank] += 1
         self.nested = max(owners) > 1
-        self._timed()
+        self.ends = [0.0] * len(self.groups)
+        self._timed(range(len(self.groups)))
 
     @property
     def seconds(self) -> float:
         """When the last rank is free."""
         return max(self.ends)
 
-    def _timed(self) -> None:
-        if not self.nested and not self.table.push_s:
-            self.ends = [own.seconds for own in self.packs]
+    def _timed(self, changed: Iterable[int]) -> None:
+        if not self.nested:
+            for g in changed:
+                own = self.packs[g]
+                exposed = self.table.exposed_s(self.groups[g][0], own.next_s, own.longest_s)
+                self.ends[g] = own.seconds + sum(exposed)
             return
         free = rank_ends(self.table, self.groups, self.packs)
         self.ends = [max([free[rank] for rank in ranks]) for _, ranks, _ in self.groups]
@@ -142,11 +147,11 @@ class _Search:
         there = [i for i in before[1] if i != back] + [over]
         self._put(source, sorted(here))
         self._put(target, sorted(there))
-        self._timed()
+        self._timed((source, target))
         if max(self.ends[source], self.ends[target]) < last_s * (1 - _GAIN):
             return True
         self.members[source], self.members[target], self.packs[source], self.packs[target] = before
-        self._timed()
+        self._timed((source, target))
         return False
 
     def _put(self, g: int, members: list[int]) -> None:

@@ -19,7 +19,7 @@ from headrace.planning.infeasible import require_fit, require_strategies
 from headrace.planning.layout import laid_out
 from headrace.planning.priced import PricedScheme
 from headrace.planning.problem import Problem
-from headrace.planning.schedule import Assignment
+from headrace.planning.schedule import Assignment, rank_ends
 from headrace.planning.smoothing import smoothed
 from headrace.planning.stages import Least
 from headrace.planning.static import best_statics, static_schedule
@@ -237,9 +237,8 @@ class ModelSearch:
             known = schedule.source != "static" or any(map(_is_static, tried))
             if tried and known and least_s > min(one.plan.predicted_s for one in tried):
                 continue
-            for last in (False, True) if _overlap(schedule) else (False,):
-                made = laid_out(schedule, unscaled, larger_last=last)
-                tried.append(Candidate(schedule=schedule, plan=made))
+            made = laid_out(schedule, unscaled, larger_last=_larger_last(schedule))
+            tried.append(Candidate(schedule=schedule, plan=made))
         tried.sort(key=lambda one: (one.plan.predicted_s, not _is_static(one)))
         best = tried[0].plan
         if previous is not None and problem.smoothing > 0:
@@ -280,10 +279,14 @@ def _is_static(candidate: Candidate) -> bool:
     return candidate.schedule.source == "static"
 
 
-def _overlap(schedule: Assignment) -> bool:
-    """Whether some rank works in several groups."""
+def _larger_last(schedule: Assignment) -> bool:
+    """Whether ranks that work in several groups should have their gradients sent sooner if they
+    worked in the larger ones last."""
     used = sum(len(ranks) for _, ranks, _ in schedule.groups)
-    return used > len({rank for _, ranks, _ in schedule.groups for rank in ranks})
+    if used == len({rank for _, ranks, _ in schedule.groups for rank in ranks}):
+        return False
+    turned = rank_ends(schedule.table, schedule.groups[::-1], schedule.packs[::-1])
+    return max(turned) < schedule.expected_s
 
 
 def _rules(one: PriceTable, other: PriceTable) -> bool:

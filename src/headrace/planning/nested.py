@@ -130,12 +130,13 @@ class Nesting:
         ]
 
     def dealt(
-        self, target_s: float, levels: Sequence[int], known: Container[Hashable]
+        self, target_s: float, levels: Sequence[int], known: Container[Hashable], below_s: float
     ) -> tuple[float, tuple[int, ...], list[Group]]:
         """Every sequence on the size of the fewest device-seconds, of the sizes ``levels``, that
         runs it within ``target_s``, else the quickest; each to the group that is free first, which
         gives groups sequences of all lengths. Returns the seconds, the sizes chosen, and the
-        groups; infinite seconds for sizes that are ``known``."""
+        groups; infinite seconds for sizes that are ``known``, or cannot take less than
+        ``below_s``."""
         alone, area = self.alone[levels], self.area[levels]
         within = np.where(alone > target_s, np.inf, area)
         late = ~np.isfinite(within).any(axis=0)
@@ -143,32 +144,56 @@ class Nesting:
         key = tuple(np.array(levels)[chosen].tolist())
         if key in known or not np.isfinite(alone.min(axis=0)).all():
             return float("inf"), key, []
+        if np.take_along_axis(area, chosen[None], axis=0).sum() >= below_s * self.table.devices:
+            return float("inf"), key, []
         segments: list[Segment] = [(0.0, tuple(range(self.table.devices)))]
         found = list[Group]()
         for at in range(len(levels) - 1, -1, -1):
             some = np.flatnonzero(chosen == at).tolist()
             if some:
-                segments, groups = self._dealt(self.rows[levels[at]], some, segments)
+                made = self._dealt(self.rows[levels[at]], some, segments, below_s)
+                if made is None:
+                    return float("inf"), key, []
+                segments, groups = made
                 found += groups
         return max(free for free, _ in segments), key, found
 
     def _dealt(
-        self, k: int, some: Sequence[int], segments: Sequence[Segment]
-    ) -> tuple[list[Segment], list[Group]]:
-        """:meth:`_level` by Graham's rule, without a limit."""
+        self, k: int, some: Sequence[int], segments: Sequence[Segment], below_s: float
+    ) -> tuple[list[Segment], list[Group]] | None:
+        """:meth:`_level` by Graham's rule; None when a group takes ``below_s`` or more."""
         table = self.table
         seconds, tokens = table.seconds(k), table.room(k)
         groups, left = _cut(segments, table.width[k])
         loads = [(free + table.c[k], g) for g, (free, _) in enumerate(groups)]
         heapify(loads)
-        rooms, members = [list[int]() for _ in groups], [list[int]() for _ in groups]
+        members = [list[int]() for _ in groups]
+        if table.fluid[k]:
+            room_of, share = [table.cap[k]] * len(groups), table.share[k]
+            for i in some:
+                load, g = loads[0]
+                load += seconds[i]
+                unused = room_of[g] - tokens[i]
+                if unused < 0:
+                    load -= unused * share
+                    unused = 0
+                room_of[g] = unused
+                if load >= below_s:
+                    return None
+                members[g].append(i)
+                heapreplace(loads, (load, g))
+            some = ()
+        rooms = [list[int]() for _ in groups]
         for i in some:
             load, g = loads[0]
             if rooms[g]:
                 load += table.added_s(k, rooms[g], tokens[i])
+            load += seconds[i]
+            if load >= below_s:
+                return None
             table.put(k, rooms[g], tokens[i])
             members[g].append(i)
-            heapreplace(loads, (load + seconds[i], g))
+            heapreplace(loads, (load, g))
         used = [(load, (k, groups[g][1], members[g])) for load, g in loads if members[g]]
         rest = [groups[g] for _, g in loads if not members[g]]
         used.sort(key=lambda item: item[1][1])

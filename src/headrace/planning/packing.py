@@ -17,15 +17,15 @@ Several stages: :mod:`headrace.planning.staged_packing`.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from heapq import heapify, heapreplace, nlargest
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heapreplace
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.frontier import Frontier
+from headrace.planning.packed import Packed, longest_two
 from headrace.planning.staged_packing import Line, pack_stages
 
-__all__ = ["Packed", "best_fit", "likely", "pack"]
+__all__ = ["best_fit", "likely", "pack"]
 
 _COUNTS_RANKED = 8
 _COUNTS_TRIED = 2
@@ -34,36 +34,20 @@ _FEW_PACKS = 3  # of the quickest row: with more, the fewest micro-batches recom
 Bins = list[list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Micro-batches of one pipeline: positions in the batch, each with a row of the frontier, and
-    the pipeline's seconds. On one stage the longest takes ``longest_s`` and the next ``next_s``,
-    which is the same where there is one."""
-
-    seconds: float
-    bins: tuple[tuple[int, ...], ...]
-    rows: tuple[int, ...]
-    longest_s: float
-    next_s: float
-
-    @classmethod
-    def of(
-        cls, bins: Iterable[Sequence[int]], rows: Sequence[int], times: Sequence[float],
-        depth: int = 1,
-    ) -> Packed:  # fmt: skip
-        """Micro-batches of ``times`` seconds on each of ``depth`` stages."""
-        longest_s = max(times)
-        next_s = nlargest(2, times)[1] if len(times) > 1 else longest_s
-        seconds = sum(times) + (depth - 1) * longest_s
-        return cls(seconds, tuple(map(tuple, bins)), tuple(rows), longest_s, next_s)
-
-
 def pack(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
-    """Pack ``members`` (positions, longest first), each of which scheme ``k`` holds."""
+    """Pack ``members`` (positions, longest first), each of which scheme ``k`` holds. Drafts share
+    many pipelines, so packs are kept."""
+    key = (k, *members)
+    if key not in table.packs:
+        table.packs[key] = _packed(table, k, members)
+    return table.packs[key]
+
+
+def _packed(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
     scheme = table.schemes[k]
     frontier, tokens = scheme.frontier, table.tokens
     if not members:
-        return Packed(0.0, (), (), 0.0, 0.0)
+        return Packed(0.0, (), (), (), 0.0, 0.0)
     if scheme.depth > 1:
         return _staged(table, k, members)
     if len(frontier.caps) == 1:
@@ -76,16 +60,33 @@ def pack(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
     if total <= frontier.caps[0] and frontier.rules[0]:
         a, b, c = frontier.rows[0]
         return Packed.of([members], (0,), [a * squares + b * total + c])
-    quick = frontier.quickest_cap(squares, total)
-    tries = [best_fit(tokens, members, quick)]
+    best: tuple[float, Bins, list[int], list[float]] | None = None
+    for bins in _tries(tokens, members, total, squares, frontier):
+        times, rows = _priced(bins, tokens, frontier)
+        longest_s, next_s = longest_two(times)
+        seconds = sum(times) + sum(table.exposed_s(k, next_s, longest_s))
+        if best is None or seconds < best[0]:
+            best = seconds, bins, rows, times
+    assert best is not None, "the scheme holds every member"
+    _, bins, rows, times = best
+    return Packed.of(bins, rows, times)
+
+
+def _tries(
+    tokens: Sequence[int], members: Sequence[int], total: int, squares: float, frontier: Frontier
+) -> Iterator[Bins]:
+    """Ways to pack ``members`` of ``total`` tokens worth trying."""
+    quick, most = frontier.quickest_cap(squares, total), frontier.most_tokens
+    if len(members) == 1 or total <= quick:  # in one micro-batch there is nothing to choose
+        yield [list(members)]
+        return
+    yield best_fit(tokens, members, quick)
     if total <= _FEW_PACKS * quick:
-        tries.append(best_fit(tokens, members, frontier.most_tokens))
-    for count in _counts(len(own), total, squares, quick, frontier):
-        filled = _fill(tokens, members, count, frontier.most_tokens)
+        yield best_fit(tokens, members, most)
+    for count in _counts(len(members), total, squares, quick, frontier):
+        filled = _fill(tokens, members, count, most)
         if filled is not None:
-            tries.append(filled)
-    made = [_priced(bins, tokens, frontier) for bins in tries]
-    return min(made, key=lambda p: p.seconds + sum(table.exposed_s(k, p.next_s, p.longest_s)))
+            yield filled
 
 
 def likely(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
@@ -97,7 +98,7 @@ def likely(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
     longest_s = max(total_s / count, seconds[members[0]] + table.c[k])
     next_s = (total_s - longest_s) / (count - 1) if count > 1 else longest_s
     total_s += (table.depth[k] - 1) * longest_s
-    return Packed(total_s, (), (), longest_s, next_s)
+    return Packed(total_s, (), (), (), longest_s, next_s)
 
 
 def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> Bins:
@@ -118,15 +119,16 @@ def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> Bins:
     return bins
 
 
-def _priced(bins: Bins, tokens: Sequence[int], frontier: Frontier) -> Packed:
+def _priced(bins: Bins, tokens: Sequence[int], frontier: Frontier) -> tuple[list[float], list[int]]:
+    """(seconds, row) of each micro-batch."""
     times, rows = list[float](), list[int]()
     for held in bins:
         own = [tokens[i] for i in held]
-        found = frontier.best(sum([n * n for n in own]), sum(own))
+        found = frontier.close(sum([n * n for n in own]), sum(own))
         assert found is not None, "a pack is within the capacity"
         times.append(found[0])
         rows.append(found[1])
-    return Packed.of(bins, rows, times)
+    return times, rows
 
 
 def _counts(
@@ -140,7 +142,7 @@ def _counts(
     grid = {round(least * step**k) for k in range(_COUNTS_RANKED + 1)} | {least + 1}
     ranked = []
     for count in grid:
-        found = frontier.best(squares / count, -(-total // count))
+        found = frontier.close(squares / count, -(-total // count))
         if found is not None and count <= sequences:
             ranked.append((count * found[0], count))
     return [count for _, count in sorted(ranked)[:_COUNTS_TRIED]]

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.packing import Packed, pack
+from headrace.planning.packed import Packed
+from headrace.planning.packing import pack
 from headrace.spec import Strategy
 from headrace.spec.plan import Semantics
 

@@ -29,7 +29,8 @@ class Effort:
     A time grows by ``growth`` times the part that found no place, at least by ``least``; then it is
     halved until it is known to ``close``, or ``halvings`` are done. ``shaken`` sequences may be
     placed in drawn orders, each with ``gain`` less time, in which a length counts for ``spread``
-    more or less of itself. A time within ``enough`` of the bound is not improved.
+    more or less of itself. A search with a ``probe`` ends where not so much is gained at once. A
+    time within ``enough`` of the bound is not improved.
     """
 
     least: float = 2e-3
@@ -41,6 +42,7 @@ class Effort:
     gain: float = 2e-3
     spread: Sequence[float] = (0.03, 0.1, 0.3)
     enough: float = 2e-4
+    probe: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,10 @@ def _halved(
     effort: Effort,
 ) -> Searched[Result] | None:
     best: Searched[Result] | None = None
+    if effort.probe:
+        tau = high_s * (1 - effort.probe)
+        if tau < low_s or isinstance(fill(tau, None), float):
+            return None
     tau = low_s * (1 + 1e-9)
     for _ in range(effort.steps):
         tau = min(tau, high_s)

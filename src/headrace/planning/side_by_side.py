@@ -228,17 +228,27 @@ def deal(table: PriceTable, kept: Pipelines, loose: Sequence[int]) -> float:
         spaces.append(space)
     for heap in heaps.values():
         heapify(heap)
+    fluid, share = table.fluid, table.share
+    left_of = [s[0] if s else table.cap[k] for s, (k, _) in zip(spaces, kept, strict=True)]
     kinds = [(heap, table.seconds(k), table.room(k), k) for k, heap in heaps.items()]
     for i in loose:
         heap, seconds, tokens, k = kinds[0]
         if len(kinds) > 1:
             heap, seconds, tokens, k = min(kinds, key=lambda kind: kind[0][0][0] + kind[1][i])
         load, g = heap[0]
+        kept[g][1].append(i)
+        if fluid[k]:
+            left = left_of[g] - tokens[i]
+            if left < 0:
+                load -= left * share[k]
+                left = 0
+            left_of[g] = left
+            heapreplace(heap, (load + seconds[i], g))
+            continue
         space = spaces[g]
         if space:  # the first micro-batch is paid
             load += table.added_s(k, space, tokens[i])
         table.put(k, space, tokens[i])
-        kept[g][1].append(i)
         heapreplace(heap, (load + seconds[i], g))
     return max(max(heap)[0] for heap in heaps.values())
 

@@ -52,20 +52,25 @@ def best_statics(table: PriceTable, slack_s: float = 0.0) -> list[Assignment]:
 
 
 def _bounds(table: PriceTable) -> Iterator[tuple[float, int]]:
-    """What the pipelines of one scheme cannot beat: their share of the sequences, and the longest
-    alone."""
+    """What the pipelines of one scheme cannot beat, for every scheme that there is room for."""
     for k in range(len(table)):
-        count = table.devices // table.width[k]
-        if count and np.isfinite(table.alone[k, 0]):
-            work_s = float(table.work[k].sum()) / count + float(table.least_c[k, 0])
-            busy_s = max(float(table.spread[k].sum()) / count, work_s)
-            yield max(busy_s, table.depth[k] * float(table.alone[k, 0])), k
+        if table.width[k] <= table.devices and np.isfinite(table.alone[k, 0]):
+            yield _bound_s(table, k), k
+
+
+def _bound_s(table: PriceTable, k: int) -> float:
+    """What pipelines of scheme k cannot beat: their share of the sequences, and the longest
+    alone."""
+    count = table.devices // table.width[k]
+    work_s = float(table.work[k].sum()) / count + float(table.least_c[k, 0])
+    busy_s = max(float(table.spread[k].sum()) / count, work_s)
+    return max(busy_s, table.depth[k] * float(table.alone[k, 0]))
 
 
 def _staged(table: PriceTable, k: int, count: int) -> Pipelines | None:
     """Pipelines with stages hold sequences of like length, so they are filled, not dealt."""
     most = [count if other == k else 0 for other in range(len(table))]
-    filler, low_s = Filler(table, most=most), table.depth[k] * float(table.alone[k, 0])
+    filler, low_s = Filler(table, most=most), _bound_s(table, k)
     high_s = table.depth[k] * float(table.sums(k)[-1] + table.c[k] * len(table.tokens)) + low_s
     found = least_time(
         filler.fill, table.batch.values, low_s, high_s, Effort(growth=1.0, close=0.01)

@@ -22,6 +22,7 @@ from headrace.simulator.seconds import check_costs
 from headrace.simulator.walk import Walk
 from headrace.spec.compiler import compile_rank
 from headrace.spec.plan import Plan
+from headrace.spec.scheme import Scheme
 
 __all__ = ["micro_batch_seconds", "step_s"]
 
@@ -69,20 +70,19 @@ def _segments(plan: Plan, costs: CostModel) -> tuple[Floats, Floats]:
     sums = np.stack(
         [np.add.reduceat(held**2, first), np.add.reduceat(held, first), np.ones(len(counts))]
     )
+    schemes: dict[Scheme, int] = {}
+    kinds = [schemes.setdefault(pipeline.scheme, len(schemes)) for pipeline in plan.pipelines]
     # By identity: hashing all layers of all micro-batches takes longer than the few repetitions.
     alike: dict[tuple[int, int], list[int]] = {}
     for number, micro in enumerate(plan.micro_batches):
-        alike.setdefault((id(micro.layers), micro.pipeline), []).append(number)
-    known: dict[tuple[int, object], tuple[Floats, Floats]] = {}
+        alike.setdefault((id(micro.layers), kinds[micro.pipeline]), []).append(number)
     forward = np.zeros((len(counts), costs.shape.bucket_count))
     backward = np.zeros_like(forward)
-    for (layers_id, pipeline), numbers in alike.items():
-        scheme, key = plan.pipelines[pipeline].scheme, (layers_id, plan.pipelines[pipeline].scheme)
-        if key not in known:
-            layers = plan.micro_batches[numbers[0]].layers
-            known[key] = segment_rows(costs, scheme, layers, plan.working)
-        own = sums[:, numbers]
-        forward[numbers], backward[numbers] = (known[key][0] @ own).T, (known[key][1] @ own).T
+    for numbers in alike.values():
+        micro = plan.micro_batches[numbers[0]]
+        scheme = plan.pipelines[micro.pipeline].scheme
+        rows, own = segment_rows(costs, scheme, micro.layers, plan.working), sums[:, numbers]
+        forward[numbers], backward[numbers] = (rows[0] @ own).T, (rows[1] @ own).T
     return forward, backward
 
 
