@@ -19,7 +19,8 @@ synthetic draws, the costs are what Hydraulis' authors measured; those of part 6
     3  integer programs (HiGHS) on the first sequences of an iteration
     4  strategies of an iteration: ours beside the best of those that the paper's dynamic program
        (whole pipelines) proposes for three iterations, each dispatched and packed by ours
-    5  growth with devices and tokens
+    5  growth with devices and tokens; the last rows have many sequences for their devices, and many
+       devices
     6  plans for training, Llama 8B on H100: preparation is what a first plan takes beyond a warm
        one; of three batches the mean step, the middle CPU and gap, and the first strategy
 
@@ -270,9 +271,11 @@ def strategies(o: argparse.Namespace) -> list[dict[str, Any]]:
 
 def growth(o: argparse.Namespace) -> list[dict[str, Any]]:
     rows, costs = [], costs_of("hydraulis-32b")
-    for devices in (size for size in SIZES if size <= o.largest):
-        tokens = 64_000_000 * devices // 16_384
-        iterations = [drawn(tokens, seed) for seed in range(3)]
+    cases = [(size, 64_000_000 * size // 16_384, 3) for size in SIZES]
+    for devices, tokens, count in [*cases, (64, 121_000_000, 1), (16_384, 256_000_000, 1)]:
+        if devices > o.largest:
+            continue
+        iterations = [drawn(tokens, seed) for seed in range(count)]
         tell(f"{devices} devices, {count_text(tokens)} tokens")
         made = planned(costs, iterations, devices, OWN, o.seed)
         sizes = {"devices": devices, "tokens": tokens, "sequences": len(iterations[0])}

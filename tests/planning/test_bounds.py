@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.costs import CostModel, ExchangeCost, synthetic_costs
+from headrace.costs import CostModel, ExchangeCost, Speeds, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import BoundRows, lower_bound, step_bound_s
 from headrace.planning.drawn import random_plan, random_strategy
 from headrace.planning.infeasible import require_fit
-from headrace.simulator import step_s
-from headrace.spec import Architecture, Lengths, Plan
+from headrace.simulator import peak_bytes, step_s
+from headrace.spec import Architecture, Lengths, MicroBatch, Pipeline, Plan, Scheme
 from headrace.units import GIB
 from planning.brute_force import optimum_s
 from planning.worlds import batches, worlds
@@ -137,3 +137,71 @@ def test_the_bound_of_one_micro_batch_is_close(tokens: int) -> None:
     assert bound <= made <= bound * 1.01
     longer = (3e-2, compute_s)[tokens > 1] + 1e-3
     assert bound > longer * 0.999
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), memory_gib=st.sampled_from([0.6, 1.0, 2.0]))
+def test_no_pipeline_beats_what_its_stages_take_together(seed: int, memory_gib: float) -> None:
+    """Catches constants that are shared among more tokens than stages hold at once, and layers
+    that are taken to be as slow as all micro-batches in flight need them."""
+    rng = np.random.default_rng(seed)
+    depth, layers = int(rng.integers(2, 5)), int(rng.integers(4, 9))
+    costs = synthetic_costs(
+        depth, layers, memory_bytes=int(memory_gib * GIB), speeds=Speeds(launch_s=1e-3)
+    ).replace(exchange_s=ExchangeCost())
+    problem = Problem(costs=costs, devices=depth)
+    priced = problem.pricing.price(Scheme(pipeline=depth), "whole")
+    if priced is None or priced.stages is None:
+        return
+    least = priced.stages.least
+    tokens = rng.integers(1, least.alone.most_tokens + 1, int(rng.integers(1, 12))).tolist()
+    lengths = Lengths.of([max(1, int(n * rng.uniform(0, 1) ** 3)) for n in tokens])
+    batch = SortedBatch.of(lengths)
+    bins, variant = list[list[int]](), list(priced.stages.variants())[-1]
+    for i in rng.permutation(len(lengths)).tolist():
+        if bins and rng.random() < 0.5:
+            bins[-1].append(i)
+        else:
+            bins.append([i])
+    pipeline = Pipeline(scheme=priced.scheme, ranks=tuple(range(depth)), shares=variant.shares)
+    plans = [variant.table.plans[int(rng.integers(len(variant.table.plans)))] for _ in bins]
+    drawn = Plan(
+        lengths=lengths, devices=depth, pipelines=(pipeline,),
+        micro_batches=tuple(
+            MicroBatch(pipeline=0, sequences=tuple(own), layers=layers)
+            for own, layers in zip(bins, plans, strict=True)
+        ),
+        predicted_s=0.0, lower_bound_s=0.0,
+    )  # fmt: skip
+    if max(peak_bytes(drawn, costs)) <= costs.capacity_bytes:
+        bound = lower_bound(BoundRows.of_models(batch, [least]), depth)
+        assert bound.seconds <= step_s(drawn, costs) * (1 + 1e-9)
+
+
+def test_stages_that_hold_little_pay_constants_often() -> None:
+    """Catches a bound that forgets memory: with less of it more micro-batches are needed."""
+    found = []
+    for memory_gib in (2, 8):
+        costs = synthetic_costs(
+            2, 8, memory_bytes=int(memory_gib * GIB), speeds=Speeds(launch_s=1e-3)
+        )
+        priced = Problem(costs=costs, devices=2).pricing.price(Scheme(pipeline=2), "whole")
+        assert priced is not None
+        assert priced.stages is not None
+        batch = SortedBatch.of(Lengths.of([100] * 2000))
+        rows = BoundRows.of_models(batch, [priced.stages.least])
+        found.append(lower_bound(rows, 2).seconds)
+    assert found[0] > found[1] * 1.02
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), devices=st.integers(1, 40))
+def test_the_least_time_is_found(seed: int, devices: int) -> None:
+    """Catches a search that ends where sequences still crowd, or far above the least time."""
+    rng = np.random.default_rng(seed)
+    work = np.sort(rng.lognormal(0, 1.5, (1, 60)))[:, ::-1] / np.array([[1.0], [1.7]])
+    one = rows(np.ascontiguousarray(work))
+    seconds = lower_bound(one, devices).seconds
+    later_s = seconds * (1 + 3e-5)
+    assert one.shares(later_s).min(axis=0).sum() <= devices
+    assert seconds >= lower_bound(one, devices + 1).seconds * (1 - 2e-5)

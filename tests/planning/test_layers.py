@@ -279,3 +279,22 @@ def test_best_is_the_quickest_of_all_that_hold_the_pack() -> None:
         )
         assert found[0] == pytest.approx(least)
     assert frontier.best(1.0, frontier.most_tokens + 1) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_looked_up_is_close_to_the_best(seed: int) -> None:
+    """Catches packs that are taken to be alike and are not, and a plan that does not hold them."""
+    frontier, rng = layer_frontier(many_options(12, seed), 4), np.random.default_rng(seed)
+    lost = []
+    for _ in range(2000):
+        tokens = int(np.exp(rng.uniform(0, np.log(frontier.most_tokens))))
+        squares = tokens ** rng.uniform(1, 2)
+        close, best = frontier.close(squares, tokens), frontier.best(squares, tokens)
+        assert close is not None
+        assert best is not None
+        assert frontier.caps[close[1]] >= tokens
+        lost.append(close[0] / best[0] - 1)
+    assert min(lost) >= -1e-12
+    assert max(lost) < 0.01
+    assert np.mean(lost) < 2e-4
+    assert frontier.close(1.0, frontier.most_tokens + 1) is None

@@ -15,6 +15,7 @@ from headrace.units import bytes_text, percent_text, seconds_text
 __all__ = ["Candidate", "reasons"]
 
 _SAME = 1e-6
+_WORTH_SAYING = 0.005  # of the bound
 _WORTH_TELLING = 0.05  # of the step
 
 
@@ -27,13 +28,17 @@ class Candidate:
 
 
 def reasons(
-    problem: Problem, bound: Bound, tried: Sequence[Candidate], static: Candidate | None
-) -> tuple[str, ...]:
-    """Reasons for the first of ``tried``, the quickest: what binds, what the best static plan and
+    problem: Problem, bound: Bound, tried: Sequence[Candidate], static: Candidate | None,
+    flat: Bound | None = None,
+) -> tuple[str, ...]:  # fmt: skip
+    """Reasons for the first of ``tried``, the quickest: what binds, how far it is above ``flat``,
+    the bound of plans without stages and tensor blocks, what the best static plan and
     the next strategy would take, which layers there are and what is recomputed, and what of the
     exchange no computation hides (Hydraulis, appendix B.2)."""
     best = tried[0]
     texts = [_binding(problem, bound, best)]
+    if flat is not None and (text := _flat(problem, bound, flat, best)):
+        texts[0] += f"; {text}"
     if static is not None:
         texts.append(_static(problem, best, static))
     for text in (_next(problem, tried, static), _layers(problem, best.plan)):
@@ -76,6 +81,18 @@ def _binding(problem: Problem, bound: Bound, best: Candidate) -> str:
         f"bound by the total work: it keeps {problem.devices} ranks busy for "
         f"{_text(problem, bound_s)}, exchange included"
     )
+
+
+def _flat(problem: Problem, bound: Bound, flat: Bound, best: Candidate) -> str | None:
+    """How far the plan is above those of its kind, where what others may gain lowers the bound."""
+    unscaled = problem.model.replace(scale=1.0)
+    over, flat_over = (
+        _ratio(best.plan.predicted_s, step_bound_s(unscaled, one.seconds)) - 1
+        for one in (bound, flat)
+    )
+    if flat_over < 0 or flat_over > over - _WORTH_SAYING:
+        return None
+    return f"at most {percent_text(flat_over)} above any plan without stages and tensor blocks"
 
 
 def _static(problem: Problem, best: Candidate, static: Candidate) -> str:

@@ -65,7 +65,7 @@ class Frontier:
     caps: tuple[int, ...]
     layers: Counts
     _plans: dict[int, LayerPlan] = field(default_factory=dict, repr=False, compare=False)
-    _close: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
+    _close: dict[tuple[int, int, int], int] = field(default_factory=dict, repr=False, compare=False)
     _quickest: dict[tuple[int, int], int] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -134,19 +134,17 @@ class Frontier:
         return a * squares + b * tokens + c, first
 
     def close(self, squares: float, tokens: int) -> tuple[float, int] | None:
-        """:meth:`best` as searches ask it, many times: of packs of about the same mean length that
-        the same plans hold, one plan is taken to be the quickest."""
+        """:meth:`best` as searches ask it, many times: of packs of about the same mean length and
+        tokens that the same plans hold, one plan is taken to be the quickest."""
         first = bisect_left(self.caps, tokens)
         if first == len(self.caps):
             return None
         if not self.rules[first]:
-            like = int(log(squares / tokens) * _LIKE)
-            key = like * len(self.caps) + first
+            key = int(log(squares / tokens) * _LIKE), int(log(tokens) * _LIKE), first
             row = self._close.get(key)
             if row is None:
-                pack = self.caps[first] * np.array((exp((like + 0.5) / _LIKE), 1.0, 0.0))
-                pack[2] = 1.0
-                self._close[key] = row = first + int(self._table[first:].dot(pack).argmin())
+                row = first + int(self._table[first:].dot(_alike(*key[:2])).argmin())
+                self._close[key] = row
             first = row
         a, b, c = self.rows[first]
         return a * squares + b * tokens + c, first
@@ -156,12 +154,10 @@ class Frontier:
         matter."""
         if self.rules[0]:
             return self.caps[0]
-        like = int(log(squares / tokens) * _LIKE), int(log(tokens) * _LIKE)
-        if like not in self._quickest:
-            mean, held = (exp((at + 0.5) / _LIKE) for at in like)
-            pack = np.array((mean * held, held, 1.0))
-            self._quickest[like] = self.caps[int(self._table.dot(pack).argmin())]
-        return self._quickest[like]
+        key = int(log(squares / tokens) * _LIKE), int(log(tokens) * _LIKE)
+        if key not in self._quickest:
+            self._quickest[key] = self.caps[int(self._table.dot(_alike(*key)).argmin())]
+        return self._quickest[key]
 
     def layer_plan(self, index: int) -> LayerPlan:
         """The layer plan of one entry."""
@@ -181,6 +177,12 @@ def worth_keeping(seconds: Floats, caps: Floats) -> Counts:
     order = np.lexsort((seconds[found].sum(axis=1), caps[found]))
     kept: Counts = found[order].astype(np.int64)
     return kept
+
+
+def _alike(mean: int, tokens: int) -> Floats:
+    """(sum of squared lengths, sum of lengths, 1) in the middle of packs that are alike."""
+    length, total = exp((mean + 0.5) / _LIKE), exp((tokens + 0.5) / _LIKE)
+    return np.array((length * total, total, 1.0))
 
 
 def _ruling(a: Floats, b: Floats, c: Floats) -> NDArray[np.bool_]:

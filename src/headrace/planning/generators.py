@@ -46,7 +46,9 @@ class SearchLimits:
     improved in ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough`` of
     the bound nothing more is tried. Where frontiers have many rows packing takes longer: there
     ``packed_fluid`` drafts are packed, ``polished_fluid`` improved in ``steps_fluid`` steps.
-    Others' planners are run for few sequences on at most ``crowded`` devices.
+    Others' planners are run for few sequences on at most ``crowded`` devices. Times grow by
+    ``least`` at least and are halved ``halvings`` times; of more than ``many`` sequences, each of
+    which matters less, less is tried.
     """
 
     few: int = 300
@@ -72,6 +74,18 @@ class SearchLimits:
     steps_fluid: int = 24
     enough: float = 1e-6
     crowded: int = 32
+    many: int = 20_000
+    least: float = 2e-3
+    halvings: int = 5
+
+    def of(self, sequences: int) -> SearchLimits:
+        """Those for a batch of so many sequences."""
+        if sequences <= self.many:
+            return self
+        return replace(
+            self, levels=self.levels[:1], biases=self.biases[:1], targets=self.targets[:3],
+            least=5 * self.least, halvings=self.halvings // 2, packed=2, packed_fluid=2,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -160,7 +174,9 @@ def _filled(
         return found
 
     probe = (limits.probe_few if few else limits.probe) if known else 0.0
-    effort = Effort(probe=probe)
+    if len(table.tokens) <= limits.fewest:
+        probe = 0.0
+    effort = Effort(probe=probe, least=limits.least, halvings=limits.halvings)
     if few and not any(table.fluid):
         shaken = limits.shaken if len(table.tokens) <= limits.fewest else 0
         effort = Effort(shaken=shaken, halvings=10, close=3e-4, probe=probe)
@@ -183,7 +199,7 @@ def nested(
 ) -> Iterator[Draft]:
     """Drafts of nested groups: with the sizes that divide one another, and, for few sequences,
     with all where there are others. Where frontiers have many rows packing decides what fits into
-    a time, so there nothing is filled."""
+    a time, so there nothing is filled but for the fewest."""
     rows = [
         k for k in range(len(table))
         if table.depth[k] == 1 and table.schemes[k].scheme.tensor == 1
@@ -195,7 +211,7 @@ def nested(
         for draft in _drafts(nesting, bound_s, high_s * (1 + limits.near), limits):
             high_s = min(high_s, draft.seconds)
             yield draft
-        if any(table.fluid):
+        if any(table.fluid) and len(table.tokens) > limits.fewest:
             continue
         if some is chain and len(table.tokens) <= limits.crowd * table.devices:
             found = least_time(

@@ -38,7 +38,8 @@ _CLOSE_ENOUGH = 1 + 2e-4  # of the bound: no search beyond it
 
 @dataclass(slots=True, kw_only=True)
 class ModelSearch:
-    """One batch being planned. ``found`` are schedules; ``bound`` is of their computations."""
+    """One batch being planned. ``found`` are schedules; ``flat`` is the bound of those without
+    stages and tensor blocks."""
 
     problem: Problem
     batch: SortedBatch
@@ -47,6 +48,7 @@ class ModelSearch:
     found: list[Assignment] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
     lows: list[float] = field(default_factory=list)
+    flat: Bound | None = None
 
     def plan(self, previous: Plan | None) -> Plan:
         """See :func:`headrace.planning.planner.plan`."""
@@ -78,7 +80,7 @@ class ModelSearch:
             return self._bound(tables)
         self._static(tables)
         ideal = self._ideal()
-        bound = self._bound(tables) if tables else None
+        bound = self.flat = self._bound(tables) if tables else None
         if problem.planner == "static" and bound is not None:
             return bound
         low_s = ideal.seconds if bound is None else bound.seconds
@@ -100,10 +102,11 @@ class ModelSearch:
         longest = self.batch.tokens[0]
         if not any(scheme.most_tokens >= longest for scheme in schemes):
             return None
-        moved = self.problem.model.exchange_s
+        moved, shares = self.problem.model.exchange_s, self.problem.model.shape.bucket_shares
         return PriceTable(
-            self.batch, schemes, self.problem.devices, pull_s=moved.pull_s, push_s=moved.push_s
-        )
+            self.batch, schemes, self.problem.devices,
+            pull_s=moved.pull_s, push_s=moved.push_s, first=sum(shares[:2]),
+        )  # fmt: skip
 
     def _close(self, low_s: float) -> bool:
         return self.best_s <= low_s * _CLOSE_ENOUGH
@@ -250,7 +253,7 @@ class ModelSearch:
             predicted_s=best.predicted_s * costs.scale,
             lower_bound_s=min(bound_s, best.predicted_s) * costs.scale,
             planner=self._name(), seed=self.seed,
-            why=(*reasons(problem, bound, tried, static), *best.why),
+            why=(*reasons(problem, bound, tried, static, self.flat), *best.why),
         )  # fmt: skip
 
     def _name(self) -> str:

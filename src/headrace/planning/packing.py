@@ -16,16 +16,15 @@ Several stages: :mod:`headrace.planning.staged_packing`.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heapreplace
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.frontier import Frontier
 from headrace.planning.packed import Packed, longest_two
-from headrace.planning.staged_packing import Line, pack_stages
+from headrace.planning.staged_packing import Line, best_fit, pack_stages
 
-__all__ = ["best_fit", "likely", "pack"]
+__all__ = ["likely", "pack"]
 
 _COUNTS_RANKED = 8
 _COUNTS_TRIED = 2
@@ -99,24 +98,6 @@ def likely(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
     next_s = (total_s - longest_s) / (count - 1) if count > 1 else longest_s
     total_s += (table.depth[k] - 1) * longest_s
     return Packed(total_s, (), (), (), longest_s, next_s)
-
-
-def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> Bins:
-    """``members``, longest first, each in the bin of ``cap`` tokens that it fills best, a new one
-    where none has room; longer ones stand alone."""
-    bins: Bins = []
-    rooms: list[tuple[int, int]] = []  # (room, bin), rising
-    for i in members:
-        length = tokens[i]
-        at = bisect_left(rooms, (length, -1))
-        if at < len(rooms):
-            room, b = rooms.pop(at)
-            bins[b].append(i)
-            insort(rooms, (room - length, b))
-        else:
-            insort(rooms, (cap - length, len(bins)))
-            bins.append([i])
-    return bins
 
 
 def _priced(bins: Bins, tokens: Sequence[int], frontier: Frontier) -> tuple[list[float], list[int]]:

@@ -48,7 +48,8 @@ def plan(
     (:mod:`headrace.planning.smoothing`). ``limits`` say what a search spends. Raises InfeasiblePlan
     when a sequence fits no pipeline, saying by how much and what would help.
     """
-    batch, spent = SortedBatch.of(lengths), limits or SearchLimits()
+    batch = SortedBatch.of(lengths)
+    spent = (limits or SearchLimits()).of(len(batch))
     if problem.is_published or problem.semantics == "lockstep":
         return FormulaSearch(problem=problem, batch=batch, seed=seed, limits=spent).plan()
     return ModelSearch(problem=problem, batch=batch, seed=seed, limits=spent).plan(previous)

@@ -59,6 +59,7 @@ class Filler:
             for depth, c, cap, util in zip(table.depth, table.c, table.cap, table.util, strict=True)
         ]
         self._after: Floats | None = None
+        self._alike: dict[int, list[int]] = {}
         self._cheapest: dict[int, list[list[int]]] = {}
 
     def cheapest(self, tau: float) -> list[list[int]]:
@@ -101,7 +102,7 @@ class Filler:
         table, lines = self.table, self.lines
         caps, widths, staged = table.cap, table.width, [line.stages > 1 for line in lines]
         seconds_of = [table.seconds(k) for k in range(len(table))]
-        tokens_of = [table.room(k) for k in range(len(table))]
+        tokens_of = [self._taken(k) for k in range(len(table))]
         cheapest, unlimited = self.cheapest(tau), float("inf")
         rooms: list[list[tuple[float, int]]] = [[] for _ in widths]  # (seconds left, g), rising
         found: Pipelines = []
@@ -128,7 +129,10 @@ class Filler:
                         rest, space = spare - need, spaces[g]
                         if tokens <= space[-1]:
                             break
-                        rest -= table.added_s(k, space, tokens)
+                        if staged[k]:
+                            rest -= (tokens - space[0]) * table.share[k]
+                        else:
+                            rest -= table.added_s(k, space, tokens)
                         if rest >= 0:
                             break
                     at += 1
@@ -143,7 +147,7 @@ class Filler:
                 del room[at]
                 insort(room, (rest, g))
                 if staged[k]:
-                    pass  # what is usable has the constants of all micro-batches paid
+                    space[0] = max(0, space[0] - tokens)
                 elif len(space) == 1 and tokens <= space[0]:
                     space[0] -= tokens
                 else:
@@ -161,14 +165,26 @@ class Filler:
                     opened.append(k)
                 if left is not None:
                     left[k] -= 1
-                insort(rooms[k], (lines[k].usable_s(tau, need) - need, len(found)))
+                usable_s, held = lines[k].usable(tau, need)
+                insort(rooms[k], (usable_s - need, len(found)))
                 found.append((k, [i]))
-                spaces.append([1 << 60 if staged[k] else caps[k] - tokens_of[k][i]])
+                space = max(0, held - tokens_of[k][i]) if staged[k] else caps[k] - tokens_of[k][i]
+                spaces.append([space])
                 longest.append(need if staged[k] else unlimited)
         if order is not None:
             for _, members in found:
                 members.sort()
         return found
+
+    def _taken(self, k: int) -> list[int]:
+        """Tokens that sequences take of micro-batches of scheme k. Where it has stages like lengths
+        come together, so one takes as much as if there were only such ones."""
+        room, cap = self.table.room(k), self.table.cap[k]
+        if self.lines[k].stages == 1:
+            return room
+        if k not in self._alike:
+            self._alike[k] = [cap // max(1, cap // tokens) for tokens in room]
+        return self._alike[k]
 
     def _rest(self, i: int) -> float:
         """The part of the work of position i and those after it."""

@@ -13,13 +13,14 @@ the least seconds that has room, then improved by moves and swaps out of the lar
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
 from math import ceil, sqrt
 
-__all__ = ["Line", "pack_stages"]
+__all__ = ["Line", "best_fit", "pack_stages"]
 
 _COUNTS_TRIED = 3
 _STEPS = 12
@@ -63,24 +64,29 @@ class Line:
         return floor if low <= high else floor + 1
 
     def usable_s(self, limit_s: float, longest_s: float) -> float:
-        """Seconds of work that end within ``limit_s``.
+        """Seconds of work that end within ``limit_s``."""
+        return self.usable(limit_s, longest_s)[0]
+
+    def usable(self, limit_s: float, longest_s: float) -> tuple[float, int]:
+        """Seconds of work that end within ``limit_s``, and the tokens of the V micro-batches whose
+        constants are paid then.
 
         With V micro-batches, work + c V + (P - 1) (max(longest, work / V) + c) <= limit. More of
         them help until the longest sequence fills one, or their constants cost more than the
         bubbles.
         """
         if self.stages == 1:
-            return limit_s - self.c
+            return limit_s - self.c, self.cap
         bubbles = self.stages - 1
         rest_s = limit_s - bubbles * self.c
         if rest_s <= 0:
-            return 0.0
+            return 0.0, 0
         count = (rest_s - bubbles * longest_s) / (longest_s + self.c) if longest_s else rest_s
         if self.c > 0:
             count = min(count, sqrt(limit_s * bubbles / self.c) - bubbles)
         v = max(int(count + 0.5), 1)
         by_count = (rest_s - self.c * v) * v / (v + bubbles)
-        return min(by_count, rest_s - self.c * v - bubbles * longest_s)
+        return min(by_count, rest_s - self.c * v - bubbles * longest_s), v * self.cap
 
 
 def pack_stages(
@@ -166,18 +172,29 @@ def _longest_first(
 
 def _first_fit(tokens: Sequence[int], seconds: Seconds, cap: int, members: Sequence[int]) -> _Bins:
     """As few micro-batches as fitting the fullest first finds."""
-    found = _Bins(members=[], times=[], held=[])
+    bins = best_fit(tokens, members, cap)
+    return _Bins(
+        members=bins, times=[sum([seconds[i] for i in held]) for held in bins],
+        held=[sum([tokens[i] for i in held]) for held in bins],
+    )  # fmt: skip
+
+
+def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> list[list[int]]:
+    """``members``, longest first, each in the bin of ``cap`` tokens that it fills best, a new one
+    where none has room; longer ones stand alone."""
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room, bin), rising
     for i in members:
-        fits = [b for b, held in enumerate(found.held) if held + tokens[i] <= cap]
-        b = max(fits, key=found.held.__getitem__, default=len(found.members))
-        if b == len(found.members):
-            found.members.append([])
-            found.times.append(0.0)
-            found.held.append(0)
-        found.members[b].append(i)
-        found.times[b] += seconds[i]
-        found.held[b] += tokens[i]
-    return found
+        length = tokens[i]
+        at = bisect_left(rooms, (length, -1))
+        if at < len(rooms):
+            room, b = rooms.pop(at)
+            bins[b].append(i)
+            insort(rooms, (room - length, b))
+        else:
+            insort(rooms, (cap - length, len(bins)))
+            bins.append([i])
+    return bins
 
 
 def _improved(

@@ -73,6 +73,6 @@ def _staged(table: PriceTable, k: int, count: int) -> Pipelines | None:
     filler, low_s = Filler(table, most=most), _bound_s(table, k)
     high_s = table.depth[k] * float(table.sums(k)[-1] + table.c[k] * len(table.tokens)) + low_s
     found = least_time(
-        filler.fill, table.batch.values, low_s, high_s, Effort(growth=1.0, close=0.01)
+        filler.fill, table.batch.values, low_s, high_s, Effort(growth=1.0, least=0.01, close=0.01)
     )
     return None if found is None else found.result

@@ -61,13 +61,20 @@ def climbed(
             if work <= 0:
                 return
             seen.add(counts)
-            work -= len(table.tokens)
             filler = Filler(table, most=counts)
-            tau, found = best_s * (1 - _GAIN), None
-            while not isinstance(filled := filler.fill(tau), float):
-                found = Searched(seconds=tau, result=filled)
-                tau *= 1 - _GAIN
+            gain, tau, found = _GAIN, best_s * (1 - _GAIN), None
+            while True:
+                filled = filler.fill(tau)
                 work -= len(table.tokens)
+                if not isinstance(filled, float):
+                    found = Searched(seconds=tau, result=filled)
+                    gain *= 2
+                elif gain > _GAIN:
+                    gain = _GAIN
+                else:
+                    break
+                assert found is not None, "a gain grows where something was found"
+                tau = found.seconds * (1 - gain)
             if found is not None:
                 best_s = found.seconds
                 yield filler, found
