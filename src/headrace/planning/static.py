@@ -8,6 +8,7 @@ ends first, which packs what it got.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 import numpy as np
 
@@ -19,13 +20,14 @@ from headrace.planning.side_by_side import Filler, Pipelines, deal
 __all__ = ["best_static", "best_statics", "static_schedule"]
 
 
-def static_schedule(table: PriceTable, k: int) -> Assignment | None:
-    """Every sequence on pipelines of scheme k; None when it does not hold the longest."""
+def static_schedule(table: PriceTable, k: int, below_s: float = inf) -> Assignment | None:
+    """Every sequence on pipelines of scheme k; None when it does not hold the longest, or when
+    those with stages seem to take ``below_s``."""
     count = table.devices // table.width[k]
     if not count or not np.isfinite(table.alone[k, 0]):
         return None
     if table.depth[k] > 1:
-        found = _staged(table, k, count)
+        found = _staged(table, k, count, below_s)
         return None if found is None else Assignment.of(table, placed(table, found), "static")
     pipelines: Pipelines = [(k, []) for _ in range(count)]
     deal(table, pipelines, range(len(table.tokens)))
@@ -43,7 +45,7 @@ def best_statics(table: PriceTable, slack_s: float = 0.0) -> list[Assignment]:
     found, best_s = list[tuple[float, int, Assignment]](), float("inf")
     for bound_s, k in sorted(_bounds(table)):
         if bound_s < best_s + slack_s or best_s == float("inf"):
-            made = static_schedule(table, k)
+            made = static_schedule(table, k, best_s + slack_s)
             if made is not None:
                 found.append((made.seconds, k, made))
                 best_s = min(best_s, made.seconds)
@@ -67,11 +69,15 @@ def _bound_s(table: PriceTable, k: int) -> float:
     return max(busy_s, table.depth[k] * float(table.alone[k, 0]))
 
 
-def _staged(table: PriceTable, k: int, count: int) -> Pipelines | None:
+def _staged(table: PriceTable, k: int, count: int, below_s: float) -> Pipelines | None:
     """Pipelines with stages hold sequences of like length, so they are filled, not dealt."""
     most = [count if other == k else 0 for other in range(len(table))]
     filler, low_s = Filler(table, most=most), _bound_s(table, k)
     high_s = table.depth[k] * float(table.sums(k)[-1] + table.c[k] * len(table.tokens)) + low_s
+    if below_s < high_s:
+        if isinstance(filler.fill(below_s), float):
+            return None
+        high_s = below_s
     found = least_time(
         filler.fill, table.batch.values, low_s, high_s, Effort(growth=1.0, least=0.01, close=0.01)
     )
