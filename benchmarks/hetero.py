@@ -1,6 +1,7 @@
 """Pipelines of several schemes: what they give, from published costs and measured here.
 
     scenarios  mean steps of Hydraulis' Figure 13, ours beside the baselines and Hydraulis' planner
+    context    the same where sequences may be split over 2 or 4 ranks, by a rule, not measured
     ablation   its Figure 16: what each idea gives
     breakdown  its Table 1: propagation, optimization and what moves between the two
     ranks      the same, measured on ranks of this machine, beside the simulator's step
@@ -27,7 +28,7 @@ from typing import Any
 from hetero_ablation import ablation, ablation_tables
 from hetero_breakdown import breakdown, breakdown_tables
 from hetero_ranks import rank_tables, ranks
-from hetero_scenarios import scenario_tables, scenarios
+from hetero_scenarios import context_scenarios, scenario_tables, scenarios
 from rich.console import Console
 from rich.table import Table
 
@@ -46,6 +47,7 @@ class Section:
 
 SECTIONS: Mapping[str, Section] = {
     "scenarios": Section(scenarios, scenario_tables),
+    "context": Section(context_scenarios, scenario_tables),
     "ablation": Section(ablation, ablation_tables),
     "breakdown": Section(breakdown, breakdown_tables),
     "ranks": Section(ranks, rank_tables),
@@ -62,6 +64,8 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
         help=f"{', '.join(SECTIONS)} (all)")  # fmt: skip
     add("--quick", action="store_true", help="four scenarios, three iterations")
     add("--iterations", type=int, help="of every scenario (20, or 3)")
+    add("--more", type=float, default=0.05,
+        help="of what a token costs that context parallelism adds at most (0.05)")  # fmt: skip
     add("--seed", type=int, default=0, help="of lengths and planners (0)")
     add("--json", type=Path, metavar="FILE", help="write all numbers to a file")
     add("--pictures", type=Path, metavar="FOLDER", help="of scenarios and ablation")

@@ -42,6 +42,18 @@ def costs_of(**caps: int) -> PipelineCosts:
     )  # fmt: skip
 
 
+def test_split_sequences_help_and_are_planned_no_worse() -> None:
+    """Would catch schemes with context parallelism that nobody is offered, or that break a
+    planner."""
+    one = hetero_scenarios.scenario_list(quick=True)[2]
+    plain = hetero_scenarios.steps_of(one, 1, 0)
+    split = hetero_scenarios.steps_of(one, 1, 0, 0.05)
+    for name in ("headrace", "static"):
+        assert split[name]["steps_s"][0] <= plain[name]["steps_s"][0] * (1 + 1e-9), name
+    assert split["headrace"]["steps_s"][0] <= split["hydraulis"]["steps_s"][0] * (1 + 1e-9)
+    assert "cp" in " ".join(split["headrace"]["strategies"])
+
+
 def test_ours_is_never_behind_and_ahead_where_strategies_matter() -> None:
     """Would catch a planner that falls behind Hydraulis' or a baseline, a bound that a plan beats,
     and a goal that is said to be met where it is not."""

@@ -106,3 +106,44 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         broken.write_bytes(content)
         with pytest.raises(CostError, match="no JSON"):
             PipelineCosts.load(broken)
+
+
+def test_context_parallel_schemes_are_derived_by_the_rule_of_their_file() -> None:
+    """Catches sequences that are split for nothing, schemes that were measured and are derived all
+    the same, and files that derive twice when they are written and read again."""
+    measured = entry(scheme="tp2-cp2-pp2", context=2, devices=8, b_s=0.5)
+    value = {
+        "kind": "pipelines", "schemes": [entry(), measured],
+        "context": {"degrees": [2, 4], "more": 0.1},
+    }  # fmt: skip
+    costs = PipelineCosts.from_json(value)
+    assert [cost.name for cost in costs.schemes] == ["tp2-pp2", "tp2-cp2-pp2", "tp2-cp4-pp2"]
+    base, by_hand, derived = costs.schemes
+    assert by_hand.b_s == 0.5
+    assert derived.scheme.devices == 4 * base.scheme.devices
+    assert derived.a_s == base.a_s / 4
+    assert derived.b_s == pytest.approx(base.b_s * 1.075 / 4)
+    assert derived.c_s == base.c_s
+    assert derived.most_tokens(8) == 4 * (base.most_tokens(8) or 0)
+    assert derived.util_length == 4 * base.util_length
+    assert costs.facts == {"derived": {"degrees": [2, 4], "more": 0.1}}
+    assert PipelineCosts.from_json(json.loads(json.dumps(costs.to_json()))) == costs
+
+
+@pytest.mark.parametrize(
+    ("context", "text"),
+    [
+        ([2], "context of the costs: got [2]"),
+        ({"degrees": 2, "more": 0.1}, "context of the costs"),
+        ({"degrees": [2]}, "context of the costs"),
+        ({"degrees": [1], "more": 0.1}, "context degree: got 1"),
+        ({"degrees": [True], "more": 0.1}, "context degree: got True"),
+        ({"degrees": [2], "more": -1}, "more of context: got -1"),
+        ({"degrees": [2], "more": "0.1"}, "more of context: got '0.1'"),
+    ],
+)
+def test_a_bad_rule_is_named(context: Any, text: str) -> None:
+    """Catches rules that are taken as they come."""
+    with pytest.raises(CostError) as caught:
+        PipelineCosts.from_json({"kind": "pipelines", "schemes": [entry()], "context": context})
+    assert text in str(caught.value)

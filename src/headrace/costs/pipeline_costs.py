@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,17 @@ class SchemeCost:
         util = self.util_length
         if isinstance(util, bool) or not isinstance(util, int) or util < 0:
             raise CostError(f"util_length of {self.name}", got=repr(util), wanted="an int >= 0")
+
+    def spread(self, degree: int, more: float) -> SchemeCost:
+        """The costs with every sequence on ``degree`` times the devices
+        (:meth:`PipelineCosts.with_context`)."""
+        scheme = replace(self.scheme, context=degree * self.scheme.context)
+        return SchemeCost(
+            scheme=scheme, a_s=self.a_s / degree, c_s=self.c_s,
+            b_s=self.b_s * (1 + more * (degree - 1) / degree) / degree,
+            max_length={devices: degree * room for devices, room in self.max_length.items()},
+            util_length=degree * self.util_length,
+        )  # fmt: skip
 
     def sequence_s(self, tokens: int) -> float:
         """Seconds that a sequence adds to its micro-batch."""
@@ -122,7 +133,11 @@ class SchemeCost:
 class PipelineCosts:
     """Costs of every scheme that a pipeline may have. A scheme may have several entries that trade
     seconds for room, each with a name of its own; a file has one. ``facts`` are words about where
-    they come from, carried along."""
+    they come from, carried along.
+
+    A file may list schemes with context parallelism, or have them derived from those that it lists
+    by ``"context": {"degrees": [2, 4], "more": 0.05}`` (:meth:`with_context`); measured ones win.
+    """
 
     schemes: tuple[SchemeCost, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -136,6 +151,32 @@ class PipelineCosts:
     def known_devices(self) -> tuple[int, ...]:
         """Sizes of clusters that some scheme lists, smallest first."""
         return tuple(sorted({n for cost in self.schemes for n in cost.max_length}))
+
+    def with_context(self, degrees: Sequence[int], more: float) -> PipelineCosts:
+        """With schemes of ``degrees`` context-parallel ranks in place of one, for every scheme
+        without them.
+
+        Of d ranks each has 1 / d of a sequence's attention and of its tokens, so d times the tokens
+        fit a micro-batch and keep the devices busy; what every token costs is higher by ``more (d -
+        1) / d``, as a ring sends (d - 1) / d of keys and values; launches are the same. Raises
+        CostError for what is no degree or no share.
+        """
+        for degree in degrees:
+            if isinstance(degree, bool) or not isinstance(degree, int) or degree < 2:
+                raise CostError("context degree", got=repr(degree), wanted="an int of at least 2")
+        real = isinstance(more, int | float) and not isinstance(more, bool)
+        if not real or not math.isfinite(more) or more < 0:
+            raise CostError("more of context", got=repr(more), wanted="a number >= 0")
+        known = {cost.scheme for cost in self.schemes}
+        derived = [
+            made
+            for cost in self.schemes
+            if cost.scheme.context == 1
+            for degree in dict.fromkeys(degrees)
+            if (made := cost.spread(degree, more)).scheme not in known
+        ]
+        told = {"derived": {"degrees": list(degrees), "more": more}}
+        return PipelineCosts(schemes=(*self.schemes, *derived), facts={**self.facts, **told})
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that :meth:`from_json` reads back."""
@@ -164,8 +205,9 @@ class PipelineCosts:
             except (HeadraceError, TypeError, ValueError, AttributeError) as error:
                 raise CostError(what, got=f"{error}", wanted="its JSON form")
         _once([str(cost.scheme) for cost in schemes])
-        facts = {name: fact for name, fact in value.items() if name not in ("kind", "schemes")}
-        return cls(schemes=tuple(schemes), facts=facts)
+        apart = "kind", "schemes", "context"
+        facts = {name: fact for name, fact in value.items() if name not in apart}
+        return _derived(cls(schemes=tuple(schemes), facts=facts), value.get("context"))
 
     @classmethod
     def load(cls, path: Path) -> PipelineCosts:
@@ -177,6 +219,18 @@ class PipelineCosts:
         except (ValueError, RecursionError) as error:
             raise CostError(f"costs {path}", got=f"no JSON ({error})")
         return cls.from_json(value)
+
+
+def _derived(costs: PipelineCosts, context: Any) -> PipelineCosts:
+    """The costs with what their file says of context parallelism."""
+    if context is None:
+        return costs
+    if not isinstance(context, Mapping) or not isinstance(context.get("degrees"), list) or (
+        "more" not in context
+    ):  # fmt: skip
+        raise CostError("context of the costs", got=repr(context),
+                        wanted='{"degrees": [...], "more": ...}')  # fmt: skip
+    return costs.with_context(context["degrees"], context["more"])
 
 
 def _once(names: Sequence[str]) -> None:
