@@ -20,7 +20,8 @@ as with ZeRO-1.
 Tokens per second are those of the simulated steps, idle is the share of all devices' time, and
 planning is the CPU time of one plan in a warm process. The real loop (--loop) attaches the same
 small Llama of transformers with each planner, and with each static group size, one after the other
-in the same two processes; tokens per second of their steps after the first two.
+in the same two processes; tokens per second of their steps after the first two, and what a step
+waits for its plan, which a process beside makes while others train.
 
 examples:
     python benchmarks/dcp.py
@@ -209,18 +210,19 @@ def _loop(name: str, steps: int, folder: str) -> dict[str, Any]:
         model, torch.optim.AdamW(model.parameters()), data, batch_tokens=16384, steps=steps,
         cache=folder, say=lambda text: None, **CONTENDERS[name],
     )  # fmt: skip
-    tokens, seconds, strategies = 0, 0.0, set[str]()
+    tokens, seconds, waits, strategies = 0, 0.0, list[float](), set[str]()
     for step in run:
         for micro in step:
             micro.backward(model(**micro.inputs).loss)
         if step.number >= 2:
             tokens, seconds = tokens + step.plan.lengths.total, seconds + step.seconds
             strategies.add(str(step.plan.strategy))
+            waits.append(step.waited_s)
     run.detach()
     return {
         "model": "Llama", "devices": 2, "data": "loop", "planner": name,
         "tokens_per_s": tokens / seconds,
-        "idle": None, "planning_s": None, "strategies": sorted(strategies),
+        "idle": None, "planning_s": statistics.median(waits), "strategies": sorted(strategies),
     }  # fmt: skip
 
 

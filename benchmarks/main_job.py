@@ -309,6 +309,10 @@ def overhead(rank: Rank, count: int) -> dict[str, Any]:
     return {"seconds": seconds}
 
 
+ONE_METHOD = ('planner.methods="auto"', 'planner.candidates=["ulysses_z"]')
+"""The formula of bytes is that of one method."""
+
+
 def on_ranks(
     ranks: int, config_path: Path, changes: list[str], task: Callable[[Rank, int], Any], count: int
 ) -> Any:
@@ -338,10 +342,10 @@ def main() -> None:
     o = parser.parse_args()
     if o.ranks < 2:
         parser.error("--ranks: the comparison needs at least 2")
+    Config.load(o.config, *o.changes, *ONE_METHOD)  # before minutes are spent
     sides = on_ranks(o.ranks, o.config, o.changes, compare, o.batches)
     alone = on_ranks(1, o.config, o.changes, overhead, max(2, o.batches // 2))
-    # The formula is that of one method.
-    moved = on_ranks(o.ranks, o.config, [*o.changes, 'planner.methods="ulysses_z"'], moved_bytes, 1)
+    moved = on_ranks(o.ranks, o.config, [*o.changes, *ONE_METHOD], moved_bytes, 1)
     from headrace.runtime.machine import machine_facts
 
     facts = machine_facts("cpu")

@@ -31,3 +31,13 @@ def test_data_sets_are_what_their_names_say() -> None:
     }
     assert longest["short"] < longest["balanced"] < longest["long"]
     assert dcp.lengths_of("short", 1 << 20, 1) == dcp.lengths_of("short", 1 << 20, 1)
+
+
+@pytest.mark.slow
+def test_real_loops_hardly_wait_for_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a loop that plans while nobody trains, and rows without numbers."""
+    monkeypatch.setattr(dcp, "CONTENDERS", {"headrace": {"planner": "adaptive"}})
+    (row,) = dcp.looped(6)
+    assert row["tokens_per_s"] > 0
+    assert 0 < row["planning_s"] < 0.1
+    assert row["strategies"]

@@ -275,6 +275,10 @@ class CheckpointConfig(Section):
     keep: Positive = 2
     """Checkpoints to keep."""
 
+    background: bool | None = None
+    """Whether threads write checkpoints while training goes on, from a copy in the host's memory;
+    on devices when left out. The last one of a run is waited for."""
+
 
 class ReportConfig(Section):
     """What a run writes besides its checkpoints."""

@@ -8,8 +8,6 @@ must see the same folder. What is damaged is refused.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,25 +16,11 @@ from typing import Any
 
 import torch
 
-from headrace.errors import CheckpointError, DamagedCheckpoint, SpecError
-from headrace.runtime.checkpoint_folders import (
-    latest,
-    part_of,
-    prepare,
-    prune,
-    put_in_place,
-    step_folder,
-    step_of,
-    whole_folders,
-)
-from headrace.runtime.shard_files import (
-    check_file,
-    check_header,
-    read_pieces,
-    write_shards,
-    write_text,
-)
-from headrace.runtime.shard_index import INDEX, Index, join_tables, require_json, table_of
+from headrace.errors import CheckpointError, DamagedCheckpoint
+from headrace.runtime.checkpoint_folders import latest, step_of, whole_folders
+from headrace.runtime.checkpoint_writing import Gather, Writing
+from headrace.runtime.shard_files import check_file, check_header, read_pieces
+from headrace.runtime.shard_index import Index, require_json
 from headrace.runtime.shards import DTYPES, FileInfo, FilePiece, StoredShard
 
 __all__ = [
@@ -55,11 +39,6 @@ __all__ = [
     "verify",
 ]
 
-#: Every rank calls it together; returns every rank's payload in rank order.
-Gather = Callable[[bytes], list[bytes]]
-
-_NAMED_RANKS = 4
-
 
 def save(
     root: Path, step: int, shards: Sequence[StoredShard], extra: Mapping[str, Any], *, rank: int,
@@ -75,62 +54,9 @@ def save(
     no rank holds) every rank raises the same CheckpointError with the ranks and their causes;
     what was there before is as it was.
     """
-    if step < 0 or keep < 1:
-        raise SpecError(
-            "checkpoint", got=f"step {step}, keep {keep}", wanted="step >= 0, keep >= 1"
-        )
-    root = Path(root)
-    folder = step_folder(root, step)
-    part = part_of(folder)
-
-    def publish(tables: Sequence[Any]) -> None:
-        index = join_tables(tables, step=step, extra=dict(extra))
-        write_text(part / INDEX, index.to_text())
-        put_in_place(folder)
-
-    def together(action: Callable[[], Any]) -> list[Any]:
-        return _together(f"checkpoint {folder} was not written", gather, action)
-
-    def first(action: Callable[[], None]) -> None:
-        together(action if rank == 0 else lambda: None)
-
-    try:
-        first(lambda: prepare(folder))
-        tables = together(lambda: _write_rank(part, rank, shards))
-        first(lambda: publish(tables))
-    except CheckpointError:
-        # The others raise only after rank 0 has cleared away what was written.
-        first(lambda: shutil.rmtree(part, ignore_errors=True))
-        raise
-    if rank == 0:
-        prune(root, step, keep)
-    return folder
-
-
-def _together(what: str, gather: Gather, action: Callable[[], Any]) -> list[Any]:
-    """``action`` on every rank, all results; or the same CheckpointError on every rank."""
-    try:
-        answer = {"value": action()}
-    except Exception as error:  # whatever it is, the other ranks wait for an answer
-        answer = {"error": _cause(error)}
-    answers = [json.loads(payload) for payload in gather(json.dumps(answer).encode())]
-    failed = [f"rank {r}: {a['error']}" for r, a in enumerate(answers) if "error" in a]
-    if failed:
-        if len(failed) > _NAMED_RANKS:
-            failed[_NAMED_RANKS:] = [f"{len(failed) - _NAMED_RANKS} more ranks"]
-        hint = "the checkpoints before it are as they were"
-        raise CheckpointError(what, got=", ".join(failed), hint=hint)
-    return [a["value"] for a in answers]
-
-
-def _cause(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f" ({error.filename})" if error.filename else "")
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def _write_rank(part: Path, rank: int, shards: Sequence[StoredShard]) -> dict[str, Any]:
-    return table_of(shards, write_shards(part / f"rank{rank:05d}.safetensors", shards))
+    writing = Writing(root, step, extra, rank=rank, keep=keep)
+    writing.prepare(gather)
+    return writing.publish(gather, lambda: writing.write(shards))
 
 
 def load(path: Path, wanted: Sequence[StoredShard]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from headrace.data import Reader, summarise
 from headrace.errors import CheckpointError, DamagedCheckpoint, HeadraceError
 from headrace.models.hf_weights import read_pretrained
 from headrace.runtime import checkpoint
+from headrace.runtime.checkpoint_writing import BackgroundWriter
 from headrace.runtime.executor import Executor
 from headrace.runtime.machine import matmul_flops_per_s
 from headrace.runtime.recovery import Recovery
@@ -49,6 +50,7 @@ class RankRun:
     online: OnlinePlanner | None = None
     record: RunRecord | None = None
     planner: BroadcastPlanner = field(init=False)
+    writer: BackgroundWriter = field(init=False, default_factory=BackgroundWriter)
 
     @property
     def config(self) -> Config:
@@ -165,19 +167,32 @@ class RankRun:
         if self.record is not None:
             self.record.step(step, notices)
             self.rank.listener.step(step, notices)
+        if self.writer.busy:
+            self._kept(self.writer.look(self._gather))
         every = self.config.checkpoint.every
         if done == steps or (every and done % every == 0):
-            self._save(done, batch.state_after)
+            self._save(done, batch.state_after, wait=done == steps)
 
-    def _save(self, done: int, sampler: Mapping[str, Any]) -> None:
-        rank = self.rank
+    def _gather(self, payload: bytes) -> list[bytes]:
+        return gather_bytes(payload, self.rank.groups.world)
+
+    def _save(self, done: int, sampler: Mapping[str, Any], *, wait: bool) -> None:
+        rank, background = self.rank, self.config.checkpoint.background
         rank.enters(f"writing checkpoint {done}")
-        checkpoint.save(
-            self.checkpoints, done, self._shards(), self._state(done, sampler).to_json(),
-            rank=rank.world.rank, keep=self.config.checkpoint.keep,
-            gather=lambda payload: gather_bytes(payload, rank.groups.world),
+        if background is None:
+            background = rank.world.device != "cpu"
+        self._kept(self.writer.finish(self._gather))
+        save = self.writer.begin if background and not wait else checkpoint.save
+        self._kept(
+            save(
+                self.checkpoints, done, self._shards(), self._state(done, sampler).to_json(),
+                rank=rank.world.rank, keep=self.config.checkpoint.keep, gather=self._gather,
+            )
         )  # fmt: skip
-        if self.record is not None and self.online is not None:
+
+    def _kept(self, folder: Path | None) -> None:
+        """What was learnt stays too where a checkpoint is whole."""
+        if folder is not None and self.record is not None and self.online is not None:
             self.record.keep(self.online.calibration)
 
     def _state(self, done: int, sampler: Mapping[str, Any]) -> SavedState:

@@ -152,3 +152,27 @@ def _without_options() -> int:
 def test_groups_of_a_backend_without_a_timeout() -> None:
     """Catches a backend that knows none."""
     assert run_ranks(1, _without_options) == [2]
+
+
+def _asked_for() -> list[object]:
+    new, asked = dist.new_group, list[object]()
+
+    def recorded(ranks: list[int], *, backend: str | None, **more: Any) -> Any:
+        asked.append(backend)
+        return new(ranks, **more)
+
+    dist.new_group = recorded
+    try:
+        for backend in ("nccl", None):
+            groups = Groups(backend=backend)
+            groups.prepare([(0, 1)])
+            groups.prepare_messages([1 - groups.rank])
+    finally:
+        dist.new_group = new
+    return asked
+
+
+def test_groups_of_a_device_have_no_sockets_of_their_own() -> None:
+    """Catches groups that open gloo's connections between all pairs of their ranks beside NCCL's:
+    of hundreds of groups on each rank these are more files than a process may have."""
+    assert run_ranks(2, _asked_for) == [["nccl", "nccl", None, None]] * 2

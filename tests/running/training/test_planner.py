@@ -31,7 +31,7 @@ MODEL = Architecture(layers=4, hidden=64, heads=8, kv_heads=2, ffn=192, vocabula
 MEMORY = 2**25
 SLOWER = 4.0
 TEXTS = ("4*cp1", "1*pp2 + 1*cp2", "1*tp2-pp2")
-BATCHES = [Lengths.of([700 + 10 * step, *range(60, 300, 23)]) for step in range(6)]
+BATCHES = [Lengths.of([700 + 10 * step, *range(360, 600, 23)]) for step in range(6)]
 KINDS: dict[str, dict[str, Any]] = {
     "adaptive": {},
     "static": {"name": "static", "static_size": 2},

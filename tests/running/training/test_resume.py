@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import headrace as hr
 from headrace.config import Config
 from headrace.errors import CheckpointError, DamagedCheckpoint, HeadraceError
+from headrace.runtime import checkpoint
 from headrace.training.checkpoints import Checkpoint
 from headrace.training.saved_state import SavedState
 from headrace.training.setup import open_data
@@ -100,6 +102,28 @@ def test_what_was_changed_is_said(whole: Whole, copy: Path) -> None:
     again: list[str] = []
     hr.train(config.model_copy(update=changes), out=copy, resume=True, tell=again.append)
     assert not [line for line in again if line.startswith("changed since")]
+
+
+def test_checkpoints_in_the_background_are_the_same(whole: Whole, tmp_path: Path) -> None:
+    """Catches a run whose checkpoints hold what later steps made, or lack the last one, and one
+    that cannot go on from them."""
+    config, run = whole
+    kept = config.checkpoint.model_copy(update={"background": True})
+    changed = config.model_copy(update={"checkpoint": kept})
+    again = hr.train(changed, out=tmp_path / "run", tell=silent)
+    assert again.losses == run.losses
+    for step in (2, 4, 6):
+        mine, theirs = (place(folder, step) for folder in (again.folder, run.folder))
+        Checkpoint(path=mine).verify()
+        held, wanted = checkpoint.read_all(mine), checkpoint.read_all(theirs)
+        assert held.keys() == wanted.keys()
+        for name, tensor in held.items():
+            assert torch.equal(tensor, wanted[name]), name
+    shutil.rmtree(place(again.folder, 6))
+    told: list[str] = []
+    resumed = hr.train(changed, out=again.folder, resume=True, tell=told.append)
+    assert any("continuing from" in line and "step-000004" in line for line in told)
+    assert resumed.losses == run.losses
 
 
 def test_none_is_whole(whole: Whole, copy: Path) -> None:
