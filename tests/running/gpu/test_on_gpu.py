@@ -6,6 +6,7 @@ Each test uses the device in a process of its own, as CUDA does not survive the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,10 @@ from headrace.comm.mesh import Groups
 from headrace.ops.fused import FUSED
 from headrace.profiling.branches import BranchTarget
 from headrace.profiling.two_layers import TwoLayers
+from headrace.runtime import checkpoint
+from headrace.runtime.checkpoint_writing import BackgroundWriter
 from headrace.runtime.executor import Executor
+from headrace.runtime.shards import StoredShard
 from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, LayerPlan, Lengths, MicroBatch, Pipeline, Plan, Scheme
 from headrace.spec.known_methods import FACTS, automatic_methods
@@ -140,4 +144,27 @@ def test_a_layer_does_not_wait_for_the_device(method: str, run_job: RunJob) -> N
     ranks = 1 if method == "local" else 8
     assert FACTS[method].supports(MODEL, ranks) is None
     job = run_job(lambda job: _quiet(method, ranks))
+    assert job.wait() == 0, job.err
+
+
+def _written_behind(folder: str) -> int:
+    root, writer = Path(folder), BackgroundWriter()
+    tensor = torch.arange(3_000_000, device="cuda").view(1000, 3000).float()
+    wanted = tensor.cpu().clone()
+    shard = StoredShard(name="w", first_row=0, tensor=tensor, shape=tuple(tensor.shape))
+    for step in (1, 2):
+        writer.begin(root, step, [shard], {}, rank=0, gather=lambda own: [own], keep=2)
+        tensor.mul_(2)  # the next step's update
+        assert all(buffer.is_pinned() for buffer in writer._buffers.values())
+    writer.finish(lambda own: [own])
+    for step in (1, 2):
+        found = checkpoint.read_whole(root / f"step-{step:06d}", "w")
+        assert torch.equal(found, wanted * step)
+    return 0
+
+
+def test_checkpoints_hold_what_was_when_they_began(run_job: RunJob, tmp_path: Path) -> None:
+    """Catches a copy from the device that is not done when the next step changes what it copies,
+    and host memory that the device cannot reach."""
+    job = run_job(lambda job: _written_behind(str(tmp_path)))
     assert job.wait() == 0, job.err
