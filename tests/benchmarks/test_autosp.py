@@ -69,6 +69,7 @@ def test_what_is_computed_again_costs_less_memory() -> None:
     assert found["headrace, compiled"]["kept_bytes"] < found["torch"]["kept_bytes"]
 
 
+@pytest.mark.slow
 def test_the_longest_sequence() -> None:
     """Catches bytes that are not linear in layers and tokens, which the table takes them for."""
     shape = (64, 128, 8, 4, 256)

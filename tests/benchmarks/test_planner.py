@@ -84,6 +84,7 @@ def test_numbers_beside_an_earlier_run() -> None:
     assert texts == ["4.0 (0.500x)", "4.0"]
 
 
+@pytest.mark.slow
 def test_the_script_compares_its_runs(tmp_path: Path) -> None:
     """Would catch numbers that are not written, not printed, or not found in an earlier file."""
     before = tmp_path / "before.json"

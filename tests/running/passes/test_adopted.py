@@ -351,7 +351,7 @@ def kept_bytes(backend: str, level: Any) -> tuple[float, int, int]:
     return error, kept, run.compiles
 
 
-@pytest.mark.parametrize("backend", [whole("eager"), "aot_eager"])
+@pytest.mark.parametrize("backend", [whole("eager"), whole("aot_eager")])
 def test_blocks_of_a_graph_compute_again_what_was_said(backend: str) -> None:
     """Catches tags that a partitioner does not see, and blocks that break a graph."""
     found = {}
