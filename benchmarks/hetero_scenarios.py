@@ -221,11 +221,11 @@ def max_length_ways(context: int) -> tuple[Make, Make]:
 
 
 def steps_of(
-    scenario: Scenario, iterations: int, seed: int, more: float = 0.0
+    scenario: Scenario, iterations: int, seed: int, more: float | None = None
 ) -> dict[str, dict[str, Any]]:
     """Seconds of every iteration, and the strategies, by who plans."""
     costs, devices, context = scenario.costs_of(), scenario.devices, scenario.context
-    if more:
+    if more is not None:
         costs = costs.with_context(DEGREES, more)
     lengths = scenario.lengths(iterations, seed)
     static = holding(costs, devices, context)
@@ -283,7 +283,7 @@ def in_turn(
 
 def scenarios(o: argparse.Namespace) -> dict[str, Any]:
     """The section of Figure 13."""
-    return _scenarios(o, 0.0)
+    return _scenarios(o, None)
 
 
 def context_scenarios(o: argparse.Namespace) -> dict[str, Any]:
@@ -291,10 +291,10 @@ def context_scenarios(o: argparse.Namespace) -> dict[str, Any]:
     return _scenarios(o, o.more) | {"degrees": list(DEGREES), "more": o.more}
 
 
-def _scenarios(o: argparse.Namespace, more: float) -> dict[str, Any]:
+def _scenarios(o: argparse.Namespace, more: float | None) -> dict[str, Any]:
     rows = list[dict[str, Any]]()
     for scenario in scenario_list(quick=o.quick):
-        tell(f"scenario {scenario}{', context parallel' if more else ''}")
+        tell(f"scenario {scenario}{', context parallel' if more is not None else ''}")
         found = steps_of(scenario, o.iterations, o.seed, more)
         mean = {name: fmean(own["steps_s"]) for name, own in found.items()}
         ours, bounds = found[OWN]["steps_s"], found[OWN]["bounds_s"]

@@ -136,6 +136,7 @@ def test_context_parallel_schemes_are_derived_by_the_rule_of_their_file() -> Non
         ([2], "context of the costs: got [2]"),
         ({"degrees": 2, "more": 0.1}, "context of the costs"),
         ({"degrees": [2]}, "context of the costs"),
+        ({"degrees": [], "more": 0.1}, "context degrees: got none"),
         ({"degrees": [1], "more": 0.1}, "context degree: got 1"),
         ({"degrees": [True], "more": 0.1}, "context degree: got True"),
         ({"degrees": [2], "more": -1}, "more of context: got -1"),

@@ -23,7 +23,7 @@ def priced(devices: int, pull_s: float, lengths: Lengths) -> tuple[CostModel, Pr
     schemes = Problem(costs=costs, devices=devices).pricing.groups("whole")
     batch = SortedBatch.of(lengths)
     return costs, PriceTable(batch, schemes, devices, pull_s=pull_s, push_s=2 * pull_s,
-                             first=sum(costs.shape.bucket_shares[:2]))  # fmt: skip
+                             unhidden=sum(costs.shape.bucket_shares[:2]))  # fmt: skip
 
 
 @pytest.mark.parametrize("pull_s", [1e-4, 0.02, 0.3])

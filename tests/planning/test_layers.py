@@ -289,7 +289,7 @@ def test_what_is_looked_up_is_close_to_the_best(seed: int) -> None:
     for _ in range(2000):
         tokens = int(np.exp(rng.uniform(0, np.log(frontier.most_tokens))))
         squares = tokens ** rng.uniform(1, 2)
-        close, best = frontier.close(squares, tokens), frontier.best(squares, tokens)
+        close, best = frontier.nearly_best(squares, tokens), frontier.best(squares, tokens)
         assert close is not None
         assert best is not None
         assert frontier.caps[close[1]] >= tokens
@@ -297,4 +297,4 @@ def test_what_is_looked_up_is_close_to_the_best(seed: int) -> None:
     assert min(lost) >= -1e-12
     assert max(lost) < 0.01
     assert np.mean(lost) < 2e-4
-    assert frontier.close(1.0, frontier.most_tokens + 1) is None
+    assert frontier.nearly_best(1.0, frontier.most_tokens + 1) is None

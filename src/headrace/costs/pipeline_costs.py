@@ -161,6 +161,8 @@ class PipelineCosts:
         1) / d``, as a ring sends (d - 1) / d of keys and values; launches are the same. Raises
         CostError for what is no degree or no share.
         """
+        if not degrees:
+            raise CostError("context degrees", got="none", wanted="at least one")
         for degree in degrees:
             if isinstance(degree, bool) or not isinstance(degree, int) or degree < 2:
                 raise CostError("context degree", got=repr(degree), wanted="an int of at least 2")

@@ -86,17 +86,17 @@ class PriceTable:
     ``alone``, ``work`` and ``spread`` [schemes, sequences] as above. ``seconds[k][i]`` and
     ``room[k][i]`` are those of position i on scheme k by its usual row, ``c[k]`` and ``cap[k]``
     that row's constant and tokens, and ``share[k]`` a token's share of it. ``pull_s`` and
-    ``push_s`` are what weights and gradients take on their way, if computations hide nothing of it,
-    the share ``first`` of them what nothing hides.
-    ``packs`` are those made so far, by scheme and members.
+    ``push_s`` are the seconds in which weights arrive and gradients leave if no computation hides
+    them; the share ``unhidden`` of both is never hidden. ``packs`` are those made so far, by scheme
+    and members.
     """
 
     def __init__(
         self, batch: SortedBatch, schemes: Sequence[PricedScheme], devices: int,
-        *, pull_s: float = 0.0, push_s: float = 0.0, first: float = 0.0,
+        *, pull_s: float = 0.0, push_s: float = 0.0, unhidden: float = 0.0,
     ) -> None:  # fmt: skip
         self.batch, self.devices = batch, devices
-        self.pull_s, self.push_s, self.first = pull_s, push_s, first
+        self.pull_s, self.push_s, self.unhidden = pull_s, push_s, unhidden
         self.schemes = sorted(schemes, key=lambda s: (s.devices, s.depth, s.scheme.tensor))
         self.tokens = batch.tokens
         self.width = [scheme.devices for scheme in self.schemes]
@@ -171,8 +171,8 @@ class PriceTable:
         pull_s, push_s = self.pull_s / self.depth[k], self.push_s / self.depth[k]
         waited_s = pull_s - first_s * _FORWARD
         behind_s = push_s - last_s * (1 - _FORWARD)
-        waited_s = max(waited_s, self.first * self.pull_s) - start_s
-        return max(0.0, waited_s), max(behind_s, self.first * self.push_s)
+        waited_s = max(waited_s, self.unhidden * self.pull_s) - start_s
+        return max(0.0, waited_s), max(behind_s, self.unhidden * self.push_s)
 
     def put(self, k: int, room: list[int], tokens: int) -> None:
         """Put ``tokens`` into the micro-batch that they fill best, a new one where none has

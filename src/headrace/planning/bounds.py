@@ -29,7 +29,7 @@ of t_j seconds a stage.
    that they share need ranks apart: sum over them of the fewest ranks open to each <= N.
 
 Everything falls while tau rises, so the least tau that satisfies all three is a bound; it is found
-by bisection from below.
+by narrowing an interval from below.
 
 Where costs know the stages, which may differ, rows of whole models stand for them: a micro-batch
 keeps the width's ranks busy for what it takes, in sum over the stages, and passes all of them one

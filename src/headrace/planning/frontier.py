@@ -65,7 +65,9 @@ class Frontier:
     caps: tuple[int, ...]
     layers: Counts
     _plans: dict[int, LayerPlan] = field(default_factory=dict, repr=False, compare=False)
-    _close: dict[tuple[int, int, int], int] = field(default_factory=dict, repr=False, compare=False)
+    _nearly: dict[tuple[int, int, int], int] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     _quickest: dict[tuple[int, int], int] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -133,7 +135,7 @@ class Frontier:
         a, b, c = self.rows[first]
         return a * squares + b * tokens + c, first
 
-    def close(self, squares: float, tokens: int) -> tuple[float, int] | None:
+    def nearly_best(self, squares: float, tokens: int) -> tuple[float, int] | None:
         """:meth:`best` as searches ask it, many times: of packs of about the same mean length and
         tokens that the same plans hold, one plan is taken to be the quickest."""
         first = bisect_left(self.caps, tokens)
@@ -141,10 +143,10 @@ class Frontier:
             return None
         if not self.rules[first]:
             key = int(log(squares / tokens) * _LIKE), int(log(tokens) * _LIKE), first
-            row = self._close.get(key)
+            row = self._nearly.get(key)
             if row is None:
                 row = first + int(self._table[first:].dot(_alike(*key[:2])).argmin())
-                self._close[key] = row
+                self._nearly[key] = row
             first = row
         a, b, c = self.rows[first]
         return a * squares + b * tokens + c, first

@@ -79,7 +79,8 @@ class SearchLimits:
     halvings: int = 5
 
     def of(self, sequences: int) -> SearchLimits:
-        """Those for a batch of so many sequences."""
+        """The limits for a batch of ``sequences``: less for each where there are more than
+        ``many``."""
         if sequences <= self.many:
             return self
         return replace(

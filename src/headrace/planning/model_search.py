@@ -105,7 +105,7 @@ class ModelSearch:
         moved, shares = self.problem.model.exchange_s, self.problem.model.shape.bucket_shares
         return PriceTable(
             self.batch, schemes, self.problem.devices,
-            pull_s=moved.pull_s, push_s=moved.push_s, first=sum(shares[:2]),
+            pull_s=moved.pull_s, push_s=moved.push_s, unhidden=sum(shares[:2]),
         )  # fmt: skip
 
     def _close(self, low_s: float) -> bool:

@@ -168,7 +168,7 @@ class Nesting:
         loads = [(free + table.c[k], g) for g, (free, _) in enumerate(groups)]
         heapify(loads)
         members = [list[int]() for _ in groups]
-        if table.fluid[k]:
+        if table.fluid[k]:  # the rule of ``added_s`` and ``put``, without calls: the innermost loop
             room_of, share = [table.cap[k]] * len(groups), table.share[k]
             for i in some:
                 load, g = loads[0]

@@ -105,7 +105,7 @@ def _priced(bins: Bins, tokens: Sequence[int], frontier: Frontier) -> tuple[list
     times, rows = list[float](), list[int]()
     for held in bins:
         own = [tokens[i] for i in held]
-        found = frontier.close(sum([n * n for n in own]), sum(own))
+        found = frontier.nearly_best(sum([n * n for n in own]), sum(own))
         assert found is not None, "a pack is within the capacity"
         times.append(found[0])
         rows.append(found[1])
@@ -123,7 +123,7 @@ def _counts(
     grid = {round(least * step**k) for k in range(_COUNTS_RANKED + 1)} | {least + 1}
     ranked = []
     for count in grid:
-        found = frontier.close(squares / count, -(-total // count))
+        found = frontier.nearly_best(squares / count, -(-total // count))
         if found is not None and count <= sequences:
             ranked.append((count * found[0], count))
     return [count for _, count in sorted(ranked)[:_COUNTS_TRIED]]

@@ -253,7 +253,7 @@ def deal(table: PriceTable, kept: Pipelines, loose: Sequence[int]) -> float:
             heap, seconds, tokens, k = min(kinds, key=lambda kind: kind[0][0][0] + kind[1][i])
         load, g = heap[0]
         kept[g][1].append(i)
-        if fluid[k]:
+        if fluid[k]:  # the rule of ``added_s`` and ``put``, without calls: the innermost loop
             left = left_of[g] - tokens[i]
             if left < 0:
                 load -= left * share[k]

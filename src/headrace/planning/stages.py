@@ -175,7 +175,7 @@ class StageCosts:
         layers = self.table.seconds[self.table.layers].sum(axis=1)
         a, b, c = (layers + np.array([both.a, both.b, both.c])).T
         full = np.array([variant.in_flight for variant in self.variants()]).max(axis=0)
-        dealt = b + c.min() / full
+        dealt = b + c.min() / np.maximum(full, 1.0)  # of what fits nowhere nothing is claimed
         order = np.argsort(caps, kind="stable")
         order = order[caps[order] > 0]
         held, nothing = tuple(caps[order].tolist()), np.zeros(len(order))

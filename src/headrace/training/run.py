@@ -168,6 +168,7 @@ class RankRun:
             self.record.step(step, notices)
             self.rank.listener.step(step, notices)
         if self.writer.busy:
+            self.rank.enters("looking whether all ranks have written the checkpoint")
             self._kept(self.writer.look(self._gather))
         every = self.config.checkpoint.every
         if done == steps or (every and done % every == 0):

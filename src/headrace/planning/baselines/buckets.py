@@ -17,8 +17,8 @@ from itertools import groupby
 
 from headrace.planning.baselines.launched import fitting, in_turn
 from headrace.planning.batch import PriceTable
-from headrace.planning.packing import best_fit
 from headrace.planning.schedule import Group
+from headrace.planning.staged_packing import best_fit
 
 __all__ = ["bucket", "buckets", "packed"]
 
