@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -206,6 +207,23 @@ def test_errors_of_ranks_are_raised_here(folder: Path) -> None:
             on_step=lambda step: os.kill(os.getpid(), signal.SIGHUP),
         )  # fmt: skip
     assert ended.value.code == 128 + signal.SIGHUP
+
+
+def test_ranks_in_new_processes_train_alike(folder: Path, monkeypatch) -> None:
+    """Catches a run that a process which may not fork (it has begun CUDA, or computed on several
+    threads as a rank) cannot start, or in which callbacks and errors stay in the ranks."""
+    from headrace.comm.launch import start
+    from headrace.training import rank
+
+    path, seen = folder / "my.toml", list[float]()
+    config, small = hr.Config.load(path), hr.Config.load(path, "devices.memory=64KiB")
+    forked = hr.train(config, out=folder / "forked")
+    monkeypatch.setattr(rank, "start", partial(start, forked=False))
+    run = hr.train(config, out=folder / "new", on_step=lambda step: seen.append(step.loss))
+    assert run.losses == pytest.approx(forked.losses, rel=1e-5)
+    assert tuple(seen) == run.losses
+    with pytest.raises(hr.errors.InfeasiblePlan, match=r"does not fit|less than 64 KiB"):
+        hr.train(small, out=folder / "new-small")
 
 
 def test_costs_are_measured_or_cached(folder: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import SpecError
-from headrace.spec.hardware import DEVICES, LINKS, Hardware
+from headrace.spec.hardware import DEVICES, LINKS, Hardware, Link
 from headrace.spec.hardware_presets import USUAL
 from headrace.units import GIB
 
@@ -136,3 +136,15 @@ def test_links_are_checked(change: dict) -> None:
         replace(LINKS["pcie4"], **change)
     with pytest.raises(SpecError, match="devices of a node: got 0"):
         replace(Hardware.parse("cpu"), devices_per_node=0)
+
+
+def test_what_all_get_crosses_once_a_node() -> None:
+    """Catches bytes that cross once a device, that move inside for nothing, and a node too many."""
+    inside, across = (
+        Link(name=name, bytes_per_s=speed, latency_s=0.0, attained=1.0, source="made up")
+        for name, speed in (("in", 8.0), ("out", 1.0))
+    )
+    hardware = replace(Hardware.parse("h100"), inside=inside, across=across, devices_per_node=4)
+    assert hardware.gather_s(1, 16.0) == 0.0
+    assert hardware.gather_s(4, 16.0) == 4 * 3 / 8
+    assert hardware.gather_s(16, 16.0) == 3 / 1 + 12 / 8

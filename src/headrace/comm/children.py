@@ -16,7 +16,7 @@ from headrace.comm.exit import end, say
 from headrace.comm.status import Death, StatusBoard
 from headrace.errors import LaunchError
 
-__all__ = ["bury", "caught", "fork", "stopping", "supervise"]
+__all__ = ["bury", "caught", "fork", "live", "stopping", "supervise"]
 
 _POLL_S = 0.02
 _GRACE_S = 2.0  # for the last words of the others
@@ -62,15 +62,15 @@ def fork(ranks: int, body: Callable[[int], int]) -> dict[int, int]:
             bury(children)
             raise LaunchError(f"rank {rank}", got=error, wanted="a process", hint="fewer ranks")
         if pid == 0:
-            _live(parent, rank, body)
+            gc.freeze()  # a collection would write to, and so copy, every page of what was imported
+            live(parent, rank, body)
         children[rank] = pid
     return children
 
 
-def _live(parent: int, rank: int, body: Callable[[int], int]) -> None:
-    """The child's life; never returns into the code of its parent."""
+def live(parent: int, rank: int, body: Callable[[int], int]) -> None:
+    """The life of a child of ``parent``; never returns into the code that began it."""
     code = 1
-    gc.freeze()  # a collection would write to, and so copy, every page of what was imported
     try:
         for number in (signal.SIGINT, signal.SIGHUP):  # the terminal sends it to all of us
             signal.signal(number, signal.SIG_IGN)

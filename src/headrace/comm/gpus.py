@@ -1,20 +1,21 @@
 """GPUs of this machine: how many there are, whose is which, and how one begins.
 
-[Note: forks] Ranks are forked, and CUDA does not live on in a child of a process that has begun it;
-for some questions (is there a device? how many, where the driver's library for management is
-missing) torch begins it. So the launcher has a child ask.
+[Note: forks] Ranks are forked where they can be, and CUDA does not live on in a child of a process
+that has begun it; for some questions (is there a device? how many, where the driver's library for
+management is missing) torch begins it. So the launcher has a child ask.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 
 from headrace.comm.variables import sees_own_gpus
 from headrace.errors import LaunchError
 
-__all__ = ["begin_gpu", "count_gpus", "gpu_of"]
+__all__ = ["begin_gpu", "count_gpus", "cuda_begun", "gpu_of"]
 
 
 def count_gpus() -> int:
@@ -23,11 +24,23 @@ def count_gpus() -> int:
         return 0
     if torch.cuda.is_initialized():
         return torch.cuda.device_count()
+    return _asked(torch.cuda.device_count)
+
+
+def cuda_begun() -> bool:
+    """Whether CUDA was begun in this process, or asked for, so that no fork of it can use it."""
+    if not torch.backends.cuda.is_built():
+        return False
+    return torch.cuda.is_initialized() or bool(_asked(torch.cuda._is_in_bad_fork))  # noqa: SLF001
+
+
+def _asked(question: Callable[[], int]) -> int:
+    """What a forked child answers; 0 where it does not."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(theirs, str(torch.cuda.device_count()).encode())
+            os.write(theirs, str(int(question())).encode())
         finally:
             os._exit(0)
     os.close(theirs)

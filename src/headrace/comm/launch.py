@@ -1,8 +1,8 @@
 """Starting ranks: by ``start`` on this machine, or by ``join`` as one rank of a torchrun job.
 
 Both give every rank the same :class:`World`. ``start`` forks after one import of torch, so ranks
-are ready a tenth of a second later; the store lives in the launcher, so it outlives every rank and
-can tell the others who died.
+are ready a tenth of a second later, or has new processes where it cannot fork; the store lives in
+the launcher, so it outlives every rank and can tell the others who died.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import importlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from headrace.comm.children import bury, caught, fork, stopping, supervise
+from headrace.comm.executed import execute
 from headrace.comm.exit import end
+from headrace.comm.gpus import cuda_begun
 from headrace.comm.lifeline import Lifeline
 from headrace.comm.meeting import Comer, take_seat
 from headrace.comm.network import interface_of, route
@@ -54,8 +56,10 @@ def start(
     deterministic: bool = False,
     port: int = 0,
     each: Callable[[], None] = lambda: None,
+    inherited: Sequence[int] = (),
+    forked: bool | None = None,
 ) -> int:
-    """Run ``main`` on ``ranks`` forked ranks of this machine and return the job's exit code.
+    """Run ``main`` on ``ranks`` ranks of this machine and return the job's exit code.
 
     0 when every rank returned 0; 130 on Ctrl-C, 143 on SIGTERM, 129 on SIGHUP (but for nohup), 138
     on SIGUSR1; 2 for an error of headrace's tree
@@ -69,37 +73,55 @@ def start(
     ``each`` is called here time and again while the ranks run, and once more when they have ended;
     what it raises ends them.
 
-    Call it from the main thread, before CUDA is used and before torch has computed on more than
-    one thread: neither survives a fork. Raises LaunchError when ranks cannot be started.
+    Ranks are forked (``forked``), or are new processes where this one has begun CUDA or was a rank
+    that computed on several threads, neither of which survives a fork. To those ``main`` is sent:
+    it must be a value of a module, no closure, and uses of open files only those ``inherited``.
+    Call it from the main thread. Raises LaunchError when ranks cannot be started.
     """
     settings = Settings(
         device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=heartbeat_s, hang_s=hang_s,
         deterministic=deterministic,
     )  # fmt: skip
-    _check(ranks, device, threads)
+    _check(ranks)
+    if forked is None:
+        several = (threads or len(os.sched_getaffinity(0)) // ranks) > 1
+        forked = not ((_threaded.is_set() and several) or (device == "cuda" and cuda_begun()))
     # torch's optimizers import it when they are first made: once here, not on every rank.
     importlib.import_module("torch._dynamo")
     gc.collect()  # a store that an earlier world left behind would be joined by ranks, and abort
     children: dict[int, int] = {}
     with _listen(port) as listener, caught(*stopping()) as heard:
-        port = listener.getsockname()[1]
+        body = _Started(main=main, ranks=ranks, port=listener.getsockname()[1], settings=settings)
 
-        def body(rank: int) -> int:
+        def in_child(rank: int) -> int:
             listener.close()
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever networks come and go
-            place = RankPlace(
-                rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, attempt=0,
-                host=_LOCALHOST, port=port,
-            )  # fmt: skip
-            client = dist.TCPStore(_LOCALHOST, port, is_master=False)
-            return run_rank(main, place, settings, client)
+            return body(rank)
 
         try:
-            children = fork(ranks, body)
-            store = _serve(listener, port)  # after the fork: its threads would not survive it
+            children = fork(ranks, in_child) if forked else execute(ranks, body, inherited)
+            store = _serve(listener, body.port)  # after the fork: its threads would not survive it
             return supervise(children, StatusBoard.of_attempt(store, 0), heard, each)
         finally:
             bury(children)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Started:
+    """A rank's life, in its own process."""
+
+    main: Callable[[World], int]
+    ranks: int
+    port: int
+    settings: Settings
+
+    def __call__(self, rank: int) -> int:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever networks come and go
+        place = RankPlace(
+            rank=rank, ranks=self.ranks, local_rank=rank, local_ranks=self.ranks, attempt=0,
+            host=_LOCALHOST, port=self.port,
+        )  # fmt: skip
+        client = dist.TCPStore(_LOCALHOST, self.port, is_master=False)
+        return run_rank(self.main, place, self.settings, client)
 
 
 @contextmanager
@@ -142,21 +164,11 @@ def lone_rank(
             del os.environ["GLOO_SOCKET_IFNAME"]
 
 
-def _check(ranks: int, device: str, threads: int | None) -> None:
+def _check(ranks: int) -> None:
     if ranks < 1:
         raise LaunchError("ranks", got=ranks, wanted="at least 1")
-    if _threaded.is_set() and (threads or len(os.sched_getaffinity(0)) // ranks) > 1:
-        raise LaunchError(
-            "start", got="a process that was a rank itself and computed on several threads",
-            wanted="ranks of one thread each", hint="threads = 1, or start them from a new process",
-        )  # fmt: skip
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError("start", got="another thread", wanted="a call from the main thread")
-    if device == "cuda" and torch.cuda.is_initialized():
-        raise LaunchError(
-            "start", got="CUDA already initialised in this process",
-            wanted="no use of it before the ranks are forked", hint="or start it with torchrun",
-        )  # fmt: skip
 
 
 def _listen(port: int) -> socket.socket:

@@ -9,8 +9,9 @@ where it will be used; on CPUs as well, so that all runs do the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -23,7 +24,7 @@ from headrace.comm.sockets import Connections
 from headrace.comm.variables import number, under_torchrun
 from headrace.errors import LaunchError, PlanMismatch
 
-__all__ = ["Groups", "device_of", "groups_here"]
+__all__ = ["Groups", "NodeGroups", "device_of", "groups_here"]
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
@@ -55,6 +56,16 @@ def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | N
         return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGroups:
+    """Of a rank of several nodes with ``ranks`` each: those ``inside`` its node, and ``across`` the
+    nodes those that have its place in theirs."""
+
+    ranks: int
+    inside: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+
 class Groups:
     """The process groups of one job.
 
@@ -65,17 +76,24 @@ class Groups:
     ``backend`` of the groups: the world's where it is None. ``connections`` remember theirs.
     Their collectives have the world's timeout.
     ``device``: where the tensors are that they exchange.
+    ``node_ranks`` follow each other on each of several nodes: ``nodes`` are groups of links inside
+    and across them, made when first prepared; without it, or where it is all ranks, all are alike.
     """
 
     def __init__(
         self, *, backend: str | None = None, connections: Connections | None = None,
-        device: str | torch.device = "cpu",
+        device: str | torch.device = "cpu", node_ranks: int | None = None,
     ) -> None:  # fmt: skip
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
+        if node_ranks is not None and (node_ranks < 1 or self.ranks % node_ranks):
+            raise LaunchError(
+                "ranks of a node", got=node_ranks, wanted=f"a divisor of the {self.ranks} ranks"
+            )
+        self.node_ranks = node_ranks if node_ranks and 1 < node_ranks < self.ranks else None
         self._backend = backend
         self._connections = connections or Connections()
-        self._device = torch.device(device)
+        self.device = torch.device(device)
         self.renew()
 
     def renew(self) -> None:
@@ -83,16 +101,17 @@ class Groups:
         world = dist.group.WORLD
         assert world is not None, "torch.distributed is initialised"
         self.world: dist.ProcessGroup = world
-        self._timeout = _timeout_of(world, self._device)
+        self._timeout = _timeout_of(world, self.device)
         self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._messages: Messages | None = None
+        self._nodes: NodeGroups | None = None
         self._met: set[int] = set()
         self._opened = False
 
     def forget(self) -> None:
         """Let go of all groups: the world is about to end."""
         self._made.clear()
-        self._messages = None
+        self._messages = self._nodes = None
         del self.world
 
     def leave(self) -> None:
@@ -101,7 +120,7 @@ class Groups:
         self._connections.cut()
         waiting.leave_behind()
         self._made.clear()
-        self._messages = None
+        self._messages = self._nodes = None
         self._met.clear()
 
     def prepare(self, wanted: Iterable[tuple[int, ...]]) -> None:
@@ -111,15 +130,40 @@ class Groups:
         if not self._opened and self.ranks > 1:
             self._open(self.world)
             self._opened = True
+        if self.node_ranks and self._nodes is None:
+            self._nodes = self._make_nodes(self.node_ranks)
         for ranks in sorted({r for r in wanted if len(r) > 1} - self._made.keys()):
-            # Who is not in it opens nothing, and counts it only: looking for what was opened would
-            # take a rank longer the more ranks, and so groups, there are.
-            mine = self.rank in ranks
-            with self._connections.opening() if mine else nullcontext():
-                made = self._new(ranks)
-            self._made[ranks] = made if mine and isinstance(made, dist.ProcessGroup) else None
-            if mine and isinstance(made, dist.ProcessGroup):
-                self._open(made)
+            self._made[ranks] = self._make(ranks)
+
+    def _make(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """Make a group, and open it where this rank is of it."""
+        # Who is not in it opens nothing, and counts it only: looking for what was opened would
+        # take a rank longer the more ranks, and so groups, there are.
+        mine = self.rank in ranks
+        with self._connections.opening() if mine else nullcontext():
+            made = self._new(ranks)
+        if not mine or not isinstance(made, dist.ProcessGroup):
+            return None
+        self._open(made)
+        return made
+
+    def _make_nodes(self, each: int) -> NodeGroups:
+        """Make the groups of links of all nodes, then of all places in them; this rank's."""
+        nodes = [range(at, at + each) for at in range(0, self.ranks, each)]
+        places = [range(at, self.ranks, each) for at in range(each)]
+        inside, across = (
+            next(group for group in [self._make(ranks) for ranks in some] if group is not None)
+            for some in (nodes, places)
+        )
+        return NodeGroups(ranks=each, inside=inside, across=across)
+
+    @property
+    def nodes(self) -> NodeGroups | None:
+        """The groups of links in two steps; None where all ranks are alike. Raises PlanMismatch
+        when they were never prepared."""
+        if self.node_ranks and self._nodes is None:
+            raise PlanMismatch("groups of nodes", got="never prepared", wanted="prepared by all")
+        return self._nodes
 
     def prepare_messages(self, peers: Collection[int] = ()) -> None:
         """Make the group of messages unless it exists, and open the ways to ``peers``, with whom
@@ -133,17 +177,17 @@ class Groups:
             self._open(made)
             self._messages = Messages(made)
         new = sorted(set(peers) - self._met)
-        self._messages.greet(new, self._device)
+        self._messages.greet(new, self.device)
         self._settle()
         self._met.update(new)
 
-    def _new(self, ranks: Iterable[int]) -> object:
+    def _new(self, ranks: Sequence[int]) -> object:
         """A group, or torch's mark of one without this rank."""
         return dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend)
 
     def _open(self, group: dist.ProcessGroup) -> None:
         """Use a group once in either way that layouts use it, which has all its members meet."""
-        ones = torch.ones(dist.get_world_size(group), device=self._device)
+        ones = torch.ones(dist.get_world_size(group), device=self.device)
         each = [1] * len(ones)
         all_to_all_rows(ones, each, each, group)
         all_gather_rows(ones[:1], each, group)
@@ -151,8 +195,8 @@ class Groups:
 
     def _settle(self) -> None:
         """Wait for the device, too: on one, waits for transfers are for it alone."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @property
     def messages(self) -> Messages:

@@ -216,6 +216,11 @@ class DevicesConfig(Section):
     CPUs. Stored weights, optimizer state and sums of gradients are float32 with ``bfloat16``, and
     of the same type otherwise."""
 
+    node_ranks: Annotated[int, Field(ge=0, le=65_536)] = 0
+    """Ranks of one node. Weights and gradients cross between nodes once, and are spread inside; 0
+    takes what the launcher says, on GPUs (on CPUs a rank would wait for the first step), and
+    ``ranks`` itself has all go in one step."""
+
     timeout_s: Annotated[float, Field(ge=1, le=1e6)] = 1800.0
     """Seconds that a collective may wait."""
 

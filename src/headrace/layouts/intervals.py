@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import SpecError
 
-__all__ = ["Partition", "Rows", "split_rows", "split_sizes"]
+__all__ = ["Partition", "Rows", "hull", "split_rows", "split_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,14 @@ class Rows:
     def within(self, other: Rows) -> slice:
         """These rows as a slice of a tensor that holds ``other``."""
         return slice(self.start - other.start, self.stop - other.start)
+
+
+def hull(parts: Iterable[Rows]) -> Rows:
+    """The smallest interval with all of ``parts``; empty when they are."""
+    some = [part for part in parts if part]
+    if not some:
+        return Rows(0, 0)
+    return Rows(min(p.start for p in some), max(p.stop for p in some))
 
 
 def split_sizes(count: int, parts: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from headrace.layouts.intervals import Partition, Rows, split_rows
+from headrace.layouts.intervals import Partition, Rows, hull, split_rows
 from headrace.spec.plan import Pipeline, Plan
 from headrace.spec.weights import WeightSpec
 
@@ -19,16 +19,29 @@ __all__ = [
 ]
 
 
-def storage_partition(weight: WeightSpec, ranks: int) -> Partition:
-    """Rows split over all ranks: fully sharded master weights, optimizer state, gradient sums."""
-    return Partition.even(weight.rows, ranks, weight.unit or 1)
+def storage_partition(weight: WeightSpec, ranks: int, node_ranks: int | None = None) -> Partition:
+    """Rows split over all ranks: fully sharded master weights, optimizer state, gradient sums.
+
+    With ``node_ranks`` of each node, a divisor of ``ranks``, those of the first ranks of all nodes
+    come first, then those of the second ranks: what crosses between nodes is together.
+    """
+    even = Partition.even(weight.rows, ranks, weight.unit or 1)
+    if node_ranks is None:
+        return even
+    nodes = ranks // node_ranks
+    parts = (
+        even.parts[place * nodes + node] for node in range(nodes) for place in range(node_ranks)
+    )
+    return Partition(rows=even.rows, parts=tuple(parts))
 
 
-def storage_partitions(table: Iterable[WeightSpec], ranks: int) -> dict[str, Partition]:
+def storage_partitions(
+    table: Iterable[WeightSpec], ranks: int, node_ranks: int | None = None
+) -> dict[str, Partition]:
     """:func:`storage_partition` of each weight; equal ones are one object."""
     weights = list(table)
     kinds = {(w.rows, w.unit): w for w in weights}
-    made = {kind: storage_partition(w, ranks) for kind, w in kinds.items()}
+    made = {kind: storage_partition(w, ranks, node_ranks) for kind, w in kinds.items()}
     return {w.name: made[w.rows, w.unit] for w in weights}
 
 
@@ -96,7 +109,7 @@ def _working(
             if count not in shards:
                 shards[count] = group_shards(weight, count)
             for member, rank in enumerate(ranks):
-                parts[rank] = _hull(parts[rank], shards[count][member % count])
+                parts[rank] = hull((parts[rank], shards[count][member % count]))
     return Partition(rows=weight.rows, parts=tuple(parts))
 
 
@@ -107,11 +120,3 @@ def working_key(plan: Plan) -> tuple[object, ...]:
 
 def _used(plan: Plan) -> Iterator[Pipeline]:
     return (plan.pipelines[i] for i in sorted({m.pipeline for m in plan.micro_batches}))
-
-
-def _hull(one: Rows, other: Rows) -> Rows:
-    if not len(one):
-        return other
-    if not len(other):
-        return one
-    return Rows(min(one.start, other.start), max(one.stop, other.stop))

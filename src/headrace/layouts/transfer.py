@@ -47,6 +47,11 @@ class BucketLink:
         """Elements this rank sends to others in a pull, and receives from others in a push."""
         return self._serving.total
 
+    @property
+    def waits(self) -> bool:
+        """Whether the rank waits where it issues: never."""
+        return False
+
     def pull(self, storage: Tensors, working: Tensors, wire: torch.dtype | None = None) -> Pending:
         """Issue the copy of ``storage`` rows into ``working``; both hold this rank's parts.
 
@@ -123,7 +128,7 @@ def bucket_links(
 
 
 class Pending:
-    """An issued transfer, whose buffers take ``nbytes``. ``wait`` returns when its rows have
+    """An issued transfer with its ``buffers``. ``wait`` returns when its rows have
     arrived; call it exactly once."""
 
     def __init__(
@@ -133,12 +138,21 @@ class Pending:
         keep: tuple[torch.Tensor, ...],
     ) -> None:
         self._transfer, self._finish = transfer, finish
-        self._keep = keep  # gloo loses a message whose buffer is freed
-        self.nbytes = sum(x.nbytes for x in keep)
+        self.buffers = keep  # gloo loses a message whose buffer is freed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buffers."""
+        return sum(x.nbytes for x in self.buffers)
+
+    def keeping(self, more: tuple[torch.Tensor, ...]) -> Pending:
+        """The same, with further buffers that nobody frees before its end."""
+        self.buffers += more
+        return self
 
     def wait(self) -> None:
         """Wait for the transfer and put the rows in their place."""
         if self._transfer is not None:
             self._transfer.wait()
         self._finish()
-        self._keep = ()
+        self.buffers = ()

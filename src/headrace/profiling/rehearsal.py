@@ -213,15 +213,12 @@ class Rehearsal:
         return link.latency_s, link.bytes_per_s * link.attained
 
     def _exchange(self) -> dict[str, float]:
-        """Pull and push of all weights over the slowest link, and the update of a rank's rows."""
-        weights, share = parameter_count(self.architecture), (self.ranks - 1) / self.ranks
-        link, device = self.hardware.link(range(self.ranks)), self.hardware.device
+        """Pull and push of all weights, which cross to a node once, and the update of a rank's
+        rows."""
+        device, weights = self.hardware.device, parameter_count(self.architecture)
+        moved_s = self.hardware.gather_s(self.ranks, weights * self.dtype.itemsize)
         touched = 2 * self.state_bytes / (device.memory_bytes_per_s * device.attained_memory)
-        return {
-            "pull_s": link.seconds(weights * share * self.dtype.itemsize),
-            "push_s": link.seconds(weights * share * self._wide),
-            "update_s": touched,
-        }
+        return {"pull_s": moved_s, "push_s": moved_s, "update_s": touched}
 
 
 def _least(seconds: Callable[[], list[float]]) -> list[float]:

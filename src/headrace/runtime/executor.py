@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -172,14 +173,27 @@ class Executor:
     def _pull(self, bucket: int, state: StepState) -> None:
         """Issue a pull."""
         self._make_room("P", bucket, state.pulls, state)
-        if (issued := state.working.pull(bucket)) is not None:
+        with self._issuing("P", bucket, state):
+            issued = state.working.pull(bucket)
+        if issued is not None:
             state.pulls[bucket] = issued
 
     def _push(self, bucket: int, state: StepState) -> None:
         """Issue a push."""
         self._make_room("G", bucket, state.pushes, state)
-        if (issued := state.working.push(bucket)) is not None:
+        with self._issuing("G", bucket, state):
+            issued = state.working.push(bucket)
+        if issued is not None:
             state.pushes[bucket] = issued
+
+    @contextmanager
+    def _issuing(self, letter: str, bucket: int, state: StepState) -> Iterator[None]:
+        """A row of its own where issuing waits for a first step."""
+        if not state.working.waits:
+            yield
+            return
+        with state.spans.wait(), self._moving(letter, bucket, state):
+            yield
 
     def _make_room(
         self, letter: str, bucket: int, pending: dict[int, Pending], state: StepState
@@ -202,10 +216,13 @@ class Executor:
         self, letter: str, buckets: Sequence[int], pending: dict[int, Pending], state: StepState
     ) -> None:
         """Wait for issued transfers, in the order given; one row each."""
-        kind = "pull" if letter == "P" else "push"
         for bucket in buckets:
-            with state.spans.action(f"{letter}{bucket}", kind, ranks=self.groups.ranks):
+            with self._moving(letter, bucket, state):
                 pending.pop(bucket).wait()
+
+    def _moving(self, letter: str, bucket: int, state: StepState) -> AbstractContextManager[None]:
+        kind = "pull" if letter == "P" else "push"
+        return state.spans.action(f"{letter}{bucket}", kind, ranks=self.groups.ranks)
 
     def _timed(self, action: Action, state: StepState, work: Callable[[], None]) -> None:
         tokens, ranks = 0, self.groups.ranks

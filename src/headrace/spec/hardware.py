@@ -42,6 +42,16 @@ class Hardware:
         nodes = {rank // self.devices_per_node for rank in ranks}
         return self.inside if len(nodes) <= 1 else self.across
 
+    def gather_s(self, ranks: int, total_bytes: float) -> float:
+        """Seconds in which each of the first ``ranks`` gets all of ``total_bytes``, of which it has
+        an even part: each byte crosses to a node once, and is spread inside."""
+        if ranks == 1:
+            return 0.0
+        each = total_bytes / ranks
+        crossing = -(-ranks // self.devices_per_node) - 1
+        inside_s = self.inside.seconds(each * (ranks - 1 - crossing))
+        return inside_s + (self.across.seconds(each * crossing) if crossing else 0.0)
+
     @classmethod
     def parse(cls, text: str) -> Hardware:
         """The inverse of ``str``. Raises SpecError for a name that is no preset."""

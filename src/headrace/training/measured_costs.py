@@ -124,4 +124,5 @@ def _fingerprint(
         levels=",".join(config.planner.recompute),
         methods=",".join(methods),
         sizes=",".join(map(str, sizes)),
+        **({"node_ranks": nodes} if (nodes := rank.groups.node_ranks) else {}),
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.gpus import count_gpus
@@ -66,10 +67,12 @@ class Rank:
 
 
 def launch(
-    config: JobConfig, main: Callable[[World], int], each: Callable[[], None] = lambda: None
-) -> int:
+    config: JobConfig, main: Callable[[World], int], each: Callable[[], None] = lambda: None,
+    inherited: Sequence[int] = (),
+) -> int:  # fmt: skip
     """Run ``main(world)`` on all ranks: this process is one under torchrun, else it starts them.
-    ``each`` is called time and again while ranks that were started here run."""
+    ``each`` is called time and again while ranks that were started here run; ``inherited`` are open
+    files that ``main`` uses."""
     options = config.devices
     settings: dict[str, Any] = {
         "device": _device(config), "threads": options.threads or None,
@@ -78,7 +81,7 @@ def launch(
     }  # fmt: skip
     if under_torchrun():
         return join(main, **settings)
-    return start(main, ranks=options.ranks, each=each, **settings)
+    return start(main, ranks=options.ranks, each=each, inherited=inherited, **settings)
 
 
 def run_here(config: JobConfig, main: Callable[[World], int]) -> int:
@@ -114,6 +117,7 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
     groups = Groups(
         connections=world.rerendezvous.connections, device=world.device,
         backend=None if world.device == "cpu" else "nccl",
+        node_ranks=_node_ranks(world, config.devices.node_ranks),
     )  # fmt: skip
     dtype: torch.dtype = getattr(torch, config.devices.dtype_on(gpu=world.device != "cpu"))
     stored = dtype if dtype.itemsize >= 4 else torch.float32
@@ -137,6 +141,24 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
         cluster=Cluster(devices=world.ranks, memory_bytes=agreed, device=kind),
         machine=machine_facts(world.device), listener=listener,
     )  # fmt: skip
+
+
+def _node_ranks(world: World, wanted: int) -> int | None:
+    """Ranks of each node, where weights go to nodes first: as many as ``wanted``, or on devices as
+    the launcher says, if it is as many on each and they follow each other. Collective."""
+    if wanted:
+        if world.ranks % wanted:
+            raise ConfigError(
+                "devices.node_ranks", got=wanted, wanted=f"a divisor of the {world.ranks} ranks",
+                hint="0 takes what the launcher says",
+            )  # fmt: skip
+        return wanted
+    if world.device == "cpu":
+        return None
+    places = gather_floats([world.local_rank, world.local_ranks], dist.group.WORLD)
+    each = world.local_ranks
+    alike = all(place == [rank % each, each] for rank, place in enumerate(places))
+    return each if alike and world.ranks % each == 0 else None
 
 
 def _require_room(a: Architecture, ranks: int, stored: torch.dtype, limit_bytes: int) -> None:

@@ -1,14 +1,15 @@
 """Training from Python and from the command line: the same run, with another way to end.
 
-From Python a run on one rank stays in this process; on several ranks each is forked and sends what
-the listener hears through a pipe, so that callbacks run in the calling process, and errors come
-back as exceptions.
+From Python a run on one rank stays in this process; on several each is a process of its own, forked
+or new, and sends what the listener hears through a pipe, so that callbacks run in the calling
+process, and errors come back as exceptions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -53,18 +54,26 @@ def train(
     left out; ``resume`` goes on from its last checkpoint, on any number of ranks. ``report.html``
     is for the command line: call ``run.report()``.
 
-    Several ranks are forked: call it from the main thread, before CUDA is used. Raises
-    KeyboardInterrupt on Ctrl-C, SystemExit with the shell's code on another signal that ends a job
-    (SIGTERM, SIGHUP, SIGUSR1), errors of headrace's tree as a rank raised them, and LaunchError
-    when a rank died; then ``resume`` goes on.
+    Call it from the main thread; where CUDA was begun, several ranks take some seconds more to
+    start. Raises KeyboardInterrupt on Ctrl-C, SystemExit with the shell's code on another signal
+    that ends a job (SIGTERM, SIGHUP, SIGUSR1), errors of headrace's tree as a rank raised them, and
+    LaunchError when a rank died; then ``resume`` goes on.
     """
     folder = choose_folder(config, None if out is None else Path(out), resume=resume)
     require_trackers(tensorboard=config.report.tensorboard, wandb=config.report.wandb)
-
-    def body(rank: Rank) -> Path:
-        return train_rank(rank, folder, resume=resume).folder
-
+    body = _Training(folder=folder, resume=resume)
     return TrainingRun(on_ranks(config, body, Listener(on_step=on_step, tell=tell)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Training:
+    """Trains on a rank; returns the run's folder."""
+
+    folder: Path
+    resume: bool
+
+    def __call__(self, rank: Rank) -> Path:
+        return train_rank(rank, self.folder, resume=self.resume).folder
 
 
 def train_rank(rank: Rank, folder: Path, *, resume: bool) -> RankRun:
@@ -81,11 +90,22 @@ def train_rank(rank: Rank, folder: Path, *, resume: bool) -> RankRun:
 def profile(config: Config, *, fresh: bool = False) -> CostModel:
     """Measure what a layer costs on the ranks of a configuration, or read the cached profile;
     ``fresh`` measures again. Ranks are started as by :func:`train`."""
-    return on_ranks(config, lambda rank: measured_costs(rank, fresh=fresh)[0], Listener())
+    return on_ranks(config, _Profiling(fresh=fresh), Listener())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Profiling:
+    """Measures on a rank; returns the costs."""
+
+    fresh: bool
+
+    def __call__(self, rank: Rank) -> CostModel:
+        return measured_costs(rank, fresh=self.fresh)[0]
 
 
 def on_ranks(config: Config, body: Callable[[Rank], Found], listener: Listener) -> Found:
-    """Run ``body`` on all ranks of a configuration; returns what it returns on the first.
+    """Run ``body``, a value of a module, on all ranks of a configuration; returns what it returns
+    on the first.
 
     ``listener`` hears the first rank, in this process. Raises as :func:`train` does.
     """
@@ -93,17 +113,9 @@ def on_ranks(config: Config, body: Callable[[Rank], Found], listener: Listener) 
         return _in_this_process(config, body, listener)
     pipes = [Pipe(duplex=False) for _ in range(config.devices.ranks)]
     heard = _Heard(listener=listener, ends=[receiver for receiver, _ in pipes])
-
-    def main(world: World) -> int:
-        sender = pipes[world.rank][1]
-        with _errors_sent(sender):
-            found = body(open_rank(world, config, _Sender(sender)))
-            if world.rank == 0:
-                sender.send(("found", (found,)))
-        return 0
-
+    ends = tuple(sender.fileno() for _, sender in pipes)
     try:
-        code = launch(config, main, heard)
+        code = launch(config, _Sending(config=config, body=body, ends=ends), heard, ends)
     finally:
         for pipe in pipes:
             for end in pipe:
@@ -120,6 +132,23 @@ def on_ranks(config: Config, body: Callable[[Rank], Found], listener: Listener) 
             hint="stderr says which rank failed and where; resume=True goes on from a checkpoint",
         )  # fmt: skip
     return heard.found[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sending:
+    """Runs ``body`` on a rank, which sends through its own of the open ``ends`` of pipes."""
+
+    config: Config
+    body: Callable[[Rank], Any]
+    ends: tuple[int, ...]
+
+    def __call__(self, world: World) -> int:
+        sender = Connection(self.ends[world.rank], readable=False)
+        with _errors_sent(sender):
+            found = self.body(open_rank(world, self.config, _Sender(sender)))
+            if world.rank == 0:
+                sender.send(("found", (found,)))
+        return 0
 
 
 def _in_this_process(config: Config, body: Callable[[Rank], Found], listener: Listener) -> Found:

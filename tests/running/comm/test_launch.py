@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm import launch, ranks
-from headrace.comm.gpus import begin_gpu, count_gpus, gpu_of
+from headrace.comm.gpus import begin_gpu, count_gpus, cuda_begun, gpu_of
 from headrace.comm.launch import World, join, start
 from headrace.comm.ranks import RankPlace
 from headrace.comm.variables import ranks_here, sees_own_gpus, under_torchrun
@@ -479,6 +480,7 @@ def test_torchrun_restarts(tmp_path: Path) -> None:
 
 
 _LONE = """
+from operator import attrgetter
 import torch, torch.distributed as dist
 from headrace.comm.launch import lone_rank, start
 from headrace.errors import LaunchError
@@ -488,7 +490,7 @@ def add(world):
     dist.all_reduce(ones)
     return 0 if ones.tolist() == [world.ranks] * 3 else 1
 
-for threads, ranks_may_thread in ((1, True), (2, False)):
+for threads, ranks_may_fork in ((1, True), (2, False)):
     torch.set_num_threads(1)
     for _ in range(2):
         with lone_rank(threads=threads) as world:
@@ -501,7 +503,8 @@ for threads, ranks_may_thread in ((1, True), (2, False)):
         found = start(add, ranks=2, threads=2)
     except LaunchError as error:
         found = str(error)
-    assert found == 0 if ranks_may_thread else "threads = 1" in found, found
+    assert found == 0 if ranks_may_fork else "no new process can have (of __main__)" in found, found
+    assert start(attrgetter("local_rank"), ranks=2, threads=2) == 1  # the code of rank 1
 try:
     with lone_rank():
         with lone_rank():
@@ -518,6 +521,57 @@ def test_a_lone_rank_leaves_its_process_as_it_was() -> None:
         [sys.executable, "-c", _LONE], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def in_new_process(world: World) -> int:
+    """Of a module, as what is sent to new processes has to be."""
+    assert sys.argv[0] == "-c", "a new interpreter"
+    os.write(1, f"rank {world.rank} {total(world)} {os.getppid()}\n".encode())
+    return 0
+
+
+def fails_in_new_process(world: World) -> int:
+    if world.rank == 1:
+        raise ConfigError("key", got=1, wanted=2)
+    return blocked(world)
+
+
+def dies_in_new_process(world: World) -> int:
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return blocked(world)
+
+
+def test_ranks_of_new_processes_are_ranks(run_job: RunJob) -> None:
+    """Catches new processes that do not meet, are not the launcher's children, or outlive it."""
+    job = run_job(lambda job: start(in_new_process, ranks=2, forked=False))
+    assert job.wait(60) == 0, job.err
+    assert sorted(job.out.splitlines()) == [f"rank {r} 3.0 {job.pid}" for r in (0, 1)]
+    job = run_job(lambda job: start(fails_in_new_process, ranks=2, forked=False))
+    assert job.wait(60) == 2
+    assert job.said == ["headrace: rank 1: key: got 1, wanted 2"]
+    job = run_job(lambda job: start(dies_in_new_process, ranks=2, forked=False))
+    assert job.wait(60) == 137
+    assert any("rank 1 was killed by SIGKILL" in line for line in job.said)
+    assert job.left_over() == []
+
+
+def test_what_no_new_process_can_have_is_refused() -> None:
+    """Catches a closure that fails in every rank, with a traceback of pickle."""
+    here = threading.Lock()
+    with pytest.raises(LaunchError, match=r"no new process can have.*before they begin"):
+        start(lambda world: int(here.locked()), ranks=2, forked=False)
+
+
+def test_cuda_that_was_asked_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches ranks that are forked from a process in which torch has only looked for devices."""
+    assert not cuda_begun()
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    for bad in (True, False):
+        monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda bad=bad: bad)
+        assert cuda_begun() is bad
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert cuda_begun()
 
 
 def test_the_launcher_is_called_while_ranks_run() -> None:

@@ -64,6 +64,26 @@ def test_what_is_compiled_for_a_device(name: str, run_job: RunJob) -> None:
     assert job.wait() == 0, job.err
 
 
+def on_its_device(world: World) -> int:
+    """Of a module, as what is sent to new processes has to be."""
+    assert world.device == "cuda:0"
+    return int(torch.ones(3, device="cuda").sum().item() != 3)
+
+
+def _after_cuda(asked: Callable[[], object]) -> int:
+    asked()
+    return start(on_its_device, ranks=1, device="cuda")
+
+
+@pytest.mark.parametrize("asked", [torch.cuda.is_available, torch.cuda.init])
+def test_ranks_of_a_process_that_has_begun_cuda(
+    asked: Callable[[], object], run_job: RunJob
+) -> None:
+    """Catches ranks that are forked from a process whose CUDA they cannot have."""
+    job = run_job(lambda job: _after_cuda(asked))
+    assert job.wait(120) == 0, job.err
+
+
 def _plan() -> Plan:
     count = len(LENGTHS)
     return Plan(

@@ -80,10 +80,13 @@ def _batches(count: int) -> Iterator[Batch]:
         yield Batch(Lengths(tokens=LENGTHS), documents)
 
 
-def _train(world: World, faults: dict[int, tuple[int, str]], always: bool = False) -> Any:
+def _train(
+    world: World, faults: dict[int, tuple[int, str]], always: bool = False,
+    node_ranks: int | None = None,
+) -> Any:  # fmt: skip
     """Steps 0, 1, ...; in step n the rank ``faults[n][0]`` runs out of memory once, where its
     action has ``faults[n][1]`` in it."""
-    groups = Groups(connections=world.rerendezvous.connections)
+    groups = Groups(connections=world.rerendezvous.connections, node_ranks=node_ranks)
     options = AdamW(clip=0.5)
     storage = Storage(LLAMA, groups, seed=3, dtype=torch.float64, options=options)
     steps = len(faults)
@@ -116,10 +119,11 @@ def _train(world: World, faults: dict[int, tuple[int, str]], always: bool = Fals
 
 
 def _main(
-    folder: Path, faults: dict[int, tuple[int, str]], always: bool = False
-) -> Callable[[World], int]:
+    folder: Path, faults: dict[int, tuple[int, str]], always: bool = False,
+    node_ranks: int | None = None,
+) -> Callable[[World], int]:  # fmt: skip
     def main(world: World) -> int:
-        found = _train(world, faults, always)
+        found = _train(world, faults, always, node_ranks)
         (folder / f"rank{world.rank}").write_text(json.dumps(found))
         return 0
 
@@ -130,17 +134,22 @@ def _found(folder: Path) -> list[Any]:
     return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(4)]
 
 
-def test_a_step_is_taken_again_wherever_memory_runs_out(run_job: RunJob, tmp_path: Path) -> None:
+@pytest.mark.parametrize("node_ranks", [None, 2])
+def test_a_step_is_taken_again_wherever_memory_runs_out(
+    run_job: RunJob, tmp_path: Path, node_ranks: int | None
+) -> None:
     """Would catch ranks left waiting in a collective or a message of the step that failed, a rank
     that plans by itself, gradients of the failed try that stay in the sums, an update taken twice
     or not by all."""
     faults = dict(enumerate(PLANTED.values()))
     (tmp_path / "with").mkdir()
     (tmp_path / "without").mkdir()
-    job = run_job(lambda job: start(_main(tmp_path / "with", faults), ranks=4, timeout_s=30))
+    main = _main(tmp_path / "with", faults, node_ranks=node_ranks)
+    job = run_job(lambda job: start(main, ranks=4, timeout_s=30))
     assert job.wait(60) == 0, job.err
     none = dict.fromkeys(faults, (0, ""))
-    job = run_job(lambda job: start(_main(tmp_path / "without", none), ranks=4, timeout_s=30))
+    main = _main(tmp_path / "without", none, node_ranks=node_ranks)
+    job = run_job(lambda job: start(main, ranks=4, timeout_s=30))
     assert job.wait(60) == 0, job.err
     got, wanted = _found(tmp_path / "with"), _found(tmp_path / "without")
     for rank in range(4):

@@ -48,8 +48,10 @@ def _gradients(storage: Storage) -> dict[str, np.ndarray]:
             for name, s in storage.sums.items()}  # fmt: skip
 
 
-def _one_step_each(a: Architecture, plans: list[Plan], dtype: torch.dtype) -> list[Any]:
-    groups = Groups()
+def _one_step_each(
+    a: Architecture, plans: list[Plan], dtype: torch.dtype, node_ranks: int | None = None
+) -> list[Any]:
+    groups = Groups(node_ranks=node_ranks)
     storage = Storage(a, groups, seed=3, dtype=dtype, options=AdamW(clip=0.0))
     executor = Executor(storage, groups, seed=3)
     out = []
@@ -59,13 +61,22 @@ def _one_step_each(a: Architecture, plans: list[Plan], dtype: torch.dtype) -> li
     return out
 
 
-def _whole(results: list[dict[str, np.ndarray]], name: str, a: Architecture) -> np.ndarray:
-    rows = storage_partition({w.name: w for w in weight_table(a)}[name], len(results)).parts
+def _whole(
+    results: list[dict[str, np.ndarray]], name: str, a: Architecture, node_ranks: int | None = None
+) -> np.ndarray:
+    weight = {w.name: w for w in weight_table(a)}[name]
+    rows = storage_partition(weight, len(results), node_ranks).parts
     assert [len(r[name]) for r in results] == [len(part) for part in rows]
-    return np.concatenate([r[name] for r in results])
+    found = np.full(weight.shape, np.nan, results[0][name].dtype)
+    for part, result in zip(rows, results, strict=True):
+        found[part.start : part.stop] = result[name]
+    return found
 
 
-def _compare(results: list[Any], a: Architecture, plans: list[Plan], tolerance: float) -> None:
+def _compare(
+    results: list[Any], a: Architecture, plans: list[Plan], tolerance: float,
+    node_ranks: int | None = None,
+) -> None:  # fmt: skip
     """``results[rank][number]`` of (loss, gradient rows) against one process."""
     weights = full_weights(a, 3, torch.float64)
     for number, plan in enumerate(plans):
@@ -74,7 +85,7 @@ def _compare(results: list[Any], a: Architecture, plans: list[Plan], tolerance: 
         for rank in results:
             assert rank[number][0] == pytest.approx(loss, rel=tolerance)
         for name, wanted in grads.items():
-            got = _whole([rank[number][1] for rank in results], name, a)
+            got = _whole([rank[number][1] for rank in results], name, a, node_ranks)
             scale = max(float(wanted.abs().max()), 1e-3)
             np.testing.assert_allclose(
                 got, wanted.numpy(), rtol=0, atol=tolerance * scale,
@@ -90,6 +101,18 @@ def test_named_strategies_equal_one_process(ranks: int) -> None:
     plans = [laid_out(text, LLAMA, LENGTHS, ranks, working=held[i % 2])
              for i, text in enumerate(NAMED[ranks])]  # fmt: skip
     _compare(run_ranks(ranks, _one_step_each, LLAMA, plans, torch.float64), LLAMA, plans, 1e-10)
+
+
+@pytest.mark.parametrize(("ranks", "node_ranks"), [(4, 2), whole(6, 2), whole(6, 3), whole(8, 4)])
+def test_strategies_on_nodes_equal_one_process(ranks: int, node_ranks: int) -> None:
+    """Would catch a pull whose second step goes on before the first, a stage of another node that
+    is left out of a sum, and rows of the storage layout of nodes that are taken for others'."""
+    held = ("whole", "sharded")
+    texts = (*NAMED[ranks], f"{ranks}*cp1", f"1*cp{ranks}")
+    plans = [laid_out(text, LLAMA, LENGTHS, ranks, working=held[i % 2])
+             for i, text in enumerate(texts)]  # fmt: skip
+    results = run_ranks(ranks, _one_step_each, LLAMA, plans, torch.float64, node_ranks)
+    _compare(results, LLAMA, plans, 1e-10, node_ranks)
 
 
 @pytest.mark.parametrize("a", [UNTIED, GPT, BERT], ids=["untied", "gpt", "bert"])
@@ -132,8 +155,10 @@ def _drawn(a: Architecture, ranks: int, seed: int, steps: int) -> list[tuple[Pla
     return found
 
 
-def _ten_steps(a: Architecture, seed: int, steps: int, lr: float) -> Any:
-    groups = Groups()
+def _ten_steps(
+    a: Architecture, seed: int, steps: int, lr: float, node_ranks: int | None = None
+) -> Any:
+    groups = Groups(node_ranks=node_ranks)
     options = AdamW(eps=1e-3, decay=0.1, clip=0.5)
     storage = Storage(a, groups, seed=seed, dtype=torch.float64, options=options)
     executor = Executor(storage, groups, seed=seed)
@@ -167,13 +192,15 @@ def _steps_of_one(a: Architecture, ranks: int, seed: int, steps: int, lr: float)
     return losses, reference
 
 
-def _check_steps(a: Architecture, ranks: int, seed: int, steps: int) -> None:
-    results = run_ranks(ranks, _ten_steps, a, seed, steps, 0.01)
+def _check_steps(
+    a: Architecture, ranks: int, seed: int, steps: int, node_ranks: int | None = None
+) -> None:
+    results = run_ranks(ranks, _ten_steps, a, seed, steps, 0.01, node_ranks)
     losses, reference = _steps_of_one(a, ranks, seed, steps, 0.01)
     for got, _ in results:
         assert got == pytest.approx(losses, rel=1e-8)
     for name, wanted in reference.items():
-        got = _whole([weights for _, weights in results], name, a)
+        got = _whole([weights for _, weights in results], name, a, node_ranks)
         np.testing.assert_allclose(got, wanted.detach().numpy(), rtol=1e-8, atol=1e-8)
 
 
@@ -182,6 +209,13 @@ def test_ten_steps_of_ten_strategies_equal_one_process(ranks: int) -> None:
     """Would catch state that a strategy leaves behind: weights of another layout that were not
     pulled anew, partial sums that were not cleared, a group met in another order."""
     _check_steps(LLAMA, ranks, seed=ranks, steps=10)
+
+
+@pytest.mark.parametrize(("ranks", "node_ranks"), [(4, 2), whole(6, 3), whole(8, 2)])
+def test_ten_steps_on_nodes_equal_one_process(ranks: int, node_ranks: int) -> None:
+    """Would catch rows of optimizer state that belong to other rows of the weights, and changes
+    between layouts in one step and layouts in two."""
+    _check_steps(UNTIED, ranks, seed=ranks, steps=10, node_ranks=node_ranks)
 
 
 @settings(max_examples=5, deadline=None, derandomize=True)
@@ -194,8 +228,8 @@ def test_any_strategies_equal_one_process(a: Architecture, ranks: int, seed: int
     _check_steps(a, ranks, seed=seed, steps=3)
 
 
-def _bits(plan: Plan) -> Any:
-    groups = Groups()
+def _bits(plan: Plan, node_ranks: int | None) -> Any:
+    groups = Groups(node_ranks=node_ranks)
     storage = Storage(LLAMA, groups, seed=3, dtype=torch.float32)
     executor = Executor(storage, groups, seed=3)
     documents, found = _documents(LLAMA, plan.lengths.tokens), []
@@ -205,9 +239,11 @@ def _bits(plan: Plan) -> Any:
     return found
 
 
-def test_the_same_plan_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("node_ranks", [None, 2])
+def test_the_same_plan_gives_the_same_bits(node_ranks: int | None) -> None:
     """Would catch a sum whose order is that of arrival."""
-    for first, second in run_ranks(4, _bits, laid_out("1*pp2 + 1*tp2", LLAMA, LENGTHS, 4)):
+    plan = laid_out("1*pp2 + 2*cp1", LLAMA, LENGTHS, 4)
+    for first, second in run_ranks(4, _bits, plan, node_ranks):
         assert first == second
 
 
@@ -251,8 +287,8 @@ def test_without_overlap_it_is_the_same() -> None:
     assert all(apart for _, apart in results)
 
 
-def _mixed(plan: Plan) -> Any:
-    groups = Groups()
+def _mixed(plan: Plan, node_ranks: int | None) -> Any:
+    groups = Groups(node_ranks=node_ranks)
     storage = Storage(
         LLAMA, groups, seed=3, dtype=torch.float32, working_dtype=torch.bfloat16,
         options=AdamW(clip=0.0),
@@ -269,13 +305,16 @@ def _mixed(plan: Plan) -> Any:
     return loss, grads, dtypes, moved, (working.pull_bytes, working.push_bytes)
 
 
-@pytest.mark.parametrize("text", ["1*cp1", "1*tp2-pp2", "1*pp2 + 1*cp2"])
-def test_mixed_precision_is_near_one_process(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "node_ranks"),
+    [("1*cp1", None), ("1*tp2-pp2", None), ("1*pp2 + 1*cp2", None), ("4*cp1", 2)],
+)
+def test_mixed_precision_is_near_one_process(text: str, node_ranks: int | None) -> None:
     """Would catch masters kept in bf16 (a step of 1e-5 would change nothing), gradients summed in
     it over micro-batches, and transfers that still carry fp32."""
     ranks = 1 if text == "1*cp1" else 4
     plan = laid_out(text, LLAMA, LENGTHS, ranks)
-    results = run_ranks(ranks, _mixed, plan)
+    results = run_ranks(ranks, _mixed, plan, node_ranks)
     weights = full_weights(LLAMA, 3, torch.float64)
     wanted_loss, grads = reference_step(
         list(_documents(LLAMA, LENGTHS)), weights, LLAMA, seed=3, step=0
@@ -286,6 +325,6 @@ def test_mixed_precision_is_near_one_process(text: str) -> None:
         assert masters == {torch.float32}
         assert moved
     for name, wanted in grads.items():
-        got = _whole([r[1] for r in results], name, LLAMA)
+        got = _whole([r[1] for r in results], name, LLAMA, node_ranks)
         error = np.linalg.norm(got - wanted.numpy()) / max(float(wanted.norm()), 1e-6)
         assert error < 0.03, name

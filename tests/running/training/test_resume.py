@@ -126,6 +126,26 @@ def test_checkpoints_in_the_background_are_the_same(whole: Whole, tmp_path: Path
     assert resumed.losses == run.losses
 
 
+def test_nodes_go_on_where_others_stopped(whole: Whole, copy: Path) -> None:
+    """Catches rows of nodes, which are stored in another order, that are saved or loaded as those
+    of others, and an option that does nothing."""
+    config, run = whole
+    told: list[str] = []
+    for step, ranks, node_ranks in ((2, 4, 2), (4, 1, 0)):
+        for later in {4, 6} - set(range(step + 1)):
+            shutil.rmtree(place(copy, later))
+        devices = config.devices.model_copy(update={"ranks": ranks, "node_ranks": node_ranks})
+        changed = config.model_copy(update={"devices": devices})
+        again = hr.train(changed, out=copy, resume=True, tell=told.append)
+        assert again.losses == pytest.approx(run.losses, rel=1e-5)
+        if node_ranks:  # the first ranks of both nodes have the first rows
+            files = index_of(place(copy, 6))["files"]
+            stored = [dict((n, at) for n, at, _ in file["rows"]) for file in files]
+            first = [rows["weight.embed.weight"] for rows in stored]
+            assert first[0] < first[2] < first[1] < first[3]
+    assert sum("continuing from" in line for line in told) == 2
+
+
 def test_none_is_whole(whole: Whole, copy: Path) -> None:
     """Catches a run that silently begins anew, over the steps that were taken."""
     for step in (2, 4, 6):

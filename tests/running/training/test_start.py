@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import headrace as hr
 from headrace.comm.mesh import Groups
@@ -21,6 +22,7 @@ from headrace.runtime.machine import _links
 from headrace.spec.architecture import Architecture
 from headrace.training.cost_cache import calibration_path, newest_costs, remember_costs
 from headrace.training.measured_costs import _hosts
+from headrace.training.rank import _node_ranks
 from ranks import run_ranks
 from running.cli.jobs import write_job
 
@@ -111,6 +113,37 @@ def test_costs_are_those_of_the_machines(tmp_path: Path) -> None:
     assert two["processor"] == "cpu 1 + cpu 2"
     assert "links" not in one
     assert (two["links"], faster["links"]) == ("1000", "40000")
+
+
+def ranks_of_a_node(place: list[tuple[int, int]], device: str, wanted: int) -> list[Any]:
+    """What ranks at (local rank, local ranks) of such devices take."""
+
+    def found() -> Any:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        local_rank, local_ranks = place[rank]
+        world: Any = SimpleNamespace(
+            rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=local_ranks, device=device
+        )
+        try:
+            return _node_ranks(world, wanted)
+        except ConfigError as error:
+            return str(error)
+
+    return run_ranks(len(place), found)
+
+
+def test_ranks_of_a_node_are_the_launchers() -> None:
+    """Catches nodes of different sizes, or whose ranks do not follow each other, taken for alike,
+    and ranks that differ in it."""
+    two, odd = [(0, 2), (1, 2), (0, 2), (1, 2)], [(0, 3), (1, 3), (2, 3), (0, 1)]
+    turned = [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert ranks_of_a_node(two, "cuda:0", 0) == [2] * 4
+    assert ranks_of_a_node(odd, "cuda:0", 0) == [None] * 4
+    assert ranks_of_a_node(turned, "cuda:0", 0) == [None] * 4
+    assert ranks_of_a_node(two, "cpu", 0) == [None] * 4
+    assert ranks_of_a_node(odd, "cpu", 2) == [2] * 4
+    refused = "devices.node_ranks: got 3, wanted a divisor of the 4 ranks"
+    assert all(said.startswith(refused) for said in ranks_of_a_node(two, "cpu", 3))
 
 
 def test_links_are_devices_that_are_up(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ Beside the layers (:mod:`headrace.costs.sources.formulas`):
 
     state       fp32 master weights, gradients and two moments, a share on each device
     working     whole: weights and gradients; sharded: a p-th of them, and one gathered layer
-    step        weights gathered, gradients scattered in fp32, the state read and written
+    step        weights gathered, gradients summed, either as elements of activations, each once
+                between two nodes; the state read and written
     ends        the head's products, and what the loss, the last norm and the embedding touch
 """
 
@@ -100,10 +101,10 @@ def _gather_s(a: Architecture, s: Speeds, p: int) -> tuple[float, float]:
 def _exchange(s: Speeds, weights: int, devices: int) -> ExchangeCost:
     """Over all devices; nothing moves on one."""
     each, _ = s.sending(devices, "gather") if devices > 1 else (0.0, 0.0)
-    moved = weights * (devices - 1) / devices * each
+    moved_s = weights * s.element_bytes * (devices - 1) / devices * each
     return ExchangeCost(
-        pull_s=moved * s.element_bytes,
-        push_s=moved * s.sum_bytes,
+        pull_s=moved_s,
+        push_s=moved_s,
         update_s=2 * _OPTIMIZER_BYTES * weights / devices / s.memory_bytes_per_s,
     )
 
