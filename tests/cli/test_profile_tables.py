@@ -38,7 +38,7 @@ def test_fits() -> None:
 
 def test_limits() -> None:
     """Catches whole and sharded swapped, and a level without a row."""
-    costs = synthetic_costs(2, layers=2, memory_bytes=GIB, methods=("ulysses_z", "metp"))
+    costs = synthetic_costs(2, layers=2, memory_bytes=2 * GIB, methods=("ulysses_z", "metp"))
     rows = words(limits_table(costs))
     whole, sharded = (limits_of(costs, working) for working in ("whole", "sharded"))
     assert len(rows) == len(whole) == 6

@@ -71,7 +71,7 @@ def test_any_batch_in_any_world(costs: CostModel, lengths: Lengths, seed: int) -
 
 def test_levels_follow_the_room_of_each_micro_batch() -> None:
     """Catches waves with one recompute level for all micro-batches."""
-    costs = synthetic_costs(4, layers=8, memory_bytes=3 * GIB, methods=FORMULA_METHODS)
+    costs = synthetic_costs(4, layers=8, memory_bytes=2 * GIB, methods=FORMULA_METHODS)
     made = plan(Problem(costs=costs, semantics="lockstep"), log_normal(120, 1, longest=30_000))
     check(made, costs)
     assert len({str(micro.layers) for micro in made.micro_batches}) > 1

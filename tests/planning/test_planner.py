@@ -222,7 +222,7 @@ def test_shards_are_tried_where_whole_weights_leave_little(sizes: tuple[int, ...
     roomy = synthetic_costs(8, layers=32, sizes=sizes)
     whole = roomy.working_bytes[8]["whole"]
     slower = 0
-    for share, longest in ((1.3, 20_000), (1.5, 20_000), (1.5, 30_000)):
+    for share, longest in ((1.3, 20_000), (1.3, 30_000), (1.5, 40_000)):
         memory = int(share * whole) + roomy.state_bytes
         costs = synthetic_costs(8, layers=32, sizes=sizes, memory_bytes=memory)
         both, *each = (

@@ -70,9 +70,14 @@ class Whole:
         """All rows, which are here."""
         return Arriving.there(self.value)
 
+    def sums(self) -> torch.Tensor:
+        """The partial sum, which is wide."""
+        return self.grad
+
     def add(self, grad: torch.Tensor) -> None:
-        """Add to the partial sum."""
-        self.grad.add_(grad)
+        """Add to the partial sum, unless it is that."""
+        if grad is not self.grad:
+            self.grad.add_(grad)
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add left^T right to the partial sum."""
@@ -119,6 +124,10 @@ class Shard:
         """All rows, issued."""
         everything = (Rows(0, self.shards[-1].stop),) * len(self.shards)
         return self._fetched(everything).issue()
+
+    def sums(self) -> torch.Tensor:
+        """Zeros of all rows."""
+        return self.grad.new_zeros((self.shards[-1].stop, *self.grad.shape[1:]))
 
     def add(self, grad: torch.Tensor) -> None:
         """Sum over the group, keep this rank's rows."""
@@ -170,6 +179,11 @@ class _Fetched:
     def rows(self) -> torch.Tensor:
         """The rows."""
         return self.issue().wait()
+
+    def sums(self) -> torch.Tensor:
+        """Zeros of the rows."""
+        wanted = self.wanted[self.member]
+        return self.shard.grad.new_zeros((len(wanted), *self.shard.grad.shape[1:]))
 
     def add(self, grad: torch.Tensor) -> None:
         """Send each owner its rows; the owners add them in the order of the members."""

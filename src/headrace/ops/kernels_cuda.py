@@ -9,15 +9,18 @@ had since 2.9, because later versions add and rename the rest.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
+import torch.nn.attention
 
 from headrace.ops.index import kept, to_device
 from headrace.ops.kernels import Pair, Triple, dense, fold, spread
 
-__all__ = ["CudaEfficient", "CudaFlash"]
+__all__ = ["CudaEfficient", "CudaFlash", "take_newest_flash"]
 
 _GRID = 65_535
 """Documents are a dimension of the kernels' grids, which is not the first: CUDA's limit."""
@@ -30,7 +33,7 @@ _PAD = 32
 class CudaFlash:
     """FlashAttention: half types on Ampere and later, grouped heads as they are.
 
-    torch's later versions of it (3, 4), where a user turns them on, stand behind the same names.
+    torch's later versions of it (3, 4), where they are turned on, stand behind the same names.
     Tensors without contents stand for those of such a device.
     """
 
@@ -127,6 +130,25 @@ class CudaEfficient:
             padded, 0.0, unread, unread, int(causal), False,
         )  # fmt: skip
         return dq[0], fold(dk[0], k), fold(dv[0], v)
+
+
+def take_newest_flash() -> str:
+    """Have torch run FlashAttention 3 where its package is installed (``flash_attn_interface``),
+    the device is of the generation that it is for, and the user chose none; the name of what runs.
+    """
+    attention = torch.nn.attention
+    if not hasattr(attention, "activate_flash_attention_impl"):  # before torch 2.10
+        return "FA2"
+    chosen: str | None = attention.current_flash_attention_impl()
+    for_it = torch.cuda.get_device_capability() == (9, 0) and find_spec("flash_attn_interface")
+    if chosen is None and for_it and "FA3" in attention.list_flash_attention_impls():
+        try:
+            attention.activate_flash_attention_impl("FA3")
+            chosen = "FA3"
+        except (ImportError, RuntimeError, OSError) as error:
+            why = f"{type(error).__name__}: {error}"
+            warnings.warn(f"FlashAttention 3 is installed and cannot be used: {why}", stacklevel=2)
+    return chosen or "FA2"
 
 
 def _starts(q_lengths: Sequence[int], k_lengths: Sequence[int], device: torch.device) -> Pair:

@@ -24,6 +24,10 @@ class WeightSource(Protocol):
     def rows(self) -> torch.Tensor:
         """All rows of the weight; may communicate."""
 
+    def sums(self) -> torch.Tensor:
+        """Wide, of all rows: zeros, or where they are here the partial sum itself. Partial
+        gradients may be added to it, after which :meth:`add` takes it."""
+
     def add(self, grad: torch.Tensor) -> None:
         """Add a partial gradient of all rows; may communicate."""
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from headrace.ops.cross_entropy import label_terms, logits_gradient, logits_of
+from headrace.ops.fused import widened
 from headrace.ops.linear import WeightSource
 from headrace.ops.products import add_wide_product
+from headrace.spec.model_shape import HEAD_CHUNK_TOKENS
 
 __all__ = ["IGNORED", "head_loss"]
 
@@ -14,8 +17,8 @@ IGNORED = -100
 
 
 def head_loss(
-    x: torch.Tensor, labels: torch.Tensor, weight: WeightSource, scale: float, chunk: int = 2048,
-    bias: WeightSource | None = None,
+    x: torch.Tensor, labels: torch.Tensor, weight: WeightSource, scale: float,
+    chunk: int = HEAD_CHUNK_TOKENS, bias: WeightSource | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Cross-entropy of the labels, and its gradient, without whole logits.
 
@@ -29,37 +32,29 @@ def head_loss(
     ``scale`` is 1 / (tokens with a loss in the whole batch), so the losses of all ranks and
     micro-batches add up to the batch's mean. The gradient is taken in the same pass because the
     loss is the end of the model: ``chunk`` tokens of logits are alive at a time and none are kept.
+    ``scale`` is multiplied in fp32; ``dz`` is rounded to the type of x once.
     """  # fmt: skip
     matrix = weight.rows()
-    offset = None if bias is None else bias.rows().to(_wide(x.dtype))
+    offset = None if bias is None else widened(bias.rows())
     loss = torch.zeros((), dtype=torch.float64, device=x.device)
     dx = torch.empty_like(x)
-    whole = torch.zeros_like(matrix, dtype=_wide(x.dtype))
-    sums = whole.new_zeros(len(matrix))
+    gradient = weight.sums()
+    sums = gradient.new_zeros(len(matrix))
     for start in range(0, x.shape[0], chunk):
         part = x[start : start + chunk]
         target = labels[start : start + chunk]
-        kept = target != IGNORED
-        logits = (part @ matrix.t()).to(_wide(x.dtype))
-        if offset is not None:
-            logits += offset
-        normal = logits.logsumexp(-1)
-        picked = logits.gather(1, target.clamp_min(0)[:, None]).squeeze(1)
+        logits = logits_of(part, matrix, offset)
+        normal, picked = label_terms(logits, target)
+        kept = (target != IGNORED).to(normal.dtype)
         loss += ((normal - picked) * kept).double().sum()
-        logits.sub_(normal[:, None]).exp_()
-        place = target.clamp_min(0)[:, None]
-        logits.scatter_(1, place, logits.gather(1, place) - 1.0)
-        logits.mul_(kept.to(logits.dtype)[:, None] * scale)
+        dlogits = logits_gradient(logits, target, normal, kept * scale)
+        del logits
         if bias is not None:
-            sums += logits.sum(0)
-        dlogits = logits.to(x.dtype)
+            sums += dlogits.sum(0)
+        dlogits = dlogits.to(x.dtype)
         torch.mm(dlogits, matrix, out=dx[start : start + chunk])
-        add_wide_product(whole, dlogits, part)
-    weight.add(whole)
+        add_wide_product(gradient, dlogits, part)
+    weight.add(gradient)
     if bias is not None:
         bias.add(sums)
     return loss * scale, dx
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32

@@ -17,10 +17,13 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm.collectives import all_gather_rows
+from headrace.ops.cross_entropy import label_terms, logits_gradient, logits_of
+from headrace.ops.fused import widened
 from headrace.ops.linear import WeightSource
 from headrace.ops.loss import IGNORED
 from headrace.ops.products import add_wide_product
 from headrace.ops.spread import Spread
+from headrace.spec.model_shape import HEAD_CHUNK_TOKENS
 
 __all__ = ["spread_embed", "spread_head_loss"]
 
@@ -80,7 +83,7 @@ class _SpreadEmbed(torch.autograd.Function):
 
 def spread_head_loss(
     x: torch.Tensor, labels: torch.Tensor, weight: WeightSource, first: int, scale: float,
-    spread: Spread, chunk: int = 2048, bias: WeightSource | None = None,
+    spread: Spread, chunk: int = HEAD_CHUNK_TOKENS, bias: WeightSource | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Cross-entropy of the labels, and its gradient, of a head whose words are spread over a group.
 
@@ -99,33 +102,30 @@ def spread_head_loss(
     All ranks take the sums from the same numbers in the same order, so they agree on every bit.
     """  # fmt: skip
     spread = replace(spread, chunks=max(1, -(-spread.total // chunk)))
-    matrix, wide = weight.rows(), _wide(x.dtype)
-    offset = None if bias is None else bias.rows().to(wide)
+    matrix = weight.rows()
+    offset = None if bias is None else widened(bias.rows())
     loss = torch.zeros((), dtype=torch.float64, device=x.device)
-    whole = torch.zeros_like(matrix, dtype=wide)
-    sums = whole.new_zeros(len(matrix))
+    gradient = weight.sums()
+    sums = gradient.new_zeros(len(matrix))
 
     def part(chunk: int, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = (rows @ matrix.t()).to(wide)
-        if offset is not None:
-            logits += offset
-        places, words = _held(targets, first, len(matrix))
-        normal, picked = _of_all_words(logits, places, words, spread.group)
-        kept = (targets != IGNORED).to(wide)
+        logits = logits_of(rows, matrix, offset)
+        words = targets - first
+        words.masked_fill_((words < 0) | (words >= len(matrix)), IGNORED)  # those of other ranks
+        normal, picked = _of_all_words(*label_terms(logits, words), spread.group)
+        kept = (targets != IGNORED).to(normal.dtype)
         of_rank = ((normal - picked) * kept).split(spread.counts(chunk))
         loss.add_(of_rank[_rank(spread)].double().sum())
-        logits.sub_(normal[:, None]).exp_()
-        logits[places, words] -= 1.0
-        logits.mul_((kept * scale)[:, None])
+        dlogits = logits_gradient(logits, words, normal, kept * scale)
         if bias is not None:
-            sums.add_(logits.sum(0))
-        dlogits = logits.to(x.dtype)
-        add_wide_product(whole, dlogits, rows)
+            sums.add_(dlogits.sum(0))
+        dlogits = dlogits.to(x.dtype)
+        add_wide_product(gradient, dlogits, rows)
         return dlogits @ matrix
 
     chunks = map(part, range(spread.chunks), spread.gathered(x), spread.gathered(labels))
     dx = spread.scattered(chunks, x)
-    weight.add(whole)
+    weight.add(gradient)
     if bias is not None:
         bias.add(sums)
     return loss * scale, dx
@@ -138,15 +138,14 @@ def _held(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torc
 
 
 def _of_all_words(
-    logits: torch.Tensor, places: torch.Tensor, words: torch.Tensor,
-    group: dist.ProcessGroup | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Of each token [T_c] the logsumexp over the words of all ranks, and its label's logit.
+    normal: torch.Tensor, picked: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token [T_c] the logsumexp over the words of all ranks, and its label's logit, from
+    those over this rank's words.
 
     One gather for both; a rank without words, or without a token's label, gives -inf and 0.
     """
-    picked = logits.new_zeros(len(logits)).index_copy_(0, places, logits[places, words])
-    mine = torch.stack((logits.logsumexp(1), picked), 1)
+    mine = torch.stack((normal, picked), 1)
     ranks = 1 if group is None else dist.get_world_size(group)
     parts = all_gather_rows(mine, [len(mine)] * ranks, group).view(ranks, len(mine), 2)
     return parts[:, :, 0].logsumexp(0), parts[:, :, 1].sum(0)

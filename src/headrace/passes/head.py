@@ -16,13 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from headrace.errors import ModelError
+from headrace.ops.fused import widened
 from headrace.ops.loss import head_loss
 from headrace.passes.labels import local_loss
+from headrace.spec.model_shape import HEAD_CHUNK_TOKENS
 
 __all__ = ["LossHead"]
-
-_CHUNK = 2048
-"""Tokens whose logits are alive at a time."""
 
 
 class LossHead:
@@ -84,7 +83,9 @@ class LossHead:
         else:
             loss = torch.stack([
                 local_loss(torch.nn.functional.linear(part, weight, bias), own, self._targets)
-                for part, own in zip(flat.split(_CHUNK), labels.split(_CHUNK), strict=True)
+                for part, own in zip(
+                    flat.split(HEAD_CHUNK_TOKENS), labels.split(HEAD_CHUNK_TOKENS), strict=True
+                )
             ]).sum()  # fmt: skip
         self._made = loss.detach()
         return loss.expand(*x.shape[:-1], 1)
@@ -99,7 +100,7 @@ class _HeadLoss(torch.autograd.Function):
         labels: torch.Tensor, scale: float,
     ) -> torch.Tensor:  # fmt: skip
         own, added = _Gradient(weight), None if bias is None else _Gradient(bias)
-        loss, dx = head_loss(x, labels, own, scale, _CHUNK, added)
+        loss, dx = head_loss(x, labels, own, scale, HEAD_CHUNK_TOKENS, added)
         ctx.save_for_backward(dx, own.grad, None if added is None else added.grad)
         return loss.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -119,6 +120,9 @@ class _Gradient:
 
     def rows(self) -> torch.Tensor:
         return self._weight
+
+    def sums(self) -> torch.Tensor:
+        return torch.zeros_like(self._weight, dtype=widened(self._weight[:0]).dtype)
 
     def add(self, grad: torch.Tensor) -> None:
         self.grad = grad.to(self._weight.dtype)

@@ -8,7 +8,10 @@ from typing import Any
 
 from headrace.errors import SpecError
 
-__all__ = ["ModelShape"]
+__all__ = ["HEAD_CHUNK_TOKENS", "ModelShape"]
+
+HEAD_CHUNK_TOKENS = 2048
+"""Tokens of a rank, or of ranks that share the words, whose logits are alive at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

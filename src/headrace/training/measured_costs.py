@@ -99,7 +99,7 @@ def _hosts(rank: Rank) -> dict[str, str]:
     facts = {
         "processor": machine["host_cpu"], "cores": machine["cores"], "torch": machine["torch"],
         "threads": torch.get_num_threads(), "links": machine["links"],
-    }  # fmt: skip
+    } | {key: machine[key] for key in ("attention",) if key in machine}  # fmt: skip
     told = [place.local_rank, place.local_ranks, facts]
     said = [json.loads(t) for t in gather_bytes(json.dumps(told).encode(), rank.groups.world)]
     sizes = [ranks for local, ranks, _ in said if local == 0]

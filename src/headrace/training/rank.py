@@ -17,6 +17,7 @@ from headrace.comm.variables import ranks_here, sees_own_gpus, under_torchrun
 from headrace.config import Config
 from headrace.config.model import JobConfig, OptimizerConfig
 from headrace.errors import ConfigError, InfeasiblePlan
+from headrace.ops.kernels_cuda import take_newest_flash
 from headrace.runtime.machine import available_bytes, machine_facts
 from headrace.runtime.optimizers import AdamW, Elementwise, OptimizerOptions
 from headrace.runtime.storage import Storage
@@ -136,10 +137,13 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
         data.architecture, groups, seed=config.run.seed, dtype=stored, device=world.device,
         working_dtype=dtype, options=optimizer_options(config.optimizer),
     )  # fmt: skip
+    machine = machine_facts(world.device)
+    if world.device != "cpu":
+        machine["attention"] = take_newest_flash()
     return Rank(
         world=world, config=config, groups=groups, data=data, storage=storage, dtype=dtype,
         cluster=Cluster(devices=world.ranks, memory_bytes=agreed, device=kind),
-        machine=machine_facts(world.device), listener=listener,
+        machine=machine, listener=listener,
     )  # fmt: skip
 
 

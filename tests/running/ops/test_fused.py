@@ -34,6 +34,12 @@ def stats(tokens: int, dtype: torch.dtype, count: int = 1) -> list[torch.Tensor]
     return [draw(tokens, 1 + i).to(wide)[:, :1].abs() + 0.5 for i in range(count)]
 
 
+def words(tokens: int) -> torch.Tensor:
+    return (torch.arange(tokens) * 11 + 3) % 37 * (torch.arange(tokens) % 3 != 1) - (
+        100 * (torch.arange(tokens) % 3 == 1)
+    )
+
+
 Arguments = Callable[[int, torch.dtype], tuple[Any, ...]]
 ARGUMENTS: dict[str, Arguments] = {
     "rms_norm": lambda t, d: (*of_norm(t, d, draw(H)), 1e-5),
@@ -45,6 +51,10 @@ ARGUMENTS: dict[str, Arguments] = {
     "layer_norm_again": lambda t, d: (*of_norm(t, d, draw(H), draw(H + 1)[1:]), *stats(t, d, 2)),
     "layer_norm_backward": lambda t, d: (
         draw(t, H, 1, dtype=d)[..., 0], *of_norm(t, d, draw(H)), *stats(t, d, 2)
+    ),
+    "cross_entropy": lambda t, d: (draw(t, 37, dtype=d), words(t)),
+    "cross_entropy_backward": lambda t, d: (
+        draw(t, 37, dtype=d), words(t), *(x[:, 0] for x in stats(t, d, 2))
     ),
     "swiglu": lambda t, d: (draw(t, 2 * H, dtype=d), 4),
     "swiglu_backward": lambda t, d: (draw(t, H, dtype=d), draw(t, 2 * H, dtype=d), 4),

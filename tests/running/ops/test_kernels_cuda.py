@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.comm.gpus import count_gpus
 from headrace.ops.attention import BACKENDS, Partial, attend_blocks, attend_blocks_backward
 from headrace.ops.kernels import Backend, Plain
-from headrace.ops.kernels_cuda import CudaEfficient, CudaFlash
+from headrace.ops.kernels_cuda import CudaEfficient, CudaFlash, take_newest_flash
 from headrace.spec.blocks import Block, document_blocks
 
 aten = torch.ops.aten
@@ -263,3 +264,36 @@ def test_each_type_has_its_kernel() -> None:
     for dtype, kind in types.items():
         q = torch.empty(1, 1, 64, dtype=dtype, device="cuda")
         assert type(next(b for b in BACKENDS if b.supports(q))) is kind
+
+
+def _flash(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fails: str = "") -> str:
+    attention, active = torch.nn.attention, list[str]()
+
+    def activate(name: str) -> None:
+        if fails:
+            raise RuntimeError(fails)
+        active.append(name)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)
+    taken = take_newest_flash()
+    assert active == ([taken] if taken == "FA3" else [])
+    return taken
+
+
+def test_the_newest_flash_attention_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches a package that is installed and not used, one turned on where it does not run, a
+    user's choice that is taken back, and a run that a broken package ends."""
+    assert _flash(monkeypatch, (9, 0)) == "FA2"
+    (tmp_path / "flash_attn_interface.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _flash(monkeypatch, (9, 0)) == "FA3"
+    assert _flash(monkeypatch, (8, 0)) == "FA2"
+    with pytest.warns(UserWarning, match="cannot be used: RuntimeError: no kernels"):
+        assert _flash(monkeypatch, (9, 0), "no kernels") == "FA2"
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
+    assert _flash(monkeypatch, (9, 0)) == "FA4"
+    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
+    assert take_newest_flash() == "FA2"

@@ -21,6 +21,7 @@ from headrace.costs.sources.speeds import Speeds
 from headrace.errors import CostError, did_you_mean
 from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster
+from headrace.spec.model_shape import HEAD_CHUNK_TOKENS
 from headrace.spec.weights import parameter_count
 
 __all__ = ["formula_model", "group_sizes_of"]
@@ -110,16 +111,18 @@ def _exchange(s: Speeds, weights: int, devices: int) -> ExchangeCost:
 
 
 def _ends(a: Architecture, s: Speeds, p: int) -> OptionCost:
-    """Embedding, last norm, head and loss of whole tokens on each rank; fp32 logits and their
-    gradient live together: logits are read forward, read and written backward."""
+    """Embedding, last norm, head and loss of whole tokens on each rank. Logits are of the type of
+    activations, read forward, read and written backward; those of a chunk of tokens and their
+    gradient live together."""
     dense = a.hidden if a.masked else 0
     head = Quadratic(b=2 * a.hidden * (a.vocabulary + dense) * a.head_share / p / s.flops_per_s)
-    unit, logits = a.hidden * s.element_bytes / p, 4 * a.vocabulary * a.head_share / p
+    words = a.vocabulary * s.element_bytes
+    unit, logits = a.hidden * s.element_bytes / p, words * a.head_share / p
     there = Quadratic(b=(4 * unit + logits) / s.touched_bytes_per_s)
     back = Quadratic(b=(7 * unit + 2 * logits) / s.touched_bytes_per_s)
     return OptionCost(
         forward=head + there + Quadratic(c=s.launch_s),
         backward=head * 2 + back + Quadratic(c=2 * s.launch_s),
         kept=Linear(slope=unit),
-        transient=Linear(slope=2 * logits),
+        transient=Linear(constant=2 * HEAD_CHUNK_TOKENS * words),
     )
