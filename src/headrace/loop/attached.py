@@ -33,6 +33,7 @@ from headrace.loop.runner import StepRunner
 from headrace.loop.saved import LoopCheckpoints
 from headrace.loop.step import LoopStep
 from headrace.passes.recompute import recomputed
+from headrace.runtime.checkpoint_writing import BackgroundWriter
 from headrace.training.drawn_steps import DrawnSteps, EarlyAndRare
 
 __all__ = ["Attached"]
@@ -56,6 +57,7 @@ class Attached:
         self._steps, self._epochs = steps, epochs
         self._state = order.state()
         self._begun, self.number = False, 0
+        self._writer = BackgroundWriter()
         self._restore = setup.model.begin(sample, setup.device)
         try:
             self._prepare(sample, scheduler, clip, out)
@@ -108,6 +110,7 @@ class Attached:
                     f"step {step.number}", got="micro-batches that were not trained",
                     wanted="a loop over all of them: for micro in step",
                 )  # fmt: skip
+        self.finish_saving()
 
     def _plan_ahead(self) -> None:
         """Have coming batches planned by a process beside, where it is known which they are."""
@@ -127,6 +130,7 @@ class Attached:
     def _finished(self, step: LoopStep) -> None:
         self.number = step.number + 1
         self._state = dict(step.batch.state_after)
+        self._writer.look(self._checkpoints().gather)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -145,10 +149,14 @@ class Attached:
         self.found.probes.choose([])
         return self._setup.model.shard(batch)
 
-    def save(self, folder: str | Path, *, keep: int = 3) -> Path:
+    def save(self, folder: str | Path, *, keep: int = 3, background: bool = False) -> Path:
         """Write a checkpoint into a folder of its own within ``folder``, of which the last ``keep``
         stay: weights, optimizer, scheduler, the place in the data, and what plans follow from.
-        Collective. Raises CheckpointError on every rank when any could not write it."""
+
+        In the ``background`` it is copied to the host's memory and written from there while the
+        loop goes on; it is there at the end of the step in which all ranks have written, at the end
+        of the loop, or after :meth:`finish_saving`. Collective. Raises CheckpointError on every
+        rank when any could not write it, which a later step may then raise too."""
         runner = self.runner
         scheduler = None if runner.scheduler is None else runner.scheduler.state_dict()
         extra = {
@@ -157,7 +165,14 @@ class Attached:
         }  # fmt: skip
         if runner.record is not None and runner.planner.planner is not None:
             runner.record.keep(runner.planner.planner)
-        return self._checkpoints().save(Path(folder), self.number, extra, keep=keep)
+        self.finish_saving()
+        writer = self._writer if background else None
+        return self._checkpoints().save(Path(folder), self.number, extra, keep=keep, writer=writer)
+
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint that is written in the background. Collective; raises as
+        :meth:`save`."""
+        self._writer.finish(self._checkpoints().gather)
 
     def load(self, folder: str | Path) -> bool:
         """Go on from the newest whole checkpoint in ``folder``, or from ``folder`` itself where it
@@ -167,6 +182,7 @@ class Attached:
         Raises CheckpointError for a checkpoint of another model, or where all are damaged, and
         DataError for one of other data.
         """
+        self.finish_saving()
         extra = self._checkpoints().load(Path(folder))
         if extra is None:
             return False

@@ -19,7 +19,8 @@ from headrace.comm.mesh import Groups
 from headrace.errors import CheckpointError, DamagedCheckpoint, HeadraceError
 from headrace.layouts.intervals import split_sizes
 from headrace.runtime import checkpoint
-from headrace.runtime.checkpoint_folders import step_of
+from headrace.runtime.checkpoint_folders import step_folder, step_of
+from headrace.runtime.checkpoint_writing import BackgroundWriter
 from headrace.runtime.shards import StoredShard
 
 __all__ = ["LoopCheckpoints"]
@@ -40,21 +41,31 @@ class LoopCheckpoints:
     def __post_init__(self) -> None:
         self._names = {id(p): name for name, p in self.model.named_parameters()}
 
-    def save(self, root: Path, step: int, extra: Mapping[str, Any], *, keep: int) -> Path:
-        """Write a checkpoint into a folder of its own in ``root``; returns that folder.
+    def save(
+        self, root: Path, step: int, extra: Mapping[str, Any], *, keep: int,
+        writer: BackgroundWriter | None = None,
+    ) -> Path:  # fmt: skip
+        """Write a checkpoint into a folder of its own in ``root``, or have ``writer`` write it, of
+        everything as it is now; returns that folder.
 
-        Raises CheckpointError on every rank when any could not, with what was there as it was.
+        Raises CheckpointError on every rank when any could not, or could not end the one before,
+        with what was there as it was.
         """
         tensors = {**self._weights(), **self._state()}
         shards = [
             shard for name, x in tensors.items() for shard in self._parts(name, x, whole=False)
         ]
         values = {"kind": self._kind, "groups": self._hyper(), "values": self._plain()}
-        return checkpoint.save(
-            root, step, shards, {**extra, "loop": _FORMAT, "optimizer": values},
-            rank=self.groups.rank, keep=keep,
-            gather=lambda payload: gather_bytes(payload, self.groups.world),
-        )  # fmt: skip
+        said = {**extra, "loop": _FORMAT, "optimizer": values}
+        rank, gather = self.groups.rank, self.gather
+        if writer is None:
+            return checkpoint.save(root, step, shards, said, rank=rank, gather=gather, keep=keep)
+        writer.begin(root, step, shards, said, rank=rank, gather=gather, keep=keep)
+        return step_folder(root, step)
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """What all ranks say."""
+        return gather_bytes(payload, self.groups.world)
 
     def load(self, root: Path) -> dict[str, Any] | None:
         """Fill model and optimizer from the newest whole checkpoint in ``root``, or from ``root``
@@ -67,7 +78,7 @@ class LoopCheckpoints:
         told = ""
         for path in found:
             extra, wrong = self._loaded(path)
-            said = [one.decode() for one in gather_bytes(wrong.encode(), self.groups.world)]
+            said = [one.decode() for one in self.gather(wrong.encode())]
             told = next((text for text in said if text), "")
             if not told:
                 return extra

@@ -151,8 +151,11 @@ def test_plans_are_made_beside(tmp_path: Path) -> None:
     assert some[-1] == 0
 
 
-def saved_and_gone_on(ranks: int, folder: Path, stop: int | None, how: str) -> Any:
-    """Losses and samples from wherever the folder's checkpoint stands, to the end or ``stop``."""
+def saved_and_gone_on(
+    ranks: int, folder: Path, stop: int | None, how: str, background: bool = False
+) -> Any:
+    """Losses and samples from wherever the folder's checkpoint stands, to the end or ``stop``; a
+    checkpoint in the background is written while one more step is taken."""
     model, called = wrapped(how)
     optimizer = torch.optim.AdamW(called.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -165,21 +168,32 @@ def saved_and_gone_on(ranks: int, folder: Path, stop: int | None, how: str) -> A
     for step in run:
         for micro in step:
             micro.backward(model(**micro.inputs).loss)
+        if stop is not None and step.number > stop:
+            run.finish_saving()
+            break
         found.append((step.number, step.loss, step.plan.lengths.ids, scheduler.get_last_lr()))
         if step.number == stop:
-            run.save(folder / "saved")
-            break
+            run.save(folder / "saved", background=background)
+            if not background:
+                break
     return found, weights(model)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "how"),
-    [(2, 2, "alone"), (2, 1, "fsdp2"), whole(1, 3, "alone"), whole(3, 2, "fsdp2")],
-)
-def test_a_loop_goes_on(before: int, after: int, how: str, tmp_path: Path) -> None:
+    ("before", "after", "how", "background"),
+    [
+        (2, 2, "alone", True), (2, 1, "fsdp2", False), whole(1, 3, "alone", False),
+        whole(3, 2, "fsdp2", True),
+    ],
+)  # fmt: skip
+def test_a_loop_goes_on(
+    before: int, after: int, how: str, background: bool, tmp_path: Path
+) -> None:
     """Catches state that is lost between runs: moments, rates, samples; on as many ranks to the
-    bit."""
-    first = run_ranks(before, saved_and_gone_on, before, tmp_path, 2, how, timeout_s=200)
+    bit; and checkpoints in the background that hold what later steps made."""
+    first = run_ranks(
+        before, saved_and_gone_on, before, tmp_path, 2, how, background, timeout_s=200
+    )
     rest = run_ranks(after, saved_and_gone_on, after, tmp_path, None, how, timeout_s=200)
     unbroken = run_ranks(before, saved_and_gone_on, before, tmp_path / "own", None, how,
                          timeout_s=200)  # fmt: skip

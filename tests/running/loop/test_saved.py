@@ -86,3 +86,36 @@ def test_what_cannot_be_gone_on_from_is_said(case: str, ranks: int, tmp_path: Pa
     """Catches tracebacks from the depths, ranks that disagree, and state of another optimizer."""
     for said in run_ranks(ranks, going_on, ranks, tmp_path, case, timeout_s=100):
         assert re.search(CASES[case][2], said), said
+
+
+def in_the_background(folder: Path, fails: bool) -> list[Any]:
+    """What is in the folder when it is saved in the first of two steps, and what is said."""
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = attached(model, optimizer, dataset(), folder, costs=costs(2), steps=2)
+    found: list[Any] = []
+    try:
+        for step in run:
+            for micro in step:
+                micro.backward(model(**micro.inputs).loss)
+            if step.number == 0:
+                run.save(folder / "saved", background=True)
+                found.append(len(checkpoint.newest_first(folder / "saved")))
+                if fails and run.rank == 1:  # where its file would be
+                    run._writer._written()
+                    run._writer._failed = OSError(28, "no space left")
+    except HeadraceError as error:
+        return [*found, str(error)]
+    return [*found, checkpoint.facts(newest(folder / "saved"))["step"]]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_loop_ends_with_its_checkpoint(fails: bool, tmp_path: Path) -> None:
+    """Catches a checkpoint that nobody publishes, and a disk that is full on one rank only."""
+    for before, said in run_ranks(2, in_the_background, tmp_path, fails, timeout_s=100):
+        assert before == 0
+        if fails:
+            assert "rank 1: no space left" in said
+            assert "as they were" in said
+        else:
+            assert said == 1
