@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm.collectives import all_gather_rows
+from headrace.ops.core import wide_dtype
 from headrace.ops.cross_entropy import label_terms, logits_gradient, logits_of
 from headrace.ops.fused import widened
 from headrace.ops.linear import WeightSource
@@ -70,7 +71,7 @@ class _SpreadEmbed(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         kept = ctx.saved_tensors
         weight, shape, anchor, spread = ctx.rest
-        sums = grad.new_zeros(shape, dtype=_wide(grad.dtype))
+        sums = grad.new_zeros(shape, dtype=wide_dtype(grad.dtype))
 
         def add(rows: torch.Tensor, places: torch.Tensor, words: torch.Tensor) -> None:
             sums.index_add_(0, words, rows.index_select(0, places).to(sums.dtype))
@@ -153,7 +154,3 @@ def _of_all_words(
 
 def _rank(spread: Spread) -> int:
     return 0 if spread.group is None else dist.get_rank(spread.group)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32
