@@ -93,9 +93,9 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundRows:
-    """What the claim needs of schemes [rows] and sequences [rows, sequences]. ``shared`` is what
-    two sequences of one pipeline take at least, per second of work; ``spread`` may be too much by
-    ``over`` seconds of a pipeline."""
+    """What the claim needs of schemes [rows] and runs of equal sequences [rows, runs]. ``shared``
+    is what two sequences of one pipeline take at least, per second of work; ``spread`` may be too
+    much by ``over`` seconds of a pipeline; ``counts`` are the sequences of the runs."""
 
     ranks: Floats
     stages: Floats
@@ -105,6 +105,7 @@ class BoundRows:
     alone: Floats
     work: Floats
     spread: Floats
+    counts: Floats
 
     @classmethod
     def of(cls, table: PriceTable) -> BoundRows:
@@ -113,6 +114,7 @@ class BoundRows:
             ranks=table.ranks, stages=table.stages, opening=table.least_c,
             shared=(table.stages + 1) / 2, over=0 * table.ranks,
             alone=table.alone, work=table.work, spread=table.spread,
+            counts=table.batch.counts.astype(np.float64),
         )  # fmt: skip
 
     @classmethod
@@ -126,6 +128,7 @@ class BoundRows:
             ranks=np.array([[float(one.width)] for one in models]), stages=column,
             opening=0 * column, shared=np.array([[1 / one.depth] for one in models]),
             over=np.array([[one.over_s] for one in models]), alone=alone, work=work, spread=dealt,
+            counts=batch.counts.astype(np.float64),
         )  # fmt: skip
 
     def __add__(self, other: BoundRows) -> BoundRows:
@@ -133,10 +136,10 @@ class BoundRows:
             name: np.concatenate([getattr(self, name), getattr(other, name)])
             for name in ("ranks", "stages", "opening", "shared", "over", "alone", "work", "spread")
         }
-        return BoundRows(**both)
+        return BoundRows(**both, counts=self.counts)
 
     def shares(self, tau: float) -> Floats:
-        """Devices that each sequence takes of each scheme, infinite where it is not open: by 2a or
+        """Devices that each sequence of a run takes of each scheme [rows, runs], infinite where it is not open: by 2a or
         by 2b, whichever sums to more."""
         bubbles = self.stages - 1
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -146,7 +149,7 @@ class BoundRows:
             even = self.work / np.maximum(usable, 0.0)
             closed = self.stages * self.alone > tau
             dealt[closed] = even[closed] = 0.0
-            larger = dealt.sum(axis=1) >= even.sum(axis=1)
+            larger = dealt @ self.counts >= even @ self.counts
             shares = self.ranks * np.where(larger[:, None], dealt, even)
         shares[closed] = np.inf
         return shares
@@ -162,11 +165,11 @@ def lower_bound(rows: BoundRows, devices: int, *, close: float = _CLOSE) -> Boun
 
     def crowding(tau: float) -> float:
         """How many times the devices that tau takes by 2 and 3 there are."""
-        needed = float(rows.shares(tau).min(axis=0).sum())
+        needed = float(rows.shares(tau).min(axis=0) @ rows.counts)
         apart = pair_s + least_c > tau
         if apart.any():
             fewest = np.where(elapsed[:, apart] <= tau, rows.ranks, np.inf).min(axis=0)
-            needed = max(needed, float(fewest.sum()))
+            needed = max(needed, float(fewest @ rows.counts[apart]))
         return needed / devices
 
     low_s = _least_tau(crowding, longest_s, close)

@@ -155,7 +155,7 @@ def _homogeneous(table: PriceTable) -> list[Counts]:
         k for k in range(len(table))
         if np.isfinite(table.alone[k, 0]) and table.width[k] <= table.devices
     ]  # fmt: skip
-    fits.sort(key=lambda k: float(table.ranks[k, 0] * table.spread[k].sum()))
+    fits.sort(key=lambda k: float(table.ranks[k, 0] * (table.spread[k] @ table.batch.counts)))
     return [
         tuple(table.devices // table.width[k] if j == k else 0 for j in range(len(table)))
         for k in fits

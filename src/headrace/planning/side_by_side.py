@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.planning.batch import PriceTable
+from headrace.planning.runs import held_by, joined
 from headrace.planning.staged_packing import Line
 
 __all__ = ["Filler", "Pipelines", "deal"]
@@ -63,8 +64,8 @@ class Filler:
         self._cheapest: dict[int, list[list[int]]] = {}
 
     def cheapest(self, tau: float) -> list[list[int]]:
-        """For every sequence the schemes that may end it within about ``tau``, by the devices that
-        it takes of them."""
+        """For every run the schemes that may end it within about ``tau``, by the devices that it
+        takes of them."""
         step = round(log(max(tau, _LEAST_S)) / _STEP)
         if step not in self._cheapest:
             needed = self._needed(float(np.exp((step + 1) * _STEP)))
@@ -77,8 +78,8 @@ class Filler:
         return self._cheapest[step]
 
     def _needed(self, tau: float) -> Floats:
-        """Devices that each sequence takes of each scheme for ``tau`` [schemes, sequences], if it
-        is the longest of its pipeline; infinite where it does not end in time."""
+        """Devices that a sequence of each run takes of each scheme for ``tau`` [schemes, runs], if
+        it is the longest of its pipeline; infinite where it does not end in time."""
         table = self.table
         needed = table.ranks * table.spread / tau
         needed[table.stages * table.alone > tau] = np.inf
@@ -97,89 +98,106 @@ class Filler:
     ) -> Pipelines | float:
         """Pipelines that end within ``tau`` by their usual rows; the part of the work from the
         first sequence on that finds no place. ``order``: positions as they are taken, longest first
-        where left out. With ``join_any`` a sequence looks for room in pipelines of all its schemes
-        before it opens one, else scheme by scheme."""
+        where left out, and then runs of equal ones at once. With ``join_any`` a sequence looks for
+        room in pipelines of all its schemes before it opens one, else scheme by scheme."""
         table, lines = self.table, self.lines
         caps, widths, staged = table.cap, table.width, [line.stages > 1 for line in lines]
-        seconds_of = [table.seconds(k) for k in range(len(table))]
-        tokens_of = [self._taken(k) for k in range(len(table))]
-        cheapest, unlimited = self.cheapest(tau), float("inf")
+        seconds_of, tokens_of, cheapest = self._listed(tau, runs=order is None)
+        c, share, unlimited = table.c, table.share, float("inf")
+        dealt = [fluid or deep for fluid, deep in zip(table.fluid, staged, strict=True)]
         rooms: list[list[tuple[float, int]]] = [[] for _ in widths]  # (seconds left, g), rising
         found: Pipelines = []
         spaces, longest = list[list[int]](), list[float]()  # tokens left of micro-batches, rising
         opened = [-1]  # after this mark the schemes of which there is a pipeline
         free, left = self.devices, list(self.most) if self.most is not None else None
-        for i in range(len(table.tokens)) if order is None else order:
-            opening = -1
-            for k in chain(cheapest[i], opened):
-                if k < 0:  # nothing can be opened: any pipeline will do
-                    if opening >= 0:
-                        break
-                    continue
-                need, tokens = seconds_of[k][i], tokens_of[k][i]
-                room = rooms[k]
-                at = bisect_left(room, (need, -1))
-                looks = at + _LOOKS
-                while at < len(room):
-                    if at == looks:  # those before have no tokens left: pay for a micro-batch
-                        at, looks = max(at, bisect_left(room, (need + table.c[k], -1))), -1
+        turns = enumerate(table.batch.runs) if order is None else ((i, (i, 1)) for i in order)
+        for at_run, (i, count) in turns:
+            while count:
+                opening, taken = -1, 1
+                for k in chain(cheapest[at_run], opened):
+                    if k < 0:  # nothing can be opened: any pipeline will do
+                        if opening >= 0:
+                            break
                         continue
-                    spare, g = room[at]
-                    if need <= longest[g]:
-                        rest, space = spare - need, spaces[g]
-                        if tokens <= space[-1]:
-                            break
-                        if staged[k]:
-                            rest -= (tokens - space[0]) * table.share[k]
-                        else:
-                            rest -= table.added_s(k, space, tokens)
-                        if rest >= 0:
-                            break
-                    at += 1
-                else:
-                    if opening < 0 and (
-                        left[k] > 0 if left is not None else widths[k] <= free
-                    ) and need <= lines[k].usable_s(tau, need):  # fmt: skip
-                        opening = k
-                        if not join_any:
-                            break
-                    continue
-                del room[at]
-                insort(room, (rest, g))
-                if staged[k]:
-                    space[0] = max(0, space[0] - tokens)
-                elif len(space) == 1 and tokens <= space[0]:
-                    space[0] -= tokens
-                else:
-                    table.put(k, space, tokens)
-                found[g][1].append(i)
-                opening = -2
-                break
-            if opening == -1:
-                return self._rest(i)
-            if opening >= 0:
-                k = opening
-                need = seconds_of[k][i]
-                free -= widths[k]
-                if not rooms[k]:
-                    opened.append(k)
-                if left is not None:
-                    left[k] -= 1
-                usable_s, held = lines[k].usable(tau, need)
-                insort(rooms[k], (usable_s - need, len(found)))
-                found.append((k, [i]))
-                space = max(0, held - tokens_of[k][i]) if staged[k] else caps[k] - tokens_of[k][i]
-                spaces.append([space])
-                longest.append(need if staged[k] else unlimited)
+                    need, tokens = seconds_of[k][at_run], tokens_of[k][at_run]
+                    room = rooms[k]
+                    at = bisect_left(room, (need, -1))
+                    looks = at + _LOOKS
+                    while at < len(room):
+                        if at == looks:  # those before have no tokens left: pay for a micro-batch
+                            at, looks = max(at, bisect_left(room, (need + c[k], -1))), -1
+                            continue
+                        spare, g = room[at]
+                        if need <= longest[g]:
+                            rest, space = spare - need, spaces[g]
+                            if tokens <= space[-1]:
+                                break
+                            rest -= (tokens - space[0]) * share[k] if dealt[k] else c[k]
+                            if rest >= 0:
+                                break
+                        at += 1
+                    else:
+                        if opening < 0 and (
+                            left[k] > 0 if left is not None else widths[k] <= free
+                        ) and need <= lines[k].usable_s(tau, need):  # fmt: skip
+                            opening = k
+                            if not join_any:
+                                break
+                        continue
+                    if dealt[k]:
+                        space[0] = max(0, space[0] - tokens)
+                    elif len(space) == 1 and tokens <= space[0]:
+                        space[0] -= tokens
+                    else:
+                        table.put(k, space, tokens)
+                    if count > 1:
+                        more, rest = joined(
+                            table, k, rest, space, need_s=need, tokens=tokens, count=count - 1
+                        )
+                        taken += more
+                    del room[at]
+                    insort(room, (rest, g))
+                    found[g][1].extend(range(i, i + taken))
+                    opening = -2
+                    break
+                if opening == -1:
+                    return self._rest(i)
+                if opening >= 0:
+                    k = opening
+                    need, tokens = seconds_of[k][at_run], tokens_of[k][at_run]
+                    free -= widths[k]
+                    if not rooms[k]:
+                        opened.append(k)
+                    if left is not None:
+                        left[k] -= 1
+                    usable_s, held = lines[k].usable(tau, need)
+                    insort(rooms[k], (usable_s - need, len(found)))
+                    found.append((k, [i]))
+                    spaces.append([max(0, held - tokens) if staged[k] else caps[k] - tokens])
+                    longest.append(need if staged[k] else unlimited)
+                i += taken
+                count -= taken
         if order is not None:
             for _, members in found:
                 members.sort()
         return found
 
+    def _listed(
+        self, tau: float, *, runs: bool
+    ) -> tuple[list[list[float]], list[list[int]], list[list[int]]]:
+        """(seconds by scheme, tokens of micro-batches by scheme, cheapest schemes) of every run, or
+        of every position."""
+        table, schemes, cheapest = self.table, range(len(self.table)), self.cheapest(tau)
+        if runs:
+            return [table.priced(k)[0] for k in schemes], [*map(self._taken, schemes)], cheapest
+        listed = table.batch.listed
+        tokens = [listed(self._taken(k)) for k in schemes]
+        return [table.seconds(k) for k in schemes], tokens, listed(cheapest)
+
     def _taken(self, k: int) -> list[int]:
-        """Tokens that sequences take of micro-batches of scheme k. Where it has stages like lengths
-        come together, so one takes as much as if there were only such ones."""
-        room, cap = self.table.room(k), self.table.cap[k]
+        """Tokens that sequences of each run take of micro-batches of scheme k. Where it has stages
+        like lengths come together, so one takes as much as if there were only such ones."""
+        room, cap = self.table.priced(k)[1], self.table.cap[k]
         if self.lines[k].stages == 1:
             return room
         if k not in self._alike:
@@ -189,7 +207,7 @@ class Filler:
     def _rest(self, i: int) -> float:
         """The part of the work of position i and those after it."""
         if self._after is None:
-            least = (self.table.ranks * self.table.spread).min(axis=0)
+            least = self.table.batch.each((self.table.ranks * self.table.spread).min(axis=0))
             self._after = np.cumsum(least[::-1])[::-1] / least.sum()
         return float(self._after[i])
 
@@ -234,12 +252,7 @@ def deal(table: PriceTable, kept: Pipelines, loose: Sequence[int]) -> float:
     for g, (k, members) in enumerate(kept):
         space = list[int]()
         if table.depth[k] == 1:
-            seconds, tokens = table.seconds(k), table.room(k)
-            load = sum([seconds[i] for i in members])
-            for i in members:
-                load += table.added_s(k, space, tokens[i])
-                table.put(k, space, tokens[i])
-            load += 0.0 if members else table.c[k]
+            load, space = held_by(table, k, members)
             heaps.setdefault(k, []).append((load, g))
         spaces.append(space)
     for heap in heaps.values():
@@ -250,7 +263,11 @@ def deal(table: PriceTable, kept: Pipelines, loose: Sequence[int]) -> float:
     for i in loose:
         heap, seconds, tokens, k = kinds[0]
         if len(kinds) > 1:
-            heap, seconds, tokens, k = min(kinds, key=lambda kind: kind[0][0][0] + kind[1][i])
+            first_s = heap[0][0] + seconds[i]
+            for kind in kinds[1:]:
+                end_s = kind[0][0][0] + kind[1][i]
+                if end_s < first_s:
+                    first_s, (heap, seconds, tokens, k) = end_s, kind
         load, g = heap[0]
         kept[g][1].append(i)
         if fluid[k]:  # the rule of ``added_s`` and ``put``, without calls: the innermost loop

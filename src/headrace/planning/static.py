@@ -64,8 +64,8 @@ def _bound_s(table: PriceTable, k: int) -> float:
     """What pipelines of scheme k cannot beat: their share of the sequences, and the longest
     alone."""
     count = table.devices // table.width[k]
-    work_s = float(table.work[k].sum()) / count + float(table.least_c[k, 0])
-    busy_s = max(float(table.spread[k].sum()) / count, work_s)
+    work_s = float(table.work[k] @ table.batch.counts) / count + float(table.least_c[k, 0])
+    busy_s = max(float(table.spread[k] @ table.batch.counts) / count, work_s)
     return max(busy_s, table.depth[k] * float(table.alone[k, 0]))
 
 
@@ -73,7 +73,7 @@ def _staged(table: PriceTable, k: int, count: int, below_s: float) -> Pipelines 
     """Pipelines with stages hold sequences of like length, so they are filled, not dealt."""
     most = [count if other == k else 0 for other in range(len(table))]
     filler, low_s = Filler(table, most=most), _bound_s(table, k)
-    high_s = table.depth[k] * float(table.sums(k)[-1] + table.c[k] * len(table.tokens)) + low_s
+    high_s = table.depth[k] * (table.sum_s(k) + table.c[k] * len(table.tokens)) + low_s
     if below_s < high_s:
         if isinstance(filler.fill(below_s), float):
             return None

@@ -1,0 +1,103 @@
+"""Runs of equal sequences: as many of one as a pipeline takes, at once.
+
+Best fit gives equal sequences one after the other to the same pipeline for as long as it has
+seconds and micro-batches left, as it only gets fuller and so fits better. So a run costs as many
+steps as it fills micro-batches, not as many as it has sequences, and the outcome is the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from headrace.planning.batch import PriceTable
+
+__all__ = ["held_by", "joined", "runs_of"]
+
+
+def joined(
+    table: PriceTable, k: int, spare_s: float, room: list[int], *,
+    need_s: float, tokens: int, count: int,
+) -> tuple[int, float]:  # fmt: skip
+    """How many of ``count`` sequences of ``need_s`` seconds and ``tokens`` tokens a pipeline of
+    scheme k takes that has ``spare_s`` seconds left, and what it has left then. ``room`` are the
+    tokens left of its micro-batches, which change; one number where the scheme has stages or is
+    fluid, as there constants are dealt out to tokens."""
+    if table.depth[k] > 1 or table.fluid[k]:
+        return _dealt(table.share[k], spare_s, room, need_s, tokens, count)
+    return _counted(table.c[k], table.cap[k], spare_s, room, need_s, tokens, count)
+
+
+def _counted(
+    c: float, cap: int, spare_s: float, room: list[int], need_s: float, tokens: int, count: int
+) -> tuple[int, float]:
+    """Each into the micro-batch that it fills best, a new one where none has room."""
+    taken = 0
+    while taken < count:
+        at = bisect_left(room, tokens)
+        new = at == len(room)
+        left, usable_s = (cap, spare_s - c) if new else (room[at], spare_s)
+        some = min(count - taken, left // tokens, _times(usable_s, need_s, count))
+        if some < 1:
+            break
+        if not new:
+            del room[at]
+        insort(room, left - some * tokens)
+        spare_s = usable_s - some * need_s
+        taken += some
+    return taken, spare_s
+
+
+def _dealt(
+    share: float, spare_s: float, room: list[int], need_s: float, tokens: int, count: int
+) -> tuple[int, float]:
+    """Those that fit the tokens left, then those that pay for theirs."""
+    free = min(count, room[0] // tokens, _times(spare_s, need_s, count))
+    spare_s -= free * need_s
+    left = room[0] - free * tokens
+    paid = 0
+    if free < count and left < tokens:
+        saved_s, dear_s = left * share, need_s + tokens * share
+        paid = _times(spare_s + saved_s, dear_s, count - free)
+        if paid:
+            spare_s = max(0.0, spare_s + saved_s - paid * dear_s)
+            left = 0
+    room[0] = left
+    return free + paid, spare_s
+
+
+def _times(spare_s: float, need_s: float, most: int) -> int:
+    """How many times ``need_s`` is in ``spare_s``, at most ``most``."""
+    if spare_s < need_s:
+        return 0
+    if most * need_s <= spare_s:
+        return most
+    times = int(spare_s / need_s)
+    return times - 1 if times * need_s > spare_s else times
+
+
+def runs_of(tokens: Sequence[int], members: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(the first, how many) of the runs of equal sequences among ``members``, longest first."""
+    at = 0
+    for _, run in groupby(members, tokens.__getitem__):
+        count = len(list(run))
+        yield members[at], count
+        at += count
+
+
+def held_by(table: PriceTable, k: int, members: Sequence[int]) -> tuple[float, list[int]]:
+    """Seconds of a pipeline of scheme k without stages, and the tokens left of its micro-batches,
+    rising, with ``members``, longest first; the first micro-batch is paid for if there are
+    none."""
+    c, cap = table.c[k], table.cap[k]
+    if not members:
+        return c, []
+    seconds, tokens, room = table.seconds(k), table.room(k), list[int]()
+    load_s = sum([seconds[i] for i in members])
+    if table.fluid[k]:
+        left = cap - sum([tokens[i] for i in members])
+        return load_s + c + max(0, -left) * table.share[k], [max(0, left)]
+    for i, count in runs_of(tokens, members):
+        _counted(0.0, cap, 0.0, room, 0.0, tokens[i], count)
+    return load_s + len(room) * c, room
