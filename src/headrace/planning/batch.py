@@ -102,7 +102,9 @@ class SortedBatch:
         its run."""
         if len(of_runs) == len(self.tokens):
             return of_runs
-        return list(chain.from_iterable(map(repeat, of_runs, self.counts.tolist())))
+        each: list[Value] = []
+        each.extend(chain.from_iterable(map(repeat, of_runs, self.counts.tolist())))
+        return each
 
     @cached_property
     def sums(self) -> tuple[float, float]:

@@ -139,8 +139,8 @@ class BoundRows:
         return BoundRows(**both, counts=self.counts)
 
     def shares(self, tau: float) -> Floats:
-        """Devices that each sequence of a run takes of each scheme [rows, runs], infinite where it is not open: by 2a or
-        by 2b, whichever sums to more."""
+        """Devices that each sequence of a run takes of each scheme [rows, runs], infinite where it
+        is not open: by 2a or by 2b, whichever sums to more."""
         bubbles = self.stages - 1
         with np.errstate(divide="ignore", invalid="ignore"):
             dealt = self.spread / (tau + self.over - bubbles * self.alone)

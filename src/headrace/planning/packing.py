@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from math import inf
 
 from headrace.planning.batch import PriceTable
@@ -141,14 +141,15 @@ def _counts(
 def _fill(tokens: Sequence[int], members: Sequence[int], count: int, cap: int) -> Bins | None:
     """Longest first, each into the emptiest of ``count`` bins; None when one overflows."""
     bins: Bins = [[] for _ in range(count)]
-    heap = [(0, b) for b in range(count)]
-    heapify(heap)
+    unit = 1 << count.bit_length()
+    heap = list(range(count))  # units filled, and the bin, in one number
+    full = (cap + 1) * unit
     for i in members:
-        filled, b = heap[0]
-        if filled + tokens[i] > cap:
+        filled = heap[0] + tokens[i] * unit
+        if filled >= full:
             return None
-        bins[b].append(i)
-        heapreplace(heap, (filled + tokens[i], b))
+        bins[filled % unit].append(i)
+        heapreplace(heap, filled)
     return [held for held in bins if held]
 
 

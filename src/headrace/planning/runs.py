@@ -8,16 +8,14 @@ steps as it fills micro-batches, not as many as it has sequences, and the outcom
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 from headrace.planning.batch import PriceTable
 
-__all__ = ["held_by", "joined", "runs_of"]
+__all__ = ["joined", "refilled"]
 
 
 def joined(
-    table: PriceTable, k: int, spare_s: float, room: list[int], *,
+    table: PriceTable, k: int, spare_s: float, room: list[int],
     need_s: float, tokens: int, count: int,
 ) -> tuple[int, float]:  # fmt: skip
     """How many of ``count`` sequences of ``need_s`` seconds and ``tokens`` tokens a pipeline of
@@ -77,27 +75,7 @@ def _times(spare_s: float, need_s: float, most: int) -> int:
     return times - 1 if times * need_s > spare_s else times
 
 
-def runs_of(tokens: Sequence[int], members: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(the first, how many) of the runs of equal sequences among ``members``, longest first."""
-    at = 0
-    for _, run in groupby(members, tokens.__getitem__):
-        count = len(list(run))
-        yield members[at], count
-        at += count
-
-
-def held_by(table: PriceTable, k: int, members: Sequence[int]) -> tuple[float, list[int]]:
-    """Seconds of a pipeline of scheme k without stages, and the tokens left of its micro-batches,
-    rising, with ``members``, longest first; the first micro-batch is paid for if there are
-    none."""
-    c, cap = table.c[k], table.cap[k]
-    if not members:
-        return c, []
-    seconds, tokens, room = table.seconds(k), table.room(k), list[int]()
-    load_s = sum([seconds[i] for i in members])
-    if table.fluid[k]:
-        left = cap - sum([tokens[i] for i in members])
-        return load_s + c + max(0, -left) * table.share[k], [max(0, left)]
-    for i, count in runs_of(tokens, members):
-        _counted(0.0, cap, 0.0, room, 0.0, tokens[i], count)
-    return load_s + len(room) * c, room
+def refilled(table: PriceTable, k: int, room: list[int], tokens: int, count: int) -> None:
+    """Put ``count`` sequences into the micro-batches ``room`` of a scheme whose micro-batches are
+    counted, whatever the seconds."""
+    _counted(0.0, table.cap[k], 0.0, room, 0.0, tokens, count)

@@ -20,7 +20,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heapreplace
 from itertools import chain
 from math import log, sqrt
 
@@ -28,14 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.runs import held_by, joined
+from headrace.planning.dealing import Pipelines, deal
+from headrace.planning.runs import joined
 from headrace.planning.staged_packing import Line
 
-__all__ = ["Filler", "Pipelines", "deal"]
+__all__ = ["Filler", "Pipelines"]
 
 Floats = NDArray[np.float64]
-Pipelines = list[tuple[int, list[int]]]
-"""(number of the scheme, positions longest first) of each pipeline."""
 
 _STEP = 0.04  # of the time: within it the order of schemes stays
 _LEAST_S = 1e-30
@@ -110,18 +108,19 @@ class Filler:
         spaces, longest = list[list[int]](), list[float]()  # tokens left of micro-batches, rising
         opened = [-1]  # after this mark the schemes of which there is a pipeline
         free, left = self.devices, list(self.most) if self.most is not None else None
-        turns = enumerate(table.batch.runs) if order is None else ((i, (i, 1)) for i in order)
-        for at_run, (i, count) in turns:
+        turns = table.batch.runs if order is None else ((i, 1) for i in order)
+        for at_run, (first, number) in enumerate(turns):
+            r = at_run if order is None else first
+            i, count, full = first, number, set[int]()  # schemes without room for this run
             while count:
-                opening, taken = -1, 1
-                for k in chain(cheapest[at_run], opened):
+                opening = -1
+                for k in chain(cheapest[r], opened):
                     if k < 0:  # nothing can be opened: any pipeline will do
                         if opening >= 0:
                             break
                         continue
-                    need, tokens = seconds_of[k][at_run], tokens_of[k][at_run]
-                    room = rooms[k]
-                    at = bisect_left(room, (need, -1))
+                    need, tokens, room = seconds_of[k][r], tokens_of[k][r], rooms[k]
+                    at = bisect_left(room, (need, -1)) if k not in full else len(room)
                     looks = at + _LOOKS
                     while at < len(room):
                         if at == looks:  # those before have no tokens left: pay for a micro-batch
@@ -130,53 +129,60 @@ class Filler:
                         spare, g = room[at]
                         if need <= longest[g]:
                             rest, space = spare - need, spaces[g]
-                            if tokens <= space[-1]:
-                                break
-                            rest -= (tokens - space[0]) * share[k] if dealt[k] else c[k]
+                            if tokens > space[-1]:
+                                rest -= (tokens - space[0]) * share[k] if dealt[k] else c[k]
                             if rest >= 0:
-                                break
-                        at += 1
-                    else:
-                        if opening < 0 and (
-                            left[k] > 0 if left is not None else widths[k] <= free
-                        ) and need <= lines[k].usable_s(tau, need):  # fmt: skip
-                            opening = k
-                            if not join_any:
-                                break
-                        continue
-                    if dealt[k]:
-                        space[0] = max(0, space[0] - tokens)
-                    elif len(space) == 1 and tokens <= space[0]:
-                        space[0] -= tokens
-                    else:
-                        table.put(k, space, tokens)
-                    if count > 1:
-                        more, rest = joined(
-                            table, k, rest, space, need_s=need, tokens=tokens, count=count - 1
-                        )
-                        taken += more
-                    del room[at]
-                    insort(room, (rest, g))
-                    found[g][1].extend(range(i, i + taken))
-                    opening = -2
+                                del room[at]
+                                if dealt[k]:
+                                    space[0] = max(0, space[0] - tokens)
+                                elif len(space) == 1 and tokens <= space[0]:
+                                    space[0] -= tokens
+                                else:
+                                    table.put(k, space, tokens)
+                                if count == 1:
+                                    insort(room, (rest, g))
+                                    found[g][1].append(i)
+                                    count = 0
+                                    break
+                                more, rest = joined(table, k, rest, space, need, tokens, count - 1)
+                                insort(room, (rest, g))
+                                found[g][1].extend(range(i, i + 1 + more))
+                                i += 1 + more
+                                count -= 1 + more
+                                if not count:
+                                    break
+                        at += 1  # the one that is full now stands no later
+                    if not count:
+                        break
+                    full.add(k)
+                    if opening < 0 and (
+                        left[k] > 0 if left is not None else widths[k] <= free
+                    ) and need <= lines[k].usable_s(tau, need):  # fmt: skip
+                        opening = k
+                        if not join_any:
+                            break
+                if not count:
                     break
-                if opening == -1:
+                if opening < 0:
                     return self._rest(i)
-                if opening >= 0:
-                    k = opening
-                    need, tokens = seconds_of[k][at_run], tokens_of[k][at_run]
-                    free -= widths[k]
-                    if not rooms[k]:
-                        opened.append(k)
-                    if left is not None:
-                        left[k] -= 1
-                    usable_s, held = lines[k].usable(tau, need)
-                    insort(rooms[k], (usable_s - need, len(found)))
-                    found.append((k, [i]))
-                    spaces.append([max(0, held - tokens) if staged[k] else caps[k] - tokens])
-                    longest.append(need if staged[k] else unlimited)
-                i += taken
-                count -= taken
+                k = opening
+                need, tokens = seconds_of[k][r], tokens_of[k][r]
+                free -= widths[k]
+                if not rooms[k]:
+                    opened.append(k)
+                if left is not None:
+                    left[k] -= 1
+                usable_s, held = lines[k].usable(tau, need)
+                space = [max(0, held - tokens) if staged[k] else caps[k] - tokens]
+                more, rest = 0, usable_s - need
+                if count > 1:
+                    more, rest = joined(table, k, rest, space, need, tokens, count - 1)
+                insort(rooms[k], (rest, len(found)))
+                found.append((k, [*range(i, i + 1 + more)]))
+                spaces.append(space)
+                longest.append(need if staged[k] else unlimited)
+                i += 1 + more
+                count -= 1 + more
         if order is not None:
             for _, members in found:
                 members.sort()
@@ -242,48 +248,6 @@ class Filler:
         elif table.depth[0] == 1:
             left = self.devices - sum(table.width[k] for k, _ in found)
             yield from [0] * (left // table.width[0])
-
-
-def deal(table: PriceTable, kept: Pipelines, loose: Sequence[int]) -> float:
-    """Give the positions ``loose``, longest first, to pipelines without stages, each where it ends
-    first; ``kept`` are changed. Returns when the last of these pipelines ends."""
-    heaps: dict[int, list[tuple[float, int]]] = {}
-    spaces = list[list[int]]()
-    for g, (k, members) in enumerate(kept):
-        space = list[int]()
-        if table.depth[k] == 1:
-            load, space = held_by(table, k, members)
-            heaps.setdefault(k, []).append((load, g))
-        spaces.append(space)
-    for heap in heaps.values():
-        heapify(heap)
-    fluid, share = table.fluid, table.share
-    left_of = [s[0] if s else table.cap[k] for s, (k, _) in zip(spaces, kept, strict=True)]
-    kinds = [(heap, table.seconds(k), table.room(k), k) for k, heap in heaps.items()]
-    for i in loose:
-        heap, seconds, tokens, k = kinds[0]
-        if len(kinds) > 1:
-            first_s = heap[0][0] + seconds[i]
-            for kind in kinds[1:]:
-                end_s = kind[0][0][0] + kind[1][i]
-                if end_s < first_s:
-                    first_s, (heap, seconds, tokens, k) = end_s, kind
-        load, g = heap[0]
-        kept[g][1].append(i)
-        if fluid[k]:  # the rule of ``added_s`` and ``put``, without calls: the innermost loop
-            left = left_of[g] - tokens[i]
-            if left < 0:
-                load -= left * share[k]
-                left = 0
-            left_of[g] = left
-            heapreplace(heap, (load + seconds[i], g))
-            continue
-        space = spaces[g]
-        if space:  # the first micro-batch is paid
-            load += table.added_s(k, space, tokens[i])
-        table.put(k, space, tokens[i])
-        heapreplace(heap, (load + seconds[i], g))
-    return max(max(heap)[0] for heap in heaps.values())
 
 
 def _usable_s(line: Line, limit_s: float, longest_s: Floats) -> Floats:

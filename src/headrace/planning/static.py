@@ -7,15 +7,16 @@ ends first, which packs what it got.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf
 
 import numpy as np
 
 from headrace.planning.batch import PriceTable
+from headrace.planning.dealing import Pipelines, deal
 from headrace.planning.schedule import Assignment, placed
 from headrace.planning.search import Effort, least_time
-from headrace.planning.side_by_side import Filler, Pipelines, deal
+from headrace.planning.side_by_side import Filler
 
 __all__ = ["best_static", "best_statics", "static_schedule"]
 
@@ -39,11 +40,20 @@ def best_static(table: PriceTable) -> Assignment | None:
     return next(iter(best_statics(table)), None)
 
 
-def best_statics(table: PriceTable, slack_s: float = 0.0) -> list[Assignment]:
+def best_statics(
+    table: PriceTable, slack_s: float = 0.0,
+    latest_s: Callable[[Assignment | None], float] | None = None,
+) -> list[Assignment]:  # fmt: skip
     """The static schedules that take up to ``slack_s`` more than the best, quickest first. Schemes
-    whose bound says that theirs does not are left out."""
+    whose bound says that theirs does not are left out, and those whose bound is not below
+    ``latest_s`` of the best, which is asked before there is one, and when no other can have fewer
+    seconds."""
     found, best_s = list[tuple[float, int, Assignment]](), float("inf")
     for bound_s, k in sorted(_bounds(table)):
+        if latest_s is not None and (not found or bound_s >= best_s):
+            best = min(found, key=lambda item: item[:2])[2] if found else None
+            if bound_s >= latest_s(best):
+                break
         if bound_s < best_s + slack_s or best_s == float("inf"):
             made = static_schedule(table, k, best_s + slack_s)
             if made is not None:
