@@ -14,6 +14,7 @@ import numpy as np
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.dealing import Pipelines, deal
+from headrace.planning.packing import pack
 from headrace.planning.schedule import Assignment, placed
 from headrace.planning.search import Effort, least_time
 from headrace.planning.side_by_side import Filler
@@ -21,9 +22,12 @@ from headrace.planning.side_by_side import Filler
 __all__ = ["best_static", "best_statics", "static_schedule"]
 
 
-def static_schedule(table: PriceTable, k: int, below_s: float = inf) -> Assignment | None:
-    """Every sequence on pipelines of scheme k; None when it does not hold the longest, or when
-    those with stages seem to take ``below_s``."""
+def static_schedule(
+    table: PriceTable, k: int, below_s: float = inf,
+    *, late: Callable[[float], bool] | None = None,
+) -> Assignment | None:  # fmt: skip
+    """Every sequence on pipelines of scheme k; None when it does not hold the longest, when those
+    with stages seem to take ``below_s``, or when one without takes so long that it is ``late``."""
     count = table.devices // table.width[k]
     if not count or not np.isfinite(table.alone[k, 0]):
         return None
@@ -32,6 +36,11 @@ def static_schedule(table: PriceTable, k: int, below_s: float = inf) -> Assignme
         return None if found is None else Assignment.of(table, placed(table, found), "static")
     pipelines: Pipelines = [(k, []) for _ in range(count)]
     deal(table, pipelines, range(len(table.tokens)))
+    if late is not None:  # before all of them are packed, the one that seems to end last
+        seconds = table.seconds(k)
+        _, last = max(pipelines, key=lambda item: sum([seconds[i] for i in item[1]]))
+        if late(pack(table, k, last).seconds):
+            return None
     return Assignment.of(table, placed(table, pipelines), "static")
 
 
@@ -45,17 +54,22 @@ def best_statics(
     latest_s: Callable[[Assignment | None], float] | None = None,
 ) -> list[Assignment]:  # fmt: skip
     """The static schedules that take up to ``slack_s`` more than the best, quickest first. Schemes
-    whose bound says that theirs does not are left out, and those whose bound is not below
-    ``latest_s`` of the best, which is asked before there is one, and when no other can have fewer
-    seconds."""
-    found, best_s = list[tuple[float, int, Assignment]](), float("inf")
+    whose bound says that theirs does not are left out, and those that take at least ``latest_s`` of
+    the best, which is asked before there is one, and about what takes longer than the best."""
+    found, best_s = list[tuple[float, int, Assignment]](), inf
+
+    def late(seconds: float) -> bool:
+        if latest_s is None or (found and seconds < best_s):
+            return False
+        best = min(found, key=lambda item: item[:2])[2] if found else None
+        return seconds >= latest_s(best)
+
     for bound_s, k in sorted(_bounds(table)):
-        if latest_s is not None and (not found or bound_s >= best_s):
-            best = min(found, key=lambda item: item[:2])[2] if found else None
-            if bound_s >= latest_s(best):
-                break
-        if bound_s < best_s + slack_s or best_s == float("inf"):
-            made = static_schedule(table, k, best_s + slack_s)
+        if late(bound_s):
+            break
+        if bound_s < best_s + slack_s or best_s == inf:
+            asked = None if latest_s is None else late
+            made = static_schedule(table, k, best_s + slack_s, late=asked)
             if made is not None:
                 found.append((made.seconds, k, made))
                 best_s = min(best_s, made.seconds)
