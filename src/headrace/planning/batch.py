@@ -23,7 +23,7 @@ dearer if it holds a little more: beyond the first, constants are dealt out to t
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, repeat
@@ -85,11 +85,19 @@ class SortedBatch:
         """``run_tokens`` as an array."""
         return np.array(self.run_tokens, dtype=np.float64)
 
+    def turns(self, order: Sequence[int] | None) -> Iterable[tuple[int, int, int]]:
+        """(run, first position, number of positions) of runs, or of positions one by one in an
+        order that is given."""
+        return self._runs if order is None else [(self._run_of[i], i, 1) for i in order]
+
     @cached_property
-    def runs(self) -> list[tuple[int, int]]:
-        """(first position, number of positions) of every run."""
-        starts = np.cumsum(self.counts) - self.counts
-        return list(zip(starts.tolist(), self.counts.tolist(), strict=True))
+    def _runs(self) -> list[tuple[int, int, int]]:
+        starts, counts = np.cumsum(self.counts) - self.counts, self.counts.tolist()
+        return list(zip(range(len(counts)), starts.tolist(), counts, strict=True))
+
+    @cached_property
+    def _run_of(self) -> list[int]:
+        return self.listed(list(range(len(self.run_tokens))))
 
     def each(self, of_runs: NDArray[Any]) -> NDArray[Any]:
         """Values of positions [..., sequences] from those of runs [..., runs]."""
@@ -158,6 +166,7 @@ class PriceTable:
         self._priced: dict[int, tuple[list[float], list[int]]] = {}
         self._seconds: dict[int, list[float]] = {}
         self._room: dict[int, list[int]] = {}
+        self._alike: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self.schemes)
@@ -201,6 +210,16 @@ class PriceTable:
                 room = np.minimum(values, self.cap[k]).astype(np.int64)
                 self._priced[k] = seconds.tolist(), room.tolist()
         return self._priced[k]
+
+    def alike(self, k: int) -> list[int]:
+        """Tokens that sequences of each run take of micro-batches of scheme k. Where it has stages
+        like lengths come together, so one takes as much as if there were only such ones."""
+        room, cap = self.priced(k)[1], self.cap[k]
+        if self.depth[k] == 1:
+            return room
+        if k not in self._alike:
+            self._alike[k] = [cap // max(1, cap // tokens) for tokens in room]
+        return self._alike[k]
 
     def added_s(self, k: int, room: list[int], tokens: int) -> float:
         """Constants that ``tokens`` more cost a pipeline of scheme k without stages. ``room`` are

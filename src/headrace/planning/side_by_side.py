@@ -58,7 +58,6 @@ class Filler:
             for depth, c, cap, util in zip(table.depth, table.c, table.cap, table.util, strict=True)
         ]
         self._after: Floats | None = None
-        self._alike: dict[int, list[int]] = {}
         self._cheapest: dict[int, list[list[int]]] = {}
 
     def cheapest(self, tau: float) -> list[list[int]]:
@@ -100,7 +99,9 @@ class Filler:
         room in pipelines of all its schemes before it opens one, else scheme by scheme."""
         table, lines = self.table, self.lines
         caps, widths, staged = table.cap, table.width, [line.stages > 1 for line in lines]
-        seconds_of, tokens_of, cheapest = self._listed(tau, runs=order is None)
+        seconds_of = [table.priced(k)[0] for k in range(len(table))]
+        tokens_of = [table.alike(k) for k in range(len(table))]
+        cheapest = self.cheapest(tau)
         c, share, unlimited = table.c, table.share, float("inf")
         dealt = [fluid or deep for fluid, deep in zip(table.fluid, staged, strict=True)]
         rooms: list[list[tuple[float, int]]] = [[] for _ in widths]  # (seconds left, g), rising
@@ -108,10 +109,10 @@ class Filler:
         spaces, longest = list[list[int]](), list[float]()  # tokens left of micro-batches, rising
         opened = [-1]  # after this mark the schemes of which there is a pipeline
         free, left = self.devices, list(self.most) if self.most is not None else None
-        turns = table.batch.runs if order is None else ((i, 1) for i in order)
-        for at_run, (first, number) in enumerate(turns):
-            r = at_run if order is None else first
-            i, count, full = first, number, set[int]()  # schemes without room for this run
+        full = set[int]()  # schemes without room for the run that is being placed
+        for r, first, number in table.batch.turns(order):
+            i, count, several = first, number, number > 1
+            full.clear()
             while count:
                 opening = -1
                 for k in chain(cheapest[r], opened):
@@ -152,15 +153,17 @@ class Filler:
                                 if not count:
                                     break
                         at += 1  # the one that is full now stands no later
-                    if not count:
-                        break
-                    full.add(k)
-                    if opening < 0 and (
-                        left[k] > 0 if left is not None else widths[k] <= free
-                    ) and need <= lines[k].usable_s(tau, need):  # fmt: skip
-                        opening = k
-                        if not join_any:
-                            break
+                    else:
+                        if several:
+                            full.add(k)
+                        if opening < 0 and (
+                            left[k] > 0 if left is not None else widths[k] <= free
+                        ) and need <= lines[k].usable_s(tau, need):  # fmt: skip
+                            opening = k
+                            if not join_any:
+                                break
+                        continue
+                    break
                 if not count:
                     break
                 if opening < 0:
@@ -187,28 +190,6 @@ class Filler:
             for _, members in found:
                 members.sort()
         return found
-
-    def _listed(
-        self, tau: float, *, runs: bool
-    ) -> tuple[list[list[float]], list[list[int]], list[list[int]]]:
-        """(seconds by scheme, tokens of micro-batches by scheme, cheapest schemes) of every run, or
-        of every position."""
-        table, schemes, cheapest = self.table, range(len(self.table)), self.cheapest(tau)
-        if runs:
-            return [table.priced(k)[0] for k in schemes], [*map(self._taken, schemes)], cheapest
-        listed = table.batch.listed
-        tokens = [listed(self._taken(k)) for k in schemes]
-        return [table.seconds(k) for k in schemes], tokens, listed(cheapest)
-
-    def _taken(self, k: int) -> list[int]:
-        """Tokens that sequences of each run take of micro-batches of scheme k. Where it has stages
-        like lengths come together, so one takes as much as if there were only such ones."""
-        room, cap = self.table.priced(k)[1], self.table.cap[k]
-        if self.lines[k].stages == 1:
-            return room
-        if k not in self._alike:
-            self._alike[k] = [cap // max(1, cap // tokens) for tokens in room]
-        return self._alike[k]
 
     def _rest(self, i: int) -> float:
         """The part of the work of position i and those after it."""
