@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from itertools import groupby
@@ -28,20 +29,22 @@ def deal(table: PriceTable, kept: Pipelines, loose: Sequence[int]) -> float:
         spaces.append(space)
     for heap in heaps.values():
         heapify(heap)
-    fluid, share = table.fluid, table.share
+    fluid, share, c, cap = table.fluid, table.share, table.c, table.cap
     left_of = [s[0] if s else table.cap[k] for s, (k, _) in zip(spaces, kept, strict=True)]
     kinds = [(heap, table.seconds(k), table.room(k), k) for k, heap in heaps.items()]
+    first, others = kinds[0], kinds[1:]
     for i in loose:
-        heap, seconds, tokens, k = kinds[0]
-        if len(kinds) > 1:
+        heap, seconds, tokens, k = first
+        if others:
             first_s = heap[0][0] + seconds[i]
-            for kind in kinds[1:]:
+            for kind in others:
                 end_s = kind[0][0][0] + kind[1][i]
                 if end_s < first_s:
                     first_s, (heap, seconds, tokens, k) = end_s, kind
         load, g = heap[0]
         kept[g][1].append(i)
-        if fluid[k]:  # the rule of ``added_s`` and ``put``, without calls: the innermost loop
+        # The rules of ``added_s`` and ``put``, without calls: the innermost loop.
+        if fluid[k]:
             left = left_of[g] - tokens[i]
             if left < 0:
                 load -= left * share[k]
@@ -49,10 +52,13 @@ def deal(table: PriceTable, kept: Pipelines, loose: Sequence[int]) -> float:
             left_of[g] = left
             heapreplace(heap, (load + seconds[i], g))
             continue
-        space = spaces[g]
-        if space:  # the first micro-batch is paid
-            load += table.added_s(k, space, tokens[i])
-        table.put(k, space, tokens[i])
+        space, length = spaces[g], tokens[i]
+        at = bisect_left(space, length)
+        if at < len(space):
+            insort(space, space.pop(at) - length)
+        else:
+            load += c[k] if space else 0.0  # the first micro-batch is paid
+            insort(space, cap[k] - length)
         heapreplace(heap, (load + seconds[i], g))
     return max(max(heap)[0] for heap in heaps.values())
 
