@@ -86,7 +86,7 @@ def rows(seconds: np.ndarray) -> BoundRows:
     zero = np.zeros((2, 1))
     return BoundRows(
         ranks=np.array([[1.0], [2.0]]), stages=zero + 1, opening=zero, shared=zero + 1, over=zero,
-        alone=seconds, work=seconds, spread=seconds,
+        alone=seconds, work=seconds, spread=seconds, counts=np.ones(seconds.shape[1]),
     )  # fmt: skip
 
 

@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import highspy
 import numpy as np
 
@@ -50,8 +52,8 @@ def _pigeons_s(table: PriceTable, counts: Counts, used: list[int]) -> float:
     first = used[0]
     held = len(table.tokens)
     if len(used) > 1:
-        held = int(np.isinf(table.alone[used[1]]).sum())
-    seconds, n = table.sums(first), counts[first]
+        held = int(table.batch.each(np.isinf(table.alone[used[1]])).sum())
+    seconds, n = list(accumulate(table.seconds(first), initial=0.0)), counts[first]
     best = 0.0
     if table.depth[first] > 1:
         return best
@@ -63,7 +65,7 @@ def _pigeons_s(table: PriceTable, counts: Counts, used: list[int]) -> float:
 
 def _fits(rows: BoundRows, counts: Counts, used: list[int], tau: float) -> bool:
     """Whether fractions of sequences on the strategy's pipes fit into ``tau``."""
-    shares = rows.shares(tau)[used] / rows.ranks[used]
+    shares = rows.shares(tau)[used] / rows.ranks[used] * rows.counts  # of whole runs
     if not np.isfinite(shares).any(axis=0).all():
         return False
     if len(used) == 1:

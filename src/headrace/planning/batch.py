@@ -1,5 +1,8 @@
 """A batch sorted for planning, and what its sequences take on every priced scheme.
 
+Sequences of equal length are alike to every scheme: a *run*. Prices are of runs, of which a large
+batch has far fewer than sequences.
+
 Of a sequence of l tokens in a micro-batch, over all rows (a, b, c, cap) of a scheme's frontier that
 hold it, in seconds of one stage:
 
@@ -20,10 +23,11 @@ dearer if it holds a little more: beyond the first, constants are dealt out to t
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import chain, repeat
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +40,7 @@ from headrace.spec import Lengths
 __all__ = ["PriceTable", "SortedBatch", "prices"]
 
 Floats = NDArray[np.float64]
+Value = TypeVar("Value")
 
 _FORWARD = 1 / 3  # of a micro-batch's seconds
 _FEW_ROWS = 16  # of a frontier: all of them are looked at
@@ -44,11 +49,14 @@ _FEW_ROWS = 16  # of a frontier: all of them are looked at
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SortedBatch:
     """Sequences longest first (ties by index): position i is sequence ``order[i]`` of ``lengths``
-    and has ``tokens[i]`` tokens."""
+    and has ``tokens[i]`` tokens. Run r are the ``counts[r]`` positions with the r-th longest of the
+    lengths that differ, which is ``run_tokens[r]``."""
 
     lengths: Lengths
     order: tuple[int, ...]
     tokens: list[int]
+    run_tokens: list[int]
+    counts: NDArray[np.int64]
     _rows: dict[int, tuple[Frontier, Floats]] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -56,7 +64,13 @@ class SortedBatch:
         """Sort ``lengths``."""
         given = np.array(lengths.tokens, dtype=np.int64)
         order = np.argsort(-given, kind="stable")
-        return cls(lengths=lengths, order=tuple(order.tolist()), tokens=given[order].tolist())
+        falling = given[order]
+        starts = np.flatnonzero(np.append(True, falling[1:] != falling[:-1]))
+        return cls(
+            lengths=lengths, order=tuple(order.tolist()), tokens=falling.tolist(),
+            run_tokens=falling[starts].tolist(),
+            counts=np.diff(np.append(starts, len(falling))).astype(np.int64),
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -67,25 +81,60 @@ class SortedBatch:
         return np.array(self.tokens, dtype=np.float64)
 
     @cached_property
+    def run_values(self) -> Floats:
+        """``run_tokens`` as an array."""
+        return np.array(self.run_tokens, dtype=np.float64)
+
+    def turns(self, order: Sequence[int] | None) -> Iterable[tuple[int, int, int]]:
+        """(run, first position, number of positions) of runs, or of positions one by one in an
+        order that is given."""
+        return self._runs if order is None else [(self._run_of[i], i, 1) for i in order]
+
+    @cached_property
+    def _runs(self) -> list[tuple[int, int, int]]:
+        starts, counts = np.cumsum(self.counts) - self.counts, self.counts.tolist()
+        return list(zip(range(len(counts)), starts.tolist(), counts, strict=True))
+
+    @cached_property
+    def _run_of(self) -> list[int]:
+        return self.listed(list(range(len(self.run_tokens))))
+
+    def each(self, of_runs: NDArray[Any]) -> NDArray[Any]:
+        """Values of positions [..., sequences] from those of runs [..., runs]."""
+        if of_runs.shape[-1] == len(self.tokens):
+            return of_runs
+        return np.repeat(of_runs, self.counts, axis=-1)
+
+    def listed(self, of_runs: list[Value]) -> list[Value]:
+        """:meth:`each` of a list: the same objects, so a value takes no more memory however long
+        its run."""
+        if len(of_runs) == len(self.tokens):
+            return of_runs
+        each: list[Value] = []
+        each.extend(chain.from_iterable(map(repeat, of_runs, self.counts.tolist())))
+        return each
+
+    @cached_property
     def sums(self) -> tuple[float, float]:
         """(sum of squared lengths, sum of lengths)."""
         return float((self.values**2).sum()), float(self.values.sum())
 
     def row(self, frontier: Frontier) -> Floats:
-        """(alone, work, spread) of every sequence under a frontier [3, sequences], worked out
-        once; infinite where it does not fit."""
+        """(alone, work, spread) of every run under a frontier [3, runs], worked out once; infinite
+        where it does not fit."""
         key = id(frontier)  # the frontier stands beside its row, so the id stays its own
         if key not in self._rows:
-            self._rows[key] = (frontier, prices(frontier, self.values))
+            self._rows[key] = (frontier, prices(frontier, self.run_values))
         return self._rows[key][1]
 
 
 class PriceTable:
     """A batch on ``devices`` with some schemes, those of the fewest devices first.
 
-    ``alone``, ``work`` and ``spread`` [schemes, sequences] as above. ``seconds[k][i]`` and
-    ``room[k][i]`` are those of position i on scheme k by its usual row, ``c[k]`` and ``cap[k]``
-    that row's constant and tokens, and ``share[k]`` a token's share of it. ``pull_s`` and
+    ``alone``, ``work`` and ``spread`` [schemes, runs] as above. ``seconds(k)[i]`` and
+    ``room(k)[i]`` are those of position i on scheme k by its usual row, ``priced(k)`` both of every
+    run, ``c[k]`` and ``cap[k]`` that row's constant and tokens, and ``share[k]`` a token's share of
+    it. ``pull_s`` and
     ``push_s`` are the seconds in which weights arrive and gradients leave if no computation hides
     them; the share ``unhidden`` of both is never hidden. ``packs`` are those made so far, by scheme
     and members.
@@ -114,8 +163,10 @@ class PriceTable:
         self.fluid = [len(scheme.frontier.caps) > 1 for scheme in self.schemes]
         self.share = [c / cap if cap else 0.0 for c, cap in zip(self.c, self.cap, strict=True)]
         self.packs: dict[tuple[int, ...], Packed] = {}
-        self._seconds: dict[int, tuple[list[float], list[int]]] = {}
-        self._work: dict[int, list[float]] = {}
+        self._priced: dict[int, tuple[list[float], list[int]]] = {}
+        self._seconds: dict[int, list[float]] = {}
+        self._room: dict[int, list[int]] = {}
+        self._alike: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self.schemes)
@@ -134,24 +185,41 @@ class PriceTable:
     def seconds(self, k: int) -> list[float]:
         """What each sequence adds to a pipeline of scheme k, without constants; infinite where it
         does not fit."""
-        return self._priced(k)[0]
+        if k not in self._seconds:
+            self._seconds[k] = self.batch.listed(self.priced(k)[0])
+        return self._seconds[k]
 
     def room(self, k: int) -> list[int]:
         """Tokens that each sequence takes of a micro-batch of scheme k."""
-        return self._priced(k)[1]
+        if not self.fluid[k]:
+            return self.tokens
+        if k not in self._room:
+            self._room[k] = self.batch.listed(self.priced(k)[1])
+        return self._room[k]
 
-    def _priced(self, k: int) -> tuple[list[float], list[int]]:
-        if k not in self._seconds:
-            frontier, row, values = self.schemes[k].frontier, self.rows[k], self.batch.values
-            if len(frontier.caps) == 1:
-                self._seconds[k] = self.work[k].tolist(), self.tokens
+    def priced(self, k: int) -> tuple[list[float], list[int]]:
+        """(seconds, tokens of a micro-batch) of every run on scheme k."""
+        if k not in self._priced:
+            frontier, row, values = self.schemes[k].frontier, self.rows[k], self.batch.run_values
+            if not self.fluid[k]:
+                self._priced[k] = self.work[k].tolist(), self.batch.run_tokens
             else:
                 a, b, c = frontier.rows[row]
                 long = values > self.cap[k]
                 seconds = np.where(long, self.alone[k] - c, (a * values + b) * values)
                 room = np.minimum(values, self.cap[k]).astype(np.int64)
-                self._seconds[k] = seconds.tolist(), room.tolist()
-        return self._seconds[k]
+                self._priced[k] = seconds.tolist(), room.tolist()
+        return self._priced[k]
+
+    def alike(self, k: int) -> list[int]:
+        """Tokens that sequences of each run take of micro-batches of scheme k. Where it has stages
+        like lengths come together, so one takes as much as if there were only such ones."""
+        room, cap = self.priced(k)[1], self.cap[k]
+        if self.depth[k] == 1:
+            return room
+        if k not in self._alike:
+            self._alike[k] = [cap // max(1, cap // tokens) for tokens in room]
+        return self._alike[k]
 
     def added_s(self, k: int, room: list[int], tokens: int) -> float:
         """Constants that ``tokens`` more cost a pipeline of scheme k without stages. ``room`` are
@@ -185,11 +253,9 @@ class PriceTable:
         left = (room.pop(at) if at < len(room) else self.cap[k]) - tokens
         insort(room, left)
 
-    def sums(self, k: int) -> list[float]:
-        """Sums of :meth:`seconds` before each sequence, and of all."""
-        if k not in self._work:
-            self._work[k] = list(accumulate(self.seconds(k), initial=0.0))
-        return self._work[k]
+    def sum_s(self, k: int) -> float:
+        """Sum of :meth:`seconds`."""
+        return sum(self.seconds(k))
 
 
 def prices(frontier: Frontier, lengths: Floats) -> Floats:

@@ -28,8 +28,20 @@ of t_j seconds a stage.
    their work and a constant, whatever the scheme. Those that no two can end within tau on a rank
    that they share need ranks apart: sum over them of the fewest ranks open to each <= N.
 
-Everything falls while tau rises, so the least tau that satisfies all three is a bound; it is found
-by narrowing an interval from below.
+Where pipelines share no device, each holds its own for all of tau, also one that has little to do:
+
+4. A pipeline for the longest. Some scheme k open to it has a pipeline. Let there be y_j of scheme
+   j, so y_k >= 1, sum_j N_j y_j <= N, and by 2 the shares of a pipeline's sequences sum to at most
+   y_j. For any price p in [0, 1] of the devices that k has anyway
+
+       N >= p N_k y_k + (1 - p) N_k y_k + sum_{j != k} N_j y_j
+         >= p N_k + sum_i min { (1 - p) N_k share_k(i), N_j share_j(i) : j != k }.
+
+   The largest right side has the p at which what is cheaper on k just fills one pipeline. The least
+   of these over all k open to the longest is <= N.
+
+Everything falls while tau rises, so the least tau that satisfies all of them is a bound; it is
+found by narrowing an interval from below.
 
 Where costs know the stages, which may differ, rows of whole models stand for them: a micro-batch
 keeps the width's ranks busy for what it takes, in sum over the stages, and passes all of them one
@@ -41,12 +53,12 @@ token's share of them is c / cap_j, whatever layers the others have.
 
 Pulls and pushes overlap with computations, so of the whole step
 
-4. No layer runs before its own and the embedding's weights are there, so before x = the pulls of
+5. No layer runs before its own and the embedding's weights are there, so before x = the pulls of
    the first two buckets nothing runs. A pipeline's last computation is a backward of its first
    layer, and only then are the gradients of that layer and the embedding complete, whose pushes
    are the last two: y seconds. Waits in between make no rank quicker. Without the update, a step
    takes at least x + tau + y.
-5. The loss needs the last pull, and the first push a gradient of the loss. Pulls move one after
+6. The loss needs the last pull, and the first push a gradient of the loss. Pulls move one after
    the other, and so do pushes: without the update, a step takes at least pull + push.
 
 All ranks meet at the update, which adds: max(x + tau + y, pull + push) + update is a bound. In
@@ -93,9 +105,9 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundRows:
-    """What the claim needs of schemes [rows] and sequences [rows, sequences]. ``shared`` is what
-    two sequences of one pipeline take at least, per second of work; ``spread`` may be too much by
-    ``over`` seconds of a pipeline."""
+    """What the claim needs of schemes [rows] and runs of equal sequences [rows, runs]. ``shared``
+    is what two sequences of one pipeline take at least, per second of work; ``spread`` may be too
+    much by ``over`` seconds of a pipeline; ``counts`` are the sequences of the runs."""
 
     ranks: Floats
     stages: Floats
@@ -105,6 +117,7 @@ class BoundRows:
     alone: Floats
     work: Floats
     spread: Floats
+    counts: Floats
 
     @classmethod
     def of(cls, table: PriceTable) -> BoundRows:
@@ -113,6 +126,7 @@ class BoundRows:
             ranks=table.ranks, stages=table.stages, opening=table.least_c,
             shared=(table.stages + 1) / 2, over=0 * table.ranks,
             alone=table.alone, work=table.work, spread=table.spread,
+            counts=table.batch.counts.astype(np.float64),
         )  # fmt: skip
 
     @classmethod
@@ -126,6 +140,7 @@ class BoundRows:
             ranks=np.array([[float(one.width)] for one in models]), stages=column,
             opening=0 * column, shared=np.array([[1 / one.depth] for one in models]),
             over=np.array([[one.over_s] for one in models]), alone=alone, work=work, spread=dealt,
+            counts=batch.counts.astype(np.float64),
         )  # fmt: skip
 
     def __add__(self, other: BoundRows) -> BoundRows:
@@ -133,11 +148,11 @@ class BoundRows:
             name: np.concatenate([getattr(self, name), getattr(other, name)])
             for name in ("ranks", "stages", "opening", "shared", "over", "alone", "work", "spread")
         }
-        return BoundRows(**both)
+        return BoundRows(**both, counts=self.counts)
 
     def shares(self, tau: float) -> Floats:
-        """Devices that each sequence takes of each scheme, infinite where it is not open: by 2a or
-        by 2b, whichever sums to more."""
+        """Devices that each sequence of a run takes of each scheme [rows, runs], infinite where it
+        is not open: by 2a or by 2b, whichever sums to more."""
         bubbles = self.stages - 1
         with np.errstate(divide="ignore", invalid="ignore"):
             dealt = self.spread / (tau + self.over - bubbles * self.alone)
@@ -146,31 +161,63 @@ class BoundRows:
             even = self.work / np.maximum(usable, 0.0)
             closed = self.stages * self.alone > tau
             dealt[closed] = even[closed] = 0.0
-            larger = dealt.sum(axis=1) >= even.sum(axis=1)
+            larger = dealt @ self.counts >= even @ self.counts
             shares = self.ranks * np.where(larger[:, None], dealt, even)
         shares[closed] = np.inf
         return shares
 
+    def held(self, shares: Floats) -> float:
+        """Devices that ``shares`` take, by 4, where pipelines share none."""
+        opened = np.flatnonzero(np.isfinite(shares[:, 0])).tolist()
+        return min((self._with_one(shares, k) for k in opened), default=float("inf"))
 
-def lower_bound(rows: BoundRows, devices: int, *, close: float = _CLOSE) -> Bound:
+    def _with_one(self, shares: Floats, k: int) -> float:
+        """Where there is a pipeline of scheme k."""
+        own, ranks = shares[k], float(self.ranks[k, 0])
+        others = np.delete(shares, k, axis=0).min(axis=0, initial=np.inf)
+        fits = np.isfinite(own)
+        dear = np.where(fits, np.inf, 0.0)  # how many times as much the others take
+        np.divide(others, own, out=dear, where=fits & (own > 0))
+        order = np.argsort(-dear, kind="stable")
+        filled = np.cumsum(np.where(fits, own * self.counts, 0.0)[order])
+        last = int(np.searchsorted(filled, ranks))
+        price = 1.0 if last == len(order) else max(0.0, 1 - float(dear[order[last]]))
+        cheaper = np.full_like(own, np.inf)
+        np.multiply(own, 1 - price, out=cheaper, where=fits)
+        return price * ranks + float(np.minimum(others, cheaper) @ self.counts)
+
+
+def lower_bound(
+    rows: BoundRows,
+    devices: int,
+    *,
+    close: float = _CLOSE,
+    apart: bool = False,
+    known_s: float = 0.0,
+) -> Bound:
     """The bound of a batch, each of whose sequences some row holds, in seconds without the costs'
-    scale; as far as ``close`` below the tightest that the claim proves."""
+    scale; as far as ``close`` below the tightest that the claim proves. ``apart``: of pipelines
+    that share no device. Given a bound that is ``known_s``, one that is no looser."""
     elapsed = rows.stages * rows.alone
     longest_s = float(elapsed.min(axis=0).max())
     pair_s = 2 * (rows.shared * rows.work).min(axis=0)
     least_c = float(rows.opening.min())
 
     def crowding(tau: float) -> float:
-        """How many times the devices that tau takes by 2 and 3 there are."""
-        needed = float(rows.shares(tau).min(axis=0).sum())
-        apart = pair_s + least_c > tau
-        if apart.any():
-            fewest = np.where(elapsed[:, apart] <= tau, rows.ranks, np.inf).min(axis=0)
-            needed = max(needed, float(fewest.sum()))
+        """How many times the devices that tau takes by 2, 3 and 4 there are."""
+        shares = rows.shares(tau)
+        needed = float(shares.min(axis=0) @ rows.counts)
+        if apart:
+            needed = max(needed, rows.held(shares))
+        single = pair_s + least_c > tau
+        if single.any():
+            fewest = np.where(elapsed[:, single] <= tau, rows.ranks, np.inf).min(axis=0)
+            needed = max(needed, float(fewest @ rows.counts[single]))
         return needed / devices
 
-    low_s = _least_tau(crowding, longest_s, close)
-    seconds = low_s * (1 - _ROUNDING)
+    seconds, start_s = known_s, max(longest_s, known_s * (1 + 2 * close))
+    if not known_s or crowding(start_s) > 1:
+        seconds = _least_tau(crowding, start_s, close) * (1 - _ROUNDING)
     return Bound(seconds=seconds, longest_s=longest_s * (1 - _ROUNDING))
 
 

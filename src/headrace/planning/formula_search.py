@@ -53,11 +53,15 @@ class FormulaSearch:
     def plan(self) -> Plan:
         """See :func:`headrace.planning.planner.plan`."""
         table = formula_table(self.problem, self.batch)
-        bound = bounded(table)
         others = self.problem.others
+        # A search from the looser bound has tried more by the time that it succeeds.
+        low = bound = bounded(table)
+        if self.problem.apart and others is None:
+            rows = BoundRows.of(table)
+            bound = lower_bound(rows, table.devices, apart=True, known_s=low.seconds)
         found = self._static(table) if others is None else self._others(table, others)
         if self.problem.planner != "static" and others is None:
-            found = self._rivals(table, bound, self._found(table, bound, found))
+            found = self._rivals(table, bound, self._found(table, low, found))
         made = plan_of(found[0], bound)
         if not self.problem.is_published:
             made = _with_model(made, self.problem.model, found[0])
@@ -89,9 +93,9 @@ class FormulaSearch:
             )  # fmt: skip
         return made
 
-    def _found(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> list[Assignment]:
+    def _found(self, table: PriceTable, low: Bound, found: list[Assignment]) -> list[Assignment]:
         """Schedules, the quickest first."""
-        problem, limits, low_s = self.problem, self.limits, bound.seconds
+        problem, limits, low_s = self.problem, self.limits, low.seconds
         if problem.semantics == "lockstep":
             made = waves(table, low_s, seed=self.seed)
             every = [*found, *([] if made is None else [made])]

@@ -90,6 +90,11 @@ class Frontier:
         return list(zip(self.a.tolist(), self.b.tolist(), self.c.tolist(), strict=True))
 
     @cached_property
+    def least(self) -> tuple[float, float, float]:
+        """The least a, b and c of all plans."""
+        return float(self.a.min()), float(self.b.min()), float(self.c.min())
+
+    @cached_property
     def _table(self) -> Floats:
         return np.column_stack([self.a, self.b, self.c])
 

@@ -34,21 +34,22 @@ __all__ = ["Draft", "SearchLimits", "nested", "scheduled", "side_by_side"]
 class SearchLimits:
     """What a search spends, in sequences placed, steps and schedules: never in time.
 
-    Batches of up to ``few`` sequences are tried in more ways, ``shaken`` of them placed in drawn
-    orders. Where something is known, what does not gain ``probe_few`` of it for few sequences, or
-    ``probe`` for more, is not searched. ``levels`` are the parts of the time up to which sequences
-    are dealt out again. Where schemes with stages seem cheaper than they turn out to be, their
-    devices count ``biases`` times. Exchanges of pipelines place up to ``exchanged`` sequences, on
-    at most ``large`` devices where frontiers have many rows. Nested groups are drafted for
-    ``targets`` times the bound, and filled where there are at most ``crowd`` sequences for each
+    Batches of up to ``few`` sequences are tried in more ways, ``shaken`` of them placed in
+    drawn orders. Where something is known, what does not gain ``probe_few`` of it for few
+    sequences, or ``probe`` for more, is not searched. ``levels`` are the parts of the time up
+    to which sequences are dealt out again. Where schemes with stages seem cheaper than they
+    turn out to be, their devices count ``biases`` times. Exchanges of pipelines place up to
+    ``exchanged`` sequences, on at most ``large`` devices where frontiers have many rows. Nested
+    groups are drafted for ``targets`` times the bound, without some sizes too where that is
+    ``dropped`` above it, and filled where there are at most ``crowd`` sequences for each
     device, with up to ``promotions`` larger sizes. ``packed`` drafts are packed exactly;
     ``polished`` of those, within ``near`` of the best and at most ``alike`` of one source, are
-    improved in ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough`` of
-    the bound nothing more is tried. Where frontiers have many rows packing takes longer: there
-    ``packed_fluid`` drafts are packed, ``polished_fluid`` improved in ``steps_fluid`` steps.
-    Others' planners are run for few sequences on at most ``crowded`` devices. Times grow by
-    ``least`` at least and are halved ``halvings`` times; of more than ``many`` sequences, each of
-    which matters less, less is tried.
+    improved in ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough``
+    of the bound nothing more is tried. Where frontiers have many rows packing takes longer:
+    there ``packed_fluid`` drafts are packed, ``polished_fluid`` improved in ``steps_fluid``
+    steps. Others' planners are run for few sequences on at most ``crowded`` devices. Times grow
+    by ``least`` at least and are halved ``halvings`` times; of more than ``many`` sequences,
+    each of which matters less, less is tried.
     """
 
     few: int = 300
@@ -61,6 +62,7 @@ class SearchLimits:
     exchanged: int = 6000
     large: int = 16
     targets: Sequence[float] = (1.0, 1.05, 1.15, 1.4, 2.0, float("inf"))
+    dropped: float = 0.0
     crowd: int = 3
     promotions: int = 6
     packed: int = 10
@@ -85,7 +87,8 @@ class SearchLimits:
             return self
         return replace(
             self, levels=self.levels[:1], biases=self.biases[:1], targets=self.targets[:3],
-            least=5 * self.least, halvings=self.halvings // 2, packed=2, packed_fluid=2,
+            dropped=self.near, least=5 * self.least, halvings=self.halvings // 2, packed=2,
+            packed_fluid=2,
         )  # fmt: skip
 
 
@@ -155,7 +158,7 @@ def _homogeneous(table: PriceTable) -> list[Counts]:
         k for k in range(len(table))
         if np.isfinite(table.alone[k, 0]) and table.width[k] <= table.devices
     ]  # fmt: skip
-    fits.sort(key=lambda k: float(table.ranks[k, 0] * table.spread[k].sum()))
+    fits.sort(key=lambda k: float(table.ranks[k, 0] * (table.spread[k] @ table.batch.counts)))
     return [
         tuple(table.devices // table.width[k] if j == k else 0 for j in range(len(table)))
         for k in fits
@@ -236,18 +239,19 @@ def nested(
 
 def _drafts(nesting: Nesting, bound_s: float, high_s: float, limits: SearchLimits) -> list[Draft]:
     """Sizes by a row of target times, then without those that cost more than they bring."""
-    drafts: dict[tuple[int, ...], tuple[float, list[Group]]] = {}
+    drafts, tried = list[tuple[float, list[Group]]](), set[tuple[int, ...]]()
 
     def drafted(target_s: float, levels: Sequence[int]) -> float:
-        below_s = min((seconds for seconds, _ in drafts.values()), default=high_s)
-        seconds, key, groups = nesting.dealt(target_s, levels, drafts, below_s)
+        below_s = min((seconds for seconds, _ in drafts), default=high_s)
+        seconds, key, groups = nesting.dealt(target_s, levels, tried, below_s)
+        tried.add(key)
         if groups:
-            drafts[key] = seconds, groups
+            drafts.append((seconds, groups))
         return seconds
 
     every = list(range(len(nesting.rows)))
     best_s, factor = min((drafted(bound_s * factor, every), factor) for factor in limits.targets)
-    dropping = True
+    dropping = best_s > bound_s * (1 + limits.dropped)
     while dropping and len(every) > 1:
         dropping = False
         for row in every:
@@ -258,7 +262,7 @@ def _drafts(nesting: Nesting, bound_s: float, high_s: float, limits: SearchLimit
                 break
     return [
         Draft.of(nesting.table, seconds, groups, "nested")
-        for seconds, groups in sorted(drafts.values(), key=lambda item: item[0])[:2]
+        for seconds, groups in sorted(drafts, key=lambda item: item[0])[:2]
     ]
 
 

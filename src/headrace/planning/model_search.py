@@ -39,7 +39,7 @@ _CLOSE_ENOUGH = 1 + 2e-4  # of the bound: no search beyond it
 @dataclass(slots=True, kw_only=True)
 class ModelSearch:
     """One batch being planned. ``found`` are schedules; ``flat`` is the bound of those without
-    stages and tensor blocks."""
+    stages and tensor blocks; ``laid`` is what was laid out so far."""
 
     problem: Problem
     batch: SortedBatch
@@ -49,6 +49,7 @@ class ModelSearch:
     drafts: list[Draft] = field(default_factory=list)
     lows: list[float] = field(default_factory=list)
     flat: Bound | None = None
+    laid: list[Candidate] = field(default_factory=list)
 
     def plan(self, previous: Plan | None) -> Plan:
         """See :func:`headrace.planning.planner.plan`."""
@@ -123,15 +124,26 @@ class ModelSearch:
 
     def _static(self, tables: Sequence[PriceTable]) -> None:
         """Schedules of one group size that may be the best by the step's clock: pull and push
-        change no more than their own seconds."""
+        change no more than their own seconds. Where sequences are many, so that packing takes
+        longer than simulating, only those whose bound may be below the step of the best."""
         size, costs = self.problem.static_size, self.problem.model
         slack_s = costs.exchange_s.pull_s + costs.exchange_s.push_s
+        latest_s = self._latest_s if len(self.batch) > self.limits.many else None
         for table in tables:
             if size is None:
-                self.found += best_statics(table, slack_s)
+                self.found += best_statics(table, slack_s, latest_s)
             elif size in table.width:
                 made = static_schedule(table, table.width.index(size))
                 self.found += [] if made is None else [made]
+
+    def _latest_s(self, best: Assignment | None) -> float:
+        """Seconds of computing from which no step is quicker than those of ``best`` and of what
+        was laid out before."""
+        costs = self.problem.model
+        if best is not None:
+            self._laid_out(best)
+        least_s = min((one.plan.predicted_s for one in self.laid), default=float("inf"))
+        return least_s - exposed_s(costs) - costs.exchange_s.update_s
 
     def _side_by_side(
         self, table: PriceTable, low_s: float, most: Sequence[int] | None = None,
@@ -240,8 +252,7 @@ class ModelSearch:
             known = schedule.source != "static" or any(map(_is_static, tried))
             if tried and known and least_s > min(one.plan.predicted_s for one in tried):
                 continue
-            made = laid_out(schedule, unscaled, larger_last=_larger_last(schedule))
-            tried.append(Candidate(schedule=schedule, plan=made))
+            tried.append(Candidate(schedule=schedule, plan=self._laid_out(schedule)))
         tried.sort(key=lambda one: (one.plan.predicted_s, not _is_static(one)))
         best = tried[0].plan
         if previous is not None and problem.smoothing > 0:
@@ -255,6 +266,15 @@ class ModelSearch:
             planner=self._name(), seed=self.seed,
             why=(*reasons(problem, bound, tried, static, self.flat), *best.why),
         )  # fmt: skip
+
+    def _laid_out(self, schedule: Assignment) -> Plan:
+        """The plan of a schedule, without the costs' scale."""
+        known = next((one.plan for one in self.laid if one.schedule is schedule), None)
+        if known is None:
+            costs = self.problem.model.replace(scale=1.0)
+            known = laid_out(schedule, costs, larger_last=_larger_last(schedule))
+            self.laid.append(Candidate(schedule=schedule, plan=known))
+        return known
 
     def _name(self) -> str:
         size = self.problem.static_size

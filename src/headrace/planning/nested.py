@@ -48,7 +48,7 @@ class Nesting:
         """Groups in which every rank is free within ``tau`` by the usual rows, larger ones first;
         about the part of the work that finds no place where some does not. ``order``: positions as
         they are taken; ``promotions``: how many sequences may be given a larger size."""
-        area = np.where(self.alone > tau, np.inf, self.area)
+        area = self.table.batch.each(np.where(self.alone > tau, np.inf, self.area))
         total = float(area.min(axis=0).sum())
         if not total <= self.table.devices * tau:
             return max(0.0, min(1.0, total / (self.table.devices * tau) - 1))
@@ -91,7 +91,8 @@ class Nesting:
         """:meth:`fill` in another way, for sizes that divide one another and few sequences: longest
         first over all sizes, each where it takes the fewest device-seconds and still ends by
         ``tau``, in the group that it fills best; so a size is chosen for the room that is left."""
-        table, area = self.table, np.where(self.alone > tau, np.inf, self.area)
+        table = self.table
+        area = table.batch.each(np.where(self.alone > tau, np.inf, self.area))
         order = area.argsort(axis=0, kind="stable").T.tolist()
         within = np.isfinite(area).sum(axis=0).tolist()
         widths = [table.width[k] for k in self.rows]
@@ -134,8 +135,8 @@ class Nesting:
     ) -> tuple[float, tuple[int, ...], list[Group]]:
         """Every sequence on the size of the fewest device-seconds, of the sizes ``levels``, that
         runs it within ``target_s``, else the quickest; each to the group that is free first, which
-        gives groups sequences of all lengths. Returns the seconds, the sizes chosen, and the
-        groups; infinite seconds for sizes that are ``known``, or cannot take less than
+        gives groups sequences of all lengths. Returns the seconds, the sizes chosen for runs, and
+        the groups; infinite seconds for sizes that are ``known``, or cannot take less than
         ``below_s``."""
         alone, area = self.alone[levels], self.area[levels]
         within = np.where(alone > target_s, np.inf, area)
@@ -144,9 +145,12 @@ class Nesting:
         key = tuple(np.array(levels)[chosen].tolist())
         if key in known or not np.isfinite(alone.min(axis=0)).all():
             return float("inf"), key, []
-        if np.take_along_axis(area, chosen[None], axis=0).sum() >= below_s * self.table.devices:
+        batch, devices = self.table.batch, self.table.devices
+        least = np.take_along_axis(area, chosen[None], axis=0) @ batch.counts
+        if float(least[0]) >= below_s * devices:
             return float("inf"), key, []
-        segments: list[Segment] = [(0.0, tuple(range(self.table.devices)))]
+        chosen = batch.each(chosen)
+        segments: list[Segment] = [(0.0, tuple(range(devices)))]
         found = list[Group]()
         for at in range(len(levels) - 1, -1, -1):
             some = np.flatnonzero(chosen == at).tolist()

@@ -9,15 +9,18 @@ One stage: only the sum counts. If everything fits one micro-batch by the first 
 row is quicker, that is optimal. With one row, V is what counts: best-fit decreasing finds the
 fewest, nearly always. With more rows, fewer micro-batches pay fewer constants and more of them
 recompute less, so the most promising V by an even split are filled longest first, beside best fit
-under the quickest row's tokens, where longer sequences stand alone; each takes its quickest row.
+under the quickest row's tokens, where longer sequences stand alone; each takes its quickest row. A
+V that could not beat what is found if the least a, b and c of all rows came together is left out.
 
 Several stages: :mod:`headrace.planning.staged_packing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from heapq import heapify, heapreplace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from heapq import heapreplace
+from math import inf
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.frontier import Frontier
@@ -60,7 +63,14 @@ def _packed(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
         a, b, c = frontier.rows[0]
         return Packed.of([members], (0,), [a * squares + b * total + c])
     best: tuple[float, Bins, list[int], list[float]] | None = None
-    for bins in _tries(tokens, members, total, squares, frontier):
+    a, b, c = frontier.least
+    least_s = a * squares + b * total + sum(table.exposed_s(k, inf, inf))
+    for count, make in _tries(tokens, members, total, squares, frontier):
+        if best is not None and least_s + c * count >= best[0]:
+            continue
+        bins = make()
+        if bins is None:
+            continue
         times, rows = _priced(bins, tokens, frontier)
         longest_s, next_s = longest_two(times)
         seconds = sum(times) + sum(table.exposed_s(k, next_s, longest_s))
@@ -73,19 +83,18 @@ def _packed(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
 
 def _tries(
     tokens: Sequence[int], members: Sequence[int], total: int, squares: float, frontier: Frontier
-) -> Iterator[Bins]:
-    """Ways to pack ``members`` of ``total`` tokens worth trying."""
+) -> Iterator[tuple[int, Callable[[], Bins | None]]]:
+    """Ways to pack ``members`` of ``total`` tokens worth trying, each with the fewest micro-batches
+    that it may give."""
     quick, most = frontier.quickest_cap(squares, total), frontier.most_tokens
     if len(members) == 1 or total <= quick:  # in one micro-batch there is nothing to choose
-        yield [list(members)]
+        yield 1, lambda: [list(members)]
         return
-    yield best_fit(tokens, members, quick)
+    yield 1, lambda: best_fit(tokens, members, quick)
     if total <= _FEW_PACKS * quick:
-        yield best_fit(tokens, members, most)
+        yield -(-total // most), lambda: best_fit(tokens, members, most)
     for count in _counts(len(members), total, squares, quick, frontier):
-        filled = _fill(tokens, members, count, most)
-        if filled is not None:
-            yield filled
+        yield count, partial(_fill, tokens, members, count, most)
 
 
 def likely(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
@@ -132,14 +141,15 @@ def _counts(
 def _fill(tokens: Sequence[int], members: Sequence[int], count: int, cap: int) -> Bins | None:
     """Longest first, each into the emptiest of ``count`` bins; None when one overflows."""
     bins: Bins = [[] for _ in range(count)]
-    heap = [(0, b) for b in range(count)]
-    heapify(heap)
+    unit = 1 << count.bit_length()
+    heap = list(range(count))  # units filled, and the bin, in one number
+    full = (cap + 1) * unit
     for i in members:
-        filled, b = heap[0]
-        if filled + tokens[i] > cap:
+        filled = heap[0] + tokens[i] * unit
+        if filled >= full:
             return None
-        bins[b].append(i)
-        heapreplace(heap, (filled + tokens[i], b))
+        bins[filled % unit].append(i)
+        heapreplace(heap, filled)
     return [held for held in bins if held]
 
 

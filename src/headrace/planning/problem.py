@@ -176,6 +176,12 @@ class Problem:
         return self.planner == "adaptive" and not isinstance(self.costs, PipelineCosts)
 
     @property
+    def apart(self) -> bool:
+        """Whether every pipeline has its devices for itself all the step: where costs are of
+        pipelines."""
+        return isinstance(self.costs, PipelineCosts) and self.semantics == "free"
+
+    @property
     def pricing(self) -> Pricing:
         """The schemes of a model's costs."""
         if "pricing" not in self._pricings:

@@ -20,7 +20,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heapreplace
 from itertools import chain
 from math import log, sqrt
 
@@ -28,13 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.planning.batch import PriceTable
+from headrace.planning.dealing import Pipelines, deal
+from headrace.planning.runs import joined
 from headrace.planning.staged_packing import Line
 
-__all__ = ["Filler", "Pipelines", "deal"]
+__all__ = ["Filler", "Pipelines"]
 
 Floats = NDArray[np.float64]
-Pipelines = list[tuple[int, list[int]]]
-"""(number of the scheme, positions longest first) of each pipeline."""
 
 _STEP = 0.04  # of the time: within it the order of schemes stays
 _LEAST_S = 1e-30
@@ -59,12 +58,11 @@ class Filler:
             for depth, c, cap, util in zip(table.depth, table.c, table.cap, table.util, strict=True)
         ]
         self._after: Floats | None = None
-        self._alike: dict[int, list[int]] = {}
         self._cheapest: dict[int, list[list[int]]] = {}
 
     def cheapest(self, tau: float) -> list[list[int]]:
-        """For every sequence the schemes that may end it within about ``tau``, by the devices that
-        it takes of them."""
+        """For every run the schemes that may end it within about ``tau``, by the devices that it
+        takes of them."""
         step = round(log(max(tau, _LEAST_S)) / _STEP)
         if step not in self._cheapest:
             needed = self._needed(float(np.exp((step + 1) * _STEP)))
@@ -77,8 +75,8 @@ class Filler:
         return self._cheapest[step]
 
     def _needed(self, tau: float) -> Floats:
-        """Devices that each sequence takes of each scheme for ``tau`` [schemes, sequences], if it
-        is the longest of its pipeline; infinite where it does not end in time."""
+        """Devices that a sequence of each run takes of each scheme for ``tau`` [schemes, runs], if
+        it is the longest of its pipeline; infinite where it does not end in time."""
         table = self.table
         needed = table.ranks * table.spread / tau
         needed[table.stages * table.alone > tau] = np.inf
@@ -97,99 +95,106 @@ class Filler:
     ) -> Pipelines | float:
         """Pipelines that end within ``tau`` by their usual rows; the part of the work from the
         first sequence on that finds no place. ``order``: positions as they are taken, longest first
-        where left out. With ``join_any`` a sequence looks for room in pipelines of all its schemes
-        before it opens one, else scheme by scheme."""
+        where left out, and then runs of equal ones at once. With ``join_any`` a sequence looks for
+        room in pipelines of all its schemes before it opens one, else scheme by scheme."""
         table, lines = self.table, self.lines
         caps, widths, staged = table.cap, table.width, [line.stages > 1 for line in lines]
-        seconds_of = [table.seconds(k) for k in range(len(table))]
-        tokens_of = [self._taken(k) for k in range(len(table))]
-        cheapest, unlimited = self.cheapest(tau), float("inf")
+        seconds_of = [table.priced(k)[0] for k in range(len(table))]
+        tokens_of = [table.alike(k) for k in range(len(table))]
+        cheapest = self.cheapest(tau)
+        c, share, unlimited = table.c, table.share, float("inf")
+        dealt = [fluid or deep for fluid, deep in zip(table.fluid, staged, strict=True)]
         rooms: list[list[tuple[float, int]]] = [[] for _ in widths]  # (seconds left, g), rising
         found: Pipelines = []
         spaces, longest = list[list[int]](), list[float]()  # tokens left of micro-batches, rising
         opened = [-1]  # after this mark the schemes of which there is a pipeline
         free, left = self.devices, list(self.most) if self.most is not None else None
-        for i in range(len(table.tokens)) if order is None else order:
-            opening = -1
-            for k in chain(cheapest[i], opened):
-                if k < 0:  # nothing can be opened: any pipeline will do
-                    if opening >= 0:
-                        break
-                    continue
-                need, tokens = seconds_of[k][i], tokens_of[k][i]
-                room = rooms[k]
-                at = bisect_left(room, (need, -1))
-                looks = at + _LOOKS
-                while at < len(room):
-                    if at == looks:  # those before have no tokens left: pay for a micro-batch
-                        at, looks = max(at, bisect_left(room, (need + table.c[k], -1))), -1
+        full = set[int]()  # schemes without room for the run that is being placed
+        for r, first, number in table.batch.turns(order):
+            i, count, several = first, number, number > 1
+            full.clear()
+            while count:
+                opening = -1
+                for k in chain(cheapest[r], opened):
+                    if k < 0:  # nothing can be opened: any pipeline will do
+                        if opening >= 0:
+                            break
                         continue
-                    spare, g = room[at]
-                    if need <= longest[g]:
-                        rest, space = spare - need, spaces[g]
-                        if tokens <= space[-1]:
-                            break
-                        if staged[k]:
-                            rest -= (tokens - space[0]) * table.share[k]
-                        else:
-                            rest -= table.added_s(k, space, tokens)
-                        if rest >= 0:
-                            break
-                    at += 1
-                else:
-                    if opening < 0 and (
-                        left[k] > 0 if left is not None else widths[k] <= free
-                    ) and need <= lines[k].usable_s(tau, need):  # fmt: skip
-                        opening = k
-                        if not join_any:
-                            break
-                    continue
-                del room[at]
-                insort(room, (rest, g))
-                if staged[k]:
-                    space[0] = max(0, space[0] - tokens)
-                elif len(space) == 1 and tokens <= space[0]:
-                    space[0] -= tokens
-                else:
-                    table.put(k, space, tokens)
-                found[g][1].append(i)
-                opening = -2
-                break
-            if opening == -1:
-                return self._rest(i)
-            if opening >= 0:
+                    need, tokens, room = seconds_of[k][r], tokens_of[k][r], rooms[k]
+                    at = bisect_left(room, (need, -1)) if k not in full else len(room)
+                    looks = at + _LOOKS
+                    while at < len(room):
+                        if at == looks:  # those before have no tokens left: pay for a micro-batch
+                            at, looks = max(at, bisect_left(room, (need + c[k], -1))), -1
+                            continue
+                        spare, g = room[at]
+                        if need <= longest[g]:
+                            rest, space = spare - need, spaces[g]
+                            if tokens > space[-1]:
+                                rest -= (tokens - space[0]) * share[k] if dealt[k] else c[k]
+                            if rest >= 0:
+                                del room[at]
+                                if dealt[k]:
+                                    space[0] = max(0, space[0] - tokens)
+                                elif len(space) == 1 and tokens <= space[0]:
+                                    space[0] -= tokens
+                                else:
+                                    table.put(k, space, tokens)
+                                if count == 1:
+                                    insort(room, (rest, g))
+                                    found[g][1].append(i)
+                                    count = 0
+                                    break
+                                more, rest = joined(table, k, rest, space, need, tokens, count - 1)
+                                insort(room, (rest, g))
+                                found[g][1].extend(range(i, i + 1 + more))
+                                i += 1 + more
+                                count -= 1 + more
+                                if not count:
+                                    break
+                        at += 1  # the one that is full now stands no later
+                    else:
+                        if several:
+                            full.add(k)
+                        if opening < 0 and (
+                            left[k] > 0 if left is not None else widths[k] <= free
+                        ) and need <= lines[k].usable_s(tau, need):  # fmt: skip
+                            opening = k
+                            if not join_any:
+                                break
+                        continue
+                    break
+                if not count:
+                    break
+                if opening < 0:
+                    return self._rest(i)
                 k = opening
-                need = seconds_of[k][i]
+                need, tokens = seconds_of[k][r], tokens_of[k][r]
                 free -= widths[k]
                 if not rooms[k]:
                     opened.append(k)
                 if left is not None:
                     left[k] -= 1
                 usable_s, held = lines[k].usable(tau, need)
-                insort(rooms[k], (usable_s - need, len(found)))
-                found.append((k, [i]))
-                space = max(0, held - tokens_of[k][i]) if staged[k] else caps[k] - tokens_of[k][i]
-                spaces.append([space])
+                space = [max(0, held - tokens) if staged[k] else caps[k] - tokens]
+                more, rest = 0, usable_s - need
+                if count > 1:
+                    more, rest = joined(table, k, rest, space, need, tokens, count - 1)
+                insort(rooms[k], (rest, len(found)))
+                found.append((k, [*range(i, i + 1 + more)]))
+                spaces.append(space)
                 longest.append(need if staged[k] else unlimited)
+                i += 1 + more
+                count -= 1 + more
         if order is not None:
             for _, members in found:
                 members.sort()
         return found
 
-    def _taken(self, k: int) -> list[int]:
-        """Tokens that sequences take of micro-batches of scheme k. Where it has stages like lengths
-        come together, so one takes as much as if there were only such ones."""
-        room, cap = self.table.room(k), self.table.cap[k]
-        if self.lines[k].stages == 1:
-            return room
-        if k not in self._alike:
-            self._alike[k] = [cap // max(1, cap // tokens) for tokens in room]
-        return self._alike[k]
-
     def _rest(self, i: int) -> float:
         """The part of the work of position i and those after it."""
         if self._after is None:
-            least = (self.table.ranks * self.table.spread).min(axis=0)
+            least = self.table.batch.each((self.table.ranks * self.table.spread).min(axis=0))
             self._after = np.cumsum(least[::-1])[::-1] / least.sum()
         return float(self._after[i])
 
@@ -224,49 +229,6 @@ class Filler:
         elif table.depth[0] == 1:
             left = self.devices - sum(table.width[k] for k, _ in found)
             yield from [0] * (left // table.width[0])
-
-
-def deal(table: PriceTable, kept: Pipelines, loose: Sequence[int]) -> float:
-    """Give the positions ``loose``, longest first, to pipelines without stages, each where it ends
-    first; ``kept`` are changed. Returns when the last of these pipelines ends."""
-    heaps: dict[int, list[tuple[float, int]]] = {}
-    spaces = list[list[int]]()
-    for g, (k, members) in enumerate(kept):
-        space = list[int]()
-        if table.depth[k] == 1:
-            seconds, tokens = table.seconds(k), table.room(k)
-            load = sum([seconds[i] for i in members])
-            for i in members:
-                load += table.added_s(k, space, tokens[i])
-                table.put(k, space, tokens[i])
-            load += 0.0 if members else table.c[k]
-            heaps.setdefault(k, []).append((load, g))
-        spaces.append(space)
-    for heap in heaps.values():
-        heapify(heap)
-    fluid, share = table.fluid, table.share
-    left_of = [s[0] if s else table.cap[k] for s, (k, _) in zip(spaces, kept, strict=True)]
-    kinds = [(heap, table.seconds(k), table.room(k), k) for k, heap in heaps.items()]
-    for i in loose:
-        heap, seconds, tokens, k = kinds[0]
-        if len(kinds) > 1:
-            heap, seconds, tokens, k = min(kinds, key=lambda kind: kind[0][0][0] + kind[1][i])
-        load, g = heap[0]
-        kept[g][1].append(i)
-        if fluid[k]:  # the rule of ``added_s`` and ``put``, without calls: the innermost loop
-            left = left_of[g] - tokens[i]
-            if left < 0:
-                load -= left * share[k]
-                left = 0
-            left_of[g] = left
-            heapreplace(heap, (load + seconds[i], g))
-            continue
-        space = spaces[g]
-        if space:  # the first micro-batch is paid
-            load += table.added_s(k, space, tokens[i])
-        table.put(k, space, tokens[i])
-        heapreplace(heap, (load + seconds[i], g))
-    return max(max(heap)[0] for heap in heaps.values())
 
 
 def _usable_s(line: Line, limit_s: float, longest_s: Floats) -> Floats:

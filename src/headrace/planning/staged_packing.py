@@ -183,16 +183,17 @@ def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> list[li
     """``members``, longest first, each in the bin of ``cap`` tokens that it fills best, a new one
     where none has room; longer ones stand alone."""
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room, bin), rising
+    unit = 1 << len(members).bit_length()
+    rooms: list[int] = []  # units of room, and the bin, in one number, rising
     for i in members:
-        length = tokens[i]
-        at = bisect_left(rooms, (length, -1))
+        length = tokens[i] * unit
+        at = bisect_left(rooms, length)
         if at < len(rooms):
-            room, b = rooms.pop(at)
-            bins[b].append(i)
-            insort(rooms, (room - length, b))
+            room = rooms.pop(at)
+            bins[room % unit].append(i)
+            insort(rooms, room - length)
         else:
-            insort(rooms, (cap - length, len(bins)))
+            insort(rooms, cap * unit - length + len(bins))
             bins.append([i])
     return bins
 

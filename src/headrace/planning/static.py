@@ -7,22 +7,27 @@ ends first, which packs what it got.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf
 
 import numpy as np
 
 from headrace.planning.batch import PriceTable
+from headrace.planning.dealing import Pipelines, deal
+from headrace.planning.packing import pack
 from headrace.planning.schedule import Assignment, placed
 from headrace.planning.search import Effort, least_time
-from headrace.planning.side_by_side import Filler, Pipelines, deal
+from headrace.planning.side_by_side import Filler
 
 __all__ = ["best_static", "best_statics", "static_schedule"]
 
 
-def static_schedule(table: PriceTable, k: int, below_s: float = inf) -> Assignment | None:
-    """Every sequence on pipelines of scheme k; None when it does not hold the longest, or when
-    those with stages seem to take ``below_s``."""
+def static_schedule(
+    table: PriceTable, k: int, below_s: float = inf,
+    *, late: Callable[[float], bool] | None = None,
+) -> Assignment | None:  # fmt: skip
+    """Every sequence on pipelines of scheme k; None when it does not hold the longest, when those
+    with stages seem to take ``below_s``, or when one without takes so long that it is ``late``."""
     count = table.devices // table.width[k]
     if not count or not np.isfinite(table.alone[k, 0]):
         return None
@@ -31,6 +36,11 @@ def static_schedule(table: PriceTable, k: int, below_s: float = inf) -> Assignme
         return None if found is None else Assignment.of(table, placed(table, found), "static")
     pipelines: Pipelines = [(k, []) for _ in range(count)]
     deal(table, pipelines, range(len(table.tokens)))
+    if late is not None:  # before all of them are packed, the one that seems to end last
+        seconds = table.seconds(k)
+        _, last = max(pipelines, key=lambda item: sum([seconds[i] for i in item[1]]))
+        if late(pack(table, k, last).seconds):
+            return None
     return Assignment.of(table, placed(table, pipelines), "static")
 
 
@@ -39,13 +49,27 @@ def best_static(table: PriceTable) -> Assignment | None:
     return next(iter(best_statics(table)), None)
 
 
-def best_statics(table: PriceTable, slack_s: float = 0.0) -> list[Assignment]:
+def best_statics(
+    table: PriceTable, slack_s: float = 0.0,
+    latest_s: Callable[[Assignment | None], float] | None = None,
+) -> list[Assignment]:  # fmt: skip
     """The static schedules that take up to ``slack_s`` more than the best, quickest first. Schemes
-    whose bound says that theirs does not are left out."""
-    found, best_s = list[tuple[float, int, Assignment]](), float("inf")
+    whose bound says that theirs does not are left out, and those that take at least ``latest_s`` of
+    the best, which is asked before there is one, and about what takes longer than the best."""
+    found, best_s = list[tuple[float, int, Assignment]](), inf
+
+    def late(seconds: float) -> bool:
+        if latest_s is None or (found and seconds < best_s):
+            return False
+        best = min(found, key=lambda item: item[:2])[2] if found else None
+        return seconds >= latest_s(best)
+
     for bound_s, k in sorted(_bounds(table)):
-        if bound_s < best_s + slack_s or best_s == float("inf"):
-            made = static_schedule(table, k, best_s + slack_s)
+        if late(bound_s):
+            break
+        if bound_s < best_s + slack_s or best_s == inf:
+            asked = None if latest_s is None else late
+            made = static_schedule(table, k, best_s + slack_s, late=asked)
             if made is not None:
                 found.append((made.seconds, k, made))
                 best_s = min(best_s, made.seconds)
@@ -64,8 +88,8 @@ def _bound_s(table: PriceTable, k: int) -> float:
     """What pipelines of scheme k cannot beat: their share of the sequences, and the longest
     alone."""
     count = table.devices // table.width[k]
-    work_s = float(table.work[k].sum()) / count + float(table.least_c[k, 0])
-    busy_s = max(float(table.spread[k].sum()) / count, work_s)
+    work_s = float(table.work[k] @ table.batch.counts) / count + float(table.least_c[k, 0])
+    busy_s = max(float(table.spread[k] @ table.batch.counts) / count, work_s)
     return max(busy_s, table.depth[k] * float(table.alone[k, 0]))
 
 
@@ -73,7 +97,7 @@ def _staged(table: PriceTable, k: int, count: int, below_s: float) -> Pipelines 
     """Pipelines with stages hold sequences of like length, so they are filled, not dealt."""
     most = [count if other == k else 0 for other in range(len(table))]
     filler, low_s = Filler(table, most=most), _bound_s(table, k)
-    high_s = table.depth[k] * float(table.sums(k)[-1] + table.c[k] * len(table.tokens)) + low_s
+    high_s = table.depth[k] * (table.sum_s(k) + table.c[k] * len(table.tokens)) + low_s
     if below_s < high_s:
         if isinstance(filler.fill(below_s), float):
             return None

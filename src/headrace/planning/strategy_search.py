@@ -39,9 +39,9 @@ def worthwhile(table: PriceTable, tau: float) -> list[int]:
     quickest, at most eight."""
     shares = BoundRows.of(table).shares(tau)
     least, chosen = shares.min(axis=0), shares.argmin(axis=0)
-    finite = np.where(np.isfinite(least), least, 0.0)
+    finite = np.where(np.isfinite(least), least, 0.0) * table.batch.counts
     weight = np.bincount(chosen, weights=finite, minlength=len(table))
-    near = (shares <= least * 1.1).sum(axis=1)
+    near = (shares <= least * 1.1) @ table.batch.counts
     order = sorted(range(len(table)), key=lambda k: (-weight[k], -int(near[k]), k))
     return sorted(k for k in order[:_KINDS] if near[k])
 

@@ -39,7 +39,7 @@ class WaveFiller:
         self.table, self.kinds = table, list(kinds)
         self.seconds = {k: table.seconds(k) for k in self.kinds}
         self.room = {k: table.room(k) for k in self.kinds}
-        area = (table.ranks * table.spread)[self.kinds]
+        area = table.batch.each((table.ranks * table.spread)[self.kinds])
         self.least = area.min(axis=0)
         ranks, self.opening = table.ranks[self.kinds], np.array([[table.c[k]] for k in self.kinds])
         self.alone = np.array([self.seconds[k] for k in self.kinds]) + self.opening

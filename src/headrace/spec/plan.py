@@ -7,6 +7,7 @@ import json
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -148,7 +149,7 @@ class Plan:
                 "lower bound of a plan", got=f"{self.lower_bound_s} s",
                 wanted=f"at most the predicted {self.predicted_s} s",
             )  # fmt: skip
-        seen = sorted(i for micro in self.micro_batches for i in micro.sequences)
+        seen = sorted(chain.from_iterable([micro.sequences for micro in self.micro_batches]))
         if seen != list(range(len(self.lengths))):
             missing = sorted(set(range(len(self.lengths))) - set(seen))
             raise SpecError(

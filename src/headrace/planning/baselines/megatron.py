@@ -70,7 +70,7 @@ def hybrid(table: PriceTable) -> list[Group]:
     size holds the longest."""
     if fitting(table) is None:
         return []
-    kinds = np.isfinite(table.alone).argmax(axis=0).tolist()
+    kinds = table.batch.each(np.isfinite(table.alone).argmax(axis=0)).tolist()
     launches, left = list[Group](), list(range(len(table.tokens)))
     while left:
         groups, left = _round(table, kinds, left)

@@ -80,8 +80,8 @@ def _static_s(table: PriceTable, k: int) -> float:
     """What pipelines of scheme k alone cannot beat: their share of the sequences, and the longest
     in a micro-batch of its own."""
     count = table.devices // table.width[k]
-    work_s = float(table.work[k].sum()) / count + float(table.least_c[k, 0])
-    share_s = max(float(table.spread[k].sum()) / count, work_s)
+    work_s = float(table.work[k] @ table.batch.counts) / count + float(table.least_c[k, 0])
+    share_s = max(float(table.spread[k] @ table.batch.counts) / count, work_s)
     return max(share_s, table.depth[k] * float(table.alone[k, 0]))
 
 
@@ -94,7 +94,7 @@ def _best_static_s(table: PriceTable) -> float:
 def _hybrid_s(table: PriceTable) -> float:
     """Every sequence in a launch of its own, on the size of the least device-seconds."""
     alone = (table.ranks * table.alone).min(axis=0)
-    return float(alone.sum()) / table.devices if np.isfinite(alone).all() else 0.0
+    return float(alone @ table.batch.counts) / table.devices if np.isfinite(alone).all() else 0.0
 
 
 def _static(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
