@@ -37,14 +37,14 @@ from headrace.layouts.peer_rows import Tensors
 from headrace.layouts.transfer import BucketLink, Pending, bucket_links
 from headrace.spec.weights import WeightSpec
 
-__all__ = ["Link", "crossing_rows", "links_over", "taken"]
+__all__ = ["WeightLink", "crossing_rows", "links_over", "taken"]
 
 _WORTH = 1 / 8
 """Of the rows that ranks read: so many fewer must cross, as all of them move inside once more, over
 links some nine times as fast."""
 
 
-class Link(Protocol):
+class WeightLink(Protocol):
     """Pulls and pushes of one bucket: of :class:`BucketLink`, or in two steps."""
 
     @property
@@ -76,7 +76,7 @@ def links_over(
     buckets: Sequence[Sequence[WeightSpec]],
     owners: Mapping[str, Partition],
     readers: Mapping[str, Partition],
-) -> list[Link]:
+) -> list[WeightLink]:
     """The links of all buckets: in two steps where the ranks of ``groups`` are of several nodes and
     fewer rows would cross between them."""
     nodes = groups.nodes
@@ -169,7 +169,7 @@ def _two_step_links(
     buckets: Sequence[Sequence[WeightSpec]],
     owners: Mapping[str, Partition],
     readers: Mapping[str, Partition],
-) -> list[Link]:
+) -> list[WeightLink]:
     made: dict[tuple[int, int], _Steps] = {}
     steps: dict[str, _Steps] = {}
     for weight in (w for bucket in buckets for w in bucket):

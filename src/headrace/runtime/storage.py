@@ -31,7 +31,7 @@ from headrace.comm.mesh import Groups
 from headrace.layouts.intervals import Partition, Rows
 from headrace.layouts.layout import storage_partitions, working_key, working_partitions
 from headrace.layouts.transfer import Pending
-from headrace.layouts.two_steps import Link, links_over
+from headrace.layouts.two_steps import WeightLink, links_over
 from headrace.models.initial import initial_rows
 from headrace.runtime.optimizers import AdamW, OptimizerOptions, state_names
 from headrace.spec.architecture import Architecture
@@ -56,7 +56,7 @@ class Working:
         self._storage, self.partitions = storage, partitions
         tables = buckets(storage.architecture)
         links = links_over(groups, tables, storage.partitions, partitions)
-        self._links: list[Link | None] = []
+        self._links: list[WeightLink | None] = []
         for bucket, between in zip(tables, links, strict=True):
             same = storage.working_dtype == storage.dtype and _alike(
                 {w.name: storage.partitions[w.name] for w in bucket}, partitions
