@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import torch
 
 from headrace.ops.attention import attend_blocks, attend_blocks_backward
+from headrace.ops.row_sums import adds_at_once
 from headrace.spec.blocks import Block
 
-__all__ = ["Core", "Heads", "PackCore", "attended", "attended_again", "wide_dtype"]
+__all__ = ["Core", "Heads", "PackCore", "attended", "attended_again", "sum_dtype", "wide_dtype"]
 
 Saved = tuple[torch.Tensor, ...]
 
@@ -76,7 +77,13 @@ class PackCore:
 def _sum_dtype(qkv: torch.Tensor, blocks: Sequence[Block]) -> torch.dtype:
     """Rows that several blocks touch are added in fp32."""
     starts = {block.q_start for block in blocks}
-    return qkv.dtype if len(starts) == len(blocks) else wide_dtype(qkv.dtype)
+    return qkv.dtype if len(starts) == len(blocks) else sum_dtype(qkv)
+
+
+def sum_dtype(x: torch.Tensor) -> torch.dtype:
+    """The type in which a gradient like ``x`` is added up: a CPU adds to it, wide; a device adds
+    what it holds in fp32 and rounds once."""
+    return wide_dtype(x.dtype) if adds_at_once(x) else x.dtype
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
