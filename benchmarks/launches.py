@@ -48,6 +48,9 @@ _ALLOCATES = {
     "_unsafe_view", "_reshape_alias", "lift_fresh", "set_", "resize_",
 }  # fmt: skip
 _READS = {"_local_scalar_dense", "nonzero", "item"}
+_SOME_ROWS = {"index_copy_", "index_fill_", "put_up_"}
+_ADDS = {"add_to_"}
+"""Of those that give nothing, the ones that read what they write to."""
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_flash_attention_forward",
              "_flash_attention_backward"}  # fmt: skip
 
@@ -100,12 +103,7 @@ class Launches(TorchDispatchMode):
             return
         self.counts.kernels[name] += FUSED[name].kernels if name in FUSED else 1
         if name not in _PRODUCTS:
-            written = {id(x) for x in made}
-            once = [x for x in taken if x.device.type == "meta" and id(x) not in written]
-            moved = sum(_bytes(x) for x in (*once, *made))
-            again = [x for x in taken if id(x) in written and name != "copy_"]
-            again += once[:1] if name == "add_to_" else []  # it writes to what it has read
-            self.counts.moved[name] += moved + sum(map(_bytes, again))
+            self.counts.moved[name] += _moved(name, taken, made, kwargs.get("out"))
 
 
 class Made(TorchFunctionMode):
@@ -128,6 +126,20 @@ def _bytes(x: torch.Tensor) -> int:
     for length, stride in zip(x.shape, x.stride(), strict=True):
         size *= length if stride or length == 1 else 1
     return size
+
+
+def _moved(
+    name: str, taken: list[torch.Tensor], made: list[torch.Tensor], out: torch.Tensor | None
+) -> int:
+    """Bytes that an operator reads and writes; what it changes in place it does both to."""
+    if name in _SOME_ROWS:  # of its first tensor, those of an index that comes next
+        rows, index, *parts = taken
+        return _bytes(rows) * len(index) // len(rows) + sum(map(_bytes, (index, *parts)))
+    written = {id(x) for x in made}
+    once = [x for x in taken if x.device.type == "meta" and id(x) not in written]
+    again = [x for x in taken if id(x) in written and x is not out and name != "copy_"]
+    again += once[:1] if name in _ADDS else []
+    return sum(map(_bytes, (*once, *made, *again)))
 
 
 def counted(

@@ -138,23 +138,27 @@ def _padded_gather(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGro
 
 
 def reduce_scatter_rows(
-    x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None
-) -> torch.Tensor:
+    x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, *,
+    into: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The sum over ranks of each rank's rows, half types in fp32; added in rank order on a CPU.
 
         x        [sum(sizes), ...]
         returns  [sizes[rank], ...]
         adjoint  all_gather_rows(grad, sizes)
+
+    ``into`` [sizes[rank], ...], of any strides, is written and returned where it is given.
     """  # fmt: skip
-    return issue_reduce_scatter(x, sizes, group).wait()
+    return issue_reduce_scatter(x, sizes, group, into=into).wait()
 
 
 def issue_reduce_scatter(
-    x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None
-) -> Arriving:
+    x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, *,
+    into: torch.Tensor | None = None,
+) -> Arriving:  # fmt: skip
     """:func:`reduce_scatter_rows`, issued."""
     if group is None:
-        return Arriving.there(x)
+        return Arriving.there(x) if into is None else Arriving(None, lambda: into.copy_(x))
     mine = sizes[dist.get_rank(group)]
     ranks = dist.get_world_size(group)
     out = x.new_empty((ranks, mine, *x.shape[1:]))
@@ -163,17 +167,17 @@ def issue_reduce_scatter(
         out.view(ranks * mine, *x.shape[1:]), sent, [mine] * ranks, list(sizes), group=group,
         async_op=True,
     )  # fmt: skip
-    return Arriving(Transfer(work, group), lambda: _added(out), keep=sent)
+    return Arriving(Transfer(work, group), lambda: _added(out, into), keep=sent)
 
 
-def _added(parts: torch.Tensor) -> torch.Tensor:
-    if parts.device.type != "cpu":
-        return parts.sum(0)  # one kernel, which adds half types in fp32
+def _added(parts: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    if parts.device.type != "cpu":  # one kernel, which adds half types in fp32
+        return parts.sum(0) if into is None else torch.sum(parts, 0, out=into)
     wide = parts.element_size() < 4
     total = parts[0].float() if wide else parts[0].clone()
     for part in parts[1:]:
         total += part
-    return total.to(parts.dtype)
+    return total.to(parts.dtype) if into is None else into.copy_(total)
 
 
 def issue_shift(x: torch.Tensor, rows: int, group: dist.ProcessGroup | None) -> Arriving:

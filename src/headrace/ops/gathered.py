@@ -7,8 +7,14 @@ Shape legend: t_r tokens on rank r of R, T in all, N query heads, G key-value he
 
 The bytes of a ring in one message each way: with few key-value heads the better choice on fast
 links (Llama 3; torch's context parallel by default). Elements sent per rank, kv = G D,
-V = (R - 1) / R: forward 2 V T kv, backward as many for kv and for dkv (fp32 for half types).
+V = (R - 1) / R: forward 2 V T kv, backward as many for kv and for dkv.
 In passing: kv of the whole pack. Kept: out and its log-sum-exp.
+
+dkv of half types is rounded to them once, after this rank's parts of a row were added in fp32
+(a kernel has rounded each), and is added over the ranks in fp32. The bytes that this moves besides
+what attention reads, in units of kv of the pack in the type of activations: 4 to put gathered rows
+in order, twice; 2 to put dkv in the order of the ranks; 1 to add what arrived. Zigzag order asks for
+the first 6: gathered rows of one document are not side by side.
 """
 
 from __future__ import annotations
@@ -20,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm.collectives import all_gather_rows, reduce_scatter_rows
-from headrace.ops.attention import attend_blocks, attend_blocks_backward
-from headrace.ops.core import Heads, Saved, wide_dtype
+from headrace.ops.attention import add_gradients, attend_blocks
+from headrace.ops.core import Heads, Saved, sum_dtype
+from headrace.ops.row_sums import RowSum, adds_at_once
 from headrace.spec.blocks import Block
 
 __all__ = ["GatheredCore"]
@@ -51,17 +58,30 @@ class GatheredCore:
     ) -> torch.Tensor:
         """dqkv [t, N + 2 G, D]."""
         n, g, kv = self.heads.queries, self.heads.keys, self._gather(qkv)
-        dqkv = torch.empty_like(qkv, dtype=wide_dtype(qkv.dtype))
+        dqkv = torch.empty_like(qkv, dtype=sum_dtype(qkv))
+        mine, own = dqkv[:, :n], dqkv[:, n:]
         dkv = torch.empty_like(kv, dtype=dqkv.dtype)
-        attend_blocks_backward(
-            grad, qkv[:, :n], kv[:, :g], kv[:, g:], out, saved[0], self.blocks,
-            dqkv[:, :n], dkv[:, :g], dkv[:, g:], fresh_q=True, fresh_kv=True,
-        )  # fmt: skip
+        dq = RowSum(len(qkv), total=mine)
+        dk, dv = (RowSum(len(kv), total=x) for x in (dkv[:, :g], dkv[:, g:]))
+        add_gradients(
+            grad, qkv[:, :n], kv[:, :g], kv[:, g:], out, saved[0], self.blocks, dq, dk, dv
+        )
         del kv
-        if self.back is not None:
-            dkv = dkv.index_select(0, self.back)
-        dqkv[:, n:] = reduce_scatter_rows(dkv, self.sizes, self.group)
+        dq.write(mine)
+        sent = self._rows_of_ranks(dkv, dk, dv)
+        del dkv, dk, dv
+        reduce_scatter_rows(sent.to(qkv.dtype), self.sizes, self.group, into=own)
         return dqkv.to(qkv.dtype)
+
+    def _rows_of_ranks(self, dkv: torch.Tensor, dk: RowSum, dv: RowSum) -> torch.Tensor:
+        """The gradients of gathered rows, one rank after the other; ``dkv`` has room for them, or
+        them in the order of the pack where they were added at once."""
+        g, places = self.heads.keys, self.order
+        if adds_at_once(dkv):
+            places = None
+        dk.write(dkv[:, :g], places)
+        dv.write(dkv[:, g:], places)
+        return dkv if places is self.order or self.back is None else dkv.index_select(0, self.back)
 
     def _gather(self, qkv: torch.Tensor) -> torch.Tensor:
         kv = all_gather_rows(qkv[:, self.heads.queries :], self.sizes, self.group)

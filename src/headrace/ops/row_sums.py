@@ -58,7 +58,8 @@ class RowSum:
     def __init__(
         self, rows: int, *, total: torch.Tensor | None = None, fresh: bool = True
     ) -> None:
-        self._rows, self._total, self._marked, self._held = rows, total, MarkedRows(), 0
+        self._total = total if total is not None and adds_at_once(total) else None
+        self._rows, self._marked, self._held = rows, MarkedRows(), 0
         self._parts: list[tuple[int, torch.Tensor]] = []
         if not fresh:
             self._marked.mark(0, rows)
@@ -67,19 +68,19 @@ class RowSum:
         """Rows from ``start`` on."""
         if not len(part):
             return
-        if self._total is not None and adds_at_once(part):
+        if self._total is not None:
             _add(self._total, part, self._marked.mark(start, start + len(part)))
             return
         self._parts.append((start, part))
         self._held += len(part)
-        if self._held > HELD * self._rows and not adds_at_once(part):
+        if self._held > HELD * self._rows:
             self._join(part)
 
     def write(self, out: torch.Tensor, places: torch.Tensor | None = None) -> None:
         """The sum into every row of ``out`` [rows, ...], of any strides and any type, 0 where there
-        is no part; its row i at ``places[i]`` where they are given."""
-        if self._total is not None and not self._parts:
-            assert out is self._total, "parts were added to it"
+        is no part; its row i at ``places[i]`` where they are given. A total must be given again."""
+        if self._total is not None:
+            assert places is None, "parts were added in order"
             for a, b, known in self._marked.pieces(0, self._rows):
                 if not known:
                     out[a:b] = 0
@@ -99,12 +100,6 @@ class RowSum:
                 _add_to(out[start:stop], parts)
             elif parts:
                 out[start:stop].add_(parts[0])
-
-    def only(self) -> torch.Tensor | None:
-        """The sum where it is a single part of all rows, else None."""
-        if len(self._parts) != 1 or len(self._parts[0][1]) != self._rows:
-            return None
-        return self._parts[0][1]
 
     def _sliced(self) -> list[tuple[int, int, list[torch.Tensor]]]:
         """Segments with the rows that each part has of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from headrace.comm.collectives import Arriving
 from headrace.layouts.tokens import TokenPlan
+from headrace.ops import attention, core, gathered, row_sums
 from headrace.ops.core import Core, Heads, PackCore, attended, attended_again
 from headrace.ops.gathered import GatheredCore
 from headrace.ops.ring import Ring, RingCore
@@ -118,12 +120,24 @@ def _run_all(cases: list[Case]) -> list[dict[str, Any]]:
     return [_run(case) for case in cases]
 
 
+def _as_a_device_does(cases: list[Case], held: int) -> list[dict[str, Any]]:
+    """What this rank has where parts are held, up to ``held`` times their rows, and then added."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (attention, core, gathered, row_sums):
+            patch.setattr(module, "adds_at_once", lambda x: False)
+        for module in (attention, row_sums):
+            patch.setattr(module, "HELD", held)
+        return _run_all(cases)
+
+
+@pytest.mark.parametrize("held", [None, 0, 1, 6])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_heads_and_gradients_equal_one_process(ranks: int) -> None:
+def test_heads_and_gradients_equal_one_process(ranks: int, held: int | None) -> None:
     """Would catch a block attended with another rank's keys, softmaxes over parts of the keys that
-    are not merged, gradients that travel a hop too far, and ranks without tokens that leave the
-    ring."""
-    results = run_ranks(ranks, _run_all, CASES)
+    are not merged, gradients that travel a hop too far, ranks without tokens that leave the ring,
+    and parts that are held and then forgotten, or added to rows that are not theirs."""
+    work = _run_all if held is None else partial(_as_a_device_does, held=held)
+    results = run_ranks(ranks, work, CASES)
     for i, case in enumerate(CASES):
         places = np.concatenate([r[i]["places"] for r in results])
         for name, wanted in zip(("out", "dqkv"), _one_process(case), strict=True):
