@@ -31,6 +31,7 @@ __all__ = [
     "issue_reduce_scatter",
     "issue_shift",
     "reduce_scatter_rows",
+    "sum_of_parts",
 ]
 
 _LENGTH = struct.Struct("=q")
@@ -139,7 +140,7 @@ def _padded_gather(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGro
 
 def reduce_scatter_rows(
     x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, *,
-    into: torch.Tensor | None = None,
+    add: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The sum over ranks of each rank's rows, half types in fp32; added in rank order on a CPU.
 
@@ -147,18 +148,20 @@ def reduce_scatter_rows(
         returns  [sizes[rank], ...]
         adjoint  all_gather_rows(grad, sizes)
 
-    ``into`` [sizes[rank], ...], of any strides, is written and returned where it is given.
+    ``add`` makes the result of the parts of all ranks [R, sizes[rank], ...] where it is given,
+    instead of :func:`sum_of_parts`.
     """  # fmt: skip
-    return issue_reduce_scatter(x, sizes, group, into=into).wait()
+    return issue_reduce_scatter(x, sizes, group, add=add).wait()
 
 
 def issue_reduce_scatter(
     x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, *,
-    into: torch.Tensor | None = None,
+    add: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Arriving:  # fmt: skip
     """:func:`reduce_scatter_rows`, issued."""
     if group is None:
-        return Arriving.there(x) if into is None else Arriving(None, lambda: into.copy_(x))
+        return Arriving.there(x) if add is None else Arriving(None, lambda: add(x[None]))
+    add = add or sum_of_parts
     mine = sizes[dist.get_rank(group)]
     ranks = dist.get_world_size(group)
     out = x.new_empty((ranks, mine, *x.shape[1:]))
@@ -167,10 +170,12 @@ def issue_reduce_scatter(
         out.view(ranks * mine, *x.shape[1:]), sent, [mine] * ranks, list(sizes), group=group,
         async_op=True,
     )  # fmt: skip
-    return Arriving(Transfer(work, group), lambda: _added(out, into), keep=sent)
+    return Arriving(Transfer(work, group), lambda: add(out), keep=sent)
 
 
-def _added(parts: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+def sum_of_parts(parts: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of parts [R, ...], half types in fp32, in rank order on a CPU; into ``into`` [...],
+    of any strides, where it is given."""
     if parts.device.type != "cpu":  # one kernel, which adds half types in fp32
         return parts.sum(0) if into is None else torch.sum(parts, 0, out=into)
     wide = parts.element_size() < 4

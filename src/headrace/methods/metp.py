@@ -31,7 +31,7 @@ import torch
 
 from headrace.comm.collectives import Arriving
 from headrace.layouts.intervals import Rows
-from headrace.methods.block import activation_of, first_norm
+from headrace.methods.block import activation_of, added, first_norm
 from headrace.methods.context import Context
 from headrace.methods.megatron_cz import ring_of
 from headrace.methods.method import Method
@@ -110,10 +110,13 @@ class _Attention:
 
 
 class _MetpAttention(torch.autograd.Function):
-    """x [t, h] to [t, h] without the output bias; keeps x, the heads and their log-sum-exp."""
+    """x [t, h] to [t, h] without the output bias, and x for the residual sum; keeps x, the heads
+    and their log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parts: _Attention) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, parts: _Attention
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         y, stats = (x, ()) if parts.norm is None else parts.norm.forward(x)
         total = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
         kept: list[torch.Tensor] = []
@@ -123,10 +126,10 @@ class _MetpAttention(torch.autograd.Function):
             _add_product(total, heads.reshape(len(x), second.shape[0]), second)
         ctx.save_for_backward(x, *stats, *kept)
         ctx.rest = (parts, len(stats))
-        return total.to(x.dtype)
+        return total.to(x.dtype), x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, passed: torch.Tensor) -> Any:  # type: ignore[override]
         parts, count = ctx.rest
         x, *rest = ctx.saved_tensors
         stats, kept = tuple(rest[:count]), rest[count:]
@@ -145,7 +148,9 @@ class _MetpAttention(torch.autograd.Function):
                 step.bias.add(total(dqkv))
             _add_product(dy, dqkv, first)
         dx = dy.to(x.dtype)
-        return dx if parts.norm is None else parts.norm.backward(dx, x, stats), None
+        if parts.norm is None:
+            return dx.add_(passed), None
+        return parts.norm.backward(dx, x, stats, passed), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +163,12 @@ class _FeedForward:
 
 
 class _MetpFeedForward(torch.autograd.Function):
-    """x [t, h] to [t, h] without the output bias; keeps x."""
+    """x [t, h] to [t, h] without the output bias, and x for the residual sum; keeps x."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parts: _FeedForward) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, parts: _FeedForward
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         y, stats = (x, ()) if parts.norm is None else parts.norm.forward(x)
         total = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
         for step, first, second in _fetched(parts.steps):
@@ -169,10 +176,10 @@ class _MetpFeedForward(torch.autograd.Function):
             _add_product(total, parts.activation.forward(wide), second)
         ctx.save_for_backward(x, *stats)
         ctx.parts = parts
-        return total.to(x.dtype)
+        return total.to(x.dtype), x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, passed: torch.Tensor) -> Any:  # type: ignore[override]
         parts = ctx.parts
         x, *stats = ctx.saved_tensors
         y = x if parts.norm is None else parts.norm.again(x, tuple(stats))
@@ -186,7 +193,9 @@ class _MetpFeedForward(torch.autograd.Function):
                 step.bias.add(total(dwide))
             _add_product(dy, dwide, first)
         dx = dy.to(x.dtype)
-        return dx if parts.norm is None else parts.norm.backward(dx, x, tuple(stats)), None
+        if parts.norm is None:
+            return dx.add_(passed), None
+        return parts.norm.backward(dx, x, tuple(stats), passed), None
 
 
 def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
@@ -208,7 +217,8 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
         features=a.head_features,
         tables=context.place.tables((context.member,)),
     )
-    return _plus(_MetpAttention.apply(x, parts), state, "proj.bias")
+    y, x = _MetpAttention.apply(x, parts)
+    return added(x, _plus(y, state, "proj.bias"), "attention", context)
 
 
 def feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
@@ -220,7 +230,8 @@ def feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tenso
         steps=_steps(state, ("in", "out"), wanted, ranks),
         activation=activation_of(a),
     )
-    return _plus(_MetpFeedForward.apply(x, parts), state, "out.bias")
+    y, x = _MetpFeedForward.apply(x, parts)
+    return added(x, _plus(y, state, "out.bias"), "feed_forward", context)
 
 
 def _plus(x: torch.Tensor, state: State, name: str) -> torch.Tensor:

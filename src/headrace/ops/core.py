@@ -111,29 +111,38 @@ class _Attended(torch.autograd.Function):
 
 
 def attended_again(
-    core: Core, project: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
-) -> torch.Tensor:
-    """The heads of ``project(x)``: keeps x, the result and what the core says, and makes q, k and
-    v again in the backward. ``project`` must not communicate activations."""
+    core: Core, project: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    x: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The heads of the first of ``project(x)``, and the second, which is x: keeps x, the heads and
+    what the core says, and makes q, k and v again in the backward. ``project`` must not communicate
+    activations."""
     return _AttendedAgain.apply(core, project, x)  # type: ignore[no-any-return]
 
 
 class _AttendedAgain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, core: Core, project: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, core: Core, project: Any, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
-            qkv = project(x)
+            qkv, _ = project(x)
         out, saved = core.forward(qkv)
         ctx.save_for_backward(x, out, *saved)
         ctx.rest = (core, project)
-        return out
+        ctx.set_materialize_grads(False)
+        return out, x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
+        if grad is None:
+            return None, None, passed
         x, out, *saved = ctx.saved_tensors
         core, project = ctx.rest
         leaf = x.detach().requires_grad_()
         with torch.enable_grad():
-            qkv = project(leaf)
-        torch.autograd.backward(qkv, core.backward(grad, qkv.detach(), out, tuple(saved)))
+            made = project(leaf)
+        dqkv = core.backward(grad, made[0].detach(), out, tuple(saved))
+        grads = zip(made, (dqkv, passed), strict=True)
+        torch.autograd.backward(*zip(*((y, dy) for y, dy in grads if dy is not None), strict=True))
         return None, None, leaf.grad

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from headrace.comm.collectives import all_gather_rows, reduce_scatter_rows
+from headrace.comm.collectives import all_gather_rows, reduce_scatter_rows, sum_of_parts
 from headrace.ops.attention import add_gradients, attend_blocks
 from headrace.ops.core import Heads, Saved, sum_dtype
 from headrace.ops.row_sums import RowSum, adds_at_once
@@ -70,7 +71,9 @@ class GatheredCore:
         dq.write(mine)
         sent = self._rows_of_ranks(dkv, dk, dv)
         del dkv, dk, dv
-        reduce_scatter_rows(sent.to(qkv.dtype), self.sizes, self.group, into=own)
+        reduce_scatter_rows(
+            sent.to(qkv.dtype), self.sizes, self.group, add=partial(sum_of_parts, into=own)
+        )
         return dqkv.to(qkv.dtype)
 
     def _rows_of_ranks(self, dkv: torch.Tensor, dk: RowSum, dv: RowSum) -> torch.Tensor:

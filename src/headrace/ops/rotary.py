@@ -11,6 +11,8 @@ import torch
 
 from headrace.ops.fused import fused, widened
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 __all__ = [
     "rotary_tables",
     "rotate_and_sort",
@@ -33,47 +35,50 @@ def rotary_tables(
 
 
 def rotate_and_sort(
-    qkv: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor] | None
+    qkv: torch.Tensor, tables: Pair | None, order: Pair | None = None
 ) -> torch.Tensor:
     """Queries, keys and values of a fused projection, heads in order, q and k rotated.
 
         qkv       [t, g, m + 2, D]   per group its queries, its key, its value
+        order     [t] each           result row i is row order[0][i] of qkv; the inverse; None: row i
         returns   [t, n + 2 g, D]    queries 0..n-1, keys 0..g-1, values 0..g-1
-        backward  the inverse rotation and order
+        backward  the inverse rotation and orders
 
-    ``tables=None`` leaves positions to the embedding and only sorts.
+    ``tables=None`` leaves positions to the embedding and only sorts; they are the results' rows.
     """  # fmt: skip
-    return _RotateAndSort.apply(qkv, tables)  # type: ignore[no-any-return]
+    return _RotateAndSort.apply(qkv, tables, order)  # type: ignore[no-any-return]
 
 
 class _RotateAndSort(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: torch.Tensor, tables: Any) -> torch.Tensor:
+    def forward(ctx: Any, qkv: torch.Tensor, tables: Any, order: Pair | None) -> torch.Tensor:
         groups, heads = qkv.shape[1:3]
-        ctx.rest = (groups * (heads - 2), groups, tables)
-        return rotated_and_sorted(qkv, tables)
+        rows, back = order or (None, None)
+        ctx.rest = (groups * (heads - 2), groups, tables, back)
+        return rotated_and_sorted(qkv, tables, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return unrotated_and_unsorted(grad, *ctx.rest), None
+        return unrotated_and_unsorted(grad, *ctx.rest), None, None
 
 
 def rotated_and_sorted(
-    qkv: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor] | None
+    qkv: torch.Tensor, tables: Pair | None, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """:func:`rotate_and_sort` without autograd."""
+    """:func:`rotate_and_sort` without autograd, of ``rows`` [t] in turn."""
     if tables is None:
-        return _sort(qkv)
-    return _rotate_and_sort(qkv, *tables)  # type: ignore[no-any-return]
+        return _sort(qkv if rows is None else qkv.index_select(0, rows))
+    return _rotate_and_sort(qkv, *tables, rows)  # type: ignore[no-any-return]
 
 
 def unrotated_and_unsorted(
-    grad: torch.Tensor, n: int, groups: int, tables: tuple[torch.Tensor, torch.Tensor] | None
+    grad: torch.Tensor, n: int, groups: int, tables: Pair | None, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The adjoint of :func:`rotated_and_sorted`: grad [t, n + 2 g, D] to [t, g, m + 2, D]."""
+    """The adjoint of :func:`rotated_and_sorted`: grad [t, n + 2 g, D] to [t, g, m + 2, D]; of
+    ``rows`` [t] in turn, those of ``tables`` too."""
     if tables is None:
-        return _unsort(grad, n, groups)
-    return _unrotate_and_unsort(grad, *tables, n, groups)  # type: ignore[no-any-return]
+        return _unsort(grad if rows is None else grad.index_select(0, rows), n, groups)
+    return _unrotate_and_unsort(grad, *tables, n, groups, rows)  # type: ignore[no-any-return]
 
 
 def _sort(qkv: torch.Tensor) -> torch.Tensor:
@@ -96,16 +101,21 @@ def _unsort(grad: torch.Tensor, n: int, groups: int) -> torch.Tensor:
     return out
 
 
-def _plain_rotate_and_sort(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    out, groups = _sort(qkv), qkv.shape[1]
+def _plain_rotate_and_sort(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: torch.Tensor | None
+) -> torch.Tensor:
+    out, groups = _sort(qkv if rows is None else qkv.index_select(0, rows)), qkv.shape[1]
     _rotate(out[:, : out.shape[1] - groups], cos, sin)
     return out
 
 
 def _plain_unrotate_and_unsort(
-    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, n: int, groups: int
-) -> torch.Tensor:
-    grad = grad.clone()
+    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, n: int, groups: int,
+    rows: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    grad = grad.clone() if rows is None else grad.index_select(0, rows)
+    if rows is not None:
+        cos, sin = cos.index_select(0, rows), sin.index_select(0, rows)
     _rotate(grad[:, : n + groups], cos, -sin)
     return _unsort(grad, n, groups)
 
@@ -120,9 +130,13 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 @fused(
-    "rotate_and_sort(Tensor qkv, Tensor cos, Tensor sin) -> Tensor", plain=_plain_rotate_and_sort
+    "rotate_and_sort(Tensor qkv, Tensor cos, Tensor sin, Tensor? rows) -> Tensor",
+    plain=_plain_rotate_and_sort,
 )
-def _rotate_and_sort(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate_and_sort(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: torch.Tensor | None
+) -> torch.Tensor:
+    qkv = qkv if rows is None else qkv.index_select(0, rows)
     t, groups, heads, features = qkv.shape
     queries = qkv[:, :, : heads - 2].reshape(t, groups * (heads - 2), features)
     rotated = _turned(torch.cat((queries, qkv[:, :, heads - 2]), dim=1), cos, sin)
@@ -130,12 +144,15 @@ def _rotate_and_sort(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) ->
 
 
 @fused(
-    "unrotate_and_unsort(Tensor grad, Tensor cos, Tensor sin, int n, int groups) -> Tensor",
-    plain=_plain_unrotate_and_unsort,
-)
+    "unrotate_and_unsort(Tensor grad, Tensor cos, Tensor sin, int n, int groups, Tensor? rows) -> "
+    "Tensor", plain=_plain_unrotate_and_unsort,
+)  # fmt: skip
 def _unrotate_and_unsort(
-    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, n: int, groups: int
-) -> torch.Tensor:
+    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, n: int, groups: int,
+    rows: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    if rows is not None:
+        grad, cos, sin = (x.index_select(0, rows) for x in (grad, cos, sin))
     t, _, features = grad.shape
     turned = _turned(grad[:, : n + groups], cos, -sin)
     queries = turned[:, :n].reshape(t, groups, n // groups if groups else 0, features)

@@ -43,17 +43,17 @@ ARGUMENTS: dict[str, Arguments] = {
     "rms_norm": lambda t, d: (*of_norm(t, d, draw(H)), 1e-5),
     "rms_norm_again": lambda t, d: (*of_norm(t, d, draw(H)), *stats(t, d)),
     "rms_norm_backward": lambda t, d: (
-        draw(t, H, 1, dtype=d)[..., 0], *of_norm(t, d, draw(H)), *stats(t, d)
+        draw(t, H, 1, dtype=d)[..., 0], *of_norm(t, d, draw(H)), *stats(t, d), draw(t, H, dtype=d)
     ),
     "layer_norm": lambda t, d: (*of_norm(t, d, draw(H), draw(H + 1)[1:]), 1e-5),
     "layer_norm_again": lambda t, d: (*of_norm(t, d, draw(H), draw(H + 1)[1:]), *stats(t, d, 2)),
     "layer_norm_backward": lambda t, d: (
-        draw(t, H, 1, dtype=d)[..., 0], *of_norm(t, d, draw(H)), *stats(t, d, 2)
+        draw(t, H, 1, dtype=d)[..., 0], *of_norm(t, d, draw(H)), *stats(t, d, 2), None
     ),
     "swiglu": lambda t, d: (draw(t, 2 * H, dtype=d), 4),
     "swiglu_backward": lambda t, d: (draw(t, H, dtype=d), draw(t, 2 * H, dtype=d), 4),
-    "rotate_and_sort": lambda t, d: (draw(t, 2, 5, 8, dtype=d), *tables(t, 8, d)),
-    "unrotate_and_unsort": lambda t, d: (draw(t, 10, 8, dtype=d), *tables(t, 8, d), 6, 2),
+    "rotate_and_sort": lambda t, d: (draw(t, 2, 5, 8, dtype=d), *tables(t, 8, d), None),
+    "unrotate_and_unsort": lambda t, d: (draw(t, 10, 8, dtype=d), *tables(t, 8, d), 6, 2, None),
     "log_sum_": lambda t, d: (draw(3, t), [draw(3, t, i + 1)[..., i] for i in range(3)]),
     "weigh_up_": lambda t, d: (
         draw(t, 3, 8), draw(3, t), [draw(t, 3, 8, i, dtype=d)[..., 0] for i in (1, 2, 3)],
@@ -61,6 +61,7 @@ ARGUMENTS: dict[str, Arguments] = {
     ),
     "add_up_": lambda t, d: (draw(t, 3, 8, dtype=d), parts(t, d)),
     "add_to_": lambda t, d: (draw(t, 3, 8, dtype=d), parts(t, d)),
+    "sum_onto_": lambda t, d: (draw(t, H, dtype=d), draw(3, t, H, dtype=d), draw(t, H, dtype=d)),
     "put_up_": lambda t, d: (
         draw(t, 3, 8, dtype=d), torch.arange(t - 1, -1, -1), parts(t, d)
     ),

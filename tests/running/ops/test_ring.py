@@ -176,9 +176,12 @@ def _twice(cases: list[Case]) -> list[list[Any]]:
 
             def project(x, calls=calls, w=w, columns=case.columns):
                 calls.append(torch.is_grad_enabled())
-                return (x @ w).tanh().view(len(x), columns, D)
+                return (x @ w).tanh().view(len(x), columns, D), x
 
-            out = attended_again(core, project, x) if again else attended(core, project(x))
+            if again:
+                out, _ = attended_again(core, project, x)
+            else:
+                out = attended(core, project(x)[0])
             with TrafficCounter() as wire:
                 out.backward(torch.ones_like(out) + out.detach())
             grads = [t.detach().numpy() for t in (out, x.grad, w.grad)]
@@ -228,11 +231,11 @@ def test_what_is_kept(kind: str) -> None:
     heads = (32, n, D)
     kept = 8 * (sum(int(np.prod(shape)) for shape in scores) + int(np.prod(heads)))
 
-    def project(x: torch.Tensor) -> torch.Tensor:
-        return (x @ w).view(32, case.columns, D)
+    def project(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x @ w).view(32, case.columns, D), x
 
-    assert _saved(lambda: attended_again(core, project, x)) == ([(32, 5), heads, *scores], kept)
-    qkv = project(x).detach().requires_grad_()
+    assert _saved(lambda: attended_again(core, project, x)[0]) == ([(32, 5), heads, *scores], kept)
+    qkv = project(x)[0].detach().requires_grad_()
     assert _saved(lambda: attended(core, qkv)) == ([tuple(qkv.shape), heads, *scores], kept)
 
 

@@ -39,7 +39,8 @@ Kept = Literal["", "rms", "layer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One product over tokens of ``sizes``; ``moved``: the pack has another order than they."""
+    """One product over tokens of ``sizes``; ``moved``: the pack has another order than they;
+    ``summed``: x, or the result, is part of a residual sum."""
 
     kind: Kind
     sizes: tuple[int, ...]
@@ -48,6 +49,7 @@ class Case:
     norm: Kept = ""
     biased: bool = False
     gated: bool = False
+    summed: bool = False
 
     @property
     def total(self) -> int:
@@ -90,11 +92,19 @@ def _cases(ranks: int) -> list[Case]:
         for case in (
             Case(kind="gather", sizes=sizes, chunks=chunks, moved=moved),
             Case(kind="gather", sizes=sizes, chunks=chunks, moved=moved, norm="rms", biased=True),
-            Case(kind="gather", sizes=sizes, chunks=chunks, moved=moved, norm="layer"),
+            Case(kind="gather", sizes=sizes, chunks=chunks, moved=moved, norm="layer", summed=True),
+            Case(kind="gather", sizes=sizes, chunks=chunks, moved=moved, summed=True),
             Case(kind="scatter", sizes=sizes, chunks=chunks, moved=moved),
             Case(kind="scatter", sizes=sizes, chunks=chunks, moved=moved, biased=True),
+            Case(kind="scatter", sizes=sizes, chunks=chunks, moved=moved, summed=True),
+            Case(
+                kind="scatter", sizes=sizes, chunks=chunks, moved=moved, biased=True, summed=True
+            ),
             Case(kind="feed", sizes=sizes, chunks=chunks, moved=moved, norm="rms", gated=True),
-            Case(kind="feed", sizes=sizes, chunks=chunks, moved=moved, norm="layer", biased=True),
+            Case(
+                kind="feed", sizes=sizes, chunks=chunks, moved=moved, norm="layer", biased=True,
+                summed=True,
+            ),
             Case(kind="feed", sizes=sizes, chunks=chunks, moved=moved, biased=True, gated=True),
         )
     ]
@@ -106,7 +116,7 @@ def _draw(case: Case) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(case.total)
     first, second = case.features
     shapes = {
-        "x": (case.total, H), "dz": (case.total, H), "y": (case.total, second),
+        "x": (case.total, H), "dx": (case.total, H), "dz": (case.total, H), "y": (case.total, second),
         "dy": (case.total, first), "in": (first, H), "in_bias": (first,), "out": (second, H),
         "out_bias": (H,), "norm": (H,), "norm_bias": (H,),
     }  # fmt: skip
@@ -138,7 +148,12 @@ def _one_process(case: Case) -> dict[str, np.ndarray]:
         else:
             y = F.gelu(wide, approximate="tanh")
         out, grad = y @ t["out"] + out_bias, t["dz"]
+    if case.summed and case.kind == "scatter":
+        out = out + t["x"]
+    elif case.summed:
+        t["x"].backward(t["dx"].detach(), retain_graph=True)
     out.backward(grad.detach())
+    t["dx"].grad = None
     grads = {n: v.grad.numpy() for n, v in t.items() if v.grad is not None}
     return {"result": out.detach().numpy(), **grads}
 
@@ -173,18 +188,28 @@ def _run(case: Case) -> dict[str, Any]:
     in_bias, out_bias = (weights[n] if case.biased else None for n in ("in_bias", "out_bias"))
     norm, grad = _norm(case, weights), t["dz"][case.mine(rank)]
     with TrafficCounter() as wire:
+        came = case.places[torch.from_numpy(spread.arrival())]  # the places of rows as they come
+        passed = x
         if case.kind == "gather":
-            out, grad = gather_linear(x, weights["in"], in_bias, norm, spread), t["dy"][:, first]
+            out, passed = gather_linear(x, weights["in"], in_bias, norm, spread)
+            out, grad = out[torch.argsort(came)], t["dy"][:, first]
         elif case.kind == "scatter":
-            out = linear_scatter(y, weights["out"], out_bias, x, spread)
+            onto = x if case.summed else None
+            rows = y if case.moved else y[came]
+            out = linear_scatter(
+                rows, weights["out"], out_bias, onto, spread, in_pack=case.moved
+            )
         else:
             parts = FeedForward(
                 norm=norm, matrix_in=weights["in"], bias_in=in_bias, activation=case.activation,
                 matrix_out=weights["out"], bias_out=out_bias,
             )  # fmt: skip
-            out = spread_feed_forward(x, parts, spread)
+            out, passed = spread_feed_forward(x, parts, spread)
         forward = wire.take()
-        out.backward(grad)
+        if case.summed and case.kind != "scatter":
+            torch.autograd.backward([out, passed], [grad, t["dx"][case.mine(rank)]])
+        else:
+            out.backward(grad)
     grads = {name: weight.grad - 1 for name, weight in weights.items()}
     grads |= {n: v.grad for n, v in (("x", x), ("y", y)) if v.grad is not None}
     return {
@@ -272,7 +297,13 @@ def test_take_and_put_are_inverse(moved: bool) -> None:
         assert len(rows) == sum(spread.counts(chunk))
         spread.put(out, chunk, rows)
     assert torch.equal(out, whole)
-    assert torch.equal(spread.whole(iter(chunks)), whole)
+
+
+def test_rows_as_they_come() -> None:
+    """Would catch a chunk that is not where the one before ends, and rows of another rank."""
+    spread = Spread(sizes=(5, 0, 3), group=None, chunks=3)
+    came = spread.arrival()
+    assert [list(came[spread.rows(c)]) for c in range(3)] == [[0, 5], [1, 2, 6], [3, 4, 7]]
 
 
 TOKENS, WIDE, NARROW = 120, 64, 2  # of a rank; features of what is gathered; of its products
@@ -299,9 +330,9 @@ def _passing(chunks: list[int]) -> list[dict[str, float]]:
         for name in ("gather", "feed"):
             with ByteCounter() as counter:
                 if name == "gather":
-                    y = gather_linear(x, parts.matrix_in, None, None, spread)
+                    y, _ = gather_linear(x, parts.matrix_in, None, None, spread)
                 else:
-                    y = spread_feed_forward(x, parts, spread)
+                    y, _ = spread_feed_forward(x, parts, spread)
                 passing[f"{name} forward"] = (counter.peak_bytes - y.nbytes) / unit
                 grad, x.grad = torch.ones_like(y), None
                 before = counter.current_bytes
