@@ -11,7 +11,7 @@ from headrace.ops.core import Core, Heads, attended, attended_again
 from headrace.ops.linear import linear, linear_inputs, normed_linear
 from headrace.ops.norm import LayerNorm, Norm, RMSNorm, normalised
 from headrace.ops.random import dropout
-from headrace.ops.rotary import rotate_and_sort
+from headrace.ops.rotary import Rotation, rotate_and_sort
 from headrace.ops.spread import FeedForward, Spread, spread_feed_forward
 from headrace.spec.architecture import Architecture
 from headrace.spec.method import BRANCHES, Branch
@@ -68,10 +68,17 @@ def queries_keys_values(
         returns  [t, n + 2 g, d]   queries, keys, values; heads in order
                  [t, h]            x, for the residual sum
     """  # fmt: skip
+    y, x = _projected(x, state, context)
+    return rotate_and_sort(y, context.place.tables((context.member,))), x
+
+
+def _projected(
+    x: torch.Tensor, state: State, context: Context
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm and fused projection of local tokens x [t, h]: [t, g, m + 2, d], and x."""
     a = context.architecture
     y, x = _into(x, "qkv", first_norm(state, "norm1", a), state)
-    y = y.view(x.shape[0], a.kv_heads, a.group_heads + 2, a.head_features)
-    return rotate_and_sort(y, context.place.tables((context.member,))), x
+    return y.view(x.shape[0], a.kv_heads, a.group_heads + 2, a.head_features), x
 
 
 def _into(
@@ -91,13 +98,14 @@ def local_attention(x: torch.Tensor, state: State, context: Context, core: Core)
     """
 
     def project(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return queries_keys_values(x, state, context)
+        return _projected(x, state, context)
 
+    rotation = Rotation(tables=context.place.tables((context.member,)))
     if context.keeps_linear:
-        qkv, x = project(x)
-        heads = attended(core, qkv)
+        y, x = project(x)
+        heads = attended(core, y, rotation)
     else:
-        heads, x = attended_again(core, project, x)
+        heads, x = attended_again(core, project, x, rotation)
     return added(x, output(heads, state, context), "attention", context)
 
 

@@ -90,9 +90,7 @@ class Place:
             )  # fmt: skip
         return self._orders[members]
 
-    def arrival(
-        self, members: Members, chunks: int
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def arrival(self, members: Members, chunks: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As :meth:`order`, of rows that come a chunk after the other, each the same share of every
         rank's; see :class:`headrace.ops.spread.Spread`."""
         key = members, chunks

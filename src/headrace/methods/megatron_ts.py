@@ -31,7 +31,7 @@ from headrace.methods.weights import Part, State
 from headrace.ops.activation import activated
 from headrace.ops.core import Core, Heads, PackCore, attended
 from headrace.ops.linear import WeightSource
-from headrace.ops.rotary import rotate_and_sort
+from headrace.ops.rotary import Rotation
 from headrace.ops.spread import (
     FeedForward,
     Spread,
@@ -83,8 +83,8 @@ class Tensor:
         keys = y.shape[1] // ((m + 2) * d)
         y = y.view(spread.total, keys, m + 2, d)
         order = place.arrival(self.members, spread.chunks)
-        qkv = rotate_and_sort(y, place.tables(self.members), order)
-        heads = attended(core_of(Heads(queries=keys * m, keys=keys)), qkv)
+        rotation = Rotation(tables=place.tables(self.members), order=order)
+        heads = attended(core_of(Heads(queries=keys * m, keys=keys)), y, rotation)
         flat = heads.reshape(spread.total, keys * m * d)
         bias, matrix = self.state.get("proj.bias"), self._matrix("proj.weight")
         return self._added(x, flat, matrix, bias, "attention", in_pack=True)
@@ -108,7 +108,7 @@ class Tensor:
         return self._added(x, y, parts.matrix_out, parts.bias_out, "feed_forward", in_pack=False)
 
     def _added(
-        self, x: torch.Tensor, y: torch.Tensor, matrix: Part, bias: WeightSource | None,
+        self, x: torch.Tensor, y: torch.Tensor, matrix: WeightSource, bias: WeightSource | None,
         part: Branch, *, in_pack: bool,
     ) -> torch.Tensor:  # fmt: skip
         """The residual stream x [t, h] with the second product of a branch; where there is no

@@ -41,7 +41,7 @@ from headrace.ops.core import Heads, wide_dtype
 from headrace.ops.norm import Norm
 from headrace.ops.products import total
 from headrace.ops.ring import RingCore
-from headrace.ops.rotary import rotated_and_sorted, unrotated_and_unsorted
+from headrace.ops.rotary import Rotation
 from headrace.spec.blocks import Block
 from headrace.spec.known_methods import METP
 
@@ -99,14 +99,14 @@ class _Attention:
     steps: Sequence[_Step]
     cores: Sequence[RingCore]
     features: int
-    tables: tuple[torch.Tensor, torch.Tensor] | None
+    rotation: Rotation
 
     def project(self, y: torch.Tensor, step: _Step, first: torch.Tensor, core: RingCore) -> Any:
         """q, k and v of a shard, [t, n_j + 2 g_j, d]."""
         qkv = _product(y, first.t(), step.bias)
         keys = core.heads.keys
         heads = core.heads.queries // keys + 2 if keys else 2
-        return rotated_and_sorted(qkv.view(len(y), keys, heads, self.features), self.tables)
+        return self.rotation.turned(qkv.view(len(y), keys, heads, self.features))
 
 
 class _MetpAttention(torch.autograd.Function):
@@ -114,9 +114,7 @@ class _MetpAttention(torch.autograd.Function):
     and their log-sum-exp."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, parts: _Attention
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, x: torch.Tensor, parts: _Attention) -> tuple[torch.Tensor, torch.Tensor]:
         y, stats = (x, ()) if parts.norm is None else parts.norm.forward(x)
         total = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
         kept: list[torch.Tensor] = []
@@ -140,8 +138,8 @@ class _MetpAttention(torch.autograd.Function):
             step.second.add_product(heads.reshape(len(x), second.shape[0]), grad)
             dheads = (grad @ second.t()).view(heads.shape)
             qkv = parts.project(y, step, first, core)
-            dqkv = core.backward(dheads, qkv, heads, (lse,))
-            dqkv = unrotated_and_unsorted(dqkv, core.heads.queries, core.heads.keys, parts.tables)
+            grads = core.backward(dheads, qkv, heads, (lse,))
+            dqkv = parts.rotation.turned_back(grads.q, grads.k, grads.v)
             dqkv = dqkv.reshape(len(x), first.shape[0])
             step.first.add_product(dqkv, y)
             if step.bias is not None:
@@ -215,7 +213,7 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
             for g in groups
         ],
         features=a.head_features,
-        tables=context.place.tables((context.member,)),
+        rotation=Rotation(tables=context.place.tables((context.member,))),
     )
     y, x = _MetpAttention.apply(x, parts)
     return added(x, _plus(y, state, "proj.bias"), "attention", context)

@@ -16,11 +16,21 @@ from typing import Any, Protocol
 
 import torch
 
-from headrace.ops.attention import attend_blocks, attend_blocks_backward
-from headrace.ops.row_sums import adds_at_once
+from headrace.ops.attention import add_gradients, attend_blocks
+from headrace.ops.rotary import Rotation
+from headrace.ops.row_sums import RowSum, adds_at_once
 from headrace.spec.blocks import Block
 
-__all__ = ["Core", "Heads", "PackCore", "attended", "attended_again", "sum_dtype", "wide_dtype"]
+__all__ = [
+    "Core",
+    "Gradients",
+    "Heads",
+    "PackCore",
+    "attended",
+    "attended_again",
+    "sum_dtype",
+    "wide_dtype",
+]
 
 Saved = tuple[torch.Tensor, ...]
 
@@ -33,8 +43,32 @@ class Core(Protocol):
 
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
-    ) -> torch.Tensor:
-        """dqkv [t, N + 2 G, D] of grad [t, N, D]."""
+    ) -> Gradients:
+        """Those of qkv, of grad [t, N, D]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """Of q [t, N, D], k and v [t, G, D]; of all three in one tensor, [t, N + 2 G, D], where they
+    were made so."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    joint: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, dqkv: torch.Tensor, heads: Heads) -> Gradients:
+        """Views of one tensor."""
+        dq, dk, dv = heads.split(dqkv)
+        return cls(q=dq, k=dk, v=dv, joint=dqkv)
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """In one tensor."""
+        if self.joint is not None:
+            return self.joint
+        return torch.cat([self.q, self.k, self.v], dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +98,18 @@ class PackCore:
 
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
-    ) -> torch.Tensor:
-        """dqkv."""
+    ) -> Gradients:
+        """Where a kernel makes them of all rows at once, they are what it gave."""
         dqkv = torch.empty_like(qkv, dtype=_sum_dtype(qkv, self.blocks))
-        attend_blocks_backward(
-            grad, *self.heads.split(qkv), out, saved[0], self.blocks, *self.heads.split(dqkv),
-            fresh_q=True, fresh_kv=True,
-        )  # fmt: skip
-        return dqkv.to(qkv.dtype)
+        q, k, v = self.heads.split(dqkv)
+        dq, dk, dv = (RowSum(len(qkv), total=part) for part in (q, k, v))
+        add_gradients(grad, *self.heads.split(qkv), out, saved[0], self.blocks, dq, dk, dv)
+        only = (dq.only(), dk.only(), dv.only())
+        if only[0] is not None and only[1] is not None and only[2] is not None:
+            return Gradients(q=only[0], k=only[1], v=only[2])
+        for rows, part in ((dq, q), (dk, k), (dv, v)):
+            rows.write(part)
+        return Gradients.of(dqkv.to(qkv.dtype), self.heads)
 
 
 def _sum_dtype(qkv: torch.Tensor, blocks: Sequence[Block]) -> torch.dtype:
@@ -91,58 +129,72 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def attended(core: Core, qkv: torch.Tensor) -> torch.Tensor:
-    """The heads of ``qkv``: keeps qkv, the result and what the core says."""
-    return _Attended.apply(core, qkv)  # type: ignore[no-any-return]
+def attended(core: Core, qkv: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
+    """The heads of ``qkv``: keeps qkv, the result and what the core says. With a ``rotation`` qkv
+    [t, g, m + 2, D] is what it is of, and what is kept is rotated."""
+    return _Attended.apply(core, qkv, rotation)  # type: ignore[no-any-return]
 
 
 class _Attended(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, core: Core, qkv: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, core: Core, qkv: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+        qkv = qkv if rotation is None else rotation.turned(qkv)
         out, saved = core.forward(qkv)
         ctx.save_for_backward(qkv, out, *saved)
-        ctx.core = core
+        ctx.rest = (core, rotation)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         qkv, out, *saved = ctx.saved_tensors
-        return None, ctx.core.backward(grad, qkv, out, tuple(saved))
+        core, rotation = ctx.rest
+        grads = core.backward(grad, qkv, out, tuple(saved))
+        del qkv, out, saved
+        return None, _turned_back(grads, rotation), None
+
+
+def _turned_back(grads: Gradients, rotation: Rotation | None) -> torch.Tensor:
+    return grads.whole if rotation is None else rotation.turned_back(grads.q, grads.k, grads.v)
 
 
 def attended_again(
     core: Core, project: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    x: torch.Tensor,
+    x: torch.Tensor, rotation: Rotation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The heads of the first of ``project(x)``, and the second, which is x: keeps x, the heads and
     what the core says, and makes q, k and v again in the backward. ``project`` must not communicate
-    activations."""
-    return _AttendedAgain.apply(core, project, x)  # type: ignore[no-any-return]
+    activations; ``rotation`` as of :func:`attended`."""
+    return _AttendedAgain.apply(core, project, x, rotation)  # type: ignore[no-any-return]
 
 
 class _AttendedAgain(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, core: Core, project: Any, x: torch.Tensor
+        ctx: Any, core: Core, project: Any, x: torch.Tensor, rotation: Rotation | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
             qkv, _ = project(x)
+        qkv = qkv if rotation is None else rotation.turned(qkv)
         out, saved = core.forward(qkv)
         ctx.save_for_backward(x, out, *saved)
-        ctx.rest = (core, project)
+        ctx.rest = (core, project, rotation)
         ctx.set_materialize_grads(False)
         return out, x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
         if grad is None:
-            return None, None, passed
+            return None, None, passed, None
         x, out, *saved = ctx.saved_tensors
-        core, project = ctx.rest
+        core, project, rotation = ctx.rest
         leaf = x.detach().requires_grad_()
         with torch.enable_grad():
-            made = project(leaf)
-        dqkv = core.backward(grad, made[0].detach(), out, tuple(saved))
-        grads = zip(made, (dqkv, passed), strict=True)
-        torch.autograd.backward(*zip(*((y, dy) for y, dy in grads if dy is not None), strict=True))
-        return None, None, leaf.grad
+            made, again = project(leaf)
+        qkv = made.detach() if rotation is None else rotation.turned(made.detach())
+        grads = [_turned_back(core.backward(grad, qkv, out, tuple(saved)), rotation)]
+        del qkv
+        results = [made]
+        if passed is not None:
+            results, grads = [made, again], [*grads, passed]
+        torch.autograd.backward(results, grads)
+        return None, None, leaf.grad, None

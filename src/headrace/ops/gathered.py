@@ -12,9 +12,9 @@ In passing: kv of the whole pack. Kept: out and its log-sum-exp.
 
 dkv of half types is rounded to them once, after this rank's parts of a row were added in fp32
 (a kernel has rounded each), and is added over the ranks in fp32. The bytes that this moves besides
-what attention reads, in units of kv of the pack in the type of activations: 4 to put gathered rows
-in order, twice; 2 to put dkv in the order of the ranks; 1 to add what arrived. Zigzag order asks for
-the first 6: gathered rows of one document are not side by side.
+what attention reads, in units of kv of the pack in the type of activations: 2 to put gathered rows
+in order, forward and again backward; 2 to put dkv in the order of the ranks; 1 to add what arrived.
+Zigzag order asks for the first 6, as gathered rows of one document are not side by side in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from headrace.comm.collectives import all_gather_rows, reduce_scatter_rows, sum_of_parts
 from headrace.ops.attention import add_gradients, attend_blocks
-from headrace.ops.core import Heads, Saved, sum_dtype
+from headrace.ops.core import Gradients, Heads, Saved, sum_dtype
 from headrace.ops.row_sums import RowSum, adds_at_once
 from headrace.spec.blocks import Block
 
@@ -56,8 +56,8 @@ class GatheredCore:
 
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
-    ) -> torch.Tensor:
-        """dqkv [t, N + 2 G, D]."""
+    ) -> Gradients:
+        """Those of qkv."""
         n, g, kv = self.heads.queries, self.heads.keys, self._gather(qkv)
         dqkv = torch.empty_like(qkv, dtype=sum_dtype(qkv))
         mine, own = dqkv[:, :n], dqkv[:, n:]
@@ -74,7 +74,7 @@ class GatheredCore:
         reduce_scatter_rows(
             sent.to(qkv.dtype), self.sizes, self.group, add=partial(sum_of_parts, into=own)
         )
-        return dqkv.to(qkv.dtype)
+        return Gradients.of(dqkv.to(qkv.dtype), self.heads)
 
     def _rows_of_ranks(self, dkv: torch.Tensor, dk: RowSum, dv: RowSum) -> torch.Tensor:
         """The gradients of gathered rows, one rank after the other; ``dkv`` has room for them, or

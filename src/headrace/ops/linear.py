@@ -31,9 +31,7 @@ class WeightSource(Protocol):
         """Add the partial gradient left^T right, left [T, rows], right [T, columns]."""
 
 
-def linear(
-    x: torch.Tensor, weight: WeightSource, bias: WeightSource | None = None
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: WeightSource, bias: WeightSource | None = None) -> torch.Tensor:
     """y = x W^T + b, W's rows being output features.
 
         x         [T, I]

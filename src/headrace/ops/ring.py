@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from headrace.comm.collectives import Arriving, issue_shift
 from headrace.ops.attention import Partial, add_gradients
-from headrace.ops.core import Heads, Saved, sum_dtype, wide_dtype
+from headrace.ops.core import Gradients, Heads, Saved, sum_dtype, wide_dtype
 from headrace.ops.row_sums import RowSum
 from headrace.spec.blocks import Block
 
@@ -98,8 +98,8 @@ class RingCore:
 
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
-    ) -> torch.Tensor:
-        """dqkv [t, N + 2 G, D]."""
+    ) -> Gradients:
+        """Those of qkv."""
         n, g = self.heads.queries, self.heads.keys
         dqkv = torch.empty_like(qkv, dtype=sum_dtype(qkv))
         mine, own = dqkv[:, :n], dqkv[:, n:]
@@ -115,7 +115,7 @@ class RingCore:
 
         self.ring.sums(qkv[:, n:].contiguous(), attend)
         dq.write(mine)
-        return dqkv.to(qkv.dtype)
+        return Gradients.of(dqkv.to(qkv.dtype), self.heads)
 
 
 class _KeySums:

@@ -5,6 +5,7 @@ Shape legend: t tokens of a rank, g KV groups of m query heads, n = g m, D featu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +15,9 @@ from headrace.ops.fused import fused, widened
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 __all__ = [
+    "Rotation",
     "rotary_tables",
     "rotate_and_sort",
-    "rotated_and_sorted",
-    "unrotated_and_unsorted",
 ]
 
 
@@ -40,45 +40,49 @@ def rotate_and_sort(
     """Queries, keys and values of a fused projection, heads in order, q and k rotated.
 
         qkv       [t, g, m + 2, D]   per group its queries, its key, its value
-        order     [t] each           result row i is row order[0][i] of qkv; the inverse; None: row i
+        order     [t] each           row order[0][i] of qkv comes to row i; the inverse
         returns   [t, n + 2 g, D]    queries 0..n-1, keys 0..g-1, values 0..g-1
         backward  the inverse rotation and orders
 
     ``tables=None`` leaves positions to the embedding and only sorts; they are the results' rows.
     """  # fmt: skip
-    return _RotateAndSort.apply(qkv, tables, order)  # type: ignore[no-any-return]
+    rotation = Rotation(tables=tables, order=order)
+    return _RotateAndSort.apply(qkv, rotation)  # type: ignore[no-any-return]
 
 
 class _RotateAndSort(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: torch.Tensor, tables: Any, order: Pair | None) -> torch.Tensor:
-        groups, heads = qkv.shape[1:3]
-        rows, back = order or (None, None)
-        ctx.rest = (groups * (heads - 2), groups, tables, back)
-        return rotated_and_sorted(qkv, tables, rows)
+    def forward(ctx: Any, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        ctx.groups, ctx.rotation = qkv.shape[1], rotation
+        return rotation.turned(qkv)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return unrotated_and_unsorted(grad, *ctx.rest), None, None
+        groups = ctx.groups
+        parts = grad.split([grad.shape[1] - 2 * groups, groups, groups], dim=1)
+        return ctx.rotation.turned_back(*parts), None
 
 
-def rotated_and_sorted(
-    qkv: torch.Tensor, tables: Pair | None, rows: torch.Tensor | None = None
-) -> torch.Tensor:
-    """:func:`rotate_and_sort` without autograd, of ``rows`` [t] in turn."""
-    if tables is None:
-        return _sort(qkv if rows is None else qkv.index_select(0, rows))
-    return _rotate_and_sort(qkv, *tables, rows)  # type: ignore[no-any-return]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """:func:`rotate_and_sort` without autograd."""
 
+    tables: Pair | None
+    order: Pair | None = None
 
-def unrotated_and_unsorted(
-    grad: torch.Tensor, n: int, groups: int, tables: Pair | None, rows: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The adjoint of :func:`rotated_and_sorted`: grad [t, n + 2 g, D] to [t, g, m + 2, D]; of
-    ``rows`` [t] in turn, those of ``tables`` too."""
-    if tables is None:
-        return _unsort(grad if rows is None else grad.index_select(0, rows), n, groups)
-    return _unrotate_and_unsort(grad, *tables, n, groups, rows)  # type: ignore[no-any-return]
+    def turned(self, qkv: torch.Tensor) -> torch.Tensor:
+        """[t, g, m + 2, D] to [t, n + 2 g, D]."""
+        rows = None if self.order is None else self.order[0]
+        if self.tables is None:
+            return _sort(qkv if rows is None else qkv.index_select(0, rows))
+        return _rotate_and_sort(qkv, *self.tables, rows)  # type: ignore[no-any-return]
+
+    def turned_back(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> torch.Tensor:
+        """The adjoint: [t, n, D] and two of [t, g, D] to [t, g, m + 2, D]."""
+        rows = None if self.order is None else self.order[1]
+        if self.tables is None:
+            return _unsort(*_selected((dq, dk, dv), rows))
+        return _unrotate_and_unsort(dq, dk, dv, *self.tables, rows)  # type: ignore[no-any-return]
 
 
 def _sort(qkv: torch.Tensor) -> torch.Tensor:
@@ -91,14 +95,20 @@ def _sort(qkv: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _unsort(grad: torch.Tensor, n: int, groups: int) -> torch.Tensor:
-    t, _, features = grad.shape
-    m = n // groups if groups else 0
-    out = grad.new_empty((t, groups, m + 2, features))
-    out[:, :, :m] = grad[:, :n].reshape(t, groups, m, features)
-    out[:, :, m] = grad[:, n : n + groups]
-    out[:, :, m + 1] = grad[:, n + groups :]
+def _unsort(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> torch.Tensor:
+    t, groups, features = dk.shape
+    m = dq.shape[1] // groups if groups else 0
+    out = dq.new_empty((t, groups, m + 2, features))
+    out[:, :, :m] = dq.unflatten(1, (groups, m))
+    out[:, :, m] = dk
+    out[:, :, m + 1] = dv
     return out
+
+
+def _selected(
+    values: tuple[torch.Tensor, ...], rows: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    return values if rows is None else tuple(x.index_select(0, rows) for x in values)
 
 
 def _plain_rotate_and_sort(
@@ -110,18 +120,17 @@ def _plain_rotate_and_sort(
 
 
 def _plain_unrotate_and_unsort(
-    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, n: int, groups: int,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     rows: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    grad = grad.clone() if rows is None else grad.index_select(0, rows)
-    if rows is not None:
-        cos, sin = cos.index_select(0, rows), sin.index_select(0, rows)
-    _rotate(grad[:, : n + groups], cos, -sin)
-    return _unsort(grad, n, groups)
+    dq, dk, dv, cos, sin = _selected((dq, dk, dv, cos, sin), rows)
+    out = _unsort(dq, dk, dv)
+    _rotate(out[:, :, :-1].transpose(0, 1), cos, -sin)
+    return out
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate pairs (i, i + D/2) of ``x`` [t, heads, D] in place."""
+    """Rotate pairs (i, i + D/2) of ``x`` [.., t, heads, D] in place."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, None], sin[:, None]
     first, second = x[..., :half].clone(), x[..., half:]
@@ -144,20 +153,19 @@ def _rotate_and_sort(
 
 
 @fused(
-    "unrotate_and_unsort(Tensor grad, Tensor cos, Tensor sin, int n, int groups, Tensor? rows) -> "
+    "unrotate_and_unsort(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, Tensor? rows) -> "
     "Tensor", plain=_plain_unrotate_and_unsort,
 )  # fmt: skip
 def _unrotate_and_unsort(
-    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, n: int, groups: int,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     rows: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     if rows is not None:
-        grad, cos, sin = (x.index_select(0, rows) for x in (grad, cos, sin))
-    t, _, features = grad.shape
-    turned = _turned(grad[:, : n + groups], cos, -sin)
-    queries = turned[:, :n].reshape(t, groups, n // groups if groups else 0, features)
-    rest = (turned[:, n:, None], grad[:, n + groups :, None])
-    return torch.cat((queries, *rest), dim=2)
+        dq, dk, dv, cos, sin = (x.index_select(0, rows) for x in (dq, dk, dv, cos, sin))
+    t, groups, features = dk.shape
+    m = dq.shape[1] // groups if groups else 0
+    queries = _turned(dq, cos, -sin).reshape(t, groups, m, features)
+    return torch.cat((queries, _turned(dk, cos, -sin)[:, :, None], dv[:, :, None]), dim=2)
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ wide part. A CPU adds at once what is still in its caches.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ def segments(spans: Sequence[tuple[int, int]], rows: int) -> list[Segment]:
     """All ``rows``, cut where one of ``spans`` (start, stop) begins or ends."""
     edges = sorted({0, rows, *(edge for span in spans for edge in span)})
     at = {edge: i for i, edge in enumerate(edges)}
-    found = [Segment(a, b, []) for a, b in zip(edges, edges[1:], strict=False)]
+    found = [Segment(a, b, []) for a, b in pairwise(edges)]
     for i, (start, stop) in enumerate(spans):
         for segment in found[at[start] : at[stop]]:
             segment.parts.append(i)
@@ -55,9 +56,7 @@ class RowSum:
 
     __slots__ = ("_held", "_marked", "_parts", "_rows", "_total")
 
-    def __init__(
-        self, rows: int, *, total: torch.Tensor | None = None, fresh: bool = True
-    ) -> None:
+    def __init__(self, rows: int, *, total: torch.Tensor | None = None, fresh: bool = True) -> None:
         self._total = total if total is not None and adds_at_once(total) else None
         self._rows, self._marked, self._held = rows, MarkedRows(), 0
         self._parts: list[tuple[int, torch.Tensor]] = []
@@ -100,6 +99,12 @@ class RowSum:
                 _add_to(out[start:stop], parts)
             elif parts:
                 out[start:stop].add_(parts[0])
+
+    def only(self) -> torch.Tensor | None:
+        """The sum where it is a single part of all rows that is held, else None."""
+        if len(self._parts) != 1 or len(self._parts[0][1]) != self._rows:
+            return None
+        return self._parts[0][1]
 
     def _sliced(self) -> list[tuple[int, int, list[torch.Tensor]]]:
         """Segments with the rows that each part has of them."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.ops.core import Heads, Saved, wide_dtype
+from headrace.ops.core import Gradients, Heads, Saved, wide_dtype
 from headrace.ops.ring import Onto, Ring
 from headrace.spec.blocks import Block
 
@@ -59,8 +59,8 @@ class ScoreRowsCore:
 
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
-    ) -> torch.Tensor:
-        """dqkv [t, N + 2 G, D]."""
+    ) -> Gradients:
+        """Those of qkv."""
         n, g = self.heads.queries, self.heads.keys
         wide = wide_dtype(qkv.dtype)
         dqkv = torch.zeros_like(qkv, dtype=wide)
@@ -86,7 +86,7 @@ class ScoreRowsCore:
 
         self.ring.sums(qkv[:, n:].contiguous(), attend)
         dqkv[:, n:] = dkv
-        return dqkv.to(qkv.dtype)
+        return Gradients.of(dqkv.to(qkv.dtype), self.heads)
 
     def _round(self, x: torch.Tensor) -> _Round:
         return _Round(self.ring, x)

@@ -32,6 +32,7 @@ from headrace.ops.fused import fused, widened
 from headrace.ops.linear import WeightSource
 from headrace.ops.norm import Norm
 from headrace.ops.products import total
+from headrace.ops.row_sums import adds_at_once
 
 __all__ = ["FeedForward", "Spread", "gather_linear", "linear_scatter", "spread_feed_forward"]
 
@@ -101,6 +102,13 @@ class Spread:
         for there, part in zip(self._slices(chunk), rows.split(self.counts(chunk)), strict=True):
             whole[there] = part
 
+    def apart(self, whole: torch.Tensor, chunk: int) -> torch.Tensor | None:
+        """The rows of a chunk as a view [R, rows, ...] of ``whole``, where all ranks have as many
+        and products take them as they lie; else None."""
+        if self.places is not None or len(set(self.sizes)) > 1 or not _takes_blocks(whole):
+            return None
+        return whole.unflatten(0, (len(self.sizes), self.sizes[0]))[:, self.share(0, chunk)]
+
     def rows(self, chunk: int) -> slice:
         """The rows of a chunk where chunks stand one after the other, as they come."""
         start = sum(sum(self.counts(before)) for before in range(chunk))
@@ -146,7 +154,7 @@ class _Into:
     def __call__(self, parts: torch.Tensor) -> torch.Tensor:
         if self.onto is None:
             return sum_of_parts(parts, self.out)
-        if parts.device.type == "cpu":
+        if adds_at_once(parts):
             return sum_of_parts(parts, self.out).add_(self.onto)
         _sum_onto(self.out, parts, self.onto)
         return self.out
@@ -255,6 +263,9 @@ class _LinearScatter(torch.autograd.Function):
         like = y.new_empty(()).expand(spread.own, matrix.shape[1])
 
         def part(chunk: int) -> torch.Tensor:
+            apart = spread.apart(y, chunk) if in_pack else None
+            if apart is not None:
+                return torch.bmm(apart, matrix.expand(len(apart), -1, -1)).flatten(0, 1)
             return _taken(y, chunk, spread, in_pack) @ matrix
 
         if bias is None:
@@ -270,7 +281,11 @@ class _LinearScatter(torch.autograd.Function):
 
         def part(chunk: int, rows: torch.Tensor) -> None:
             weight.add_product(_taken(y, chunk, spread, in_pack), rows)
-            if in_pack:
+            apart = spread.apart(out, chunk) if in_pack else None
+            if apart is not None:
+                each = rows.unflatten(0, apart.shape[:2])
+                torch.bmm(each, matrix.t().expand(len(apart), -1, -1), out=apart)
+            elif in_pack:
                 spread.put(out, chunk, rows @ matrix.t())
             else:
                 torch.mm(rows, matrix.t(), out=out[spread.rows(chunk)])
@@ -284,6 +299,11 @@ class _LinearScatter(torch.autograd.Function):
 def _taken(whole: torch.Tensor, chunk: int, spread: Spread, in_pack: bool) -> torch.Tensor:
     """The rows of a chunk out of ``whole`` [T, ...]."""
     return spread.take(whole, chunk) if in_pack else whole[spread.rows(chunk)]
+
+
+def _takes_blocks(x: torch.Tensor) -> bool:
+    """Whether a product of blocks of rows is as fast as one of rows side by side."""
+    return x.device.type != "cpu"
 
 
 def _run(steps: Iterator[None]) -> None:

@@ -53,7 +53,10 @@ ARGUMENTS: dict[str, Arguments] = {
     "swiglu": lambda t, d: (draw(t, 2 * H, dtype=d), 4),
     "swiglu_backward": lambda t, d: (draw(t, H, dtype=d), draw(t, 2 * H, dtype=d), 4),
     "rotate_and_sort": lambda t, d: (draw(t, 2, 5, 8, dtype=d), *tables(t, 8, d), None),
-    "unrotate_and_unsort": lambda t, d: (draw(t, 10, 8, dtype=d), *tables(t, 8, d), 6, 2, None),
+    "unrotate_and_unsort": lambda t, d: (
+        *draw(t, 10, 8, dtype=d).split([6, 2, 2], dim=1), *tables(t, 8, d),
+        torch.arange(t - 1, -1, -1),
+    ),
     "log_sum_": lambda t, d: (draw(3, t), [draw(3, t, i + 1)[..., i] for i in range(3)]),
     "weigh_up_": lambda t, d: (
         draw(t, 3, 8), draw(3, t), [draw(t, 3, 8, i, dtype=d)[..., 0] for i in (1, 2, 3)],

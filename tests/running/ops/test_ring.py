@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 

@@ -15,6 +15,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the back end
 
 from headrace.layouts.intervals import Rows, split_rows
 from headrace.methods.weights import Whole
+from headrace.ops import spread as spread_module
 from headrace.ops.activation import Activation, Gelu, SwiGLU
 from headrace.ops.norm import LayerNorm, Norm, RMSNorm
 from headrace.ops.spread import (
@@ -97,12 +98,15 @@ def _cases(ranks: int) -> list[Case]:
             Case(kind="scatter", sizes=sizes, chunks=chunks, moved=moved),
             Case(kind="scatter", sizes=sizes, chunks=chunks, moved=moved, biased=True),
             Case(kind="scatter", sizes=sizes, chunks=chunks, moved=moved, summed=True),
-            Case(
-                kind="scatter", sizes=sizes, chunks=chunks, moved=moved, biased=True, summed=True
-            ),
+            Case(kind="scatter", sizes=sizes, chunks=chunks, moved=moved, biased=True, summed=True),
             Case(kind="feed", sizes=sizes, chunks=chunks, moved=moved, norm="rms", gated=True),
             Case(
-                kind="feed", sizes=sizes, chunks=chunks, moved=moved, norm="layer", biased=True,
+                kind="feed",
+                sizes=sizes,
+                chunks=chunks,
+                moved=moved,
+                norm="layer",
+                biased=True,
                 summed=True,
             ),
             Case(kind="feed", sizes=sizes, chunks=chunks, moved=moved, biased=True, gated=True),
@@ -116,7 +120,8 @@ def _draw(case: Case) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(case.total)
     first, second = case.features
     shapes = {
-        "x": (case.total, H), "dx": (case.total, H), "dz": (case.total, H), "y": (case.total, second),
+        "x": (case.total, H), "dx": (case.total, H), "dz": (case.total, H),
+        "y": (case.total, second),
         "dy": (case.total, first), "in": (first, H), "in_bias": (first,), "out": (second, H),
         "out_bias": (H,), "norm": (H,), "norm_bias": (H,),
     }  # fmt: skip
@@ -195,10 +200,9 @@ def _run(case: Case) -> dict[str, Any]:
             out, grad = out[torch.argsort(came)], t["dy"][:, first]
         elif case.kind == "scatter":
             onto = x if case.summed else None
-            rows = y if case.moved else y[came]
-            out = linear_scatter(
-                rows, weights["out"], out_bias, onto, spread, in_pack=case.moved
-            )
+            in_pack = case.moved or not case.biased
+            rows = y if in_pack else y[came]
+            out = linear_scatter(rows, weights["out"], out_bias, onto, spread, in_pack=in_pack)
         else:
             parts = FeedForward(
                 norm=norm, matrix_in=weights["in"], bias_in=in_bias, activation=case.activation,
@@ -222,6 +226,13 @@ def _run_all(cases: list[Case]) -> list[dict[str, Any]]:
     return [_run(case) for case in cases]
 
 
+def _run_all_as_a_device_does(cases: list[Case]) -> list[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread_module, "adds_at_once", lambda x: False)
+        patch.setattr(spread_module, "_takes_blocks", lambda x: True)
+        return _run_all(cases)
+
+
 def _together(case: Case, name: str, parts: list[np.ndarray]) -> np.ndarray:
     """Ranks' parts as one process has them: rows or columns joined, partial sums added."""
     if name == "y" or (name == "result" and case.kind == "gather"):
@@ -234,11 +245,12 @@ def _together(case: Case, name: str, parts: list[np.ndarray]) -> np.ndarray:
 Results = list[tuple[Case, list[dict[str, Any]]]]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=product([1, 2, 3], [_run_all, _run_all_as_a_device_does]))
 def results(request: pytest.FixtureRequest) -> Results:
     """Each case with what its ranks have."""
-    cases = _cases(request.param)
-    of_rank = run_ranks(request.param, _run_all, cases)
+    ranks, run = request.param
+    cases = _cases(ranks)
+    of_rank = run_ranks(ranks, run, cases)
     return [(case, [parts[i] for parts in of_rank]) for i, case in enumerate(cases)]
 
 
