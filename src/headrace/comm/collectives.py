@@ -28,6 +28,7 @@ __all__ = [
     "gather_to_first",
     "issue_all_gather",
     "issue_all_to_all",
+    "issue_padded_gather",
     "issue_reduce_scatter",
     "issue_shift",
     "reduce_scatter_rows",
@@ -127,15 +128,24 @@ def issue_all_gather(
 def _padded_gather(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Arriving:
     """As of equal sizes, with a row more where there is one less: a device has kernels of its own
     for those, and nobody copies its rows for each of the others."""
-    most = max(sizes)
-    padded = x if len(x) == most else torch.cat((x, x.new_empty((1, *x.shape[1:]))))
-    coming = issue_all_gather(padded, [most] * len(sizes), group)
+    coming = issue_padded_gather(x, sizes, group)
 
     def joined() -> torch.Tensor:
-        parts = coming.wait().split(most)
+        parts = coming.wait().split(max(sizes))
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     return Arriving(None, joined)
+
+
+def issue_padded_gather(
+    x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
+) -> Arriving:
+    """:func:`issue_all_gather` of max(sizes) rows of each rank: those that a rank has not hold
+    anything."""
+    most = max(sizes)
+    missing = x.new_empty((most - len(x), *x.shape[1:]))
+    padded = torch.cat((x, missing)) if len(missing) else x
+    return issue_all_gather(padded, [most] * len(sizes), group)
 
 
 def reduce_scatter_rows(

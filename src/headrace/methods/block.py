@@ -11,7 +11,7 @@ from headrace.ops.core import Core, Heads, attended, attended_again
 from headrace.ops.linear import linear, linear_inputs, normed_linear
 from headrace.ops.norm import LayerNorm, Norm, RMSNorm, normalised
 from headrace.ops.random import dropout
-from headrace.ops.rotary import Rotation, rotate_and_sort
+from headrace.ops.rotary import Rotation, Turned, rotate_and_sort, turned
 from headrace.ops.spread import FeedForward, Spread, spread_feed_forward
 from headrace.spec.architecture import Architecture
 from headrace.spec.method import BRANCHES, Branch
@@ -97,15 +97,18 @@ def local_attention(x: torch.Tensor, state: State, context: Context, core: Core)
     x [t, h] to [t, h]. At level ``attention`` q, k and v are made again in the backward.
     """
 
-    def project(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _projected(x, state, context)
-
     rotation = Rotation(tables=context.place.tables((context.member,)))
+
+    def project(x: torch.Tensor) -> tuple[Turned, torch.Tensor]:
+        y, x = _projected(x, state, context)
+        return turned(y, rotation), x
+
     if context.keeps_linear:
-        y, x = project(x)
-        heads = attended(core, y, rotation)
+        qkv, x = project(x)
+        heads = attended(core, qkv)
+        del qkv
     else:
-        heads, x = attended_again(core, project, x, rotation)
+        heads, x = attended_again(core, project, x)
     return added(x, output(heads, state, context), "attention", context)
 
 

@@ -11,7 +11,7 @@ gradients, added on the way, is fp32 for half types); weights held sharded V W f
 backward, held whole nothing. Any number of ranks and heads.
 Kept, in units u of one local activation, kappa = kv / h, f features of the feed-forward by h: none
 4 + 2 kappa + 2 f (SwiGLU 3 f), attention 3 (q, k and v are made again), full 1. In passing: the
-ring holds two neighbours' keys and values and, on a device, up to 6 u of results or gradients that
+ring holds two neighbours' keys and values and, on a device, up to 9 u of results or gradients that
 wait to be added (ops/row_sums), the gather all keys and values.
 """
 

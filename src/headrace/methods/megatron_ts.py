@@ -31,7 +31,7 @@ from headrace.methods.weights import Part, State
 from headrace.ops.activation import activated
 from headrace.ops.core import Core, Heads, PackCore, attended
 from headrace.ops.linear import WeightSource
-from headrace.ops.rotary import Rotation
+from headrace.ops.rotary import Rotation, turned
 from headrace.ops.spread import (
     FeedForward,
     Spread,
@@ -84,7 +84,10 @@ class Tensor:
         y = y.view(spread.total, keys, m + 2, d)
         order = place.arrival(self.members, spread.chunks)
         rotation = Rotation(tables=place.tables(self.members), order=order)
-        heads = attended(core_of(Heads(queries=keys * m, keys=keys)), y, rotation)
+        qkv = turned(y, rotation)
+        del y
+        heads = attended(core_of(Heads(queries=keys * m, keys=keys)), qkv)
+        del qkv
         flat = heads.reshape(spread.total, keys * m * d)
         bias, matrix = self.state.get("proj.bias"), self._matrix("proj.weight")
         return self._added(x, flat, matrix, bias, "attention", in_pack=True)

@@ -39,7 +39,7 @@ from headrace.methods.weights import Part, State
 from headrace.ops.activation import Activation
 from headrace.ops.core import Heads, wide_dtype
 from headrace.ops.norm import Norm
-from headrace.ops.products import total
+from headrace.ops.products import add_product, total
 from headrace.ops.ring import RingCore
 from headrace.ops.rotary import Rotation
 from headrace.spec.blocks import Block
@@ -121,7 +121,7 @@ class _MetpAttention(torch.autograd.Function):
         for (step, first, second), core in zip(_fetched(parts.steps), parts.cores, strict=True):
             heads, (lse,) = core.forward(parts.project(y, step, first, core))
             kept += [heads, lse]
-            _add_product(total, heads.reshape(len(x), second.shape[0]), second)
+            add_product(total, heads.reshape(len(x), second.shape[0]).t(), second)
         ctx.save_for_backward(x, *stats, *kept)
         ctx.rest = (parts, len(stats))
         return total.to(x.dtype), x
@@ -144,7 +144,7 @@ class _MetpAttention(torch.autograd.Function):
             step.first.add_product(dqkv, y)
             if step.bias is not None:
                 step.bias.add(total(dqkv))
-            _add_product(dy, dqkv, first)
+            add_product(dy, dqkv.t(), first)
         dx = dy.to(x.dtype)
         if parts.norm is None:
             return dx.add_(passed), None
@@ -171,7 +171,7 @@ class _MetpFeedForward(torch.autograd.Function):
         total = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
         for step, first, second in _fetched(parts.steps):
             wide = _product(y, first.t(), step.bias)
-            _add_product(total, parts.activation.forward(wide), second)
+            add_product(total, parts.activation.forward(wide).t(), second)
         ctx.save_for_backward(x, *stats)
         ctx.parts = parts
         return total.to(x.dtype), x
@@ -189,7 +189,7 @@ class _MetpFeedForward(torch.autograd.Function):
             step.first.add_product(dwide, y)
             if step.bias is not None:
                 step.bias.add(total(dwide))
-            _add_product(dy, dwide, first)
+            add_product(dy, dwide.t(), first)
         dx = dy.to(x.dtype)
         if parts.norm is None:
             return dx.add_(passed), None
@@ -251,14 +251,6 @@ class _Bias(torch.autograd.Function):
 
 def _product(x: torch.Tensor, matrix: torch.Tensor, bias: Part | None) -> torch.Tensor:
     return x @ matrix if bias is None else torch.addmm(bias.rows(), x, matrix)
-
-
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left right, in the type of ``total``."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
 
 
 METHODS = (Method(facts=METP, attention=attention, feed_forward=feed_forward),)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from headrace.ops.attention import add_gradients, attend_blocks
-from headrace.ops.rotary import Rotation
+from headrace.ops.rotary import Turned
 from headrace.ops.row_sums import RowSum, adds_at_once
 from headrace.spec.blocks import Block
 
@@ -129,72 +129,80 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def attended(core: Core, qkv: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
-    """The heads of ``qkv``: keeps qkv, the result and what the core says. With a ``rotation`` qkv
-    [t, g, m + 2, D] is what it is of, and what is kept is rotated."""
-    return _Attended.apply(core, qkv, rotation)  # type: ignore[no-any-return]
+def attended(core: Core, qkv: torch.Tensor | Turned) -> torch.Tensor:
+    """The heads of ``qkv``: keeps qkv, the result and what the core says."""
+    if isinstance(qkv, Turned):
+        return _AttendedTurned.apply(qkv.token, core, qkv)  # type: ignore[no-any-return]
+    return _Attended.apply(qkv, core)  # type: ignore[no-any-return]
 
 
 class _Attended(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, core: Core, qkv: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-        qkv = qkv if rotation is None else rotation.turned(qkv)
+    def forward(ctx: Any, qkv: torch.Tensor, core: Core) -> torch.Tensor:
         out, saved = core.forward(qkv)
         ctx.save_for_backward(qkv, out, *saved)
-        ctx.rest = (core, rotation)
+        ctx.core = core
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         qkv, out, *saved = ctx.saved_tensors
-        core, rotation = ctx.rest
-        grads = core.backward(grad, qkv, out, tuple(saved))
-        del qkv, out, saved
-        return None, _turned_back(grads, rotation), None
+        return ctx.core.backward(grad, qkv, out, tuple(saved)).whole, None
 
 
-def _turned_back(grads: Gradients, rotation: Rotation | None) -> torch.Tensor:
-    return grads.whole if rotation is None else rotation.turned_back(grads.q, grads.k, grads.v)
+class _AttendedTurned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, core: Core, turned: Turned) -> torch.Tensor:
+        out, saved = core.forward(turned.qkv)
+        ctx.save_for_backward(turned.qkv, out, *saved)
+        ctx.rest = (core, turned.grads)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        qkv, out, *saved = ctx.saved_tensors
+        core, grads = ctx.rest
+        parts = core.backward(grad, qkv, out, tuple(saved))
+        grads.append((parts.q, parts.k, parts.v))
+        return grad.new_empty(0), None, None
 
 
 def attended_again(
-    core: Core, project: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    x: torch.Tensor, rotation: Rotation | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    core: Core, project: Callable[[torch.Tensor], tuple[Turned, torch.Tensor]], x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The heads of the first of ``project(x)``, and the second, which is x: keeps x, the heads and
     what the core says, and makes q, k and v again in the backward. ``project`` must not communicate
-    activations; ``rotation`` as of :func:`attended`."""
-    return _AttendedAgain.apply(core, project, x, rotation)  # type: ignore[no-any-return]
+    activations."""
+    return _AttendedAgain.apply(core, project, x)  # type: ignore[no-any-return]
 
 
 class _AttendedAgain(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, core: Core, project: Any, x: torch.Tensor, rotation: Rotation | None
+        ctx: Any, core: Core, project: Any, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
-            qkv, _ = project(x)
-        qkv = qkv if rotation is None else rotation.turned(qkv)
-        out, saved = core.forward(qkv)
+            turned, _ = project(x)
+        out, saved = core.forward(turned.qkv)
         ctx.save_for_backward(x, out, *saved)
-        ctx.rest = (core, project, rotation)
+        ctx.rest = (core, project)
         ctx.set_materialize_grads(False)
         return out, x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
         if grad is None:
-            return None, None, passed, None
+            return None, None, passed
         x, out, *saved = ctx.saved_tensors
-        core, project, rotation = ctx.rest
+        core, project = ctx.rest
         leaf = x.detach().requires_grad_()
         with torch.enable_grad():
-            made, again = project(leaf)
-        qkv = made.detach() if rotation is None else rotation.turned(made.detach())
-        grads = [_turned_back(core.backward(grad, qkv, out, tuple(saved)), rotation)]
-        del qkv
-        results = [made]
+            turned, again = project(leaf)
+        parts = core.backward(grad, turned.qkv, out, tuple(saved))
+        turned.grads.append((parts.q, parts.k, parts.v))
+        results, grads = [turned.token], [grad.new_empty(0)]
         if passed is not None:
-            results, grads = [made, again], [*grads, passed]
+            results, grads = [*results, again], [*grads, passed]
+        del parts, turned
         torch.autograd.backward(results, grads)
-        return None, None, leaf.grad, None
+        return None, None, leaf.grad

@@ -26,9 +26,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from headrace.comm.collectives import all_gather_rows, reduce_scatter_rows, sum_of_parts
+from headrace.comm.collectives import (
+    all_gather_rows,
+    issue_padded_gather,
+    reduce_scatter_rows,
+    sum_of_parts,
+)
 from headrace.ops.attention import add_gradients, attend_blocks
 from headrace.ops.core import Gradients, Heads, Saved, sum_dtype
+from headrace.ops.index import kept, to_device
 from headrace.ops.row_sums import RowSum, adds_at_once
 from headrace.spec.blocks import Block
 
@@ -87,5 +93,21 @@ class GatheredCore:
         return dkv if places is self.order or self.back is None else dkv.index_select(0, self.back)
 
     def _gather(self, qkv: torch.Tensor) -> torch.Tensor:
-        kv = all_gather_rows(qkv[:, self.heads.queries :], self.sizes, self.group)
-        return kv if self.order is None else kv.index_select(0, self.order)
+        kv = qkv[:, self.heads.queries :]
+        if self.order is None or self.group is None:
+            return all_gather_rows(kv, self.sizes, self.group)
+        if adds_at_once(kv) or max(self.sizes) - min(self.sizes) != 1:
+            return all_gather_rows(kv, self.sizes, self.group).index_select(0, self.order)
+        coming = issue_padded_gather(kv, self.sizes, self.group)
+        order = _padded(tuple(self.sizes), kv.device).index_select(0, self.order)
+        return coming.wait().index_select(0, order)
+
+
+def _padded(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """[T]: where each row of the ranks stands where each rank has max(sizes)."""
+
+    def make() -> torch.Tensor:
+        rows = [torch.arange(size) + rank * max(sizes) for rank, size in enumerate(sizes)]
+        return to_device(torch.cat(rows), device)
+
+    return kept(("padded rows", sizes, device), make)

@@ -16,8 +16,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 __all__ = [
     "Rotation",
+    "Turned",
     "rotary_tables",
     "rotate_and_sort",
+    "turned",
 ]
 
 
@@ -34,20 +36,16 @@ def rotary_tables(
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotate_and_sort(
-    qkv: torch.Tensor, tables: Pair | None, order: Pair | None = None
-) -> torch.Tensor:
+def rotate_and_sort(qkv: torch.Tensor, tables: Pair | None) -> torch.Tensor:
     """Queries, keys and values of a fused projection, heads in order, q and k rotated.
 
         qkv       [t, g, m + 2, D]   per group its queries, its key, its value
-        order     [t] each           row order[0][i] of qkv comes to row i; the inverse
         returns   [t, n + 2 g, D]    queries 0..n-1, keys 0..g-1, values 0..g-1
-        backward  the inverse rotation and orders
+        backward  the inverse rotation and order
 
-    ``tables=None`` leaves positions to the embedding and only sorts; they are the results' rows.
+    ``tables=None`` leaves positions to the embedding and only sorts.
     """  # fmt: skip
-    rotation = Rotation(tables=tables, order=order)
-    return _RotateAndSort.apply(qkv, rotation)  # type: ignore[no-any-return]
+    return _RotateAndSort.apply(qkv, Rotation(tables=tables))  # type: ignore[no-any-return]
 
 
 class _RotateAndSort(torch.autograd.Function):
@@ -63,9 +61,43 @@ class _RotateAndSort(torch.autograd.Function):
         return ctx.rotation.turned_back(*parts), None
 
 
+@dataclass(slots=True, kw_only=True)
+class Turned:
+    """q, k and v of a projection, rotated, for one attention; ``qkv`` [t, n + 2 g, D].
+
+    Gradients of the three go back as they are made, by ``grads``, instead of being put into one
+    tensor: the graph between carries no values, only ``token``.
+    """
+
+    token: torch.Tensor
+    qkv: torch.Tensor
+    grads: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def turned(qkv: torch.Tensor, rotation: Rotation) -> Turned:
+    """As :func:`rotate_and_sort`, for :func:`headrace.ops.core.attended`."""
+    made = Turned(token=qkv, qkv=qkv, grads=[])
+    made.token = _Turn.apply(qkv, rotation, made)
+    return made
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: torch.Tensor, rotation: Rotation, made: Turned) -> torch.Tensor:
+        made.qkv = rotation.turned(qkv)
+        ctx.rest = (rotation, made.grads)
+        return qkv.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        rotation, grads = ctx.rest
+        return rotation.turned_back(*grads.pop()), None, None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """:func:`rotate_and_sort` without autograd."""
+    """:func:`rotate_and_sort` without autograd. With ``order`` [t] twice row order[0][i] of what is
+    given comes to row i, and order[1] is the inverse; ``tables`` are those of the results' rows."""
 
     tables: Pair | None
     order: Pair | None = None

@@ -58,9 +58,13 @@ class Spread:
         return self.sizes[0 if self.group is None else dist.get_rank(self.group)]
 
     def share(self, rank: int, chunk: int) -> slice:
-        """The rows of rank's tokens that are in a chunk."""
-        size = self.sizes[rank]
-        return slice(size * chunk // self.chunks, size * (chunk + 1) // self.chunks)
+        """The rows of rank's tokens that are in a chunk: as many for every rank where they can be,
+        a row that only some ranks have in the last."""
+        size, least = self.sizes[rank], min(self.sizes)
+        if max(self.sizes) != least + 1:
+            return slice(size * chunk // self.chunks, size * (chunk + 1) // self.chunks)
+        start, stop = (-(-least * i // self.chunks) for i in (chunk, chunk + 1))
+        return slice(start, size if chunk + 1 == self.chunks else stop)
 
     def mine(self, chunk: int) -> slice:
         """The rows of this rank's tokens that are in a chunk."""

@@ -9,6 +9,7 @@ from headrace.ops.rotary import (
     Rotation,
     rotary_tables,
     rotate_and_sort,
+    turned,
 )
 
 THETA = 100.0
@@ -137,9 +138,10 @@ def test_rows_that_stand_in_another_order(rotated: bool) -> None:
     rows = torch.tensor([2, 0, 3, 1])
     tables = rotary_tables(torch.tensor([3, 0, 9, 4]), 6, THETA, torch.float64) if rotated else None
     qkv = _draw(4, 2, 3).requires_grad_()
-    one = rotate_and_sort(qkv, tables, (rows, rows.argsort()))
+    one = turned(qkv, Rotation(tables=tables, order=(rows, rows.argsort())))
     other = rotate_and_sort(qkv[rows], tables)
-    assert torch.equal(one, other)
-    weigh = torch.randn_like(one)
+    assert torch.equal(one.qkv, other)
+    weigh = torch.randn_like(other)
     (wanted,) = torch.autograd.grad(other, qkv, weigh)
-    assert torch.equal(torch.autograd.grad(one, qkv, weigh)[0], wanted)
+    one.grads.append(weigh.split([6, 2, 2], dim=1))
+    assert torch.equal(torch.autograd.grad(one.token, qkv, torch.empty(0))[0], wanted)
