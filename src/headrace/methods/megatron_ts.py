@@ -15,6 +15,9 @@ heads that R does not divide are spread unevenly.
 Kept, in units u of one local activation, kappa = kv / h, f features of the feed-forward by h: none
 4 + 2 kappa + 2 f (SwiGLU 3 f), attention 4 + 2 kappa (making q, k and v again would repeat the
 gather), full 1. In passing: two chunks of gathered activations and of their products.
+Wide features stay in the order in which chunks come, and are put into that of the pack where the
+rotation reads them. What cannot be less, besides products: what R ranks send of an activation is
+read and its sum written, R + 1 activations four times a layer, as sums of half types are fp32.
 """
 
 from __future__ import annotations

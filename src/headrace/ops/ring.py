@@ -10,7 +10,9 @@ kv [t_r, 2 G, D] are the keys and values of one rank's tokens.
 
 Elements sent per rank, kv = G D, V = (R - 1) / R, T tokens of the pack: forward 2 V T kv;
 backward 2 V T kv for kv and as many for dkv, which is fp32 for half types. What a causal block
-structure leaves out is sent all the same. Kept: out and its log-sum-exp.
+structure leaves out is sent all the same. Kept: out and its log-sum-exp. On a device results and
+dq of all steps are added once (ops/row_sums); dkv is read and written at each hop, where it is not
+left out.
 """
 
 from __future__ import annotations
