@@ -13,7 +13,7 @@ absent; every operator that reaches a device is counted:
 Examples:
     python benchmarks/launches.py
     python benchmarks/launches.py --ranks 4 --methods ulysses_z megatron_cz --tokens 8192
-    python benchmarks/launches.py --list local          # which operators, how often
+    python benchmarks/launches.py --methods local --list    # which operators, how often, bytes
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ _ALLOCATES = {
     "_unsafe_view", "_reshape_alias", "lift_fresh", "set_", "resize_",
 }  # fmt: skip
 _READS = {"_local_scalar_dense", "nonzero", "item"}
+_SOME_ROWS = {"index_copy_", "index_fill_", "put_up_"}
+_ADDS = {"add_to_"}
+"""Of those that give nothing, the ones that read what they write to."""
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_flash_attention_forward",
              "_flash_attention_backward"}  # fmt: skip
 
@@ -59,7 +62,12 @@ class Counts:
     kernels: Counter[str] = field(default_factory=Counter)
     stops: Counter[str] = field(default_factory=Counter)
     collectives: int = 0
-    elementwise_bytes: int = 0
+    moved: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def elementwise_bytes(self) -> int:
+        """Read and written by all of them."""
+        return self.moved.total()
 
 
 class Launches(TorchDispatchMode):
@@ -95,12 +103,7 @@ class Launches(TorchDispatchMode):
             return
         self.counts.kernels[name] += FUSED[name].kernels if name in FUSED else 1
         if name not in _PRODUCTS:
-            written = {id(x) for x in made}
-            once = [x for x in taken if x.device.type == "meta" and id(x) not in written]
-            moved = sum(_bytes(x) for x in (*once, *made))
-            again = [x for x in taken if id(x) in written and name != "copy_"]
-            again += once[:2] if name == "merge_" else []  # it writes to what it has read
-            self.counts.elementwise_bytes += moved + sum(map(_bytes, again))
+            self.counts.moved[name] += _moved(name, taken, made, kwargs.get("out"))
 
 
 class Made(TorchFunctionMode):
@@ -123,6 +126,20 @@ def _bytes(x: torch.Tensor) -> int:
     for length, stride in zip(x.shape, x.stride(), strict=True):
         size *= length if stride or length == 1 else 1
     return size
+
+
+def _moved(
+    name: str, taken: list[torch.Tensor], made: list[torch.Tensor], out: torch.Tensor | None
+) -> int:
+    """Bytes that an operator reads and writes; what it changes in place it does both to."""
+    if name in _SOME_ROWS:  # of its first tensor, those of an index that comes next
+        rows, index, *parts = taken
+        return _bytes(rows) * len(index) // len(rows) + sum(map(_bytes, (index, *parts)))
+    written = {id(x) for x in made}
+    once = [x for x in taken if x.device.type == "meta" and id(x) not in written]
+    again = [x for x in taken if id(x) in written and x is not out and name != "copy_"]
+    again += once[:1] if name in _ADDS else []
+    return sum(map(_bytes, (*once, *made, *again)))
 
 
 def counted(
@@ -183,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--documents", type=int, default=3, help="in the pack (3)")
     parser.add_argument("--hidden", type=int, default=4096, help="features (4096)")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="METHOD")
-    parser.add_argument("--list", action="store_true", help="operators, how often each")
+    parser.add_argument("--list", action="store_true", help="operators: how often, and their bytes")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     o = parser.parse_args(arguments)
     each = o.tokens // o.documents
@@ -204,8 +221,10 @@ def main(arguments: list[str] | None = None) -> int:
         *numbers, moved = [found[key] for key in list(found)[1:]]
         table.add_row(method, *(f"{n:,}" for n in numbers), f"{moved:.2f}")
         if o.list:
-            for name, times in counts.kernels.most_common():
-                table.add_row(f"  {name}", str(times), str(counts.stops.get(name, "")))
+            for name in sorted(counts.kernels, key=lambda name: -counts.moved[name]):
+                cells = str(counts.kernels[name]), str(counts.stops.get(name, "")), ""
+                each_mb = f"{counts.moved[name] / int(tokens) / 1e6:.3f}"
+                table.add_row(f"  {name}", *cells, each_mb if name in counts.moved else "")
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     if o.json:
         o.json.parent.mkdir(parents=True, exist_ok=True)

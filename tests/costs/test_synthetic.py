@@ -142,7 +142,7 @@ def _parts(costs: CostModel, p: int, text: str) -> dict[str, float]:
         ("ulysses_z", 0.75 * 3, 0.75 * 3, 18, 2 * 2 + 8),
         ("megatron_ts", 4 * 3, 6 * 3, 17, 2 + 4 + 2 + 8),
         ("megatron_cz", 3, 9, 17, 2 + 2 * 3 + 8),
-        ("megatron_cz_gather", 3, 9, 17, 12 + 8),
+        ("megatron_cz_gather", 3, 6, 17, 12 + 8),
         ("metp", 3, 9, 3, 4 + (2 + 4 + 4) / 4 + 2 + 24 / 4),
     ],
 )

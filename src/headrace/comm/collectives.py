@@ -28,9 +28,11 @@ __all__ = [
     "gather_to_first",
     "issue_all_gather",
     "issue_all_to_all",
+    "issue_padded_gather",
     "issue_reduce_scatter",
     "issue_shift",
     "reduce_scatter_rows",
+    "sum_of_parts",
 ]
 
 _LENGTH = struct.Struct("=q")
@@ -126,35 +128,50 @@ def issue_all_gather(
 def _padded_gather(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Arriving:
     """As of equal sizes, with a row more where there is one less: a device has kernels of its own
     for those, and nobody copies its rows for each of the others."""
-    most = max(sizes)
-    padded = x if len(x) == most else torch.cat((x, x.new_empty((1, *x.shape[1:]))))
-    coming = issue_all_gather(padded, [most] * len(sizes), group)
+    coming = issue_padded_gather(x, sizes, group)
 
     def joined() -> torch.Tensor:
-        parts = coming.wait().split(most)
+        parts = coming.wait().split(max(sizes))
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     return Arriving(None, joined)
 
 
+def issue_padded_gather(
+    x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
+) -> Arriving:
+    """:func:`issue_all_gather` of max(sizes) rows of each rank: those that a rank has not hold
+    anything."""
+    most = max(sizes)
+    missing = x.new_empty((most - len(x), *x.shape[1:]))
+    padded = torch.cat((x, missing)) if len(missing) else x
+    return issue_all_gather(padded, [most] * len(sizes), group)
+
+
 def reduce_scatter_rows(
-    x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None
-) -> torch.Tensor:
+    x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, *,
+    add: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The sum over ranks of each rank's rows, half types in fp32; added in rank order on a CPU.
 
         x        [sum(sizes), ...]
         returns  [sizes[rank], ...]
         adjoint  all_gather_rows(grad, sizes)
+
+    ``add`` makes the result of the parts of all ranks [R, sizes[rank], ...] where it is given,
+    instead of :func:`sum_of_parts`.
     """  # fmt: skip
-    return issue_reduce_scatter(x, sizes, group).wait()
+    return issue_reduce_scatter(x, sizes, group, add=add).wait()
 
 
 def issue_reduce_scatter(
-    x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None
-) -> Arriving:
+    x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, *,
+    add: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Arriving:  # fmt: skip
     """:func:`reduce_scatter_rows`, issued."""
     if group is None:
-        return Arriving.there(x)
+        return Arriving.there(x) if add is None else Arriving(None, lambda: add(x[None]))
+    add = add or sum_of_parts
     mine = sizes[dist.get_rank(group)]
     ranks = dist.get_world_size(group)
     out = x.new_empty((ranks, mine, *x.shape[1:]))
@@ -163,17 +180,19 @@ def issue_reduce_scatter(
         out.view(ranks * mine, *x.shape[1:]), sent, [mine] * ranks, list(sizes), group=group,
         async_op=True,
     )  # fmt: skip
-    return Arriving(Transfer(work, group), lambda: _added(out), keep=sent)
+    return Arriving(Transfer(work, group), lambda: add(out), keep=sent)
 
 
-def _added(parts: torch.Tensor) -> torch.Tensor:
-    if parts.device.type != "cpu":
-        return parts.sum(0)  # one kernel, which adds half types in fp32
+def sum_of_parts(parts: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of parts [R, ...], half types in fp32, in rank order on a CPU; into ``into`` [...],
+    of any strides, where it is given."""
+    if parts.device.type != "cpu":  # one kernel, which adds half types in fp32
+        return parts.sum(0) if into is None else torch.sum(parts, 0, out=into)
     wide = parts.element_size() < 4
     total = parts[0].float() if wide else parts[0].clone()
     for part in parts[1:]:
         total += part
-    return total.to(parts.dtype)
+    return total.to(parts.dtype) if into is None else into.copy_(total)
 
 
 def issue_shift(x: torch.Tensor, rows: int, group: dist.ProcessGroup | None) -> Arriving:

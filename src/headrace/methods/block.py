@@ -8,15 +8,19 @@ from headrace.methods.context import Context
 from headrace.methods.weights import State
 from headrace.ops.activation import Activation, Gelu, SwiGLU, activated
 from headrace.ops.core import Core, Heads, attended, attended_again
-from headrace.ops.linear import linear, linear_inputs
+from headrace.ops.linear import linear, linear_inputs, normed_linear
 from headrace.ops.norm import LayerNorm, Norm, RMSNorm, normalised
-from headrace.ops.rotary import rotate_and_sort
+from headrace.ops.random import dropout
+from headrace.ops.rotary import Rotation, Turned, rotate_and_sort, turned
 from headrace.ops.spread import FeedForward, Spread, spread_feed_forward
 from headrace.spec.architecture import Architecture
+from headrace.spec.method import BRANCHES, Branch
 
 __all__ = [
     "activation_of",
+    "added",
     "all_heads",
+    "dropout_rate",
     "first_norm",
     "gathered_feed_forward",
     "local_attention",
@@ -55,16 +59,36 @@ def all_heads(architecture: Architecture) -> Heads:
     return Heads(queries=architecture.heads, keys=architecture.kv_heads)
 
 
-def queries_keys_values(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
+def queries_keys_values(
+    x: torch.Tensor, state: State, context: Context
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm, fused projection and rotation of local tokens.
 
         x        [t, h]
         returns  [t, n + 2 g, d]   queries, keys, values; heads in order
+                 [t, h]            x, for the residual sum
     """  # fmt: skip
+    y, x = _projected(x, state, context)
+    return rotate_and_sort(y, context.place.tables((context.member,))), x
+
+
+def _projected(
+    x: torch.Tensor, state: State, context: Context
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm and fused projection of local tokens x [t, h]: [t, g, m + 2, d], and x."""
     a = context.architecture
-    y = linear(x, state["qkv.weight"], state.get("qkv.bias"), first_norm(state, "norm1", a))
-    y = y.view(x.shape[0], a.kv_heads, a.group_heads + 2, a.head_features)
-    return rotate_and_sort(y, context.place.tables((context.member,)))
+    y, x = _into(x, "qkv", first_norm(state, "norm1", a), state)
+    return y.view(x.shape[0], a.kv_heads, a.group_heads + 2, a.head_features), x
+
+
+def _into(
+    x: torch.Tensor, name: str, norm: Norm | None, state: State
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first product of a branch, after its norm, and x for the residual sum."""
+    weight, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
+    if norm is None:
+        return linear(x, weight, bias), x
+    return normed_linear(x, norm, weight, bias)
 
 
 def local_attention(x: torch.Tensor, state: State, context: Context, core: Core) -> torch.Tensor:
@@ -73,12 +97,19 @@ def local_attention(x: torch.Tensor, state: State, context: Context, core: Core)
     x [t, h] to [t, h]. At level ``attention`` q, k and v are made again in the backward.
     """
 
-    def project(x: torch.Tensor) -> torch.Tensor:
-        return queries_keys_values(x, state, context)
+    rotation = Rotation(tables=context.place.tables((context.member,)))
+
+    def project(x: torch.Tensor) -> tuple[Turned, torch.Tensor]:
+        y, x = _projected(x, state, context)
+        return turned(y, rotation), x
 
     if context.keeps_linear:
-        return output(attended(core, project(x)), state, context)
-    return output(attended_again(core, project, x), state, context)
+        qkv, x = project(x)
+        heads = attended(core, qkv)
+        del qkv
+    else:
+        heads, x = attended_again(core, project, x)
+    return added(x, output(heads, state, context), "attention", context)
 
 
 def output(heads: torch.Tensor, state: State, context: Context) -> torch.Tensor:
@@ -87,8 +118,19 @@ def output(heads: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     return linear_inputs(flat, state["proj.weight"], state.get("proj.bias"))
 
 
+def dropout_rate(context: Context) -> float:
+    """Of what branches add."""
+    return context.architecture.dropout if context.training else 0.0
+
+
+def added(x: torch.Tensor, y: torch.Tensor, part: Branch, context: Context) -> torch.Tensor:
+    """The residual stream x [t, h] with what a branch adds, y [t, h], after its dropout."""
+    site = 2 * context.layer + BRANCHES.index(part)
+    return x + dropout(y, dropout_rate(context), context.dropout, site)
+
+
 def gathered_feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """The feed-forward of local tokens with whole weights, gathered by their sources.
+    """The feed-forward branch of local tokens with whole weights, gathered by their sources.
 
         x        [t, h]
         returns  [t, h]
@@ -104,7 +146,9 @@ def gathered_feed_forward(x: torch.Tensor, state: State, context: Context) -> to
         matrix_out=state["out.weight"],
         bias_out=state.get("out.bias"),
     )
-    if not context.keeps_linear:
-        return spread_feed_forward(x, parts, Spread(sizes=(len(x),), group=None))
-    y = activated(linear(x, parts.matrix_in, parts.bias_in, parts.norm), parts.activation)
-    return linear_inputs(y, parts.matrix_out, parts.bias_out)
+    if context.keeps_linear:
+        wide, x = _into(x, "in", parts.norm, state)
+        y = linear_inputs(activated(wide, parts.activation), parts.matrix_out, parts.bias_out)
+    else:
+        y, x = spread_feed_forward(x, parts, Spread(sizes=(len(x),), group=None))
+    return added(x, y, "feed_forward", context)

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.methods.block import gathered_feed_forward, output, queries_keys_values
+from headrace.methods.block import added, gathered_feed_forward, output, queries_keys_values
 from headrace.methods.context import Context
 from headrace.methods.head_split import local_heads, split_heads
 from headrace.methods.megatron_ts import Tensor
@@ -67,7 +67,8 @@ def ulysses_ring(x: torch.Tensor, state: State, context: Context) -> torch.Tenso
     block = mesh.blocks[context.member // mesh.inner]
     sizes, group = tuple(context.tokens.sizes[m] for m in block), place.subgroup(block)
     split = split_heads(a.heads, a.kv_heads, mesh.inner)
-    qkv = switch(queries_keys_values(x, state, context), sizes, split.columns, group)
+    qkv, x = queries_keys_values(x, state, context)
+    qkv = switch(qkv, sizes, split.columns, group)
     order = place.order(block)
     if order is not None:
         qkv = reordered(qkv, *order)
@@ -75,7 +76,8 @@ def ulysses_ring(x: torch.Tensor, state: State, context: Context) -> torch.Tenso
     out = attended(_ring_core(context, mesh, heads), qkv)
     if order is not None:
         out = reordered(out, order[1], order[0])
-    return output(switch_back(out, sizes, split.queries, group), state, context)
+    out = output(switch_back(out, sizes, split.queries, group), state, context)
+    return added(x, out, "attention", context)
 
 
 def _tensor(state: State, context: Context) -> tuple[Tensor, RankBlocks]:

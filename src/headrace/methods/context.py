@@ -13,6 +13,7 @@ from headrace.layouts.tokens import TokenPlan
 from headrace.ops.index import to_device
 from headrace.ops.random import DropoutKey
 from headrace.ops.rotary import rotary_tables
+from headrace.ops.spread import Spread
 from headrace.spec.architecture import Architecture
 from headrace.spec.method import Recompute
 from headrace.spec.method_facts import Members
@@ -44,6 +45,9 @@ class Place:
         default_factory=dict, init=False, repr=False, compare=False
     )
     _orders: dict[Members, tuple[torch.Tensor, torch.Tensor] | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _arrivals: dict[tuple[Members, int], tuple[torch.Tensor, torch.Tensor] | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -85,6 +89,22 @@ class Place:
                 to_device(torch.from_numpy(np.argsort(order, kind="stable")), self.device),
             )  # fmt: skip
         return self._orders[members]
+
+    def arrival(self, members: Members, chunks: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As :meth:`order`, of rows that come a chunk after the other, each the same share of every
+        rank's; see :class:`headrace.ops.spread.Spread`."""
+        key = members, chunks
+        if key not in self._arrivals:
+            order = self.tokens.held(members).order
+            sizes = tuple(self.tokens.sizes[member] for member in members)
+            came = Spread(sizes=sizes, group=None, chunks=chunks).arrival()
+            places = came if order is None else np.argsort(order, kind="stable")[came]
+            in_order = chunks == 1 and order is None
+            self._arrivals[key] = None if in_order else (
+                to_device(torch.from_numpy(np.argsort(places, kind="stable")), self.device),
+                to_device(torch.from_numpy(places), self.device),
+            )  # fmt: skip
+        return self._arrivals[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

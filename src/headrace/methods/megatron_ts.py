@@ -15,6 +15,9 @@ heads that R does not divide are spread unevenly.
 Kept, in units u of one local activation, kappa = kv / h, f features of the feed-forward by h: none
 4 + 2 kappa + 2 f (SwiGLU 3 f), attention 4 + 2 kappa (making q, k and v again would repeat the
 gather), full 1. In passing: two chunks of gathered activations and of their products.
+Wide features stay in the order in which chunks come, and are put into that of the pack where the
+rotation reads them. What cannot be less, besides products: what R ranks send of an activation is
+read and its sum written, R + 1 activations four times a layer, as sums of half types are fp32.
 """
 
 from __future__ import annotations
@@ -24,13 +27,14 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.methods.block import activation_of, first_norm
+from headrace.methods.block import activation_of, added, dropout_rate, first_norm
 from headrace.methods.context import Context
 from headrace.methods.method import Method
 from headrace.methods.weights import Part, State
 from headrace.ops.activation import activated
 from headrace.ops.core import Core, Heads, PackCore, attended
-from headrace.ops.rotary import rotate_and_sort
+from headrace.ops.linear import WeightSource
+from headrace.ops.rotary import Rotation, turned
 from headrace.ops.spread import (
     FeedForward,
     Spread,
@@ -39,6 +43,7 @@ from headrace.ops.spread import (
     spread_feed_forward,
 )
 from headrace.spec.known_methods import MEGATRON_TS
+from headrace.spec.method import Branch
 from headrace.spec.method_facts import Members
 
 __all__ = ["METHODS", "Tensor", "attention", "feed_forward"]
@@ -73,18 +78,22 @@ class Tensor:
     def attention(self, x: torch.Tensor, core_of: Callable[[Heads], Core]) -> torch.Tensor:
         """Gather, shard of the heads, scatter: x [t, h] to [t, h]."""
         a, place, spread = self.context.architecture, self.context.place, self.spread
-        y = gather_linear(
+        y, x = gather_linear(
             x, self._matrix("qkv.weight"), self._part("qkv.bias", "qkv.weight"),
             first_norm(self.state, "norm1", a), spread,
         )  # fmt: skip
         m, d = a.group_heads, a.head_features
         keys = y.shape[1] // ((m + 2) * d)
         y = y.view(spread.total, keys, m + 2, d)
-        qkv = rotate_and_sort(y, place.tables(self.members))
+        order = place.arrival(self.members, spread.chunks)
+        rotation = Rotation(tables=place.tables(self.members), order=order)
+        qkv = turned(y, rotation)
+        del y
         heads = attended(core_of(Heads(queries=keys * m, keys=keys)), qkv)
+        del qkv
         flat = heads.reshape(spread.total, keys * m * d)
-        bias = self.state.get("proj.bias")
-        return linear_scatter(flat, self._matrix("proj.weight"), bias, x, spread)
+        bias, matrix = self.state.get("proj.bias"), self._matrix("proj.weight")
+        return self._added(x, flat, matrix, bias, "attention", in_pack=True)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Gather, shard of the features, scatter: x [t, h] to [t, h]."""
@@ -98,10 +107,21 @@ class Tensor:
             bias_out=self.state.get("out.bias"),
         )
         if not self.context.keeps_linear:
-            return spread_feed_forward(x, parts, spread)
-        y = gather_linear(x, parts.matrix_in, parts.bias_in, parts.norm, spread)
+            y, x = spread_feed_forward(x, parts, spread)
+            return added(x, y, "feed_forward", self.context)
+        y, x = gather_linear(x, parts.matrix_in, parts.bias_in, parts.norm, spread)
         y = activated(y, parts.activation)
-        return linear_scatter(y, parts.matrix_out, parts.bias_out, x, spread)
+        return self._added(x, y, parts.matrix_out, parts.bias_out, "feed_forward", in_pack=False)
+
+    def _added(
+        self, x: torch.Tensor, y: torch.Tensor, matrix: WeightSource, bias: WeightSource | None,
+        part: Branch, *, in_pack: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """The residual stream x [t, h] with the second product of a branch; where there is no
+        dropout they are added with the ranks' sums."""
+        onto = None if dropout_rate(self.context) else x
+        z = linear_scatter(y, matrix, bias, onto, self.spread, in_pack=in_pack)
+        return z if onto is not None else added(x, z, part, self.context)
 
     def _part(self, name: str, matrix: str) -> Part | None:
         """The rows of a weight cut as ``matrix`` is; None where there is no such weight."""

@@ -14,8 +14,9 @@ from headrace.spec.method_facts import MethodFacts
 __all__ = ["BranchFunction", "Method"]
 
 BranchFunction = Callable[[torch.Tensor, State, Context], torch.Tensor]
-"""A branch of a layer: the residual stream x [T / R, h] to what is added to it, [T / R, h],
-beginning with its norm where the architecture has norms first. Pure but for what weights add up."""
+"""A branch of a layer: the residual stream x [T / R, h] to the stream with the branch added,
+[T / R, h]. It begins with its norm where the architecture has norms first, and ends with its
+dropout. Pure but for what weights add up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ import torch
 
 from headrace.comm.collectives import Arriving
 from headrace.layouts.intervals import Rows
-from headrace.methods.block import activation_of, first_norm
+from headrace.methods.block import activation_of, added, first_norm
 from headrace.methods.context import Context
 from headrace.methods.megatron_cz import ring_of
 from headrace.methods.method import Method
@@ -39,9 +39,9 @@ from headrace.methods.weights import Part, State
 from headrace.ops.activation import Activation
 from headrace.ops.core import Heads, wide_dtype
 from headrace.ops.norm import Norm
-from headrace.ops.products import total
+from headrace.ops.products import add_product, total
 from headrace.ops.ring import RingCore
-from headrace.ops.rotary import rotated_and_sorted, unrotated_and_unsorted
+from headrace.ops.rotary import Rotation
 from headrace.spec.blocks import Block
 from headrace.spec.known_methods import METP
 
@@ -99,34 +99,35 @@ class _Attention:
     steps: Sequence[_Step]
     cores: Sequence[RingCore]
     features: int
-    tables: tuple[torch.Tensor, torch.Tensor] | None
+    rotation: Rotation
 
     def project(self, y: torch.Tensor, step: _Step, first: torch.Tensor, core: RingCore) -> Any:
         """q, k and v of a shard, [t, n_j + 2 g_j, d]."""
         qkv = _product(y, first.t(), step.bias)
         keys = core.heads.keys
         heads = core.heads.queries // keys + 2 if keys else 2
-        return rotated_and_sorted(qkv.view(len(y), keys, heads, self.features), self.tables)
+        return self.rotation.turned(qkv.view(len(y), keys, heads, self.features))
 
 
 class _MetpAttention(torch.autograd.Function):
-    """x [t, h] to [t, h] without the output bias; keeps x, the heads and their log-sum-exp."""
+    """x [t, h] to [t, h] without the output bias, and x for the residual sum; keeps x, the heads
+    and their log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parts: _Attention) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, parts: _Attention) -> tuple[torch.Tensor, torch.Tensor]:
         y, stats = (x, ()) if parts.norm is None else parts.norm.forward(x)
         total = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
         kept: list[torch.Tensor] = []
         for (step, first, second), core in zip(_fetched(parts.steps), parts.cores, strict=True):
             heads, (lse,) = core.forward(parts.project(y, step, first, core))
             kept += [heads, lse]
-            _add_product(total, heads.reshape(len(x), second.shape[0]), second)
+            add_product(total, heads.reshape(len(x), second.shape[0]).t(), second)
         ctx.save_for_backward(x, *stats, *kept)
         ctx.rest = (parts, len(stats))
-        return total.to(x.dtype)
+        return total.to(x.dtype), x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, passed: torch.Tensor) -> Any:  # type: ignore[override]
         parts, count = ctx.rest
         x, *rest = ctx.saved_tensors
         stats, kept = tuple(rest[:count]), rest[count:]
@@ -137,15 +138,17 @@ class _MetpAttention(torch.autograd.Function):
             step.second.add_product(heads.reshape(len(x), second.shape[0]), grad)
             dheads = (grad @ second.t()).view(heads.shape)
             qkv = parts.project(y, step, first, core)
-            dqkv = core.backward(dheads, qkv, heads, (lse,))
-            dqkv = unrotated_and_unsorted(dqkv, core.heads.queries, core.heads.keys, parts.tables)
+            grads = core.backward(dheads, qkv, heads, (lse,))
+            dqkv = parts.rotation.turned_back(grads.q, grads.k, grads.v)
             dqkv = dqkv.reshape(len(x), first.shape[0])
             step.first.add_product(dqkv, y)
             if step.bias is not None:
                 step.bias.add(total(dqkv))
-            _add_product(dy, dqkv, first)
+            add_product(dy, dqkv.t(), first)
         dx = dy.to(x.dtype)
-        return dx if parts.norm is None else parts.norm.backward(dx, x, stats), None
+        if parts.norm is None:
+            return dx.add_(passed), None
+        return parts.norm.backward(dx, x, stats, passed), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,21 +161,23 @@ class _FeedForward:
 
 
 class _MetpFeedForward(torch.autograd.Function):
-    """x [t, h] to [t, h] without the output bias; keeps x."""
+    """x [t, h] to [t, h] without the output bias, and x for the residual sum; keeps x."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parts: _FeedForward) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, parts: _FeedForward
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         y, stats = (x, ()) if parts.norm is None else parts.norm.forward(x)
         total = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
         for step, first, second in _fetched(parts.steps):
             wide = _product(y, first.t(), step.bias)
-            _add_product(total, parts.activation.forward(wide), second)
+            add_product(total, parts.activation.forward(wide).t(), second)
         ctx.save_for_backward(x, *stats)
         ctx.parts = parts
-        return total.to(x.dtype)
+        return total.to(x.dtype), x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, passed: torch.Tensor) -> Any:  # type: ignore[override]
         parts = ctx.parts
         x, *stats = ctx.saved_tensors
         y = x if parts.norm is None else parts.norm.again(x, tuple(stats))
@@ -184,9 +189,11 @@ class _MetpFeedForward(torch.autograd.Function):
             step.first.add_product(dwide, y)
             if step.bias is not None:
                 step.bias.add(total(dwide))
-            _add_product(dy, dwide, first)
+            add_product(dy, dwide.t(), first)
         dx = dy.to(x.dtype)
-        return dx if parts.norm is None else parts.norm.backward(dx, x, tuple(stats)), None
+        if parts.norm is None:
+            return dx.add_(passed), None
+        return parts.norm.backward(dx, x, tuple(stats), passed), None
 
 
 def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
@@ -206,9 +213,10 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
             for g in groups
         ],
         features=a.head_features,
-        tables=context.place.tables((context.member,)),
+        rotation=Rotation(tables=context.place.tables((context.member,))),
     )
-    return _plus(_MetpAttention.apply(x, parts), state, "proj.bias")
+    y, x = _MetpAttention.apply(x, parts)
+    return added(x, _plus(y, state, "proj.bias"), "attention", context)
 
 
 def feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
@@ -220,7 +228,8 @@ def feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tenso
         steps=_steps(state, ("in", "out"), wanted, ranks),
         activation=activation_of(a),
     )
-    return _plus(_MetpFeedForward.apply(x, parts), state, "out.bias")
+    y, x = _MetpFeedForward.apply(x, parts)
+    return added(x, _plus(y, state, "out.bias"), "feed_forward", context)
 
 
 def _plus(x: torch.Tensor, state: State, name: str) -> torch.Tensor:
@@ -242,14 +251,6 @@ class _Bias(torch.autograd.Function):
 
 def _product(x: torch.Tensor, matrix: torch.Tensor, bias: Part | None) -> torch.Tensor:
     return x @ matrix if bias is None else torch.addmm(bias.rows(), x, matrix)
-
-
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left right, in the type of ``total``."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
 
 
 METHODS = (Method(facts=METP, attention=attention, feed_forward=feed_forward),)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from headrace.methods.head_split import HeadSplit, local_heads, split_heads
 from headrace.ops.columns import to_columns, to_tokens
-from headrace.ops.core import Core, Heads, Saved
+from headrace.ops.core import Core, Gradients, Heads, Saved
 from headrace.ops.index import index_tensor
 from headrace.ops.resharding import Columns
 
@@ -68,12 +68,13 @@ class SwitchedCore:
 
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
-    ) -> torch.Tensor:
-        """dqkv [t, N + 2 G, D]; ``qkv`` and ``out`` of the rank's tokens are not looked at."""
+    ) -> Gradients:
+        """Those of qkv; ``qkv`` and ``out`` of the rank's tokens are not looked at."""
         own, own_out, *rest = saved
         switched = self._sorted(self._columns(grad, self.split.queries))
-        dqkv = self._folded(self.core.backward(switched, own, own_out, tuple(rest)))
-        return self._tokens(self._unsorted(dqkv), self.split.columns)
+        dqkv = self._folded(self.core.backward(switched, own, own_out, tuple(rest)).whole)
+        dqkv = self._tokens(self._unsorted(dqkv), self.split.columns)
+        return Gradients.of(dqkv, self.heads)
 
     def _columns(self, x: torch.Tensor, columns: Columns) -> torch.Tensor:
         return x if self.group is None else to_columns(x, self.sizes, columns, self.group)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.methods.block import gathered_feed_forward, output, queries_keys_values
+from headrace.methods.block import added, gathered_feed_forward, output, queries_keys_values
 from headrace.methods.context import Context
 from headrace.methods.head_split import local_heads, split_heads
 from headrace.methods.method import Method
@@ -36,7 +36,8 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     nothing is left to compute again."""
     a, place, sizes = context.architecture, context.place, context.tokens.sizes
     split = split_heads(a.heads, a.kv_heads, context.ranks)
-    qkv = switch(queries_keys_values(x, state, context), sizes, split.columns, context.group)
+    qkv, x = queries_keys_values(x, state, context)
+    qkv = switch(qkv, sizes, split.columns, context.group)
     order = place.order(place.everyone)
     if order is not None:
         qkv = reordered(qkv, *order)
@@ -45,7 +46,8 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     out = attended(PackCore(heads=heads, blocks=blocks), qkv)
     if order is not None:
         out = reordered(out, order[1], order[0])
-    return output(switch_back(out, sizes, split.queries, context.group), state, context)
+    out = switch_back(out, sizes, split.queries, context.group)
+    return added(x, output(out, state, context), "attention", context)
 
 
 METHODS = (Method(facts=ULYSSES_Z, attention=attention, feed_forward=gathered_feed_forward),)

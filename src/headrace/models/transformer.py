@@ -16,7 +16,7 @@ import torch
 from headrace.comm.collectives import all_gather_rows
 from headrace.errors import SpecError
 from headrace.layouts.intervals import Rows
-from headrace.methods.block import normalise
+from headrace.methods.block import dropout_rate, normalise
 from headrace.methods.context import Context
 from headrace.methods.registry import branch
 from headrace.methods.weights import State, Weight
@@ -57,7 +57,7 @@ class Transformer:
         row = (1,) * len(block)  # one for all tokens
         x = x + _embedded(ids.new_zeros(1), "types.weight", weights, row, context)
         x = normalise(x, weights, "embed_norm", a)
-        return dropout(x, self._rate(context), context.dropout, 2 * a.layers)
+        return dropout(x, dropout_rate(context), context.dropout, 2 * a.layers)
 
     def layer(
         self, x: torch.Tensor, index: int, option: LayerOption, state: State, context: Context
@@ -98,18 +98,10 @@ class Transformer:
             )  # fmt: skip
         name = option.attention if part == "attention" else option.feed_forward
         run = branch(name, part, self.architecture, context.ranks)
-        return self._sum(x, run(x, state, context), BRANCHES.index(part), state, context)
-
-    def _sum(
-        self, x: torch.Tensor, y: torch.Tensor, place: int, state: State, context: Context
-    ) -> torch.Tensor:
-        """The residual stream with a branch added, and normalised where the norm comes last."""
-        a = self.architecture
-        x = x + dropout(y, self._rate(context), context.dropout, 2 * context.layer + place)
-        return x if a.norm_first else normalise(x, state, f"norm{place + 1}", a)
-
-    def _rate(self, context: Context) -> float:
-        return self.architecture.dropout if context.training else 0.0
+        x, a = run(x, state, context), self.architecture
+        if a.norm_first:
+            return x
+        return normalise(x, state, f"norm{BRANCHES.index(part) + 1}", a)
 
     def ending(
         self, x: torch.Tensor, labels: torch.Tensor, weights: State

@@ -16,19 +16,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from headrace.errors import SpecError
-from headrace.ops.fused import fused
+from headrace.ops.fused import fused, widened
 from headrace.ops.kernels import Backend, CpuFlash, Pair, Plain, Triple, wide
 from headrace.ops.kernels_cuda import CudaEfficient, CudaFlash
-from headrace.ops.runs import KernelRun, MarkedRows, RowSpan, runs_of
+from headrace.ops.row_sums import HELD, RowSum, adds_at_once, segments
+from headrace.ops.runs import KernelRun, MarkedRows, runs_of
 from headrace.spec.blocks import Block, document_blocks
 
-__all__ = ["BACKENDS", "Partial", "attend", "attend_blocks", "attend_blocks_backward"]
+__all__ = [
+    "BACKENDS",
+    "Partial",
+    "add_gradients",
+    "attend",
+    "attend_blocks",
+    "attend_blocks_backward",
+]
 
 BACKENDS: list[Backend] = [CpuFlash(), CudaFlash(), CudaEfficient(), Plain()]
 """In order of preference."""
@@ -98,7 +105,7 @@ def attend_blocks(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=wide(q))
     touched, several = _touched(runs)
-    sums = [_sum_of(out[a:b], lse[:, a:b]) for a, b in several]
+    sums = [Partial(q[a:b]) for a, b in several]
     for run in runs:
         part, part_lse = _forward(backend, q, k, v, run)
         if not sums:
@@ -113,30 +120,26 @@ def attend_blocks(
             else:
                 out[a:b], lse[:, a:b] = rows, scale
     for (a, b), total in zip(several, sums, strict=True):
-        if total.out.dtype != out.dtype:
-            out[a:b] = total.out
+        total.write(out[a:b], lse[:, a:b])
     for a, b in _left(touched, q.shape[0]):
         out[a:b], lse[:, a:b] = 0, -math.inf
     return out, lse
 
 
-@dataclass(slots=True, kw_only=True)
 class Partial:
-    """Results to which more keys are added, one step of a ring after the other.
+    """Results over some of the keys, to which more are added, one step of a ring after the other.
 
-        out   [Q, N, D]   wide
-        lse   [N, Q]      wide; -inf where no key was added yet
-    """  # fmt: skip
+    A CPU merges at once into sums [Q, N, D] and [N, Q]; a device holds results, see
+    [Note: held parts] of ``row_sums``.
+    """
 
-    out: torch.Tensor
-    lse: torch.Tensor
-    touched: MarkedRows
+    __slots__ = ("_held", "_like", "_parts", "_sums", "_touched")
 
-    @classmethod
-    def empty(cls, q: torch.Tensor) -> Partial:
+    def __init__(self, q: torch.Tensor) -> None:
         """Of no keys, for queries like ``q`` [Q, N, D]."""
-        lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=wide(q))
-        return cls(out=q.new_zeros(q.shape, dtype=wide(q)), lse=lse, touched=MarkedRows())
+        self._like, self._touched, self._held = q, MarkedRows(), 0
+        self._sums: Pair | None = None
+        self._parts: list[_Result] = []
 
     def add(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Iterable[Block]
@@ -148,18 +151,79 @@ class Partial:
 
     def merge(self, start: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Add results [q, N, D] and [N, q] over other keys, of the rows from ``start``."""
-        for a, b, known in self.touched.mark(start, start + out.shape[0]):
+        if adds_at_once(out):
+            self._merge_now(start, out, lse)
+            return
+        self._parts.append(_Result(start, out, lse))
+        self._held += len(out)
+        if self._held > HELD * len(self._like):
+            joined = self._new(wide(self._like))
+            self._write(*joined)
+            spans = [(part.start, part.start + len(part.out)) for part in self._parts]
+            self._parts = [
+                _Result(a, joined[0][a:b], joined[1][:, a:b])
+                for a, b, of in segments(spans, len(self._like)) if of
+            ]  # fmt: skip
+            self._held = len(self._like)
+
+    def result(self, dtype: torch.dtype) -> Pair:
+        """(out [Q, N, D] in ``dtype``, lse [N, Q]): 0 and -inf where no key was added."""
+        if self._sums is not None and self._sums[0].dtype == dtype:
+            out, lse = self._sums
+        else:
+            out, lse = self._new(dtype)
+        self.write(out, lse)
+        return out, lse
+
+    def write(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """:meth:`result` into ``out`` [Q, N, D] and ``lse`` [N, Q]."""
+        if self._sums is None:
+            self._write(out, lse)
+            return
+        if out is not self._sums[0]:
+            out.copy_(self._sums[0])
+        if lse is not self._sums[1]:
+            lse.copy_(self._sums[1])
+        for a, b in _left(self._touched, len(self._like)):
+            out[a:b], lse[:, a:b] = 0, -math.inf
+
+    def _new(self, dtype: torch.dtype) -> Pair:
+        rows, heads = self._like.shape[:2]
+        out = self._like.new_empty(self._like.shape, dtype=dtype)
+        return out, self._like.new_empty((heads, rows), dtype=wide(self._like))
+
+    def _write(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """What is held into ``out`` and ``lse``."""
+        spans = [(part.start, part.start + len(part.out)) for part in self._parts]
+        for a, b, of in segments(spans, len(self._like)):
+            parts = [self._parts[i].rows(a, b) for i in of]
+            if len(parts) > 1:
+                _merge_all(out[a:b], lse[:, a:b], [p[0] for p in parts], [p[1] for p in parts])
+            else:
+                out[a:b], lse[:, a:b] = parts[0] if parts else (0, -math.inf)
+
+    def _merge_now(self, start: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+        self._sums = self._sums or self._new(wide(self._like))
+        for a, b, known in self._touched.mark(start, start + out.shape[0]):
             rows, scale = out[a - start : b - start], lse[:, a - start : b - start]
-            mine, mine_scale = self.out[a:b], self.lse[:, a:b]
+            mine, mine_scale = self._sums[0][a:b], self._sums[1][:, a:b]
             if known:
                 _merge(mine, mine_scale, rows, scale)
             else:
                 mine.copy_(rows)
                 mine_scale.copy_(scale)
 
-    def result(self, dtype: torch.dtype) -> Pair:
-        """(out [Q, N, D] in ``dtype``, lse [N, Q])."""
-        return self.out.to(dtype), self.lse
+
+class _Result(NamedTuple):
+    """Of the queries from ``start``: out [q, N, D] and lse [N, q] over some keys."""
+
+    start: int
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def rows(self, start: int, stop: int) -> Pair:
+        at = slice(start - self.start, stop - self.start)
+        return self.out[at], self.lse[:, at]
 
 
 def attend_blocks_backward(
@@ -177,41 +241,64 @@ def attend_blocks_backward(
 
     ``fresh_q``: dq holds nothing yet and is written whole; ``fresh_kv``: dk and dv.
     """  # fmt: skip
+    sums = tuple(
+        RowSum(len(x), total=x, fresh=fresh)
+        for x, fresh in ((dq, fresh_q), (dk, fresh_kv), (dv, fresh_kv))
+    )
+    add_gradients(grad, q, k, v, out, lse, blocks, *sums)
+    for total, x, fresh in zip(sums, (dq, dk, dv), (fresh_q, fresh_kv, fresh_kv), strict=True):
+        total.write(x) if fresh else total.add_to(x)
+
+
+def add_gradients(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, blocks: Iterable[Block],
+    dq: RowSum, dk: RowSum, dv: RowSum,
+) -> None:  # fmt: skip
+    """:func:`attend_blocks_backward` into sums of Q, K and K rows, which hold the parts or have
+    added them when it returns."""
     backend = _backend(q)
-    queries, keys = MarkedRows(), MarkedRows()
-    if not fresh_q:
-        queries.mark(0, q.shape[0])
-    if not fresh_kv:
-        keys.mark(0, k.shape[0])
     for run in runs_of(blocks, backend.documents) if q.shape[1] else ():
         at, of = run.queries, run.keys
         parts = _backward(backend, grad[at], q[at], k[of], v[of], out[at], lse[:, at], run)
-        known, known_keys = queries.mark(at.start, at.stop), keys.mark(of.start, of.stop)
-        _add(dq, parts[0], known)
-        _add(dk, parts[1], known_keys)
-        _add(dv, parts[2], known_keys)
-    for a, b in _left(queries, q.shape[0]):
-        dq[a:b] = 0
-    for a, b in _left(keys, k.shape[0]):
-        dk[a:b], dv[a:b] = 0, 0
+        dq.add(at.start, parts[0])
+        dk.add(of.start, parts[1])
+        dv.add(of.start, parts[2])
 
 
-def _plain_merge(
-    out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor
-) -> None:
+def _merge(out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor) -> None:
+    """Results over some keys merged with those over others, in place."""
     weight = (scale - lse).sigmoid_().t()[..., None]
     out.lerp_(rows.to(out.dtype), weight)
     torch.logaddexp(lse, scale, out=lse)
 
 
-@fused(
-    "merge_(Tensor(a!) out, Tensor(b!) lse, Tensor rows, Tensor scale) -> ()", plain=_plain_merge,
-    kernels=2,
-)  # fmt: skip
-def _merge(out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor) -> None:
-    weight = (scale - lse).sigmoid().t()[..., None]
-    out.copy_(out + (rows - out) * weight)
-    lse.copy_(torch.logaddexp(lse, scale))
+def _merge_all(
+    out: torch.Tensor, lse: torch.Tensor, rows: list[torch.Tensor], scales: list[torch.Tensor]
+) -> None:
+    """Results over keys of all parts into ``out`` and ``lse``, which hold nothing yet."""
+    _log_sum(lse, scales)
+    _weigh_up(out, lse, rows, scales)
+
+
+@fused("log_sum_(Tensor(a!) lse, Tensor[] scales) -> ()")
+def _log_sum(lse: torch.Tensor, scales: list[torch.Tensor]) -> None:
+    total = scales[0]
+    for scale in scales[1:]:
+        total = torch.logaddexp(total, scale)
+    lse.copy_(total)
+
+
+@fused("weigh_up_(Tensor(a!) out, Tensor lse, Tensor[] rows, Tensor[] scales) -> ()")
+def _weigh_up(
+    out: torch.Tensor, lse: torch.Tensor, rows: list[torch.Tensor], scales: list[torch.Tensor]
+) -> None:
+    """Rows [q, N, D] by e^(their scale - lse) [N, q], added."""
+    shares = [(scale - lse).exp().t()[..., None] for scale in scales]
+    total = widened(rows[0]) * shares[0]
+    for part, share in zip(rows[1:], shares[1:], strict=True):
+        total = total + widened(part) * share
+    out.copy_(total)
 
 
 def _backend(q: torch.Tensor) -> Backend:
@@ -254,20 +341,6 @@ def _touched(runs: Sequence[KernelRun]) -> tuple[MarkedRows, MarkedRows]:
             if again:
                 several.mark(a, b)
     return touched, several
-
-
-def _sum_of(out: torch.Tensor, lse: torch.Tensor) -> Partial:
-    """A sum that ends in ``lse``, and in ``out`` where that is wide enough to sum in."""
-    total = out if out.dtype == lse.dtype else out.new_empty(out.shape, dtype=lse.dtype)
-    return Partial(out=total, lse=lse, touched=MarkedRows())
-
-
-def _add(total: torch.Tensor, part: torch.Tensor, pieces: Sequence[RowSpan]) -> None:
-    """Add to pieces that hold something, set the others; ``part`` has the rows of all."""
-    start = pieces[0][0]
-    for a, b, known in pieces:
-        rows = part if len(pieces) == 1 else part[a - start : b - start]
-        total[a:b].add_(rows) if known else total[a:b].copy_(rows)
 
 
 def _left(rows: MarkedRows, count: int) -> list[tuple[int, int]]:

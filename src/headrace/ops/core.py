@@ -16,10 +16,21 @@ from typing import Any, Protocol
 
 import torch
 
-from headrace.ops.attention import attend_blocks, attend_blocks_backward
+from headrace.ops.attention import add_gradients, attend_blocks
+from headrace.ops.rotary import Turned
+from headrace.ops.row_sums import RowSum, adds_at_once
 from headrace.spec.blocks import Block
 
-__all__ = ["Core", "Heads", "PackCore", "attended", "attended_again", "wide_dtype"]
+__all__ = [
+    "Core",
+    "Gradients",
+    "Heads",
+    "PackCore",
+    "attended",
+    "attended_again",
+    "sum_dtype",
+    "wide_dtype",
+]
 
 Saved = tuple[torch.Tensor, ...]
 
@@ -32,8 +43,32 @@ class Core(Protocol):
 
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
-    ) -> torch.Tensor:
-        """dqkv [t, N + 2 G, D] of grad [t, N, D]."""
+    ) -> Gradients:
+        """Those of qkv, of grad [t, N, D]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """Of q [t, N, D], k and v [t, G, D]; of all three in one tensor, [t, N + 2 G, D], where they
+    were made so."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    joint: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, dqkv: torch.Tensor, heads: Heads) -> Gradients:
+        """Views of one tensor."""
+        dq, dk, dv = heads.split(dqkv)
+        return cls(q=dq, k=dk, v=dv, joint=dqkv)
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """In one tensor."""
+        if self.joint is not None:
+            return self.joint
+        return torch.cat([self.q, self.k, self.v], dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,20 +98,30 @@ class PackCore:
 
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
-    ) -> torch.Tensor:
-        """dqkv."""
+    ) -> Gradients:
+        """Where a kernel makes them of all rows at once, they are what it gave."""
         dqkv = torch.empty_like(qkv, dtype=_sum_dtype(qkv, self.blocks))
-        attend_blocks_backward(
-            grad, *self.heads.split(qkv), out, saved[0], self.blocks, *self.heads.split(dqkv),
-            fresh_q=True, fresh_kv=True,
-        )  # fmt: skip
-        return dqkv.to(qkv.dtype)
+        q, k, v = self.heads.split(dqkv)
+        dq, dk, dv = (RowSum(len(qkv), total=part) for part in (q, k, v))
+        add_gradients(grad, *self.heads.split(qkv), out, saved[0], self.blocks, dq, dk, dv)
+        only = (dq.only(), dk.only(), dv.only())
+        if only[0] is not None and only[1] is not None and only[2] is not None:
+            return Gradients(q=only[0], k=only[1], v=only[2])
+        for rows, part in ((dq, q), (dk, k), (dv, v)):
+            rows.write(part)
+        return Gradients.of(dqkv.to(qkv.dtype), self.heads)
 
 
 def _sum_dtype(qkv: torch.Tensor, blocks: Sequence[Block]) -> torch.dtype:
     """Rows that several blocks touch are added in fp32."""
     starts = {block.q_start for block in blocks}
-    return qkv.dtype if len(starts) == len(blocks) else wide_dtype(qkv.dtype)
+    return qkv.dtype if len(starts) == len(blocks) else sum_dtype(qkv)
+
+
+def sum_dtype(x: torch.Tensor) -> torch.dtype:
+    """The type in which a gradient like ``x`` is added up: a CPU adds to it, wide; a device adds
+    what it holds in fp32 and rounds once."""
+    return wide_dtype(x.dtype) if adds_at_once(x) else x.dtype
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -84,14 +129,16 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def attended(core: Core, qkv: torch.Tensor) -> torch.Tensor:
+def attended(core: Core, qkv: torch.Tensor | Turned) -> torch.Tensor:
     """The heads of ``qkv``: keeps qkv, the result and what the core says."""
-    return _Attended.apply(core, qkv)  # type: ignore[no-any-return]
+    if isinstance(qkv, Turned):
+        return _AttendedTurned.apply(qkv.token, core, qkv)  # type: ignore[no-any-return]
+    return _Attended.apply(qkv, core)  # type: ignore[no-any-return]
 
 
 class _Attended(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, core: Core, qkv: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, qkv: torch.Tensor, core: Core) -> torch.Tensor:
         out, saved = core.forward(qkv)
         ctx.save_for_backward(qkv, out, *saved)
         ctx.core = core
@@ -100,33 +147,62 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         qkv, out, *saved = ctx.saved_tensors
-        return None, ctx.core.backward(grad, qkv, out, tuple(saved))
+        return ctx.core.backward(grad, qkv, out, tuple(saved)).whole, None
+
+
+class _AttendedTurned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, core: Core, turned: Turned) -> torch.Tensor:
+        out, saved = core.forward(turned.qkv)
+        ctx.save_for_backward(turned.qkv, out, *saved)
+        ctx.rest = (core, turned.grads)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        qkv, out, *saved = ctx.saved_tensors
+        core, grads = ctx.rest
+        parts = core.backward(grad, qkv, out, tuple(saved))
+        grads.append((parts.q, parts.k, parts.v))
+        return grad.new_empty(0), None, None
 
 
 def attended_again(
-    core: Core, project: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
-) -> torch.Tensor:
-    """The heads of ``project(x)``: keeps x, the result and what the core says, and makes q, k and
-    v again in the backward. ``project`` must not communicate activations."""
+    core: Core, project: Callable[[torch.Tensor], tuple[Turned, torch.Tensor]], x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The heads of the first of ``project(x)``, and the second, which is x: keeps x, the heads and
+    what the core says, and makes q, k and v again in the backward. ``project`` must not communicate
+    activations."""
     return _AttendedAgain.apply(core, project, x)  # type: ignore[no-any-return]
 
 
 class _AttendedAgain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, core: Core, project: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, core: Core, project: Any, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
-            qkv = project(x)
-        out, saved = core.forward(qkv)
+            turned, _ = project(x)
+        out, saved = core.forward(turned.qkv)
         ctx.save_for_backward(x, out, *saved)
         ctx.rest = (core, project)
-        return out
+        ctx.set_materialize_grads(False)
+        return out, x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
+        if grad is None:
+            return None, None, passed
         x, out, *saved = ctx.saved_tensors
         core, project = ctx.rest
         leaf = x.detach().requires_grad_()
         with torch.enable_grad():
-            qkv = project(leaf)
-        torch.autograd.backward(qkv, core.backward(grad, qkv.detach(), out, tuple(saved)))
+            turned, again = project(leaf)
+        parts = core.backward(grad, turned.qkv, out, tuple(saved))
+        turned.grads.append((parts.q, parts.k, parts.v))
+        results, grads = [turned.token], [grad.new_empty(0)]
+        if passed is not None:
+            results, grads = [*results, again], [*grads, passed]
+        del parts, turned
+        torch.autograd.backward(results, grads)
         return None, None, leaf.grad

@@ -7,21 +7,35 @@ Shape legend: t_r tokens on rank r of R, T in all, N query heads, G key-value he
 
 The bytes of a ring in one message each way: with few key-value heads the better choice on fast
 links (Llama 3; torch's context parallel by default). Elements sent per rank, kv = G D,
-V = (R - 1) / R: forward 2 V T kv, backward as many for kv and for dkv (fp32 for half types).
+V = (R - 1) / R: forward 2 V T kv, backward as many for kv and for dkv.
 In passing: kv of the whole pack. Kept: out and its log-sum-exp.
+
+dkv of half types is rounded to them once, after this rank's parts of a row were added in fp32
+(a kernel has rounded each), and is added over the ranks in fp32. The bytes that this moves besides
+what attention reads, in units of kv of the pack in the type of activations: 2 to put gathered rows
+in order, forward and again backward; 2 to put dkv in the order of the ranks; 1 to add what arrived.
+Zigzag order asks for the first 6, as gathered rows of one document are not side by side in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from headrace.comm.collectives import all_gather_rows, reduce_scatter_rows
-from headrace.ops.attention import attend_blocks, attend_blocks_backward
-from headrace.ops.core import Heads, Saved, wide_dtype
+from headrace.comm.collectives import (
+    all_gather_rows,
+    issue_padded_gather,
+    reduce_scatter_rows,
+    sum_of_parts,
+)
+from headrace.ops.attention import add_gradients, attend_blocks
+from headrace.ops.core import Gradients, Heads, Saved, sum_dtype
+from headrace.ops.index import kept, to_device
+from headrace.ops.row_sums import RowSum, adds_at_once
 from headrace.spec.blocks import Block
 
 __all__ = ["GatheredCore"]
@@ -48,21 +62,52 @@ class GatheredCore:
 
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
-    ) -> torch.Tensor:
-        """dqkv [t, N + 2 G, D]."""
+    ) -> Gradients:
+        """Those of qkv."""
         n, g, kv = self.heads.queries, self.heads.keys, self._gather(qkv)
-        dqkv = torch.empty_like(qkv, dtype=wide_dtype(qkv.dtype))
+        dqkv = torch.empty_like(qkv, dtype=sum_dtype(qkv))
+        mine, own = dqkv[:, :n], dqkv[:, n:]
         dkv = torch.empty_like(kv, dtype=dqkv.dtype)
-        attend_blocks_backward(
-            grad, qkv[:, :n], kv[:, :g], kv[:, g:], out, saved[0], self.blocks,
-            dqkv[:, :n], dkv[:, :g], dkv[:, g:], fresh_q=True, fresh_kv=True,
-        )  # fmt: skip
+        dq = RowSum(len(qkv), total=mine)
+        dk, dv = (RowSum(len(kv), total=x) for x in (dkv[:, :g], dkv[:, g:]))
+        add_gradients(
+            grad, qkv[:, :n], kv[:, :g], kv[:, g:], out, saved[0], self.blocks, dq, dk, dv
+        )
         del kv
-        if self.back is not None:
-            dkv = dkv.index_select(0, self.back)
-        dqkv[:, n:] = reduce_scatter_rows(dkv, self.sizes, self.group)
-        return dqkv.to(qkv.dtype)
+        dq.write(mine)
+        sent = self._rows_of_ranks(dkv, dk, dv)
+        del dkv, dk, dv
+        reduce_scatter_rows(
+            sent.to(qkv.dtype), self.sizes, self.group, add=partial(sum_of_parts, into=own)
+        )
+        return Gradients.of(dqkv.to(qkv.dtype), self.heads)
+
+    def _rows_of_ranks(self, dkv: torch.Tensor, dk: RowSum, dv: RowSum) -> torch.Tensor:
+        """The gradients of gathered rows, one rank after the other; ``dkv`` has room for them, or
+        them in the order of the pack where they were added at once."""
+        g, places = self.heads.keys, self.order
+        if adds_at_once(dkv):
+            places = None
+        dk.write(dkv[:, :g], places)
+        dv.write(dkv[:, g:], places)
+        return dkv if places is self.order or self.back is None else dkv.index_select(0, self.back)
 
     def _gather(self, qkv: torch.Tensor) -> torch.Tensor:
-        kv = all_gather_rows(qkv[:, self.heads.queries :], self.sizes, self.group)
-        return kv if self.order is None else kv.index_select(0, self.order)
+        kv = qkv[:, self.heads.queries :]
+        if self.order is None or self.group is None:
+            return all_gather_rows(kv, self.sizes, self.group)
+        if adds_at_once(kv) or max(self.sizes) - min(self.sizes) != 1:
+            return all_gather_rows(kv, self.sizes, self.group).index_select(0, self.order)
+        coming = issue_padded_gather(kv, self.sizes, self.group)
+        order = _padded(tuple(self.sizes), kv.device).index_select(0, self.order)
+        return coming.wait().index_select(0, order)
+
+
+def _padded(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """[T]: where each row of the ranks stands where each rank has max(sizes)."""
+
+    def make() -> torch.Tensor:
+        rows = [torch.arange(size) + rank * max(sizes) for rank, size in enumerate(sizes)]
+        return to_device(torch.cat(rows), device)
+
+    return kept(("padded rows", sizes, device), make)

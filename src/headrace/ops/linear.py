@@ -15,7 +15,7 @@ import torch
 from headrace.ops.norm import Norm
 from headrace.ops.products import total
 
-__all__ = ["WeightSource", "embed", "linear", "linear_inputs"]
+__all__ = ["WeightSource", "embed", "linear", "linear_inputs", "normed_linear"]
 
 
 class WeightSource(Protocol):
@@ -35,21 +35,30 @@ class WeightSource(Protocol):
         """Add the partial gradient left^T right, left [T, rows], right [T, columns]."""
 
 
-def linear(
-    x: torch.Tensor,
-    weight: WeightSource,
-    bias: WeightSource | None = None,
-    norm: Norm | None = None,
-) -> torch.Tensor:
-    """y = norm(x) W^T + b, W's rows being output features.
+def linear(x: torch.Tensor, weight: WeightSource, bias: WeightSource | None = None) -> torch.Tensor:
+    """y = x W^T + b, W's rows being output features.
 
         x         [T, I]
         weight    [O, I], bias [O]
         returns   [T, O]
-        keeps     x, not norm(x)
-        backward  dnorm(x) = dy W;  dW += dy^T norm(x);  db += sum_T dy
+        backward  dx = dy W;  dW += dy^T x;  db += sum_T dy
     """  # fmt: skip
-    return _Linear.apply(x, weight, bias, True, norm)  # type: ignore[no-any-return]
+    return _Linear.apply(x, weight, bias, True)  # type: ignore[no-any-return]
+
+
+def normed_linear(
+    x: torch.Tensor, norm: Norm, weight: WeightSource, bias: WeightSource | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y = norm(x) W^T + b, W's rows being output features; and x, for a residual sum.
+
+        x         [T, I]
+        weight    [O, I], bias [O]
+        returns   [T, O], x [T, I]
+        keeps     x, not norm(x)
+        backward  dnorm(x) = dy W;  dW += dy^T norm(x);  db += sum_T dy;  what comes back to the
+                  second result is added to dx where the norm makes that
+    """  # fmt: skip
+    return _NormedLinear.apply(x, norm, weight, bias)  # type: ignore[no-any-return]
 
 
 def linear_inputs(
@@ -62,40 +71,61 @@ def linear_inputs(
         returns   [T, O]
         backward  dx = dy W^T;  dW += x^T dy;  db += sum_T dy
     """  # fmt: skip
-    return _Linear.apply(x, weight, bias, False, None)  # type: ignore[no-any-return]
+    return _Linear.apply(x, weight, bias, False)  # type: ignore[no-any-return]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: WeightSource, bias: WeightSource | None,
-        rows_are_outputs: bool, norm: Norm | None,
+        rows_are_outputs: bool,
     ) -> torch.Tensor:  # fmt: skip
-        y, stats = (x, ()) if norm is None else norm.forward(x)
-        ctx.save_for_backward(x, *stats)
-        ctx.rest = (weight, bias, rows_are_outputs, norm)
+        ctx.save_for_backward(x)
+        ctx.rest = (weight, bias, rows_are_outputs)
         matrix = weight.rows()
-        matrix = matrix.t() if rows_are_outputs else matrix
-        return y @ matrix if bias is None else torch.addmm(bias.rows(), y, matrix)
+        return _product(x, matrix.t() if rows_are_outputs else matrix, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        x, *stats = ctx.saved_tensors
-        weight, bias, rows_are_outputs, norm = ctx.rest
+        (x,) = ctx.saved_tensors
+        weight, bias, rows_are_outputs = ctx.rest
         matrix = weight.rows()
         dx = grad @ (matrix if rows_are_outputs else matrix.t())
         del matrix
-        if rows_are_outputs:
-            y = x if norm is None else norm.again(x, tuple(stats))
-            weight.add_product(grad, y)
-            del y
-        else:
-            weight.add_product(x, grad)
+        weight.add_product(*((grad, x) if rows_are_outputs else (x, grad)))
         if bias is not None:
             bias.add(total(grad))
-        if norm is not None:
-            dx = norm.backward(dx, x, tuple(stats))
-        return dx, None, None, None, None
+        return dx, None, None, None
+
+
+class _NormedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, norm: Norm, weight: WeightSource, bias: WeightSource | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y, stats = norm.forward(x)
+        ctx.save_for_backward(x, *stats)
+        ctx.rest = (norm, weight, bias)
+        ctx.set_materialize_grads(False)
+        return _product(y, weight.rows().t(), bias), x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
+        if grad is None:
+            return passed, None, None, None
+        x, *stats = ctx.saved_tensors
+        norm, weight, bias = ctx.rest
+        dx = grad @ weight.rows()
+        y = norm.again(x, tuple(stats))
+        weight.add_product(grad, y)
+        del y
+        if bias is not None:
+            bias.add(total(grad))
+        return norm.backward(dx, x, tuple(stats), passed), None, None, None
+
+
+def _product(x: torch.Tensor, matrix: torch.Tensor, bias: WeightSource | None) -> torch.Tensor:
+    return x @ matrix if bias is None else torch.addmm(bias.rows(), x, matrix)
 
 
 def embed(ids: torch.Tensor, weight: WeightSource, anchor: torch.Tensor) -> torch.Tensor:

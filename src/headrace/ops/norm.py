@@ -36,9 +36,11 @@ class Norm(Protocol):
         """y once more."""
 
     def backward(
-        self, grad: torch.Tensor, x: torch.Tensor, stats: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
-        """dx [T, h]; adds the gradients of the weights."""
+        self, grad: torch.Tensor, x: torch.Tensor, stats: tuple[torch.Tensor, ...],
+        plus: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """dx [T, h], and ``plus`` [T, h], what else comes back to x; adds the gradients of the
+        weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +66,11 @@ class RMSNorm:
         return _rms_again(x, self.weight.rows(), stats[0])  # type: ignore[no-any-return]
 
     def backward(
-        self, grad: torch.Tensor, x: torch.Tensor, stats: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
-        """dx; adds dw."""
-        dx, dw = _rms_backward(grad, x, self.weight.rows(), stats[0])
+        self, grad: torch.Tensor, x: torch.Tensor, stats: tuple[torch.Tensor, ...],
+        plus: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """dx and ``plus``; adds dw."""
+        dx, dw = _rms_backward(grad, x, self.weight.rows(), stats[0], plus)
         self.weight.add(dw)
         return dx  # type: ignore[no-any-return]
 
@@ -99,10 +102,11 @@ class LayerNorm:
         )
 
     def backward(
-        self, grad: torch.Tensor, x: torch.Tensor, stats: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
-        """dx; adds dw and db."""
-        dx, dw, db = _layer_backward(grad, x, self.weight.rows(), *stats)
+        self, grad: torch.Tensor, x: torch.Tensor, stats: tuple[torch.Tensor, ...],
+        plus: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """dx and ``plus``; adds dw and db."""
+        dx, dw, db = _layer_backward(grad, x, self.weight.rows(), *stats, plus)
         self.weight.add(dw)
         self.bias.add(db)
         return dx  # type: ignore[no-any-return]
@@ -140,17 +144,19 @@ def _rms_again(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
 
 
 @fused(
-    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)",
-    kernels=3,
-)
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale, Tensor? plus) -> "
+    "(Tensor, Tensor)", kernels=3,
+)  # fmt: skip
 def _rms_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor,
+    plus: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     unit, dy = widened(x) * scale, widened(grad)
     dw = (dy * unit).sum(0)
     g = dy * weight
     inner = (g * unit).mean(-1, keepdim=True)
-    return g.addcmul_(unit, inner, value=-1).mul_(scale).to(x.dtype), dw
+    dx = g.addcmul_(unit, inner, value=-1).mul_(scale)
+    return (dx if plus is None else dx.add_(plus)).to(x.dtype), dw
 
 
 @fused("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)")
@@ -175,16 +181,17 @@ def _layer_again(
 
 
 @fused(
-    "layer_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor scale) -> "
-    "(Tensor, Tensor, Tensor)", kernels=3,
+    "layer_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor scale, "
+    "Tensor? plus) -> (Tensor, Tensor, Tensor)", kernels=3,
 )  # fmt: skip
 def _layer_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor,
-    scale: torch.Tensor,
+    scale: torch.Tensor, plus: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     unit, dy = (widened(x) - mean).mul_(scale), widened(grad)
     dw, db = (dy * unit).sum(0), dy.sum(0)
     g = dy * weight
     inner = (g * unit).mean(-1, keepdim=True)
     g = g - g.mean(-1, keepdim=True)
-    return g.addcmul_(unit, inner, value=-1).mul_(scale).to(x.dtype), dw, db
+    dx = g.addcmul_(unit, inner, value=-1).mul_(scale)
+    return (dx if plus is None else dx.add_(plus)).to(x.dtype), dw, db

@@ -10,7 +10,9 @@ kv [t_r, 2 G, D] are the keys and values of one rank's tokens.
 
 Elements sent per rank, kv = G D, V = (R - 1) / R, T tokens of the pack: forward 2 V T kv;
 backward 2 V T kv for kv and as many for dkv, which is fp32 for half types. What a causal block
-structure leaves out is sent all the same. Kept: out and its log-sum-exp.
+structure leaves out is sent all the same. Kept: out and its log-sum-exp. On a device results and
+dq of all steps are added once (ops/row_sums); dkv is read and written at each hop, where it is not
+left out.
 """
 
 from __future__ import annotations
@@ -22,11 +24,16 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm.collectives import Arriving, issue_shift
-from headrace.ops.attention import Partial, attend_blocks_backward
-from headrace.ops.core import Heads, Saved, wide_dtype
+from headrace.ops.attention import Partial, add_gradients
+from headrace.ops.core import Gradients, Heads, Saved, sum_dtype, wide_dtype
+from headrace.ops.row_sums import RowSum
 from headrace.spec.blocks import Block
 
-__all__ = ["Ring", "RingCore"]
+__all__ = ["Onto", "Ring", "RingCore"]
+
+
+Onto = Callable[[torch.Tensor | None], torch.Tensor]
+"""Adds a gradient to what others have added, [t_s, ...], in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,33 +59,23 @@ class Ring:
             return None
         return issue_shift(x, self.sizes[self.source(step + 1)], self.group)
 
-    def sums(
-        self,
-        passing: torch.Tensor,
-        own: torch.Tensor,
-        add: Callable[[torch.Tensor, int, torch.Tensor], None],
-    ) -> None:
-        """The backward walk: ``add(rows, source, into)`` writes what this rank has to add to the
-        gradient of the ``rows`` of ``source`` into the uninitialised ``into``.
+    def sums(self, passing: torch.Tensor, attend: Callable[[torch.Tensor, int], Onto]) -> None:
+        """The backward walk: ``attend(rows, source)`` computes what this rank has to add to the
+        gradient of the ``rows`` of ``source``, and gives a function that adds it to what others
+        have, to nothing where it is the first: so a kernel does not wait for what is to come.
 
         passing   [t_r, ...]  this rank's rows, passed round
-        own       [t_r, ...]  receives the whole gradient of this rank's rows
         """
-        rows, coming = passing, self.onward(passing, 0)
-        add(rows, self.member, own)
-        behind: Arriving | None = None
+        coming, behind = self.onward(passing, 0), list[Arriving]()
+        own = attend(passing, self.member)
         for step in range(1, self.ranks):
             assert coming is not None
             rows = coming.wait()
             coming = self.onward(rows, step)
-            source = self.source(step)
-            here = own.new_empty((self.sizes[source], *own.shape[1:]))
-            add(rows, source, here)
-            if behind is not None:
-                here += behind.wait()
-            behind = issue_shift(here, self.sizes[self.source(step + 1)], self.group)
-        if behind is not None:
-            own += behind.wait()
+            put = attend(rows, self.source(step))
+            here = put(behind.pop().wait() if behind else None)
+            behind.append(issue_shift(here, self.sizes[self.source(step + 1)], self.group))
+        own(behind.pop().wait() if behind else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +89,7 @@ class RingCore:
     def forward(self, qkv: torch.Tensor) -> tuple[torch.Tensor, Saved]:
         """(out [t, N, D], (lse [N, t],))."""
         g, q = self.heads.keys, qkv[:, : self.heads.queries]
-        partial = Partial.empty(q)
+        partial = Partial(q)
         kv = qkv[:, self.heads.queries :].contiguous()
         for step in range(self.ring.ranks):
             coming = self.ring.onward(kv, step)
@@ -103,17 +100,51 @@ class RingCore:
 
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
-    ) -> torch.Tensor:
-        """dqkv [t, N + 2 G, D]."""
+    ) -> Gradients:
+        """Those of qkv."""
         n, g = self.heads.queries, self.heads.keys
-        dqkv = torch.empty_like(qkv, dtype=wide_dtype(qkv.dtype))
+        dqkv = torch.empty_like(qkv, dtype=sum_dtype(qkv))
+        mine, own = dqkv[:, :n], dqkv[:, n:]
+        dq = RowSum(len(qkv), total=mine)
 
-        def add(kv: torch.Tensor, source: int, into: torch.Tensor) -> None:
-            attend_blocks_backward(
+        def attend(kv: torch.Tensor, source: int) -> Onto:
+            sums = _KeySums(kv, g, own if source == self.ring.member else None)
+            add_gradients(
                 grad, qkv[:, :n], kv[:, :g], kv[:, g:], out, saved[0], self.blocks(source),
-                dqkv[:, :n], into[:, :g], into[:, g:],
-                fresh_q=source == self.ring.member, fresh_kv=True,
+                dq, sums.dk, sums.dv,
             )  # fmt: skip
+            return sums.onto if sums.own is None else sums.finish
 
-        self.ring.sums(qkv[:, n:].contiguous(), dqkv[:, n:], add)
-        return dqkv.to(qkv.dtype)
+        self.ring.sums(qkv[:, n:].contiguous(), attend)
+        dq.write(mine)
+        return Gradients.of(dqkv.to(qkv.dtype), self.heads)
+
+
+class _KeySums:
+    """The gradient of keys and values ``kv`` [t, 2 G, D], of this rank's queries; into ``own``
+    where they are this rank's."""
+
+    def __init__(self, kv: torch.Tensor, g: int, own: torch.Tensor | None) -> None:
+        self.kv, self.g, self.own = kv.new_empty(()).expand(kv.shape), g, own
+        self.into = (None, None) if own is None else (own[:, :g], own[:, g:])
+        self.dk, self.dv = (RowSum(len(kv), total=x) for x in self.into)
+
+    def onto(self, behind: torch.Tensor | None) -> torch.Tensor:
+        """Added to what others have, wide."""
+        fresh = behind is None
+        if behind is None:
+            behind = self.kv.new_empty(self.kv.shape, dtype=wide_dtype(self.kv.dtype))
+        for x, into in ((self.dk, behind[:, : self.g]), (self.dv, behind[:, self.g :])):
+            x.write(into) if fresh else x.add_to(into)
+        return behind
+
+    def finish(self, behind: torch.Tensor | None) -> torch.Tensor:
+        """Into ``own``, with what others have added."""
+        assert self.own is not None, "of this rank's rows"
+        if behind is not None:
+            self.dk.add(0, behind[:, : self.g])
+            self.dv.add(0, behind[:, self.g :])
+        for x, into in zip((self.dk, self.dv), self.into, strict=True):
+            assert into is not None, "of this rank's rows"
+            x.write(into)
+        return self.own

@@ -5,17 +5,21 @@ Shape legend: t tokens of a rank, g KV groups of m query heads, n = g m, D featu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from headrace.ops.fused import fused, widened
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 __all__ = [
+    "Rotation",
+    "Turned",
     "rotary_tables",
     "rotate_and_sort",
-    "rotated_and_sorted",
-    "unrotated_and_unsorted",
+    "turned",
 ]
 
 
@@ -32,9 +36,7 @@ def rotary_tables(
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotate_and_sort(
-    qkv: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor] | None
-) -> torch.Tensor:
+def rotate_and_sort(qkv: torch.Tensor, tables: Pair | None) -> torch.Tensor:
     """Queries, keys and values of a fused projection, heads in order, q and k rotated.
 
         qkv       [t, g, m + 2, D]   per group its queries, its key, its value
@@ -43,37 +45,76 @@ def rotate_and_sort(
 
     ``tables=None`` leaves positions to the embedding and only sorts.
     """  # fmt: skip
-    return _RotateAndSort.apply(qkv, tables)  # type: ignore[no-any-return]
+    return _RotateAndSort.apply(qkv, Rotation(tables=tables))  # type: ignore[no-any-return]
 
 
 class _RotateAndSort(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: torch.Tensor, tables: Any) -> torch.Tensor:
-        groups, heads = qkv.shape[1:3]
-        ctx.rest = (groups * (heads - 2), groups, tables)
-        return rotated_and_sorted(qkv, tables)
+    def forward(ctx: Any, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        ctx.groups, ctx.rotation = qkv.shape[1], rotation
+        return rotation.turned(qkv)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return unrotated_and_unsorted(grad, *ctx.rest), None
+        groups = ctx.groups
+        parts = grad.split([grad.shape[1] - 2 * groups, groups, groups], dim=1)
+        return ctx.rotation.turned_back(*parts), None
 
 
-def rotated_and_sorted(
-    qkv: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor] | None
-) -> torch.Tensor:
-    """:func:`rotate_and_sort` without autograd."""
-    if tables is None:
-        return _sort(qkv)
-    return _rotate_and_sort(qkv, *tables)  # type: ignore[no-any-return]
+@dataclass(slots=True, kw_only=True)
+class Turned:
+    """q, k and v of a projection, rotated, for one attention; ``qkv`` [t, n + 2 g, D].
+
+    Gradients of the three go back as they are made, by ``grads``, instead of being put into one
+    tensor: the graph between carries no values, only ``token``.
+    """
+
+    token: torch.Tensor
+    qkv: torch.Tensor
+    grads: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-def unrotated_and_unsorted(
-    grad: torch.Tensor, n: int, groups: int, tables: tuple[torch.Tensor, torch.Tensor] | None
-) -> torch.Tensor:
-    """The adjoint of :func:`rotated_and_sorted`: grad [t, n + 2 g, D] to [t, g, m + 2, D]."""
-    if tables is None:
-        return _unsort(grad, n, groups)
-    return _unrotate_and_unsort(grad, *tables, n, groups)  # type: ignore[no-any-return]
+def turned(qkv: torch.Tensor, rotation: Rotation) -> Turned:
+    """As :func:`rotate_and_sort`, for :func:`headrace.ops.core.attended`."""
+    made = Turned(token=qkv, qkv=qkv, grads=[])
+    made.token = _Turn.apply(qkv, rotation, made)
+    return made
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: torch.Tensor, rotation: Rotation, made: Turned) -> torch.Tensor:
+        made.qkv = rotation.turned(qkv)
+        ctx.rest = (rotation, made.grads)
+        return qkv.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        rotation, grads = ctx.rest
+        return rotation.turned_back(*grads.pop()), None, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """:func:`rotate_and_sort` without autograd. With ``order`` [t] twice row order[0][i] of what is
+    given comes to row i, and order[1] is the inverse; ``tables`` are those of the results' rows."""
+
+    tables: Pair | None
+    order: Pair | None = None
+
+    def turned(self, qkv: torch.Tensor) -> torch.Tensor:
+        """[t, g, m + 2, D] to [t, n + 2 g, D]."""
+        rows = None if self.order is None else self.order[0]
+        if self.tables is None:
+            return _sort(qkv if rows is None else qkv.index_select(0, rows))
+        return _rotate_and_sort(qkv, *self.tables, rows)  # type: ignore[no-any-return]
+
+    def turned_back(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> torch.Tensor:
+        """The adjoint: [t, n, D] and two of [t, g, D] to [t, g, m + 2, D]."""
+        rows = None if self.order is None else self.order[1]
+        if self.tables is None:
+            return _unsort(*_selected((dq, dk, dv), rows))
+        return _unrotate_and_unsort(dq, dk, dv, *self.tables, rows)  # type: ignore[no-any-return]
 
 
 def _sort(qkv: torch.Tensor) -> torch.Tensor:
@@ -86,32 +127,42 @@ def _sort(qkv: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _unsort(grad: torch.Tensor, n: int, groups: int) -> torch.Tensor:
-    t, _, features = grad.shape
-    m = n // groups if groups else 0
-    out = grad.new_empty((t, groups, m + 2, features))
-    out[:, :, :m] = grad[:, :n].reshape(t, groups, m, features)
-    out[:, :, m] = grad[:, n : n + groups]
-    out[:, :, m + 1] = grad[:, n + groups :]
+def _unsort(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> torch.Tensor:
+    t, groups, features = dk.shape
+    m = dq.shape[1] // groups if groups else 0
+    out = dq.new_empty((t, groups, m + 2, features))
+    out[:, :, :m] = dq.unflatten(1, (groups, m))
+    out[:, :, m] = dk
+    out[:, :, m + 1] = dv
     return out
 
 
-def _plain_rotate_and_sort(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    out, groups = _sort(qkv), qkv.shape[1]
+def _selected(
+    values: tuple[torch.Tensor, ...], rows: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    return values if rows is None else tuple(x.index_select(0, rows) for x in values)
+
+
+def _plain_rotate_and_sort(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: torch.Tensor | None
+) -> torch.Tensor:
+    out, groups = _sort(qkv if rows is None else qkv.index_select(0, rows)), qkv.shape[1]
     _rotate(out[:, : out.shape[1] - groups], cos, sin)
     return out
 
 
 def _plain_unrotate_and_unsort(
-    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, n: int, groups: int
-) -> torch.Tensor:
-    grad = grad.clone()
-    _rotate(grad[:, : n + groups], cos, -sin)
-    return _unsort(grad, n, groups)
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    rows: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    dq, dk, dv, cos, sin = _selected((dq, dk, dv, cos, sin), rows)
+    out = _unsort(dq, dk, dv)
+    _rotate(out[:, :, :-1].transpose(0, 1), cos, -sin)
+    return out
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate pairs (i, i + D/2) of ``x`` [t, heads, D] in place."""
+    """Rotate pairs (i, i + D/2) of ``x`` [.., t, heads, D] in place."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, None], sin[:, None]
     first, second = x[..., :half].clone(), x[..., half:]
@@ -120,9 +171,13 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 @fused(
-    "rotate_and_sort(Tensor qkv, Tensor cos, Tensor sin) -> Tensor", plain=_plain_rotate_and_sort
+    "rotate_and_sort(Tensor qkv, Tensor cos, Tensor sin, Tensor? rows) -> Tensor",
+    plain=_plain_rotate_and_sort,
 )
-def _rotate_and_sort(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate_and_sort(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: torch.Tensor | None
+) -> torch.Tensor:
+    qkv = qkv if rows is None else qkv.index_select(0, rows)
     t, groups, heads, features = qkv.shape
     queries = qkv[:, :, : heads - 2].reshape(t, groups * (heads - 2), features)
     rotated = _turned(torch.cat((queries, qkv[:, :, heads - 2]), dim=1), cos, sin)
@@ -130,17 +185,19 @@ def _rotate_and_sort(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) ->
 
 
 @fused(
-    "unrotate_and_unsort(Tensor grad, Tensor cos, Tensor sin, int n, int groups) -> Tensor",
-    plain=_plain_unrotate_and_unsort,
-)
+    "unrotate_and_unsort(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, Tensor? rows) -> "
+    "Tensor", plain=_plain_unrotate_and_unsort,
+)  # fmt: skip
 def _unrotate_and_unsort(
-    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, n: int, groups: int
-) -> torch.Tensor:
-    t, _, features = grad.shape
-    turned = _turned(grad[:, : n + groups], cos, -sin)
-    queries = turned[:, :n].reshape(t, groups, n // groups if groups else 0, features)
-    rest = (turned[:, n:, None], grad[:, n + groups :, None])
-    return torch.cat((queries, *rest), dim=2)
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    rows: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    if rows is not None:
+        dq, dk, dv, cos, sin = (x.index_select(0, rows) for x in (dq, dk, dv, cos, sin))
+    t, groups, features = dk.shape
+    m = dq.shape[1] // groups if groups else 0
+    queries = _turned(dq, cos, -sin).reshape(t, groups, m, features)
+    return torch.cat((queries, _turned(dk, cos, -sin)[:, :, None], dv[:, :, None]), dim=2)
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.ops.core import Heads, Saved, wide_dtype
-from headrace.ops.ring import Ring
+from headrace.ops.core import Gradients, Heads, Saved, wide_dtype
+from headrace.ops.ring import Onto, Ring
 from headrace.spec.blocks import Block
 
 __all__ = ["ScoreRowsCore"]
@@ -59,8 +59,8 @@ class ScoreRowsCore:
 
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
-    ) -> torch.Tensor:
-        """dqkv [t, N + 2 G, D]."""
+    ) -> Gradients:
+        """Those of qkv."""
         n, g = self.heads.queries, self.heads.keys
         wide = wide_dtype(qkv.dtype)
         dqkv = torch.zeros_like(qkv, dtype=wide)
@@ -68,7 +68,8 @@ class ScoreRowsCore:
         delta = (grad.to(wide) * out.to(wide)).sum(-1).t()[..., None]
         at = iter(saved)
 
-        def add(kv: torch.Tensor, source: int, into: torch.Tensor) -> None:
+        def attend(kv: torch.Tensor, source: int) -> Onto:
+            into = dkv if source == self.ring.member else torch.empty_like(kv, dtype=wide)
             into.zero_()
             for block in self.blocks(source):
                 rows = slice(block.q_start, block.q_stop)
@@ -81,10 +82,11 @@ class ScoreRowsCore:
                 dk = torch.einsum("nqk,qnd->knd", ds, qkv[rows, :n].to(wide))
                 into[columns, :g] += _fold(dk, g)
                 into[columns, g:] += _fold(torch.einsum("nqk,qnd->knd", p, do), g)
+            return lambda behind: into if behind is None else into.add_(behind)
 
-        self.ring.sums(qkv[:, n:].contiguous(), dkv, add)
+        self.ring.sums(qkv[:, n:].contiguous(), attend)
         dqkv[:, n:] = dkv
-        return dqkv.to(qkv.dtype)
+        return Gradients.of(dqkv.to(qkv.dtype), self.heads)
 
     def _round(self, x: torch.Tensor) -> _Round:
         return _Round(self.ring, x)

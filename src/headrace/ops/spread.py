@@ -17,14 +17,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from headrace.comm.collectives import Arriving, issue_all_gather, issue_reduce_scatter
+from headrace.comm.collectives import (
+    Arriving,
+    issue_all_gather,
+    issue_reduce_scatter,
+    sum_of_parts,
+)
 from headrace.ops.activation import Activation
+from headrace.ops.fused import fused, widened
 from headrace.ops.linear import WeightSource
 from headrace.ops.norm import Norm
 from headrace.ops.products import total
+from headrace.ops.row_sums import adds_at_once
 
 __all__ = ["FeedForward", "Spread", "gather_linear", "linear_scatter", "spread_feed_forward"]
 
@@ -44,10 +52,19 @@ class Spread:
         """T."""
         return sum(self.sizes)
 
+    @property
+    def own(self) -> int:
+        """Tokens of this rank."""
+        return self.sizes[0 if self.group is None else dist.get_rank(self.group)]
+
     def share(self, rank: int, chunk: int) -> slice:
-        """The rows of rank's tokens that are in a chunk."""
-        size = self.sizes[rank]
-        return slice(size * chunk // self.chunks, size * (chunk + 1) // self.chunks)
+        """The rows of rank's tokens that are in a chunk: as many for every rank where they can be,
+        a row that only some ranks have in the last."""
+        size, least = self.sizes[rank], min(self.sizes)
+        if max(self.sizes) != least + 1:
+            return slice(size * chunk // self.chunks, size * (chunk + 1) // self.chunks)
+        start, stop = (-(-least * i // self.chunks) for i in (chunk, chunk + 1))
+        return slice(start, size if chunk + 1 == self.chunks else stop)
 
     def mine(self, chunk: int) -> slice:
         """The rows of this rank's tokens that are in a chunk."""
@@ -89,28 +106,37 @@ class Spread:
         for there, part in zip(self._slices(chunk), rows.split(self.counts(chunk)), strict=True):
             whole[there] = part
 
-    def whole(self, chunks: Iterator[torch.Tensor]) -> torch.Tensor:
-        """All chunks of rows put together, [T, ...]."""
-        first = next(chunks)
-        if self.chunks == 1 and self.places is None:
-            return first
-        out = first.new_empty((self.total, *first.shape[1:]))
-        self.put(out, 0, first)
-        del first
-        for chunk in range(1, self.chunks):
-            self.put(out, chunk, next(chunks))
-        return out
+    def apart(self, whole: torch.Tensor, chunk: int) -> torch.Tensor | None:
+        """The rows of a chunk as a view [R, rows, ...] of ``whole``, where all ranks have as many
+        and products take them as they lie; else None."""
+        if self.places is not None or len(set(self.sizes)) > 1 or not _takes_blocks(whole):
+            return None
+        return whole.unflatten(0, (len(self.sizes), self.sizes[0]))[:, self.share(0, chunk)]
 
-    def scattered(self, chunks: Iterator[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the sum over ranks of all chunks [T_c, h]; ``like`` is [t_r, h]."""
+    def rows(self, chunk: int) -> slice:
+        """The rows of a chunk where chunks stand one after the other, as they come."""
+        start = sum(sum(self.counts(before)) for before in range(chunk))
+        return slice(start, start + sum(self.counts(chunk)))
+
+    def arrival(self) -> np.ndarray:
+        """[T]: of each row as it comes, which of all ranks' rows it is, one rank after the
+        other."""
+        parts = [np.arange(s.start, s.stop) for c in range(self.chunks) for s in self._slices(c)]
+        return np.concatenate(parts)
+
+    def scattered(
+        self, chunks: Iterator[torch.Tensor], like: torch.Tensor, onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """This rank's rows of the sum over ranks of all chunks [T_c, h], and ``onto`` [t_r, h];
+        ``like`` is of their type, [t_r, h]."""
         out, before = torch.empty_like(like), Arriving.there(like[:0])
         for chunk in range(self.chunks):
-            rows = next(chunks)
-            if chunk:
-                out[self.mine(chunk - 1)] = before.wait()
-            before = issue_reduce_scatter(rows, self.counts(chunk), self.group)
+            rows, mine = next(chunks), self.mine(chunk)
+            before.wait()
+            add = _Into(out[mine], None if onto is None else onto[mine])
+            before = issue_reduce_scatter(rows, self.counts(chunk), self.group, add=add)
             del rows
-        out[self.mine(self.chunks - 1)] = before.wait()
+        before.wait()
         return out
 
     def _slices(self, chunk: int) -> Iterator[slice]:
@@ -122,20 +148,43 @@ class Spread:
             start += size
 
 
+@dataclass(frozen=True, slots=True)
+class _Into:
+    """Adds parts [R, t, h] up in ``out`` [t, h], on ``onto`` [t, h] where it is given."""
+
+    out: torch.Tensor
+    onto: torch.Tensor | None
+
+    def __call__(self, parts: torch.Tensor) -> torch.Tensor:
+        if self.onto is None:
+            return sum_of_parts(parts, self.out)
+        if adds_at_once(parts):
+            return sum_of_parts(parts, self.out).add_(self.onto)
+        _sum_onto(self.out, parts, self.onto)
+        return self.out
+
+
+@fused("sum_onto_(Tensor(a!) out, Tensor parts, Tensor onto) -> ()")
+def _sum_onto(out: torch.Tensor, parts: torch.Tensor, onto: torch.Tensor) -> None:
+    out.copy_(widened(parts).sum(0) + onto)
+
+
 def gather_linear(
     x: torch.Tensor,
     weight: WeightSource,
     bias: WeightSource | None,
     norm: Norm | None,
     spread: Spread,
-) -> torch.Tensor:
-    """Y = all_gather(norm(x)) W^T + b with a shard of W's output features.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Y = all_gather(norm(x)) W^T + b with a shard of W's output features; and x, for a residual
+    sum.
 
         x         [t_r, h]
         weight    [O, h], bias [O]     this rank's rows
-        returns   [T, O]
+        returns   [T, O], a chunk after the other; x [t_r, h]
         keeps     x
-        backward  X gathered again;  dW += dY^T X;  dx = reduce_scatter(dY W)
+        backward  X gathered again;  dW += dY^T X;  dx = reduce_scatter(dY W), and what comes back
+                  to the second result
         sends     V T h forward, 2 V T h backward
     """  # fmt: skip
     return _GatherLinear.apply(x, weight, bias, norm, spread)  # type: ignore[no-any-return]
@@ -146,81 +195,124 @@ class _GatherLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: WeightSource, bias: WeightSource | None,
         norm: Norm | None, spread: Spread,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         y, stats = (x, ()) if norm is None else norm.forward(x)
         ctx.save_for_backward(x, *stats)
         ctx.rest = (weight, bias, norm, spread)
+        ctx.set_materialize_grads(False)
         matrix = weight.rows()
+        out = y.new_empty((spread.total, len(matrix)))
 
-        def part(rows: torch.Tensor) -> torch.Tensor:
-            return _product(rows, matrix.t(), bias)
+        def part(chunk: int, rows: torch.Tensor) -> None:
+            _product(rows, matrix.t(), bias, out[spread.rows(chunk)])
 
-        return spread.whole(map(part, spread.gathered(y)))
+        _run(map(part, range(spread.chunks), spread.gathered(y)))
+        return out, x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
+        if grad is None:
+            return passed, None, None, None, None
         x, *stats = ctx.saved_tensors
         weight, bias, norm, spread = ctx.rest
         matrix = weight.rows()
         y = x if norm is None else norm.again(x, tuple(stats))
 
         def part(chunk: int, rows: torch.Tensor) -> torch.Tensor:
-            dy = spread.take(grad, chunk)
+            dy = grad[spread.rows(chunk)]
             weight.add_product(dy, rows)
             return dy @ matrix
 
-        dx = spread.scattered(map(part, range(spread.chunks), spread.gathered(y)), y)
+        onto = passed if norm is None else None
+        dx = spread.scattered(map(part, range(spread.chunks), spread.gathered(y)), y, onto)
         if bias is not None:
             bias.add(total(grad))
-        return dx if norm is None else norm.backward(dx, x, tuple(stats)), None, None, None, None
+        if norm is not None:
+            dx = norm.backward(dx, x, tuple(stats), passed)
+        return dx, None, None, None, None
 
 
 def linear_scatter(
     y: torch.Tensor,
     weight: WeightSource,
     bias: WeightSource | None,
-    like: torch.Tensor,
+    onto: torch.Tensor | None,
     spread: Spread,
+    *,
+    in_pack: bool,
 ) -> torch.Tensor:
-    """z = reduce_scatter(Y W) + b with a shard of W's input features.
+    """z = reduce_scatter(Y W) + b with a shard of W's input features, and a residual sum.
 
-        y         [T, I]
+        y         [T, I], in the order of the pack where ``in_pack`` says so, else a chunk after
+                  the other, as :func:`gather_linear` gives them
         weight    [I, h] this rank's rows, bias [h] whole
-        like      [t_r, h], any tensor of the result's shape
+        onto      [t_r, h], to which z is added; None for z itself
         returns   [t_r, h]
         keeps     Y
         backward  dZ = all_gather(dz);  dY = dZ W^T;  dW += Y^T dZ;  db += sum_t dz
         sends     V T h forward, V T h backward
     """  # fmt: skip
-    return _LinearScatter.apply(y, weight, bias, like.detach(), spread)  # type: ignore[no-any-return]
+    return _LinearScatter.apply(y, weight, bias, onto, spread, in_pack)  # type: ignore[no-any-return]
 
 
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, y: torch.Tensor, weight: WeightSource, bias: WeightSource | None,
-        like: torch.Tensor, spread: Spread,
+        onto: torch.Tensor | None, spread: Spread, in_pack: bool,
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(y)
-        ctx.rest = (weight, bias, spread)
+        ctx.rest = (weight, bias, spread, in_pack)
         matrix = weight.rows()
-        chunks = (spread.take(y, chunk) @ matrix for chunk in range(spread.chunks))
-        return _plus(spread.scattered(chunks, like), bias)
+        like = y.new_empty(()).expand(spread.own, matrix.shape[1])
+
+        def part(chunk: int) -> torch.Tensor:
+            apart = spread.apart(y, chunk) if in_pack else None
+            if apart is not None:
+                return torch.bmm(apart, matrix.expand(len(apart), -1, -1)).flatten(0, 1)
+            return _taken(y, chunk, spread, in_pack) @ matrix
+
+        if bias is None:
+            return spread.scattered(map(part, range(spread.chunks)), like, onto)
+        out = _plus(spread.scattered(map(part, range(spread.chunks)), like), bias)
+        return out if onto is None else out.add_(onto)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         (y,) = ctx.saved_tensors
-        weight, bias, spread = ctx.rest
-        matrix = weight.rows()
+        weight, bias, spread, in_pack = ctx.rest
+        matrix, out = weight.rows(), torch.empty_like(y)
 
-        def part(chunk: int, rows: torch.Tensor) -> torch.Tensor:
-            weight.add_product(spread.take(y, chunk), rows)
-            return rows @ matrix.t()
+        def part(chunk: int, rows: torch.Tensor) -> None:
+            weight.add_product(_taken(y, chunk, spread, in_pack), rows)
+            apart = spread.apart(out, chunk) if in_pack else None
+            if apart is not None:
+                each = rows.unflatten(0, apart.shape[:2])
+                torch.bmm(each, matrix.t().expand(len(apart), -1, -1), out=apart)
+            elif in_pack:
+                spread.put(out, chunk, rows @ matrix.t())
+            else:
+                torch.mm(rows, matrix.t(), out=out[spread.rows(chunk)])
 
-        dy = spread.whole(map(part, range(spread.chunks), spread.gathered(grad)))
+        _run(map(part, range(spread.chunks), spread.gathered(grad)))
         if bias is not None:
             bias.add(total(grad))
-        return dy, None, None, None, None
+        return out, None, None, grad if ctx.needs_input_grad[3] else None, None, None
+
+
+def _taken(whole: torch.Tensor, chunk: int, spread: Spread, in_pack: bool) -> torch.Tensor:
+    """The rows of a chunk out of ``whole`` [T, ...]."""
+    return spread.take(whole, chunk) if in_pack else whole[spread.rows(chunk)]
+
+
+def _takes_blocks(x: torch.Tensor) -> bool:
+    """Whether a product of blocks of rows is as fast as one of rows side by side."""
+    return x.device.type != "cpu"
+
+
+def _run(steps: Iterator[None]) -> None:
+    for _ in steps:
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,11 +328,14 @@ class FeedForward:
     bias_out: WeightSource | None
 
 
-def spread_feed_forward(x: torch.Tensor, parts: FeedForward, spread: Spread) -> torch.Tensor:
-    """z = reduce_scatter(act(all_gather(norm(x)) W_in^T) W_out), keeping x alone.
+def spread_feed_forward(
+    x: torch.Tensor, parts: FeedForward, spread: Spread
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """z = reduce_scatter(act(all_gather(norm(x)) W_in^T) W_out), keeping x alone; and x, for a
+    residual sum.
 
         x         [t_r, h]
-        returns   [t_r, h]
+        returns   [t_r, h], x [t_r, h]
         backward  everything but the result again, chunk by chunk, out of the gather that the
                   gradient of W_in needs anyway: no more is sent than without recompute
         sends     2 V T h forward, 3 V T h backward
@@ -250,7 +345,10 @@ def spread_feed_forward(x: torch.Tensor, parts: FeedForward, spread: Spread) -> 
 
 class _SpreadFeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parts: FeedForward, spread: Spread) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, parts: FeedForward, spread: Spread
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
         y, stats = (x, ()) if parts.norm is None else parts.norm.forward(x)
         ctx.save_for_backward(x, *stats)
         ctx.rest = (parts, spread)
@@ -259,10 +357,12 @@ class _SpreadFeedForward(torch.autograd.Function):
         def part(rows: torch.Tensor) -> torch.Tensor:
             return parts.activation.forward(_product(rows, into.t(), parts.bias_in)) @ out
 
-        return _plus(spread.scattered(map(part, spread.gathered(y)), x), parts.bias_out)
+        return _plus(spread.scattered(map(part, spread.gathered(y)), x), parts.bias_out), x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None, passed: torch.Tensor | None) -> Any:  # type: ignore[override]
+        if grad is None:
+            return passed, None, None
         x, *stats = ctx.saved_tensors
         parts, spread = ctx.rest
         y = x if parts.norm is None else parts.norm.again(x, tuple(stats))
@@ -277,16 +377,22 @@ class _SpreadFeedForward(torch.autograd.Function):
                 parts.bias_in.add(total(dwide))
             return dwide @ into
 
-        dx = spread.scattered(map(part, spread.gathered(y), spread.gathered(grad)), y)
+        onto = passed if parts.norm is None else None
+        dx = spread.scattered(map(part, spread.gathered(y), spread.gathered(grad)), y, onto)
         if parts.bias_out is not None:
             parts.bias_out.add(total(grad))
         if parts.norm is not None:
-            dx = parts.norm.backward(dx, x, tuple(stats))
+            dx = parts.norm.backward(dx, x, tuple(stats), passed)
         return dx, None, None
 
 
-def _product(x: torch.Tensor, matrix: torch.Tensor, bias: WeightSource | None) -> torch.Tensor:
-    return x @ matrix if bias is None else torch.addmm(bias.rows(), x, matrix)
+def _product(
+    x: torch.Tensor, matrix: torch.Tensor, bias: WeightSource | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    if bias is None:
+        return torch.mm(x, matrix, out=out)
+    return torch.addmm(bias.rows(), x, matrix, out=out)
 
 
 def _plus(x: torch.Tensor, bias: WeightSource | None) -> torch.Tensor:

@@ -164,11 +164,13 @@ def _attend_backward(
     core = now.core(heads, causal, window, grad.device)
     features = grad.shape[2]
     qkv, saved = _unpacked(core, heads, kept, lse, grad.shape[0], features)
-    dq, dk, dv = heads.split(core.backward(grad.contiguous(), qkv, out, saved))
-    whole = torch.contiguous_format  # results of an operator share no memory
-    return (
-        dq.clone(memory_format=whole), dk.clone(memory_format=whole),
-        dv.clone(memory_format=whole),
+    grads = core.backward(grad.contiguous(), qkv, out, saved)
+    whole = torch.contiguous_format
+    if grads.joint is None:
+        return grads.q.contiguous(), grads.k.contiguous(), grads.v.contiguous()
+    return (  # results of an operator share no memory
+        grads.q.clone(memory_format=whole), grads.k.clone(memory_format=whole),
+        grads.v.clone(memory_format=whole),
     )  # fmt: skip
 
 

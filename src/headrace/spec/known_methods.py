@@ -8,7 +8,7 @@ of one fp32 sum, V = (p - 1) / p, u bytes of one local activation):
     ulysses_z           V (2 + 2 k) u       the same            2 (1 + 2 k)
     megatron_ts         2 V p u             3 V p u             2 + 2 (1 + 2 k)
     megatron_cz         2 V p k u           2 (1 + r) V p k u   4 k + r (1 + 4 k)
-    megatron_cz_gather  2 V p k u           2 (1 + r) V p k u   2 (1 + r) p k
+    megatron_cz_gather  2 V p k u           4 V p k u           2 (1 + r) p k
     metp                2 V p k u           2 (1 + r) V p k u   2 r + (2 + 8 k + 4 k r) / p
 
     feed-forward
@@ -139,9 +139,8 @@ def _ring(a: Architecture, p: int, r: float) -> BranchUse:
 
 def _keys_gathered(a: Architecture, p: int, r: float) -> BranchUse:
     buffers = 2 * (1 + r) * p * _kv(a)
-    return replace(
-        _ring(a, p, r), messages=1, messages_back=2, pattern="gather", buffers=buffers
-    )  # fmt: skip
+    ring = _ring(a, p, 1)  # gradients are sent in the type of activations
+    return replace(ring, messages=1, messages_back=2, pattern="gather", buffers=buffers)
 
 
 MEGATRON_CZ = MethodFacts(

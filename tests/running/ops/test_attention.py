@@ -183,7 +183,7 @@ def test_the_log_sum_exp_of_half_types_is_single() -> None:
     q, k, v = (x.detach().bfloat16() for x in _draw(6, 2, 2))
     for blocks in (document_blocks((6,), True), document_blocks((2, 4), True)):
         assert attend_blocks(q, k, v, blocks)[1].dtype == torch.float32
-    assert Partial.empty(q).lse.dtype == Partial.empty(q).out.dtype == torch.float32
+    assert Partial(q).result(torch.bfloat16)[1].dtype == torch.float32
 
 
 @each_causal
@@ -216,7 +216,7 @@ def test_any_cover_gives_the_whole_result(
     whole_out, whole_lse = attend_blocks(q, k, v, document_blocks(lengths, causal))
 
     out, lse = attend_blocks(q, k, v, blocks)
-    partial = Partial.empty(q)
+    partial = Partial(q)
     for block in blocks:
         partial.add(q, k, v, (block,))
     _close((whole_out, out, partial.result(q.dtype)[0]), [wanted[0]] * 3)
@@ -241,7 +241,7 @@ def test_queries_and_keys_of_different_ranks(backend: Backend) -> None:
     grad = torch.randn(4, 4, 4, dtype=torch.float64)
     # Rank 1 holds rows 7..10 of one document, keys 0..6 come first, then its own.
     first, own = (Block(0, 4, 0, 7, False),), (Block(0, 4, 0, 4, True),)
-    partial = Partial.empty(q[7:])
+    partial = Partial(q[7:])
     partial.add(q[7:], k[:7], v[:7], first)
     partial.add(q[7:], k[7:], v[7:], own)
     out, lse = partial.result(torch.float64)
@@ -300,11 +300,11 @@ def test_rows_of_no_block(backend: Backend, dtype: torch.dtype) -> None:
     q, k, v = (x.detach().to(dtype) for x in _draw(8, 4, 2))
     some = (Block(2, 4, 1, 5, False), Block(2, 4, 6, 7, False), Block(5, 6, 6, 7, False))
     idle, unseen = [0, 1, 4, 6, 7], [0, 5, 7]
-    partial = Partial.empty(q)
+    partial = Partial(q)
     partial.add(q, k, v, some[:1])
     partial.add(q, k, v, some[1:])
     out, lse = attend_blocks(q, k, v, some)
-    for got, scale in ((out, lse), partial.result(dtype), Partial.empty(q).result(dtype)):
+    for got, scale in ((out, lse), partial.result(dtype), Partial(q).result(dtype)):
         assert not got[idle].any()
         assert (scale[:, idle] == -math.inf).all()
         assert got.isfinite().all()
@@ -371,7 +371,7 @@ def test_a_rank_without_heads() -> None:
     assert q.grad.shape == (5, 0, 4)
     assert not k.grad.any()
     assert not v.grad.any()
-    partial = Partial.empty(q.detach())
+    partial = Partial(q.detach())
     partial.add(q.detach(), k.detach(), v.detach(), document_blocks((2, 3), True))
     assert partial.result(torch.float32)[1].shape == (0, 5)
 

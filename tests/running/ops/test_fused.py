@@ -40,17 +40,21 @@ def words(tokens: int) -> torch.Tensor:
     )
 
 
+def parts(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [draw(tokens, 3, 8, i, dtype=dtype)[..., 0] for i in (1, 2)]
+
+
 Arguments = Callable[[int, torch.dtype], tuple[Any, ...]]
 ARGUMENTS: dict[str, Arguments] = {
     "rms_norm": lambda t, d: (*of_norm(t, d, draw(H)), 1e-5),
     "rms_norm_again": lambda t, d: (*of_norm(t, d, draw(H)), *stats(t, d)),
     "rms_norm_backward": lambda t, d: (
-        draw(t, H, 1, dtype=d)[..., 0], *of_norm(t, d, draw(H)), *stats(t, d)
+        draw(t, H, 1, dtype=d)[..., 0], *of_norm(t, d, draw(H)), *stats(t, d), draw(t, H, dtype=d)
     ),
     "layer_norm": lambda t, d: (*of_norm(t, d, draw(H), draw(H + 1)[1:]), 1e-5),
     "layer_norm_again": lambda t, d: (*of_norm(t, d, draw(H), draw(H + 1)[1:]), *stats(t, d, 2)),
     "layer_norm_backward": lambda t, d: (
-        draw(t, H, 1, dtype=d)[..., 0], *of_norm(t, d, draw(H)), *stats(t, d, 2)
+        draw(t, H, 1, dtype=d)[..., 0], *of_norm(t, d, draw(H)), *stats(t, d, 2), None
     ),
     "cross_entropy": lambda t, d: (draw(t, 37, dtype=d), words(t)),
     "cross_entropy_backward": lambda t, d: (
@@ -58,17 +62,28 @@ ARGUMENTS: dict[str, Arguments] = {
     ),
     "swiglu": lambda t, d: (draw(t, 2 * H, dtype=d), 4),
     "swiglu_backward": lambda t, d: (draw(t, H, dtype=d), draw(t, 2 * H, dtype=d), 4),
-    "rotate_and_sort": lambda t, d: (draw(t, 2, 5, 8, dtype=d), *tables(t, 8, d)),
-    "unrotate_and_unsort": lambda t, d: (draw(t, 10, 8, dtype=d), *tables(t, 8, d), 6, 2),
-    "merge_": lambda t, d: (
-        draw(t, 3, 8), draw(3, t), draw(t, 3, 8, 1, dtype=d)[..., 0], draw(3, t, 1)[..., 0]
+    "rotate_and_sort": lambda t, d: (draw(t, 2, 5, 8, dtype=d), *tables(t, 8, d), None),
+    "unrotate_and_unsort": lambda t, d: (
+        *draw(t, 10, 8, dtype=d).split([6, 2, 2], dim=1), *tables(t, 8, d),
+        torch.arange(t - 1, -1, -1),
+    ),
+    "log_sum_": lambda t, d: (draw(3, t), [draw(3, t, i + 1)[..., i] for i in range(3)]),
+    "weigh_up_": lambda t, d: (
+        draw(t, 3, 8), draw(3, t), [draw(t, 3, 8, i, dtype=d)[..., 0] for i in (1, 2, 3)],
+        [draw(3, t, i)[..., 0] for i in (1, 2, 3)],
+    ),
+    "add_up_": lambda t, d: (draw(t, 3, 8, dtype=d), parts(t, d)),
+    "add_to_": lambda t, d: (draw(t, 3, 8, dtype=d), parts(t, d)),
+    "sum_onto_": lambda t, d: (draw(t, H, dtype=d), draw(3, t, H, dtype=d), draw(t, H, dtype=d)),
+    "put_up_": lambda t, d: (
+        draw(t, 3, 8, dtype=d), torch.arange(t - 1, -1, -1), parts(t, d)
     ),
 }  # fmt: skip
 
 
 def results(made: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """What a function gave, or wrote to its first two arguments."""
-    return list(args[:2]) if made is None else list(made) if isinstance(made, tuple) else [made]
+    """What a function gave, or wrote to its first argument."""
+    return list(args[:1]) if made is None else list(made) if isinstance(made, tuple) else [made]
 
 
 def call(function: Callable[..., Any], name: str, tokens: int, dtype: torch.dtype) -> list[Any]:
@@ -107,7 +122,7 @@ def test_operators_without_contents(name: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         args = ARGUMENTS[name](T, dtype)
         wanted = results(FUSED[name](*args), args)
-        meta = tuple(x.to("meta") if isinstance(x, torch.Tensor) else x for x in args)
+        meta = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), args)
         for one, other in zip(results(FUSED[name](*meta), meta), wanted, strict=True):
             assert (one.shape, one.dtype) == (other.shape, other.dtype)
 

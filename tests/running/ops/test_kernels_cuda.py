@@ -235,7 +235,7 @@ def test_parts_of_documents_on_a_gpu(dtype: torch.dtype, tolerance: float) -> No
     rest = (Block(50, 70, 50, 70, True), *document_blocks((70, 1, 30), True)[1:])
     tensors = [x.to(device="cuda", dtype=dtype) for x in _draw((lengths, lengths), 4, 2, 64)]
     grad, q, k, v = tensors
-    partial = Partial.empty(q)
+    partial = Partial(q)
     partial.add(q, k, v, cuts)
     partial.add(q, k, v, rest)
     out, lse = partial.result(dtype)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headrace.ops.linear import embed, linear, linear_inputs
+from headrace.ops.linear import embed, linear, linear_inputs, normed_linear
 from headrace.ops.norm import LayerNorm, Norm, RMSNorm, normalised
 from headrace.runtime.counted import ByteCounter
 
@@ -129,7 +129,7 @@ def test_a_norm_within_is_the_norm_before(kind: str, tokens: int) -> None:
         weight, bias = Held(_randn(5, 3)), Held(_randn(5))
         x, grad = _randn(tokens, 3).requires_grad_(), _randn(tokens, 5)
         if inside:
-            y = linear(x, weight, bias, norm)
+            y = normed_linear(x, norm, weight, bias)[0]
         else:
             y = linear(normalised(x, norm), weight, bias)
         y.backward(grad)
@@ -144,7 +144,7 @@ def test_a_norm_within_keeps_the_input_and_no_copy() -> None:
     norm, _ = _norm("layer")
     weight = Held(_randn(1, 3))
     with ByteCounter() as counter:
-        y = linear(x, weight, None, norm)
+        y = normed_linear(x, norm, weight)[0]
         assert counter.current_bytes == y.nbytes + 2 * 64 * 8  # mean and deviation of each token
 
 

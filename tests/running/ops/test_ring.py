@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch.distributed as dist
 
 from headrace.comm.collectives import Arriving
 from headrace.layouts.tokens import TokenPlan
+from headrace.ops import attention, core, gathered, row_sums
 from headrace.ops.core import Core, Heads, PackCore, attended, attended_again
 from headrace.ops.gathered import GatheredCore
 from headrace.ops.ring import Ring, RingCore
+from headrace.ops.rotary import Turned, turned
 from headrace.ops.score_rows import ScoreRowsCore
 from headrace.runtime.counted import ByteCounter, TrafficCounter
 from headrace.spec.blocks import Block
@@ -118,12 +121,24 @@ def _run_all(cases: list[Case]) -> list[dict[str, Any]]:
     return [_run(case) for case in cases]
 
 
+def _as_a_device_does(cases: list[Case], held: int) -> list[dict[str, Any]]:
+    """What this rank has where parts are held, up to ``held`` times their rows, and then added."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (attention, core, gathered, row_sums):
+            patch.setattr(module, "adds_at_once", lambda x: False)
+        for module in (attention, row_sums):
+            patch.setattr(module, "HELD", held)
+        return _run_all(cases)
+
+
+@pytest.mark.parametrize("held", [None, 0, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_heads_and_gradients_equal_one_process(ranks: int) -> None:
+def test_heads_and_gradients_equal_one_process(ranks: int, held: int | None) -> None:
     """Would catch a block attended with another rank's keys, softmaxes over parts of the keys that
-    are not merged, gradients that travel a hop too far, and ranks without tokens that leave the
-    ring."""
-    results = run_ranks(ranks, _run_all, CASES)
+    are not merged, gradients that travel a hop too far, ranks without tokens that leave the ring,
+    and parts that are held and then forgotten, or added to rows that are not theirs."""
+    work = _run_all if held is None else partial(_as_a_device_does, held=held)
+    results = run_ranks(ranks, work, CASES)
     for i, case in enumerate(CASES):
         places = np.concatenate([r[i]["places"] for r in results])
         for name, wanted in zip(("out", "dqkv"), _one_process(case), strict=True):
@@ -147,6 +162,21 @@ def test_bytes_are_those_of_the_docstrings(ranks: int) -> None:
         assert [r[i]["sent"] for r in results] == [wanted] * ranks, case
 
 
+@dataclass(frozen=True)
+class _AsTheyAre:
+    """In place of a rotation: q, k and v are what is given."""
+
+    def turned(self, qkv: torch.Tensor) -> torch.Tensor:
+        return qkv.clone()
+
+    def turned_back(self, *grads: torch.Tensor) -> torch.Tensor:
+        return torch.cat(grads, dim=1)
+
+
+def _as_they_are(qkv: torch.Tensor) -> Turned:
+    return turned(qkv, _AsTheyAre())  # type: ignore[arg-type]
+
+
 def _twice(cases: list[Case]) -> list[list[Any]]:
     """Heads, dx, dW, calls of the projection and bytes sent backward, q, k and v kept and not."""
     member, results = dist.get_rank(), []
@@ -162,9 +192,12 @@ def _twice(cases: list[Case]) -> list[list[Any]]:
 
             def project(x, calls=calls, w=w, columns=case.columns):
                 calls.append(torch.is_grad_enabled())
-                return (x @ w).tanh().view(len(x), columns, D)
+                return _as_they_are((x @ w).tanh().view(len(x), columns, D)), x
 
-            out = attended_again(core, project, x) if again else attended(core, project(x))
+            if again:
+                out, _ = attended_again(core, project, x)
+            else:
+                out = attended(core, project(x)[0])
             with TrafficCounter() as wire:
                 out.backward(torch.ones_like(out) + out.detach())
             grads = [t.detach().numpy() for t in (out, x.grad, w.grad)]
@@ -214,11 +247,11 @@ def test_what_is_kept(kind: str) -> None:
     heads = (32, n, D)
     kept = 8 * (sum(int(np.prod(shape)) for shape in scores) + int(np.prod(heads)))
 
-    def project(x: torch.Tensor) -> torch.Tensor:
-        return (x @ w).view(32, case.columns, D)
+    def project(x: torch.Tensor) -> tuple[Turned, torch.Tensor]:
+        return _as_they_are((x @ w).view(32, case.columns, D)), x
 
-    assert _saved(lambda: attended_again(core, project, x)) == ([(32, 5), heads, *scores], kept)
-    qkv = project(x).detach().requires_grad_()
+    assert _saved(lambda: attended_again(core, project, x)[0]) == ([(32, 5), heads, *scores], kept)
+    qkv = project(x)[0].qkv.detach().requires_grad_()
     assert _saved(lambda: attended(core, qkv)) == ([tuple(qkv.shape), heads, *scores], kept)
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from headrace.ops.rotary import (
+    Rotation,
     rotary_tables,
     rotate_and_sort,
-    rotated_and_sorted,
-    unrotated_and_unsorted,
+    turned,
 )
 
 THETA = 100.0
@@ -113,10 +113,11 @@ def test_without_autograd_the_pair_is_the_same(groups: int, m: int, rotated: boo
     a rotation is undone by its transpose, so the pair gives back what went in."""
     tables = rotary_tables(torch.tensor([3, 0, 9]), 6, THETA, torch.float64) if rotated else None
     qkv = _draw(3, groups, m)
-    out = rotated_and_sorted(qkv, tables)
+    rotation = Rotation(tables=tables)
+    out = rotation.turned(qkv)
     assert torch.equal(out, rotate_and_sort(qkv, tables))
     before = out.clone()
-    again = unrotated_and_unsorted(out, groups * m, groups, tables)
+    again = rotation.turned_back(*out.split([groups * m, groups, groups], dim=1))
     assert torch.equal(out, before)
     torch.testing.assert_close(again, qkv, rtol=0, atol=1e-14)
 
@@ -124,6 +125,23 @@ def test_without_autograd_the_pair_is_the_same(groups: int, m: int, rotated: boo
 def test_no_heads() -> None:
     """Would catch a division by zero on a rank whose shard holds no KV group."""
     tables = rotary_tables(torch.tensor([3, 0]), 6, THETA, torch.float64)
-    out = rotated_and_sorted(_draw(2, 0, 3), tables)
+    rotation = Rotation(tables=tables)
+    out = rotation.turned(_draw(2, 0, 3))
     assert out.shape == (2, 0, 6)
-    assert unrotated_and_unsorted(out, 0, 0, tables).shape[:2] == (2, 0)
+    assert rotation.turned_back(out, out, out).shape[:2] == (2, 0)
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+def test_rows_that_stand_in_another_order(rotated: bool) -> None:
+    """Would catch positions of other rows than those of the result, and a backward into the order
+    of the result."""
+    rows = torch.tensor([2, 0, 3, 1])
+    tables = rotary_tables(torch.tensor([3, 0, 9, 4]), 6, THETA, torch.float64) if rotated else None
+    qkv = _draw(4, 2, 3).requires_grad_()
+    one = turned(qkv, Rotation(tables=tables, order=(rows, rows.argsort())))
+    other = rotate_and_sort(qkv[rows], tables)
+    assert torch.equal(one.qkv, other)
+    weigh = torch.randn_like(other)
+    (wanted,) = torch.autograd.grad(other, qkv, weigh)
+    one.grads.append(weigh.split([6, 2, 2], dim=1))
+    assert torch.equal(torch.autograd.grad(one.token, qkv, torch.empty(0))[0], wanted)

@@ -15,6 +15,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the back end
 
 from headrace.layouts.intervals import Rows, split_rows
 from headrace.methods.weights import Whole
+from headrace.ops import spread as spread_module
 from headrace.ops.activation import Activation, Gelu, SwiGLU
 from headrace.ops.norm import LayerNorm, Norm, RMSNorm
 from headrace.ops.spread import (
@@ -39,7 +40,8 @@ Kept = Literal["", "rms", "layer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One product over tokens of ``sizes``; ``moved``: the pack has another order than they."""
+    """One product over tokens of ``sizes``; ``moved``: the pack has another order than they;
+    ``summed``: x, or the result, is part of a residual sum."""
 
     kind: Kind
     sizes: tuple[int, ...]
@@ -48,6 +50,7 @@ class Case:
     norm: Kept = ""
     biased: bool = False
     gated: bool = False
+    summed: bool = False
 
     @property
     def total(self) -> int:
@@ -90,11 +93,22 @@ def _cases(ranks: int) -> list[Case]:
         for case in (
             Case(kind="gather", sizes=sizes, chunks=chunks, moved=moved),
             Case(kind="gather", sizes=sizes, chunks=chunks, moved=moved, norm="rms", biased=True),
-            Case(kind="gather", sizes=sizes, chunks=chunks, moved=moved, norm="layer"),
+            Case(kind="gather", sizes=sizes, chunks=chunks, moved=moved, norm="layer", summed=True),
+            Case(kind="gather", sizes=sizes, chunks=chunks, moved=moved, summed=True),
             Case(kind="scatter", sizes=sizes, chunks=chunks, moved=moved),
             Case(kind="scatter", sizes=sizes, chunks=chunks, moved=moved, biased=True),
+            Case(kind="scatter", sizes=sizes, chunks=chunks, moved=moved, summed=True),
+            Case(kind="scatter", sizes=sizes, chunks=chunks, moved=moved, biased=True, summed=True),
             Case(kind="feed", sizes=sizes, chunks=chunks, moved=moved, norm="rms", gated=True),
-            Case(kind="feed", sizes=sizes, chunks=chunks, moved=moved, norm="layer", biased=True),
+            Case(
+                kind="feed",
+                sizes=sizes,
+                chunks=chunks,
+                moved=moved,
+                norm="layer",
+                biased=True,
+                summed=True,
+            ),
             Case(kind="feed", sizes=sizes, chunks=chunks, moved=moved, biased=True, gated=True),
         )
     ]
@@ -106,7 +120,8 @@ def _draw(case: Case) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(case.total)
     first, second = case.features
     shapes = {
-        "x": (case.total, H), "dz": (case.total, H), "y": (case.total, second),
+        "x": (case.total, H), "dx": (case.total, H), "dz": (case.total, H),
+        "y": (case.total, second),
         "dy": (case.total, first), "in": (first, H), "in_bias": (first,), "out": (second, H),
         "out_bias": (H,), "norm": (H,), "norm_bias": (H,),
     }  # fmt: skip
@@ -138,7 +153,12 @@ def _one_process(case: Case) -> dict[str, np.ndarray]:
         else:
             y = F.gelu(wide, approximate="tanh")
         out, grad = y @ t["out"] + out_bias, t["dz"]
+    if case.summed and case.kind == "scatter":
+        out = out + t["x"]
+    elif case.summed:
+        t["x"].backward(t["dx"].detach(), retain_graph=True)
     out.backward(grad.detach())
+    t["dx"].grad = None
     grads = {n: v.grad.numpy() for n, v in t.items() if v.grad is not None}
     return {"result": out.detach().numpy(), **grads}
 
@@ -173,18 +193,27 @@ def _run(case: Case) -> dict[str, Any]:
     in_bias, out_bias = (weights[n] if case.biased else None for n in ("in_bias", "out_bias"))
     norm, grad = _norm(case, weights), t["dz"][case.mine(rank)]
     with TrafficCounter() as wire:
+        came = case.places[torch.from_numpy(spread.arrival())]  # the places of rows as they come
+        passed = x
         if case.kind == "gather":
-            out, grad = gather_linear(x, weights["in"], in_bias, norm, spread), t["dy"][:, first]
+            out, passed = gather_linear(x, weights["in"], in_bias, norm, spread)
+            out, grad = out[torch.argsort(came)], t["dy"][:, first]
         elif case.kind == "scatter":
-            out = linear_scatter(y, weights["out"], out_bias, x, spread)
+            onto = x if case.summed else None
+            in_pack = case.moved or not case.biased
+            rows = y if in_pack else y[came]
+            out = linear_scatter(rows, weights["out"], out_bias, onto, spread, in_pack=in_pack)
         else:
             parts = FeedForward(
                 norm=norm, matrix_in=weights["in"], bias_in=in_bias, activation=case.activation,
                 matrix_out=weights["out"], bias_out=out_bias,
             )  # fmt: skip
-            out = spread_feed_forward(x, parts, spread)
+            out, passed = spread_feed_forward(x, parts, spread)
         forward = wire.take()
-        out.backward(grad)
+        if case.summed and case.kind != "scatter":
+            torch.autograd.backward([out, passed], [grad, t["dx"][case.mine(rank)]])
+        else:
+            out.backward(grad)
     grads = {name: weight.grad - 1 for name, weight in weights.items()}
     grads |= {n: v.grad for n, v in (("x", x), ("y", y)) if v.grad is not None}
     return {
@@ -195,6 +224,13 @@ def _run(case: Case) -> dict[str, Any]:
 
 def _run_all(cases: list[Case]) -> list[dict[str, Any]]:
     return [_run(case) for case in cases]
+
+
+def _run_all_as_a_device_does(cases: list[Case]) -> list[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread_module, "adds_at_once", lambda x: False)
+        patch.setattr(spread_module, "_takes_blocks", lambda x: True)
+        return _run_all(cases)
 
 
 def _together(case: Case, name: str, parts: list[np.ndarray]) -> np.ndarray:
@@ -209,11 +245,12 @@ def _together(case: Case, name: str, parts: list[np.ndarray]) -> np.ndarray:
 Results = list[tuple[Case, list[dict[str, Any]]]]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=product([1, 2, 3], [_run_all, _run_all_as_a_device_does]))
 def results(request: pytest.FixtureRequest) -> Results:
     """Each case with what its ranks have."""
-    cases = _cases(request.param)
-    of_rank = run_ranks(request.param, _run_all, cases)
+    ranks, run = request.param
+    cases = _cases(ranks)
+    of_rank = run_ranks(ranks, run, cases)
     return [(case, [parts[i] for parts in of_rank]) for i, case in enumerate(cases)]
 
 
@@ -272,7 +309,13 @@ def test_take_and_put_are_inverse(moved: bool) -> None:
         assert len(rows) == sum(spread.counts(chunk))
         spread.put(out, chunk, rows)
     assert torch.equal(out, whole)
-    assert torch.equal(spread.whole(iter(chunks)), whole)
+
+
+def test_rows_as_they_come() -> None:
+    """Would catch a chunk that is not where the one before ends, and rows of another rank."""
+    spread = Spread(sizes=(5, 0, 3), group=None, chunks=3)
+    came = spread.arrival()
+    assert [list(came[spread.rows(c)]) for c in range(3)] == [[0, 5], [1, 2, 6], [3, 4, 7]]
 
 
 TOKENS, WIDE, NARROW = 120, 64, 2  # of a rank; features of what is gathered; of its products
@@ -299,9 +342,9 @@ def _passing(chunks: list[int]) -> list[dict[str, float]]:
         for name in ("gather", "feed"):
             with ByteCounter() as counter:
                 if name == "gather":
-                    y = gather_linear(x, parts.matrix_in, None, None, spread)
+                    y, _ = gather_linear(x, parts.matrix_in, None, None, spread)
                 else:
-                    y = spread_feed_forward(x, parts, spread)
+                    y, _ = spread_feed_forward(x, parts, spread)
                 passing[f"{name} forward"] = (counter.peak_bytes - y.nbytes) / unit
                 grad, x.grad = torch.ones_like(y), None
                 before = counter.current_bytes

@@ -1,0 +1,170 @@
+"""Sums whose parts come one after the other, each of some neighbouring rows.
+
+[Note: held parts] Added one by one, a sum is read and written for each part, wide where the parts
+are not. On a device, which runs at the pace of its memory, parts are held instead and all of a row
+are added by one kernel, in fp32 and rounded once; beyond ``HELD`` times the rows they are made one
+wide part. A CPU adds at once what is still in its caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from headrace.ops.fused import fused, widened
+from headrace.ops.runs import MarkedRows
+
+__all__ = ["HELD", "RowSum", "Segment", "adds_at_once", "segments"]
+
+HELD = 9
+"""A ring of eight needs 8.5 on its last rank, 5 on its first. Parts of half types that are held
+take less than a gated feed-forward of 3.5 h features has in passing, which is not there then."""
+
+
+class Segment(NamedTuple):
+    """Rows [start, stop), and which of the parts have them all; of other parts none."""
+
+    start: int
+    stop: int
+    parts: list[int]
+
+
+def adds_at_once(x: torch.Tensor) -> bool:
+    """Whether parts like ``x`` are added as they come; see [Note: held parts]."""
+    return x.device.type == "cpu"
+
+
+def segments(spans: Sequence[tuple[int, int]], rows: int) -> list[Segment]:
+    """All ``rows``, cut where one of ``spans`` (start, stop) begins or ends."""
+    edges = sorted({0, rows, *(edge for span in spans for edge in span)})
+    at = {edge: i for i, edge in enumerate(edges)}
+    found = [Segment(a, b, []) for a, b in pairwise(edges)]
+    for i, (start, stop) in enumerate(spans):
+        for segment in found[at[start] : at[stop]]:
+            segment.parts.append(i)
+    return found
+
+
+class RowSum:
+    """Of parts [n, ...] from some row on, a sum [rows, ...].
+
+    ``total`` [rows, ...] is what a CPU adds to at once; ``fresh``: it holds nothing yet.
+    """
+
+    __slots__ = ("_held", "_marked", "_parts", "_rows", "_total")
+
+    def __init__(self, rows: int, *, total: torch.Tensor | None = None, fresh: bool = True) -> None:
+        self._total = total if total is not None and adds_at_once(total) else None
+        self._rows, self._marked, self._held = rows, MarkedRows(), 0
+        self._parts: list[tuple[int, torch.Tensor]] = []
+        if not fresh:
+            self._marked.mark(0, rows)
+
+    def add(self, start: int, part: torch.Tensor) -> None:
+        """Rows from ``start`` on."""
+        if not len(part):
+            return
+        if self._total is not None:
+            _add(self._total, part, self._marked.mark(start, start + len(part)))
+            return
+        self._parts.append((start, part))
+        self._held += len(part)
+        if self._held > HELD * self._rows:
+            self._join(part)
+
+    def write(self, out: torch.Tensor, places: torch.Tensor | None = None) -> None:
+        """The sum into every row of ``out`` [rows, ...], of any strides and any type, 0 where there
+        is no part; its row i at ``places[i]`` where they are given. A total must be given again."""
+        if self._total is not None:
+            assert places is None, "parts were added in order"
+            for a, b, known in self._marked.pieces(0, self._rows):
+                if not known:
+                    out[a:b] = 0
+            return
+        for start, stop, parts in self._sliced():
+            if places is not None:
+                _put(out, places[start:stop], parts)
+            elif len(parts) > 1:
+                _add_up(out[start:stop], parts)
+            else:
+                out[start:stop] = parts[0] if parts else 0
+
+    def add_to(self, out: torch.Tensor) -> None:
+        """Add the sum to ``out`` [rows, ...]."""
+        for start, stop, parts in self._sliced():
+            if len(parts) > 1:
+                _add_to(out[start:stop], parts)
+            elif parts:
+                out[start:stop].add_(parts[0])
+
+    def only(self) -> torch.Tensor | None:
+        """The sum where it is a single part of all rows that is held, else None."""
+        if len(self._parts) != 1 or len(self._parts[0][1]) != self._rows:
+            return None
+        return self._parts[0][1]
+
+    def _sliced(self) -> list[tuple[int, int, list[torch.Tensor]]]:
+        """Segments with the rows that each part has of them."""
+        spans = [(start, start + len(part)) for start, part in self._parts]
+        return [
+            (a, b, [self._parts[i][1][a - spans[i][0] : b - spans[i][0]] for i in of])
+            for a, b, of in segments(spans, self._rows)
+        ]
+
+    def _join(self, like: torch.Tensor) -> None:
+        """Make the parts a wide one where there are several."""
+        joined = list[tuple[int, torch.Tensor]]()
+        for start, stop, parts in self._sliced():
+            if len(parts) > 1:
+                sums = like.new_empty((stop - start, *like.shape[1:]), dtype=_wide(like))
+                _add_up(sums, parts)
+                joined.append((start, sums))
+            elif parts:
+                joined.append((start, parts[0]))
+        self._parts, self._held = joined, sum(len(part) for _, part in joined)
+
+
+def _add(total: torch.Tensor, part: torch.Tensor, pieces: Sequence[tuple[int, int, bool]]) -> None:
+    """Add to pieces that hold something, set the others; ``part`` has the rows of all."""
+    start = pieces[0][0]
+    for a, b, known in pieces:
+        rows = part if len(pieces) == 1 else part[a - start : b - start]
+        total[a:b].add_(rows) if known else total[a:b].copy_(rows)
+
+
+def _put(out: torch.Tensor, places: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    if not parts:
+        out.index_fill_(0, places, 0)
+    elif len(parts) == 1 and parts[0].dtype == out.dtype:
+        out.index_copy_(0, places, parts[0])
+    else:
+        _put_up(out, places, parts)
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = widened(parts[0])
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+@fused("add_up_(Tensor(a!) out, Tensor[] parts) -> ()")
+def _add_up(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    out.copy_(_sum(parts))
+
+
+@fused("add_to_(Tensor(a!) out, Tensor[] parts) -> ()")
+def _add_to(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    out.copy_(widened(out) + _sum(parts))
+
+
+@fused("put_up_(Tensor(a!) out, Tensor places, Tensor[] parts) -> ()")
+def _put_up(out: torch.Tensor, places: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    out.index_copy_(0, places, _sum(parts).to(out.dtype))
