@@ -34,7 +34,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.comm.fake_world import fake_world
+from headrace.methods.weights import Whole
 from headrace.ops.fused import FUSED
+from headrace.ops.loss import head_loss
 from headrace.profiling.branches import BranchTarget
 from headrace.profiling.two_layers import TwoLayers
 from headrace.runtime.counted import tensors_in
@@ -43,6 +45,7 @@ from headrace.spec.known_methods import FACTS
 from headrace.spec.method import BRANCHES, Recompute
 
 METHODS = ("local", "ulysses_z", "megatron_cz_gather", "megatron_cz", "megatron_ts", "metp")
+_HEAD = "head and loss"
 _ALLOCATES = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
     "_unsafe_view", "_reshape_alias", "lift_fresh", "set_", "resize_",
@@ -172,6 +175,20 @@ def counted(
     return found.counts
 
 
+def counted_head(hidden: int, tokens: int, words: int = 128_256) -> Counts:
+    """The head and its loss, forward and backward in one, of so many tokens of a rank."""
+    found = Launches()
+    x, matrix = (
+        torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta") for rows in (tokens, words)
+    )
+    labels = torch.empty(tokens, dtype=torch.int64, device="meta")
+    weight = Whole(value=matrix, grad=torch.empty_like(matrix, dtype=torch.float32))
+    with found, Made(found):
+        found.on = True
+        head_loss(x, labels, weight, 1 / tokens)
+    return found.counts
+
+
 def row(method: str, counts: Counts, tokens: int) -> dict[str, Any]:
     """The numbers of one method; ``tokens`` of the rank."""
     return {
@@ -209,21 +226,23 @@ def main(arguments: list[str] | None = None) -> int:
     lengths = [each] * (o.documents - 1) + [o.tokens - each * (o.documents - 1)]
     table = Table("method", "kernels", "stops", "collectives", "elementwise MB a token")
     rows = []
-    for method in o.methods:
-        rule = FACTS[method].supports(llama(o.hidden), 1 if method == "local" else o.ranks)
-        if rule is not None:
+    for method in (*o.methods, _HEAD):
+        tokens = o.tokens if method == "local" else o.tokens // o.ranks
+        if method == _HEAD:
+            counts = counted_head(o.hidden, tokens)
+        elif rule := FACTS[method].supports(llama(o.hidden), 1 if method == "local" else o.ranks):
             table.add_row(method, rule)
             continue
-        counts = counted(llama(o.hidden), method, o.ranks, lengths)
-        tokens = o.tokens if method == "local" else o.tokens / o.ranks
-        found = row(method, counts, int(tokens))
+        else:
+            counts = counted(llama(o.hidden), method, o.ranks, lengths)
+        found = row(method, counts, tokens)
         rows.append(found)
         *numbers, moved = [found[key] for key in list(found)[1:]]
         table.add_row(method, *(f"{n:,}" for n in numbers), f"{moved:.2f}")
         if o.list:
             for name in sorted(counts.kernels, key=lambda name: -counts.moved[name]):
                 cells = str(counts.kernels[name]), str(counts.stops.get(name, "")), ""
-                each_mb = f"{counts.moved[name] / int(tokens) / 1e6:.3f}"
+                each_mb = f"{counts.moved[name] / tokens / 1e6:.3f}"
                 table.add_row(f"  {name}", *cells, each_mb if name in counts.moved else "")
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     if o.json:

@@ -37,6 +37,15 @@ def test_kernels_of_a_layer(method: str) -> None:
     assert counts.kernels["_flash_attention_forward"] >= 1
 
 
+def test_the_head_reads_its_logits_as_they_are() -> None:
+    """Catches logits that are widened, or read or written by more operators than needed: 128,256
+    words are read twice and written once, in half types."""
+    counts = launches.counted_head(4096, 8192)
+    assert counts.elementwise_bytes / 8192 <= 1.05e6
+    assert counts.kernels.total() / 4 <= 16  # a chunk
+    assert not counts.stops
+
+
 def test_what_is_counted() -> None:
     """Catches views and allocations counted, copies from the host and reads by it that are not."""
     counting = launches.Launches()
@@ -82,7 +91,7 @@ def test_the_table(tmp_path: Path, capsys: Any) -> None:
     out = capsys.readouterr().out
     assert "_flash_attention_forward" in out
     rows = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
-    assert rows.keys() == {"local", "megatron_cz"}
+    assert rows.keys() == {"local", "megatron_cz", "head and loss"}
     assert rows["local"]["kernels"] < rows["megatron_cz"]["kernels"]
     assert (rows["local"]["collectives"], rows["megatron_cz"]["collectives"] > 0) == (0, True)
     with pytest.raises(SystemExit):
