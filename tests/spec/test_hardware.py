@@ -148,3 +148,4 @@ def test_what_all_get_crosses_once_a_node() -> None:
     assert hardware.gather_s(1, 16.0) == 0.0
     assert hardware.gather_s(4, 16.0) == 4 * 3 / 8
     assert hardware.gather_s(16, 16.0) == 3 / 1 + 12 / 8
+    assert hardware.gather_s(5, 10.0) == 2 * 1 / 1 + 2 * 3 / 8  # a node that is not full

@@ -7,23 +7,30 @@ other. What it is to do reaches it through memory that it inherits, never throug
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import pickle
 import pickletools
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from headrace.comm.children import bury, live
+from headrace.comm.exit import say
 from headrace.errors import LaunchError
 
 __all__ = ["execute"]
 
-_RANK = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[4]); "
-    "from headrace.comm.executed import begin; begin(*map(int, sys.argv[1:4]))"
-)
+_RANK = f"""
+import sys
+sys.path[:] = sys.argv[4:]  # before anything of the working folder is taken for a module
+import signal
+for number in {int(signal.SIGINT)}, {int(signal.SIGHUP)}:  # the terminal sends them to all of us
+    signal.signal(number, signal.SIG_IGN)
+from headrace.comm.executed import begin
+begin(*map(int, sys.argv[1:4]))
+"""
 
 
 def execute(
@@ -34,23 +41,31 @@ def execute(
 
     Raises LaunchError for a ``body`` that cannot be sent: it must be of a module, not a closure.
     """
-    memory = os.memfd_create("ranks")
+    data = _pickled(body)
     children: dict[int, int] = {}
     try:
-        _write(memory, _pickled(body))
-        with _open_in_children((memory, *inherited)):
-            for rank in range(ranks):
-                words = map(str, (memory, rank, os.getpid(), json.dumps(sys.path)))
-                arguments = [sys.executable, "-c", _RANK, *words]
-                children[rank] = os.posix_spawn(sys.executable, arguments, dict(os.environ))
-    except OSError as error:
+        memory = os.memfd_create("ranks")
+        try:
+            _write(memory, data)
+            with _open_in_children((memory, *inherited)):
+                for rank in range(ranks):
+                    children[rank] = _spawned(memory, rank)
+        finally:
+            os.close(memory)
+    except BaseException as error:
         bury(children)
-        raise LaunchError(
-            f"rank {len(children)}", got=error, wanted="a process", hint="fewer ranks"
-        )
-    finally:
-        os.close(memory)
+        if not isinstance(error, OSError):
+            raise
+        hint = "fewer ranks" if error.errno in (errno.EAGAIN, errno.ENOMEM) else None
+        raise LaunchError(f"rank {len(children)}", got=error, wanted="a process", hint=hint)
     return children
+
+
+def _spawned(memory: int, rank: int) -> int:
+    """The process of a rank."""
+    folders = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]
+    words = [*map(str, (memory, rank, os.getpid())), *folders]
+    return os.posix_spawn(sys.executable, [sys.executable, "-c", _RANK, *words], dict(os.environ))
 
 
 def begin(memory: int, rank: int, parent: int) -> None:
@@ -58,7 +73,11 @@ def begin(memory: int, rank: int, parent: int) -> None:
 
     def body(rank: int) -> int:
         size = os.fstat(memory).st_size
-        work: Callable[[int], int] = pickle.loads(os.pread(memory, size, 0))
+        try:
+            work: Callable[[int], int] = pickle.loads(os.pread(memory, size, 0))
+        except (ImportError, AttributeError) as error:
+            say(f"rank {rank}: a new process has not what it is to do ({error})")
+            return 1
         os.close(memory)
         return work(rank)
 
@@ -68,7 +87,7 @@ def begin(memory: int, rank: int, parent: int) -> None:
 def _pickled(body: Callable[[int], int]) -> bytes:
     try:
         data = pickle.dumps(body)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except Exception as error:  # of any class that is asked for its state
         raise _cannot_have(str(error)) from None
     if _names_main(data):
         raise _cannot_have("of __main__")

@@ -91,7 +91,13 @@ def start(
     gc.collect()  # a store that an earlier world left behind would be joined by ranks, and abort
     children: dict[int, int] = {}
     with _listen(port) as listener, caught(*stopping()) as heard:
-        body = _Started(main=main, ranks=ranks, port=listener.getsockname()[1], settings=settings)
+        body = _Started(
+            main=main,
+            ranks=ranks,
+            port=listener.getsockname()[1],
+            settings=settings,
+            precision=torch.get_float32_matmul_precision(),
+        )
 
         def in_child(rank: int) -> int:
             listener.close()
@@ -113,8 +119,10 @@ class _Started:
     ranks: int
     port: int
     settings: Settings
+    precision: str
 
     def __call__(self, rank: int) -> int:
+        torch.set_float32_matmul_precision(self.precision)  # as where it was started
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever networks come and go
         place = RankPlace(
             rank=rank, ranks=self.ranks, local_rank=rank, local_ranks=self.ranks, attempt=0,

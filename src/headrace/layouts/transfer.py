@@ -52,6 +52,10 @@ class BucketLink:
         """Whether the rank waits where it issues: never."""
         return False
 
+    def between_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of what lies between two steps: none."""
+        return 0
+
     def pull(self, storage: Tensors, working: Tensors, wire: torch.dtype | None = None) -> Pending:
         """Issue the copy of ``storage`` rows into ``working``; both hold this rank's parts.
 

@@ -16,8 +16,11 @@ interval I_l ∩ H_n, and either step is a link of its own. Sums are added in th
 inside, of nodes across: the same bits each time. Between nodes a sum travels in the wire's type.
 
 On a device the second step is issued on a stream of its own, which waits for the first; on a CPU
-the rank waits itself. All ranks issue both at the same places of their programs, so what holds of
-the order of exchanges over all ranks holds of these.
+the rank waits itself. What that stream allocates is freed when the main stream has waited for the
+second step. The next that it allocates is used after another first step, which the main stream
+issued later, so no buffer is used twice at a time, though no event is recorded for it. All ranks
+issue both at the same places of their programs, so what holds of the order of exchanges over all
+ranks holds of these.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import numpy as np
@@ -60,6 +64,10 @@ class WeightLink(Protocol):
     @property
     def waits(self) -> bool:
         """Whether the rank waits where it issues."""
+        ...
+
+    def between_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of what lies between two steps, in such elements."""
         ...
 
     def pull(self, storage: Tensors, working: Tensors, wire: torch.dtype | None = None) -> Pending:
@@ -208,6 +216,9 @@ class _TwoSteps:
         self._held, self._aside = held, aside
         self.waits = aside is None
 
+    def between_bytes(self, dtype: torch.dtype) -> int:
+        return sum(map(prod, self._held.values())) * dtype.itemsize
+
     @property
     def pull_elements(self) -> int:
         return self._across.pull_elements + self._inside.pull_elements
@@ -232,16 +243,13 @@ class _TwoSteps:
     def _then(
         self, first: Pending, held: Mapping[str, torch.Tensor], issue: Callable[[], Pending]
     ) -> Pending:
-        """Issue the second step behind the first. What lies between is freed after both, and so
-        after all that reads it on either stream."""
-        kept = (*first.buffers, *held.values())
+        """Issue the second step behind the first. On a device all is freed after both, and so after
+        all that reads it on either stream."""
+        kept = () if self._aside is None else first.buffers
         with self._second():
             first.wait()
             second = issue()
-        if self._aside is not None:
-            for buffer in second.buffers:  # made on the other stream, read on this one
-                buffer.record_stream(torch.cuda.current_stream())
-        return second.keeping(kept)
+        return second.keeping((*kept, *held.values()))
 
     def _second(self) -> AbstractContextManager[object]:
         return nullcontext() if self._aside is None else torch.cuda.stream(self._aside)

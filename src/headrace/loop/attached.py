@@ -154,8 +154,9 @@ class Attached:
         stay: weights, optimizer, scheduler, the place in the data, and what plans follow from.
 
         In the ``background`` it is copied to the host's memory and written from there while the
-        loop goes on; it is there at the end of the step in which all ranks have written, at the end
-        of the loop, or after :meth:`finish_saving`. Collective. Raises CheckpointError on every
+        loop goes on; it is there at the end of the step in which all ranks have written, after the
+        last step, or after :meth:`finish_saving`, which a loop that is left by ``break`` has to
+        call. Collective. Raises CheckpointError on every
         rank when any could not write it, which a later step may then raise too."""
         runner = self.runner
         scheduler = None if runner.scheduler is None else runner.scheduler.state_dict()
@@ -211,6 +212,10 @@ class Attached:
     def detach(self) -> None:
         """Give the model back, without what was put in its place, and close what is open."""
         self._restore()
+        if self._writer.busy:
+            self._setup.say(
+                "the last checkpoint is not published: run.finish_saving() was not called"
+            )
         if self.runner.planner.planner is not None:
             self.runner.planner.planner.close()
         if self.runner.record is not None:

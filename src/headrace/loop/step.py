@@ -247,8 +247,8 @@ class LoopStep:
             rank=self.runner.rank, action="U", kind="update", start_s=start_s, end_s=self.seconds
         )
         self._measured, self.done = (*self._rows(), update), True
-        self.finished(self)
         self.runner.finished(self._metrics(), self.planned, self._times())
+        self.finished(self)
 
     def _times(self) -> RankTimes:
         """What this rank tells the first of the step."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -20,7 +21,7 @@ import torch.nn.attention
 from headrace.ops.index import kept, to_device
 from headrace.ops.kernels import Pair, Triple, dense, fold, spread
 
-__all__ = ["CudaEfficient", "CudaFlash", "take_newest_flash"]
+__all__ = ["CudaEfficient", "CudaFlash", "flash_as_before", "take_newest_flash"]
 
 _GRID = 65_535
 """Documents are a dimension of the kernels' grids, which is not the first: CUDA's limit."""
@@ -145,10 +146,24 @@ def take_newest_flash() -> str:
         try:
             attention.activate_flash_attention_impl("FA3")
             chosen = "FA3"
-        except (ImportError, RuntimeError, OSError) as error:
+        except Exception as error:  # whatever a package of another torch raises
+            attention.restore_flash_attention_impl(_raise_warn=False)
             why = f"{type(error).__name__}: {error}"
             warnings.warn(f"FlashAttention 3 is installed and cannot be used: {why}", stacklevel=2)
     return chosen or "FA2"
+
+
+@contextmanager
+def flash_as_before() -> Iterator[None]:
+    """Which FlashAttention torch runs after the context is what it was before."""
+    attention = torch.nn.attention
+    asked = getattr(attention, "current_flash_attention_impl", lambda: None)
+    before = asked()
+    try:
+        yield
+    finally:
+        if asked() != before:
+            attention.restore_flash_attention_impl(_raise_warn=False)
 
 
 def _starts(q_lengths: Sequence[int], k_lengths: Sequence[int], device: torch.device) -> Pair:

@@ -13,7 +13,7 @@ from headrace.spec.model_shape import HEAD_CHUNK_TOKENS
 __all__ = ["IGNORED", "head_loss"]
 
 IGNORED = -100
-"""Label of a token without a loss."""
+"""Label of a token without a loss, as any negative one."""
 
 
 def head_loss(
@@ -45,7 +45,7 @@ def head_loss(
         target = labels[start : start + chunk]
         logits = logits_of(part, matrix, offset)
         normal, picked = label_terms(logits, target)
-        kept = (target != IGNORED).to(normal.dtype)
+        kept = (target >= 0).to(normal.dtype)
         loss += ((normal - picked) * kept).double().sum()
         dlogits = logits_gradient(logits, target, normal, kept * scale)
         del logits
@@ -54,6 +54,7 @@ def head_loss(
         dlogits = dlogits.to(x.dtype)
         torch.mm(dlogits, matrix, out=dx[start : start + chunk])
         add_wide_product(gradient, dlogits, part)
+        del dlogits  # before the next chunk has its own
     weight.add(gradient)
     if bias is not None:
         bias.add(sums)

@@ -114,7 +114,7 @@ def spread_head_loss(
         words = targets - first
         words.masked_fill_((words < 0) | (words >= len(matrix)), IGNORED)  # those of other ranks
         normal, picked = _of_all_words(*label_terms(logits, words), spread.group)
-        kept = (targets != IGNORED).to(normal.dtype)
+        kept = (targets >= 0).to(normal.dtype)
         of_rank = ((normal - picked) * kept).split(spread.counts(chunk))
         loss.add_(of_rank[_rank(spread)].double().sum())
         dlogits = logits_gradient(logits, words, normal, kept * scale)

@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -120,7 +121,8 @@ class BackgroundWriter:
         self._writing, self._failed = writing, None
         try:
             copies = self._copied(shards)
-        except (MemoryError, RuntimeError) as error:  # no memory on the host: told where ranks meet
+            writing.extra = deepcopy(writing.extra)
+        except Exception as error:  # no memory on the host, say: told where the ranks meet
             self._failed = error
             return
         self._thread = Thread(target=self._write, args=(writing, copies), daemon=True)

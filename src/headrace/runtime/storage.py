@@ -97,10 +97,12 @@ class Working:
         return link.push(self.partials, sums, wire=self._storage.working_dtype)
 
     def buffer_bytes(self, bucket: int) -> int:
-        """Bytes that a pull, or a push, of a bucket has under way here."""
+        """Most bytes that a pull, or a push, of a bucket has under way here."""
         link = self._links[bucket]
-        elements = link.pull_elements + link.push_elements if link else 0
-        return elements * self._storage.working_dtype.itemsize
+        if link is None:
+            return 0
+        moved = (link.pull_elements + link.push_elements) * self._storage.working_dtype.itemsize
+        return moved + link.between_bytes(self._storage.dtype)
 
     @property
     def pull_bytes(self) -> int:

@@ -44,11 +44,14 @@ class Hardware:
 
     def gather_s(self, ranks: int, total_bytes: float) -> float:
         """Seconds in which each of the first ``ranks`` gets all of ``total_bytes``, of which it has
-        an even part: each byte crosses to a node once, and is spread inside."""
+        an even part: each byte crosses to a node once, and is spread inside; once for each rank
+        where nodes are not full."""
         if ranks == 1:
             return 0.0
-        each = total_bytes / ranks
+        each, full = total_bytes / ranks, ranks % self.devices_per_node == 0
         crossing = -(-ranks // self.devices_per_node) - 1
+        if crossing and not full:
+            crossing = ranks - self.devices_per_node
         inside_s = self.inside.seconds(each * (ranks - 1 - crossing))
         return inside_s + (self.across.seconds(each * crossing) if crossing else 0.0)
 

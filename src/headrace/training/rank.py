@@ -17,7 +17,7 @@ from headrace.comm.variables import ranks_here, sees_own_gpus, under_torchrun
 from headrace.config import Config
 from headrace.config.model import JobConfig, OptimizerConfig
 from headrace.errors import ConfigError, InfeasiblePlan
-from headrace.ops.kernels_cuda import take_newest_flash
+from headrace.ops.kernels_cuda import flash_as_before, take_newest_flash
 from headrace.runtime.machine import available_bytes, machine_facts
 from headrace.runtime.optimizers import AdamW, Elementwise, OptimizerOptions
 from headrace.runtime.storage import Storage
@@ -88,12 +88,11 @@ def launch(
 def run_here(config: JobConfig, main: Callable[[World], int]) -> int:
     """Run ``main(world)`` as the only rank, in this process; its errors are raised."""
     options = config.devices
-    with lone_rank(
-        device=_device(config),
-        threads=options.threads or None,
-        timeout_s=options.timeout_s,
+    lone = lone_rank(
+        device=_device(config), threads=options.threads or None, timeout_s=options.timeout_s,
         deterministic=config.run.deterministic,
-    ) as world:
+    )  # fmt: skip
+    with lone as world, flash_as_before():
         return main(world)
 
 

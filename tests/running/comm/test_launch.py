@@ -556,6 +556,44 @@ def test_ranks_of_new_processes_are_ranks(run_job: RunJob) -> None:
     assert job.left_over() == []
 
 
+def test_new_processes_are_interrupted_quietly(run_job: RunJob) -> None:
+    """Catches tracebacks of every rank that still imports when a terminal interrupts them all."""
+    job = run_job(lambda job: start(in_new_process, ranks=2, forked=False))
+    time.sleep(0.7)
+    os.killpg(job.pid, signal.SIGINT)
+    assert job.wait(20) in (0, 130)
+    assert "Traceback" not in job.err
+    assert job.left_over() == []
+
+
+_ELSEWHERE = """
+import sys
+from pathlib import Path
+sys.path[:] = [str(Path("modules").absolute()), Path("nowhere"), *sys.path[1:]]
+import torch
+from work import precise
+from headrace.comm.launch import start
+torch.set_float32_matmul_precision("high")
+sys.exit(start(precise, ranks=1, forked=False))
+"""
+
+
+def test_new_processes_are_like_this_one(tmp_path: Path) -> None:
+    """Catches modules of the working folder taken for Python's own, a path that is no text, and
+    products that are rounded otherwise than on forked ranks."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules/work.py").write_text(
+        "import torch\n\n\ndef precise(world):\n"
+        "    return 0 if torch.get_float32_matmul_precision() == 'high' else 3\n"
+    )
+    (tmp_path / "json.py").write_text("raise SystemExit('not this one')\n")
+    (tmp_path / "main.py").write_text(_ELSEWHERE)
+    done = subprocess.run(
+        [sys.executable, "-P", "main.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_no_new_process_can_have_is_refused() -> None:
     """Catches a closure that fails in every rank, with a traceback of pickle."""
     here = threading.Lock()

@@ -88,6 +88,54 @@ def test_what_cannot_be_gone_on_from_is_said(case: str, ranks: int, tmp_path: Pa
         assert re.search(CASES[case][2], said), said
 
 
+class Remembers:
+    """A rate that is asked for what it holds, not for a copy of it."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, step: int) -> float:
+        self.seen.append(step)
+        return 1.0
+
+
+def left_by_break(folder: Path, finishes: bool) -> list[Any]:
+    """A loop that goes on for a step after a checkpoint in the background, and is left."""
+    model, told = llama(), list[str]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rate = Remembers()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    run = attached(
+        model, optimizer, dataset(), folder, costs=costs(1), steps=4, scheduler=scheduler,
+        say=told.append,
+    )  # fmt: skip
+    for step in run:
+        for micro in step:
+            micro.backward(model(**micro.inputs).loss)
+        if step.number == 0:
+            run.save(folder / "saved", background=True)
+            run._writer.look = lambda gather: None  # the disk is slow
+            saved = list(rate.seen)
+        if step.number == 1:
+            break
+    if finishes:
+        run.finish_saving()
+    run.detach()
+    found = checkpoint.newest_first(folder / "saved")
+    states = [checkpoint.facts(path)["scheduler"]["lr_lambdas"][0]["seen"] for path in found]
+    return [states == [saved] if found else None, rate.seen != saved, told]
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_a_loop_that_is_left(finishes: bool, tmp_path: Path) -> None:
+    """Catches a scheduler's state that later steps changed, and a checkpoint that is lost without
+    a word."""
+    ((same, changed, told),) = run_ranks(1, left_by_break, tmp_path, finishes, timeout_s=100)
+    assert changed
+    assert same is (True if finishes else None)
+    assert any("finish_saving() was not called" in line for line in told) is not finishes
+
+
 def in_the_background(folder: Path, fails: bool) -> list[Any]:
     """What is in the folder when it is saved in the first of two steps, and what is said."""
     model = llama()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.comm.gpus import count_gpus
 from headrace.ops.attention import BACKENDS, Partial, attend_blocks, attend_blocks_backward
 from headrace.ops.kernels import Backend, Plain
-from headrace.ops.kernels_cuda import CudaEfficient, CudaFlash, take_newest_flash
+from headrace.ops.kernels_cuda import CudaEfficient, CudaFlash, flash_as_before, take_newest_flash
 from headrace.spec.blocks import Block, document_blocks
 
 aten = torch.ops.aten
@@ -271,7 +271,7 @@ def _flash(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fails: 
 
     def activate(name: str) -> None:
         if fails:
-            raise RuntimeError(fails)
+            raise AttributeError(fails)
         active.append(name)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -291,9 +291,20 @@ def test_the_newest_flash_attention_is_taken(
     monkeypatch.syspath_prepend(tmp_path)
     assert _flash(monkeypatch, (9, 0)) == "FA3"
     assert _flash(monkeypatch, (8, 0)) == "FA2"
-    with pytest.warns(UserWarning, match="cannot be used: RuntimeError: no kernels"):
+    with pytest.warns(UserWarning, match="cannot be used: AttributeError: no kernels"):
         assert _flash(monkeypatch, (9, 0), "no kernels") == "FA2"
-    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
+    now: list[str | None] = [None]
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: now[0])
+    restored: list[bool] = []
+    monkeypatch.setattr(
+        torch.nn.attention, "restore_flash_attention_impl", lambda **_: restored.append(True)
+    )
+    with flash_as_before():
+        assert not restored
+    assert not restored
+    with flash_as_before():
+        now[0] = "FA4"
+    assert restored
     assert _flash(monkeypatch, (9, 0)) == "FA4"
     monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
     assert take_newest_flash() == "FA2"

@@ -56,6 +56,23 @@ def test_gradient_by_differences() -> None:
         assert float(dx[t, i]) == pytest.approx(float(up - down) / 2e-6, abs=1e-8)
 
 
+def test_two_chunks_of_logits_are_alive() -> None:
+    """Catches the gradient of a chunk's logits that lives on while the next has its own: what the
+    formulas of costs count is logits and gradient of one, in the type of activations."""
+    chunk, words = 64, 5000
+    with ByteCounter() as counter:
+        x, matrix = (
+            torch.empty(n, 8, dtype=torch.bfloat16, device="meta") for n in (4 * chunk, words)
+        )
+        weight = Whole(value=matrix, grad=torch.empty(words, 8, device="meta"))
+        labels = torch.empty(4 * chunk, dtype=torch.int64, device="meta")
+        counter.reset_peak()
+        before = counter.current_bytes
+        head_loss(x, labels, weight, 1.0, chunk)
+        peak = counter.peak_bytes - before
+    assert 2 * 2 * chunk * words <= peak < 2.2 * 2 * chunk * words
+
+
 @pytest.mark.parametrize("tokens", [0, 4])
 def test_nothing_to_predict(tokens: int) -> None:
     """Would catch NaN from a mean of nothing, and a rank without tokens that skips the sum of

@@ -103,7 +103,7 @@ def test_logits_that_are_more_than_those_of_a_head() -> None:
 
 def test_no_logits_are_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches memory that grows by the vocabulary with every token."""
-    monkeypatch.setattr(head, "_CHUNK", 16)
+    monkeypatch.setattr(head, "HEAD_CHUNK_TOKENS", 16)
     peaks = {}
     for logits in (True, False):
         run = hr.compile(foreign_model("llama", 0), logits=logits)

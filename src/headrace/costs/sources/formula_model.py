@@ -21,11 +21,13 @@ from headrace.costs.sources.speeds import Speeds
 from headrace.errors import CostError, did_you_mean
 from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster
+from headrace.spec.method_facts import TrafficPattern
 from headrace.spec.model_shape import HEAD_CHUNK_TOKENS
 from headrace.spec.weights import parameter_count
 
 __all__ = ["formula_model", "group_sizes_of"]
 
+_ROOMY = 1 / 8
 _OPTIMIZER_BYTES = 16  # fp32 master weight, gradient and two moments
 
 
@@ -64,7 +66,7 @@ def formula_model(
         cluster=cluster,
         fingerprint=fingerprint,
         options=options,
-        ends={p: _ends(a, s, p) for p in options},
+        ends={p: _ends(a, s, p, cluster.memory_bytes) for p in options},
         exchange_s=_exchange(s, weights, devices),
         state_bytes=_OPTIMIZER_BYTES * weights // devices,
         working_bytes={
@@ -100,8 +102,10 @@ def _gather_s(a: Architecture, s: Speeds, p: int) -> tuple[float, float]:
 
 
 def _exchange(s: Speeds, weights: int, devices: int) -> ExchangeCost:
-    """Over all devices; nothing moves on one."""
-    each, _ = s.sending(devices, "gather") if devices > 1 else (0.0, 0.0)
+    """Over all devices; nothing moves on one. Where nodes are not full rows cross once a device."""
+    node = s.devices_per_node or devices
+    pattern: TrafficPattern = "gather" if devices <= node or devices % node == 0 else "exchange"
+    each, _ = s.sending(devices, pattern) if devices > 1 else (0.0, 0.0)
     moved_s = weights * s.element_bytes * (devices - 1) / devices * each
     return ExchangeCost(
         pull_s=moved_s,
@@ -110,13 +114,16 @@ def _exchange(s: Speeds, weights: int, devices: int) -> ExchangeCost:
     )
 
 
-def _ends(a: Architecture, s: Speeds, p: int) -> OptionCost:
+def _ends(a: Architecture, s: Speeds, p: int, memory_bytes: int) -> OptionCost:
     """Embedding, last norm, head and loss of whole tokens on each rank. Logits are of the type of
-    activations, read forward, read and written backward; those of a chunk of tokens and their
-    gradient live together."""
+    activations, read forward, read and written backward; they and their gradient live together,
+    those of a pack's tokens, but of no more than a chunk: either is a bound, and the chunk is
+    taken where it leaves most of the memory."""
     dense = a.hidden if a.masked else 0
     head = Quadratic(b=2 * a.hidden * (a.vocabulary + dense) * a.head_share / p / s.flops_per_s)
     words = a.vocabulary * s.element_bytes
+    most = 2 * HEAD_CHUNK_TOKENS * words
+    roomy = most <= _ROOMY * memory_bytes
     unit, logits = a.hidden * s.element_bytes / p, words * a.head_share / p
     there = Quadratic(b=(4 * unit + logits) / s.touched_bytes_per_s)
     back = Quadratic(b=(7 * unit + 2 * logits) / s.touched_bytes_per_s)
@@ -124,5 +131,5 @@ def _ends(a: Architecture, s: Speeds, p: int) -> OptionCost:
         forward=head + there + Quadratic(c=s.launch_s),
         backward=head * 2 + back + Quadratic(c=2 * s.launch_s),
         kept=Linear(slope=unit),
-        transient=Linear(constant=2 * HEAD_CHUNK_TOKENS * words),
+        transient=Linear(constant=most) if roomy else Linear(slope=2 * logits),
     )
