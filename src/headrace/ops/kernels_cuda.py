@@ -26,6 +26,9 @@ __all__ = ["CudaEfficient", "CudaFlash", "flash_as_before", "take_newest_flash"]
 _GRID = 65_535
 """Documents are a dimension of the kernels' grids, which is not the first: CUDA's limit."""
 
+_TILE = 128
+"""Rows by which FlashAttention pads each document's sums."""
+
 _PAD = 32
 """Rows of the efficient kernel's log-sum-exp come in multiples of this many."""
 
@@ -70,6 +73,7 @@ class CudaFlash:
         """A run of documents."""
         # The kernel reads lse and grad by address.
         unread = _unread((2,), torch.uint64, q.device)
+        _ = _workspace(q, k, len(q_lengths)) if q.is_meta else ()  # alive until the end
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad.contiguous(), dense(q), dense(k), dense(v), out.contiguous(), lse.contiguous(),
             *_starts(q_lengths, k_lengths, q.device), max(q_lengths), max(k_lengths),
@@ -151,6 +155,18 @@ def take_newest_flash() -> str:
             why = f"{type(error).__name__}: {error}"
             warnings.warn(f"FlashAttention 3 is installed and cannot be used: {why}", stacklevel=2)
     return chosen or "FA2"
+
+
+def _workspace(q: torch.Tensor, k: torch.Tensor, documents: int) -> tuple[torch.Tensor, ...]:
+    """What FlashAttention 2 allocates within its backward, for those who count bytes of tensors
+    without contents: sums of dq in fp32, padded for each document, a number for each row of them,
+    and dk, dv of every head where heads share keys."""
+    tokens, (heads, features) = len(q) + _TILE * documents, q.shape[1:]
+    wide = q.new_empty((tokens, heads, -(-features // 32) * 32), dtype=torch.float32)
+    rows = q.new_empty((heads, tokens), dtype=torch.float32)
+    if k.shape[1] == heads:
+        return wide, rows
+    return wide, rows, *(k.new_empty((len(k), heads, features)) for _ in range(2))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from headrace.comm.gpus import count_gpus
 from headrace.ops.attention import BACKENDS, Partial, attend_blocks, attend_blocks_backward
 from headrace.ops.kernels import Backend, Plain
 from headrace.ops.kernels_cuda import CudaEfficient, CudaFlash, flash_as_before, take_newest_flash
+from headrace.runtime.counted import ByteCounter
 from headrace.spec.blocks import Block, document_blocks
 
 aten = torch.ops.aten
@@ -308,3 +309,18 @@ def test_the_newest_flash_attention_is_taken(
     assert _flash(monkeypatch, (9, 0)) == "FA4"
     monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
     assert take_newest_flash() == "FA2"
+
+
+def test_what_the_backward_takes_is_counted() -> None:
+    """Catches plans for a device that is rehearsed without what its kernel allocates: 32 KB a token
+    of 4,096 features in 32 heads, of which 8 have keys."""
+    with ByteCounter() as counter:
+        tokens, flash = 4096, CudaFlash()
+        q = torch.empty(tokens, 32, 128, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(tokens, 8, 128, dtype=torch.bfloat16, device="meta")
+        out, lse = flash.forward(q, k, k, (tokens,), (tokens,), True)
+        before = counter.current_bytes
+        counter.reset_peak()
+        made = flash.backward(out, q, k, k, out, lse, (tokens,), (tokens,), True)
+        workspace = counter.peak_bytes - before - sum(x.nbytes for x in made)
+    assert 32_768 <= workspace / tokens < 34_000
