@@ -209,6 +209,7 @@ def test_errors_of_ranks_are_raised_here(folder: Path) -> None:
     assert ended.value.code == 128 + signal.SIGHUP
 
 
+@pytest.mark.slow
 def test_ranks_in_new_processes_train_alike(folder: Path, monkeypatch) -> None:
     """Catches a run that a process which may not fork (it has begun CUDA, or computed on several
     threads as a rank) cannot start, or in which callbacks and errors stay in the ranks."""

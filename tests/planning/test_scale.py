@@ -22,6 +22,7 @@ from headrace.planning.dealing import deal
 from headrace.planning.generators import SearchLimits, scheduled, side_by_side
 from headrace.planning.runs import joined
 from headrace.planning.side_by_side import Filler, Pipelines
+from headrace.planning.staged_packing import Line
 from headrace.spec import Lengths
 from headrace.units import GIB
 from planning.pipeline_worlds import costs_of, published, small_costs
@@ -220,6 +221,12 @@ def test_no_schedule_beats_the_bound_of_pipelines_apart(
         return
     best = scheduled(drafts, [], loose.seconds, limits)[0]
     assert max(tight.seconds, again.seconds) <= checked_s(best) * (1 + 1e-9)
+
+
+def test_what_no_stage_holds_opens_none() -> None:
+    """Catches a sequence that is too long for a pipeline with stages, without constants."""
+    line = Line(stages=2, c=0.0, cap=4000, util=1)
+    assert line.usable(0.67, float("inf")) == (0.0, 0)
 
 
 def test_a_pipeline_for_the_longest_has_its_devices() -> None:

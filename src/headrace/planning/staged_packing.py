@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 
 __all__ = ["Line", "best_fit", "pack_stages"]
 
@@ -79,7 +79,7 @@ class Line:
             return limit_s - self.c, self.cap
         bubbles = self.stages - 1
         rest_s = limit_s - bubbles * self.c
-        if rest_s <= 0:
+        if rest_s <= 0 or longest_s == inf:  # which no micro-batch holds
             return 0.0, 0
         count = (rest_s - bubbles * longest_s) / (longest_s + self.c) if longest_s else rest_s
         if self.c > 0:
