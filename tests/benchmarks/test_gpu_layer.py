@@ -12,6 +12,7 @@ import gpu_layer
 import pytest
 
 
+@pytest.mark.slow
 def test_the_table(tmp_path: Path) -> None:
     """Catches sides left out, ranks that take others' tokens for theirs, and work that is not
     counted."""
