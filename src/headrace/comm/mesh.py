@@ -59,11 +59,13 @@ def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | N
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroups:
     """Of a rank of several nodes with ``ranks`` each: those ``inside`` its node, and ``across`` the
-    nodes those that have its place in theirs."""
+    nodes those that have its place in theirs; on a device the stream ``aside``, on which one waits
+    for the other."""
 
     ranks: int
     inside: dist.ProcessGroup
     across: dist.ProcessGroup
+    aside: torch.cuda.Stream | None
 
 
 class Groups:
@@ -155,7 +157,8 @@ class Groups:
             next(group for group in [self._make(ranks) for ranks in some] if group is not None)
             for some in (nodes, places)
         )
-        return NodeGroups(ranks=each, inside=inside, across=across)
+        aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        return NodeGroups(ranks=each, inside=inside, across=across, aside=aside)
 
     @property
     def nodes(self) -> NodeGroups | None:

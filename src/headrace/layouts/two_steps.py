@@ -196,11 +196,10 @@ def _two_step_links(
 
     across = links({name: s.across for name, s in steps.items()}, node, nodes.across)
     inside = links({name: s.inside for name, s in steps.items()}, place, nodes.inside)
-    device = groups.device
-    aside = torch.cuda.Stream(device) if device.type == "cuda" else None
+    held = ({w.name: (steps[w.name].held, *w.shape[1:]) for w in bucket} for bucket in buckets)
     return [
-        _TwoSteps(one, other, {w.name: (steps[w.name].held, *w.shape[1:]) for w in bucket}, aside)
-        for bucket, one, other in zip(buckets, across, inside, strict=True)
+        _TwoSteps(one, other, shapes, nodes.aside)
+        for shapes, one, other in zip(held, across, inside, strict=True)
     ]
 
 
