@@ -56,6 +56,7 @@ def test_bytes_of_a_graph() -> None:
     assert autosp_memory.peak_of(graph, held) == 3 * x.nbytes
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_costs_less_memory() -> None:
     """Catches FLOPs of attention that are not counted, and recompute that saves nothing."""
     rows = autosp_memory.recompute_rows(3, [2048], [0.25])

@@ -17,6 +17,7 @@ SMALL = ("run.steps=4", "devices.ranks=1", "devices.device=cpu", "planner.group_
          "data.batch_tokens=2048", "data.context=1024", "profile.rung_s=0.05")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_table(tmp_path: Path) -> None:
     """Catches steps left out, and ratios the wrong way round."""
     path = tmp_path / "out" / "step.json"

@@ -24,6 +24,7 @@ from headrace.runtime.storage import Storage
 from headrace.runtime.trainer import Planned, Trainer
 from headrace.spec import Architecture, Lengths, Plan
 from jobs import Job
+from spread import whole
 from strategies import laid_out
 
 RunJob = Callable[[Callable[[Job], int]], Job]
@@ -134,7 +135,7 @@ def _found(folder: Path) -> list[Any]:
     return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(4)]
 
 
-@pytest.mark.parametrize("node_ranks", [None, 2])
+@pytest.mark.parametrize("node_ranks", [whole(None), 2])
 def test_a_step_is_taken_again_wherever_memory_runs_out(
     run_job: RunJob, tmp_path: Path, node_ranks: int | None
 ) -> None:
