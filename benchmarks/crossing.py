@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from headrace.errors import SpecError
 from headrace.layouts.layout import storage_partitions, working_partitions
 from headrace.layouts.two_steps import crossing_rows, taken
 from headrace.spec import Architecture, LayerOption, LayerPlan, Lengths, MicroBatch, Pipeline, Plan
@@ -93,7 +94,10 @@ def main(arguments: list[str] | None = None) -> int:
     o = parser.parse_args(arguments)
     if min(o.nodes) < 2:
         parser.error("wanted --nodes of at least 2")
-    a, hardware = Architecture.preset(o.model), Hardware.parse(o.hardware)
+    try:
+        a, hardware = Architecture.preset(o.model), Hardware.parse(o.hardware)
+    except SpecError as error:
+        parser.error(str(error))
     hardware = replace(hardware, devices_per_node=8)
     table = Table("nodes", "weights", "GB to a node: one step", "two", "seconds: one step", "two",
                   "taken")  # fmt: skip

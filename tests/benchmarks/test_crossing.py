@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import crossing
+import pytest
 
 from headrace.spec.architecture import Architecture
 from headrace.spec.weights import parameter_count
@@ -23,3 +25,11 @@ def test_whole_weights_cross_once_a_node(tmp_path: Path) -> None:
         assert abs(row["two_steps_bytes"] / (weights * others) - 1) < 1e-3
         assert abs(row["one_step_bytes"] / (weights * others * copies) - 1) < 1e-3
         assert (row["two_steps_s"] < row["one_step_s"]) == row["two_steps"]
+
+
+@pytest.mark.parametrize("words", ["--nodes 1", "--model nope", "--hardware h1000"])
+def test_what_is_not_known_is_said(words: str, capsys: Any) -> None:
+    """Catches a traceback for a name that is no preset."""
+    with pytest.raises(SystemExit):
+        crossing.main(words.split())
+    assert "error: " in capsys.readouterr().err

@@ -76,7 +76,7 @@ def begin(memory: int, rank: int, parent: int) -> None:
         try:
             work: Callable[[int], int] = pickle.loads(os.pread(memory, size, 0))
         except (ImportError, AttributeError) as error:
-            say(f"rank {rank}: a new process has not what it is to do ({error})")
+            say(f"rank {rank}: the function to run cannot be imported in a new process ({error})")
             return 1
         os.close(memory)
         return work(rank)
@@ -88,16 +88,17 @@ def _pickled(body: Callable[[int], int]) -> bytes:
     try:
         data = pickle.dumps(body)
     except Exception as error:  # of any class that is asked for its state
-        raise _cannot_have(str(error)) from None
+        raise _unsendable(str(error)) from None
     if _names_main(data):
-        raise _cannot_have("of __main__")
+        raise _unsendable("of __main__")
     return data
 
 
-def _cannot_have(why: str) -> LaunchError:
+def _unsendable(why: str) -> LaunchError:
     return LaunchError(
-        "main function of ranks", got=f"one that no new process can have ({why})",
-        wanted="a value of a module: CUDA or torch's threads keep this process from a fork",
+        "main function of ranks", got=f"one that cannot be sent to a new process ({why})",
+        wanted="a function of an importable module: as CUDA or threads of torch have begun here, "
+        "ranks cannot be forked",
         hint="start ranks before they begin, or with torchrun",
     )  # fmt: skip
 

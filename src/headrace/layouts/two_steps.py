@@ -1,4 +1,4 @@
-"""Links between ranks of several nodes: pulls and pushes in two steps.
+"""Links between ranks of several nodes: hierarchical pulls and pushes, in two steps.
 
 [Note: two steps] In one step an owner sends each reader its own copy, so a node of L readers gets
 the same rows L times over a network that is many times slower than what joins its ranks. In two

@@ -14,6 +14,7 @@ from headrace.layouts.link import link, received_rows, sent_rows
 from headrace.layouts.transfer import bucket_links
 from headrace.spec.weights import WeightSpec
 from ranks import run_ranks
+from running.layouts.adjoints import sides
 
 WEIGHTS = (
     WeightSpec(name="norm", shape=(7,), unit=None, bucket=0),
@@ -173,21 +174,7 @@ def _adjoint() -> list[tuple[float, float]]:
     for case in range(CASES):
         owners, readers = _layouts(ranks, case)
         mine = bucket_links([WEIGHTS], owners, readers, rank, world)[0]
-
-        def draw(partitions: dict[str, Partition]) -> dict[str, torch.Tensor]:
-            return {
-                w.name: torch.randn(
-                    len(partitions[w.name].parts[rank]), *w.shape[1:], dtype=torch.float64
-                )
-                for w in WEIGHTS
-            }
-
-        x, y, ax, aty = draw(owners), draw(readers), draw(readers), draw(owners)
-        mine.pull(x, ax).wait()
-        mine.push(y, aty).wait()
-        left = sum(float((ax[n] * y[n]).sum()) for n in y)
-        right = sum(float((x[n] * aty[n]).sum()) for n in x)
-        out.append((left, right))
+        out.append(sides(mine, WEIGHTS, owners, readers, rank))
     return out
 
 

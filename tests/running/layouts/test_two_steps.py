@@ -15,9 +15,13 @@ from headrace.layouts.intervals import Partition, Rows, hull
 from headrace.layouts.layout import storage_partition
 from headrace.layouts.transfer import bucket_links
 from headrace.layouts.two_steps import crossing_rows, links_over
-from headrace.spec.weights import WeightSpec
+from headrace.runtime.storage import Storage
+from headrace.spec import Architecture
+from headrace.spec.weights import WeightSpec, bucket_count
 from ranks import run_ranks
+from running.layouts.adjoints import sides
 from spread import whole
+from strategies import laid_out
 
 WEIGHTS = (
     WeightSpec(name="norm", shape=(7,), unit=None, bucket=0),
@@ -182,21 +186,7 @@ def _adjoint(ranks: int, node_ranks: int) -> list[tuple[float, float]]:
     for case in range(CASES):
         owners, readers = _layouts(ranks, node_ranks, case)
         (mine,) = links_over(groups, [WEIGHTS], owners, readers)
-
-        def draw(partitions: dict[str, Partition]) -> dict[str, torch.Tensor]:
-            return {
-                w.name: torch.randn(
-                    len(partitions[w.name].parts[rank]), *w.shape[1:], dtype=torch.float64
-                )
-                for w in WEIGHTS
-            }
-
-        x, y, ax, aty = draw(owners), draw(readers), draw(readers), draw(owners)
-        mine.pull(x, ax).wait()
-        mine.push(y, aty).wait()
-        left = sum(float((ax[n] * y[n]).sum()) for n in y)
-        right = sum(float((x[n] * aty[n]).sum()) for n in x)
-        out.append((left, right))
+        out.append(sides(mine, WEIGHTS, owners, readers, rank))
     return out
 
 
@@ -206,6 +196,32 @@ def test_push_is_the_adjoint_of_pull() -> None:
     for case in range(CASES):
         left, right = (sum(r[case][side] for r in results) for side in (0, 1))
         assert left == pytest.approx(right, rel=1e-12, abs=1e-12)
+
+
+def _counted(text: str, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Bytes that each pull and push has under way, and those that are told."""
+    a = Architecture(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=61)
+    groups = Groups(node_ranks=2)
+    groups.prepare([])
+    storage = Storage(a, groups, seed=0, working_dtype=dtype)
+    working = storage.working(laid_out(text, a, (5, 4, 3, 2), 4))
+    working.begin()
+    found = []
+    for bucket in range(bucket_count(a)):
+        for issue in (working.pull, working.push):
+            pending = issue(bucket)
+            assert pending is not None
+            found.append((pending.nbytes, working.buffer_bytes(bucket)))
+            pending.wait()
+    return found
+
+
+@pytest.mark.parametrize("text", ["4*cp1", "1*pp2 + 2*cp1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_under_way_is_told(text: str, dtype: torch.dtype) -> None:
+    """Catches what lies between two steps left out of the limit of bytes under way."""
+    for rank in run_ranks(4, _counted, text, dtype):
+        assert all(0 < held <= told for held, told in rank), rank
 
 
 def _in_flight() -> list[bool]:

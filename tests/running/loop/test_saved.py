@@ -137,10 +137,12 @@ def test_a_loop_that_is_left(finishes: bool, tmp_path: Path) -> None:
 
 
 def in_the_background(folder: Path, fails: bool) -> list[Any]:
-    """What is in the folder when it is saved in the first of two steps, and what is said."""
+    """What is in the folder when it is saved in the first of two steps, what is said, and how many
+    steps are recorded."""
     model = llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = attached(model, optimizer, dataset(), folder, costs=costs(2), steps=2)
+    out = folder / "run"
+    run = attached(model, optimizer, dataset(), folder, costs=costs(2), steps=2, out=out)
     found: list[Any] = []
     try:
         for step in run:
@@ -153,17 +155,20 @@ def in_the_background(folder: Path, fails: bool) -> list[Any]:
                     run._writer._written()
                     run._writer._failed = OSError(28, "no space left")
     except HeadraceError as error:
-        return [*found, str(error)]
-    return [*found, checkpoint.facts(newest(folder / "saved"))["step"]]
+        torch.distributed.barrier()
+        return [*found, str(error), len((out / "metrics.jsonl").read_text().splitlines())]
+    return [*found, checkpoint.facts(newest(folder / "saved"))["step"], 2]
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_loop_ends_with_its_checkpoint(fails: bool, tmp_path: Path) -> None:
-    """Catches a checkpoint that nobody publishes, and a disk that is full on one rank only."""
-    for before, said in run_ranks(2, in_the_background, tmp_path, fails, timeout_s=100):
+    """Catches a checkpoint that nobody publishes, a disk that is full on one rank only, and a step
+    that is not recorded as its checkpoint failed."""
+    for before, said, recorded in run_ranks(2, in_the_background, tmp_path, fails, timeout_s=100):
         assert before == 0
         if fails:
             assert "rank 1: no space left" in said
             assert "as they were" in said
+            assert recorded == 2
         else:
             assert said == 1

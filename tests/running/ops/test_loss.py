@@ -73,6 +73,15 @@ def test_two_chunks_of_logits_are_alive() -> None:
     assert 2 * 2 * chunk * words <= peak < 2.2 * 2 * chunk * words
 
 
+def test_any_negative_label_carries_no_loss() -> None:
+    """Catches a token that is counted though it has no label: its loss would be a logsumexp."""
+    x, labels, weight = _draw(7)
+    wanted = head_loss(x, labels, _source(weight), 1.0)
+    labels[labels == IGNORED] = -1
+    for one, other in zip(head_loss(x, labels, _source(weight), 1.0), wanted, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("tokens", [0, 4])
 def test_nothing_to_predict(tokens: int) -> None:
     """Would catch NaN from a mean of nothing, and a rank without tokens that skips the sum of

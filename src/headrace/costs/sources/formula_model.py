@@ -28,6 +28,8 @@ from headrace.spec.weights import parameter_count
 __all__ = ["formula_model", "group_sizes_of"]
 
 _ROOMY = 1 / 8
+"""The part of the memory that the logits of a chunk may take, to be counted whatever the tokens."""
+
 _OPTIMIZER_BYTES = 16  # fp32 master weight, gradient and two moments
 
 
