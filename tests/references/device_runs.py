@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.comm.waiting import Transfer
 from headrace.runtime.clocks import HostClock
 
-__all__ = ["Event", "Posted", "played"]
+__all__ = ["HOST", "Event", "Posted", "of_the_host", "played"]
 
-_HOST = {"agree", "gather_floats", "gather_bytes", "gather_to_first", "from_first"}
+HOST = {"agree", "gather_floats", "gather_bytes", "gather_to_first", "from_first"}
 """Functions whose collectives are of the host, on any device."""
 
 
@@ -92,7 +92,7 @@ class Posted(TorchDispatchMode):
         )  # fmt: skip
         members = tuple(dist.get_process_group_ranks(group))
         event = Event("post", group=group.group_name, members=members, name=name)
-        if _of_the_host():
+        if of_the_host():
             self.events.append(event._replace(kind="host"))
             self._unclaimed.append(-1)
             return
@@ -109,10 +109,10 @@ def _is_group(x: Any) -> bool:
     return type(x).__name__ == "ScriptObject"
 
 
-def _of_the_host() -> bool:
+def of_the_host() -> bool:
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_name in _HOST:
+        if frame.f_code.co_name in HOST:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

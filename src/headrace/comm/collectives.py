@@ -90,7 +90,7 @@ def issue_all_to_all(
         out = x.new_empty((sum(receive), *x.shape[1:]))
     sent = x.contiguous()
     work = dist.all_to_all_single(out, sent, list(receive), list(send), group=group, async_op=True)
-    return Arriving(Transfer(work, group), lambda: out, keep=sent)
+    return Arriving(Transfer(work, group, x), lambda: out, keep=sent)
 
 
 def all_gather_rows(
@@ -117,7 +117,7 @@ def issue_all_gather(
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         sent = x.contiguous()
         work = gather(out, sent, group=group, async_op=True)
-        return Arriving(Transfer(work, group), lambda: out, keep=sent)
+        return Arriving(Transfer(work, group, x), lambda: out, keep=sent)
     if x.device.type != "cpu" and max(sizes) - min(sizes) == 1:
         return _padded_gather(x, sizes, group)
     # gloo has no uneven all-gather: each rank sends its rows to every other, the same bytes.
@@ -180,7 +180,7 @@ def issue_reduce_scatter(
         out.view(ranks * mine, *x.shape[1:]), sent, [mine] * ranks, list(sizes), group=group,
         async_op=True,
     )  # fmt: skip
-    return Arriving(Transfer(work, group), lambda: add(out), keep=sent)
+    return Arriving(Transfer(work, group, x), lambda: add(out), keep=sent)
 
 
 def sum_of_parts(parts: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -230,7 +230,8 @@ def gather_to_first(payload: bytes, group: dist.ProcessGroup | None) -> list[byt
         return [payload]
     first, mine = dist.get_global_rank(group, 0), dist.get_rank(group) == 0
     longest = torch.tensor(len(payload), dtype=torch.int64)
-    Transfer(dist.all_reduce(longest, dist.ReduceOp.MAX, group=group, async_op=True), group).wait()
+    work = dist.all_reduce(longest, dist.ReduceOp.MAX, group=group, async_op=True)
+    Transfer(work, group, longest).wait()
     room = _LENGTH.size + int(longest)
     sent = torch.frombuffer(
         bytearray(_LENGTH.pack(len(payload)) + payload).ljust(room, b"\0"), dtype=torch.uint8
@@ -238,7 +239,8 @@ def gather_to_first(payload: bytes, group: dist.ProcessGroup | None) -> list[byt
     count = dist.get_world_size(group) if mine else 0
     received = torch.empty((count, room), dtype=torch.uint8)
     into = list(received.unbind()) if mine else None
-    Transfer(dist.gather(sent, into, first, group=group, async_op=True), group).wait()
+    work = dist.gather(sent, into, first, group=group, async_op=True)
+    Transfer(work, group, sent).wait()
     if not mine:
         return None
     padded = [row.tobytes() for row in received.numpy()]
@@ -251,12 +253,14 @@ def from_first(payload: bytes, group: dist.ProcessGroup | None) -> bytes:
         return payload
     first, mine = dist.get_global_rank(group, 0), dist.get_rank(group) == 0
     size = torch.tensor([len(payload)], dtype=torch.int64)
-    Transfer(dist.broadcast(size, first, group=group, async_op=True), group).wait()
+    work = dist.broadcast(size, first, group=group, async_op=True)
+    Transfer(work, group, size).wait()
     flat = torch.empty(int(size), dtype=torch.uint8)
     if mine and payload:
         flat.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     if len(flat):
-        Transfer(dist.broadcast(flat, first, group=group, async_op=True), group).wait()
+        work = dist.broadcast(flat, first, group=group, async_op=True)
+        Transfer(work, group, flat).wait()
     return bytes(flat.numpy())
 
 
@@ -277,7 +281,8 @@ def agree(what: str, value: str, group: dist.ProcessGroup | None) -> None:
     # max(d) and ~max(~d) = min(d) are the same where all digests are.
     digest = torch.frombuffer(bytearray(hashlib.sha256(value.encode()).digest()), dtype=torch.int64)
     ends = torch.stack([digest, ~digest])
-    Transfer(dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True), group).wait()
+    work = dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True)
+    Transfer(work, group, ends).wait()
     if torch.equal(ends[0], ~ends[1]):
         return
     values = [payload.decode() for payload in gather_bytes(value.encode(), group)]

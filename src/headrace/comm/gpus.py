@@ -63,6 +63,9 @@ def begin_gpu(local_rank: int, *, deterministic: bool = False) -> str:
     index = gpu_of(local_rank, torch.cuda.device_count(), own=sees_own_gpus())
     # Packs have new sizes all the time: without it freed memory is in pieces, and given back.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # torch's watchdog would end the process when a communicator is aborted, or fails; who failed,
+    # and where, is said by our own. torchrun sets the first one.
+    os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
     if deterministic:
         _take_deterministic_kernels()
     torch.cuda.set_device(index)

@@ -141,10 +141,11 @@ class Groups:
         """Make a group, and open it where this rank is of it."""
         # Who is not in it opens nothing, and counts it only: looking for what was opened would
         # take a rank longer the more ranks, and so groups, there are.
+        waiting.check()  # a group made in the meantime is aborted by nobody
         mine = self.rank in ranks
         with self._connections.opening() if mine else nullcontext():
             made = self._new(ranks)
-        if not mine or not isinstance(made, dist.ProcessGroup):
+        if made is None:
             return None
         self._open(made)
         return made
@@ -176,7 +177,7 @@ class Groups:
         if self._messages is None:
             with self._connections.opening():
                 made = self._new(range(self.ranks))
-            assert isinstance(made, dist.ProcessGroup), "every rank is in the world"
+            assert made is not None, "every rank is in the world"
             self._open(made)
             self._messages = Messages(made)
         new = sorted(set(peers) - self._met)
@@ -184,9 +185,13 @@ class Groups:
         self._settle()
         self._met.update(new)
 
-    def _new(self, ranks: Sequence[int]) -> object:
-        """A group, or torch's mark of one without this rank."""
-        return dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend)
+    def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A group, None where this rank is not in it."""
+        made = dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend)
+        if not isinstance(made, dist.ProcessGroup):  # torch's mark of one without this rank
+            return None
+        self._connections.keep(made)
+        return made
 
     def _open(self, group: dist.ProcessGroup) -> None:
         """Use a group once in either way that layouts use it, which has all its members meet."""

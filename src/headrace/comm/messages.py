@@ -50,7 +50,7 @@ class Messages:
             for at, peer in enumerate(peers)
         ]
         for work in dist.batch_isend_irecv(operations):
-            Transfer(work, self._group, here=True).wait()
+            Transfer(work, self._group, sent, here=True).wait()
 
     def send(self, x: torch.Tensor, peer: int) -> None:
         """Issue ``x`` to rank ``peer``; its values must not change until the next message there."""
@@ -63,7 +63,7 @@ class Messages:
         """What rank ``peer`` sends next, of this shape; waits for it."""
         out = torch.empty(tuple(shape), dtype=dtype, device=device)
         for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, out, peer, self._group)]):
-            Transfer(work, self._group, here=True).wait()
+            Transfer(work, self._group, out, here=True).wait()
         return out
 
     def exchange(self, x: torch.Tensor, shape: Sequence[int], peer: int) -> torch.Tensor:
@@ -88,10 +88,11 @@ class Messages:
     def _post(self, operations: list[dist.P2POp]) -> None:
         """Post operations with one neighbour: the first is a send, which is left under way."""
         works = dist.batch_isend_irecv(operations)
-        transfers = [Transfer(work, self._group, here=True) for work in works]
+        x = operations[0].tensor
+        transfers = [Transfer(work, self._group, x, here=True) for work in works]
         if len(works) < len(operations):  # one handle for all of them
             transfers[0].wait()
             return
-        self._sent[operations[0].peer] = _Sent(transfer=transfers[0], buffer=operations[0].tensor)
+        self._sent[operations[0].peer] = _Sent(transfer=transfers[0], buffer=x)
         for transfer in transfers[1:]:
             transfer.wait()

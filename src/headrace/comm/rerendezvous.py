@@ -2,13 +2,15 @@
 
 A rank that fails in the middle of a collective leaves the others waiting in it. It asks on the
 board for a meeting, cuts its connections, and everybody who waits for it gets an error, looks at
-the board and comes too; those who wait for somebody else are freed by their watchers. All leave the
-old world, with whatever never ends in it, and make a new one under new keys of the store.
+the board and comes too; those who wait for somebody else are freed by their watchers, and so are
+all who wait for a device. All leave the old world, with whatever never ends in it, and make a new
+one under new keys of the store. What cannot be left within the timeout of collectives ends the job.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -21,7 +23,6 @@ from headrace.comm.watcher import Watcher
 
 __all__ = ["Rerendezvous"]
 
-_LATER = 1.25  # than the watcher, which names rank and action: NCCL ends a process without a word
 _NOTICE_S = 1.5  # what a rank meets first may be a broken connection: the cause is told this soon
 
 
@@ -38,23 +39,20 @@ class Rerendezvous:
         self._number = 0
         self.connections = Connections(spared=store_port)
 
-    @property
-    def possible(self) -> bool:
-        """Whether groups can be left while others wait in them: on gloo only."""
-        return self._backend == "gloo"
-
     def meet(self) -> None:
         """Make the world and its default group. Collective."""
         with self.connections.opening():
             dist.init_process_group(
                 self._backend, store=dist.PrefixStore(f"world{self._number}", self._store),
                 rank=self._rank, world_size=self._ranks,
-                timeout=timedelta(seconds=self._timeout_s * (1 if self.possible else _LATER)),
+                timeout=timedelta(seconds=self._timeout_s),
             )  # fmt: skip
+        assert dist.group.WORLD is not None
+        self.connections.keep(dist.group.WORLD)
         # A rank that leaves at once would break the connections of those still making theirs.
         dist.all_reduce(torch.zeros(1))
-        waiting.begin(sliced=self.possible)
-        self._watcher.free(self._number + 1, self._let_go)
+        waiting.begin(sliced=True)
+        self._watcher.free(self._number + 1, self._free)
 
     def ask(self) -> None:
         """Ask all ranks to meet anew."""
@@ -69,13 +67,16 @@ class Rerendezvous:
             time.sleep(0.02)
         return found
 
-    def meet_anew(self, groups: Groups) -> None:
-        """Leave the old world and make a new one, for ``groups`` too. Every rank must come, and
-        none may hold transfers of the old one."""
-        self._watcher.enter("meeting anew")
+    def meet_anew(self, groups: Groups, let_go: Callable[[], object] = lambda: None) -> None:
+        """Leave the old world and make a new one, for ``groups`` too. Every rank must come.
+        ``let_go`` is called when nothing stands still any more, for none may still hold transfers
+        of the old world."""
+        self._watcher.enter("meeting anew", limit_s=self._timeout_s)
         self._watcher.keep()
         self.connections.cut()
+        self.connections.settle()
         waiting.leave_behind()
+        let_go()
         groups.forget()
         dist.destroy_process_group()
         self._number += 1
@@ -83,6 +84,6 @@ class Rerendezvous:
         groups.renew()
         self._watcher.leave()
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
+        waiting.free()  # first: who comes out of a kernel that was aborted must see it
         self.connections.cut()
-        waiting.free()

@@ -1,4 +1,4 @@
-"""The sockets of process groups, and how to cut them.
+"""What process groups are connected by, and how to cut it.
 
 A rank that waits in gloo waits for its whole timeout when the one it waits for will never answer:
 aborting or destroying the group from another thread returns at once and unblocks nobody. What does
@@ -6,6 +6,14 @@ is to shut down the connections themselves. So the connections that appear while
 are remembered, and nothing else of the process (the store's, a tracker's) is ever cut. A rank may
 serve the store itself, and connections of others to it appear while a group is made: they are known
 by their port.
+
+[Note: aborting] On a device nobody waits in a socket: kernels of NCCL wait there for those of
+others, and the host for the device. What frees both is to abort the communicator, from any thread.
+The kernels end then as if all were well, with anything in their results: who reads those has to ask
+whether it has been freed. To abort one communicator may mean to wait for the device, where kernels
+of another still stand, so all are aborted at once, each by a thread of its own, for which the
+thread that cuts does not wait. torch makes NCCL's sockets when a group is first used, after it is
+made, so they are none of those that are cut.
 
 The other way round, the system waits for a quarter of an hour for a machine that has been cut off;
 connections that tell the living from the dead are made impatient.
@@ -16,22 +24,34 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Protocol
 
-__all__ = ["Connections", "hurry", "make_impatient"]
+__all__ = ["Abortable", "Connections", "hurry", "make_impatient"]
 
 _PATIENCE_S = 4  # of the system with a machine that no longer answers
+
+
+class Abortable(Protocol):
+    """A process group, as far as it matters here."""
+
+    def abort(self) -> None:
+        """End all its operations, where its backend can (NCCL does, gloo does nothing)."""
 
 
 class Connections:
     """The connections that groups of this process have opened, by the number of their inode:
     numbers of files are used again once one is closed, inodes are not so soon. Those from or to the
-    port ``spared``, the store's, are none of them."""
+    port ``spared``, the store's, are none of them. And the groups, to abort them."""
 
     def __init__(self, *, spared: int | None = None) -> None:
         self._spared = spared
         self._inodes: set[int] = set()
+        self._groups: list[weakref.ref[Abortable]] = []
+        self._aborting: list[threading.Thread] = []
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -42,10 +62,19 @@ class Connections:
         finally:
             self._inodes |= set(_sockets()) - before
 
+    def keep(self, group: Abortable) -> None:
+        """Remember a group as long as it lives: a destroyed one closes its connections itself."""
+        self._groups.append(weakref.ref(group))
+
     def cut(self) -> int:
-        """Shut all of them down: whoever waits for one, here or at its other end, gets an error.
-        From any thread. Returns how many were open."""
+        """Shut all connections down: whoever waits for one, here or at its other end, gets an
+        error. Abort all groups. From any thread. Returns how many connections were open."""
         found = 0
+        while self._groups:
+            if (group := self._groups.pop()()) is not None:
+                thread = threading.Thread(target=_abort, args=(group,), daemon=True)
+                self._aborting.append(thread)
+                thread.start()
         for inode, number in _sockets().items():
             if inode in self._inodes:
                 with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
@@ -56,6 +85,16 @@ class Connections:
                         found += 1
         self._inodes.clear()
         return found
+
+    def settle(self) -> None:
+        """Wait until all that were cut have been aborted."""
+        while self._aborting:
+            self._aborting.pop().join()
+
+
+def _abort(group: Abortable) -> None:
+    with suppress(RuntimeError):  # it was being destroyed, or had failed by itself
+        group.abort()
 
 
 def _ports(connection: socket.socket) -> set[int]:

@@ -6,6 +6,9 @@ is half-way it forgets him: he waits for the timeout of his group, and nothing w
 whether they have been freed, and keep what they leave behind: to destroy a group with such a
 transfer is to wait for it.
 
+A transfer of a device is waited for by the device; the host goes on, perhaps with what an aborted
+one left (:mod:`headrace.comm.sockets`), until it asks by :func:`check`.
+
 There is one of these per process, as there is one torch.distributed.
 """
 
@@ -19,9 +22,10 @@ from contextlib import suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 
+import torch
 import torch.distributed as dist
 
-__all__ = ["Freed", "Transfer", "begin", "free", "heed", "leave_behind"]
+__all__ = ["Freed", "Transfer", "begin", "check", "free", "heed", "leave_behind"]
 
 _SLICE_S = 0.25
 _CLOSING_S = 1.0  # after this a transfer of closed connections will not end
@@ -32,28 +36,30 @@ class Freed(RuntimeError):
 
 
 class Transfer:
-    """A collective or a message under way; :meth:`wait` for it at most once.
+    """A collective or a message of ``x`` under way; :meth:`wait` for it at most once.
 
     ``here`` where it is the waiting thread that drives the transfer (messages on gloo): a limited
     wait would break it, so another thread waits in its place.
     """
 
     def __init__(
-        self, work: dist.Work | None, group: dist.ProcessGroup | None, *, here: bool = False
-    ) -> None:
+        self, work: dist.Work | None, group: dist.ProcessGroup | None, x: torch.Tensor, *,
+        here: bool = False,
+    ) -> None:  # fmt: skip
         assert work is not None, "issued asynchronously, by a rank of the group"
         self.work, self.group, self.here = work, group, here
+        self._of_host = x.device.type == "cpu"
         _state.under_way.add(self)
 
     def wait(self) -> None:
         """Return when it has ended. Raises Freed, or what broke it."""
-        if not _state.sliced:
+        if not (_state.sliced and self._of_host):
             self.work.wait()
         elif self.here:
             _state.wait_there(self)
         else:
             while not self._ended():
-                _state.check()
+                check()
         _state.under_way.discard(self)
 
     def _ended(self) -> bool:
@@ -105,14 +111,10 @@ class _State:
         self.asked: Callable[[], bool] = self.freed.is_set
         self._helper: _Helper | None = None
 
-    def check(self) -> None:
-        if self.asked():
-            raise Freed("freed from a transfer, to meet the other ranks anew")
-
     def wait_there(self, transfer: Transfer) -> None:
         self._helper = self._helper or _Helper()
         try:
-            self._helper.wait(transfer, self.check)
+            self._helper.wait(transfer, check)
         except Freed:
             self._helper = None  # it may wait for ever
             raise
@@ -122,8 +124,7 @@ _state = _State()
 
 
 def begin(*, sliced: bool) -> None:
-    """Nobody is freed yet. ``sliced``: wait so that ranks can be; on gloo only, where a limited
-    wait does no harm."""
+    """Nobody is freed yet. ``sliced``: wait for transfers of the host so that ranks can be."""
     _state.sliced = sliced
     _state.freed.clear()
     heed()
@@ -133,6 +134,12 @@ def heed(asked: Callable[[], bool] | None = None) -> None:
     """Look at ``asked`` between two slices of waiting whether this rank is to leave what it waits
     for; without it, at whether :func:`free` was called."""
     _state.asked = asked or _state.freed.is_set
+
+
+def check() -> None:
+    """Raise Freed where this rank has been freed: what it waited for since may hold anything."""
+    if _state.asked():
+        raise Freed("freed from a transfer, to meet the other ranks anew")
 
 
 def free() -> None:

@@ -93,7 +93,7 @@ class BucketLink:
         if len(back) == 1:
             return received, None
         work = dist.all_to_all_single(received, sent, back, out, group=self._group, async_op=True)
-        return received, Transfer(work, self._group)
+        return received, Transfer(work, self._group, sent)
 
 
 def bucket_links(

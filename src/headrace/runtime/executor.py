@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.comm.collectives import agree, gather_floats
 from headrace.comm.mesh import Groups
+from headrace.comm.waiting import check
 from headrace.errors import PlanMismatch
 from headrace.layouts.transfer import Pending
 from headrace.models.transformer import Transformer
@@ -139,6 +140,7 @@ class Executor:
         for action in program.actions:
             self.action = str(action)
             self._entered(self.action)
+            check()
             self._do(action, state)
         self._entered("between steps")
         return StepResult(loss=state.loss, gradient_norm=state.norm, rows=state.spans.rows())
@@ -164,6 +166,7 @@ class Executor:
                     self.groups.messages.settle()
                 self._wait("G", list(state.pushes), state.pushes, state)
                 state.spans.reach(self._entered)
+                check()  # what was summed may be what aborted transfers left
                 self._timed(action, state, lambda: self._update(state))
 
     @staticmethod

@@ -18,6 +18,7 @@ from headrace.runtime.cgroup import memory_left
 
 __all__ = [
     "available_bytes",
+    "give_back_memory",
     "is_out_of_memory",
     "machine_facts",
     "matmul_flops_per_s",
@@ -98,6 +99,14 @@ def reset_peak_bytes(device: str) -> int:
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return int(psutil.Process().memory_info().rss)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Give the memory that the allocator of a GPU keeps for later back to it, when what was issued
+    there is done: what comes next may need it in other pieces."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def peak_bytes(device: str) -> int:

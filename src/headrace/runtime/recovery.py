@@ -17,7 +17,7 @@ from headrace.comm.ranks import is_broken_connection
 from headrace.comm.rerendezvous import Rerendezvous
 from headrace.errors import HeadraceError
 from headrace.runtime.executor import Executor
-from headrace.runtime.machine import is_out_of_memory
+from headrace.runtime.machine import give_back_memory, is_out_of_memory
 
 __all__ = ["Exhausted", "Recovery"]
 
@@ -48,7 +48,7 @@ class Recovery:
         """Whether the step that ended with ``error`` can be taken again: some rank ran out of
         memory, this one or, as it seems from a connection that broke, another; and nothing was
         written. Tells the others when it was this one."""
-        if executor.written or not self.rerendezvous.possible:
+        if executor.written:
             return False
         if is_out_of_memory(error):
             self.rerendezvous.ask()
@@ -59,9 +59,13 @@ class Recovery:
         """Meet the other ranks anew; ``mine`` is the action in which this rank ran out of memory,
         None where it did not. No exception of the failed step may be alive: its frames hold what
         the step held. Collective. Raises HeadraceError when it was nobody's memory."""
-        executor.storage.forget_layouts()
-        gc.collect()  # a transfer in a cycle would still wait in the old world
-        self.rerendezvous.meet_anew(self.groups)
+
+        def let_go() -> None:
+            executor.storage.forget_layouts()
+            gc.collect()  # a transfer in a cycle would still wait in the old world
+            give_back_memory(self.groups.device)
+
+        self.rerendezvous.meet_anew(self.groups, let_go)
         said = gather_bytes(json.dumps(mine).encode(), self.groups.world)
         told = [json.loads(text) for text in said]
         found = Exhausted(actions=tuple((r, text) for r, text in enumerate(told) if text))

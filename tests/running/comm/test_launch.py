@@ -708,6 +708,23 @@ def test_a_rank_of_a_process_that_asked_for_cuda(monkeypatch: pytest.MonkeyPatch
         begin_gpu(0)
 
 
+def test_a_rank_lives_on_when_its_communicators_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches torch's watchdog, which ends the process of an aborted communicator; torchrun says so
+    in a variable of its own."""
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *size, **_: ones(*size))
+    assert begin_gpu(0) == "cuda:0"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+
+
 def test_a_lone_rank_leaves_torch_as_it_was() -> None:
     """Catches a process that computes with deterministic kernels only, once a run in it did."""
     script = """

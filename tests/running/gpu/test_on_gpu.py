@@ -84,6 +84,25 @@ def test_ranks_of_a_process_that_has_begun_cuda(
     assert job.wait(120) == 0, job.err
 
 
+def anew(world: World) -> int:
+    """Communicators of a device that are aborted, and made anew."""
+    groups = Groups(connections=world.rerendezvous.connections, device=world.device, backend="nccl")
+    for _ in range(3):
+        x = torch.full((3,), 2.0, device="cuda")
+        torch.distributed.all_reduce(x, group=groups.world)
+        torch.cuda._sleep(int(1e9))  # something stands on the device
+        world.rerendezvous.meet_anew(groups)
+        assert x.tolist() == [2.0] * 3
+    return 0
+
+
+def test_communicators_are_aborted_and_made_anew(run_job: RunJob) -> None:
+    """Catches a process that torch's watchdog ends when a communicator is aborted, and worlds that
+    cannot be left."""
+    job = run_job(lambda job: start(anew, ranks=1, device="cuda", timeout_s=60))
+    assert job.wait(120) == 0, job.err
+
+
 def _plan() -> Plan:
     count = len(LENGTHS)
     return Plan(

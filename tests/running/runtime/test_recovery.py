@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from headrace.comm import waiting
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
+from headrace.comm.rerendezvous import Rerendezvous
+from headrace.comm.sockets import Connections
+from headrace.comm.watcher import STOPPED
 from headrace.errors import InfeasiblePlan
+from headrace.runtime.clocks import HostClock
 from headrace.runtime.executor import Executor
 from headrace.runtime.machine import is_out_of_memory
 from headrace.runtime.optimizers import AdamW
@@ -24,6 +32,8 @@ from headrace.runtime.storage import Storage
 from headrace.runtime.trainer import Planned, Trainer
 from headrace.spec import Architecture, Lengths, Plan
 from jobs import Job
+from ranks import run_ranks
+from references.aborting import Kernels, register
 from spread import whole
 from strategies import laid_out
 
@@ -83,11 +93,12 @@ def _batches(count: int) -> Iterator[Batch]:
 
 def _train(
     world: World, faults: dict[int, tuple[int, str]], always: bool = False,
-    node_ranks: int | None = None,
+    node_ranks: int | None = None, backend: str = "gloo",
 ) -> Any:  # fmt: skip
     """Steps 0, 1, ...; in step n the rank ``faults[n][0]`` runs out of memory once, where its
     action has ``faults[n][1]`` in it."""
-    groups = Groups(connections=world.rerendezvous.connections, node_ranks=node_ranks)
+    rerendezvous = world.rerendezvous if backend == "gloo" else _met_over(backend, world)
+    groups = Groups(connections=rerendezvous.connections, node_ranks=node_ranks)
     options = AdamW(clip=0.5)
     storage = Storage(LLAMA, groups, seed=3, dtype=torch.float64, options=options)
     steps = len(faults)
@@ -112,19 +123,35 @@ def _train(
 
     trainer = Trainer(
         executor=executor, groups=groups, planner=planned, schedule=Schedule(lr=0.01, steps=steps),
-        finished=finished, recovery=Recovery(rerendezvous=world.rerendezvous, groups=groups),
+        finished=finished, recovery=Recovery(rerendezvous=rerendezvous, groups=groups),
     )  # fmt: skip
     trainer.train(_batches(steps), 0, steps)
     weights = {n: m.numpy().tolist() for n, m in storage.masters.items()}
     return {"seen": seen, "told": planned.told, "weights": weights, "updates": storage.updates}
 
 
+def _met_over(backend: str, world: World) -> Rerendezvous:
+    """The world anew, over ``kernels``; where they are ``stuck`` rank 1 cannot abort its own."""
+    register()
+    if backend == "stuck" and world.rank == 1:
+        Kernels.abort = lambda group: time.sleep(60)  # type: ignore[method-assign]
+    backend = "kernels"
+    dist.destroy_process_group()
+    found = Rerendezvous(
+        store=dist.PrefixStore(backend, world.rerendezvous._store), rank=world.rank,
+        ranks=world.ranks, timeout_s=world.timeout_s, watcher=world.watcher, backend=backend,
+        store_port=world.rerendezvous.connections._spared,
+    )  # fmt: skip
+    found.meet()
+    return found
+
+
 def _main(
     folder: Path, faults: dict[int, tuple[int, str]], always: bool = False,
-    node_ranks: int | None = None,
+    node_ranks: int | None = None, backend: str = "gloo",
 ) -> Callable[[World], int]:  # fmt: skip
     def main(world: World) -> int:
-        found = _train(world, faults, always, node_ranks)
+        found = _train(world, faults, always, node_ranks, backend)
         (folder / f"rank{world.rank}").write_text(json.dumps(found))
         return 0
 
@@ -135,17 +162,20 @@ def _found(folder: Path) -> list[Any]:
     return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(4)]
 
 
-@pytest.mark.parametrize("node_ranks", [whole(None), 2])
+@pytest.mark.parametrize(
+    ("node_ranks", "backend"),
+    [whole(None, "gloo"), (2, "gloo"), whole(None, "kernels"), (2, "kernels")],
+)
 def test_a_step_is_taken_again_wherever_memory_runs_out(
-    run_job: RunJob, tmp_path: Path, node_ranks: int | None
+    run_job: RunJob, tmp_path: Path, node_ranks: int | None, backend: str
 ) -> None:
-    """Would catch ranks left waiting in a collective or a message of the step that failed, a rank
-    that plans by itself, gradients of the failed try that stay in the sums, an update taken twice
-    or not by all."""
+    """Would catch ranks left waiting in a collective or a message of the step that failed, or for
+    a device that does; a rank that plans by itself, gradients of the failed try that stay in the
+    sums, or what aborted transfers left; an update taken twice or not by all."""
     faults = dict(enumerate(PLANTED.values()))
     (tmp_path / "with").mkdir()
     (tmp_path / "without").mkdir()
-    main = _main(tmp_path / "with", faults, node_ranks=node_ranks)
+    main = _main(tmp_path / "with", faults, node_ranks=node_ranks, backend=backend)
     job = run_job(lambda job: start(main, ranks=4, timeout_s=30))
     assert job.wait(60) == 0, job.err
     none = dict.fromkeys(faults, (0, ""))
@@ -176,6 +206,17 @@ def test_no_thriftier_plan_ends_the_run_with_its_reason(run_job: RunJob, tmp_pat
     job = run_job(lambda job: start(main, ranks=4, timeout_s=30))
     assert job.wait(30) == 2
     assert job.said == ["headrace: memory: got too little"]
+    assert job.left_over() == []
+
+
+def test_what_cannot_be_aborted_ends_the_run_by_name(run_job: RunJob, tmp_path: Path) -> None:
+    """Catches a run that waits for ever for a communicator that was made anew by nobody."""
+    main = _main(tmp_path, {0: (2, "0F")}, backend="stuck")
+    job = run_job(lambda job: start(main, ranks=4, timeout_s=4))
+    assert job.wait(30) == STOPPED
+    (found,) = [line for line in job.said if "no progress" in line]
+    assert "rank 2 in meeting anew for 4" in found
+    assert "rank 1 in " in found
     assert job.left_over() == []
 
 
@@ -219,3 +260,88 @@ def test_other_errors_end_the_run(run_job: RunJob) -> None:
 def test_what_says_that_memory_is_gone(error: Exception, says: bool) -> None:
     """Catches libraries that allocate beside torch's allocator, and errors that are none of it."""
     assert is_out_of_memory(error) == says
+
+
+class FreedWhileReached(HostClock):
+    """A clock on which this rank is freed while it waits for its device."""
+
+    def past(self, mark: float) -> bool:
+        return False
+
+    def reach(self, mark: float) -> None:
+        waiting.free()
+
+
+def _freed(where: str) -> tuple[str, bool, int]:
+    groups = Groups()
+    storage = Storage(LLAMA, groups, seed=3)
+
+    def entered(action: str) -> None:
+        if action == where:
+            waiting.free()
+
+    clock = HostClock() if where else FreedWhileReached()
+    executor = Executor(storage, groups, seed=3, entered=entered, clock=clock)
+    batch = next(_batches(1))
+    plan = laid_out("1*cp1", LLAMA, LENGTHS, 1)
+    try:
+        executor.run(plan, batch.tokens, step=0, lr=0.01)
+    except waiting.Freed:
+        return executor.action, executor.written, storage.updates
+    finally:
+        waiting.begin(sliced=False)
+    return "", executor.written, storage.updates
+
+
+@pytest.mark.parametrize("where", ["P0", "0F0[0]", "U", ""])
+def test_what_was_freed_writes_nothing(where: str) -> None:
+    """Catches an update with what aborted transfers left in the sums: they end without an error."""
+    (found,) = run_ranks(1, _freed, where)
+    assert found == (where or "U", False, 0)
+
+
+class Group:
+    """A group that is aborted when another is being, as communicators of one device are."""
+
+    def __init__(self, both: threading.Barrier) -> None:
+        self.both = both
+        self.aborted = 0
+
+    def abort(self) -> None:
+        self.both.wait(timeout=10)
+        self.aborted += 1
+        raise RuntimeError("it had failed by itself")
+
+
+def test_groups_are_aborted_at_once() -> None:
+    """Catches an abort that waits for a device on which kernels of the next group stand, and a
+    watcher that does not beat meanwhile."""
+    both, connections = threading.Barrier(3), Connections()
+    groups = [Group(both), Group(both)]
+    for group in groups:
+        connections.keep(group)
+    assert connections.cut() == 0, "did not wait"
+    assert connections.cut() == 0, "each once"
+    both.wait(timeout=10)
+    connections.settle()
+    assert [group.aborted for group in groups] == [1, 1]
+
+
+class Work:
+    """Of a device: its wait has no limit there."""
+
+    def wait(self, *limit: object) -> None:
+        assert not limit
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_device_is_not_waited_for_in_slices() -> None:
+    """Catches a host that waits for a device where it need not, or with a limit that NCCL takes as
+    one of its own."""
+    waiting.begin(sliced=True)
+    try:
+        waiting.Transfer(Work(), None, torch.empty(1, device="meta")).wait()  # type: ignore[arg-type]
+    finally:
+        waiting.begin(sliced=False)
