@@ -15,7 +15,13 @@ import torch
 from headrace.comm.variables import sees_own_gpus
 from headrace.errors import LaunchError
 
-__all__ = ["begin_gpu", "count_gpus", "cuda_begun", "gpu_of"]
+__all__ = ["VARIABLES", "begin_gpu", "count_gpus", "cuda_begun", "gpu_of"]
+
+VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+)  # fmt: skip
+"""What :func:`begin_gpu` sets."""
 
 
 def count_gpus() -> int:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from headrace.comm.children import bury, caught, fork, stopping, supervise
 from headrace.comm.executed import execute
 from headrace.comm.exit import end
-from headrace.comm.gpus import cuda_begun
+from headrace.comm.gpus import VARIABLES, cuda_begun
 from headrace.comm.lifeline import Lifeline
 from headrace.comm.meeting import Comer, take_seat
 from headrace.comm.network import interface_of, route
@@ -152,10 +152,11 @@ def lone_rank(
         device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=0.2, hang_s=float("inf"),
         deterministic=deterministic,
     )  # fmt: skip
-    before, named = torch.get_num_threads(), os.environ.get("GLOO_SOCKET_IFNAME")
+    before = torch.get_num_threads()
+    named = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", *VARIABLES)}
     chosen = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    os.environ["GLOO_SOCKET_IFNAME"] = named or "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = named["GLOO_SOCKET_IFNAME"] or "lo"
     store = dist.TCPStore(_LOCALHOST, 0, is_master=True, wait_for_workers=False)
     place = RankPlace(
         rank=0, ranks=1, local_rank=0, local_ranks=1, attempt=0, host=_LOCALHOST, port=store.port
@@ -168,8 +169,10 @@ def lone_rank(
             _threaded.set()
         torch.set_num_threads(before)
         torch.use_deterministic_algorithms(chosen, warn_only=warned)
-        if named is None:
-            del os.environ["GLOO_SOCKET_IFNAME"]
+        for name, value in named.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _check(ranks: int) -> None:

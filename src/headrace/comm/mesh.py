@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm import waiting
-from headrace.comm.collectives import all_gather_rows, all_to_all_rows
+from headrace.comm.collectives import agree, all_gather_rows, all_to_all_rows
 from headrace.comm.messages import Messages
 from headrace.comm.sockets import Connections
 from headrace.comm.variables import number, under_torchrun
@@ -120,6 +120,7 @@ class Groups:
         """Leave all groups but the world, whoever waits in them, here or elsewhere: each is made
         anew when it is prepared for. The world must have been made by somebody else."""
         self._connections.cut()
+        self._connections.settle()
         waiting.leave_behind()
         self._made.clear()
         self._messages = self._nodes = None
@@ -127,21 +128,24 @@ class Groups:
 
     def prepare(self, wanted: Iterable[tuple[int, ...]]) -> None:
         """Make and open the groups of ``wanted`` that do not exist yet, and open the world.
-        Collective: all ranks call it alike. Groups of one rank need no communicator and are
+        Collective: all ranks call it alike, and none returns from making groups before the others
+        have theirs: nobody can be freed from that. Groups of one rank need no communicator and are
         skipped."""
+        new = sorted({r for r in wanted if len(r) > 1} - self._made.keys())
         if not self._opened and self.ranks > 1:
             self._open(self.world)
             self._opened = True
         if self.node_ranks and self._nodes is None:
             self._nodes = self._make_nodes(self.node_ranks)
-        for ranks in sorted({r for r in wanted if len(r) > 1} - self._made.keys()):
+        for ranks in new:
             self._made[ranks] = self._make(ranks)
+        if new:
+            agree("groups", str(new), self.world)
 
     def _make(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Make a group, and open it where this rank is of it."""
         # Who is not in it opens nothing, and counts it only: looking for what was opened would
         # take a rank longer the more ranks, and so groups, there are.
-        waiting.check()  # a group made in the meantime is aborted by nobody
         mine = self.rank in ranks
         with self._connections.opening() if mine else nullcontext():
             made = self._new(ranks)
@@ -180,6 +184,7 @@ class Groups:
             assert made is not None, "every rank is in the world"
             self._open(made)
             self._messages = Messages(made)
+            agree("groups", "of messages", self.world)
         new = sorted(set(peers) - self._met)
         self._messages.greet(new, self.device)
         self._settle()

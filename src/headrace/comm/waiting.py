@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 import torch
 import torch.distributed as dist
 
-__all__ = ["Freed", "Transfer", "begin", "check", "free", "heed", "leave_behind"]
+__all__ = ["Freed", "Transfer", "begin", "check", "free", "freed", "heed", "leave_behind"]
 
 _SLICE_S = 0.25
 _CLOSING_S = 1.0  # after this a transfer of closed connections will not end
@@ -136,9 +136,14 @@ def heed(asked: Callable[[], bool] | None = None) -> None:
     _state.asked = asked or _state.freed.is_set
 
 
+def freed() -> bool:
+    """Whether this rank has been freed: what it waited for since may hold anything."""
+    return _state.asked()
+
+
 def check() -> None:
-    """Raise Freed where this rank has been freed: what it waited for since may hold anything."""
-    if _state.asked():
+    """Raise Freed where this rank has been freed."""
+    if freed():
         raise Freed("freed from a transfer, to meet the other ranks anew")
 
 

@@ -59,7 +59,8 @@ class StepRunner:
     part: LoopPart | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        possible = not self.setup.held.sharded and dist.get_backend() == "gloo"
+        on_host = dist.get_backend() == "gloo" and self.setup.groups.device.type == "cpu"
+        possible = on_host and not self.setup.held.sharded
         self.recovery = LoopRecovery(groups=self.setup.groups, possible=possible)
         self.planner = planner_of(self.setup, self.found.costs, self.drawn)
 

@@ -62,7 +62,8 @@ class Executor:
     Pulls, and pushes, have at most ``in_flight_bytes`` under way, or one at a time: the next waits
     for the first of them. Without ``overlap`` nothing is computed while weights arrive or gradients
     leave: for comparison.
-    ``action`` is where a step that failed was, ``written`` whether it had come to write.
+    ``action`` is where a step that failed was, ``prepared`` whether its groups were made, and
+    ``written`` whether it had come to write.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Executor:
         self._clock = clock or clock_of(device)
         self._programs = OwnPrograms(rank=groups.rank, bucket_count=self.buckets, overlap=overlap)
         self._plan_groups = PlanGroups(storage.architecture)
-        self.action, self.written = "", False
+        self.action, self.prepared, self.written = "", False, False
 
     def prepare(self, plan: Plan) -> Program:
         """Agree on the plan, make its groups and this rank's program, which is checked where there
@@ -110,6 +111,7 @@ class Executor:
                     f"layers of micro-batch {number}", got=len(micro.layers.options), wanted=layers
                 )
         program = self._programs.of(plan)
+        self.action = "the making of groups"
         self.groups.prepare(self._plan_groups.of(plan))
         if any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines):
             self.groups.prepare_messages(
@@ -125,8 +127,9 @@ class Executor:
         Raises what :meth:`prepare` does, and PlanMismatch when the sequences are not as long as
         the plan says: their packs would be cut elsewhere, and the loss divided by another count.
         """
-        self.written, self.action = False, "the agreement on the plan"
+        self.prepared, self.written, self.action = False, False, "the agreement on the plan"
         program = self.prepare(plan)
+        self.prepared, self.action = True, "the making of working weights"
         found, planned = map(len, tokens), plan.lengths.tokens
         for i, (got, wanted) in enumerate(zip_longest(found, planned, fillvalue="none")):
             if got != wanted:

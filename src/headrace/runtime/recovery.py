@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import gc
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
-from headrace.comm.ranks import is_broken_connection
 from headrace.comm.rerendezvous import Rerendezvous
+from headrace.comm.waiting import freed
 from headrace.errors import HeadraceError
 from headrace.runtime.executor import Executor
 from headrace.runtime.machine import give_back_memory, is_out_of_memory
@@ -43,22 +43,27 @@ class Recovery:
 
     rerendezvous: Rerendezvous
     groups: Groups
+    _mine: str | None = field(default=None, init=False)
 
     def possible(self, error: Exception, executor: Executor) -> bool:
         """Whether the step that ended with ``error`` can be taken again: some rank ran out of
-        memory, this one or, as it seems from a connection that broke, another; and nothing was
-        written. Tells the others when it was this one."""
+        memory, and nothing was written. Tells the others when it was this one; not while groups
+        are made, from which others cannot be freed. Once some rank asks to meet anew, any error of
+        another may be what aborted transfers left: it may have read a size from there."""
+        self._mine = None
         if executor.written:
             return False
-        if is_out_of_memory(error):
-            self.rerendezvous.ask()
-            return True
-        return is_broken_connection(error) and self.rerendezvous.asked()
+        if is_out_of_memory(error) and not freed():
+            if executor.prepared:
+                self._mine = executor.action
+                self.rerendezvous.ask()
+            return executor.prepared
+        return self.rerendezvous.asked()
 
-    def meet(self, executor: Executor, mine: str | None) -> Exhausted:
-        """Meet the other ranks anew; ``mine`` is the action in which this rank ran out of memory,
-        None where it did not. No exception of the failed step may be alive: its frames hold what
-        the step held. Collective. Raises HeadraceError when it was nobody's memory."""
+    def meet(self, executor: Executor) -> Exhausted:
+        """Meet the other ranks anew, after :meth:`possible`. No exception of the failed step may be
+        alive: its frames hold what the step held. Collective. Raises HeadraceError when it was
+        nobody's memory."""
 
         def let_go() -> None:
             executor.storage.forget_layouts()
@@ -66,7 +71,7 @@ class Recovery:
             give_back_memory(self.groups.device)
 
         self.rerendezvous.meet_anew(self.groups, let_go)
-        said = gather_bytes(json.dumps(mine).encode(), self.groups.world)
+        said = gather_bytes(json.dumps(self._mine).encode(), self.groups.world)
         told = [json.loads(text) for text in said]
         found = Exhausted(actions=tuple((r, text) for r, text in enumerate(told) if text))
         if not found.actions:

@@ -14,7 +14,7 @@ from headrace.comm.collectives import gather_to_first
 from headrace.comm.mesh import Groups
 from headrace.errors import HeadraceError
 from headrace.runtime.executor import Executor, StepResult
-from headrace.runtime.machine import is_out_of_memory, peak_bytes, reset_peak_bytes
+from headrace.runtime.machine import peak_bytes, reset_peak_bytes
 from headrace.runtime.recovery import Exhausted, Recovery
 from headrace.runtime.schedule import Schedule
 from headrace.runtime.step_times import RankTimes, StepTimes, packed_rows, rows_of_packed
@@ -189,7 +189,6 @@ class Trainer:
         was run and how many failed before it."""
         rate, retries = self.schedule.rate(number), 0
         while True:
-            mine: str | None = None
             try:
                 result = self.executor.run(planned.plan, batch.tokens, step=number, lr=rate)
                 return planned, result, retries
@@ -197,10 +196,8 @@ class Trainer:
                 recovery = self.recovery
                 if recovery is None or not recovery.possible(error, self.executor):
                     raise
-                if is_out_of_memory(error):
-                    mine = self.executor.action
             # Out of the handler: what the failed step held is let go of before anything is made.
-            exhausted = recovery.meet(self.executor, mine)
+            exhausted = recovery.meet(self.executor)
             planned = self.planner.replan(batch.lengths, planned.plan, exhausted)
             retries += 1
             self.tell(f"{exhausted} of step {number}: taken again as {planned.plan.strategy}")

@@ -713,7 +713,7 @@ def test_a_rank_lives_on_when_its_communicators_end(monkeypatch: pytest.MonkeyPa
     in a variable of its own."""
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in ("set_device", "synchronize"):
@@ -723,18 +723,26 @@ def test_a_rank_lives_on_when_its_communicators_end(monkeypatch: pytest.MonkeyPa
     assert begin_gpu(0) == "cuda:0"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
 
 
 def test_a_lone_rank_leaves_torch_as_it_was() -> None:
-    """Catches a process that computes with deterministic kernels only, once a run in it did."""
+    """Catches a process that computes with deterministic kernels only, once a run in it did, and
+    one whose later worlds are without torch's watchdog."""
     script = """
-        import torch
+        import os, torch
+        from headrace.comm.gpus import VARIABLES
         from headrace.comm.launch import lone_rank
-        with lone_rank():
-            torch.use_deterministic_algorithms(True, warn_only=True)  # as a rank of a device does
-        print(torch.are_deterministic_algorithms_enabled())
+        os.environ.pop(VARIABLES[0], None)
+        os.environ[VARIABLES[2]] = "1"
+        before = dict(os.environ)
+        with lone_rank():  # as a rank of a device does:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            os.environ.update(dict.fromkeys(VARIABLES, "0"))
+        print(torch.are_deterministic_algorithms_enabled(), dict(os.environ) == before)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True
     )
-    assert done.stdout.split() == ["False"]
+    assert done.stdout.split() == ["False", "True"]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from headrace.comm.rerendezvous import Rerendezvous
 from headrace.comm.sockets import Connections
 from headrace.comm.watcher import STOPPED
 from headrace.errors import InfeasiblePlan
+from headrace.models.transformer import Transformer
 from headrace.runtime.clocks import HostClock
 from headrace.runtime.executor import Executor
 from headrace.runtime.machine import is_out_of_memory
@@ -33,7 +34,7 @@ from headrace.runtime.trainer import Planned, Trainer
 from headrace.spec import Architecture, Lengths, Plan
 from jobs import Job
 from ranks import run_ranks
-from references.aborting import Kernels, register
+from references.aborting import Kernel, Kernels, register
 from spread import whole
 from strategies import laid_out
 
@@ -63,13 +64,14 @@ class Planner:
 
     most: int
     told: list[str] = field(default_factory=list)
+    first: ClassVar[str] = FIRST
 
     def _planned(self, lengths: Lengths, text: str) -> Planned:
         plan = laid_out(text, LLAMA, lengths.tokens, 4)
         return Planned(plan=plan, predicted=None, peak_bytes=(0,) * 4, planning_s=0.0)
 
     def plan(self, lengths: Lengths) -> Planned:
-        return self._planned(lengths, FIRST)
+        return self._planned(lengths, self.first)
 
     def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
         self.told.append(str(exhausted))
@@ -93,7 +95,7 @@ def _batches(count: int) -> Iterator[Batch]:
 
 def _train(
     world: World, faults: dict[int, tuple[int, str]], always: bool = False,
-    node_ranks: int | None = None, backend: str = "gloo",
+    node_ranks: int | None = None, backend: str = "gloo", checked: bool = False,
 ) -> Any:  # fmt: skip
     """Steps 0, 1, ...; in step n the rank ``faults[n][0]`` runs out of memory once, where its
     action has ``faults[n][1]`` in it."""
@@ -113,8 +115,9 @@ def _train(
             raise torch.OutOfMemoryError("planted")
 
     executor = Executor(
-        storage, groups, seed=3, entered=entered if faults[0][1] else lambda action: None
-    )
+        storage, groups, seed=3, entered=entered if faults[0][1] else lambda action: None,
+        checked=checked,
+    )  # fmt: skip
     seen: list[Any] = []
 
     def finished(step: Any, batch: Any) -> None:
@@ -149,9 +152,11 @@ def _met_over(backend: str, world: World) -> Rerendezvous:
 def _main(
     folder: Path, faults: dict[int, tuple[int, str]], always: bool = False,
     node_ranks: int | None = None, backend: str = "gloo",
+    planted: Callable[[World], None] = lambda world: None, checked: bool = False,
 ) -> Callable[[World], int]:  # fmt: skip
     def main(world: World) -> int:
-        found = _train(world, faults, always, node_ranks, backend)
+        planted(world)
+        found = _train(world, faults, always, node_ranks, backend, checked)
         (folder / f"rank{world.rank}").write_text(json.dumps(found))
         return 0
 
@@ -206,6 +211,99 @@ def test_no_thriftier_plan_ends_the_run_with_its_reason(run_job: RunJob, tmp_pat
     job = run_job(lambda job: start(main, ranks=4, timeout_s=30))
     assert job.wait(30) == 2
     assert job.said == ["headrace: memory: got too little"]
+    assert job.left_over() == []
+
+
+def _once_out_of_memory(cls: type, name: str, of: Callable[..., bool]) -> None:
+    """``cls.name`` runs out of memory the first time that ``of`` its arguments holds."""
+    real, done = getattr(cls, name), list[int]()
+
+    def made(self: Any, *args: Any, **named: Any) -> Any:
+        if not done and of(*args):
+            done.append(1)
+            raise torch.OutOfMemoryError("planted")
+        return real(self, *args, **named)
+
+    setattr(cls, name, made)
+
+
+def _while_one_is_late(world: World) -> None:
+    """Rank 0 has no memory for working weights; another comes late to the making of its group."""
+    Planner.first = "2*tp2"  # nothing else is made by all, for which rank 0 would wait
+    _once_out_of_memory(Storage, "working", lambda plan: world.rank == 0)
+    real, late = Groups._make, [1.5]
+
+    def make(self: Groups, ranks: Any) -> Any:
+        if world.rank == 2 and tuple(ranks) == (2, 3) and late:
+            time.sleep(late.pop())
+        return real(self, ranks)
+
+    Groups._make = make  # type: ignore[method-assign]
+
+
+def _with_nan(world: World) -> None:
+    """Rank 3 runs out of memory before the last collective of a layer: the others' is aborted."""
+
+    def wait(self: Kernel, timeout: Any = None) -> bool:
+        while not self._ended.wait(0.002):
+            if self._group.aborted.is_set():
+                for x in self._results:
+                    x.fill_(float("nan") if x.is_floating_point() else -10)
+                break
+        return True
+
+    Kernel.wait = wait  # type: ignore[method-assign]
+    real, within, posts = Transformer.layer, list[int](), list[str]()
+
+    def layer(self: Transformer, x: Any, index: int, *args: Any, **named: Any) -> Any:
+        within[:] = [1] if index == 1 else []
+        try:
+            return real(self, x, index, *args, **named)
+        finally:
+            within.clear()
+
+    def last(name: str, args: Any) -> bool:
+        posts.extend([name] if within else [])
+        return world.rank == 3 and len(posts) == 4 and bool(within)
+
+    Transformer.layer = layer  # type: ignore[method-assign]
+    _once_out_of_memory(Kernels, "_post", last)
+
+
+@pytest.mark.parametrize(
+    ("planted", "backend", "checked"),
+    [
+        (_while_one_is_late, "gloo", False), (_while_one_is_late, "kernels", False),
+        (_with_nan, "kernels", True),
+    ],
+)  # fmt: skip
+def test_what_else_happens_meanwhile(
+    planted: Callable[[World], None], backend: str, checked: bool, run_job: RunJob, tmp_path: Path
+) -> None:
+    """Catches ranks that are freed while others still make a group with them, and errors of what
+    aborted transfers left that are taken for causes."""
+    main = _main(tmp_path, {0: (0, "")}, backend=backend, planted=planted, checked=checked)
+    job = run_job(lambda job: start(main, ranks=4, timeout_s=12))
+    assert job.wait(10) == 0, job.err
+    assert [rank["seen"][0][1] for rank in _found(tmp_path)] == [1] * 4
+
+
+def _while_groups_are_made(world: World) -> None:
+    _once_out_of_memory(
+        Groups, "_open", lambda group: world.rank == 2 and dist.get_world_size(group) == 2
+    )
+
+
+@pytest.mark.parametrize("backend", ["gloo", "kernels"])
+def test_memory_runs_out_while_groups_are_made(
+    backend: str, run_job: RunJob, tmp_path: Path
+) -> None:
+    """Catches ranks that meet anew while others stand in the making of a group, from which nobody
+    frees them."""
+    main = _main(tmp_path, {0: (0, "")}, backend=backend, planted=_while_groups_are_made)
+    job = run_job(lambda job: start(main, ranks=4, timeout_s=60))
+    assert job.wait(10) == 1
+    assert any("rank 2| torch.OutOfMemoryError: planted" in line for line in job.err.splitlines())
     assert job.left_over() == []
 
 
