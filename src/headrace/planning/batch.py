@@ -228,19 +228,17 @@ class PriceTable:
             return max(0, tokens - room[0]) * self.share[k] if room else self.c[k]
         return 0.0 if room and tokens <= room[-1] else self.c[k]
 
-    def exposed_s(
-        self, k: int, first_s: float, last_s: float, start_s: float = 0.0
-    ) -> tuple[float, float]:
-        """Seconds, about, that ranks wait for weights at a pipeline of scheme k that starts at
-        ``start_s``, and for gradients behind it: the forward of its first micro-batch of
-        ``first_s`` hides a pull, the backward of its last of ``last_s`` a push."""
+    def exposed_s(self, k: int, first_s: float, last_s: float) -> tuple[float, float]:
+        """Seconds, about, that ranks wait for weights at a pipeline of scheme k that starts with
+        the step, and for gradients behind it: the forward of its first micro-batch of ``first_s``
+        hides a pull, the backward of its last of ``last_s`` a push."""
         if not self.push_s:
             return 0.0, 0.0
         pull_s, push_s = self.pull_s / self.depth[k], self.push_s / self.depth[k]
         waited_s = pull_s - first_s * _FORWARD
         behind_s = push_s - last_s * (1 - _FORWARD)
-        waited_s = max(waited_s, self.unhidden * self.pull_s) - start_s
-        return max(0.0, waited_s), max(behind_s, self.unhidden * self.push_s)
+        waited_s = max(waited_s, self.unhidden * self.pull_s)
+        return waited_s, max(behind_s, self.unhidden * self.push_s)
 
     def put(self, k: int, room: list[int], tokens: int) -> None:
         """Put ``tokens`` into the micro-batch that they fill best, a new one where none has

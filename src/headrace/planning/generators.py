@@ -14,15 +14,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isinf
+from math import inf, isinf
 
 import numpy as np
 
 from headrace.planning.batch import PriceTable
+from headrace.planning.chains import Chains, times_of
 from headrace.planning.local_search import improved
 from headrace.planning.nested import Nesting
-from headrace.planning.packing import likely
-from headrace.planning.schedule import Assignment, Group, placed, rank_ends
+from headrace.planning.packing import likely, pack
+from headrace.planning.schedule import Assignment, Group, placed
 from headrace.planning.search import Effort, Searched, least_time
 from headrace.planning.side_by_side import Filler, Pipelines
 from headrace.planning.strategy_search import Counts, climbed, counts_of, worthwhile
@@ -59,7 +60,7 @@ class SearchLimits:
     shaken: int = 3000
     levels: Sequence[float] = (0.08, 0.3, float("inf"))
     biases: Sequence[float] = (1.0, 1.1, 1.25)
-    exchanged: int = 6000
+    exchanged: int = 5000
     large: int = 16
     targets: Sequence[float] = (1.0, 1.05, 1.15, 1.4, 2.0, float("inf"))
     dropped: float = 0.0
@@ -95,24 +96,46 @@ class SearchLimits:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Draft:
     """Pipelines with their sequences, larger ones first, the seconds to expect of computations, and
-    with weights and gradients on their way."""
+    with weights and gradients on their way. ``ends`` are the pipelines after which a rank has
+    nothing left to do, by number, where it is known those that are expected to end last first."""
 
     table: PriceTable
     seconds: float
     expected_s: float
     groups: list[Group]
     source: str
+    ends: Sequence[int] = ()
 
     @classmethod
     def of(cls, table: PriceTable, seconds: float, groups: list[Group], source: str) -> Draft:
         """Pipelines that compute for ``seconds``."""
-        expected_s = seconds
+        expected_s, ends = seconds, list[int]()
         if table.push_s:
-            packs = [likely(table, k, members) for k, _, members in groups]
-            expected_s = max(seconds, *rank_ends(table, groups, packs))
+            times = [times_of(table, k, likely(table, k, own)) for k, _, own in groups]
+            chains = Chains(ranks for _, ranks, _ in groups)
+            sent = chains.sent_s(times)
+            expected_s = max(seconds, *sent.values())
+            ends = sorted(sent, key=sent.__getitem__, reverse=True)
         return cls(
-            table=table, seconds=seconds, expected_s=expected_s, groups=groups, source=source
-        )
+            table=table, seconds=seconds, expected_s=expected_s, groups=groups, source=source,
+            ends=ends,
+        )  # fmt: skip
+
+    def is_late(self, limit_s: float) -> bool:
+        """Whether one of the pipelines of ``ends``, packed exactly in this order with those that
+        it waits for, has its gradients sent no sooner than that: then the rest need no packing."""
+        before = Chains(ranks for _, ranks, _ in self.groups).before if self.ends else []
+        ends = dict[int, tuple[float, float]]()  # each free, and its gradients sent
+
+        def end(g: int) -> tuple[float, float]:
+            if g not in ends:
+                k, _, members = self.groups[g]
+                there_s, seconds, behind_s = times_of(self.table, k, pack(self.table, k, members))
+                free_s = max([there_s, *(end(h)[0] for h in before[g])]) + seconds
+                ends[g] = free_s, free_s + behind_s
+            return ends[g]
+
+        return any(end(g)[1] >= limit_s for g in self.ends)
 
 
 def side_by_side(
@@ -122,8 +145,12 @@ def side_by_side(
     """Drafts of pipelines side by side that may take less than ``high_s``; ``most[k]`` limits the
     pipelines of each scheme. ``deeper``: those without stages are known already."""
     starts, single = list[Counts](), [depth == 1 for depth in table.depth]
+    tried = list[Filler]()
     for bias in _biases(single, limits, deeper):
         filler = Filler(table, most=most, bias=bias)
+        if any(filler.cheapest(high_s) == other.cheapest(high_s) for other in tried[-1:]):
+            continue  # it would fill as the one before
+        tried.append(filler)
         found = _filled(filler, bound_s, high_s, seed, limits, known=bool(starts))
         if found is not None:
             starts.append(counts_of(table, found.result))
@@ -171,9 +198,11 @@ def _filled(
     table = filler.table
     few = len(table.tokens) <= limits.few
 
+    sparse = few and len(table.tokens) * min(table.width) <= limits.crowd * table.devices
+
     def fill(tau: float, order: Sequence[int] | None) -> Pipelines | float:
         found = filler.fill(tau, order)
-        if isinstance(found, float) and few and order is None:
+        if isinstance(found, float) and sparse and order is None:
             found = filler.fill(tau, order, join_any=False)
         return found
 
@@ -310,8 +339,13 @@ def scheduled(
     best = _various(drafts, limits)
     fluid = any(any(draft.table.fluid) for draft in best)
     polished = limits.polished_fluid if fluid else limits.polished
-    made = [Assignment.of(draft.table, draft.groups, draft.source) for draft in best]
-    made = sorted([*found, *made], key=lambda schedule: schedule.expected_s)
+    made = list(found)
+    over = 0.0 if polished == 1 else limits.near  # of the best: only those are improved
+    for draft in best:
+        known_s = min((schedule.expected_s for schedule in made), default=inf)
+        if not draft.is_late(known_s * (1 + over)):
+            made.append(Assignment.of(draft.table, draft.groups, draft.source))
+    made.sort(key=lambda schedule: schedule.expected_s)
     limit_s, seen = made[0].expected_s * (1 + limits.near), Counter[str]()
     for schedule in list(made):
         done = made[0].expected_s <= bound_s * (1 + limits.enough)

@@ -19,7 +19,7 @@ from headrace.planning.infeasible import require_fit, require_strategies
 from headrace.planning.layout import laid_out
 from headrace.planning.priced import PricedScheme
 from headrace.planning.problem import Problem
-from headrace.planning.schedule import Assignment, rank_ends
+from headrace.planning.schedule import Assignment, expected_s
 from headrace.planning.smoothing import smoothed
 from headrace.planning.stages import Least
 from headrace.planning.static import best_statics, static_schedule
@@ -308,8 +308,8 @@ def _larger_last(schedule: Assignment) -> bool:
     used = sum(len(ranks) for _, ranks, _ in schedule.groups)
     if used == len({rank for _, ranks, _ in schedule.groups for rank in ranks}):
         return False
-    turned = rank_ends(schedule.table, schedule.groups[::-1], schedule.packs[::-1])
-    return max(turned) < schedule.expected_s
+    turned_s = expected_s(schedule.table, schedule.groups[::-1], schedule.packs[::-1])
+    return turned_s < schedule.expected_s
 
 
 def _rules(one: PriceTable, other: PriceTable) -> bool:

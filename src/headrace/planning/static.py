@@ -64,7 +64,8 @@ def best_statics(
         best = min(found, key=lambda item: item[:2])[2] if found else None
         return seconds >= latest_s(best)
 
-    for bound_s, k in sorted(_bounds(table)):
+    # Those with stages take a search, which is short where there is something to be better than.
+    for bound_s, k in sorted(_bounds(table), key=lambda item: (table.depth[item[1]] > 1, item)):
         if late(bound_s):
             break
         if bound_s < best_s + slack_s or best_s == inf:

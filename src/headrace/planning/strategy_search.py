@@ -9,8 +9,10 @@ its pipelines can be filled in a little less time. Effort is counted in sequence
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.bounds import BoundRows
@@ -21,6 +23,8 @@ __all__ = ["climbed", "counts_of", "worthwhile"]
 
 Counts = tuple[int, ...]
 """A strategy: how many pipelines of each of a table's schemes."""
+
+Floats = NDArray[np.float64]
 
 _GAIN = 1e-3
 _KINDS = 8
@@ -53,6 +57,7 @@ def climbed(
     """Fillings that take less and less than ``best_s``, by exchanges from ``starts``, the most
     promising first; ``work`` sequences are placed at most."""
     seen, waiting = set(starts), list(starts)
+    shares = cache(BoundRows.of(table).shares)
     while waiting and work > 0 and best_s > bound_s * (1 + _GAIN):
         start = waiting.pop(0)
         for counts in _neighbours(table, start, kinds):
@@ -61,8 +66,10 @@ def climbed(
             if work <= 0:
                 return
             seen.add(counts)
-            filler = Filler(table, most=counts)
             gain, tau, found = _GAIN, best_s * (1 - _GAIN), None
+            if not _may_fill(table, counts, shares(tau)):
+                continue
+            filler = Filler(table, most=counts)
             while True:
                 filled = filler.fill(tau)
                 work -= len(table.tokens)
@@ -80,6 +87,14 @@ def climbed(
                 yield filler, found
                 waiting.insert(0, counts)
                 break
+
+
+def _may_fill(table: PriceTable, counts: Counts, shares: Floats) -> bool:
+    """Whether a strategy has the devices that sequences take of the cheapest of its schemes, as if
+    it did not matter how many pipelines it has of each."""
+    held = [k for k, number in enumerate(counts) if number]
+    least = float(shares[held].min(axis=0) @ table.batch.counts)
+    return least <= sum(counts[k] * table.width[k] for k in held)
 
 
 def _neighbours(table: PriceTable, counts: Counts, kinds: Sequence[int]) -> Iterator[Counts]:
