@@ -148,8 +148,8 @@ def side_by_side(
     tried = list[Filler]()
     for bias in _biases(single, limits, deeper):
         filler = Filler(table, most=most, bias=bias)
-        if any(filler.cheapest(high_s) == other.cheapest(high_s) for other in tried[-1:]):
-            continue  # it would fill as the one before
+        if any(filler.is_like(other, high_s) for other in tried[-1:]):
+            continue
         tried.append(filler)
         found = _filled(filler, bound_s, high_s, seed, limits, known=bool(starts))
         if found is not None:

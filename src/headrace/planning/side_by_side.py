@@ -21,7 +21,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from math import log, sqrt
+from math import inf, log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +73,10 @@ class Filler:
                 rows = [row[:count] for row, count in zip(rows, opened, strict=True)]
             self._cheapest[step] = rows
         return self._cheapest[step]
+
+    def is_like(self, other: Filler, tau: float) -> bool:
+        """Whether another filler of the same table fills alike within ``tau``, where that ends."""
+        return tau < inf and self.cheapest(tau) == other.cheapest(tau)
 
     def _needed(self, tau: float) -> Floats:
         """Devices that a sequence of each run takes of each scheme for ``tau`` [schemes, runs], if
