@@ -30,8 +30,7 @@ def bound_s(costs: CostModel, lengths: list[int]) -> float:
         for weights in problem.holding
         if (schemes := problem.pricing.groups(weights))
     ]
-    total = found[0] if len(found) == 1 else found[0] + found[1]
-    return lower_bound(total, problem.devices).seconds
+    return lower_bound(BoundRows.joined(found), problem.devices).seconds
 
 
 def plan_alone(costs: CostModel, tokens: int) -> Plan:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from itertools import combinations
-from operator import add
+from math import inf
 
 from headrace.costs.cost_model import MOST_TOKENS
 from headrace.planning.baselines import BASELINES
 from headrace.planning.batch import PriceTable, SortedBatch
-from headrace.planning.bounds import Bound, BoundRows, lower_bound, step_bound_s
+from headrace.planning.bounds import Bound, BoundRows, allows, lower_bound, step_bound_s
 from headrace.planning.explain import Candidate, reasons
 from headrace.planning.frontier import Frontier
 from headrace.planning.generators import Draft, SearchLimits, nested, scheduled, side_by_side
@@ -65,7 +64,7 @@ class ModelSearch:
     @property
     def best_s(self) -> float:
         """The least seconds of computing so far."""
-        return min((one.seconds for one in (*self.found, *self.drafts)), default=float("inf"))
+        return min((one.seconds for one in (*self.found, *self.drafts)), default=inf)
 
     def _free(self) -> Bound:
         """Any strategy that the problem allows."""
@@ -86,7 +85,8 @@ class ModelSearch:
             return bound
         low_s = ideal.seconds if bound is None else bound.seconds
         for table in tables:
-            if self._promises(table):
+            if self._promises(rows := BoundRows.of(table)):
+                self.lows.append(low_s if len(tables) == 1 else self._low_s(rows))
                 self._side_by_side(table, low_s)
         if problem.planner == "adaptive":
             for table in self._nests():
@@ -112,15 +112,20 @@ class ModelSearch:
     def _close(self, low_s: float) -> bool:
         return self.best_s <= low_s * _CLOSE_ENOUGH
 
-    def _promises(self, table: PriceTable) -> bool:
-        """Whether a table may bring something: whether its bound is below the best known by half
-        of what the best table's bound is."""
-        low_s = lower_bound(BoundRows.of(table), self.problem.devices, close=1e-3).seconds
+    def _promises(self, rows: BoundRows) -> bool:
+        """Whether schemes may bring something: whether their bound is below the best known by half
+        of what the best bound of others is."""
         if not self.lows:
-            self.lows.append(low_s)
             return True
-        self.lows.append(low_s)
-        return low_s + _PROMISED * max(0.0, self.best_s - min(self.lows)) < self.best_s
+        best_s = self.best_s
+        if best_s == inf:
+            return False
+        limit_s = best_s - _PROMISED * max(0.0, best_s - min(self.lows))
+        return allows(rows, self.problem.devices, limit_s)
+
+    def _low_s(self, rows: BoundRows) -> float:
+        """The bound, roughly, of schemes that promise something."""
+        return lower_bound(rows, self.problem.devices, close=1e-3).seconds
 
     def _static(self, tables: Sequence[PriceTable]) -> None:
         """Schedules of one group size that may be the best by the step's clock: pull and push
@@ -142,7 +147,7 @@ class ModelSearch:
         costs = self.problem.model
         if best is not None:
             self._laid_out(best)
-        least_s = min((one.plan.predicted_s for one in self.laid), default=float("inf"))
+        least_s = min((one.plan.predicted_s for one in self.laid), default=inf)
         return least_s - exposed_s(costs) - costs.exchange_s.update_s
 
     def _side_by_side(
@@ -169,23 +174,28 @@ class ModelSearch:
         if whole is not None:
             yield whole
         alone = self._table(pricing.groups("sharded"))
-        if alone is None or "sharded" not in problem.holding or not self._promises(alone):
+        if alone is None or "sharded" not in problem.holding:
+            return
+        rows = BoundRows.of(alone)
+        if not self._promises(rows):
             return
         for few in combinations(sizes, 2):
             if few[-1] % few[0] or (
                 costs.held_bytes(few, "sharded") >= costs.held_bytes(few, "whole")
             ):
                 continue
-            table = self._table(pricing.nested("sharded", few))
+            # With less memory for each size they are no quicker than if ranks had one size alone.
+            ones = [k for k, width in enumerate(alone.width) if width in few]
+            table = self._table(pricing.nested("sharded", few)) if (
+                self._promises(rows.only(ones))
+            ) else None  # fmt: skip
             if table is None or (whole is not None and _rules(whole, table)):
                 continue
-            if self._promises(table):
+            if self._promises(BoundRows.of(table)):
                 yield table
 
     def _bound(self, tables: Sequence[PriceTable]) -> Bound:
-        rows = BoundRows.of(tables[0])
-        for table in tables[1:]:
-            rows = rows + BoundRows.of(table)
+        rows = BoundRows.joined([*map(BoundRows.of, tables)])
         return lower_bound(rows, self.problem.devices)
 
     def _ideal(self) -> Bound:
@@ -199,15 +209,16 @@ class ModelSearch:
         """With tensor blocks and stages too."""
         problem, pricing = self.problem, self.problem.pricing
         some = list[PricedScheme]()
-        groups_s = min(self.lows, default=float("inf"))
+        groups_s = min(self.lows, default=inf)
         for weights in problem.holding:
             deeper = pricing.deeper(weights)
             table = self._table([*pricing.groups(weights), *deeper])
-            if table is not None and self._promises(table) and (
-                self.lows[-1] < groups_s * (1 - _DEEPER)
-            ):  # fmt: skip
-                self._side_by_side(table, self.lows[-1], deeper=True)
             some += deeper
+            if table is None or not self._promises(rows := BoundRows.of(table)):
+                continue
+            self.lows.append(self._low_s(rows))
+            if self.lows[-1] < groups_s * (1 - _DEEPER):
+                self._side_by_side(table, self.lows[-1], deeper=True)
         return lower_bound(self._least([*map(BoundRows.of, tables)], some), problem.devices)
 
     def _least(self, rows: list[BoundRows], some: Sequence[PricedScheme]) -> BoundRows:
@@ -220,7 +231,7 @@ class ModelSearch:
         if staged:
             rows.append(BoundRows.of_models(self.batch, staged))
         assert rows, "some scheme holds the longest sequence"
-        return reduce(add, rows)
+        return BoundRows.joined(rows)
 
     def _given(self) -> Bound:
         """Only the strategies that the problem lists."""
