@@ -128,15 +128,12 @@ class ModelSearch:
         return lower_bound(rows, self.problem.devices, close=1e-3).seconds
 
     def _static(self, tables: Sequence[PriceTable]) -> None:
-        """Schedules of one group size that may be the best by the step's clock: pull and push
-        change no more than their own seconds. Where sequences are many, so that packing takes
-        longer than simulating, only those whose bound may be below the step of the best."""
-        size, costs = self.problem.static_size, self.problem.model
-        slack_s = costs.exchange_s.pull_s + costs.exchange_s.push_s
-        latest_s = self._latest_s if len(self.batch) > self.limits.many else None
+        """Schedules of one group size that may be the best by the step's clock: those whose bound
+        may be below the step of the best."""
+        size = self.problem.static_size
         for table in tables:
             if size is None:
-                self.found += best_statics(table, slack_s, latest_s)
+                self.found += best_statics(table, self._latest_s)
             elif size in table.width:
                 made = static_schedule(table, table.width.index(size))
                 self.found += [] if made is None else [made]

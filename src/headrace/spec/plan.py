@@ -170,6 +170,8 @@ class Plan:
         self._check_shared_ranks()
 
     def _check_shared_ranks(self) -> None:
+        if all(pipeline.scheme.pipeline == 1 for pipeline in self.pipelines):
+            return
         owners: dict[int, int] = {}
         for index, pipeline in enumerate(self.pipelines):
             for rank in pipeline.ranks:
