@@ -133,9 +133,7 @@ class PriceTable:
 
     ``alone``, ``work`` and ``spread`` [schemes, runs] as above. ``seconds(k)[i]`` and
     ``room(k)[i]`` are those of position i on scheme k by its usual row, ``priced(k)`` both of every
-    run, ``c[k]`` and ``cap[k]`` that row's constant and tokens, and ``share[k]`` a token's share of
-    it. ``pull_s`` and
-    ``push_s`` are the seconds in which weights arrive and gradients leave if no computation hides
+    run. ``pull_s`` and ``push_s`` are the seconds in which weights arrive and gradients leave if no computation hides
     them; the share ``unhidden`` of both is never hidden. ``packs`` are those made so far, by scheme
     and members.
     """
@@ -156,12 +154,7 @@ class PriceTable:
         self.least_c = np.array([[scheme.frontier.c.min()] for scheme in self.schemes])
         self.ranks = np.array([[float(width)] for width in self.width])
         self.stages = np.array([[float(depth)] for depth in self.depth])
-        usual = [self._usual(scheme) for scheme in self.schemes]
-        self.rows = usual
-        self.c = [s.frontier.rows[row][2] for s, row in zip(self.schemes, usual, strict=True)]
-        self.cap = [s.frontier.caps[row] for s, row in zip(self.schemes, usual, strict=True)]
         self.fluid = [len(scheme.frontier.caps) > 1 for scheme in self.schemes]
-        self.share = [c / cap if cap else 0.0 for c, cap in zip(self.c, self.cap, strict=True)]
         self.packs: dict[tuple[int, ...], Packed] = {}
         self._priced: dict[int, tuple[list[float], list[int]]] = {}
         self._seconds: dict[int, list[float]] = {}
@@ -170,6 +163,26 @@ class PriceTable:
 
     def __len__(self) -> int:
         return len(self.schemes)
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """The number of each scheme's usual row."""
+        return [self._usual(scheme) for scheme in self.schemes]
+
+    @cached_property
+    def c(self) -> list[float]:
+        """The constant of each usual row."""
+        return [s.frontier.rows[row][2] for s, row in zip(self.schemes, self.rows, strict=True)]
+
+    @cached_property
+    def cap(self) -> list[int]:
+        """The tokens of each usual row."""
+        return [s.frontier.caps[row] for s, row in zip(self.schemes, self.rows, strict=True)]
+
+    @cached_property
+    def share(self) -> list[float]:
+        """A token's share of each usual row's constant."""
+        return [c / cap if cap else 0.0 for c, cap in zip(self.c, self.cap, strict=True)]
 
     def _usual(self, scheme: PricedScheme) -> int:
         """The row that is quickest for a pipeline's part of the batch, of the rows that hold

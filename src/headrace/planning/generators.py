@@ -270,24 +270,24 @@ def _drafts(nesting: Nesting, bound_s: float, high_s: float, limits: SearchLimit
     """Sizes by a row of target times, then without those that cost more than they bring."""
     drafts, tried = list[tuple[float, list[Group]]](), set[tuple[int, ...]]()
 
-    def drafted(target_s: float, levels: Sequence[int]) -> float:
+    def drafted(target_s: float, levels: Sequence[int]) -> tuple[float, float, tuple[int, ...]]:
         below_s = min((seconds for seconds, _ in drafts), default=high_s)
         seconds, key, groups = nesting.dealt(target_s, levels, tried, below_s)
         tried.add(key)
         if groups:
             drafts.append((seconds, groups))
-        return seconds
+        return seconds, target_s, key
 
     every = list(range(len(nesting.rows)))
-    best_s, factor = min((drafted(bound_s * factor, every), factor) for factor in limits.targets)
+    best_s, target_s, sizes = min(drafted(bound_s * factor, every) for factor in limits.targets)
     dropping = best_s > bound_s * (1 + limits.dropped)
     while dropping and len(every) > 1:
         dropping = False
-        for row in every:
+        for row in sorted(set(sizes)):
             fewer = [other for other in every if other != row]
-            seconds = drafted(bound_s * factor, fewer)
+            seconds, _, fewer_sizes = drafted(target_s, fewer)
             if seconds < best_s * (1 - 1e-9):
-                best_s, every, dropping = seconds, fewer, True
+                best_s, sizes, every, dropping = seconds, fewer_sizes, fewer, True
                 break
     return [
         Draft.of(nesting.table, seconds, groups, "nested")

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from math import inf
 
+import numpy as np
+
 from headrace.costs.cost_model import MOST_TOKENS
 from headrace.planning.baselines import BASELINES
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import Bound, BoundRows, allows, lower_bound, step_bound_s
 from headrace.planning.explain import Candidate, reasons
-from headrace.planning.frontier import Frontier
+from headrace.planning.frontier import Frontier, worth_keeping
 from headrace.planning.generators import Draft, SearchLimits, nested, scheduled, side_by_side
 from headrace.planning.infeasible import require_fit, require_strategies
 from headrace.planning.layout import laid_out
@@ -338,7 +340,9 @@ def _whole_model(problem: Problem, width: int, depth: int) -> Least:
         rows = []
         for option in problem.options[width]:
             cost = costs.option(width, option)
-            rows.append((cost.forward + cost.backward) * layers + ends.forward + ends.backward)
-        whole = Frontier.of_rows([(q.a, q.b, q.c) for q in rows], MOST_TOKENS)
+            q = (cost.forward + cost.backward) * layers + ends.forward + ends.backward
+            rows.append((q.a, q.b, q.c))
+        quick = worth_keeping(np.array(rows), np.full(len(rows), float(MOST_TOKENS)))
+        whole = Frontier.of_rows([rows[i] for i in quick.tolist()], MOST_TOKENS)
         known[width] = Least(width=width, depth=depth, alone=whole, dealt=whole)
     return known[width]

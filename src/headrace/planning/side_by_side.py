@@ -66,11 +66,14 @@ class Filler:
         step = round(log(max(tau, _LEAST_S)) / _STEP)
         if step not in self._cheapest:
             needed = self._needed(float(np.exp((step + 1) * _STEP)))
-            order = needed.argsort(axis=0, kind="stable")[:_RANKED]
-            opened = np.isfinite(np.take_along_axis(needed, order, axis=0)).sum(axis=0).tolist()
-            rows = order.T.tolist()
-            if min(opened) < len(order):
-                rows = [row[:count] for row, count in zip(rows, opened, strict=True)]
+            opened = np.minimum(np.isfinite(needed).sum(axis=0), _RANKED)
+            runs, order = np.arange(needed.shape[1]), list[NDArray[np.int64]]()
+            for _ in range(int(opened.max())):  # sorting all schemes takes longer
+                order.append(needed.argmin(axis=0))
+                needed[order[-1], runs] = np.inf
+            rows = np.stack(order, axis=1).tolist() if order else [[] for _ in runs]
+            if opened.min() < len(order):
+                rows = [row[:count] for row, count in zip(rows, opened.tolist(), strict=True)]
             self._cheapest[step] = rows
         return self._cheapest[step]
 
