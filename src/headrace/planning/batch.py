@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.planning.chains import Chains, Times
 from headrace.planning.frontier import Frontier
 from headrace.planning.packed import Packed
 from headrace.planning.priced import PricedScheme
@@ -133,9 +134,9 @@ class PriceTable:
 
     ``alone``, ``work`` and ``spread`` [schemes, runs] as above. ``seconds(k)[i]`` and
     ``room(k)[i]`` are those of position i on scheme k by its usual row, ``priced(k)`` both of every
-    run. ``pull_s`` and ``push_s`` are the seconds in which weights arrive and gradients leave if no computation hides
-    them; the share ``unhidden`` of both is never hidden. ``packs`` are those made so far, by scheme
-    and members.
+    run. ``pull_s`` and ``push_s`` are the seconds in which weights arrive and gradients leave if no
+    computation hides them; the share ``unhidden`` of both is never hidden. ``packs`` are those made
+    so far, by scheme and members.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class PriceTable:
         self.stages = np.array([[float(depth)] for depth in self.depth])
         self.fluid = [len(scheme.frontier.caps) > 1 for scheme in self.schemes]
         self.packs: dict[tuple[int, ...], Packed] = {}
+        self._chains: dict[tuple[tuple[int, ...], ...], Chains] = {}
         self._priced: dict[int, tuple[list[float], list[int]]] = {}
         self._seconds: dict[int, list[float]] = {}
         self._room: dict[int, list[int]] = {}
@@ -252,6 +254,18 @@ class PriceTable:
         behind_s = push_s - last_s * (1 - _FORWARD)
         waited_s = max(waited_s, self.unhidden * self.pull_s)
         return waited_s, max(behind_s, self.unhidden * self.push_s)
+
+    def times(self, k: int, packed: Packed) -> Times:
+        """The times, about, of a pipeline of scheme k with its micro-batches."""
+        there_s, behind_s = self.exposed_s(k, packed.next_s, packed.longest_s)
+        return there_s, packed.seconds, behind_s
+
+    def chained(self, ranks: Iterable[tuple[int, ...]]) -> Chains:
+        """The chains of pipelines on ``ranks``; schedules often share them, so they are kept."""
+        key = tuple(ranks)
+        if key not in self._chains:
+            self._chains[key] = Chains(key)
+        return self._chains[key]
 
     def put(self, k: int, room: list[int], tokens: int) -> None:
         """Put ``tokens`` into the micro-batch that they fill best, a new one where none has

@@ -9,20 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from headrace.planning.batch import PriceTable
-from headrace.planning.packed import Packed
-
-__all__ = ["Chains", "Times", "times_of"]
+__all__ = ["Chains", "Times"]
 
 Times = tuple[float, float, float]
 """Of a pipeline the seconds before which it does not start, as weights are on their way; those that
 it computes; and those from then until its gradients are sent."""
-
-
-def times_of(table: PriceTable, k: int, packed: Packed) -> Times:
-    """The times, about, of a pipeline of scheme k with its micro-batches."""
-    there_s, behind_s = table.exposed_s(k, packed.next_s, packed.longest_s)
-    return there_s, packed.seconds, behind_s
 
 
 class Chains:

@@ -19,7 +19,6 @@ from math import inf, isinf
 import numpy as np
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.chains import Chains, times_of
 from headrace.planning.local_search import improved
 from headrace.planning.nested import Nesting
 from headrace.planning.packing import likely, pack
@@ -111,8 +110,8 @@ class Draft:
         """Pipelines that compute for ``seconds``."""
         expected_s, ends = seconds, list[int]()
         if table.push_s:
-            times = [times_of(table, k, likely(table, k, own)) for k, _, own in groups]
-            chains = Chains(ranks for _, ranks, _ in groups)
+            times = [table.times(k, likely(table, k, own)) for k, _, own in groups]
+            chains = table.chained(ranks for _, ranks, _ in groups)
             sent = chains.sent_s(times)
             expected_s = max(seconds, *sent.values())
             ends = sorted(sent, key=sent.__getitem__, reverse=True)
@@ -124,13 +123,15 @@ class Draft:
     def is_late(self, limit_s: float) -> bool:
         """Whether one of the pipelines of ``ends``, packed exactly in this order with those that
         it waits for, has its gradients sent no sooner than that: then the rest need no packing."""
-        before = Chains(ranks for _, ranks, _ in self.groups).before if self.ends else []
+        before = (
+            self.table.chained(ranks for _, ranks, _ in self.groups).before if self.ends else []
+        )
         ends = dict[int, tuple[float, float]]()  # each free, and its gradients sent
 
         def end(g: int) -> tuple[float, float]:
             if g not in ends:
                 k, _, members = self.groups[g]
-                there_s, seconds, behind_s = times_of(self.table, k, pack(self.table, k, members))
+                there_s, seconds, behind_s = self.table.times(k, pack(self.table, k, members))
                 free_s = max([there_s, *(end(h)[0] for h in before[g])]) + seconds
                 ends[g] = free_s, free_s + behind_s
             return ends[g]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from heapq import nsmallest
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.chains import Chains, Times, times_of
+from headrace.planning.chains import Times
 from headrace.planning.packed import Packed
 from headrace.planning.packing import pack
 from headrace.planning.schedule import Assignment, Group
@@ -50,7 +50,7 @@ class _Search:
         self.groups: tuple[Group, ...] = schedule.groups
         self.members = [list(members) for _, _, members in schedule.groups]
         self.packs: list[Packed] = list(schedule.packs)
-        self.chains = Chains(ranks for _, ranks, _ in self.groups)
+        self.chains = self.table.chained(ranks for _, ranks, _ in self.groups)
         self.nested = any(self.chains.before)
         last_of = self.chains.last_of.__getitem__
         self.after = [set(map(last_of, ranks)) for _, ranks, _ in self.groups if self.nested]
@@ -65,7 +65,7 @@ class _Search:
 
     def _timed(self, changed: Iterable[int]) -> None:
         for g in changed:
-            self.times[g] = times_of(self.table, self.groups[g][0], self.packs[g])
+            self.times[g] = self.table.times(self.groups[g][0], self.packs[g])
             self.ends[g] = sum(self.times[g])
         if self.nested:
             sent = self.chains.sent_s(self.times)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from itertools import chain
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.chains import Chains, times_of
 from headrace.planning.packed import Packed
 from headrace.planning.packing import pack
 from headrace.spec import Strategy
@@ -131,11 +130,11 @@ def _ends(
 ) -> tuple[float, float]:
     """When the last rank has nothing left to compute if all weights are there at once, and about
     when all have their gradients sent."""
-    chains = Chains(ranks for _, ranks, _ in groups)
+    chains = table.chained(ranks for _, ranks, _ in groups)
     free_s = max(chains.free_s((0.0, own.seconds, 0.0) for own in packs), default=0.0)
     if not table.push_s:
         return free_s, free_s
-    times = [times_of(table, k, own) for (k, _, _), own in zip(groups, packs, strict=True)]
+    times = [table.times(k, own) for (k, _, _), own in zip(groups, packs, strict=True)]
     return free_s, max(chains.sent_s(times).values(), default=0.0)
 
 
