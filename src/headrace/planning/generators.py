@@ -146,6 +146,7 @@ def side_by_side(
     """Drafts of pipelines side by side that may take less than ``high_s``; ``most[k]`` limits the
     pipelines of each scheme. ``deeper``: those without stages are known already."""
     starts, single = list[Counts](), [depth == 1 for depth in table.depth]
+    crowded = any(table.fluid) and table.devices > limits.large
     tried = list[Filler]()
     for bias in _biases(single, limits, deeper):
         filler = Filler(table, most=most, bias=bias)
@@ -157,13 +158,13 @@ def side_by_side(
             starts.append(counts_of(table, found.result))
             high_s = min(high_s, found.seconds)
             reached = not any(table.fluid) and high_s <= bound_s * (1 + limits.enough)
-            levels = limits.levels[-1:] if reached else limits.levels
+            levels = limits.levels[-1:] if reached else limits.levels[: 1 if crowded else None]
             yield from _dealt(filler, found, levels)
             if reached:
                 return
     if most is not None or high_s <= bound_s * (1 + limits.enough):
         return
-    if any(table.fluid) and table.devices > limits.large:
+    if crowded:
         return
     kinds, starts = worthwhile(table, bound_s * 1.1), starts[::-1] or _homogeneous(table)
     climbs = [*climbed(table, starts, kinds, high_s, bound_s, limits.exchanged)]
