@@ -189,11 +189,13 @@ class BoundRows:
             dealt, even = self.ranks / (tau + self.over), self.ranks / usable
             larger = (bubbles == 0) & (spread * dealt >= work * even)
             shares = np.where(larger, self.spread, self.work) * np.where(larger, dealt, even)
-            for k in np.flatnonzero(bubbles):  # of which a share depends on the sequence's own
-                own = self.spread[k] / (tau + self.over[k] - bubbles[k] * self.alone[k])
-                own[closed[k]] = 0.0
-                if own @ self.counts * self.ranks[k] >= work[k] * even[k]:
-                    shares[k] = self.ranks[k] * own
+            deep = np.flatnonzero(bubbles)
+            if len(deep):  # of which a share depends on the sequence's own seconds
+                spare = tau + self.over[deep] - bubbles[deep] * self.alone[deep]
+                own = self.ranks[deep] * self.spread[deep] / spare
+                own[closed[deep]] = 0.0
+                more = own @ self.counts >= (work * even)[deep, 0]
+                shares[deep[more]] = own[more]
         shares[closed] = np.inf
         return shares
 

@@ -150,7 +150,7 @@ def side_by_side(
     tried = list[Filler]()
     for bias in _biases(single, limits, deeper):
         filler = Filler(table, most=most, bias=bias)
-        if any(filler.is_like(other, high_s) for other in tried[-1:]):
+        if not starts and any(filler.is_like(other, high_s) for other in tried[-1:]):
             continue
         tried.append(filler)
         found = _filled(filler, bound_s, high_s, seed, limits, known=bool(starts))
@@ -208,13 +208,10 @@ def _filled(
             found = filler.fill(tau, order, join_any=False)
         return found
 
-    probe = (limits.probe_few if few else limits.probe) if known else 0.0
+    probe, shaken = (limits.probe_few if few else limits.probe) if known else 0.0, 0
     if len(table.tokens) <= limits.fewest:
-        probe = 0.0
-    effort = Effort(probe=probe, least=limits.least, halvings=limits.halvings)
-    if few and not any(table.fluid):
-        shaken = limits.shaken if len(table.tokens) <= limits.fewest else 0
-        effort = Effort(shaken=shaken, halvings=10, close=3e-4, probe=probe)
+        probe, shaken = 0.0, 0 if any(table.fluid) else limits.shaken
+    effort = Effort(probe=probe, least=limits.least, halvings=limits.halvings, shaken=shaken)
     return least_time(fill, table.batch.values, bound_s, high_s, effort, seed)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.bounds import BoundRows
@@ -23,8 +22,6 @@ __all__ = ["climbed", "counts_of", "worthwhile"]
 
 Counts = tuple[int, ...]
 """A strategy: how many pipelines of each of a table's schemes."""
-
-Floats = NDArray[np.float64]
 
 _GAIN = 1e-3
 _KINDS = 8
@@ -58,6 +55,13 @@ def climbed(
     promising first; ``work`` sequences are placed at most."""
     seen, waiting = set(starts), list(starts)
     shares = cache(BoundRows.of(table).shares)
+
+    @cache
+    def needed(tau: float, held: tuple[int, ...]) -> float:
+        """Devices that sequences take of the cheapest of some schemes, as if it did not matter how
+        many pipelines there are of each."""
+        return float(shares(tau)[list(held)].min(axis=0) @ table.batch.counts)
+
     while waiting and work > 0 and best_s > bound_s * (1 + _GAIN):
         start = waiting.pop(0)
         for counts in _neighbours(table, start, kinds):
@@ -67,7 +71,8 @@ def climbed(
                 return
             seen.add(counts)
             gain, tau, found = _GAIN, best_s * (1 - _GAIN), None
-            if not _may_fill(table, counts, shares(tau)):
+            held = tuple(k for k, number in enumerate(counts) if number)
+            if needed(tau, held) > sum(counts[k] * table.width[k] for k in held):
                 continue
             filler = Filler(table, most=counts)
             while True:
@@ -89,14 +94,6 @@ def climbed(
                 break
 
 
-def _may_fill(table: PriceTable, counts: Counts, shares: Floats) -> bool:
-    """Whether a strategy has the devices that sequences take of the cheapest of its schemes, as if
-    it did not matter how many pipelines it has of each."""
-    held = [k for k, number in enumerate(counts) if number]
-    least = float(shares[held].min(axis=0) @ table.batch.counts)
-    return least <= sum(counts[k] * table.width[k] for k in held)
-
-
 def _neighbours(table: PriceTable, counts: Counts, kinds: Sequence[int]) -> Iterator[Counts]:
     """Strategies with 1, 2, 4, ... pipelines of one kind more in place of another's; what is left
     over is filled with the kinds, the largest first."""
@@ -104,7 +101,7 @@ def _neighbours(table: PriceTable, counts: Counts, kinds: Sequence[int]) -> Iter
     idle = table.devices - sum(n * width for n, width in zip(counts, widths, strict=True))
     held = [k for k in range(len(counts)) if counts[k]]
     largest = max((counts[k] * widths[k] for k in held), default=0)
-    amount = 1
+    falling, amount = sorted(kinds, key=lambda k: (-widths[k], k)), 1
     while amount <= max(1, largest):
         for j in held:
             for k in kinds:
@@ -114,13 +111,13 @@ def _neighbours(table: PriceTable, counts: Counts, kinds: Sequence[int]) -> Iter
                 changed = list(counts)
                 changed[j] -= taken
                 changed[k] += amount
-                yield _completed(table, changed, kinds)
+                yield _completed(table, changed, falling)
         amount *= 2
 
 
-def _completed(table: PriceTable, counts: list[int], kinds: Sequence[int]) -> Counts:
+def _completed(table: PriceTable, counts: list[int], falling: Sequence[int]) -> Counts:
     idle = table.devices - sum(n * w for n, w in zip(counts, table.width, strict=True))
-    for k in sorted(kinds, key=lambda k: (-table.width[k], k)):
+    for k in falling:
         more = idle // table.width[k]
         counts[k] += more
         idle -= more * table.width[k]
