@@ -36,6 +36,7 @@ from headrace.planning.chains import Chains, Times
 from headrace.planning.frontier import Frontier
 from headrace.planning.packed import Packed
 from headrace.planning.priced import PricedScheme
+from headrace.planning.staged_packing import Line
 from headrace.spec import Lengths
 
 __all__ = ["PriceTable", "SortedBatch", "prices"]
@@ -136,7 +137,8 @@ class PriceTable:
     ``room(k)[i]`` are those of position i on scheme k by its usual row, ``priced(k)`` both of every
     run. ``pull_s`` and ``push_s`` are the seconds in which weights arrive and gradients leave if no
     computation hides them; the share ``unhidden`` of both is never hidden. ``packs`` are those made
-    so far, by scheme and members.
+    so far, by scheme and members, and ``needs`` the devices that sequences take, by a step of the
+    time (:mod:`headrace.planning.side_by_side`).
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class PriceTable:
         self.ranks = np.array([[float(width)] for width in self.width])
         self.stages = np.array([[float(depth)] for depth in self.depth])
         self.fluid = [len(scheme.frontier.caps) > 1 for scheme in self.schemes]
+        self.needs: dict[int, Floats] = {}
         self.packs: dict[tuple[int, ...], Packed] = {}
         self._chains: dict[tuple[tuple[int, ...], ...], Chains] = {}
         self._priced: dict[int, tuple[list[float], list[int]]] = {}
@@ -185,6 +188,12 @@ class PriceTable:
     def share(self) -> list[float]:
         """A token's share of each usual row's constant."""
         return [c / cap if cap else 0.0 for c, cap in zip(self.c, self.cap, strict=True)]
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        """A pipeline of each scheme by its usual row."""
+        columns = zip(self.depth, self.c, self.cap, self.util, strict=True)
+        return [Line(stages=d, c=c, cap=cap, util=util) for d, c, cap, util in columns]
 
     def _usual(self, scheme: PricedScheme) -> int:
         """The row that is quickest for a pipeline's part of the batch, of the rows that hold
