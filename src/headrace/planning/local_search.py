@@ -120,9 +120,10 @@ class _Search:
                 while at < len(there) and ours[there[at]] > wanted_s:
                     at += 1
                 for r in there[max(0, at - _NEAR) : at + _NEAR]:
-                    if r > i:
+                    swapped_s = over_s - theirs[r]
+                    if r > i and swapped_s < limit_s:
                         later_s = max(
-                            over_s - theirs[r] + opening * (place[i] - place[r] > more),
+                            swapped_s + opening * (place[i] - place[r] > more),
                             left_s + ours[r] - c * (room[i] - room[r] >= spare),
                         )
                         if later_s < limit_s:
