@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from math import inf
@@ -40,7 +40,7 @@ _CLOSE_ENOUGH = 1 + 2e-4  # of the bound: no search beyond it
 @dataclass(slots=True, kw_only=True)
 class ModelSearch:
     """One batch being planned. ``found`` are schedules; ``flat`` is the bound of those without
-    stages and tensor blocks; ``laid`` is what was laid out so far."""
+    stages and tensor blocks; ``laid`` is what was laid out so far, ``tables`` what was priced."""
 
     problem: Problem
     batch: SortedBatch
@@ -51,6 +51,7 @@ class ModelSearch:
     lows: list[float] = field(default_factory=list)
     flat: Bound | None = None
     laid: list[Candidate] = field(default_factory=list)
+    tables: dict[Hashable, PriceTable] = field(default_factory=dict)
 
     def plan(self, previous: Plan | None) -> Plan:
         """See :func:`headrace.planning.planner.plan`."""
@@ -101,15 +102,18 @@ class ModelSearch:
         return self._deeper(tables)
 
     def _table(self, schemes: Sequence[PricedScheme]) -> PriceTable | None:
-        """A table, where some scheme holds the longest sequence."""
+        """A table, where some scheme holds the longest sequence; one for schemes that are alike."""
         longest = self.batch.tokens[0]
         if not any(scheme.most_tokens >= longest for scheme in schemes):
             return None
-        moved, shares = self.problem.model.exchange_s, self.problem.model.shape.bucket_shares
-        return PriceTable(
-            self.batch, schemes, self.problem.devices,
-            pull_s=moved.pull_s, push_s=moved.push_s, unhidden=sum(shares[:2]),
-        )  # fmt: skip
+        key = tuple((scheme.scheme, scheme.weights, id(scheme.frontier)) for scheme in schemes)
+        if key not in self.tables:
+            moved, shares = self.problem.model.exchange_s, self.problem.model.shape.bucket_shares
+            self.tables[key] = PriceTable(
+                self.batch, schemes, self.problem.devices,
+                pull_s=moved.pull_s, push_s=moved.push_s, unhidden=sum(shares[:2]),
+            )  # fmt: skip
+        return self.tables[key]
 
     def _close(self, low_s: float) -> bool:
         return self.best_s <= low_s * _CLOSE_ENOUGH
