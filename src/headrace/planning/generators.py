@@ -39,8 +39,9 @@ class SearchLimits:
     sequences, or ``probe`` for more, is not searched. ``levels`` are the parts of the time up
     to which sequences are dealt out again. Where schemes with stages seem cheaper than they
     turn out to be, their devices count ``biases`` times. Exchanges of pipelines place up to
-    ``exchanged`` sequences, on at most ``large`` devices where frontiers have many rows. Nested
-    groups are drafted for ``targets`` times the bound, without some sizes too where that is
+    ``exchanged`` sequences; on more than ``large`` devices, where frontiers have many rows, nothing
+    is exchanged, and sequences are dealt out again for the first of ``levels`` only. Nested groups
+    are drafted for ``targets`` times the bound, without some sizes too where that is
     ``dropped`` above it, and filled where there are at most ``crowd`` sequences for each
     device, with up to ``promotions`` larger sizes. ``packed`` drafts are packed exactly;
     ``polished`` of those, within ``near`` of the best and at most ``alike`` of one source, are
@@ -199,7 +200,7 @@ def _filled(
 ) -> Searched[Pipelines] | None:
     table = filler.table
     few = len(table.tokens) <= limits.few
-
+    # Where pipelines get few sequences each, the order in which schemes are looked at matters.
     sparse = few and len(table.tokens) * min(table.width) <= limits.crowd * table.devices
 
     def fill(tau: float, order: Sequence[int] | None) -> Pipelines | float:
