@@ -11,7 +11,7 @@ from headrace.costs import CostModel, ExchangeCost, Speeds, synthetic_costs
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
 from headrace.planning.batch import PriceTable, SortedBatch
-from headrace.planning.bounds import BoundRows, lower_bound, step_bound_s
+from headrace.planning.bounds import BoundRows, allows, lower_bound, step_bound_s
 from headrace.planning.drawn import random_plan, random_strategy
 from headrace.planning.infeasible import require_fit
 from headrace.simulator import peak_bytes, step_s
@@ -21,8 +21,8 @@ from planning.brute_force import optimum_s
 from planning.worlds import batches, worlds
 
 
-def bound_s(costs: CostModel, lengths: list[int]) -> float:
-    """The bound of groups, with weights whole or sharded."""
+def group_rows(costs: CostModel, lengths: list[int]) -> BoundRows:
+    """Rows of groups, with weights whole or sharded."""
     problem, batch = Problem(costs=costs, planner="static"), SortedBatch.of(Lengths.of(lengths))
     require_fit(problem, batch.tokens[0], batch.order[0])
     found = [
@@ -30,8 +30,12 @@ def bound_s(costs: CostModel, lengths: list[int]) -> float:
         for weights in problem.holding
         if (schemes := problem.pricing.groups(weights))
     ]
-    total = found[0] if len(found) == 1 else found[0] + found[1]
-    return lower_bound(total, problem.devices).seconds
+    return BoundRows.joined(found)
+
+
+def bound_s(costs: CostModel, lengths: list[int]) -> float:
+    """The bound of groups, with weights whole or sharded."""
+    return lower_bound(group_rows(costs, lengths), costs.cluster.devices).seconds
 
 
 def plan_alone(costs: CostModel, tokens: int) -> Plan:
@@ -88,6 +92,20 @@ def rows(seconds: np.ndarray) -> BoundRows:
         ranks=np.array([[1.0], [2.0]]), stages=zero + 1, opening=zero, shared=zero + 1, over=zero,
         alone=seconds, work=seconds, spread=seconds, counts=np.ones(seconds.shape[1]),
     )  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(costs=worlds(), lengths=batches(most=12))
+def test_a_time_is_allowed_from_the_bound_on(costs: CostModel, lengths: Lengths) -> None:
+    """Catches a bound that starts above the least time, and a question with another answer."""
+    try:
+        found = group_rows(costs, list(lengths.tokens))
+    except InfeasiblePlan:
+        return
+    devices = costs.cluster.devices
+    low_s = lower_bound(found, devices).seconds
+    assert allows(found, devices, low_s * (1 + 3e-5))
+    assert not allows(found, devices, low_s * (1 - 3e-5))
 
 
 @settings(max_examples=40, deadline=None)

@@ -32,9 +32,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.planning.chains import Chains, Times
 from headrace.planning.frontier import Frontier
 from headrace.planning.packed import Packed
 from headrace.planning.priced import PricedScheme
+from headrace.planning.staged_packing import Line
 from headrace.spec import Lengths
 
 __all__ = ["PriceTable", "SortedBatch", "prices"]
@@ -133,11 +135,10 @@ class PriceTable:
 
     ``alone``, ``work`` and ``spread`` [schemes, runs] as above. ``seconds(k)[i]`` and
     ``room(k)[i]`` are those of position i on scheme k by its usual row, ``priced(k)`` both of every
-    run, ``c[k]`` and ``cap[k]`` that row's constant and tokens, and ``share[k]`` a token's share of
-    it. ``pull_s`` and
-    ``push_s`` are the seconds in which weights arrive and gradients leave if no computation hides
-    them; the share ``unhidden`` of both is never hidden. ``packs`` are those made so far, by scheme
-    and members.
+    run. ``pull_s`` and ``push_s`` are the seconds in which weights arrive and gradients leave if no
+    computation hides them; the share ``unhidden`` of both is never hidden. ``packs`` are those made
+    so far, by scheme and members, and ``needs`` the devices that sequences take, by a step of the
+    time (:mod:`headrace.planning.side_by_side`).
     """
 
     def __init__(
@@ -156,13 +157,10 @@ class PriceTable:
         self.least_c = np.array([[scheme.frontier.c.min()] for scheme in self.schemes])
         self.ranks = np.array([[float(width)] for width in self.width])
         self.stages = np.array([[float(depth)] for depth in self.depth])
-        usual = [self._usual(scheme) for scheme in self.schemes]
-        self.rows = usual
-        self.c = [s.frontier.rows[row][2] for s, row in zip(self.schemes, usual, strict=True)]
-        self.cap = [s.frontier.caps[row] for s, row in zip(self.schemes, usual, strict=True)]
         self.fluid = [len(scheme.frontier.caps) > 1 for scheme in self.schemes]
-        self.share = [c / cap if cap else 0.0 for c, cap in zip(self.c, self.cap, strict=True)]
+        self.needs: dict[int, Floats] = {}
         self.packs: dict[tuple[int, ...], Packed] = {}
+        self._chains: dict[tuple[tuple[int, ...], ...], Chains] = {}
         self._priced: dict[int, tuple[list[float], list[int]]] = {}
         self._seconds: dict[int, list[float]] = {}
         self._room: dict[int, list[int]] = {}
@@ -170,6 +168,32 @@ class PriceTable:
 
     def __len__(self) -> int:
         return len(self.schemes)
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """The number of each scheme's usual row."""
+        return [self._usual(scheme) for scheme in self.schemes]
+
+    @cached_property
+    def c(self) -> list[float]:
+        """The constant of each usual row."""
+        return [s.frontier.rows[row][2] for s, row in zip(self.schemes, self.rows, strict=True)]
+
+    @cached_property
+    def cap(self) -> list[int]:
+        """The tokens of each usual row."""
+        return [s.frontier.caps[row] for s, row in zip(self.schemes, self.rows, strict=True)]
+
+    @cached_property
+    def share(self) -> list[float]:
+        """A token's share of each usual row's constant."""
+        return [c / cap if cap else 0.0 for c, cap in zip(self.c, self.cap, strict=True)]
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        """A pipeline of each scheme by its usual row."""
+        columns = zip(self.depth, self.c, self.cap, self.util, strict=True)
+        return [Line(stages=d, c=c, cap=cap, util=util) for d, c, cap, util in columns]
 
     def _usual(self, scheme: PricedScheme) -> int:
         """The row that is quickest for a pipeline's part of the batch, of the rows that hold
@@ -228,19 +252,29 @@ class PriceTable:
             return max(0, tokens - room[0]) * self.share[k] if room else self.c[k]
         return 0.0 if room and tokens <= room[-1] else self.c[k]
 
-    def exposed_s(
-        self, k: int, first_s: float, last_s: float, start_s: float = 0.0
-    ) -> tuple[float, float]:
-        """Seconds, about, that ranks wait for weights at a pipeline of scheme k that starts at
-        ``start_s``, and for gradients behind it: the forward of its first micro-batch of
-        ``first_s`` hides a pull, the backward of its last of ``last_s`` a push."""
+    def exposed_s(self, k: int, first_s: float, last_s: float) -> tuple[float, float]:
+        """Seconds, about, that ranks wait for weights at a pipeline of scheme k that starts with
+        the step, and for gradients behind it: the forward of its first micro-batch of ``first_s``
+        hides a pull, the backward of its last of ``last_s`` a push."""
         if not self.push_s:
             return 0.0, 0.0
         pull_s, push_s = self.pull_s / self.depth[k], self.push_s / self.depth[k]
         waited_s = pull_s - first_s * _FORWARD
         behind_s = push_s - last_s * (1 - _FORWARD)
-        waited_s = max(waited_s, self.unhidden * self.pull_s) - start_s
-        return max(0.0, waited_s), max(behind_s, self.unhidden * self.push_s)
+        waited_s = max(waited_s, self.unhidden * self.pull_s)
+        return waited_s, max(behind_s, self.unhidden * self.push_s)
+
+    def times(self, k: int, packed: Packed) -> Times:
+        """The times, about, of a pipeline of scheme k with its micro-batches."""
+        there_s, behind_s = self.exposed_s(k, packed.next_s, packed.longest_s)
+        return there_s, packed.seconds, behind_s
+
+    def chained(self, ranks: Iterable[tuple[int, ...]]) -> Chains:
+        """The chains of pipelines on ``ranks``; schedules often share them, so they are kept."""
+        key = tuple(ranks)
+        if key not in self._chains:
+            self._chains[key] = Chains(key)
+        return self._chains[key]
 
     def put(self, k: int, room: list[int], tokens: int) -> None:
         """Put ``tokens`` into the micro-batch that they fill best, a new one where none has

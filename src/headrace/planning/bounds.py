@@ -69,6 +69,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import sqrt
 
 import numpy as np
@@ -79,10 +80,11 @@ from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.stages import Least
 from headrace.simulator import exposed_s
 
-__all__ = ["Bound", "BoundRows", "lower_bound", "step_bound_s"]
+__all__ = ["Bound", "BoundRows", "allows", "lower_bound", "step_bound_s"]
 
 Floats = NDArray[np.float64]
 
+_COLUMNS = ("ranks", "stages", "opening", "shared", "over", "alone", "work", "spread")
 _CLOSE = 1e-5
 _BEYOND = 1.001  # of where a time seems to do, so that it does
 # The bound is a sum in another order than the prediction: this much relative error is rounding.
@@ -103,7 +105,7 @@ class Bound:
         return self.seconds <= self.longest_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class BoundRows:
     """What the claim needs of schemes [rows] and runs of equal sequences [rows, runs]. ``shared``
     is what two sequences of one pipeline take at least, per second of work; ``spread`` may be too
@@ -143,26 +145,57 @@ class BoundRows:
             counts=batch.counts.astype(np.float64),
         )  # fmt: skip
 
-    def __add__(self, other: BoundRows) -> BoundRows:
-        both = {
-            name: np.concatenate([getattr(self, name), getattr(other, name)])
-            for name in ("ranks", "stages", "opening", "shared", "over", "alone", "work", "spread")
-        }
-        return BoundRows(**both, counts=self.counts)
+    @classmethod
+    def joined(cls, some: Sequence[BoundRows]) -> BoundRows:
+        """All rows of several, of one batch."""
+        if len(some) == 1:
+            return some[0]
+        return cls(
+            **{name: np.concatenate([getattr(one, name) for one in some]) for name in _COLUMNS},
+            counts=some[0].counts,
+        )
+
+    def only(self, some: Sequence[int]) -> BoundRows:
+        """Some of the rows."""
+        return BoundRows(
+            **{name: getattr(self, name)[list(some)] for name in _COLUMNS}, counts=self.counts
+        )
+
+    @cached_property
+    def elapsed(self) -> Floats:
+        """What a sequence of each run takes at least on its way through a pipeline."""
+        return self.stages * self.alone
+
+    @cached_property
+    def _from(self) -> tuple[Floats, Floats]:
+        """(spread, work) of each run and all shorter ones together, and nothing [rows, runs + 1]:
+        runs are open from one on."""
+        spread, work = np.zeros((2, len(self.ranks), len(self.counts) + 1))
+        for sums, each in ((spread, self.spread), (work, self.work)):
+            np.cumsum((each * self.counts)[:, ::-1], axis=1, out=sums[:, -2::-1])
+        return spread, work
 
     def shares(self, tau: float) -> Floats:
         """Devices that each sequence of a run takes of each scheme [rows, runs], infinite where it
         is not open: by 2a or by 2b, whichever sums to more."""
-        bubbles = self.stages - 1
+        bubbles, closed = self.stages - 1, self.elapsed > tau
+        spread, work = (
+            np.take_along_axis(sums, closed.sum(axis=1, keepdims=True), axis=1)
+            for sums in self._from
+        )
         with np.errstate(divide="ignore", invalid="ignore"):
-            dealt = self.spread / (tau + self.over - bubbles * self.alone)
             root = np.maximum(sqrt(tau) - np.sqrt(bubbles * self.opening), 0.0)
-            usable = np.where(bubbles > 0, root**2, tau - self.opening)
-            even = self.work / np.maximum(usable, 0.0)
-            closed = self.stages * self.alone > tau
-            dealt[closed] = even[closed] = 0.0
-            larger = dealt @ self.counts >= even @ self.counts
-            shares = self.ranks * np.where(larger[:, None], dealt, even)
+            usable = np.where(bubbles > 0, root**2, np.maximum(tau - self.opening, 0.0))
+            dealt, even = self.ranks / (tau + self.over), self.ranks / usable
+            larger = (bubbles == 0) & (spread * dealt >= work * even)
+            shares = np.where(larger, self.spread, self.work) * np.where(larger, dealt, even)
+            deep = np.flatnonzero(bubbles)
+            if len(deep):  # of which a share depends on the sequence's own seconds
+                spare = tau + self.over[deep] - bubbles[deep] * self.alone[deep]
+                own = self.ranks[deep] * self.spread[deep] / spare
+                own[closed[deep]] = 0.0
+                more = own @ self.counts >= (work * even)[deep, 0]
+                shares[deep[more]] = own[more]
         shares[closed] = np.inf
         return shares
 
@@ -198,57 +231,73 @@ def lower_bound(
     """The bound of a batch, each of whose sequences some row holds, in seconds without the costs'
     scale; as far as ``close`` below the tightest that the claim proves. ``apart``: of pipelines
     that share no device. Given a bound that is ``known_s``, one that is no looser."""
-    elapsed = rows.stages * rows.alone
-    longest_s = float(elapsed.min(axis=0).max())
-    pair_s = 2 * (rows.shared * rows.work).min(axis=0)
-    least_c = float(rows.opening.min())
-
-    def crowding(tau: float) -> float:
-        """How many times the devices that tau takes by 2, 3 and 4 there are."""
-        shares = rows.shares(tau)
-        needed = float(shares.min(axis=0) @ rows.counts)
-        if apart:
-            needed = max(needed, rows.held(shares))
-        single = pair_s + least_c > tau
-        if single.any():
-            fewest = np.where(elapsed[:, single] <= tau, rows.ranks, np.inf).min(axis=0)
-            needed = max(needed, float(fewest @ rows.counts[single]))
-        return needed / devices
-
-    seconds, start_s = known_s, max(longest_s, known_s * (1 + 2 * close))
-    if not known_s or crowding(start_s) > 1:
-        seconds = _least_tau(crowding, start_s, close) * (1 - _ROUNDING)
+    crowding, longest_s = _Crowding(rows, devices, apart), _longest_s(rows)
+    work = float((rows.ranks * rows.spread).min(axis=0) @ rows.counts)
+    low_s = max(longest_s, known_s, work / devices - float(rows.over.max()))  # the latter by 2a
+    start_s = low_s * (1 + 2 * close) if low_s > longest_s else low_s
+    if (needed := crowding(start_s)) > 1:
+        low_s = _least_tau(crowding, start_s, needed, close)
+    seconds = max(known_s, low_s * (1 - _ROUNDING))
     return Bound(seconds=seconds, longest_s=longest_s * (1 - _ROUNDING))
 
 
-def _least_tau(crowding: Callable[[float], float], longest_s: float, close: float) -> float:
-    """The least time from ``longest_s`` on in which nothing is crowded, from below. Needs are about
-    inverse to the time less something, so the next guess is where a hyperbola through both ends of
-    the interval says; the middle where that has not halved it."""
-    low_s, low = longest_s, crowding(longest_s)
-    if low <= 1:
-        return low_s
+def allows(rows: BoundRows, devices: int, tau: float) -> bool:
+    """Whether the bound of a batch is ``tau`` seconds or less, which takes less than to know it."""
+    return _longest_s(rows) <= tau and _Crowding(rows, devices)(tau) <= 1
+
+
+def _longest_s(rows: BoundRows) -> float:
+    return float(rows.elapsed.min(axis=0).max())
+
+
+class _Crowding:
+    """How many times the devices that a time takes by 2, 3 and, of pipelines ``apart``, 4 there
+    are."""
+
+    def __init__(self, rows: BoundRows, devices: int, apart: bool = False) -> None:
+        self.rows, self.devices, self.apart = rows, devices, apart
+        self.pair_s = 2 * (rows.shared * rows.work).min(axis=0) + float(rows.opening.min())
+
+    def __call__(self, tau: float) -> float:
+        rows, shares = self.rows, self.rows.shares(tau)
+        needed = float(shares.min(axis=0) @ rows.counts)
+        if self.apart:
+            needed = max(needed, rows.held(shares))
+        single = self.pair_s > tau
+        if single.any():
+            fewest = np.where(rows.elapsed[:, single] <= tau, rows.ranks, np.inf).min(axis=0)
+            needed = max(needed, float(fewest @ rows.counts[single]))
+        return needed / self.devices
+
+
+def _least_tau(crowding: Callable[[float], float], low_s: float, low: float, close: float) -> float:
+    """The least time in which nothing is crowded, from below, given one in which ``low`` times the
+    devices are needed. Needs are about inverse to the time less something, so the next guess is
+    where a hyperbola through both ends of the interval says. Where that has not halved it one end
+    is near: then where the need would be 1 if it were inverse to the time; else the middle."""
     high_s = low_s * min(low, 4.0) * _BEYOND
     high = crowding(high_s)
     while high > 1:
         low_s, low = high_s, high
         high_s *= max(1.01, min(high * _BEYOND, 4.0))
         high = crowding(high_s)
-    middle = False
+    stuck = 0  # guesses in a row that have not halved the interval
     while (width_s := high_s - low_s) > close * low_s:
-        guess_s = (low_s + high_s) / 2
-        if not middle and high > 0:
+        edge, part = close * low_s / (2 * width_s), 0.5
+        if stuck == 0 and 0 < high < low:
             # 1 / need is linear in time there; a little off, so that both ends close in
-            part = (1 - 1 / low) / (1 / high - 1 / low) if high < low else 0.5
-            edge = close * low_s / (2 * width_s)
+            part = (1 - 1 / low) / (1 / high - 1 / low)
             part += edge if part < 0.5 else -edge
-            guess_s = low_s + width_s * min(max(part, edge), 1 - edge)
+        elif stuck == 1:
+            near_s = high_s * high if low + high > 2 else low_s * low
+            part = (near_s - low_s) / width_s
+        guess_s = low_s + width_s * min(max(part, edge), 1 - edge)
         need = crowding(guess_s)
         if need > 1:
             low_s, low = guess_s, need
         else:
             high_s, high = guess_s, need
-        middle = high_s - low_s > width_s / 2
+        stuck = (stuck + 1) % 3 if high_s - low_s > width_s / 2 else 0
     return low_s
 
 

@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isinf
+from math import inf, isinf
 
 import numpy as np
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.local_search import improved
 from headrace.planning.nested import Nesting
-from headrace.planning.packing import likely
-from headrace.planning.schedule import Assignment, Group, placed, rank_ends
+from headrace.planning.packing import likely, pack
+from headrace.planning.schedule import Assignment, Group, placed
 from headrace.planning.search import Effort, Searched, least_time
 from headrace.planning.side_by_side import Filler, Pipelines
 from headrace.planning.strategy_search import Counts, climbed, counts_of, worthwhile
@@ -39,8 +39,9 @@ class SearchLimits:
     sequences, or ``probe`` for more, is not searched. ``levels`` are the parts of the time up
     to which sequences are dealt out again. Where schemes with stages seem cheaper than they
     turn out to be, their devices count ``biases`` times. Exchanges of pipelines place up to
-    ``exchanged`` sequences, on at most ``large`` devices where frontiers have many rows. Nested
-    groups are drafted for ``targets`` times the bound, without some sizes too where that is
+    ``exchanged`` sequences; on more than ``large`` devices, where frontiers have many rows, nothing
+    is exchanged, and sequences are dealt out again for the first of ``levels`` only. Nested groups
+    are drafted for ``targets`` times the bound, without some sizes too where that is
     ``dropped`` above it, and filled where there are at most ``crowd`` sequences for each
     device, with up to ``promotions`` larger sizes. ``packed`` drafts are packed exactly;
     ``polished`` of those, within ``near`` of the best and at most ``alike`` of one source, are
@@ -59,7 +60,7 @@ class SearchLimits:
     shaken: int = 3000
     levels: Sequence[float] = (0.08, 0.3, float("inf"))
     biases: Sequence[float] = (1.0, 1.1, 1.25)
-    exchanged: int = 6000
+    exchanged: int = 5000
     large: int = 16
     targets: Sequence[float] = (1.0, 1.05, 1.15, 1.4, 2.0, float("inf"))
     dropped: float = 0.0
@@ -95,24 +96,48 @@ class SearchLimits:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Draft:
     """Pipelines with their sequences, larger ones first, the seconds to expect of computations, and
-    with weights and gradients on their way."""
+    with weights and gradients on their way. ``ends`` are the pipelines after which a rank has
+    nothing left to do, by number, where it is known those that are expected to end last first."""
 
     table: PriceTable
     seconds: float
     expected_s: float
     groups: list[Group]
     source: str
+    ends: Sequence[int] = ()
 
     @classmethod
     def of(cls, table: PriceTable, seconds: float, groups: list[Group], source: str) -> Draft:
         """Pipelines that compute for ``seconds``."""
-        expected_s = seconds
+        expected_s, ends = seconds, list[int]()
         if table.push_s:
-            packs = [likely(table, k, members) for k, _, members in groups]
-            expected_s = max(seconds, *rank_ends(table, groups, packs))
+            times = [table.times(k, likely(table, k, own)) for k, _, own in groups]
+            chains = table.chained(ranks for _, ranks, _ in groups)
+            sent = chains.sent_s(times)
+            expected_s = max(seconds, *sent.values())
+            ends = sorted(sent, key=sent.__getitem__, reverse=True)
         return cls(
-            table=table, seconds=seconds, expected_s=expected_s, groups=groups, source=source
+            table=table, seconds=seconds, expected_s=expected_s, groups=groups, source=source,
+            ends=ends,
+        )  # fmt: skip
+
+    def is_late(self, limit_s: float) -> bool:
+        """Whether one of the pipelines of ``ends``, packed exactly in this order with those that
+        it waits for, has its gradients sent no sooner than that: then the rest need no packing."""
+        before = (
+            self.table.chained(ranks for _, ranks, _ in self.groups).before if self.ends else []
         )
+        ends = dict[int, tuple[float, float]]()  # each free, and its gradients sent
+
+        def end(g: int) -> tuple[float, float]:
+            if g not in ends:
+                k, _, members = self.groups[g]
+                there_s, seconds, behind_s = self.table.times(k, pack(self.table, k, members))
+                free_s = max([there_s, *(end(h)[0] for h in before[g])]) + seconds
+                ends[g] = free_s, free_s + behind_s
+            return ends[g]
+
+        return any(end(g)[1] >= limit_s for g in self.ends)
 
 
 def side_by_side(
@@ -122,20 +147,25 @@ def side_by_side(
     """Drafts of pipelines side by side that may take less than ``high_s``; ``most[k]`` limits the
     pipelines of each scheme. ``deeper``: those without stages are known already."""
     starts, single = list[Counts](), [depth == 1 for depth in table.depth]
+    crowded = any(table.fluid) and table.devices > limits.large
+    tried = list[Filler]()
     for bias in _biases(single, limits, deeper):
         filler = Filler(table, most=most, bias=bias)
+        if not starts and any(filler.is_like(other, high_s) for other in tried[-1:]):
+            continue
+        tried.append(filler)
         found = _filled(filler, bound_s, high_s, seed, limits, known=bool(starts))
         if found is not None:
             starts.append(counts_of(table, found.result))
             high_s = min(high_s, found.seconds)
             reached = not any(table.fluid) and high_s <= bound_s * (1 + limits.enough)
-            levels = limits.levels[-1:] if reached else limits.levels
+            levels = limits.levels[-1:] if reached else limits.levels[: 1 if crowded else None]
             yield from _dealt(filler, found, levels)
             if reached:
                 return
     if most is not None or high_s <= bound_s * (1 + limits.enough):
         return
-    if any(table.fluid) and table.devices > limits.large:
+    if crowded:
         return
     kinds, starts = worthwhile(table, bound_s * 1.1), starts[::-1] or _homogeneous(table)
     climbs = [*climbed(table, starts, kinds, high_s, bound_s, limits.exchanged)]
@@ -170,20 +200,19 @@ def _filled(
 ) -> Searched[Pipelines] | None:
     table = filler.table
     few = len(table.tokens) <= limits.few
+    # Where pipelines get few sequences each, the order in which schemes are looked at matters.
+    sparse = few and len(table.tokens) * min(table.width) <= limits.crowd * table.devices
 
     def fill(tau: float, order: Sequence[int] | None) -> Pipelines | float:
         found = filler.fill(tau, order)
-        if isinstance(found, float) and few and order is None:
+        if isinstance(found, float) and sparse and order is None:
             found = filler.fill(tau, order, join_any=False)
         return found
 
-    probe = (limits.probe_few if few else limits.probe) if known else 0.0
+    probe, shaken = (limits.probe_few if few else limits.probe) if known else 0.0, 0
     if len(table.tokens) <= limits.fewest:
-        probe = 0.0
-    effort = Effort(probe=probe, least=limits.least, halvings=limits.halvings)
-    if few and not any(table.fluid):
-        shaken = limits.shaken if len(table.tokens) <= limits.fewest else 0
-        effort = Effort(shaken=shaken, halvings=10, close=3e-4, probe=probe)
+        probe, shaken = 0.0, 0 if any(table.fluid) else limits.shaken
+    effort = Effort(probe=probe, least=limits.least, halvings=limits.halvings, shaken=shaken)
     return least_time(fill, table.batch.values, bound_s, high_s, effort, seed)
 
 
@@ -241,24 +270,24 @@ def _drafts(nesting: Nesting, bound_s: float, high_s: float, limits: SearchLimit
     """Sizes by a row of target times, then without those that cost more than they bring."""
     drafts, tried = list[tuple[float, list[Group]]](), set[tuple[int, ...]]()
 
-    def drafted(target_s: float, levels: Sequence[int]) -> float:
+    def drafted(target_s: float, levels: Sequence[int]) -> tuple[float, float, tuple[int, ...]]:
         below_s = min((seconds for seconds, _ in drafts), default=high_s)
         seconds, key, groups = nesting.dealt(target_s, levels, tried, below_s)
         tried.add(key)
         if groups:
             drafts.append((seconds, groups))
-        return seconds
+        return seconds, target_s, key
 
     every = list(range(len(nesting.rows)))
-    best_s, factor = min((drafted(bound_s * factor, every), factor) for factor in limits.targets)
+    best_s, target_s, sizes = min(drafted(bound_s * factor, every) for factor in limits.targets)
     dropping = best_s > bound_s * (1 + limits.dropped)
     while dropping and len(every) > 1:
         dropping = False
-        for row in every:
+        for row in sorted(set(sizes)):
             fewer = [other for other in every if other != row]
-            seconds = drafted(bound_s * factor, fewer)
+            seconds, _, fewer_sizes = drafted(target_s, fewer)
             if seconds < best_s * (1 - 1e-9):
-                best_s, every, dropping = seconds, fewer, True
+                best_s, sizes, every, dropping = seconds, fewer_sizes, fewer, True
                 break
     return [
         Draft.of(nesting.table, seconds, groups, "nested")
@@ -310,8 +339,13 @@ def scheduled(
     best = _various(drafts, limits)
     fluid = any(any(draft.table.fluid) for draft in best)
     polished = limits.polished_fluid if fluid else limits.polished
-    made = [Assignment.of(draft.table, draft.groups, draft.source) for draft in best]
-    made = sorted([*found, *made], key=lambda schedule: schedule.expected_s)
+    made = list(found)
+    over = 0.0 if polished == 1 else limits.near  # of the best: only those are improved
+    for draft in best:
+        known_s = min((schedule.expected_s for schedule in made), default=inf)
+        if not draft.is_late(known_s * (1 + over)):
+            made.append(Assignment.of(draft.table, draft.groups, draft.source))
+    made.sort(key=lambda schedule: schedule.expected_s)
     limit_s, seen = made[0].expected_s * (1 + limits.near), Counter[str]()
     for schedule in list(made):
         done = made[0].expected_s <= bound_s * (1 + limits.enough)

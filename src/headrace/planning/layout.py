@@ -19,7 +19,7 @@ from headrace.planning.packed import Packed
 from headrace.planning.priced import PricedScheme
 from headrace.planning.schedule import Assignment
 from headrace.planning.stages import StageCosts
-from headrace.simulator import peak_bytes, step_s
+from headrace.simulator import step_s
 from headrace.spec import LayerPlan, Lengths, MicroBatch, Pipeline, Plan
 
 __all__ = ["laid_out", "micro_batches_of"]
@@ -141,9 +141,10 @@ def _timed(
     rows = _quickened(stages, bins, [packed.rows[j] for j in order], batch)
     pipeline = Pipeline(scheme=priced.scheme, ranks=ranks, shares=stages.shares)
     setup = _Setup(pipeline=pipeline, bins=bins, rows=rows)
-    plan = _alone(priced, setup, batch, costs)
-    fits = max(peak_bytes(plan, costs)) <= costs.capacity_bytes
-    return step_s(plan, costs) if fits else inf, setup
+    held = [sum([batch.tokens[i] for i in own]) for own in bins]
+    if not stages.fits(list(zip(held, rows, strict=True))):
+        return inf, setup
+    return step_s(_alone(priced, setup, batch, costs), costs), setup
 
 
 def _alone(priced: PricedScheme, setup: _Setup, batch: SortedBatch, costs: CostModel) -> Plan:

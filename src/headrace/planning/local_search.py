@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator
 from heapq import nsmallest
 
 from headrace.planning.batch import PriceTable
+from headrace.planning.chains import Times
 from headrace.planning.packed import Packed
 from headrace.planning.packing import pack
-from headrace.planning.schedule import Assignment, Group, rank_ends
+from headrace.planning.schedule import Assignment, Group
 
 __all__ = ["improved"]
 
@@ -49,11 +50,11 @@ class _Search:
         self.groups: tuple[Group, ...] = schedule.groups
         self.members = [list(members) for _, _, members in schedule.groups]
         self.packs: list[Packed] = list(schedule.packs)
-        owners = [0] * self.table.devices
-        for _, ranks, _ in self.groups:
-            for rank in ranks:
-                owners[rank] += 1
-        self.nested = max(owners) > 1
+        self.chains = self.table.chained(ranks for _, ranks, _ in self.groups)
+        self.nested = any(self.chains.before)
+        last_of = self.chains.last_of.__getitem__
+        self.after = [set(map(last_of, ranks)) for _, ranks, _ in self.groups if self.nested]
+        self.times: list[Times] = [(0.0, 0.0, 0.0)] * len(self.groups)
         self.ends = [0.0] * len(self.groups)
         self._timed(range(len(self.groups)))
 
@@ -63,14 +64,12 @@ class _Search:
         return max(self.ends)
 
     def _timed(self, changed: Iterable[int]) -> None:
-        if not self.nested:
-            for g in changed:
-                own = self.packs[g]
-                exposed = self.table.exposed_s(self.groups[g][0], own.next_s, own.longest_s)
-                self.ends[g] = own.seconds + sum(exposed)
-            return
-        free = rank_ends(self.table, self.groups, self.packs)
-        self.ends = [max([free[rank] for rank in ranks]) for _, ranks, _ in self.groups]
+        for g in changed:
+            self.times[g] = self.table.times(self.groups[g][0], self.packs[g])
+            self.ends[g] = sum(self.times[g])
+        if self.nested:
+            sent = self.chains.sent_s(self.times)
+            self.ends = [max([sent[h] for h in after]) for after in self.after]
 
     def step(self) -> bool:
         """Take one change; False when none helps."""
@@ -121,9 +120,10 @@ class _Search:
                 while at < len(there) and ours[there[at]] > wanted_s:
                     at += 1
                 for r in there[max(0, at - _NEAR) : at + _NEAR]:
-                    if r > i:
+                    swapped_s = over_s - theirs[r]
+                    if r > i and swapped_s < limit_s:
                         later_s = max(
-                            over_s - theirs[r] + opening * (place[i] - place[r] > more),
+                            swapped_s + opening * (place[i] - place[r] > more),
                             left_s + ours[r] - c * (room[i] - room[r] >= spare),
                         )
                         if later_s < limit_s:

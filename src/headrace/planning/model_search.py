@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from itertools import combinations
-from operator import add
+from math import inf
+
+import numpy as np
 
 from headrace.costs.cost_model import MOST_TOKENS
 from headrace.planning.baselines import BASELINES
 from headrace.planning.batch import PriceTable, SortedBatch
-from headrace.planning.bounds import Bound, BoundRows, lower_bound, step_bound_s
+from headrace.planning.bounds import Bound, BoundRows, allows, lower_bound, step_bound_s
 from headrace.planning.explain import Candidate, reasons
-from headrace.planning.frontier import Frontier
+from headrace.planning.frontier import Frontier, worth_keeping
 from headrace.planning.generators import Draft, SearchLimits, nested, scheduled, side_by_side
 from headrace.planning.infeasible import require_fit, require_strategies
 from headrace.planning.layout import laid_out
 from headrace.planning.priced import PricedScheme
 from headrace.planning.problem import Problem
-from headrace.planning.schedule import Assignment, rank_ends
+from headrace.planning.schedule import Assignment, expected_s
 from headrace.planning.smoothing import smoothed
 from headrace.planning.stages import Least
 from headrace.planning.static import best_statics, static_schedule
@@ -39,7 +40,7 @@ _CLOSE_ENOUGH = 1 + 2e-4  # of the bound: no search beyond it
 @dataclass(slots=True, kw_only=True)
 class ModelSearch:
     """One batch being planned. ``found`` are schedules; ``flat`` is the bound of those without
-    stages and tensor blocks; ``laid`` is what was laid out so far."""
+    stages and tensor blocks; ``laid`` is what was laid out so far, ``tables`` what was priced."""
 
     problem: Problem
     batch: SortedBatch
@@ -50,6 +51,7 @@ class ModelSearch:
     lows: list[float] = field(default_factory=list)
     flat: Bound | None = None
     laid: list[Candidate] = field(default_factory=list)
+    tables: dict[Hashable, PriceTable] = field(default_factory=dict)
 
     def plan(self, previous: Plan | None) -> Plan:
         """See :func:`headrace.planning.planner.plan`."""
@@ -65,7 +67,7 @@ class ModelSearch:
     @property
     def best_s(self) -> float:
         """The least seconds of computing so far."""
-        return min((one.seconds for one in (*self.found, *self.drafts)), default=float("inf"))
+        return min((one.seconds for one in (*self.found, *self.drafts)), default=inf)
 
     def _free(self) -> Bound:
         """Any strategy that the problem allows."""
@@ -86,7 +88,8 @@ class ModelSearch:
             return bound
         low_s = ideal.seconds if bound is None else bound.seconds
         for table in tables:
-            if self._promises(table):
+            if self._promises(rows := BoundRows.of(table)):
+                self.lows.append(low_s if len(tables) == 1 else self._low_s(rows))
                 self._side_by_side(table, low_s)
         if problem.planner == "adaptive":
             for table in self._nests():
@@ -99,39 +102,44 @@ class ModelSearch:
         return self._deeper(tables)
 
     def _table(self, schemes: Sequence[PricedScheme]) -> PriceTable | None:
-        """A table, where some scheme holds the longest sequence."""
+        """A table, where some scheme holds the longest sequence; one for schemes that are alike."""
         longest = self.batch.tokens[0]
         if not any(scheme.most_tokens >= longest for scheme in schemes):
             return None
-        moved, shares = self.problem.model.exchange_s, self.problem.model.shape.bucket_shares
-        return PriceTable(
-            self.batch, schemes, self.problem.devices,
-            pull_s=moved.pull_s, push_s=moved.push_s, unhidden=sum(shares[:2]),
-        )  # fmt: skip
+        key = tuple((scheme.scheme, scheme.weights, id(scheme.frontier)) for scheme in schemes)
+        if key not in self.tables:
+            moved, shares = self.problem.model.exchange_s, self.problem.model.shape.bucket_shares
+            self.tables[key] = PriceTable(
+                self.batch, schemes, self.problem.devices,
+                pull_s=moved.pull_s, push_s=moved.push_s, unhidden=sum(shares[:2]),
+            )  # fmt: skip
+        return self.tables[key]
 
     def _close(self, low_s: float) -> bool:
         return self.best_s <= low_s * _CLOSE_ENOUGH
 
-    def _promises(self, table: PriceTable) -> bool:
-        """Whether a table may bring something: whether its bound is below the best known by half
-        of what the best table's bound is."""
-        low_s = lower_bound(BoundRows.of(table), self.problem.devices, close=1e-3).seconds
+    def _promises(self, rows: BoundRows) -> bool:
+        """Whether schemes may bring something: whether their bound is below the best known by half
+        of what the best bound of others is."""
         if not self.lows:
-            self.lows.append(low_s)
             return True
-        self.lows.append(low_s)
-        return low_s + _PROMISED * max(0.0, self.best_s - min(self.lows)) < self.best_s
+        best_s = self.best_s
+        if best_s == inf:
+            return False
+        limit_s = best_s - _PROMISED * max(0.0, best_s - min(self.lows))
+        return allows(rows, self.problem.devices, limit_s)
+
+    def _low_s(self, rows: BoundRows) -> float:
+        """The bound, roughly, of schemes that promise something."""
+        return lower_bound(rows, self.problem.devices, close=1e-3).seconds
 
     def _static(self, tables: Sequence[PriceTable]) -> None:
-        """Schedules of one group size that may be the best by the step's clock: pull and push
-        change no more than their own seconds. Where sequences are many, so that packing takes
-        longer than simulating, only those whose bound may be below the step of the best."""
-        size, costs = self.problem.static_size, self.problem.model
-        slack_s = costs.exchange_s.pull_s + costs.exchange_s.push_s
-        latest_s = self._latest_s if len(self.batch) > self.limits.many else None
+        """Schedules of one group size that may be the best by the step's clock: those whose bound
+        may be below the step of the best."""
+        size = self.problem.static_size
         for table in tables:
             if size is None:
-                self.found += best_statics(table, slack_s, latest_s)
+                self.found += best_statics(table, self._latest_s)
             elif size in table.width:
                 made = static_schedule(table, table.width.index(size))
                 self.found += [] if made is None else [made]
@@ -142,7 +150,7 @@ class ModelSearch:
         costs = self.problem.model
         if best is not None:
             self._laid_out(best)
-        least_s = min((one.plan.predicted_s for one in self.laid), default=float("inf"))
+        least_s = min((one.plan.predicted_s for one in self.laid), default=inf)
         return least_s - exposed_s(costs) - costs.exchange_s.update_s
 
     def _side_by_side(
@@ -169,23 +177,28 @@ class ModelSearch:
         if whole is not None:
             yield whole
         alone = self._table(pricing.groups("sharded"))
-        if alone is None or "sharded" not in problem.holding or not self._promises(alone):
+        if alone is None or "sharded" not in problem.holding:
+            return
+        rows = BoundRows.of(alone)
+        if not self._promises(rows):
             return
         for few in combinations(sizes, 2):
             if few[-1] % few[0] or (
                 costs.held_bytes(few, "sharded") >= costs.held_bytes(few, "whole")
             ):
                 continue
-            table = self._table(pricing.nested("sharded", few))
+            # With less memory for each size they are no quicker than if ranks had one size alone.
+            ones = [k for k, width in enumerate(alone.width) if width in few]
+            table = self._table(pricing.nested("sharded", few)) if (
+                self._promises(rows.only(ones))
+            ) else None  # fmt: skip
             if table is None or (whole is not None and _rules(whole, table)):
                 continue
-            if self._promises(table):
+            if self._promises(BoundRows.of(table)):
                 yield table
 
     def _bound(self, tables: Sequence[PriceTable]) -> Bound:
-        rows = BoundRows.of(tables[0])
-        for table in tables[1:]:
-            rows = rows + BoundRows.of(table)
+        rows = BoundRows.joined([*map(BoundRows.of, tables)])
         return lower_bound(rows, self.problem.devices)
 
     def _ideal(self) -> Bound:
@@ -199,15 +212,16 @@ class ModelSearch:
         """With tensor blocks and stages too."""
         problem, pricing = self.problem, self.problem.pricing
         some = list[PricedScheme]()
-        groups_s = min(self.lows, default=float("inf"))
+        groups_s = min(self.lows, default=inf)
         for weights in problem.holding:
             deeper = pricing.deeper(weights)
             table = self._table([*pricing.groups(weights), *deeper])
-            if table is not None and self._promises(table) and (
-                self.lows[-1] < groups_s * (1 - _DEEPER)
-            ):  # fmt: skip
-                self._side_by_side(table, self.lows[-1], deeper=True)
             some += deeper
+            if table is None or not self._promises(rows := BoundRows.of(table)):
+                continue
+            self.lows.append(self._low_s(rows))
+            if self.lows[-1] < groups_s * (1 - _DEEPER):
+                self._side_by_side(table, self.lows[-1], deeper=True)
         return lower_bound(self._least([*map(BoundRows.of, tables)], some), problem.devices)
 
     def _least(self, rows: list[BoundRows], some: Sequence[PricedScheme]) -> BoundRows:
@@ -220,7 +234,7 @@ class ModelSearch:
         if staged:
             rows.append(BoundRows.of_models(self.batch, staged))
         assert rows, "some scheme holds the longest sequence"
-        return reduce(add, rows)
+        return BoundRows.joined(rows)
 
     def _given(self) -> Bound:
         """Only the strategies that the problem lists."""
@@ -308,8 +322,8 @@ def _larger_last(schedule: Assignment) -> bool:
     used = sum(len(ranks) for _, ranks, _ in schedule.groups)
     if used == len({rank for _, ranks, _ in schedule.groups for rank in ranks}):
         return False
-    turned = rank_ends(schedule.table, schedule.groups[::-1], schedule.packs[::-1])
-    return max(turned) < schedule.expected_s
+    turned_s = expected_s(schedule.table, schedule.groups[::-1], schedule.packs[::-1])
+    return turned_s < schedule.expected_s
 
 
 def _rules(one: PriceTable, other: PriceTable) -> bool:
@@ -330,7 +344,9 @@ def _whole_model(problem: Problem, width: int, depth: int) -> Least:
         rows = []
         for option in problem.options[width]:
             cost = costs.option(width, option)
-            rows.append((cost.forward + cost.backward) * layers + ends.forward + ends.backward)
-        whole = Frontier.of_rows([(q.a, q.b, q.c) for q in rows], MOST_TOKENS)
+            q = (cost.forward + cost.backward) * layers + ends.forward + ends.backward
+            rows.append((q.a, q.b, q.c))
+        quick = worth_keeping(np.array(rows), np.full(len(rows), float(MOST_TOKENS)))
+        whole = Frontier.of_rows([rows[i] for i in quick.tolist()], MOST_TOKENS)
         known[width] = Least(width=width, depth=depth, alone=whole, dealt=whole)
     return known[width]

@@ -91,10 +91,13 @@ def _tries(
         yield 1, lambda: [list(members)]
         return
     yield 1, lambda: best_fit(tokens, members, quick)
-    if total <= _FEW_PACKS * quick:
+    if total <= most:
+        yield 1, lambda: [list(members)]
+    elif total <= _FEW_PACKS * quick:
         yield -(-total // most), lambda: best_fit(tokens, members, most)
     for count in _counts(len(members), total, squares, quick, frontier):
-        yield count, partial(_fill, tokens, members, count, most)
+        if count > 1:
+            yield count, partial(_fill, tokens, members, count, most)
 
 
 def likely(table: PriceTable, k: int, members: Sequence[int]) -> Packed:

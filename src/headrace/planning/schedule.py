@@ -25,7 +25,7 @@ from headrace.planning.packing import pack
 from headrace.spec import Strategy
 from headrace.spec.plan import Semantics
 
-__all__ = ["Assignment", "Group", "launch_s", "placed", "rank_ends"]
+__all__ = ["Assignment", "Group", "expected_s", "launch_s", "placed"]
 
 
 Group = tuple[int, tuple[int, ...], list[int]]
@@ -59,9 +59,10 @@ class Assignment:
         them."""
         order = tuple(group for group in groups if group[2])
         packs = tuple(pack(table, k, members) for k, _, members in order)
+        seconds, expected = _ends(table, order, packs)
         return cls(
-            table=table, groups=order, packs=packs, seconds=_last_free_s(table, order, packs),
-            expected_s=max(rank_ends(table, order, packs)), source=source,
+            table=table, groups=order, packs=packs, seconds=seconds, expected_s=expected,
+            source=source,
         )  # fmt: skip
 
     @classmethod
@@ -86,12 +87,11 @@ class Assignment:
         packs = tuple(_timed(table, k, bins) for k, _, bins in some)
         groups = tuple((k, ranks, sorted(chain.from_iterable(bins))) for k, ranks, bins in some)
         if semantics == "free":
-            seconds = _last_free_s(table, groups, packs)
-            expected_s = max(rank_ends(table, groups, packs))
+            seconds, expected = _ends(table, groups, packs)
         else:
-            seconds = expected_s = _in_step_s(table.devices, groups, packs)
+            seconds = expected = _in_step_s(table.devices, groups, packs)
         return cls(
-            table=table, groups=groups, packs=packs, seconds=seconds, expected_s=expected_s,
+            table=table, groups=groups, packs=packs, seconds=seconds, expected_s=expected,
             source=source, semantics=semantics,
         )  # fmt: skip
 
@@ -125,26 +125,22 @@ def _joined(given: Iterable[_Bins]) -> list[_Bins]:
     return made
 
 
-def _last_free_s(table: PriceTable, groups: Iterable[Group], packs: Iterable[Packed]) -> float:
-    """When the last rank has nothing left to compute."""
-    free = [0.0] * table.devices
-    for (_, ranks, _), own in zip(groups, packs, strict=True):
-        end = max([free[rank] for rank in ranks]) + own.seconds
-        for rank in ranks:
-            free[rank] = end
-    return max(free)
+def _ends(
+    table: PriceTable, groups: Sequence[Group], packs: Sequence[Packed]
+) -> tuple[float, float]:
+    """When the last rank has nothing left to compute if all weights are there at once, and about
+    when all have their gradients sent."""
+    chains = table.chained(ranks for _, ranks, _ in groups)
+    free_s = max(chains.free_s((0.0, own.seconds, 0.0) for own in packs), default=0.0)
+    if not table.push_s:
+        return free_s, free_s
+    times = [table.times(k, own) for (k, _, _), own in zip(groups, packs, strict=True)]
+    return free_s, max(chains.sent_s(times).values(), default=0.0)
 
 
-def rank_ends(table: PriceTable, groups: Iterable[Group], packs: Iterable[Packed]) -> list[float]:
-    """About when each rank has its gradients sent, if pipelines run in this order."""
-    free, sent = [0.0] * table.devices, [0.0] * table.devices
-    for (k, ranks, _), own in zip(groups, packs, strict=True):
-        start_s = max([free[rank] for rank in ranks])
-        waited_s, behind_s = table.exposed_s(k, own.next_s, own.longest_s, start_s)
-        end_s = start_s + waited_s + own.seconds
-        for rank in ranks:
-            free[rank], sent[rank] = end_s, end_s + behind_s
-    return sent
+def expected_s(table: PriceTable, groups: Sequence[Group], packs: Sequence[Packed]) -> float:
+    """About when all ranks have their gradients sent, if pipelines run in this order."""
+    return _ends(table, groups, packs)[1]
 
 
 def _in_step_s(devices: int, groups: Iterable[Group], packs: Iterable[Packed]) -> float:

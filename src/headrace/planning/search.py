@@ -90,11 +90,15 @@ def _halved(
     best: Searched[Result] | None = None
     if effort.probe:
         tau = high_s * (1 - effort.probe)
-        if tau < low_s or isinstance(fill(tau, None), float):
+        result = 0.0 if tau < low_s else fill(tau, None)
+        if isinstance(result, float):
             return None
+        best, high_s = Searched(seconds=tau, result=result), tau
     tau = low_s * (1 + 1e-9)
     for _ in range(effort.steps):
         tau = min(tau, high_s)
+        if best is not None and tau >= high_s:
+            break
         result = fill(tau, None)
         if not isinstance(result, float):
             best, high_s = Searched(seconds=tau, result=result), tau
@@ -102,7 +106,8 @@ def _halved(
         if tau >= high_s:
             return None
         low_s = tau
-        tau *= 1 + max(effort.least, effort.growth * result)
+        reached = tau * (1 + result) >= high_s  # then it is doubtful whether high_s is enough
+        tau = high_s if reached else tau * (1 + max(effort.least, effort.growth * result))
     if best is None:  # what found no place is little, and yet all steps were too small
         tau = min(high_s, 2 * low_s)
         result = fill(tau, None)

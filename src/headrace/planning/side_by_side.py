@@ -21,7 +21,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from math import log, sqrt
+from math import inf, log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,15 +48,14 @@ class Filler:
 
     def __init__(
         self, table: PriceTable, *, most: Sequence[int] | None = None,
-        bias: Sequence[float] | None = None, devices: int | None = None,
+        bias: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
         self.table, self.most = table, most
-        self.bias = np.ones((len(table), 1)) if bias is None else np.array(bias)[:, None]
-        self.devices = table.devices if devices is None else devices
-        self.lines = [
-            Line(stages=depth, c=c, cap=cap, util=util)
-            for depth, c, cap, util in zip(table.depth, table.c, table.cap, table.util, strict=True)
-        ]
+        weights = np.ones(len(table)) if bias is None else np.array(bias)
+        if most is not None:
+            weights[np.array(most) == 0] = np.inf
+        self.used = np.flatnonzero(np.isfinite(weights))
+        self.weights = weights[self.used, None]
         self._after: Floats | None = None
         self._cheapest: dict[int, list[list[int]]] = {}
 
@@ -65,30 +64,24 @@ class Filler:
         takes of them."""
         step = round(log(max(tau, _LEAST_S)) / _STEP)
         if step not in self._cheapest:
-            needed = self._needed(float(np.exp((step + 1) * _STEP)))
-            order = needed.argsort(axis=0, kind="stable")[:_RANKED]
-            opened = np.isfinite(np.take_along_axis(needed, order, axis=0)).sum(axis=0).tolist()
-            rows = order.T.tolist()
-            if min(opened) < len(order):
-                rows = [row[:count] for row, count in zip(rows, opened, strict=True)]
+            if step not in self.table.needs:
+                self.table.needs[step] = _needed(self.table, float(np.exp((step + 1) * _STEP)))
+            needed = self.table.needs[step][self.used] * self.weights
+            opened = np.minimum(np.isfinite(needed).sum(axis=0), _RANKED)
+            runs, order = np.arange(needed.shape[1]), list[NDArray[np.int64]]()
+            for _ in range(int(opened.max())):  # sorting all schemes takes longer
+                least = needed.argmin(axis=0)
+                needed[least, runs] = np.inf
+                order.append(self.used[least])
+            rows = np.stack(order, axis=1).tolist() if order else [[] for _ in runs]
+            if opened.min() < len(order):
+                rows = [row[:count] for row, count in zip(rows, opened.tolist(), strict=True)]
             self._cheapest[step] = rows
         return self._cheapest[step]
 
-    def _needed(self, tau: float) -> Floats:
-        """Devices that a sequence of each run takes of each scheme for ``tau`` [schemes, runs], if
-        it is the longest of its pipeline; infinite where it does not end in time."""
-        table = self.table
-        needed = table.ranks * table.spread / tau
-        needed[table.stages * table.alone > tau] = np.inf
-        for k, line in enumerate(self.lines):
-            if self.most is not None and not self.most[k]:
-                needed[k] = np.inf
-            elif line.stages > 1:
-                usable = _usable_s(line, tau, table.work[k])
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    staged = table.width[k] * table.spread[k] / usable
-                needed[k] = np.where(usable >= table.work[k], staged, np.inf)
-        return needed * self.bias
+    def is_like(self, other: Filler, tau: float) -> bool:
+        """Whether another filler of the same table fills alike within ``tau``, where that ends."""
+        return tau < inf and self.cheapest(tau) == other.cheapest(tau)
 
     def fill(
         self, tau: float, order: Sequence[int] | None = None, *, join_any: bool = True
@@ -97,7 +90,7 @@ class Filler:
         first sequence on that finds no place. ``order``: positions as they are taken, longest first
         where left out, and then runs of equal ones at once. With ``join_any`` a sequence looks for
         room in pipelines of all its schemes before it opens one, else scheme by scheme."""
-        table, lines = self.table, self.lines
+        table, lines = self.table, self.table.lines
         caps, widths, staged = table.cap, table.width, [line.stages > 1 for line in lines]
         seconds_of = [table.priced(k)[0] for k in range(len(table))]
         tokens_of = [table.alike(k) for k in range(len(table))]
@@ -108,7 +101,7 @@ class Filler:
         found: Pipelines = []
         spaces, longest = list[list[int]](), list[float]()  # tokens left of micro-batches, rising
         opened = [-1]  # after this mark the schemes of which there is a pipeline
-        free, left = self.devices, list(self.most) if self.most is not None else None
+        free, left = table.devices, list(self.most) if self.most is not None else None
         full = set[int]()  # schemes without room for the run that is being placed
         for r, first, number in table.batch.turns(order):
             i, count, several = first, number, number > 1
@@ -227,8 +220,22 @@ class Filler:
             for k, most in enumerate(self.most):
                 yield from [k] * (most - used[k] if table.depth[k] == 1 else 0)
         elif table.depth[0] == 1:
-            left = self.devices - sum(table.width[k] for k, _ in found)
+            left = table.devices - sum(table.width[k] for k, _ in found)
             yield from [0] * (left // table.width[0])
+
+
+def _needed(table: PriceTable, tau: float) -> Floats:
+    """Devices that a sequence of each run takes of each scheme for ``tau`` [schemes, runs], if it
+    is the longest of its pipeline; infinite where it does not end in time."""
+    needed = table.ranks * table.spread / tau
+    needed[table.stages * table.alone > tau] = np.inf
+    for k, line in enumerate(table.lines):
+        if line.stages > 1:
+            usable = _usable_s(line, tau, table.work[k])
+            with np.errstate(divide="ignore", invalid="ignore"):
+                staged = table.width[k] * table.spread[k] / usable
+            needed[k] = np.where(usable >= table.work[k], staged, np.inf)
+    return needed
 
 
 def _usable_s(line: Line, limit_s: float, longest_s: Floats) -> Floats:

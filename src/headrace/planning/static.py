@@ -50,31 +50,30 @@ def best_static(table: PriceTable) -> Assignment | None:
 
 
 def best_statics(
-    table: PriceTable, slack_s: float = 0.0,
-    latest_s: Callable[[Assignment | None], float] | None = None,
-) -> list[Assignment]:  # fmt: skip
-    """The static schedules that take up to ``slack_s`` more than the best, quickest first. Schemes
-    whose bound says that theirs does not are left out, and those that take at least ``latest_s`` of
-    the best, which is asked before there is one, and about what takes longer than the best."""
+    table: PriceTable, latest_s: Callable[[Assignment | None], float] | None = None
+) -> list[Assignment]:
+    """The static schedules that may be the best, quickest first: those with the least seconds, or
+    those that take less than ``latest_s`` of the best, which is asked before there is one, and
+    about what takes longer than it. Schemes whose bound says that theirs does not are left out."""
     found, best_s = list[tuple[float, int, Assignment]](), inf
 
     def late(seconds: float) -> bool:
-        if latest_s is None or (found and seconds < best_s):
+        if found and seconds < best_s:
             return False
+        if latest_s is None:
+            return found != [] and seconds > best_s
         best = min(found, key=lambda item: item[:2])[2] if found else None
         return seconds >= latest_s(best)
 
-    for bound_s, k in sorted(_bounds(table)):
-        if late(bound_s):
-            break
-        if bound_s < best_s + slack_s or best_s == inf:
-            asked = None if latest_s is None else late
-            made = static_schedule(table, k, best_s + slack_s, late=asked)
+    # Those with stages take a search, which is short where there is something to be better than.
+    for bound_s, k in sorted(_bounds(table), key=lambda item: (table.depth[item[1]] > 1, item)):
+        if not late(bound_s):
+            made = static_schedule(table, k, best_s, late=late)
             if made is not None:
                 found.append((made.seconds, k, made))
                 best_s = min(best_s, made.seconds)
     found.sort(key=lambda item: item[:2])
-    return [made for seconds, _, made in found if seconds <= best_s + slack_s]
+    return [made for _, _, made in found]
 
 
 def _bounds(table: PriceTable) -> Iterator[tuple[float, int]]:

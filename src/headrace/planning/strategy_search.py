@@ -9,6 +9,7 @@ its pipelines can be filled in a little less time. Effort is counted in sequence
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -53,6 +54,14 @@ def climbed(
     """Fillings that take less and less than ``best_s``, by exchanges from ``starts``, the most
     promising first; ``work`` sequences are placed at most."""
     seen, waiting = set(starts), list(starts)
+    shares = cache(BoundRows.of(table).shares)
+
+    @cache
+    def needed(tau: float, held: tuple[int, ...]) -> float:
+        """Devices that sequences take of the cheapest of some schemes, as if it did not matter how
+        many pipelines there are of each."""
+        return float(shares(tau)[list(held)].min(axis=0) @ table.batch.counts)
+
     while waiting and work > 0 and best_s > bound_s * (1 + _GAIN):
         start = waiting.pop(0)
         for counts in _neighbours(table, start, kinds):
@@ -61,8 +70,11 @@ def climbed(
             if work <= 0:
                 return
             seen.add(counts)
-            filler = Filler(table, most=counts)
             gain, tau, found = _GAIN, best_s * (1 - _GAIN), None
+            held = tuple(k for k, number in enumerate(counts) if number)
+            if needed(tau, held) > sum(counts[k] * table.width[k] for k in held):
+                continue
+            filler = Filler(table, most=counts)
             while True:
                 filled = filler.fill(tau)
                 work -= len(table.tokens)
@@ -89,7 +101,7 @@ def _neighbours(table: PriceTable, counts: Counts, kinds: Sequence[int]) -> Iter
     idle = table.devices - sum(n * width for n, width in zip(counts, widths, strict=True))
     held = [k for k in range(len(counts)) if counts[k]]
     largest = max((counts[k] * widths[k] for k in held), default=0)
-    amount = 1
+    falling, amount = sorted(kinds, key=lambda k: (-widths[k], k)), 1
     while amount <= max(1, largest):
         for j in held:
             for k in kinds:
@@ -99,13 +111,13 @@ def _neighbours(table: PriceTable, counts: Counts, kinds: Sequence[int]) -> Iter
                 changed = list(counts)
                 changed[j] -= taken
                 changed[k] += amount
-                yield _completed(table, changed, kinds)
+                yield _completed(table, changed, falling)
         amount *= 2
 
 
-def _completed(table: PriceTable, counts: list[int], kinds: Sequence[int]) -> Counts:
+def _completed(table: PriceTable, counts: list[int], falling: Sequence[int]) -> Counts:
     idle = table.devices - sum(n * w for n, w in zip(counts, table.width, strict=True))
-    for k in sorted(kinds, key=lambda k: (-table.width[k], k)):
+    for k in falling:
         more = idle // table.width[k]
         counts[k] += more
         idle -= more * table.width[k]

@@ -6,6 +6,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -144,11 +145,7 @@ class Plan:
                 raise SpecError(
                     f"{name} of a plan", got=repr(getattr(self, name)), wanted=" or ".join(words)
                 )
-        if self.lower_bound_s > self.predicted_s * (1 + 1e-9):
-            raise SpecError(
-                "lower bound of a plan", got=f"{self.lower_bound_s} s",
-                wanted=f"at most the predicted {self.predicted_s} s",
-            )  # fmt: skip
+        _check_bound(self)
         seen = sorted(chain.from_iterable([micro.sequences for micro in self.micro_batches]))
         if seen != list(range(len(self.lengths))):
             missing = sorted(set(range(len(self.lengths))) - set(seen))
@@ -170,6 +167,8 @@ class Plan:
         self._check_shared_ranks()
 
     def _check_shared_ranks(self) -> None:
+        if all(pipeline.scheme.pipeline == 1 for pipeline in self.pipelines):
+            return
         owners: dict[int, int] = {}
         for index, pipeline in enumerate(self.pipelines):
             for rank in pipeline.ranks:
@@ -210,8 +209,14 @@ class Plan:
         return tuple(self.lengths.tokens[i] for i in micro.sequences)
 
     def replace(self, **changes: Any) -> Plan:
-        """A copy with some fields changed."""
-        return replace(self, **changes)
+        """A copy with some fields changed. Raises what a new plan does."""
+        if not changes.keys() <= set(_TOLD):
+            return replace(self, **changes)
+        made = copy(self)  # its decisions have been checked
+        for name, value in changes.items():
+            object.__setattr__(made, name, value)
+        _check_bound(made)
+        return made
 
     def explain(self) -> str:
         """Why this plan, in words: one reason per line."""
@@ -355,6 +360,14 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return table_html(str(self))
+
+
+def _check_bound(plan: Plan) -> None:
+    if plan.lower_bound_s > plan.predicted_s * (1 + 1e-9):
+        raise SpecError(
+            "lower bound of a plan", got=f"{plan.lower_bound_s} s",
+            wanted=f"at most the predicted {plan.predicted_s} s",
+        )  # fmt: skip
 
 
 def _decisions(texts: dict[str, Any], numbers: NumberReader) -> dict[str, Any]:
