@@ -5,7 +5,7 @@ store, leaves its groups, whose connections break, and comes to the meeting that
 at a step, in the world that the user made, where nothing is broken. Those who wait see the broken
 connection, or look into the store between two slices of waiting, and come too. Then all leave their
 groups, get a thriftier plan of the same batch, and take it: nothing was written before. On gloo,
-with weights that every rank has whole: what waits in NCCL, or in a gather of FSDP2, nobody frees.
+with replicated weights: what waits in NCCL, or in a gather of FSDP2, nobody frees.
 """
 
 from __future__ import annotations

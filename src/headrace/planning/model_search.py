@@ -161,23 +161,24 @@ class ModelSearch:
             )
 
     def _nests(self) -> Iterator[PriceTable]:
-        """Tables for ranks that work in groups of several sizes: all of them with whole weights;
-        with shards one size or two, as a rank holds the shards of every size in which it works."""
+        """Tables for ranks that work in groups of several sizes: all of them with replicated
+        weights; with shards one size or two, as a rank holds the shards of every size in which it
+        works."""
         problem, pricing = self.problem, self.problem.pricing
         sizes, costs = problem.group_sizes, problem.model
-        whole = self._table(pricing.nested("whole", sizes))
-        if whole is not None:
-            yield whole
+        replicated = self._table(pricing.nested("replicated", sizes))
+        if replicated is not None:
+            yield replicated
         alone = self._table(pricing.groups("sharded"))
         if alone is None or "sharded" not in problem.holding or not self._promises(alone):
             return
         for few in combinations(sizes, 2):
             if few[-1] % few[0] or (
-                costs.held_bytes(few, "sharded") >= costs.held_bytes(few, "whole")
+                costs.held_bytes(few, "sharded") >= costs.held_bytes(few, "replicated")
             ):
                 continue
             table = self._table(pricing.nested("sharded", few))
-            if table is None or (whole is not None and _rules(whole, table)):
+            if table is None or (replicated is not None and _rules(replicated, table)):
                 continue
             if self._promises(table):
                 yield table

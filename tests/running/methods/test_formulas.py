@@ -56,9 +56,9 @@ def _costs(
 
 
 def _counted(model: str, text: str, groups: Groups | None) -> dict[str, tuple[float, float]]:
-    """Operations, and bytes sent with weights whole and sharded, forward and backward."""
+    """Operations, and bytes sent with weights replicated and sharded, forward and backward."""
     found = {}
-    for held in ("whole", "sharded"):
+    for held in ("replicated", "sharded"):
         layer, dy = _layer(model, text, held, groups)
         with TrafficCounter() as wire, flop_counter() as flops:
             out = layer()
@@ -94,7 +94,7 @@ def _layer(
         if w.bucket != 1:
             continue
         value = torch.full(w.shape, 0.1, dtype=torch.float64)
-        if held == "whole" or w.unit is None or not groups:
+        if held == "replicated" or w.unit is None or not groups:
             sources[w.name] = Whole(
                 value=value, grad=torch.zeros_like(value), member=member, unit=w.unit or 1
             )
@@ -149,7 +149,7 @@ def test_operations_and_bytes_of_every_method() -> None:
         bytes_of = _costs(a, 2, sent=1.0)
         sent = bytes_of.options[2][text]
         wanted = [sent.forward(PACK), sent.backward(PACK)]
-        assert list(results[0][i]["whole"]) == pytest.approx(wanted, rel=1e-12), (model, text)
+        assert list(results[0][i]["replicated"]) == pytest.approx(wanted, rel=1e-12), (model, text)
         if option.recompute == "none":
             gathered = bytes_of.layer_seconds(PACK, 2, option, "sharded")
             assert results[0][i]["sharded"] == pytest.approx(gathered, rel=1e-12), (model, text)
@@ -178,7 +178,7 @@ class _Kernels(TorchDispatchMode):
 def test_launches_of_a_layer(model: str) -> None:
     """Would catch a constant that no longer has to do with the layers: it is within 40 % of the
     operators that run."""
-    layer, dy = _layer(model, "local", "whole", None)
+    layer, dy = _layer(model, "local", "replicated", None)
     with _Kernels() as kernels:
         out = layer()
         forward = kernels.count

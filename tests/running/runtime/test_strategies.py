@@ -97,7 +97,7 @@ def _compare(
 def test_named_strategies_equal_one_process(ranks: int) -> None:
     """Would catch a message that goes to the wrong member, a bucket pulled by a stage that does
     not need it or not by one that does, and what one strategy leaves for the next."""
-    held = ("whole", "sharded")
+    held = ("replicated", "sharded")
     plans = [laid_out(text, LLAMA, LENGTHS, ranks, working=held[i % 2])
              for i, text in enumerate(NAMED[ranks])]  # fmt: skip
     _compare(run_ranks(ranks, _one_step_each, LLAMA, plans, torch.float64), LLAMA, plans, 1e-10)
@@ -107,7 +107,7 @@ def test_named_strategies_equal_one_process(ranks: int) -> None:
 def test_strategies_on_nodes_equal_one_process(ranks: int, node_ranks: int) -> None:
     """Would catch a pull whose second step goes on before the first, a stage of another node that
     is left out of a sum, and rows of the storage layout of nodes that are taken for others'."""
-    held = ("whole", "sharded")
+    held = ("replicated", "sharded")
     texts = (*NAMED[ranks], f"{ranks}*cp1", f"1*cp{ranks}")
     plans = [laid_out(text, LLAMA, LENGTHS, ranks, working=held[i % 2])
              for i, text in enumerate(texts)]  # fmt: skip
