@@ -79,7 +79,7 @@ def _usable(model: str, ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "every"), [(1, 8), (2, 12), (3, 18), (4, 24), *(whole(n, 1) for n in (1, 2, 3, 4))]
+    ("ranks", "every"), [(1, 12), (2, 18), (3, 27), (4, 36), *(whole(n, 1) for n in (1, 2, 3, 4))]
 )
 def test_a_layer_equals_one_process(ranks: int, every: int) -> None:
     """Would catch any wrong adjoint, head order, token order or doubled gradient of one method,
