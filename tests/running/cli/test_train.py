@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import spread
 from headrace.comm.watcher import Watcher
 from headrace.runtime import checkpoint
 from headrace.training.run_folder import TrainingRun
@@ -104,7 +105,7 @@ def test_control_c_ends_everything_with_130(whole, tmp_path):
     assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, spread.whole(signal.SIGHUP)])
 def test_other_signals_say_how_to_go_on(whole, tmp_path, number):
     """Would catch runs that a scheduler or a closed terminal ends without a word."""
     config, _, _ = whole

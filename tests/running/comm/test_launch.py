@@ -551,6 +551,12 @@ def test_ranks_of_new_processes_are_ranks(run_job: RunJob) -> None:
     job = run_job(lambda job: start(fails_in_new_process, ranks=2, forked=False))
     assert job.wait(60) == 2
     assert job.said == ["headrace: rank 1: key: got 1, wanted 2"]
+    assert job.left_over() == []
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_new_processes(run_job: RunJob) -> None:
+    """Catches the same where a rank says nothing."""
     job = run_job(lambda job: start(dies_in_new_process, ranks=2, forked=False))
     assert job.wait(60) == 137
     assert any("rank 1 was killed by SIGKILL" in line for line in job.said)

@@ -26,6 +26,7 @@ from headrace.spec.device import Device, Link
 from headrace.spec.hardware import Hardware
 from headrace.spec.method import RECOMPUTE
 from ranks import run_ranks
+from spread import spread, whole
 
 NEVER = 1e60  # so fast that it takes no time
 PACK = (31, 1, 32)  # on two ranks zigzag order shares the scores evenly, but for the middle
@@ -129,7 +130,8 @@ def test_operations_of_one_rank(model: str, level: str) -> None:
     )
 
 
-def test_operations_and_bytes_of_every_method() -> None:
+@pytest.mark.parametrize("every", [2, whole(1)])
+def test_operations_and_bytes_of_every_method(every: int) -> None:
     """Would catch a method that sends or computes more than its formula, at any level: operations
     added over the ranks are those of the formula times the ranks, bytes are those of each rank."""
     cases = [
@@ -139,6 +141,7 @@ def test_operations_and_bytes_of_every_method() -> None:
         if "/" not in text
     ]
     assert {text.partition("+")[0] for _, text in cases} == set(FORMULA_METHODS) - {"local"}
+    cases = spread(cases, every)
     results = run_ranks(2, _count_all, cases, timeout_s=240)
     for i, (model, text) in enumerate(cases):
         a, option = MODELS[model], LayerOption.parse(text)

@@ -124,9 +124,10 @@ def _narrow(dtype: torch.dtype) -> list[Case]:
     ]  # fmt: skip
 
 
-def test_single_precision_is_as_exact_as_one_process() -> None:
+@pytest.mark.parametrize("every", [2, whole(1)])
+def test_single_precision_is_as_exact_as_one_process(every: int) -> None:
     """Would catch a half type, or a sum in another order that loses digits, in any method."""
-    assert not _wrong(_narrow(torch.float32), 4, 1e-5)
+    assert not _wrong(spread(_narrow(torch.float32), every), 4, 1e-5)
 
 
 def test_half_types_are_no_worse_than_one_process() -> None:

@@ -236,7 +236,12 @@ def _starved(room: int, there: float) -> tuple[dict[str, Any], int]:
     groups, wide = Groups(), replace(MODEL, ffn=1024)
     storage = Storage(wide, groups, seed=2)
     options = ProfileOptions(
-        sizes=(2,), longest=2048, repeats=1, methods=("megatron_cz",), point_s=20.0
+        sizes=(2,),
+        longest=2048,
+        repeats=1,
+        methods=("megatron_cz",),
+        levels=("none",),
+        point_s=20.0,
     )
     profiler = Profiler(storage, groups, options)
     held = max(int(n) for (n,) in gather_floats([storage.bytes_held()], groups.world))
