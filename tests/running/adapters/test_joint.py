@@ -15,8 +15,8 @@ import headrace as hr
 from headrace.adapters.adapted import Adapted
 from headrace.errors import ModelError
 from ranks import run_ranks
-from spread import whole
 from running.adapters.axial import Axial
+from spread import whole
 
 FEATURES = 8
 
