@@ -122,7 +122,7 @@ def test_a_stopped_rank_is_named(whole, tmp_path):
     """Would catch a hang that says nothing until a collective's timeout of half an hour."""
     config, _, _ = whole
     process = start("train", config, "--out", tmp_path / "run", "--set", "run.steps=2000",
-                    "--set", "devices.hang_s=3")  # fmt: skip
+                    "--set", "devices.hang_s=2")  # fmt: skip
     wait_for_step(process, tmp_path / "run", 2)
     victim = children(process)[1]
     began = time.monotonic()

@@ -112,7 +112,7 @@ def test_gradients_equal_one_process(model, ranks):
 
 @pytest.mark.parametrize(
     ("a", "ranks"),
-    [(LLAMA, 1), whole(LLAMA, 2), (LLAMA, 3), whole(LLAMA, 4), whole(BERT, 1), (BERT, 2),
+    [(LLAMA, 1), whole(LLAMA, 2), (LLAMA, 3), whole(LLAMA, 4), whole(BERT, 1), whole(BERT, 2),
      (BERT, 3)],
     ids=lambda value: getattr(value, "kind", str(value)),
 )  # fmt: skip
