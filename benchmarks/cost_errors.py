@@ -190,7 +190,7 @@ def against_step(
     a, p, tokens = profile.shape, profile.cluster.devices, step["tokens"]
     option = LayerOption.parse(step["option"])
     layers, once = LayerPlan.uniform(option, a.layers), costs.exchange_s.total_s
-    fixed = costs.state_bytes + costs.held_bytes([p], "whole")
+    fixed = costs.state_bytes + costs.held_bytes([p], "replicated")
 
     def ask(target: Any) -> tuple[float, float]:
         return (

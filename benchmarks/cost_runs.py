@@ -68,13 +68,13 @@ def profiled(world: World, a: Architecture, o: argparse.Namespace, groups: Group
 
 
 def step_plan(a: Architecture, ranks: int, option: str, order: TokenOrder, tokens: int) -> Plan:
-    """One document through all layers by one option, the weights whole."""
+    """One document through all layers by one option, the weights replicated."""
     micro = MicroBatch(
         pipeline=0, sequences=(0,), order=order,
         layers=LayerPlan.uniform(LayerOption.parse(option), a.layers),
     )  # fmt: skip
     return Plan(
-        lengths=Lengths.of([tokens]), devices=ranks, working="whole", micro_batches=(micro,),
+        lengths=Lengths.of([tokens]), devices=ranks, working="replicated", micro_batches=(micro,),
         pipelines=(Pipeline(scheme=Scheme(context=ranks), ranks=tuple(range(ranks))),),
         predicted_s=0.0, lower_bound_s=0.0,
     )  # fmt: skip

@@ -5,8 +5,8 @@ lengths l from 1 Ki to 128 Ki tokens, each length as frequent as l^-k, with k = 
 sequences dominate, 2 where both do, 1 where long ones do; and those of a real corpus, the sources
 of Python's standard library, a token for each byte. The model is the paper's Transformer-1D (42
 layers of 3072 features, 48 heads, 5B parameters) or Transformer-2D (dcp_clips.py) on H200 with
-80 GB a device, by data sheets and formulas, with Ulysses or DSP and weights whole while they work,
-as with ZeRO-1.
+80 GB a device, by data sheets and formulas, with Ulysses or DSP and weights replicated while they
+work, as with ZeRO-1.
 
     bucket   one group size for all steps, the smallest that holds the longest sequence there can
              be (the paper's baseline); batches of like lengths
@@ -100,7 +100,7 @@ def problem_of(planner: str, devices: int, model: str = "1d") -> hr.Problem:
         )
         methods = ("local", "dsp")
     problem = hr.Problem(
-        costs=costs, planner=name, recompute=levels, holding=("whole",), stages=False,
+        costs=costs, planner=name, recompute=levels, holding=("replicated",), stages=False,
         methods=methods,
     )  # fmt: skip
     return (

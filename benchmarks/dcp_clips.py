@@ -47,7 +47,7 @@ def costs_of_clips(hardware: str, devices: int, *, memory_bytes: int, longest: i
         ends={p: _ends(machine, p) for p in sizes},
         exchange_s=ExchangeCost(push_s=link.seconds(2 * ELEMENT * elements, 1)),
         state_bytes=int(elements * (2 * ELEMENT + 12 / devices)),
-        working_bytes={p: {"whole": 0, "sharded": 0} for p in sizes},
+        working_bytes={p: {"replicated": 0, "sharded": 0} for p in sizes},
     )  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def sides_of(
     a: Architecture, truth: Truth, groups: Groups, *, holdings: Sequence[str]
 ) -> list[Side]:
     """One process first, then headrace's methods, then torch's own. Collective."""
-    made = [_one_process(a, truth), _ours(a, truth, groups, LOCAL, "whole")]
+    made = [_one_process(a, truth), _ours(a, truth, groups, LOCAL, "replicated")]
     for method in FACTS.values():
         if method is not LOCAL and method.supports(a, groups.ranks) is None:
             made += [_ours(a, truth, groups, method, held) for held in holdings]
@@ -180,7 +180,7 @@ def _held(
     found: dict[str, Whole | Shard] = {}
     for w in _table(a):
         value = truth.weights[w.name]
-        if held == "whole" or w.unit is None:
+        if held == "replicated" or w.unit is None:
             found[w.name] = Whole(
                 value=value.clone(), grad=torch.zeros_like(value), member=member, unit=w.unit or 1
             )

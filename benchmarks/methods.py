@@ -11,7 +11,7 @@ compiled, and each runs with the defaults of its library.
                       ulysses_z, megatron_cz, megatron_cz_gather, colossal_z, ulysses_ring
     tensor x context  both of torch's on a mesh of two axes;  tensor_ring
 
-Weights are held whole (every rank has all, gradients stay partial sums) or sharded (gathered when
+Weights are replicated (every rank has all, gradients stay partial sums) or sharded (gathered when
 used, gradients reduce-scattered); sides of one kind and one holding do the same.
 
     block     one GPT-like layer: LayerNorm, GELU, MHA, biases, no rotary positions
@@ -71,7 +71,7 @@ def compare(world: World, case: str, o: argparse.Namespace) -> dict[str, Any]:
     say = tell if world.rank == 0 else lambda text: None
     title = f"{world.ranks} ranks, {case}"
     rows: list[dict[str, Any]] = []
-    sides = sides_of(a, truth, Groups(), holdings=("whole", "sharded") if case == "block" else
+    sides = sides_of(a, truth, Groups(), holdings=("replicated", "sharded") if case == "block" else
                      ("sharded",))  # fmt: skip
     for i, side in enumerate(sides):
         say(f"{title}: checking {i + 1}/{len(sides)}, {side.name} {side.held}")

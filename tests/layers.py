@@ -89,7 +89,7 @@ def sources_of(case: Case, group: Any, member: int, ranks: int) -> dict[str, Wei
     for w in case.table:
         value, unit = weights[w.name], w.unit or 1
         wide = torch.float64 if case.dtype == torch.float64 else torch.float32
-        if case.held == "whole" or w.unit is None:
+        if case.held == "replicated" or w.unit is None:
             grad = torch.ones_like(value, dtype=wide)
             sources[w.name] = Whole(value=value, grad=grad, member=member, unit=unit)
             continue

@@ -45,5 +45,5 @@ def made_up(
         points=tuple(points),
         exchange_s={"pull_s": 0.1, "push_s": 0.2, "update_s": 0.3},
         state_bytes=1234,
-        working_bytes={1: {"whole": 9, "sharded": 9}},
+        working_bytes={1: {"replicated": 9, "sharded": 9}},
     )

@@ -39,7 +39,7 @@ def _method(scheme: Scheme) -> LayerOption:
 
 def laid_out(
     text: str, a: Architecture, lengths: Sequence[int], devices: int, *, packed: int = 2,
-    working: Working = "whole",
+    working: Working = "replicated",
 ) -> Plan:  # fmt: skip
     """The plan: pipelines on the ranks in order, micro-batches of ``packed`` sequences."""
     pipelines: list[Pipeline] = []

@@ -39,8 +39,8 @@ class Attack:
 
     ``begin(folder)`` prepares in an empty folder what all cases share and gives the function that
     runs them; it does so in a process of its own. A case that takes longer than ``limit_s`` seconds
-    has not survived. Of an hour every attack gets its ``weight``; the ordinary tests run ``few``
-    cases of it.
+    has not survived. Of an hour every attack gets its ``weight``; the ordinary tests run half of
+    ``few`` cases of it, the slow ones all.
     """
 
     name: str

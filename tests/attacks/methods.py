@@ -64,7 +64,7 @@ def _drawn(rng: np.random.Generator, ranks: int) -> layers.Case:
     options = [_option(rng, a, ranks) for _ in range(int(rng.integers(1, 4)))]
     return layers.Case(
         architecture=a, layers=" ".join(f"1*{option}" for option in options),
-        held="sharded" if ranks > 1 and rng.random() < 0.5 else "whole",
+        held="sharded" if ranks > 1 and rng.random() < 0.5 else "replicated",
         pack=tuple(int(tokens) for tokens in pack),
         order="zigzag" if rng.random() < 0.5 else "natural", dtype=torch.float64,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from headrace.ops.columns import to_columns
 from headrace.ops.resharding import Columns
 from headrace.ops.switch import switch
 from ranks import run_ranks
+from spread import whole
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def contender(method: str) -> float:
     return off / top
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [whole(2), 3, whole(4)])
 def test_contenders_are_exact(ranks: int) -> None:
     """Catches a contender with another backward: frames, patches and heads do not divide."""
     for method in dsp.METHODS:

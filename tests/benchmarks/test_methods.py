@@ -48,7 +48,7 @@ def test_every_method_sends_what_its_formula_says(block: Ran) -> None:
     a = Architecture.from_json(case["architecture"])
     ours = [row for row in case["sides"] if not row["torch"]]
     usable = {name for name, m in FACTS.items() if m.supports(a, 2) is None} | {"local"}
-    held = {(name, how) for name in usable - {"local"} for how in ("whole", "sharded")}
+    held = {(name, how) for name in usable - {"local"} for how in ("replicated", "sharded")}
     assert {(row["name"], row["held"]) for row in ours} == held | {("local", "")}
     for row in ours:
         assert row["sent_bytes"] == ELEMENT * _sent(row, a), row["name"]
@@ -62,8 +62,8 @@ def test_torch_sides_are_there_and_send_what_they_must(block: Ran) -> None:
     a = Architecture.from_json(case["architecture"])
     rows = {(row["name"], row["held"]): row for row in case["sides"] if row["torch"]}
     assert set(rows) == {
-        ("one process", ""), ("DTensor TP + SP", "shards"), ("CP allgather", "whole"),
-        ("CP alltoall", "whole"), ("CP allgather + FSDP2", "sharded"),
+        ("one process", ""), ("DTensor TP + SP", "shards"), ("CP allgather", "replicated"),
+        ("CP alltoall", "replicated"), ("CP allgather + FSDP2", "sharded"),
         ("CP alltoall + FSDP2", "sharded"),
     }  # fmt: skip
     activation = ELEMENT * TOKENS * HIDDEN
@@ -110,7 +110,7 @@ def test_tables_go_to_stdout_and_progress_to_stderr(block: Ran) -> None:
 
 @pytest.mark.long
 def test_several_layers_and_llama_are_compared_too(tmp_path_factory) -> None:
-    """Would catch a case that only works with one layer, whole weights or layer norms."""
+    """Would catch a case that only works with one layer, replicated weights or layer norms."""
     ran = run(
         "methods.py", "--ranks", 2, "--cases", "model", "llama", "--tokens", 16, "--hidden", 32,
         "--heads", 4, "--layers", 2, "--rounds", 1, json_in=tmp_path_factory.mktemp("more"),
@@ -136,9 +136,9 @@ def test_four_ranks_have_composites_of_both(tmp_path_factory) -> None:
     assert ran.numbers is not None
     (case,) = ran.numbers["cases"]
     compared = {(row["name"], row["held"]): row["torch"] for row in case["against_torch"]}
-    assert compared["tensor_ring", "whole"] in ("TP x CP allgather", "TP x CP alltoall")
+    assert compared["tensor_ring", "replicated"] in ("TP x CP allgather", "TP x CP alltoall")
     assert "+ FSDP2" in compared["tensor_ring", "sharded"]
-    assert compared["ulysses_ring", "whole"].startswith("CP ")
+    assert compared["ulysses_ring", "replicated"].startswith("CP ")
 
 
 def _side(name: str, kind: str, held: str, by_torch: bool, **rest: Any) -> dict[str, Any]:
@@ -149,12 +149,12 @@ def _side(name: str, kind: str, held: str, by_torch: bool, **rest: Any) -> dict[
 SIDES = [
     _side("one process", "one process", "", True, sent_bytes=0.0),
     _side("local", "one process", "", False, sent_bytes=0.0),
-    _side("ring", "context", "whole", False, cpu_s=[1.0, 2.0, 9.0], wall_s=[2.0, 9.0, 3.0]),
+    _side("ring", "context", "replicated", False, cpu_s=[1.0, 2.0, 9.0], wall_s=[2.0, 9.0, 3.0]),
     _side("ring", "context", "sharded", False),
-    _side("tensor", "tensor", "whole", False),
-    _side("both", "tensor x context", "whole", False),
-    _side("slow", "context", "whole", True, cpu_s=[3.0, 4.0, 0.1]),
-    _side("fast", "context", "whole", True, cpu_s=[2.0, 2.0, 3.0], wall_s=[1.0, 3.0, 3.0],
+    _side("tensor", "tensor", "replicated", False),
+    _side("both", "tensor x context", "replicated", False),
+    _side("slow", "context", "replicated", True, cpu_s=[3.0, 4.0, 0.1]),
+    _side("fast", "context", "replicated", True, cpu_s=[2.0, 2.0, 3.0], wall_s=[1.0, 3.0, 3.0],
           sent_bytes=12.0, peak_bytes=2.0),
     _side("fully sharded", "context", "sharded", True),
     _side("DTensor", "tensor", "shards", True),
@@ -162,14 +162,14 @@ SIDES = [
 
 
 def test_a_side_is_compared_with_the_best_that_does_the_same() -> None:
-    """Would catch whole weights compared with sharded ones, another kind, one of headrace's own
-    sides, or the fastest single round taken for the fastest side."""
+    """Would catch replicated weights compared with sharded ones, another kind, one of headrace's
+    own sides, or the fastest single round taken for the fastest side."""
     found = {(row["name"], row["held"]): row["torch"] for row in methods.against_torch(SIDES)}
     assert found == {
         ("local", ""): "one process",
-        ("ring", "whole"): "fast",
+        ("ring", "replicated"): "fast",
         ("ring", "sharded"): "fully sharded",
-        ("tensor", "whole"): "DTensor",
+        ("tensor", "replicated"): "DTensor",
     }
     assert methods.counterpart(SIDES[5], SIDES) is None
 
@@ -190,7 +190,7 @@ def test_what_is_not_exact_is_not_reported(
     error: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Would catch timings of a wrong result."""
-    sides = [{"name": "a", "held": "whole", "error": 0.0},
+    sides = [{"name": "a", "held": "replicated", "error": 0.0},
              {"name": "b", "held": "", "error": error}]  # fmt: skip
     case = {"case": "block", "ranks": 2, "sides": sides}
     monkeypatch.setattr(methods, "on_ranks", lambda ranks, o: [case])

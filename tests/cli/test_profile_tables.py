@@ -37,15 +37,15 @@ def test_fits() -> None:
 
 
 def test_limits() -> None:
-    """Catches whole and sharded swapped, and a level without a row."""
+    """Catches replicated and sharded swapped, and a level without a row."""
     costs = synthetic_costs(2, layers=2, memory_bytes=2 * GIB, methods=("ulysses_z", "metp"))
     rows = words(limits_table(costs))
-    whole, sharded = (limits_of(costs, working) for working in ("whole", "sharded"))
-    assert len(rows) == len(whole) == 6
-    for row, one, other in zip(rows, whole, sharded, strict=True):
+    replicated, sharded = (limits_of(costs, working) for working in ("replicated", "sharded"))
+    assert len(rows) == len(replicated) == 6
+    for row, one, other in zip(rows, replicated, sharded, strict=True):
         lengths = [one.max_length, one.util_length, other.max_length, other.util_length]
         assert row == [f"cp{one.p}", str(one.option), *(f"{n:,}" for n in lengths)]
-    assert [x.max_length for x in whole] != [x.max_length for x in sharded]
+    assert [x.max_length for x in replicated] != [x.max_length for x in sharded]
 
 
 def test_limits_of_no_memory_and_of_any() -> None:

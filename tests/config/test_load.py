@@ -100,6 +100,13 @@ def test_what_is_missing_is_named(tmp_path: Path, text: str, key: str) -> None:
     assert key in problems(write(tmp_path, text))
 
 
+def test_whole_weights_are_told_their_new_word(tmp_path: Path) -> None:
+    """Catches the word of before taken for another one, or refused without the new one."""
+    path = write(tmp_path, GOOD)
+    assert "'replicated'" in problems(path, "planner.working=whole")["planner.working"]
+    assert Config.load(path, "planner.working=replicated").planner.working == "replicated"
+
+
 def test_a_wrong_item_is_one_mistake(tmp_path: Path) -> None:
     """Catches a second message, which says that a list of one is empty."""
     path = write(tmp_path, GOOD)

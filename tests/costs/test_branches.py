@@ -129,7 +129,7 @@ def profile(found: list[ProfilePoint]) -> Profile:
     return Profile(
         fingerprint="", shape=TINY.shape, cluster=Cluster(devices=2, memory_bytes=10**9),
         points=tuple(found), exchange_s={"pull_s": 0.1, "push_s": 0.2, "update_s": 0.3},
-        state_bytes=1, working_bytes={p: {"whole": 9, "sharded": 9} for p in (1, 2)},
+        state_bytes=1, working_bytes={p: {"replicated": 9, "sharded": 9} for p in (1, 2)},
         element_bytes=2, feed_forwards=OWNERS,
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ def by_hand(**changes: Any) -> CostModel:
         },
         "exchange_s": ExchangeCost(pull_s=1.0, push_s=2.0, update_s=3.0),
         "state_bytes": 100,
-        "working_bytes": {1: {"whole": 50, "sharded": 50}},
+        "working_bytes": {1: {"replicated": 50, "sharded": 50}},
     }  # fmt: skip
     return CostModel(**(fields | changes))
 
@@ -123,12 +123,12 @@ def test_a_rank_holds_the_shards_of_all_its_sizes() -> None:
     """Catches counting only the shard of the group that runs."""
     costs = synthetic_costs(8)
     shard = {p: costs.working_bytes[p]["sharded"] for p in costs.group_sizes}
-    whole = costs.working_bytes[1]["whole"]
+    whole = costs.working_bytes[1]["replicated"]
     assert costs.held_bytes({8}, "sharded") == shard[8]
     assert costs.held_bytes({4, 8}, "sharded") == shard[4] + shard[8]
     assert costs.held_bytes({1, 8}, "sharded") == whole
-    assert costs.held_bytes(costs.group_sizes, "whole") == whole
-    assert costs.held_bytes((), "whole") == costs.held_bytes((), "sharded") == 0
+    assert costs.held_bytes(costs.group_sizes, "replicated") == whole
+    assert costs.held_bytes((), "replicated") == costs.held_bytes((), "sharded") == 0
     layers = LayerPlan.uniform(LayerOption.of("ulysses_z"), 4)
     alone = costs.micro_batch_bytes(1000, 8, layers, "sharded")
     mixed = costs.micro_batch_bytes(1000, 8, layers, "sharded", {4})
@@ -167,8 +167,8 @@ def test_unknown_options_and_layer_plans_are_named() -> None:
         ({"options": {}}, "no group size"),
         ({"options": {1: {}}}, "no layer option"),
         ({"ends": {}}, "wanted ends"),
-        ({"working_bytes": {1: {"whole": 3}}}, "whole and sharded"),
-        ({"working_bytes": {1: {"whole": -3, "sharded": 1}}}, "int >= 0"),
+        ({"working_bytes": {1: {"replicated": 3}}}, "replicated and sharded"),
+        ({"working_bytes": {1: {"replicated": -3, "sharded": 1}}}, "int >= 0"),
         ({"state_bytes": 1.5}, "int >= 0"),
         ({"gather_s": {1: (1.0, -1.0)}}, "gather seconds"),
         ({"scale": 0.0}, "scale"),
@@ -193,7 +193,7 @@ def with_methods() -> CostModel:
                 "ulysses_z/metp": replace(each, fetched=0.25)},
         },
         ends={1: by_hand().ends[1], 2: by_hand().ends[1]},
-        working_bytes={1: {"whole": 50, "sharded": 50}, 2: {"whole": 50, "sharded": 25}},
+        working_bytes={1: {"replicated": 50, "sharded": 50}, 2: {"replicated": 50, "sharded": 25}},
         gather_s={2: (0.5, 1.0)},
         feed_forwards={"ring": "ulysses_z", "local": "ulysses_z"},
     )  # fmt: skip
@@ -227,7 +227,7 @@ def test_shards_are_fetched_as_far_as_a_method_needs_them() -> None:
     """Catches tensor methods that pay for weights which never move."""
     costs = with_methods()
     assert costs.gather_seconds(2, LayerOption.of("ulysses_z"), "sharded") == (0.5, 1.0)
-    assert costs.gather_seconds(2, LayerOption.of("ulysses_z", "none"), "whole") == (0.0, 0.0)
+    assert costs.gather_seconds(2, LayerOption.of("ulysses_z", "none"), "replicated") == (0.0, 0.0)
     part = LayerOption.parse("ulysses_z/metp")
     assert costs.gather_seconds(2, part, "sharded") == (0.125, 0.25)
 
@@ -245,6 +245,12 @@ def test_costs_of_earlier_formats_are_read(version: int) -> None:
         for cost in by_option.values():
             del cost["order"], cost["fetched"]
     assert CostModel.from_json(value) == by_hand()
+
+
+def test_costs_of_old_say_what_replicated_weights_take() -> None:
+    """Catches costs, in files, caches and checkpoints, that are lost for the word of before."""
+    path = Path(__file__).parents[1] / "golden" / "weights-whole" / "costs.json"
+    assert CostModel.load(path) == by_hand()
 
 
 def test_orders_and_shares_are_checked() -> None:

@@ -62,7 +62,7 @@ def profile(found: list[ProfilePoint] | None = None) -> Profile:
         points=tuple(measured[::2] + measured[1::2] if found is None else found),
         exchange_s={"pull_s": 0.1, "push_s": 0.2, "update_s": 0.3},
         state_bytes=1234,
-        working_bytes={1: {"whole": 9, "sharded": 9}, 2: {"whole": 9, "sharded": 5}},
+        working_bytes={1: {"replicated": 9, "sharded": 9}, 2: {"replicated": 9, "sharded": 5}},
         gather_s={1: (0.0, 0.0), 2: (0.01, 0.02)},
     )
 
@@ -91,7 +91,7 @@ def test_what_is_measured_once_is_taken_over() -> None:
     )  # fmt: skip
     assert costs.state_bytes == 1234
     assert costs.gather_s[2] == (0.01, 0.02)
-    assert costs.working_bytes[2] == {"whole": 9, "sharded": 5}
+    assert costs.working_bytes[2] == {"replicated": 9, "sharded": 5}
     assert (costs.fingerprint, costs.scale) == ("device=none", 1.0)
     assert CostModel.from_json(costs.to_json()) == costs
 

@@ -62,7 +62,7 @@ COSTS = synthetic_costs(
 )
 
 
-@pytest.mark.parametrize("working", ["whole", "sharded"])
+@pytest.mark.parametrize("working", ["replicated", "sharded"])
 @pytest.mark.parametrize("level", RECOMPUTE)
 def test_the_longest_document_fits_and_the_next_does_not(level, working) -> None:
     """Catches MaxLen of another holding of the weights, or per rank instead of per group."""
@@ -73,7 +73,7 @@ def test_the_longest_document_fits_and_the_next_does_not(level, working) -> None
     assert COSTS.micro_batch_bytes(longest + 1, 2, layers, working) > room
 
 
-@pytest.mark.parametrize("working", ["whole", "sharded"])
+@pytest.mark.parametrize("working", ["replicated", "sharded"])
 def test_the_curve_is_the_micro_batch_s(working) -> None:
     """Catches gathers, ends, the scale or a second option left out of T(l, P)."""
     costs = COSTS.replace(scale=1.7)

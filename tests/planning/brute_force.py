@@ -19,8 +19,8 @@ def layer_plans(costs: CostModel, p: int) -> Iterator[LayerPlan]:
 
 
 def optimum_s(costs: CostModel, lengths: Sequence[int]) -> float | None:
-    """Seconds of the best step's computations with whole weights over all sizes, blocks, packs,
-    layer plans and orders; None when nothing fits."""
+    """Seconds of the best step's computations with replicated weights over all sizes, blocks,
+    packs, layer plans and orders; None when nothing fits."""
     devices = costs.cluster.devices
     sizes = [p for p in costs.group_sizes if p <= devices]
     blocks = [(p, k) for p in sizes for k in range(devices // p)]
@@ -32,7 +32,7 @@ def optimum_s(costs: CostModel, lengths: Sequence[int]) -> float | None:
                 (
                     sum(costs.micro_batch_s(pack, p, layers))
                     for layers in layer_plans(costs, p)
-                    if costs.micro_batch_bytes(sum(pack), p, layers, "whole", sizes)
+                    if costs.micro_batch_bytes(sum(pack), p, layers, "replicated", sizes)
                     <= costs.capacity_bytes
                 ),
                 default=None,

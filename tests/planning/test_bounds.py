@@ -22,7 +22,7 @@ from planning.worlds import batches, worlds
 
 
 def group_rows(costs: CostModel, lengths: list[int]) -> BoundRows:
-    """Rows of groups, with weights whole or sharded."""
+    """Rows of groups, with weights replicated or sharded."""
     problem, batch = Problem(costs=costs, planner="static"), SortedBatch.of(Lengths.of(lengths))
     require_fit(problem, batch.tokens[0], batch.order[0])
     found = [
@@ -168,7 +168,7 @@ def test_no_pipeline_beats_what_its_stages_take_together(seed: int, memory_gib: 
         depth, layers, memory_bytes=int(memory_gib * GIB), speeds=Speeds(launch_s=1e-3)
     ).replace(exchange_s=ExchangeCost())
     problem = Problem(costs=costs, devices=depth)
-    priced = problem.pricing.price(Scheme(pipeline=depth), "whole")
+    priced = problem.pricing.price(Scheme(pipeline=depth), "replicated")
     if priced is None or priced.stages is None:
         return
     least = priced.stages.least
@@ -203,7 +203,7 @@ def test_stages_that_hold_little_pay_constants_often() -> None:
         costs = synthetic_costs(
             2, 8, memory_bytes=int(memory_gib * GIB), speeds=Speeds(launch_s=1e-3)
         )
-        priced = Problem(costs=costs, devices=2).pricing.price(Scheme(pipeline=2), "whole")
+        priced = Problem(costs=costs, devices=2).pricing.price(Scheme(pipeline=2), "replicated")
         assert priced is not None
         assert priced.stages is not None
         batch = SortedBatch.of(Lengths.of([100] * 2000))

@@ -26,7 +26,7 @@ def drafts(costs: CostModel, lengths: Lengths) -> list[Draft]:
         require_fit(problem, batch.tokens[0], batch.order[0])
     except InfeasiblePlan:
         return []
-    schemes = problem.pricing.groups("whole")
+    schemes = problem.pricing.groups("replicated")
     if not any(scheme.most_tokens >= batch.tokens[0] for scheme in schemes):
         return []
     moved = costs.exchange_s

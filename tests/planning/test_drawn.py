@@ -75,7 +75,7 @@ def test_every_kind_of_plan_is_drawn(devices: int) -> None:
     micros = [micro for plan in plans for micro in plan.micro_batches]
     assert {o.recompute for micro in micros for o in micro.layers.options} == set(RECOMPUTE)
     assert any(len(micro.layers.counts) > 1 for micro in micros)
-    assert {plan.working for plan in plans} == {"whole", "sharded"}
+    assert {plan.working for plan in plans} == {"replicated", "sharded"}
     assert {min(3, len(micro.sequences)) for micro in micros} == {1, 2, 3}
     assert any(list(m.sequences) != sorted(m.sequences) for m in micros), "packed in any order"
 
@@ -104,7 +104,7 @@ def test_methods_are_drawn_for_each_branch_of_each_layer() -> None:
         random_plan(batch, 2, 3, np.random.default_rng(0), methods={3: ("metp",)})
 
 
-@pytest.mark.parametrize("working", ["whole", "sharded"])
+@pytest.mark.parametrize("working", ["replicated", "sharded"])
 def test_the_kind_of_weights_can_be_given(working) -> None:
     """Catches an option that does nothing."""
     batch = Lengths.of([5, 6, 7])

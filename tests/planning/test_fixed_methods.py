@@ -43,7 +43,7 @@ def listed_costs(draw: st.DrawFn) -> tuple[CostModel, list[tuple[LayerOption, ..
     layers = draw(st.integers(1, 4))
     costs = synthetic_costs(1, layers=layers)
     costs = costs.replace(
-        options={1: options}, state_bytes=0, working_bytes={1: {"whole": 0, "sharded": 0}},
+        options={1: options}, state_bytes=0, working_bytes={1: {"replicated": 0, "sharded": 0}},
         ends={1: OptionCost(forward=Quadratic(), backward=Quadratic(), kept=Linear(),
                             transient=Linear(slope=draw(SMALL)))},
         cluster=replace(costs.cluster, memory_bytes=draw(st.integers(1, 1000))),
@@ -58,7 +58,7 @@ def listed_costs(draw: st.DrawFn) -> tuple[CostModel, list[tuple[LayerOption, ..
 
 def frontier_of(costs: CostModel, p: int, slots: list[tuple[LayerOption, ...]]):
     options = dict.fromkeys(option for slot in slots for option in slot)
-    return listed_frontier(layer_table(costs, p, "whole", (), options), slots)
+    return listed_frontier(layer_table(costs, p, "replicated", (), options), slots)
 
 
 @settings(max_examples=150, deadline=None)

@@ -20,7 +20,7 @@ def priced(devices: int, pull_s: float, lengths: Lengths) -> tuple[CostModel, Pr
     costs = synthetic_costs(devices, 8).replace(
         exchange_s=ExchangeCost(pull_s=pull_s, push_s=2 * pull_s, update_s=1e-3)
     )
-    schemes = Problem(costs=costs, devices=devices).pricing.groups("whole")
+    schemes = Problem(costs=costs, devices=devices).pricing.groups("replicated")
     batch = SortedBatch.of(lengths)
     return costs, PriceTable(batch, schemes, devices, pull_s=pull_s, push_s=2 * pull_s,
                              unhidden=sum(costs.shape.bucket_shares[:2]))  # fmt: skip

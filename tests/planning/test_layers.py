@@ -55,7 +55,7 @@ def layer_costs(draw: st.DrawFn) -> CostModel:
         ends={1: option()},
         exchange_s=ExchangeCost(),
         state_bytes=draw(SMALL),
-        working_bytes={1: {"whole": draw(SMALL), "sharded": 0}},
+        working_bytes={1: {"replicated": draw(SMALL), "sharded": 0}},
     )
 
 
@@ -141,7 +141,7 @@ def _constant(options: dict[str, tuple[float, float]], layers: int, free: int) -
             text: replace(nothing, forward=Quadratic(c=seconds), kept=Linear(constant=kept))
             for text, (seconds, kept) in options.items()
         }},
-        ends={1: nothing}, state_bytes=0, working_bytes={1: {"whole": 0, "sharded": 0}},
+        ends={1: nothing}, state_bytes=0, working_bytes={1: {"replicated": 0, "sharded": 0}},
         cluster=Cluster(devices=1, memory_bytes=free),
     )  # fmt: skip
 
@@ -215,7 +215,7 @@ def test_many_options_lose_little(seed: int) -> None:
 def best_of_three(costs: CostModel, p: int, squares: float, tokens: int) -> float:
     """Seconds of the quickest fitting mixture of three options for one pack, by counts alone."""
     layers, ends = costs.shape.layers, costs.ends[p]
-    room = costs.capacity_bytes - costs.state_bytes - costs.held_bytes({p}, "whole")
+    room = costs.capacity_bytes - costs.state_bytes - costs.held_bytes({p}, "replicated")
     room -= ends.kept(tokens)
     rated = sorted(
         (

@@ -43,8 +43,8 @@ def check(made: Plan, costs: CostModel) -> None:
     world = max(costs.working_bytes)
     for micro in made.micro_batches:
         p = len(made.pipelines[micro.pipeline].ranks)
-        needed = costs.micro_batch_bytes(sum(made.tokens_of(micro)), p, micro.layers, "whole")
-        needed -= costs.working_bytes[p]["whole"]
+        needed = costs.micro_batch_bytes(sum(made.tokens_of(micro)), p, micro.layers, "replicated")
+        needed -= costs.working_bytes[p]["replicated"]
         needed += costs.held_bytes({world}, "sharded")
         assert needed <= costs.capacity_bytes
 

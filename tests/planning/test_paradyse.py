@@ -27,7 +27,7 @@ def constant(options: dict[str, tuple[float, float, float]], layers: int, free: 
                           transient=Linear(constant=passing))
             for text, (seconds, kept, passing) in options.items()
         }},
-        ends={1: nothing}, state_bytes=0, working_bytes={1: {"whole": 0, "sharded": 0}},
+        ends={1: nothing}, state_bytes=0, working_bytes={1: {"replicated": 0, "sharded": 0}},
         cluster=replace(costs.cluster, memory_bytes=free),
     )  # fmt: skip
 

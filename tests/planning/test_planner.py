@@ -90,7 +90,7 @@ def test_close_to_the_optimum(
         return
     made = plan(Problem(costs=costs, devices=devices), Lengths.of(lengths))
     assert compute_s(made, costs) <= 1.05 * best_s
-    if made.working == "whole":
+    if made.working == "replicated":
         assert compute_s(made, costs) >= best_s * (1 - 1e-9)
 
 
@@ -186,7 +186,7 @@ def test_a_margin_makes_thriftier_plans() -> None:
     assert tight.predicted_s > loose.predicted_s
 
 
-def test_weights_are_cut_only_where_whole_ones_do_not_fit() -> None:
+def test_weights_are_cut_only_where_replicated_ones_do_not_fit() -> None:
     """Catches holding weights in a way that cannot work, or paying gathers for nothing."""
     costs = synthetic_costs(4, layers=48, memory_bytes=6 * GIB)
     made = plan(Problem(costs=costs), Lengths.of([2000, 300, 300]))
@@ -195,7 +195,7 @@ def test_weights_are_cut_only_where_whole_ones_do_not_fit() -> None:
     check(made, costs)
     plenty = costs.replace(cluster=replace(costs.cluster, memory_bytes=80 * GIB))
     roomy = plan(Problem(costs=plenty), Lengths.of([2000, 300]))
-    assert roomy.working == "whole"
+    assert roomy.working == "replicated"
     assert all(p.scheme.context == p.scheme.devices for p in roomy.pipelines)
 
 
@@ -216,20 +216,20 @@ def test_a_batch_is_not_planned_with_what_an_earlier_one_left() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(8,), (1, 8), (2, 4, 8)])
-def test_shards_are_tried_where_whole_weights_leave_little(sizes: tuple[int, ...]) -> None:
-    """Catches whole weights kept because they fit, and everything computed again for the room
+def test_shards_are_tried_where_replicated_weights_leave_little(sizes: tuple[int, ...]) -> None:
+    """Catches replicated weights kept because they fit, and everything computed again for the room
     that is left, where shards of one group size are quicker."""
     roomy = synthetic_costs(8, layers=32, sizes=sizes)
-    whole = roomy.working_bytes[8]["whole"]
+    replicated = roomy.working_bytes[8]["replicated"]
     slower = 0
     for share, longest in ((1.3, 20_000), (1.3, 30_000), (1.5, 40_000)):
-        memory = int(share * whole) + roomy.state_bytes
+        memory = int(share * replicated) + roomy.state_bytes
         costs = synthetic_costs(8, layers=32, sizes=sizes, memory_bytes=memory)
         both, *each = (
             plan(
                 Problem(costs=costs, devices=8, holding=holding), Lengths(tokens=(longest,))
             ).predicted_s
-            for holding in (("whole", "sharded"), ("whole",), ("sharded",))
+            for holding in (("replicated", "sharded"), ("replicated",), ("sharded",))
         )
         assert both <= min(each) * (1 + 1e-9)
         slower += each[0] > each[1]

@@ -33,7 +33,7 @@ def step(problem: Problem, tokens: int, previous: Plan | None = None) -> Plan:
 def test_layers_stay_while_others_are_hardly_quicker() -> None:
     """Catches layers that change with every batch, and layers that stay however slow they are."""
     none, some = one_rank(0.0), one_rank(0.05)
-    frontier = none.frontier(1, "whole")
+    frontier = none.frontier(1, "replicated")
     long = step(none, frontier.caps[1])
     assert layers_of(long) != ["8*local"]
     short = step(none, frontier.caps[0])
@@ -51,7 +51,7 @@ def test_layers_stay_while_others_are_hardly_quicker() -> None:
 def test_layers_that_no_longer_fit_or_are_no_longer_allowed_go() -> None:
     """Catches a step that runs out of memory for the sake of its predecessor."""
     some = one_rank(0.9)
-    frontier = some.frontier(1, "whole")
+    frontier = some.frontier(1, "replicated")
     short = step(some, 100)
     longer = step(some, frontier.caps[0] + 1, short)
     assert layers_of(longer) != ["8*local"]
@@ -103,7 +103,7 @@ def test_at_most_gamma_is_lost(
 def test_a_plan_is_its_own_successor() -> None:
     """Catches smoothing that changes what it should keep."""
     some = one_rank(0.1)
-    made = step(some, some.frontier(1, "whole").caps[2])
+    made = step(some, some.frontier(1, "replicated").caps[2])
     again = step(some, made.lengths.longest, made)
     assert again.micro_batches == made.micro_batches
     assert again.why == made.why

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.report.headline import cards
-from headrace.report.records import FitError, Run
+from headrace.report.records import RelativeErrors, Run
 from headrace.report.run_folder import read_run
 from headrace.report.summary import mean, median, summed_up
 from headrace.report.warnings import warnings
@@ -136,7 +136,7 @@ def test_every_fault_is_warned_of(run: Run) -> None:
         calm.steps[5], loss=nan, step_s=9.0, peak_bytes=(3.0 * 2**30,),
         planned=replace(calm.steps[5].planned, waited_s=5.0),
     )  # fmt: skip
-    errors = {"forward": {"p1 none": FitError(median=0.03, worst=0.5)}}
+    errors = {"forward": {"p1 none": RelativeErrors(median=0.03, worst=0.5)}}
     costs = replace(run.facts.costs, errors=errors)
     facts = replace(run.facts, costs=costs)
     faulty = replace(calm, steps=(*calm.steps[:5], bad, *calm.steps[6:]), facts=facts)

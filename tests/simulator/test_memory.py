@@ -18,8 +18,8 @@ def test_a_rank_peaks_at_its_largest_micro_batch() -> None:
     plan = plan_of(4, [((0, 1), (5000,)), ((0,), (100,)), ((1,), (40_000,))])
     layers = [micro.layers for micro in plan.micro_batches]
     sizes = {1, 2}
-    group = costs.micro_batch_bytes(5000, 2, layers[0], "whole", sizes)
-    alone = costs.micro_batch_bytes(40_000, 1, layers[2], "whole", sizes)
+    group = costs.micro_batch_bytes(5000, 2, layers[0], "replicated", sizes)
+    alone = costs.micro_batch_bytes(40_000, 1, layers[2], "replicated", sizes)
     assert alone > group
     assert peak_bytes(plan, costs) == (group, alone, costs.state_bytes, costs.state_bytes)
 
@@ -58,12 +58,12 @@ def test_a_stage_holds_the_weights_of_its_layers() -> None:
     on the first."""
     costs = costs_of(2)
     plan = pipeline_of([1], 2, 2)
-    first, last = held_bytes(costs, plan.pipelines[0], "whole")
+    first, last = held_bytes(costs, plan.pipelines[0], "replicated")
     peaks = [peak - costs.state_bytes for peak in peak_bytes(plan, costs)]
     assert first < peaks[0] < first + 2**20
     logits = costs.ends[1].transient.constant
     assert last < peaks[1] - logits < last + 2**20
-    assert max(first, last) < costs.working_bytes[1]["whole"]
+    assert max(first, last) < costs.working_bytes[1]["replicated"]
     long = [p - costs.state_bytes for p in peak_bytes(pipeline_of([1000], 2, 2), costs)]
     ends = costs.ends[1]
     more = ends.kept(1000) + ends.transient(1000)
@@ -71,7 +71,7 @@ def test_a_stage_holds_the_weights_of_its_layers() -> None:
     assert long[1] - last > long[0] - first
 
 
-@pytest.mark.parametrize("working", ["whole", "sharded"])
+@pytest.mark.parametrize("working", ["replicated", "sharded"])
 def test_a_tensor_block_holds_half(working: Working) -> None:
     """Catches a rank of a tensor block that holds whole weights, and one that works alone beside
     it whose weights are not added up."""
@@ -82,5 +82,5 @@ def test_a_tensor_block_holds_half(working: Working) -> None:
     peaks = peak_bytes(plan, costs)
     layers = plan.micro_batches[0].layers
     assert peaks[0] == costs.micro_batch_bytes(100, 2, layers, "sharded")
-    shard, whole = (costs.working_bytes[2][held] for held in ("sharded", "whole"))
-    assert peaks[1] == peaks[0] - shard + whole, "both, but no more than all"
+    shard, replicated = (costs.working_bytes[2][held] for held in ("sharded", "replicated"))
+    assert peaks[1] == peaks[0] - shard + replicated, "both, but no more than all"

@@ -37,7 +37,7 @@ def unit_costs(
     )  # fmt: skip
     return synthetic_costs(devices, layers).replace(
         options={1: {"local": layer}, 2: {"local": layer}}, ends={1: ends, 2: ends}, gather_s={},
-        working_bytes={p: {"whole": 0, "sharded": 0} for p in (1, 2)},
+        working_bytes={p: {"replicated": 0, "sharded": 0} for p in (1, 2)},
         exchange_s=ExchangeCost(pull_s=pull_s, push_s=push_s, update_s=update_s),
     )  # fmt: skip
 

@@ -282,6 +282,13 @@ def test_a_plan_of_old_has_its_tokens_in_natural_order() -> None:
     assert Plan.from_json(value) == by_hand()
 
 
+def test_a_plan_of_old_whose_weights_are_whole_has_them_replicated() -> None:
+    """Catches a plan, a journal or a checkpoint that no longer opens for the word of before."""
+    assert Plan.load(GOLDEN / "weights-whole" / "plan.json") == by_hand()
+    with pytest.raises(SpecError, match="got 'whole', wanted replicated or sharded"):
+        by_hand(working="whole")
+
+
 def test_an_unknown_token_order_is_refused() -> None:
     """Catches a word that the ranks would read as the other order: scores of other tokens."""
     with pytest.raises(SpecError, match="token order of a micro-batch: got 'zig', wanted natural"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.costs.saving import unsealed
 from headrace.errors import SpecError
 from headrace.spec import Architecture, Cluster
 from headrace.spec.profile import ENDS, PROFILE_FORMAT, Profile, ProfilePoint
@@ -30,7 +32,7 @@ profiles = st.builds(
     exchange_s=st.fixed_dictionaries({"pull_s": seconds, "push_s": seconds, "update_s": seconds}),
     state_bytes=st.integers(0, 2**40),
     working_bytes=st.dictionaries(
-        sizes, st.fixed_dictionaries({"whole": sizes, "sharded": sizes}), max_size=3
+        sizes, st.fixed_dictionaries({"replicated": sizes, "sharded": sizes}), max_size=3
     ),
     gather_s=st.dictionaries(sizes, st.tuples(seconds, seconds), max_size=3),
     element_bytes=st.sampled_from([2, 4, 8]),
@@ -44,7 +46,8 @@ def _json() -> dict[str, Any]:
     return Profile(
         fingerprint="a=1", shape=Architecture.preset("llama-tiny").shape,
         cluster=Cluster(devices=1, memory_bytes=10**9), points=(point,),
-        exchange_s={"pull_s": 0.0}, state_bytes=1, working_bytes={1: {"whole": 2, "sharded": 1}},
+        exchange_s={"pull_s": 0.0}, state_bytes=1,
+        working_bytes={1: {"replicated": 2, "sharded": 1}},
         gather_s={1: (0.0, 0.0)},
     ).to_json()  # fmt: skip
 
@@ -67,6 +70,12 @@ def test_branches_are_told_from_layers() -> None:
 def test_json_reads_back(profile: Profile) -> None:
     """Catches group sizes that stay texts, and lengths or pairs that stay lists."""
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+
+
+def test_a_profile_of_old_says_what_replicated_weights_take() -> None:
+    """Catches a cached profile that is measured again for the word of before."""
+    text = (Path(__file__).parents[1] / "golden" / "weights-whole" / "profile.json").read_text()
+    assert Profile.from_json(unsealed(text)) == Profile.from_json(_json())
 
 
 def test_profiles_of_format_3_are_read() -> None:

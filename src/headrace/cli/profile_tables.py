@@ -40,8 +40,8 @@ def fits_table(fits: Iterable[FittedPart]) -> Table:
 
 
 def limits_table(costs: CostModel) -> Table:
-    """MaxLen and UtilLen of every group size and level, with weights held whole and sharded."""
-    held: tuple[Working, ...] = ("whole", "sharded")
+    """MaxLen and UtilLen of every group size and level, with weights replicated and sharded."""
+    held: tuple[Working, ...] = ("replicated", "sharded")
     names = [f"{what} {working}" for working in held for what in ("MaxLen", "UtilLen")]
     table = _table(("group", "all layers", *names), left=2)
     for rows in zip(*(limits_of(costs, working) for working in held), strict=True):

@@ -145,9 +145,10 @@ def _rows(costs: CostModel, length: int) -> Iterator[_Row]:
                 continue
             layers = LayerPlan.uniform(option, a.layers)
             fits: dict[Working, int] = {
-                working: costs.max_tokens(p, layers, working) for working in ("whole", "sharded")
+                working: costs.max_tokens(p, layers, working)
+                for working in ("replicated", "sharded")
             }
-            working: Working = "whole" if fits["whole"] >= length else "sharded"
+            working: Working = "replicated" if fits["replicated"] >= length else "sharded"
             forward_s, backward_s = costs.micro_batch_s([length], p, layers, working)
             yield _Row(
                 p=p, option=option, kept_bytes=cost.kept.slope,

@@ -64,8 +64,9 @@ class PlannerConfig(Section):
     recompute: tuple[Literal["none", "attention", "full"], ...] = ("none", "attention", "full")
     """Recompute levels to consider."""
 
-    working: Literal["auto", "whole", "sharded"] = "auto"
-    """How groups hold weights: each rank all of them, its shard, or whatever fits."""
+    working: Literal["auto", "replicated", "sharded"] = "auto"
+    """How groups hold weights: ``replicated`` on every rank, ``sharded`` over the group, or
+    whatever fits."""
 
     ahead: Annotated[int, Field(ge=0)] = 2
     """Batches planned ahead by a process of their own while the current one trains; 0 plans each

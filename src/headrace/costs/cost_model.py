@@ -23,6 +23,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import TokenOrder, Working
+from headrace.spec.profile import stored_working_bytes
 
 __all__ = ["FORMAT", "MOST_TOKENS", "CostModel"]
 
@@ -40,9 +41,10 @@ class CostModel:
 
     ``options[p][text]`` is one layer of :class:`LayerOption` ``text`` on p ranks; ``ends[p]`` is
     embedding, head and loss together. ``state_bytes`` is what a rank always holds (stored weights,
-    optimizer, gradients); ``working_bytes[p]["whole" | "sharded"]`` what it holds in addition to
-    work in groups of p. ``gather_s[p]`` is what ``sharded`` adds to one layer's (forward, backward)
-    seconds without recompute where it fetches all weights, nothing where absent.
+    optimizer, gradients); ``working_bytes[p]["replicated" | "sharded"]`` what it holds in
+    addition to work in groups of p. ``gather_s[p]`` is what ``sharded`` adds to one layer's
+    (forward, backward) seconds without recompute where it fetches all weights, nothing where
+    absent.
     ``feed_forwards`` names for every method without a feed-forward of its own the method whose it
     uses: of equal options only one is listed.
 
@@ -70,9 +72,12 @@ class CostModel:
         for p, options in self.options.items():
             if not options:
                 raise CostError(f"costs of cp{p}", got="no layer option", wanted="at least one")
-            if p not in self.ends or set(self.working_bytes.get(p, ())) != {"whole", "sharded"}:
+            if p not in self.ends or set(self.working_bytes.get(p, ())) != {
+                "replicated",
+                "sharded",
+            }:
                 raise CostError(
-                    f"costs of cp{p}", wanted="ends, and working bytes for whole and sharded"
+                    f"costs of cp{p}", wanted="ends, and working bytes for replicated and sharded"
                 )
         self._check_numbers()
 
@@ -127,7 +132,7 @@ class CostModel:
     def gather_seconds(self, p: int, option: LayerOption, working: Working) -> tuple[float, float]:
         """What holding weights sharded adds to one layer's (forward, backward): a layer that is
         computed again in the backward gathers its weights once more."""
-        if working == "whole" or p not in self.gather_s:
+        if working == "replicated" or p not in self.gather_s:
             return 0.0, 0.0
         forward, backward = self.gather_s[p]
         again = forward if option.recompute != "none" else 0.0
@@ -135,7 +140,7 @@ class CostModel:
         return forward * fetched, (backward + again) * fetched
 
     def layer_seconds(
-        self, lengths: Iterable[int], p: int, option: LayerOption, working: Working = "whole"
+        self, lengths: Iterable[int], p: int, option: LayerOption, working: Working = "replicated"
     ) -> tuple[float, float]:
         """Seconds of one layer's (forward, backward) over a pack of ``lengths``."""
         cost, tokens = self.option(p, option), tuple(lengths)
@@ -146,7 +151,7 @@ class CostModel:
         )
 
     def micro_batch_s(
-        self, lengths: Iterable[int], p: int, layers: LayerPlan, working: Working = "whole"
+        self, lengths: Iterable[int], p: int, layers: LayerPlan, working: Working = "replicated"
     ) -> tuple[float, float]:
         """Seconds of a micro-batch's (forward, backward): all layers and the ends."""
         tokens = tuple(lengths)
@@ -165,21 +170,21 @@ class CostModel:
     def held_bytes(self, sizes: Collection[int], working: Working) -> int:
         """Bytes of working weights of a rank that works in groups of all ``sizes`` in one step.
 
-        Weights are pulled once per step. Whole weights serve every size; shards of several sizes
-        are different rows, so they add up, to at most the whole weights.
+        Weights are pulled once per step. Replicated weights serve every size; shards of several
+        sizes are different rows, so they add up, to at most all the weights.
         """
-        whole = max((self.working_bytes[p]["whole"] for p in sizes), default=0)
-        if working == "whole":
-            return whole
+        replicated = max((self.working_bytes[p]["replicated"] for p in sizes), default=0)
+        if working == "replicated":
+            return replicated
         shards = [self.working_bytes[p]["sharded"] for p in sizes]
-        return max(max(shards, default=0), min(sum(shards), whole))
+        return max(max(shards, default=0), min(sum(shards), replicated))
 
     def micro_batch_bytes(
         self,
         tokens: int,
         p: int,
         layers: LayerPlan,
-        working: Working = "whole",
+        working: Working = "replicated",
         sizes: Collection[int] = (),
     ) -> int:
         """Peak bytes of a rank while a micro-batch of ``tokens`` runs on p ranks.
@@ -194,7 +199,11 @@ class CostModel:
         return fixed + math.ceil(peak - _ROUNDING_BYTES)
 
     def max_tokens(
-        self, p: int, layers: LayerPlan, working: Working = "whole", sizes: Collection[int] = ()
+        self,
+        p: int,
+        layers: LayerPlan,
+        working: Working = "replicated",
+        sizes: Collection[int] = (),
     ) -> int:
         """The most tokens of a micro-batch that fit, 0 when none, MOST_TOKENS without limit."""
         room = self.capacity_bytes - self.state_bytes - self.held_bytes({p, *sizes}, working)
@@ -293,7 +302,7 @@ class CostModel:
                 ends={int(p): OptionCost.from_json(cost) for p, cost in value["ends"].items()},
                 exchange_s=ExchangeCost(**value["exchange_s"]),
                 state_bytes=value["state_bytes"],
-                working_bytes={int(p): dict(held) for p, held in value["working_bytes"].items()},
+                working_bytes=stored_working_bytes(value),
                 gather_s={int(p): (f, b) for p, (f, b) in value["gather_s"].items()},
                 feed_forwards=dict(value["feed_forwards"]),
                 scale=value["scale"],

@@ -48,7 +48,7 @@ class Limits:
     util_length: int | None
 
 
-def max_length(costs: CostModel, p: int, layers: LayerPlan, working: Working = "whole") -> int:
+def max_length(costs: CostModel, p: int, layers: LayerPlan, working: Working = "replicated") -> int:
     """MaxLen: the longest document that fits on p ranks, as :meth:`CostModel.max_tokens`."""
     return costs.max_tokens(p, layers, working)
 
@@ -57,7 +57,7 @@ def util_length(
     costs: CostModel,
     p: int,
     layers: LayerPlan,
-    working: Working = "whole",
+    working: Working = "replicated",
     *,
     threshold: float = THRESHOLD,
 ) -> int | None:
@@ -116,7 +116,7 @@ def _token_s(curve: Quadratic, tokens: int) -> float:
 
 
 def whole_curve(
-    costs: CostModel, p: int, layers: LayerPlan, working: Working = "whole"
+    costs: CostModel, p: int, layers: LayerPlan, working: Working = "replicated"
 ) -> Quadratic:
     """T(l, P): forward and backward seconds of a whole micro-batch."""
     ends = costs.ends[p]
@@ -139,7 +139,7 @@ def fastest_option(costs: CostModel, p: int, recompute: Recompute, tokens: int) 
 
 def limits_of(
     costs: CostModel,
-    working: Working = "whole",
+    working: Working = "replicated",
     *,
     tokens: int = 4096,
     threshold: float = THRESHOLD,

@@ -120,16 +120,16 @@ def message_s(costs: CostModel, rows: int) -> float:
 def held_bytes(costs: CostModel, pipeline: Pipeline, working: Working) -> tuple[int, ...]:
     """Bytes of working weights and their gradients on a rank of each stage.
 
-    Where storage and working layout may be one, as on a single rank, the costs say so: what whole
-    weights take is the measure.
+    Where storage and working layout may be one, as on a single rank, the costs say so: what
+    replicated weights take is the measure.
     """
     scheme = pipeline.scheme
     width, parts = scheme.width, scheme.parts(sharded=working == "sharded")
     if scheme.pipeline == 1 and parts in (1, width):
-        return (costs.working_bytes[width]["whole" if parts == 1 else "sharded"],)
-    whole = costs.working_bytes[width]["whole"]
+        return (costs.working_bytes[width]["replicated" if parts == 1 else "sharded"],)
+    replicated = costs.working_bytes[width]["replicated"]
     return tuple(
-        round(whole * costs.shape.held_share(stage.buckets, parts))
+        round(replicated * costs.shape.held_share(stage.buckets, parts))
         for stage in pipeline.stages(costs.shape.layers)
     )
 

@@ -117,7 +117,7 @@ class LoopProfiler:
             fingerprint=fingerprint, shape=shape, cluster=self.cluster, points=tuple(points),
             not_fitting=tuple(sweeper.not_fitting), state_bytes=self.state_bytes,
             exchange_s={"pull_s": 0.0, "push_s": sum_s, "update_s": 0.0},
-            working_bytes={p: {"whole": 0, "sharded": 0} for p in sizes},
+            working_bytes={p: {"replicated": 0, "sharded": 0} for p in sizes},
             measured_in_s=slowest(self.groups, [time.perf_counter() - started])[0],
         )  # fmt: skip
 

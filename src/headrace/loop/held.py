@@ -1,9 +1,9 @@
 """How a user's model holds its weights, and what follows for plans and gradients.
 
-whole      every rank has all weights, alone or under DDP: groups run whatever they have, and
-           gradients are added up once at the end of the step (plans are ``free``)
-sharded    FSDP2 gathers weights from all ranks at every layer and scatters gradients over them:
-           all ranks run as many micro-batches as any other (plans are ``lockstep``)
+replicated  every rank has all weights, alone or under DDP: groups run whatever they have, and
+            gradients are added up once at the end of the step (plans are ``free``)
+sharded     FSDP2 gathers weights from all ranks at every layer and scatters gradients over them:
+            all ranks run as many micro-batches as any other (plans are ``lockstep``)
 """
 
 from __future__ import annotations

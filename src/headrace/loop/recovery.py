@@ -5,8 +5,8 @@ store, leaves its groups, whose connections break, and comes to the meeting that
 at a step, in the world that the user made, where nothing is broken. Those who wait see the broken
 connection, or look into the store between two slices of waiting, and come too. Then all leave their
 groups, get a thriftier plan of the same batch, and take it: nothing was written before. On gloo,
-with weights that every rank has whole: nobody watches here who would abort what waits in NCCL, and
-a gather of FSDP2 cannot be left.
+with replicated weights: nobody watches here who would abort what waits in NCCL, and a gather of
+FSDP2 cannot be left.
 """
 
 from __future__ import annotations

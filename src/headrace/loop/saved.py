@@ -1,6 +1,6 @@
 """Checkpoints of a loop: the user's model and optimizer in rows, and everything small as JSON.
 
-Weights that every rank has whole are written by all ranks together, each its share of the rows;
+Replicated weights are written by all ranks together, each its share of the rows;
 what FSDP2 shards is written as it lies. Any number of ranks loads what any other has saved.
 """
 

@@ -8,7 +8,7 @@ ParaDySe's "Megatron-LM context parallel + ZeRO-3" in two variants over one toke
 Elements sent per rank and layer, W elements of the layer's matrices, kv = g d, T tokens of the
 pack, V = (R - 1) / R: activations 2 V T kv forward and 4 V T kv backward (in a ring the half for
 gradients, added on the way, is fp32 for half types); weights held sharded V W forward and 2 V W
-backward, held whole nothing. Any number of ranks and heads.
+backward, replicated nothing. Any number of ranks and heads.
 Kept, in units u of one local activation, kappa = kv / h, f features of the feed-forward by h: none
 4 + 2 kappa + 2 f (SwiGLU 3 f), attention 3 (q, k and v are made again), full 1. In passing: the
 ring holds two neighbours' keys and values and, on a device, up to 9 u of results or gradients that

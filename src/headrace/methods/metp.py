@@ -13,7 +13,7 @@ r - j, so that each owner serves one rank at a time. The next shard is under way
 The backward walks the same way: projections are made again, gradients of a shard go to its owner.
 
 Elements sent per rank and layer, W elements of the matrices, kv = g d, T tokens of the pack,
-V = (R - 1) / R: forward V W for sharded weights (nothing for whole ones) + 2 V T kv, backward
+V = (R - 1) / R: forward V W for sharded weights (nothing for replicated ones) + 2 V T kv, backward
 2 V W + 4 V T kv; in R (R - 1) messages of keys and values each way. Needs R <= g.
 Kept, in units u of one local activation: x, the heads, x: 3 at every level but full. In passing:
 two shards of a matrix, one shard's q, k and v, one shard of the wide features.

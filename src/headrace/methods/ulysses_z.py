@@ -10,7 +10,7 @@ Over R ranks, with T tokens, n query and g key-value heads of d features:
 Activations sent per rank, forward (backward the same), V = (R - 1)/R: V (2 h + 2 g d) T / R
 elements when R divides T, n and g. Key-value heads are replicated when ranks outnumber them, and
 heads that R does not divide are split unevenly. Weights held sharded cost V W on each gather and
-V W on the reduce-scatter of each gradient; weights held whole cost nothing here (ParaDySe's
+V W on the reduce-scatter of each gradient; replicated weights cost nothing here (ParaDySe's
 "Ulysses + ZeRO-3"; DeepSpeed Ulysses).
 """
 

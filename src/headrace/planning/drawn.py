@@ -57,7 +57,7 @@ def random_plan(
             )
             for pack in packs
         ]
-    held: tuple[Working, ...] = ("whole", "sharded")
+    held: tuple[Working, ...] = ("replicated", "sharded")
     return Plan(
         lengths=lengths,
         devices=devices,
@@ -93,7 +93,7 @@ def random_strategy(
             packs[-1][1].append(int(i))
         else:
             packs.append((chosen, [int(i)]))
-    held: tuple[Working, ...] = ("whole", "sharded")
+    held: tuple[Working, ...] = ("replicated", "sharded")
     return Plan(
         lengths=lengths, devices=devices, pipelines=tuple(pipelines),
         micro_batches=tuple(

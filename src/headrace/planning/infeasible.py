@@ -109,7 +109,7 @@ def _least_bytes(problem: Problem, among: Iterable[Scheme], tokens: int) -> tupl
     capacity = problem.model.capacity_bytes
     for scheme in among:
         plans = tuple(problem.pricing.layer_plans(scheme))
-        weights: tuple[Working, ...] = problem.holding if scheme.context > 1 else ("whole",)
+        weights: tuple[Working, ...] = problem.holding if scheme.context > 1 else ("replicated",)
         for working in weights:
             table = LayerTable.of(problem.pricing.costs, scheme, working, plans)
             for shares in shares_of(problem.model.shape.layers, scheme.pipeline):

@@ -39,7 +39,7 @@ __all__ = ["best_layers", "layer_frontier", "layer_table"]
 
 
 def best_layers(
-    costs: CostModel, lengths: Iterable[int], p: int, working: Working = "whole"
+    costs: CostModel, lengths: Iterable[int], p: int, working: Working = "replicated"
 ) -> LayerPlan | None:
     """The quickest layer plan that fits a micro-batch of ``lengths`` on p ranks; None when not
     even the thriftiest does. Whoever asks often keeps the frontier instead."""
@@ -51,7 +51,7 @@ def best_layers(
 def layer_frontier(
     costs: CostModel,
     p: int,
-    working: Working = "whole",
+    working: Working = "replicated",
     sizes: Collection[int] = (),
     options: Collection[LayerOption] | None = None,
 ) -> Frontier:

@@ -54,7 +54,7 @@ def laid_out(schedule: Assignment, costs: CostModel, *, larger_last: bool = Fals
     weights = {table.schemes[k].weights for k, _, _ in schedule.groups}
     plan = Plan(
         lengths=batch.lengths, devices=table.devices,
-        working="sharded" if "sharded" in weights else "whole",
+        working="sharded" if "sharded" in weights else "replicated",
         pipelines=tuple(pipelines), micro_batches=tuple(micro_batches),
         predicted_s=0.0, lower_bound_s=0.0,
     )  # fmt: skip

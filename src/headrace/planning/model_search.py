@@ -169,13 +169,14 @@ class ModelSearch:
             )
 
     def _nests(self) -> Iterator[PriceTable]:
-        """Tables for ranks that work in groups of several sizes: all of them with whole weights;
-        with shards one size or two, as a rank holds the shards of every size in which it works."""
+        """Tables for ranks that work in groups of several sizes: all of them with replicated
+        weights; with shards one size or two, as a rank holds the shards of every size in which it
+        works."""
         problem, pricing = self.problem, self.problem.pricing
         sizes, costs = problem.group_sizes, problem.model
-        whole = self._table(pricing.nested("whole", sizes))
-        if whole is not None:
-            yield whole
+        replicated = self._table(pricing.nested("replicated", sizes))
+        if replicated is not None:
+            yield replicated
         alone = self._table(pricing.groups("sharded"))
         if alone is None or "sharded" not in problem.holding:
             return
@@ -184,7 +185,7 @@ class ModelSearch:
             return
         for few in combinations(sizes, 2):
             if few[-1] % few[0] or (
-                costs.held_bytes(few, "sharded") >= costs.held_bytes(few, "whole")
+                costs.held_bytes(few, "sharded") >= costs.held_bytes(few, "replicated")
             ):
                 continue
             # With less memory for each size they are no quicker than if ranks had one size alone.
@@ -192,7 +193,7 @@ class ModelSearch:
             table = self._table(pricing.nested("sharded", few)) if (
                 self._promises(rows.only(ones))
             ) else None  # fmt: skip
-            if table is None or (whole is not None and _rules(whole, table)):
+            if table is None or (replicated is not None and _rules(replicated, table)):
                 continue
             if self._promises(BoundRows.of(table)):
                 yield table

@@ -11,7 +11,7 @@ Objective   minimise the step: of published costs when the last rank is free, of
 Solve.
 1. A lower bound (:mod:`headrace.planning.bounds`), and the best static schedule.
 2. Drafts of pipelines side by side and of nested groups (:mod:`headrace.planning.generators`); of a
-   model's costs with weights whole, then, where that promises more, sharded.
+   model's costs with weights replicated, then, where that promises more, sharded.
 3. Schemes with tensor blocks and stages, which leave more room, where memory makes a difference:
    where the bound without them is above one that knows no memory.
 4. The best drafts, by when gradients are sent, are packed exactly and improved; others' planners

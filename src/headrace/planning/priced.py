@@ -27,7 +27,7 @@ class PricedScheme:
 
     scheme: Scheme
     frontier: Frontier
-    weights: Working = "whole"
+    weights: Working = "replicated"
     name: str = ""
     util: int = 1
     stages: StageCosts | None = None

@@ -83,7 +83,7 @@ class Pricing:
     def _in_lockstep(self, p: int, world: int) -> PricedScheme:
         costs, slots = self.costs, self.problem.slots[p]
         room = costs.capacity_bytes - costs.state_bytes - costs.held_bytes({world}, "sharded")
-        table = Table.of(costs, p, "whole", self.problem.options[p], room)
+        table = Table.of(costs, p, "replicated", self.problem.options[p], room)
         seconds = table.seconds.copy()
         # A layer that is computed again has its weights there: its backward gathers them anyway.
         seconds[:-1, 2] += sum(costs.gather_s.get(world, (0.0, 0.0)))
@@ -149,7 +149,7 @@ class Pricing:
     def price(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
         """A scheme with weights held one way; None when no token fits it."""
         alone = scheme.context == 1  # then it makes no difference
-        key: tuple[Scheme, Working] = (scheme, "whole" if alone else weights)
+        key: tuple[Scheme, Working] = (scheme, "replicated" if alone else weights)
         if key not in self._priced:
             held_so = weights in self.problem.holding or alone
             made = self._made(*key) if held_so and self.slots(scheme) else None
@@ -217,7 +217,7 @@ class Pricing:
             return self.problem.frontier(width, weights)
         pipeline = Pipeline(scheme=scheme, ranks=tuple(range(scheme.devices)))
         (held,) = held_bytes(self.costs, pipeline, weights)
-        apart: Working = "whole"
+        apart: Working = "replicated"
         if scheme.parts(sharded=weights == "sharded") == width:
             apart = "sharded"
         options = list(dict.fromkeys(option for slot in slots for option in slot))

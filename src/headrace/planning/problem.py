@@ -69,7 +69,7 @@ class Problem:
     methods: tuple[str, ...] | None = None
     layers: tuple[str, ...] | None = None
     recompute: tuple[Recompute, ...] = RECOMPUTE
-    holding: tuple[Working, ...] = ("whole", "sharded")
+    holding: tuple[Working, ...] = ("replicated", "sharded")
     stages: bool = True
     smoothing: float = 0.0
     _frontiers: dict[tuple[int, Working, int], Frontier] = field(

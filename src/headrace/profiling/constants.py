@@ -40,15 +40,15 @@ def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> di
     gradients. Nothing on a single rank whose working weights are the stored ones.
     """
     if ranks == 1 and dtype.itemsize >= 4:
-        return {"whole": 0, "sharded": 0}
+        return {"replicated": 0, "sharded": 0}
     each = dtype.itemsize + max(4, dtype.itemsize)
-    whole = shards = gathered = 0
+    replicated = shards = gathered = 0
     for weight in weight_table(a):
-        whole += each * weight.elements
+        replicated += each * weight.elements
         shards += each * max(map(len, group_shards(weight, p))) * weight.row_elements
         if p > 1 and weight.unit is not None and weight.bucket == 1:
             gathered += each * weight.elements
-    return {"whole": whole, "sharded": min(whole, shards + gathered)}
+    return {"replicated": replicated, "sharded": min(replicated, shards + gathered)}
 
 
 class StepConstants:
@@ -64,7 +64,7 @@ class StepConstants:
         storage, whole = (
             self._storage,
             working_bytes(self._storage.architecture, self._groups.ranks, 1, self._two.dtype)[
-                "whole"
+                "replicated"
             ],
         )
         dtype, device = self._two.dtype, self._two.device
@@ -135,7 +135,7 @@ class StepConstants:
         return _line([(p - 1) * size for size in _MESSAGES], best)
 
     def _everyone(self, layers: int) -> Plan:
-        """Every rank alone with one token, holding whole weights."""
+        """Every rank alone with one token, holding all weights."""
         ranks = self._groups.ranks
         pipelines = tuple(Pipeline(scheme=Scheme(), ranks=(rank,)) for rank in range(ranks))
         plan = LayerPlan.uniform(LayerOption.of(SINGLE_RANK), layers)

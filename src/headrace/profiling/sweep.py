@@ -37,6 +37,9 @@ _RISKY = 0.5
 _SETTLE_S = 2e-3
 """Seconds in which gloo's threads let go of what they have sent."""
 
+_NOISY_S = 0.05
+"""Seconds that may be spent on up to six timings of a pack, as those of short ones are noisy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
@@ -176,8 +179,7 @@ class Sweeper:
         probe = sweep.probe(self._groups, mine, lengths) if mine else None
         seconds = [inf] * 2
         spent_s, repeat = 0.0, 0
-        # Short packs are noisy and cheap: they are timed more often.
-        while repeat < self._options.repeats or (repeat < 6 and spent_s < 0.05):
+        while repeat < self._options.repeats or (repeat < 6 and spent_s < _NOISY_S):
             local = slowest(self._groups, seconds_of(probe, self.clock) if probe else [0.0] * 2)
             seconds = [min(x) for x in zip(seconds, local, strict=True)]
             spent_s, repeat = spent_s + sum(local), repeat + 1

@@ -8,8 +8,8 @@ from math import isfinite
 import numpy as np
 
 from headrace.report.layer_use import layer_use
-from headrace.report.records import Corpus, Run
-from headrace.report.summary import Summary, finite, known, median, share_text
+from headrace.report.records import CorpusStatistics, Run
+from headrace.report.summary import RunSummary, finite, known, median, share_text
 from headrace.units import bytes_text, count_text, seconds_text
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-def tokens_share(corpus: Corpus) -> list[float]:
+def tokens_share(corpus: CorpusStatistics) -> list[float]:
     """The share of all tokens in each bin of the histogram, by the middles of the bins."""
     edges = np.asarray(corpus.edges, dtype=float)
     weight = np.asarray(corpus.counts, dtype=float) * (edges[:-1] + edges[1:]) / 2
@@ -37,7 +37,7 @@ def tokens_share(corpus: Corpus) -> list[float]:
     return shares
 
 
-def gantt_caption(of: Summary) -> str:
+def gantt_caption(of: RunSummary) -> str:
     """The recorded step: what it took against its prediction and the best static plan."""
     run, recorded = of.run, of.run.recorded
     if recorded is None:
@@ -54,7 +54,7 @@ def gantt_caption(of: Summary) -> str:
     return text + ". Grey is waiting; drag to move, shift and scroll to zoom."
 
 
-def lengths_caption(of: Summary) -> str:
+def lengths_caption(of: RunSummary) -> str:
     """Which share of the tokens lies in the longest tenth of the documents."""
     corpus = of.run.facts.corpus
     counts = np.asarray(corpus.counts, dtype=float)
@@ -67,7 +67,7 @@ def lengths_caption(of: Summary) -> str:
     return f"{text}; the longest has {known(corpus.max, count_text)}."
 
 
-def placement_caption(of: Summary) -> str:
+def placement_caption(of: RunSummary) -> str:
     """Up to which length most sequences stayed on one rank."""
     run = of.run
     bins = sorted({b for b, _ in run.assigned})
@@ -91,7 +91,7 @@ def _share(run: Run, b: int, size: int) -> float:
     return run.assigned.get((b, size), 0) / total if total else 0.0
 
 
-def layers_caption(of: Summary) -> str:
+def layers_caption(of: RunSummary) -> str:
     """In which option the layers differ most, and how often a micro-batch changes methods."""
     use = layer_use(of.run)
     shares = [{o: n / sum(tokens.values()) for o, n in tokens.items()} for tokens in use.tokens]
@@ -111,7 +111,7 @@ def layers_caption(of: Summary) -> str:
     return f"{text}; methods {changed} between layers of a micro-batch."
 
 
-def options_caption(of: Summary) -> str:
+def options_caption(of: RunSummary) -> str:
     """Which option did most of the work, and how often steps changed methods."""
     use = layer_use(of.run)
     option, share = next(iter(use.shares.items()))
@@ -124,7 +124,7 @@ def options_caption(of: Summary) -> str:
     )
 
 
-def loss_caption(of: Summary) -> str:
+def loss_caption(of: RunSummary) -> str:
     """Where the loss began and where it ended."""
     first, last = of.loss
     if not isfinite(first):
@@ -137,7 +137,7 @@ def loss_caption(of: Summary) -> str:
     )
 
 
-def throughput_caption(of: Summary) -> str:
+def throughput_caption(of: RunSummary) -> str:
     """Median speed and idle share."""
     return (
         f"{known(of.tokens_per_s, count_text)} tokens/s over all ranks; they wait or move "
@@ -145,7 +145,7 @@ def throughput_caption(of: Summary) -> str:
     )
 
 
-def strategies_caption(of: Summary) -> str:
+def strategies_caption(of: RunSummary) -> str:
     """The strategies that ran most, and how long their steps took."""
     texts = [
         f"{name} {share_text(share)} of the steps, {seconds_text(took)} each"
@@ -155,7 +155,7 @@ def strategies_caption(of: Summary) -> str:
     return "; ".join(texts) + (f"; {more} more" if more else "") + " (medians)."
 
 
-def gap_caption(of: Summary) -> str:
+def gap_caption(of: RunSummary) -> str:
     """The median gaps of the plans and of the best static plans."""
     planned = [s.planned for s in of.run.warm if s.planned.lower_bound_s > 0]
     static = median(p.best_static_s / p.lower_bound_s - 1 for p in planned)
@@ -165,7 +165,7 @@ def gap_caption(of: Summary) -> str:
     return text + "; nothing can lie below zero."
 
 
-def memory_caption(of: Summary) -> str:
+def memory_caption(of: RunSummary) -> str:
     """The highest peak against what was predicted for it and the capacity."""
     (peak, rank), capacity = of.peak, of.run.facts.capacity_bytes
     predicted = finite(p for s in of.run.steps for p in s.planned.peak_bytes)
@@ -177,7 +177,7 @@ def memory_caption(of: Summary) -> str:
     return text + "."
 
 
-def scatter_caption(of: Summary) -> str:
+def scatter_caption(of: RunSummary) -> str:
     """How many steps lie within the band."""
     ratios = finite(step.ratio for step in of.run.warm)
     close = float((np.abs(ratios - 1) <= 0.1).mean()) if ratios.size else 0.0
@@ -187,7 +187,7 @@ def scatter_caption(of: Summary) -> str:
     )
 
 
-def ratio_caption(of: Summary) -> str:
+def ratio_caption(of: RunSummary) -> str:
     """Whether predictions lean to one side."""
     ratio = median(step.ratio for step in of.run.warm)
     if not isfinite(ratio):
@@ -199,7 +199,7 @@ def ratio_caption(of: Summary) -> str:
     )
 
 
-def cost_fit_caption(of: Summary) -> str:
+def cost_fit_caption(of: RunSummary) -> str:
     """The median error of the fits."""
     points = of.run.facts.costs.points
     error = median(abs(p.predicted_s / p.measured_s - 1) for p in points if p.measured_s > 0)

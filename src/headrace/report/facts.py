@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from headrace.costs.learning.memory_margin import Estimate
-from headrace.report.records import Run, Step
+from headrace.report.records import Run, StepMetrics
 from headrace.report.summary import known, share_text
 from headrace.units import bytes_text, count_text, seconds_text
 
@@ -88,7 +88,7 @@ def config_rows(config: Mapping[str, Any], prefix: str = "") -> Rows:
     return rows
 
 
-def plan_rows(step: Step, limit: int = 40) -> list[tuple[str, ...]]:
+def plan_rows(step: StepMetrics, limit: int = 40) -> list[tuple[str, ...]]:
     """The micro-batches of a step, longest first: ranks, sequences, longest, tokens, order,
     layers."""
     order = sorted(step.micro_batches, key=lambda m: (-m.longest, -m.tokens))

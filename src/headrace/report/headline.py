@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.report.facts import started_text
 from headrace.report.layer_use import layer_use
 from headrace.report.run_folder import read_run
-from headrace.report.summary import Summary, known, share_text, summed_up
+from headrace.report.summary import RunSummary, known, share_text, summed_up
 from headrace.report.warnings import warnings
 from headrace.units import bytes_text, count_text, seconds_text
 
@@ -30,7 +30,7 @@ class Card:
     remark: str = ""
 
 
-def cards(of: Summary) -> list[Card]:
+def cards(of: RunSummary) -> list[Card]:
     """The headline figures of a run; a number that it does not know is shown as a dash."""
     peak, rank = of.peak
     capacity = of.run.facts.capacity_bytes
@@ -93,7 +93,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
-def _methods(of: Summary) -> str:
+def _methods(of: RunSummary) -> str:
     use = layer_use(of.run)
     if not use.shares:
         return "not recorded"

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from headrace.report.records import Run, Step
+from headrace.report.records import Run, StepMetrics
 from headrace.spec import LayerOption, LayerPlan
 
 __all__ = ["LayerUse", "Span", "layer_use", "spans"]
@@ -80,7 +80,7 @@ def spans(run: Run, limit: int) -> list[Span]:
     return found
 
 
-def _tokens(run: Run, steps: Sequence[Step]) -> Counter[str]:
+def _tokens(run: Run, steps: Sequence[StepMetrics]) -> Counter[str]:
     """Tokens by the text of the layer plan they ran with, where one was written."""
     tokens: Counter[str] = Counter()
     for step in steps:

@@ -22,7 +22,7 @@ from headrace.report.facts import (
 )
 from headrace.report.headline import cards
 from headrace.report.run_folder import read_run
-from headrace.report.summary import Summary, summed_up
+from headrace.report.summary import RunSummary, summed_up
 from headrace.report.warnings import warnings
 
 __all__ = ["write_report"]
@@ -78,7 +78,10 @@ def _write_pictures(folder: Path, drawn: list[tuple[Any, dict[str, Any]]], vl: M
 
 
 def _page(
-    of: Summary, drawn: list[tuple[Any, dict[str, Any]]], converter: ModuleType, trust_heading: str
+    of: RunSummary,
+    drawn: list[tuple[Any, dict[str, Any]]],
+    converter: ModuleType,
+    trust_heading: str,
 ) -> str:
     environment = Environment(
         loader=PackageLoader("headrace.report", ""), autoescape=True, undefined=StrictUndefined,
@@ -103,7 +106,7 @@ def _tight(text: str) -> str:
 
 
 def _sections(
-    of: Summary, drawn: list[tuple[Any, dict[str, Any]]]
+    of: RunSummary, drawn: list[tuple[Any, dict[str, Any]]]
 ) -> list[tuple[str, list[dict[str, Any]]]]:
     """Figures by section, in order, each as what the template needs of it."""
     sections: dict[str, list[dict[str, Any]]] = {}

@@ -22,17 +22,17 @@ from headrace.report.stored import Amount, Count, Number, Ranks
 from headrace.spec import Architecture, LayerPlan, Plan, Timeline
 
 __all__ = [
-    "Corpus",
+    "CorpusStatistics",
     "CostPoint",
     "Costs",
     "Facts",
-    "FitError",
     "Machine",
     "MicroBatchRow",
-    "Planned",
+    "PlanMetrics",
     "RecordedStep",
+    "RelativeErrors",
     "Run",
-    "Step",
+    "StepMetrics",
 ]
 
 
@@ -54,7 +54,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Corpus:
+class CorpusStatistics:
     """The corpus in numbers, lengths in tokens.
 
     ``counts[i]`` documents have a length from ``edges[i]`` to ``edges[i + 1]``; ``context`` is the
@@ -98,7 +98,7 @@ class CostPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FitError:
+class RelativeErrors:
     """The median and the worst relative error of one fit."""
 
     median: Amount = nan
@@ -110,7 +110,7 @@ class Costs:
     """The cost model the run planned with: ``errors[part][case]`` are those of its fits."""
 
     fingerprint: str = "unknown"
-    errors: Annotated[Mapping[str, Mapping[str, FitError]], _within("error")] = field(
+    errors: Annotated[Mapping[str, Mapping[str, RelativeErrors]], _within("error")] = field(
         default_factory=dict
     )
     points: tuple[CostPoint, ...] = ()
@@ -130,7 +130,7 @@ class Facts:
     config: Mapping[str, Any] = field(default_factory=dict)
     architecture: Architecture | None = None
     parameters: Count = 0
-    corpus: Corpus = Corpus()
+    corpus: CorpusStatistics = CorpusStatistics()
     costs: Costs = field(default_factory=Costs)
     capacity_bytes: Annotated[
         Amount, BeforeValidator(lambda size: size or None), _within("memory", "capacity_bytes")
@@ -138,7 +138,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class PlanMetrics:
     """What the planner said of one step before it ran.
 
     ``waited_s`` is how long training waited for the plan, ``best_static_s`` the predicted seconds
@@ -174,7 +174,7 @@ class MicroBatchRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepMetrics:
     """What was measured in one step. ``idle`` and ``mfu`` are fractions, ``peak_bytes[r]`` belongs
     to rank r; ``longest`` is the longest sequence in tokens."""
 
@@ -188,7 +188,7 @@ class Step:
     mfu: Amount = nan
     peak_bytes: tuple[Amount, ...] = ()
     micro_batches: tuple[MicroBatchRow, ...] = ()
-    planned: Planned
+    planned: PlanMetrics
 
     def __post_init__(self) -> None:
         if not self.step_s > 0:
@@ -240,7 +240,7 @@ class Run:
 
     folder: Path
     facts: Facts
-    steps: tuple[Step, ...]
+    steps: tuple[StepMetrics, ...]
     assigned: Mapping[tuple[int, int], int] = field(default_factory=dict)
     recomputed: Mapping[tuple[int, str], int] = field(default_factory=dict)
     layer_plans: Mapping[str, LayerPlan] = field(default_factory=dict)
@@ -251,11 +251,11 @@ class Run:
     notes: tuple[str, ...] = ()
 
     @property
-    def warm(self) -> tuple[Step, ...]:
+    def warm(self) -> tuple[StepMetrics, ...]:
         """The steps without the first, which pays for warming up, when there are others."""
         return self.steps[1:] or self.steps
 
     @property
-    def longest_step(self) -> Step:
+    def longest_step(self) -> StepMetrics:
         """The step with the longest sequence, the latest of several."""
         return max(self.steps, key=lambda step: (step.longest, step.step))

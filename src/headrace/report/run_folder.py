@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headrace.costs.learning.calibration import Calibration
 from headrace.errors import CostError, DataError
-from headrace.report.records import Facts, RecordedStep, Run, Step
+from headrace.report.records import Facts, RecordedStep, Run, StepMetrics
 from headrace.report.stored import Object, read_lines, read_object
 from headrace.spec import LayerPlan, Plan
 
@@ -83,12 +83,12 @@ def _required(folder: Path, name: str) -> Path:
 def _steps(
     path: Path, assigned: Counter[tuple[int, int]], layer_plans: dict[str, LayerPlan],
     notices: list[str], notes: list[str],
-) -> tuple[Step, ...]:  # fmt: skip
+) -> tuple[StepMetrics, ...]:  # fmt: skip
     """All steps in order; a step that a resumed run did again counts once, the last time."""
-    steps: dict[int, Step] = {}
+    steps: dict[int, StepMetrics] = {}
     again = 0
     for line in read_lines(path, notes):
-        step = line.read(Step, planned=line.values)
+        step = line.read(StepMetrics, planned=line.values)
         again += step.step in steps
         steps[step.step] = step
         assigned.update(_assignments(line))
@@ -126,7 +126,7 @@ def _assignments(line: Object) -> Iterator[tuple[int, int]]:
 
 
 def _plans(
-    path: Path, longest: Step, steps: int, notes: list[str]
+    path: Path, longest: StepMetrics, steps: int, notes: list[str]
 ) -> tuple[Plan | None, dict[tuple[int, str], int]]:
     """The plan of step ``longest``, and layers per length bin and recompute level over at most
     ``_PLAN_SAMPLES`` plans spread evenly over the run."""
@@ -166,7 +166,7 @@ def _calibration(path: Path, notes: list[str]) -> Calibration | None:
         return None
 
 
-def _recorded(path: Path, steps: tuple[Step, ...], notes: list[str]) -> RecordedStep | None:
+def _recorded(path: Path, steps: tuple[StepMetrics, ...], notes: list[str]) -> RecordedStep | None:
     """The recorded step with the longest sequence; the first step of a run, which pays for
     warming up, only when there is no other."""
     if not path.is_file():

@@ -11,13 +11,13 @@ from math import isfinite, nan
 import numpy as np
 import numpy.typing as npt
 
-from headrace.report.records import Planned, Run
+from headrace.report.records import PlanMetrics, Run
 
-__all__ = ["Summary", "finite", "known", "mean", "median", "share_text", "summed_up"]
+__all__ = ["RunSummary", "finite", "known", "mean", "median", "share_text", "summed_up"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class RunSummary:
     """A run and its numbers; NaN where the run does not say.
 
     The first step, which pays for warming up, is left out of rates and errors when there are
@@ -48,7 +48,7 @@ class Summary:
     strategies: tuple[tuple[str, float, float], ...]
 
 
-def summed_up(run: Run) -> Summary:
+def summed_up(run: Run) -> RunSummary:
     """The numbers of a run."""
     steps = run.warm
     seconds = [step.step_s for step in steps]
@@ -63,7 +63,7 @@ def summed_up(run: Run) -> Summary:
     names = [step.planned.strategy for step in run.steps]
     losses = finite(step.loss for step in run.steps)
     counted = Counter(names).most_common()
-    return Summary(
+    return RunSummary(
         run=run,
         tokens_per_s=sum(s.tokens for s in steps) / sum(seconds),
         step_s=median(seconds),
@@ -87,7 +87,7 @@ def summed_up(run: Run) -> Summary:
     )  # fmt: skip
 
 
-def _static(planned: Sequence[Planned]) -> tuple[str, list[float]]:
+def _static(planned: Sequence[PlanMetrics]) -> tuple[str, list[float]]:
     """The static choice that is best for all steps, and its predicted seconds of each."""
     common = set[str].intersection(*(set(p.static_s) for p in planned))
     if common:

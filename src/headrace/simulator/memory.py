@@ -71,15 +71,15 @@ def _flat(
 
 
 def _held(plan: Plan, costs: CostModel, rank: int, pipelines: Sequence[Pipeline]) -> int:
-    """Bytes of the working weights of a rank: shards of several kinds add up, to at most the whole
+    """Bytes of the working weights of a rank: shards of several kinds add up, to at most all the
     weights."""
     found: dict[tuple[int, int], int] = {}
     for pipeline in pipelines:
         stage = pipeline.stage_of(rank, costs.shape.layers)
         kind = len(stage.ranks), pipeline.scheme.parts(sharded=plan.working == "sharded")
         found[kind] = held_bytes(costs, pipeline, plan.working)[stage.index]
-    whole = max(costs.working_bytes[width]["whole"] for width, _ in found)
-    return max(*found.values(), min(sum(found.values()), whole))
+    replicated = max(costs.working_bytes[width]["replicated"] for width, _ in found)
+    return max(*found.values(), min(sum(found.values()), replicated))
 
 
 class _Activations:

@@ -23,16 +23,23 @@ from headrace.spec.stage import Stage, share_layers
 from headrace.spec.strategy import Strategy
 from headrace.units import percent_text, seconds_text
 
-__all__ = ["MicroBatch", "Pipeline", "Plan", "Semantics", "TokenOrder", "Working"]
+__all__ = [
+    "MicroBatch", "Pipeline", "Plan", "Semantics", "TokenOrder", "Working", "stored_working",
+]  # fmt: skip
 
 Semantics = Literal["free", "lockstep"]
 TokenOrder = Literal["natural", "zigzag"]
-Working = Literal["whole", "sharded"]
+Working = Literal["replicated", "sharded"]
 
 _ORDERS = get_args(TokenOrder)
 _KINDS = ("working", "semantics")
 _TOLD = ("predicted_s", "lower_bound_s", "planner", "seed", "why")
 """What is said of a plan besides its decisions."""
+
+
+def stored_working(word: Any) -> Any:
+    """How weights are held by the word of a file: those of before call replicated weights whole."""
+    return "replicated" if word == "whole" else word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +124,7 @@ class Plan:
     A rank may belong to pipelines of several sizes, one after the other, when none is pipelined.
 
     ``working`` says how a pipeline of several ranks holds weights while it propagates:
-    ``whole`` (each rank pulls all rows once per step) or ``sharded`` (each pulls its part and
+    ``replicated`` (each rank pulls all rows once per step) or ``sharded`` (each pulls its part and
     the methods gather a layer's rows when it runs). ``semantics``: ``free`` groups start when
     their ranks are free; ``lockstep`` ranks meet at every layer.
 
@@ -132,7 +139,7 @@ class Plan:
     micro_batches: tuple[MicroBatch, ...]
     predicted_s: float
     lower_bound_s: float
-    working: Working = "whole"
+    working: Working = "replicated"
     semantics: Semantics = "free"
     planner: str = "adaptive"
     seed: int = 0
@@ -292,7 +299,7 @@ class Plan:
                 ),
                 predicted_s=value["predicted_s"],
                 lower_bound_s=value["lower_bound_s"],
-                working=value["working"],
+                working=stored_working(value["working"]),
                 semantics=value["semantics"],
                 planner=value["planner"],
                 seed=value["seed"],

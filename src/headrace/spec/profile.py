@@ -11,9 +11,11 @@ from headrace.spec.architecture import stored_shape
 from headrace.spec.cluster import Cluster
 from headrace.spec.method import BRANCHES, Branch
 from headrace.spec.model_shape import ModelShape
-from headrace.spec.plan import TokenOrder, Working
+from headrace.spec.plan import TokenOrder, Working, stored_working
 
-__all__ = ["ENDS", "PROFILE_FORMAT", "NotFitting", "Profile", "ProfilePoint"]
+__all__ = [
+    "ENDS", "PROFILE_FORMAT", "NotFitting", "Profile", "ProfilePoint", "stored_working_bytes",
+]  # fmt: skip
 
 ENDS = "ends"
 """The option name of embedding, last norm, head and loss together."""
@@ -139,7 +141,7 @@ class Profile:
                 points=tuple(_point(point) for point in value["points"]),
                 exchange_s=dict(value["exchange_s"]),
                 state_bytes=value["state_bytes"],
-                working_bytes={int(p): dict(held) for p, held in value["working_bytes"].items()},
+                working_bytes=stored_working_bytes(value),
                 gather_s={int(p): (f, b) for p, (f, b) in value["gather_s"].items()},
                 element_bytes=value["element_bytes"],
                 feed_forwards=dict(value["feed_forwards"]),
@@ -149,6 +151,14 @@ class Profile:
             )
         except (KeyError, TypeError, ValueError, AttributeError, SpecError) as error:
             raise SpecError("profile", got=f"{type(error).__name__}: {error}", hint="profile again")
+
+
+def stored_working_bytes(value: Mapping[str, Any]) -> dict[int, dict[Working, int]]:
+    """The ``working_bytes`` of a JSON object by group size and kind."""
+    return {
+        int(p): {stored_working(word): size for word, size in held.items()}
+        for p, held in value["working_bytes"].items()
+    }
 
 
 def _point(value: Mapping[str, Any]) -> ProfilePoint:

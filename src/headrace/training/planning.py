@@ -157,7 +157,7 @@ def make_problem(
         layers=listed_methods(options),
         recompute=options.recompute,
         smoothing=options.smoothing,
-        holding=("whole", "sharded") if options.working == "auto" else (options.working,),
+        holding=("replicated", "sharded") if options.working == "auto" else (options.working,),
     )
 
 

@@ -16,7 +16,7 @@ from headrace.errors import CheckpointError, DamagedCheckpoint, HeadraceError, s
 from headrace.runtime import checkpoint
 from headrace.runtime.checkpoint_folders import step_of
 from headrace.spec.architecture import Architecture
-from headrace.spec.plan import Plan
+from headrace.spec.plan import Plan, stored_working
 
 __all__ = ["SavedState", "changed"]
 
@@ -110,6 +110,8 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             continue
         for key, value in values.items():
             was = earlier.get(key) if isinstance(earlier, Mapping) else None
+            if (section, key) == ("planner", "working"):
+                was = stored_working(was)
             if was != value and (section, key) not in (("run", "out"), ("run", "name")):
                 found.append(f"{section}.{key} from {_shown(was)} to {_shown(value)}")
     return found

@@ -16,6 +16,7 @@ from headrace.adapters.adapted import Adapted
 from headrace.errors import ModelError
 from ranks import run_ranks
 from running.adapters.axial import Axial
+from spread import whole
 
 FEATURES = 8
 
@@ -108,8 +109,11 @@ def errors(
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize(("returns", "checkpointed"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("ranks", "returns", "checkpointed"),
+    [(1, True, False), (2, False, True), (3, True, False), (4, False, True),
+     whole(1, False, True), whole(2, True, False), whole(3, False, True), whole(4, True, False)],
+)  # fmt: skip
 def test_attention_over_all_places_equals_one_process(
     ranks: int, returns: bool, checkpointed: bool
 ) -> None:

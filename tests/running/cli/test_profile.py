@@ -28,7 +28,7 @@ def test_limits_and_flagged_points_are_shown(capsys) -> None:
     profile._print(costs_from_profile(measured), replace(measured, points=tuple(points)))
     out = capsys.readouterr().out
     assert "flagged: cp1 ends forward: seconds of" in out
-    assert "MaxLen whole" in out
+    assert "MaxLen replicated" in out
     for level in ("", "+attention", "+full"):
         assert f"cp1    local{level} " in out
     assert "forest" not in out

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import spread
 from headrace.comm.watcher import Watcher
 from headrace.runtime import checkpoint
 from headrace.training.run_folder import TrainingRun
@@ -104,7 +105,7 @@ def test_control_c_ends_everything_with_130(whole, tmp_path):
     assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, spread.whole(signal.SIGHUP)])
 def test_other_signals_say_how_to_go_on(whole, tmp_path, number):
     """Would catch runs that a scheduler or a closed terminal ends without a word."""
     config, _, _ = whole
@@ -121,7 +122,7 @@ def test_a_stopped_rank_is_named(whole, tmp_path):
     """Would catch a hang that says nothing until a collective's timeout of half an hour."""
     config, _, _ = whole
     process = start("train", config, "--out", tmp_path / "run", "--set", "run.steps=2000",
-                    "--set", "devices.hang_s=3")  # fmt: skip
+                    "--set", "devices.hang_s=2")  # fmt: skip
     wait_for_step(process, tmp_path / "run", 2)
     victim = children(process)[1]
     began = time.monotonic()

@@ -19,9 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.comm import launch, ranks
-from headrace.comm.gpus import begin_gpu, count_gpus, cuda_begun, gpu_of
-from headrace.comm.launch import World, join, start
+from headrace.comm import gpus, launch, ranks
+from headrace.comm.gpus import VARIABLES, begin_gpu, count_gpus, cuda_begun, gpu_of
+from headrace.comm.launch import World, join, lone_rank, start
 from headrace.comm.ranks import RankPlace
 from headrace.comm.variables import ranks_here, sees_own_gpus, under_torchrun
 from headrace.errors import ConfigError, LaunchError
@@ -283,10 +283,10 @@ def test_a_rank_may_finish_early(run_job: RunJob) -> None:
 
     def main(world: World) -> int:
         if world.rank != 1:
-            time.sleep(3.5)
+            time.sleep(2)
         return 0
 
-    job = run_job(lambda job: start(main, ranks=3, hang_s=2, heartbeat_s=0.1))
+    job = run_job(lambda job: start(main, ranks=3, hang_s=1.2, heartbeat_s=0.1))
     assert job.wait() == 0, job.err
     assert job.err == ""
 
@@ -551,6 +551,12 @@ def test_ranks_of_new_processes_are_ranks(run_job: RunJob) -> None:
     job = run_job(lambda job: start(fails_in_new_process, ranks=2, forked=False))
     assert job.wait(60) == 2
     assert job.said == ["headrace: rank 1: key: got 1, wanted 2"]
+    assert job.left_over() == []
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_new_processes(run_job: RunJob) -> None:
+    """Catches the same where a rank says nothing."""
     job = run_job(lambda job: start(dies_in_new_process, ranks=2, forked=False))
     assert job.wait(60) == 137
     assert any("rank 1 was killed by SIGKILL" in line for line in job.said)
@@ -670,21 +676,21 @@ def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sees_own_gpus()
 
 
-def test_deterministic_kernels() -> None:
+def test_deterministic_kernels(run_job: RunJob) -> None:
     """Catches a run that says it is deterministic and is not, and one that fills every tensor."""
-    script = """
-        import os, torch
-        from headrace.comm.gpus import _take_deterministic_kernels
-        _take_deterministic_kernels()
-        print(torch.are_deterministic_algorithms_enabled(),
-              torch.is_deterministic_algorithms_warn_only_enabled(),
-              torch.utils.deterministic.fill_uninitialized_memory,
-              os.environ["CUBLAS_WORKSPACE_CONFIG"])
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["True", "True", "False", ":4096:8"]
+
+    def body(job: Job) -> int:
+        gpus._take_deterministic_kernels()
+        found = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+            os.environ["CUBLAS_WORKSPACE_CONFIG"],
+        )
+        return int(found != (True, True, False, ":4096:8"))
+
+    job = run_job(body)
+    assert job.wait() == 0, job.err
 
 
 def test_gpus_are_counted_by_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -727,22 +733,18 @@ def test_a_rank_lives_on_when_its_communicators_end(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
 
 
-def test_a_lone_rank_leaves_torch_as_it_was() -> None:
+def test_a_lone_rank_leaves_torch_as_it_was(run_job: RunJob) -> None:
     """Catches a process that computes with deterministic kernels only, once a run in it did, and
     one whose later worlds are without torch's watchdog."""
-    script = """
-        import os, torch
-        from headrace.comm.gpus import VARIABLES
-        from headrace.comm.launch import lone_rank
+
+    def body(job: Job) -> int:
         os.environ.pop(VARIABLES[0], None)
         os.environ[VARIABLES[2]] = "1"
         before = dict(os.environ)
         with lone_rank():  # as a rank of a device does:
             torch.use_deterministic_algorithms(True, warn_only=True)
             os.environ.update(dict.fromkeys(VARIABLES, "0"))
-        print(torch.are_deterministic_algorithms_enabled(), dict(os.environ) == before)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["False", "True"]
+        return int(torch.are_deterministic_algorithms_enabled()) + (dict(os.environ) != before)
+
+    job = run_job(body)
+    assert job.wait() == 0, job.err

@@ -134,7 +134,7 @@ def test_whole_where_a_rank_works_alone_or_the_plan_says_so() -> None:
     """Would catch a rank left with a shard though it has a micro-batch of its own."""
     assert works_whole(_plan(4, (0, 1), (2,))) == (False, False, True, False)
     assert works_whole(_plan(4, (0, 1), (1,))) == (False, True, False, False)
-    assert works_whole(_plan(4, (0, 1), (2,), working="whole")) == (True, True, True, False)
+    assert works_whole(_plan(4, (0, 1), (2,), working="replicated")) == (True, True, True, False)
     unused = replace(
         _plan(3, (0, 1)),
         pipelines=(*_plan(3, (0, 1)).pipelines, Pipeline(scheme=Scheme(), ranks=(0,))),
@@ -193,7 +193,7 @@ def test_plans_of_one_layout_have_one_key() -> None:
     keys = [working_key(plan) for plan in (_plan(4, (0, 1), (2,)), _plan(4, (0, 1), (2,)))]
     assert keys[0] == keys[1]
     others = (
-        _plan(5, (0, 1), (2,)), _plan(4, (0, 1), (2,), working="whole"), _plan(4, (0, 1)),
+        _plan(5, (0, 1), (2,)), _plan(4, (0, 1), (2,), working="replicated"), _plan(4, (0, 1)),
         _plan(4, (0, 1), (3,)),
     )  # fmt: skip
     assert all(working_key(plan) != keys[0] for plan in others)

@@ -188,7 +188,7 @@ def costs(ranks: int, layers: int = 2) -> CostModel:
         cluster=Cluster(devices=ranks, memory_bytes=1 << 30, device="cpu"), fingerprint="made=up",
         options={p: {names[p]: option} for p in sizes}, ends=dict.fromkeys(sizes, option),
         exchange_s=ExchangeCost(), state_bytes=0,
-        working_bytes={p: {"whole": 0, "sharded": 0} for p in sizes},
+        working_bytes={p: {"replicated": 0, "sharded": 0} for p in sizes},
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from headrace.spec.device import Device, Link
 from headrace.spec.hardware import Hardware
 from headrace.spec.method import RECOMPUTE
 from ranks import run_ranks
+from spread import spread, whole
 
 NEVER = 1e60  # so fast that it takes no time
 PACK = (31, 1, 32)  # on two ranks zigzag order shares the scores evenly, but for the middle
@@ -56,9 +57,9 @@ def _costs(
 
 
 def _counted(model: str, text: str, groups: Groups | None) -> dict[str, tuple[float, float]]:
-    """Operations, and bytes sent with weights whole and sharded, forward and backward."""
+    """Operations, and bytes sent with weights replicated and sharded, forward and backward."""
     found = {}
-    for held in ("whole", "sharded"):
+    for held in ("replicated", "sharded"):
         layer, dy = _layer(model, text, held, groups)
         with TrafficCounter() as wire, flop_counter() as flops:
             out = layer()
@@ -94,7 +95,7 @@ def _layer(
         if w.bucket != 1:
             continue
         value = torch.full(w.shape, 0.1, dtype=torch.float64)
-        if held == "whole" or w.unit is None or not groups:
+        if held == "replicated" or w.unit is None or not groups:
             sources[w.name] = Whole(
                 value=value, grad=torch.zeros_like(value), member=member, unit=w.unit or 1
             )
@@ -129,7 +130,8 @@ def test_operations_of_one_rank(model: str, level: str) -> None:
     )
 
 
-def test_operations_and_bytes_of_every_method() -> None:
+@pytest.mark.parametrize("every", [2, whole(1)])
+def test_operations_and_bytes_of_every_method(every: int) -> None:
     """Would catch a method that sends or computes more than its formula, at any level: operations
     added over the ranks are those of the formula times the ranks, bytes are those of each rank."""
     cases = [
@@ -139,6 +141,7 @@ def test_operations_and_bytes_of_every_method() -> None:
         if "/" not in text
     ]
     assert {text.partition("+")[0] for _, text in cases} == set(FORMULA_METHODS) - {"local"}
+    cases = spread(cases, every)
     results = run_ranks(2, _count_all, cases, timeout_s=240)
     for i, (model, text) in enumerate(cases):
         a, option = MODELS[model], LayerOption.parse(text)
@@ -149,7 +152,7 @@ def test_operations_and_bytes_of_every_method() -> None:
         bytes_of = _costs(a, 2, sent=1.0)
         sent = bytes_of.options[2][text]
         wanted = [sent.forward(PACK), sent.backward(PACK)]
-        assert list(results[0][i]["whole"]) == pytest.approx(wanted, rel=1e-12), (model, text)
+        assert list(results[0][i]["replicated"]) == pytest.approx(wanted, rel=1e-12), (model, text)
         if option.recompute == "none":
             gathered = bytes_of.layer_seconds(PACK, 2, option, "sharded")
             assert results[0][i]["sharded"] == pytest.approx(gathered, rel=1e-12), (model, text)
@@ -178,7 +181,7 @@ class _Kernels(TorchDispatchMode):
 def test_launches_of_a_layer(model: str) -> None:
     """Would catch a constant that no longer has to do with the layers: it is within 40 % of the
     operators that run."""
-    layer, dy = _layer(model, "local", "whole", None)
+    layer, dy = _layer(model, "local", "replicated", None)
     with _Kernels() as kernels:
         out = layer()
         forward = kernels.count

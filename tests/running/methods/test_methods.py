@@ -48,7 +48,7 @@ MODELS = {
 }
 EVEN, UNEVEN, FEW = (7, 5), (3, 1, 7), (1,)  # few: ranks without a token
 LONG = (1, 520, 3, 31)  # a document long enough to be folded over four ranks, and short ones
-HELD = ("whole", "sharded")
+HELD = ("replicated", "sharded")
 ORDERS: tuple[TokenOrder, ...] = ("natural", "zigzag")
 
 
@@ -79,7 +79,7 @@ def _usable(model: str, ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "every"), [(1, 8), (2, 12), (3, 18), (4, 24), *(whole(n, 1) for n in (1, 2, 3, 4))]
+    ("ranks", "every"), [(1, 12), (2, 18), (3, 27), (4, 36), *(whole(n, 1) for n in (1, 2, 3, 4))]
 )
 def test_a_layer_equals_one_process(ranks: int, every: int) -> None:
     """Would catch any wrong adjoint, head order, token order or doubled gradient of one method,
@@ -124,9 +124,10 @@ def _narrow(dtype: torch.dtype) -> list[Case]:
     ]  # fmt: skip
 
 
-def test_single_precision_is_as_exact_as_one_process() -> None:
+@pytest.mark.parametrize("every", [2, whole(1)])
+def test_single_precision_is_as_exact_as_one_process(every: int) -> None:
     """Would catch a half type, or a sum in another order that loses digits, in any method."""
-    assert not _wrong(_narrow(torch.float32), 4, 1e-5)
+    assert not _wrong(spread(_narrow(torch.float32), every), 4, 1e-5)
 
 
 def test_half_types_are_no_worse_than_one_process() -> None:
@@ -214,7 +215,7 @@ def test_bytes_on_the_wire_are_the_formula(
         for name, level, held, order in product(
             _usable("divisible", ranks), RECOMPUTE, HELD, ORDERS
         )
-        if name != "tensor_ring" or held == "whole"
+        if name != "tensor_ring" or held == "replicated"
     ] + [
         _case("divisible", layers=f"1*{one}/{other}", held="sharded", pack=pack)
         for one, other in (("megatron_cz", "megatron_ts"), ("megatron_ts", "metp"),
@@ -232,9 +233,9 @@ def test_a_switch_between_layers_moves_nothing(monkeypatch: pytest.MonkeyPatch) 
     weights that are laid out anew in between."""
     monkeypatch.setitem(MODELS, "divisible", DIVISIBLE[2][0])
     names = _usable("divisible", 2)
-    single = [_case("divisible", layers=f"1*{n}", held="whole", pack=(7, 5)) for n in names]
+    single = [_case("divisible", layers=f"1*{n}", held="replicated", pack=(7, 5)) for n in names]
     pairs = [
-        _case("divisible", layers=f"1*{one} 1*{other}", held="whole", pack=(7, 5))
+        _case("divisible", layers=f"1*{one} 1*{other}", held="replicated", pack=(7, 5))
         for one, other in product(names, names)
     ]
     results = run_ranks(2, run_all, single + pairs, timeout_s=240)[0]
@@ -247,7 +248,7 @@ def test_a_switch_between_layers_moves_nothing(monkeypatch: pytest.MonkeyPatch) 
 def test_one_rank_sends_nothing() -> None:
     """Would catch a method on one rank that needs a process group."""
     for name in _usable("gqa", 1):
-        case = _case("gqa", layers=f"1*{name}", held="whole", pack=EVEN)
+        case = _case("gqa", layers=f"1*{name}", held="replicated", pack=EVEN)
         sources, context = sources_of(case, None, 0, 1), context_of(case, None)
         x, dy, _ = drawn(case)
         x.requires_grad_()
@@ -463,7 +464,7 @@ def test_every_method_says_what_it_is() -> None:
 
 def test_activations_of_another_shape_are_refused() -> None:
     """Would catch a shape that goes on into a kernel and comes out as an obscure error there."""
-    case = _case("gqa", layers="1*local", held="whole", pack=EVEN)
+    case = _case("gqa", layers="1*local", held="replicated", pack=EVEN)
     sources, context = sources_of(case, None, 0, 1), context_of(case, None)
     wanted = r"activations of layer 0 on member 0: got \[11, 24\], wanted \[12, 24\]"
     with pytest.raises(SpecError, match=wanted):

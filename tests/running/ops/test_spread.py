@@ -27,6 +27,8 @@ from headrace.ops.spread import (
 )
 from headrace.runtime.counted import ByteCounter, TrafficCounter
 from ranks import run_ranks
+from spread import spread as spread_of
+from spread import whole
 
 H, EPS, BLOCK = 6, 1e-3, 2
 SIZES = {
@@ -245,11 +247,17 @@ def _together(case: Case, name: str, parts: list[np.ndarray]) -> np.ndarray:
 Results = list[tuple[Case, list[dict[str, Any]]]]
 
 
-@pytest.fixture(scope="module", params=product([1, 2, 3], [_run_all, _run_all_as_a_device_does]))
+RUNS = (_run_all, _run_all_as_a_device_does)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*product([1, 2, 3], RUNS, [4]), *(whole(x) for x in product([1, 2, 3], RUNS, [1]))],
+)
 def results(request: pytest.FixtureRequest) -> Results:
     """Each case with what its ranks have."""
-    ranks, run = request.param
-    cases = _cases(ranks)
+    ranks, run, every = request.param
+    cases = spread_of(_cases(ranks), every)
     of_rank = run_ranks(ranks, run, cases)
     return [(case, [parts[i] for parts in of_rank]) for i, case in enumerate(cases)]
 

@@ -21,6 +21,8 @@ from headrace.ops.spread import Spread
 from headrace.ops.vocabulary import spread_embed, spread_head_loss
 from headrace.runtime.counted import ByteCounter, TrafficCounter
 from ranks import run_ranks
+from spread import spread as spread_of
+from spread import whole
 
 H, SCALE = 6, 0.25
 SIZES = {
@@ -170,10 +172,13 @@ def _results(cases: list[Case]) -> Results:
     return [(case, [parts[i] for parts in of_rank]) for i, case in enumerate(cases)]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+@pytest.fixture(
+    scope="module", params=[(1, 1), (2, 2), (3, 2), (4, 3), *(whole((n, 1)) for n in (2, 3, 4))]
+)
 def results(request: pytest.FixtureRequest) -> Results:
     """Each case with what its ranks have."""
-    return _results(_cases(request.param))
+    ranks, every = request.param
+    return _results(spread_of(_cases(ranks), every))
 
 
 def _check(results: Results, tolerance: float) -> None:

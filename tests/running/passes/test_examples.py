@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+
+from headrace.profiling import sweep
 
 pytest.importorskip("transformers")
 
@@ -84,6 +89,13 @@ def test_the_same_losses_in_wrappers(name: str, how: str, tmp_path: Path) -> Non
     assert spread == pytest.approx(alone, rel=1e-5)
 
 
-def test_a_loop_alone(tmp_path: Path) -> None:
+@pytest.mark.apart
+def test_a_loop_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an attached loop that needs a launcher."""
-    assert len(losses(tmp_path, str(EXAMPLES / "attach_plain.py"), "--steps", "2")) == 2
+    script = EXAMPLES / "attach_plain.py"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [str(script), "--steps", "2"])
+    monkeypatch.setattr(sweep, "_NOISY_S", 0.0)
+    with redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(script), run_name="__main__")
+    assert [json.loads(line)["step"] for line in out.getvalue().splitlines()] == [0, 1]

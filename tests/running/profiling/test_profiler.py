@@ -180,7 +180,7 @@ def test_constants_of_the_step(profile: Profile) -> None:
     whole = 2 * 4 * parameter_count(MODEL)
     for p in BRANCHES:
         held = profile.working_bytes[p]
-        assert held["whole"] == whole
+        assert held["replicated"] == whole
         assert held["sharded"] >= whole / p
         assert (held["sharded"] == whole) == (p == 1)
     assert set(profile.exchange_s) == {"pull_s", "push_s", "update_s"}
@@ -210,7 +210,7 @@ def test_one_rank_can_be_profiled() -> None:
     assert result["masters"]
     assert result["step"]
     profile = Profile.from_json(result["profile"])
-    assert profile.working_bytes == {1: {"whole": 0, "sharded": 0}}
+    assert profile.working_bytes == {1: {"replicated": 0, "sharded": 0}}
     assert profile.gather_s == {}
     costs_from_profile(profile)
 
@@ -236,7 +236,12 @@ def _starved(room: int, there: float) -> tuple[dict[str, Any], int]:
     groups, wide = Groups(), replace(MODEL, ffn=1024)
     storage = Storage(wide, groups, seed=2)
     options = ProfileOptions(
-        sizes=(2,), longest=2048, repeats=1, methods=("megatron_cz",), point_s=20.0
+        sizes=(2,),
+        longest=2048,
+        repeats=1,
+        methods=("megatron_cz",),
+        levels=("none",),
+        point_s=20.0,
     )
     profiler = Profiler(storage, groups, options)
     held = max(int(n) for (n,) in gather_floats([storage.bytes_held()], groups.world))

@@ -115,8 +115,8 @@ def test_a_profile_of_shapes_is_a_profile(shapes: Profile) -> None:
     assert all(p.forward_s > 0 and p.backward_s > 0 for p in shapes.points)
     assert shapes.state_bytes == 16 * -(-parameter_count(MODEL) // 4)
     held = shapes.working_bytes[4]
-    assert held["whole"] == 6 * parameter_count(MODEL)
-    assert held["whole"] > held["sharded"] > held["whole"] / 4
+    assert held["replicated"] == 6 * parameter_count(MODEL)
+    assert held["replicated"] > held["sharded"] > held["replicated"] / 4
 
 
 @pytest.mark.slow

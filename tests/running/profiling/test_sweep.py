@@ -106,7 +106,7 @@ def test_a_foreign_model_is_priced_and_planned(swept: list[list[ProfilePoint]]) 
         fingerprint="made=here", shape=shape, cluster=Cluster(devices=2, memory_bytes=10**7),
         points=tuple(_named(point, name) for name in ("mixer1", ENDS) for point in layers),
         exchange_s={"pull_s": 0.0, "push_s": 0.0, "update_s": 0.0}, state_bytes=20_000,
-        working_bytes={1: {"whole": 10_000, "sharded": 10_000}},
+        working_bytes={1: {"replicated": 10_000, "sharded": 10_000}},
     )  # fmt: skip
     costs = costs_from_profile(Profile.from_json(profile.to_json()))
     made = plan(Problem(costs=costs, devices=2), Lengths.of([500, 200, 200, 100]))

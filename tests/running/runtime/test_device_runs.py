@@ -64,7 +64,16 @@ def _at_will(seed: int, share: float) -> Callable[[int, int], bool]:
 
 @pytest.mark.parametrize(
     ("ranks", "node_ranks"),
-    [(2, None), (3, None), (4, None), whole(6, None), (8, None), (4, 2), whole(6, 3), (8, 2)],
+    [
+        (2, None),
+        (3, None),
+        whole(4, None),
+        whole(6, None),
+        whole(8, None),
+        (4, 2),
+        whole(6, 3),
+        (8, 2),
+    ],
 )
 @pytest.mark.parametrize("seed", [0, whole(1), whole(2), whole(3)])
 def test_runs_do_not_hang(ranks: int, node_ranks: int | None, seed: int) -> None:

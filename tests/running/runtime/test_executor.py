@@ -24,6 +24,7 @@ from headrace.spec.weights import bucket_count
 from oracles import full_weights, reference_step
 from plans import random_documents, random_plan
 from ranks import run_ranks
+from spread import whole
 
 LLAMA = Architecture(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=61)
 LAYERS = LayerPlan.uniform(LayerOption.of("ulysses_z"), 2)
@@ -60,10 +61,10 @@ def _bits(executor: Executor, plan: Plan, documents: Any) -> tuple[Any, ...]:
     return result.loss, result.gradient_norm, sums
 
 
-def _repeated() -> list[bool]:
+def _repeated(plans: int) -> list[bool]:
     rng, same = np.random.default_rng(0), []
     executors = [_executor(torch.float32), _executor(torch.float32)]
-    for _ in range(4):
+    for _ in range(plans):
         documents = random_documents(rng, LLAMA.vocabulary, 6, 60)
         plan = random_plan(Lengths.of(map(len, documents)), 3, LLAMA.layers, rng)
         runs = [_bits(e, plan, documents) for e in (*executors, *executors)]
@@ -71,9 +72,10 @@ def _repeated() -> list[bool]:
     return same
 
 
-def test_the_same_plan_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("plans", [2, whole(4)])
+def test_the_same_plan_gives_the_same_bits(plans: int) -> None:
     """Would catch sums in order of arrival, and anything of a step that the next one sees."""
-    assert run_ranks(3, _repeated) == [[True] * 4] * 3
+    assert run_ranks(3, _repeated, plans) == [[True] * plans] * 3
 
 
 def _refusals(plans: list[list[Plan]]) -> tuple[list[str], float]:

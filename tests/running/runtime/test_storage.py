@@ -34,7 +34,7 @@ ODD = Architecture(
 VECTORS = sum(w.elements for w in weight_table(EVEN) if w.unit is None)
 
 
-def _plan(devices: int, *groups: tuple[int, ...], working: Working = "whole") -> Plan:
+def _plan(devices: int, *groups: tuple[int, ...], working: Working = "replicated") -> Plan:
     """One micro-batch of one sequence per group."""
     layers = LayerPlan.uniform(LayerOption.of("ulysses_z"), 2)
     return Plan(
@@ -49,7 +49,7 @@ def _plan(devices: int, *groups: tuple[int, ...], working: Working = "whole") ->
 
 PLANS = {
     "4*cp1": _plan(4, (0,), (1,), (2,), (3,)),
-    "1*cp4 whole": _plan(4, (0, 1, 2, 3)),
+    "1*cp4 replicated": _plan(4, (0, 1, 2, 3)),
     "1*cp4 sharded": _plan(4, (0, 1, 2, 3), working="sharded"),
     "2*cp2 sharded": _plan(4, (0, 1), (2, 3), working="sharded"),
     "1*cp2 + 2*cp1 sharded": _plan(4, (0, 1), (2,), (3,), working="sharded"),
@@ -147,7 +147,7 @@ def test_bytes_are_the_formulas() -> None:
     quarter = vectors * 3 / 4  # whole on every rank that works
     wanted = {
         "4*cp1": [w * 3 / 4] * 4,
-        "1*cp4 whole": [w * 3 / 4] * 4,
+        "1*cp4 replicated": [w * 3 / 4] * 4,
         "1*cp4 sharded": [quarter] * 4,
         "2*cp2 sharded": [quarter + m * matrices for m in (1 / 4, 1 / 2, 1 / 2, 1 / 4)],
         "1*cp2 + 2*cp1 sharded": [quarter + m * matrices for m in (1 / 4, 1 / 2, 3 / 4, 3 / 4)],
@@ -181,7 +181,7 @@ def _buffers() -> list[bool]:
     storage = Storage(ODD, Groups(), seed=3)
     first = storage.working(PLANS["4*cp1"])
     again = storage.working(PLANS["4*cp1"].replace(predicted_s=1.0))
-    alike = storage.working(PLANS["1*cp4 whole"])
+    alike = storage.working(PLANS["1*cp4 replicated"])
     kept = [again is first, alike is first]
     gone = weakref.ref(first)
     del first, again, alike

@@ -93,11 +93,11 @@ def _compare(
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [n if n < 6 else whole(n) for n in NAMED])
+@pytest.mark.parametrize("ranks", [n if n in (3, 4) else whole(n) for n in NAMED])
 def test_named_strategies_equal_one_process(ranks: int) -> None:
     """Would catch a message that goes to the wrong member, a bucket pulled by a stage that does
     not need it or not by one that does, and what one strategy leaves for the next."""
-    held = ("whole", "sharded")
+    held = ("replicated", "sharded")
     plans = [laid_out(text, LLAMA, LENGTHS, ranks, working=held[i % 2])
              for i, text in enumerate(NAMED[ranks])]  # fmt: skip
     _compare(run_ranks(ranks, _one_step_each, LLAMA, plans, torch.float64), LLAMA, plans, 1e-10)
@@ -107,7 +107,7 @@ def test_named_strategies_equal_one_process(ranks: int) -> None:
 def test_strategies_on_nodes_equal_one_process(ranks: int, node_ranks: int) -> None:
     """Would catch a pull whose second step goes on before the first, a stage of another node that
     is left out of a sum, and rows of the storage layout of nodes that are taken for others'."""
-    held = ("whole", "sharded")
+    held = ("replicated", "sharded")
     texts = (*NAMED[ranks], f"{ranks}*cp1", f"1*cp{ranks}")
     plans = [laid_out(text, LLAMA, LENGTHS, ranks, working=held[i % 2])
              for i, text in enumerate(texts)]  # fmt: skip
@@ -204,7 +204,7 @@ def _check_steps(
         np.testing.assert_allclose(got, wanted.detach().numpy(), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("ranks", [2, whole(3), 4, whole(6), whole(8)])
+@pytest.mark.parametrize("ranks", [whole(2), whole(3), 4, whole(6), whole(8)])
 def test_ten_steps_of_ten_strategies_equal_one_process(ranks: int) -> None:
     """Would catch state that a strategy leaves behind: weights of another layout that were not
     pulled anew, partial sums that were not cleared, a group met in another order."""
@@ -218,14 +218,17 @@ def test_ten_steps_on_nodes_equal_one_process(ranks: int, node_ranks: int) -> No
     _check_steps(UNTIED, ranks, seed=ranks, steps=10, node_ranks=node_ranks)
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
-@given(
-    st.sampled_from([LLAMA, UNTIED, GPT, BERT]), st.integers(2, 5), st.integers(0, 2**31),
-)  # fmt: skip
-def test_any_strategies_equal_one_process(a: Architecture, ranks: int, seed: int) -> None:
+@pytest.mark.parametrize("examples", [3, whole(8)])
+def test_any_strategies_equal_one_process(examples: int) -> None:
     """Would catch what no named strategy does: odd widths beside stages, methods and levels mixed
     within a stage, fewer tokens than ranks."""
-    _check_steps(a, ranks, seed=seed, steps=3)
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    @given(st.sampled_from([LLAMA, UNTIED, GPT, BERT]), st.integers(2, 5), st.integers(0, 2**31))
+    def check(a: Architecture, ranks: int, seed: int) -> None:
+        _check_steps(a, ranks, seed=seed, steps=3)
+
+    check()
 
 
 def _bits(plan: Plan, node_ranks: int | None) -> Any:

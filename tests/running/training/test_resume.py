@@ -18,7 +18,7 @@ from headrace.config import Config
 from headrace.errors import CheckpointError, DamagedCheckpoint, HeadraceError
 from headrace.runtime import checkpoint
 from headrace.training.checkpoints import Checkpoint
-from headrace.training.saved_state import SavedState
+from headrace.training.saved_state import SavedState, changed
 from headrace.training.setup import open_data
 from running.cli.jobs import write_job
 
@@ -102,6 +102,15 @@ def test_what_was_changed_is_said(whole: Whole, copy: Path) -> None:
     again: list[str] = []
     hr.train(config.model_copy(update=changes), out=copy, resume=True, tell=again.append)
     assert not [line for line in again if line.startswith("changed since")]
+
+
+def test_another_word_for_the_same_is_no_change() -> None:
+    """Catches a run of before that is said to hold its weights in another way now."""
+    before, now = ({"planner": {"working": word}} for word in ("whole", "replicated"))
+    assert changed(before, now) == []
+    assert changed(before, {"planner": {"working": "sharded"}}) == [
+        'planner.working from "replicated" to "sharded"'
+    ]
 
 
 def test_checkpoints_in_the_background_are_the_same(whole: Whole, tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_links_are_devices_that_are_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     ["devices.memory=1GiB", "optimizer.name=sgd", "data.batch_tokens=3000", "data.context=128",
-     "planner.group_sizes=[1]", "planner.working=whole"],
+     "planner.group_sizes=[1]", "planner.working=replicated"],
 )  # fmt: skip
 def test_a_margin_is_learnt_for_one_configuration(make: Make, change: str) -> None:
     """Catches a margin that peaks of another planner, optimizer, budget or memory have raised."""

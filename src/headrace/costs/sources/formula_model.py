@@ -3,7 +3,7 @@
 Beside the layers (:mod:`headrace.costs.sources.formulas`):
 
     state       fp32 master weights, gradients and two moments, a share on each device
-    working     whole: weights and gradients; sharded: a p-th of them, and one gathered layer
+    working     replicated: weights and gradients; sharded: a p-th of them, and one gathered layer
     step        weights gathered, gradients summed, either as elements of activations, each once
                 between two nodes; the state read and written
     ends        the head's products, and what the loss, the last norm and the embedding touch
@@ -73,7 +73,7 @@ def formula_model(
         state_bytes=_OPTIMIZER_BYTES * weights // devices,
         working_bytes={
             p: {
-                "whole": weights * (s.element_bytes + s.sum_bytes),
+                "replicated": weights * (s.element_bytes + s.sum_bytes),
                 "sharded": _sharded_bytes(a, s, weights, p),
             }
             for p in options

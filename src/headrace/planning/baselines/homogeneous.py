@@ -20,17 +20,17 @@ from headrace.planning.schedule import Assignment, placed
 from headrace.planning.static import static_schedule
 
 __all__ = [
-    "Planned", "best_scheme", "by_length", "max_length", "roomiest_first", "static",
+    "BatchPlanner", "best_scheme", "by_length", "max_length", "roomiest_first", "static",
     "token_balance",
 ]  # fmt: skip
 
-Planned = Callable[[int, PriceTable], Assignment]
+BatchPlanner = Callable[[int, PriceTable], Assignment]
 """What plans batch number i."""
 
 Make = Callable[[PriceTable, int], Assignment | None]
 
 
-def static(tables: Sequence[PriceTable]) -> Planned:
+def static(tables: Sequence[PriceTable]) -> BatchPlanner:
     """One scheme, sequences dispatched by cost, longest first; of groups the smallest size that
     holds the longest sequence of all batches."""
     if is_groups(tables[0]):
@@ -46,7 +46,7 @@ def is_groups(table: PriceTable) -> bool:
     return all(s.depth == 1 and s.scheme.tensor == 1 for s in table.schemes)
 
 
-def max_length(tables: Sequence[PriceTable]) -> Planned:
+def max_length(tables: Sequence[PriceTable]) -> BatchPlanner:
     """Packs as long as the longest sequence of all batches, dealt out evenly."""
     context = max(table.tokens[0] for table in tables)
 
@@ -56,7 +56,7 @@ def max_length(tables: Sequence[PriceTable]) -> Planned:
     return _one(_best(tables, make), make)
 
 
-def token_balance(tables: Sequence[PriceTable]) -> Planned:
+def token_balance(tables: Sequence[PriceTable]) -> BatchPlanner:
     """The same tokens for every pipeline."""
     return _one(_best(tables, by_tokens), by_tokens)
 
@@ -104,7 +104,7 @@ def _best(tables: Sequence[PriceTable], make: Make) -> int:
     return best
 
 
-def _one(k: int, make: Make) -> Planned:
+def _one(k: int, make: Make) -> BatchPlanner:
     def one(_: int, table: PriceTable) -> Assignment:
         schedule = make(table, k)
         assert schedule is not None, "it held every batch"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace.planning.baselines.dynamic_program import proposed
-from headrace.planning.baselines.homogeneous import Planned, roomiest_first
+from headrace.planning.baselines.homogeneous import BatchPlanner, roomiest_first
 from headrace.planning.batch import PriceTable
 from headrace.planning.schedule import Assignment, placed
 from headrace.planning.side_by_side import Pipelines
@@ -25,7 +25,7 @@ _TRIALS = 100
 _MOST_CANDIDATES = 40
 
 
-def hydraulis(tables: Sequence[PriceTable], seed: int) -> Planned:
+def hydraulis(tables: Sequence[PriceTable], seed: int) -> BatchPlanner:
     """The paper's planner: every candidate is dispatched and packed for every batch."""
     candidates = hydraulis_candidates(tables)
 

@@ -66,7 +66,7 @@ class StrategySelector:
 
     costs: CostModel
     p: int
-    working: Working = "whole"
+    working: Working = "replicated"
     gamma: float = 0.0
     memory: MemoryRule = "sum"
     _selected: dict[tuple[int, int], Selection] = field(default_factory=dict, init=False)

@@ -10,7 +10,7 @@ import numpy as np
 from headrace.planning.baselines.accumulation import accumulated, accumulated_s
 from headrace.planning.baselines.buckets import bucket, packed
 from headrace.planning.baselines.homogeneous import (
-    Planned,
+    BatchPlanner,
     is_groups,
     max_length,
     static,
@@ -48,7 +48,7 @@ class Baseline:
     meaning: str
     staged: bool = False
     one_size: bool = False
-    prepare: Callable[[Sequence[PriceTable], int, int | None], Planned] | None = None
+    prepare: Callable[[Sequence[PriceTable], int, int | None], BatchPlanner] | None = None
 
     def tried(
         self, tables: Sequence[PriceTable], semantics: Semantics, seed: int
@@ -125,7 +125,7 @@ def _launched(
 
 
 def _alone(
-    prepare: Callable[[Sequence[PriceTable], int], Planned],
+    prepare: Callable[[Sequence[PriceTable], int], BatchPlanner],
 ) -> Callable[[PriceTable, Semantics, int], Assignment | None]:
     """A planner of several batches for one of them, under the free semantics."""
 

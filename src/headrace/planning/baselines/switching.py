@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf
 
 from headrace.errors import InfeasiblePlan
-from headrace.planning.baselines.homogeneous import Planned, best_scheme
+from headrace.planning.baselines.homogeneous import BatchPlanner, best_scheme
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.packed import Packed
 from headrace.planning.schedule import Assignment, Group
@@ -40,7 +40,7 @@ def switch_s(parameters: int | None) -> float:
     return max(0.0, low_s + (parameters - small) * (high_s - low_s) / (large - small))
 
 
-def switching(tables: Sequence[PriceTable], parameters: int | None = None) -> Planned:
+def switching(tables: Sequence[PriceTable], parameters: int | None = None) -> BatchPlanner:
     """Up to three homogeneous strategies in turn, of a model of so many ``parameters``."""
     change_s = switch_s(parameters)
     longest = max(table.tokens[0] for table in tables)

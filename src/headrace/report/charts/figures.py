@@ -12,7 +12,7 @@ from headrace.report.charts.gantt import gantt
 from headrace.report.charts.theme import Drawing
 from headrace.report.layer_use import layer_use
 from headrace.report.records import Run
-from headrace.report.summary import Summary
+from headrace.report.summary import RunSummary
 
 __all__ = ["FIGURES", "TRUST_HEADING", "Figure"]
 
@@ -29,7 +29,7 @@ class Figure:
     title: str
     section: str
     draw: Callable[[Run], Drawing]
-    caption: Callable[[Summary], str]
+    caption: Callable[[RunSummary], str]
     known: Callable[[Run], bool]
     wide: bool = False
 

@@ -9,7 +9,7 @@ import altair as alt
 
 from headrace.report.captions import tokens_share
 from headrace.report.charts import theme
-from headrace.report.records import Corpus, Run
+from headrace.report.records import CorpusStatistics, Run
 from headrace.units import count_text
 
 __all__ = ["length_histogram", "placement_map"]
@@ -61,7 +61,7 @@ def _length_axis(low: float, high: float) -> dict[str, Any]:
     }
 
 
-def _bins(corpus: Corpus) -> list[dict[str, Any]]:
+def _bins(corpus: CorpusStatistics) -> list[dict[str, Any]]:
     """A row per bin of the histogram, without the empty bins at both ends."""
     total = sum(corpus.counts) or 1
     tokens = tokens_share(corpus)
@@ -76,7 +76,7 @@ def _bins(corpus: Corpus) -> list[dict[str, Any]]:
     return rows[filled[0] : filled[-1] + 1]
 
 
-def _rules(corpus: Corpus, axis: dict[str, Any]) -> list[alt.Chart]:
+def _rules(corpus: CorpusStatistics, axis: dict[str, Any]) -> list[alt.Chart]:
     """Quantiles and context; their labels take turns in height so that neighbours stay apart."""
     marks = [("median", corpus.median), ("p90", corpus.p90), ("p99", corpus.p99)]
     rows: list[dict[str, Any]] = [

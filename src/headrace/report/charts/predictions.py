@@ -10,7 +10,7 @@ import altair as alt
 
 from headrace.report.charts import theme
 from headrace.report.charts.steps import every
-from headrace.report.records import CostPoint, Run, Step
+from headrace.report.records import CostPoint, Run, StepMetrics
 from headrace.units import bytes_text
 
 __all__ = ["cost_fit", "memory_by_rank", "predicted_against_measured"]
@@ -57,7 +57,7 @@ _DOT_TOOLTIP = [
 ]
 
 
-def _dot(step: Step, factor: float) -> dict[str, Any]:
+def _dot(step: StepMetrics, factor: float) -> dict[str, Any]:
     return {
         "step": step.step, "strategy": step.planned.strategy, "group": step.largest_group,
         "predicted": float(f"{step.planned.predicted_s * factor:.5g}"),

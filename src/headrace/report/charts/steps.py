@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.report.charts import theme
-from headrace.report.records import Run, Step
+from headrace.report.records import Run, StepMetrics
 from headrace.report.summary import finite, median
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 LIMIT = 2000
 """Points that a line holds at most."""
 
-Value = Callable[[Step], float]
+Value = Callable[[StepMetrics], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Point:
     smooth: float | None
 
 
-def every(steps: Sequence[Step], limit: int = LIMIT) -> Sequence[Step]:
+def every(steps: Sequence[StepMetrics], limit: int = LIMIT) -> Sequence[StepMetrics]:
     """At most ``limit`` of the steps, evenly spread, the last among them."""
     if len(steps) <= limit:
         return steps
@@ -184,7 +184,7 @@ def gap_to_bound(run: Run) -> theme.Drawing:
     """How far the plans that ran and the best static plans lie above the lower bound of their
     batch, as a share of the bound; both predicted."""
 
-    def above(seconds: float, step: Step) -> float:
+    def above(seconds: float, step: StepMetrics) -> float:
         bound = step.planned.lower_bound_s
         return seconds / bound - 1 if bound > 0 else float("nan")
 
