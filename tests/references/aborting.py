@@ -60,6 +60,9 @@ class Kernels(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "kernels"
 
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._host
+
     def abort(self) -> None:
         self.aborted.set()
         _LEFT.append(self._device)

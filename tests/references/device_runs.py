@@ -24,7 +24,7 @@ from headrace.runtime.clocks import HostClock
 
 __all__ = ["HOST", "Event", "Posted", "of_the_host", "played"]
 
-HOST = {"agree", "gather_floats", "gather_bytes", "gather_to_first", "from_first"}
+HOST = {"agree", "gather_floats", "gather_bytes", "gather_to_first", "from_first", "meet"}
 """Functions whose collectives are of the host, on any device."""
 
 

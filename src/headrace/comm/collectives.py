@@ -31,6 +31,7 @@ __all__ = [
     "issue_padded_gather",
     "issue_reduce_scatter",
     "issue_shift",
+    "meet",
     "reduce_scatter_rows",
     "sum_of_parts",
 ]
@@ -271,6 +272,14 @@ def gather_floats(values: Sequence[float], group: dist.ProcessGroup | None) -> l
     ranks = dist.get_world_size(group)
     flat = all_gather_rows(torch.tensor(values, dtype=torch.float64), [len(values)] * ranks, group)
     return flat.view(ranks, -1).tolist()
+
+
+def meet(group: dist.ProcessGroup | None) -> None:
+    """Wait until all ranks of the group have come, on the host."""
+    if group is not None:
+        x = torch.zeros(1)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        Transfer(work, group, x).wait()
 
 
 def agree(what: str, value: str, group: dist.ProcessGroup | None) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm import waiting
-from headrace.comm.collectives import agree, all_gather_rows, all_to_all_rows
+from headrace.comm.collectives import all_gather_rows, all_to_all_rows, meet
 from headrace.comm.messages import Messages
 from headrace.comm.sockets import Connections
 from headrace.comm.variables import number, under_torchrun
@@ -140,7 +140,7 @@ class Groups:
         for ranks in new:
             self._made[ranks] = self._make(ranks)
         if new:
-            agree("groups", str(new), self.world)
+            meet(self.world)
 
     def _make(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Make a group, and open it where this rank is of it."""
@@ -184,7 +184,7 @@ class Groups:
             assert made is not None, "every rank is in the world"
             self._open(made)
             self._messages = Messages(made)
-            agree("groups", "of messages", self.world)
+            meet(self.world)
         new = sorted(set(peers) - self._met)
         self._messages.greet(new, self.device)
         self._settle()
