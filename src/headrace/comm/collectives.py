@@ -115,9 +115,8 @@ def issue_all_gather(
     ranks = dist.get_world_size(group)
     if len(set(sizes)) == 1:
         out = x.new_empty((sum(sizes), *x.shape[1:]))
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         sent = x.contiguous()
-        work = gather(out, sent, group=group, async_op=True)
+        work = dist.all_gather_single(out, sent, group=group, async_op=True)
         return Arriving(Transfer(work, group, x), lambda: out, keep=sent)
     if x.device.type != "cpu" and max(sizes) - min(sizes) == 1:
         return _padded_gather(x, sizes, group)

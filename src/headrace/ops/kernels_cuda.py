@@ -142,8 +142,6 @@ def take_newest_flash() -> str:
     the device is of the generation that it is for, and the user chose none; the name of what runs.
     """
     attention = torch.nn.attention
-    if not hasattr(attention, "activate_flash_attention_impl"):  # before torch 2.10
-        return "FA2"
     chosen: str | None = attention.current_flash_attention_impl()
     for_it = torch.cuda.get_device_capability() == (9, 0) and find_spec("flash_attn_interface")
     if chosen is None and for_it and "FA3" in attention.list_flash_attention_impls():
@@ -173,7 +171,7 @@ def _workspace(q: torch.Tensor, k: torch.Tensor, documents: int) -> tuple[torch.
 def flash_as_before() -> Iterator[None]:
     """Which FlashAttention torch runs after the context is what it was before."""
     attention = torch.nn.attention
-    asked = getattr(attention, "current_flash_attention_impl", lambda: None)
+    asked = attention.current_flash_attention_impl
     before = asked()
     try:
         yield

@@ -307,8 +307,6 @@ def test_the_newest_flash_attention_is_taken(
         now[0] = "FA4"
     assert restored
     assert _flash(monkeypatch, (9, 0)) == "FA4"
-    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
-    assert take_newest_flash() == "FA2"
 
 
 def test_what_the_backward_takes_is_counted() -> None:

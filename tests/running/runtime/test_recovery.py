@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -313,7 +314,7 @@ def test_what_cannot_be_aborted_ends_the_run_by_name(run_job: RunJob, tmp_path: 
     job = run_job(lambda job: start(main, ranks=4, timeout_s=4))
     assert job.wait(30) == STOPPED
     (found,) = [line for line in job.said if "no progress" in line]
-    assert "rank 2 in meeting anew for 4" in found
+    assert re.search(r"rank [023] in meeting anew for 4", found)
     assert "rank 1 in " in found
     assert job.left_over() == []
 
