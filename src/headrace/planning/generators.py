@@ -34,23 +34,23 @@ __all__ = ["Draft", "SearchLimits", "nested", "scheduled", "side_by_side"]
 class SearchLimits:
     """What a search spends, in sequences placed, steps and schedules: never in time.
 
-    Batches of up to ``few`` sequences are tried in more ways, ``shaken`` of them placed in
-    drawn orders. Where something is known, what does not gain ``probe_few`` of it for few
-    sequences, or ``probe`` for more, is not searched. ``levels`` are the parts of the time up
-    to which sequences are dealt out again. Where schemes with stages seem cheaper than they
-    turn out to be, their devices count ``biases`` times. Exchanges of pipelines place up to
-    ``exchanged`` sequences; on more than ``large`` devices, where frontiers have many rows, nothing
-    is exchanged, and sequences are dealt out again for the first of ``levels`` only. Nested groups
-    are drafted for ``targets`` times the bound, without some sizes too where that is
-    ``dropped`` above it, and filled where there are at most ``crowd`` sequences for each
-    device, with up to ``promotions`` larger sizes. ``packed`` drafts are packed exactly;
-    ``polished`` of those, within ``near`` of the best and at most ``alike`` of one source, are
-    improved in ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough``
-    of the bound nothing more is tried. Where frontiers have many rows packing takes longer:
-    there ``packed_fluid`` drafts are packed, ``polished_fluid`` improved in ``steps_fluid``
-    steps. Others' planners are run for few sequences on at most ``crowded`` devices. Times grow
-    by ``least`` at least and are halved ``halvings`` times; of more than ``many`` sequences,
-    each of which matters less, less is tried.
+    Batches of up to ``few`` sequences are tried in more ways, ``shaken`` of them placed in drawn
+    orders. Where something is known, what does not gain ``probe_few`` of it for few sequences, or
+    ``probe`` for more, is not searched. ``levels`` are the parts of the time up to which sequences
+    are dealt out again. Where schemes with stages seem cheaper than they turn out to be, their
+    devices count ``biases`` times. Exchanges of pipelines place up to ``exchanged`` sequences; on
+    more than ``large`` devices, where frontiers have many rows, nothing is exchanged, and more
+    than ``sparse`` sequences for each device are dealt out again for the first of ``levels`` only.
+    Nested groups are drafted for ``targets`` times the bound, without some sizes too where that is
+    ``dropped`` above it, and filled where there are at most ``crowd`` sequences for each device,
+    with up to ``promotions`` larger sizes. ``packed`` drafts are packed exactly; ``polished`` of
+    those, within ``near`` of the best and at most ``alike`` of one source, are improved in
+    ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough`` of the bound
+    nothing more is tried. Where frontiers have many rows packing takes longer: there
+    ``packed_fluid`` drafts are packed, ``polished_fluid`` improved in ``steps_fluid`` steps.
+    Others' planners are run for few sequences on at most ``crowded`` devices. Times grow by
+    ``least`` at least and are halved ``halvings`` times; of more than ``many`` sequences, each of
+    which matters less, less is tried.
     """
 
     few: int = 300
@@ -62,6 +62,7 @@ class SearchLimits:
     biases: Sequence[float] = (1.0, 1.1, 1.25)
     exchanged: int = 5000
     large: int = 16
+    sparse: int = 2
     targets: Sequence[float] = (1.0, 1.05, 1.15, 1.4, 2.0, float("inf"))
     dropped: float = 0.0
     crowd: int = 3
@@ -148,6 +149,9 @@ def side_by_side(
     pipelines of each scheme. ``deeper``: those without stages are known already."""
     starts, single = list[Counts](), [depth == 1 for depth in table.depth]
     crowded = any(table.fluid) and table.devices > limits.large
+    # Where devices have few sequences each level finds something, and costs little.
+    many = len(table.tokens) > limits.sparse * table.devices
+    some_levels = limits.levels[: 1 if crowded and many else None]
     tried = list[Filler]()
     for bias in _biases(single, limits, deeper):
         filler = Filler(table, most=most, bias=bias)
@@ -159,7 +163,7 @@ def side_by_side(
             starts.append(counts_of(table, found.result))
             high_s = min(high_s, found.seconds)
             reached = not any(table.fluid) and high_s <= bound_s * (1 + limits.enough)
-            levels = limits.levels[-1:] if reached else limits.levels[: 1 if crowded else None]
+            levels = limits.levels[-1:] if reached else some_levels
             yield from _dealt(filler, found, levels)
             if reached:
                 return
