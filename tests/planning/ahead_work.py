@@ -19,12 +19,19 @@ __all__ = [
     "modules",
     "odd_error",
     "sleepy",
+    "slow",
     "square",
 ]
 
 
 def square(item: int) -> int:
     return item * item
+
+
+def slow(seconds: float) -> float:
+    """It takes so long."""
+    time.sleep(seconds)
+    return seconds
 
 
 def sleepy(item: int) -> tuple[int, int]:

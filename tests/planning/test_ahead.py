@@ -29,6 +29,7 @@ from planning.ahead_work import (
     modules,
     odd_error,
     sleepy,
+    slow,
     square,
 )
 from spread import whole
@@ -138,6 +139,22 @@ def test_a_producer_that_is_killed_is_told_and_replaced(tmp_path: Path, producer
         assert "was killed by SIGKILL" in line
         assert "another takes over" in line
         assert "\n" not in line
+
+
+def test_a_frozen_producer_is_killed_and_replaced() -> None:
+    """Catches training that waits for ever for a process that is stopped, or swapped out, and one
+    that is killed although it only takes long."""
+    told: list[str] = []
+    with PlanAhead(slow, [3.5] * 4, depth=1, tell=told.append, silent_s=2.5) as ahead:
+        assert next(ahead) == 3.5
+        assert told == []
+        (pid,) = pids(ahead)
+        os.kill(pid, signal.SIGSTOP)
+        assert list(ahead) == [3.5] * 3
+        (line,) = told
+        assert f"process {pid}) gave no sign of life for 2.5 s" in line
+        assert "another takes over" in line
+        assert not alive(pid)
 
 
 def test_a_kill_from_outside_loses_nothing() -> None:

@@ -3,12 +3,13 @@
 Plans come in the order of the batches and depend on nothing but the batch, so they are the same
 whatever the number of producers, and whichever of them dies. A producer is a process of its own
 that imports the planning side only; one that dies is replaced, and what it had to plan is planned
-again.
+again. One that is waited for and gives no sign of life is killed: it may be frozen, or swapped out.
 """
 
 from __future__ import annotations
 
 import pickle
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -26,6 +27,7 @@ Item = TypeVar("Item")
 Plan = TypeVar("Plan")
 
 _MOST_DEATHS = 3  # over one batch: then it is the batch
+_LOOK_S = 1.0  # between two looks who has been silent
 
 
 class PlanAhead(Generic[Item, Plan]):
@@ -34,20 +36,21 @@ class PlanAhead(Generic[Item, Plan]):
     At most ``depth`` items are in work or waiting to be taken; ``items`` is read no further ahead.
     ``plan`` and the items must be picklable, ``plan`` from a module that can be imported. An error
     of a plan, or of ``items``, is raised at its turn; the plans after it still come. ``tell`` gets
-    one line when a producer has died. A batch over which three have died raises LaunchError.
+    one line when a producer has died. A batch over which three have died raises LaunchError. A
+    producer that is silent for ``silent_s`` seconds of waiting is killed.
     Use it as a context, or :meth:`close` it; no process outlives it.
     """
 
     def __init__(
         self, plan: Callable[[Item], Plan], items: Iterable[Item], *, producers: int = 1,
-        depth: int = 2, tell: Callable[[str], None] | None = None,
+        depth: int = 2, tell: Callable[[str], None] | None = None, silent_s: float = 30.0,
     ) -> None:  # fmt: skip
         for name, value in (("producers", producers), ("depth", depth)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecError(name, got=repr(value), wanted="a whole number >= 1")
         self._function = _pickled("the function that plans", plan)
         self._items: Iterator[Item] | None = iter(items)
-        self._depth, self._tell = depth, tell
+        self._depth, self._tell, self._silent_s = depth, tell, silent_s
         self._turn, self._read = 0, 0
         self._data: dict[int, bytes] = {}  # of items that are not answered
         self._waiting: deque[int] = deque()  # of them, those that no producer has
@@ -63,15 +66,17 @@ class PlanAhead(Generic[Item, Plan]):
 
     def __next__(self) -> Plan:
         self._hand_out()
+        since_s = time.monotonic()
         while self._turn not in self._answers:
             if self._turn == self._read:
                 self.close()
                 raise StopIteration
-            self._receive(block=True)
+            self._receive(_LOOK_S)
+            self._stop_silent(since_s)
             self._hand_out()
         planned, value = self._answers.pop(self._turn)
         self._turn += 1
-        self._receive(block=False)
+        self._receive(0)
         self._hand_out()
         if not planned:
             raise value
@@ -117,19 +122,29 @@ class PlanAhead(Generic[Item, Plan]):
             with suppress(OSError):  # dead: noticed when its answer is waited for
                 producer.connection.send((number, self._data[number]))
 
-    def _receive(self, *, block: bool) -> None:
-        """Take the answers that have come; with ``block`` wait for one, or for a death."""
-        ready = wait([some.connection for some in self._team], None if block else 0)
+    def _receive(self, limit_s: float) -> None:
+        """Take the answers that have come; wait for one, or for a death, up to ``limit_s``."""
+        ready = wait([some.connection for some in self._team], limit_s)
         for producer in [some for some in self._team if some.connection in ready]:
             try:
                 while producer.connection.poll():
                     number, planned, data = producer.connection.recv()
+                    producer.heard()
+                    if number < 0:
+                        continue
                     producer.numbers.remove(number)
                     del self._data[number]
                     self._deaths.pop(number, None)
                     self._answers[number] = _loaded(planned, data)
             except (EOFError, OSError):
                 self._replace(producer)
+
+    def _stop_silent(self, since_s: float) -> None:
+        """Kill producers that have said nothing for too long, of the time since ``since_s``: before
+        nobody listened."""
+        for producer in [some for some in self._team if some.numbers]:
+            if time.monotonic() - max(since_s, producer.heard_s) > self._silent_s:
+                producer.stop(f"gave no sign of life for {self._silent_s:g} s")
 
     def _replace(self, producer: Producer) -> None:
         """Put what a dead producer had back; the next to hand out starts another."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from collections import deque
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -20,13 +21,17 @@ _GRACE_S = 2.0
 
 
 class Producer:
-    """One process, and the numbers of the items that it has and has not answered, oldest first."""
+    """One process, and the numbers of the items that it has and has not answered, oldest first;
+    ``heard_s`` is when it last said something, or was started.
+    """
 
     def __init__(self, function: bytes) -> None:
         ours, theirs = Pipe()
         self.note = TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as the process
         self.connection: Connection[Any, Any] = ours
         self.numbers: deque[int] = deque()
+        self.heard_s = time.monotonic()
+        self._silent = ""
         with theirs:
             try:
                 self.process = subprocess.Popen(
@@ -51,13 +56,24 @@ class Producer:
             self.process.wait()
         self.note.close()
 
+    def heard(self) -> None:
+        """It has said something."""
+        self.heard_s = time.monotonic()
+
+    def stop(self, why: str) -> None:
+        """Kill the process, which may be frozen, because of ``why``."""
+        self._silent = why
+        self.process.kill()
+
     def buried(self) -> tuple[int, str]:
         """For a process that is dying: the number that it was planning, -1 for none of those it has
         not answered; and how it ended, in words."""
         last = noted(self.note.fileno())
         self.end()
         code = self.process.returncode
-        if code >= 0:
+        if self._silent:
+            how = self._silent
+        elif code >= 0:
             how = f"left with code {code}"
         else:
             known = -code in {number.value for number in signal.Signals}

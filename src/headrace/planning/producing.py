@@ -1,7 +1,8 @@
 """What a process does that plans for :mod:`headrace.planning.ahead`.
 
 A thread receives, the main thread plans, another thread sends, so that neither a slow planner nor a
-reader who is busy training holds up the other. The process ends at once when its connection is
+reader who is busy training holds up the other. Each second without an item the process says that it
+lives, unless what it said is not taken. It ends at once when its connection is
 closed or its parent is gone, whatever it is doing. In a small file it notes what it is planning, so
 that its death can be laid at the right door: what it has planned may not be sent yet.
 """
@@ -20,10 +21,13 @@ from struct import Struct
 from threading import Thread
 from typing import Any
 
-__all__ = ["Answer", "command", "noted", "serve"]
+__all__ = ["ALIVE", "Answer", "command", "noted", "serve"]
 
 Answer = tuple[int, bool, bytes]
 """(number of the item, whether it was planned, the pickled plan or error)"""
+
+ALIVE: Answer = (-1, True, b"")
+"""A sign of life."""
 
 _NUMBER = Struct("q")
 _LOOK_S = 1.0  # between two looks whether the parent is still there
@@ -53,7 +57,7 @@ def serve(fd: int, note: int, parent: int) -> None:
     plan = _received_function(connection)
     items: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
     answers: SimpleQueue[Answer] = SimpleQueue()
-    Thread(target=_receive, args=(connection, parent, items), daemon=True).start()
+    Thread(target=_receive, args=(connection, parent, items, answers), daemon=True).start()
     Thread(target=_send, args=(connection, answers), daemon=True).start()
     while True:
         number, item = items.get()
@@ -90,11 +94,16 @@ def _answer(plan: Callable[[Any], Any], number: int, item: bytes) -> Answer:
         return number, False, pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
-def _receive(connection: Connection, parent: int, items: SimpleQueue[tuple[int, bytes]]) -> None:
+def _receive(
+    connection: Connection, parent: int, items: SimpleQueue[tuple[int, bytes]],
+    answers: SimpleQueue[Answer],
+) -> None:  # fmt: skip
     try:
         while os.getppid() == parent:
             if connection.poll(_LOOK_S):
                 items.put(connection.recv())
+            elif answers.empty():
+                answers.put(ALIVE)
     except (EOFError, OSError):
         pass
     os._exit(0)
