@@ -610,6 +610,8 @@ def test_what_no_new_process_can_have_is_refused() -> None:
 
 def test_cuda_that_was_asked_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches ranks that are forked from a process in which torch has only looked for devices."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     assert not cuda_begun()
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     for bad in (True, False):
