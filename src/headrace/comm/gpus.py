@@ -21,7 +21,7 @@ VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS",
 )  # fmt: skip
-"""What :func:`begin_gpu` sets."""
+"""Environment variables that :func:`begin_gpu` sets."""
 
 
 def count_gpus() -> int:

@@ -51,7 +51,7 @@ class Rerendezvous:
         self.connections.keep(dist.group.WORLD)
         # A rank that leaves at once would break the connections of those still making theirs.
         dist.all_reduce(torch.zeros(1))
-        waiting.begin(sliced=True)
+        waiting.begin()
         self._watcher.free(self._number + 1, self._free)
 
     def ask(self) -> None:

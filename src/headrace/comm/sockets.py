@@ -7,13 +7,13 @@ are remembered, and nothing else of the process (the store's, a tracker's) is ev
 serve the store itself, and connections of others to it appear while a group is made: they are known
 by their port.
 
-[Note: aborting] On a device nobody waits in a socket: kernels of NCCL wait there for those of
-others, and the host for the device. What frees both is to abort the communicator, from any thread.
-The kernels end then as if all were well, with anything in their results: who reads those has to ask
-whether it has been freed. To abort one communicator may mean to wait for the device, where kernels
-of another still stand, so all are aborted at once, each by a thread of its own, for which the
-thread that cuts does not wait. torch makes NCCL's sockets when a group is first used, after it is
-made, so they are none of those that are cut.
+[Note: aborting] On a device, kernels of NCCL wait for those of other ranks, and the host waits for
+the device. Any thread frees both by aborting the communicator. The kernels then end without an
+error, and their results may hold anything: a host that reads them has to ask whether it was freed.
+Aborting one communicator may wait for the device, on which kernels of another still run, so all are
+aborted at once, each by a thread of its own, and the thread that cuts does not wait for these.
+torch opens NCCL's sockets when a group is first used, after it is made, so they are not among those
+that are cut.
 
 The other way round, the system waits for a quarter of an hour for a machine that has been cut off;
 connections that tell the living from the dead are made impatient.

@@ -6,8 +6,9 @@ is half-way it forgets him: he waits for the timeout of his group, and nothing w
 whether they have been freed, and keep what they leave behind: to destroy a group with such a
 transfer is to wait for it.
 
-A transfer of a device is waited for by the device; the host goes on, perhaps with what an aborted
-one left (:mod:`headrace.comm.sockets`), until it asks by :func:`check`.
+The host does not wait for a transfer of a device: the device does. The result of one that was
+aborted (:mod:`headrace.comm.sockets`) may hold anything, so the host asks by :func:`check` before
+it is used.
 
 There is one of these per process, as there is one torch.distributed.
 """
@@ -123,9 +124,9 @@ class _State:
 _state = _State()
 
 
-def begin(*, sliced: bool) -> None:
-    """Nobody is freed yet. ``sliced``: wait for transfers of the host so that ranks can be."""
-    _state.sliced = sliced
+def begin() -> None:
+    """Wait for transfers of the host in slices from now on. Nobody is freed yet."""
+    _state.sliced = True
     _state.freed.clear()
     heed()
 

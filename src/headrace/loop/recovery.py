@@ -43,7 +43,7 @@ class LoopRecovery:
         self._attempt += 1
         self._mine, self._broken = None, False
         if self.possible:
-            waiting.begin(sliced=True)
+            waiting.begin()
             waiting.heed(self._asked)
 
     def survives(self, error: BaseException, action: str) -> bool:

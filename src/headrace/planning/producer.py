@@ -57,7 +57,7 @@ class Producer:
         self.note.close()
 
     def heard(self) -> None:
-        """It has said something."""
+        """Note that the process has just sent something."""
         self.heard_s = time.monotonic()
 
     def stop(self, why: str) -> None:

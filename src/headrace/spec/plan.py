@@ -38,7 +38,7 @@ _TOLD = ("predicted_s", "lower_bound_s", "planner", "seed", "why")
 
 
 def stored_working(word: Any) -> Any:
-    """How weights are held by the word of a file: those of before call replicated weights whole."""
+    """``working`` as a stored file says it; older files say ``whole`` for ``replicated``."""
     return "replicated" if word == "whole" else word
 
 

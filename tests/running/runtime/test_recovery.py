@@ -387,8 +387,6 @@ def _freed(where: str) -> tuple[str, bool, int]:
         executor.run(plan, batch.tokens, step=0, lr=0.01)
     except waiting.Freed:
         return executor.action, executor.written, storage.updates
-    finally:
-        waiting.begin(sliced=False)
     return "", executor.written, storage.updates
 
 
@@ -436,11 +434,13 @@ class Work:
         return False
 
 
+def _unsliced() -> bool:
+    waiting.begin()
+    waiting.Transfer(Work(), None, torch.empty(1, device="meta")).wait()  # type: ignore[arg-type]
+    return True
+
+
 def test_a_device_is_not_waited_for_in_slices() -> None:
     """Catches a host that waits for a device where it need not, or with a limit that NCCL takes as
     one of its own."""
-    waiting.begin(sliced=True)
-    try:
-        waiting.Transfer(Work(), None, torch.empty(1, device="meta")).wait()  # type: ignore[arg-type]
-    finally:
-        waiting.begin(sliced=False)
+    assert run_ranks(1, _unsliced) == [True]
