@@ -137,8 +137,8 @@ class PriceTable:
     ``room(k)[i]`` are those of position i on scheme k by its usual row, ``priced(k)`` both of every
     run. ``pull_s`` and ``push_s`` are the seconds in which weights arrive and gradients leave if no
     computation hides them; the share ``unhidden`` of both is never hidden. ``packs`` are those made
-    so far, by scheme and members, and ``needs`` the devices that sequences take, by a step of the
-    time (:mod:`headrace.planning.side_by_side`).
+    so far, by scheme and members; ``needs`` are the devices that sequences take, and ``rankings``
+    the order of schemes by them, by a step of the time (:mod:`headrace.planning.side_by_side`).
     """
 
     def __init__(
@@ -159,6 +159,7 @@ class PriceTable:
         self.stages = np.array([[float(depth)] for depth in self.depth])
         self.fluid = [len(scheme.frontier.caps) > 1 for scheme in self.schemes]
         self.needs: dict[int, Floats] = {}
+        self.rankings: dict[int, list[tuple[list[int], int]]] = {}
         self.packs: dict[tuple[int, ...], Packed] = {}
         self._chains: dict[tuple[tuple[int, ...], ...], Chains] = {}
         self._priced: dict[int, tuple[list[float], list[int]]] = {}
@@ -188,6 +189,11 @@ class PriceTable:
     def share(self) -> list[float]:
         """A token's share of each usual row's constant."""
         return [c / cap if cap else 0.0 for c, cap in zip(self.c, self.cap, strict=True)]
+
+    @cached_property
+    def usual(self) -> Floats:
+        """Device-seconds of each run by the usual rows, without constants [schemes, runs]."""
+        return self.ranks * np.array([self.priced(k)[0] for k in range(len(self))])
 
     @cached_property
     def lines(self) -> list[Line]:

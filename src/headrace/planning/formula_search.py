@@ -12,7 +12,7 @@ from headrace.errors import InfeasiblePlan
 from headrace.planning.baselines import BASELINES
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import Bound, BoundRows, lower_bound
-from headrace.planning.generators import SearchLimits, nested, scheduled, side_by_side
+from headrace.planning.generators import Draft, SearchLimits, nested, scheduled, side_by_side
 from headrace.planning.infeasible import require_lockstep
 from headrace.planning.problem import Problem
 from headrace.planning.published import require_held
@@ -101,13 +101,18 @@ class FormulaSearch:
             every = [*found, *([] if made is None else [made])]
             return sorted(every, key=lambda schedule: schedule.seconds)
         high_s = min((one.seconds for one in found), default=low_s * (1 + len(table.tokens)))
-        drafts = list(side_by_side(table, low_s, high_s, seed=self.seed, limits=limits))
-        high_s = min([high_s, *(draft.seconds for draft in drafts)])
-        if problem.nests and high_s > low_s * (1 + limits.enough):
-            if len(table.tokens) <= limits.fewest:
-                high_s = float("inf")  # what is filled in a longer time may be packed in a shorter
+        drafts, known = list[Draft](), False
+        if problem.nests and len(table.tokens) <= limits.fewest:
+            # What is filled in a longer time may be packed in a shorter.
+            drafts += nested(table, low_s, float("inf"), seed=self.seed, limits=limits)
+        elif problem.nests:
             drafts += nested(table, low_s, high_s, seed=self.seed, limits=limits)
-        return scheduled(drafts, found, low_s, limits)
+            if drafts:
+                found = scheduled(drafts, found, low_s, limits)
+                drafts, high_s, known = list[Draft](), found[0].seconds, True
+        if high_s > low_s * (1 + limits.enough):
+            drafts += side_by_side(table, low_s, high_s, seed=self.seed, limits=limits, known=known)
+        return scheduled(drafts, found, low_s, limits) if drafts or not known else found
 
     def _rivals(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> list[Assignment]:
         """With what others' planners make, where a bound of theirs is below the best: few

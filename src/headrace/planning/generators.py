@@ -143,10 +143,11 @@ class Draft:
 
 def side_by_side(
     table: PriceTable, bound_s: float, high_s: float, *, seed: int, limits: SearchLimits,
-    most: Sequence[int] | None = None, deeper: bool = False,
+    most: Sequence[int] | None = None, deeper: bool = False, known: bool = False,
 ) -> Iterator[Draft]:  # fmt: skip
     """Drafts of pipelines side by side that may take less than ``high_s``; ``most[k]`` limits the
-    pipelines of each scheme. ``deeper``: those without stages are known already."""
+    pipelines of each scheme. ``deeper``: those without stages are known already. ``known``: others
+    are, which take ``high_s``: what hardly takes less is not searched."""
     starts, single = list[Counts](), [depth == 1 for depth in table.depth]
     crowded = any(table.fluid) and table.devices > limits.large
     # Where devices have few sequences each level finds something, and costs little.
@@ -158,7 +159,7 @@ def side_by_side(
         if not starts and any(filler.is_like(other, high_s) for other in tried[-1:]):
             continue
         tried.append(filler)
-        found = _filled(filler, bound_s, high_s, seed, limits, known=bool(starts))
+        found = _filled(filler, bound_s, high_s, seed, limits, known=known or bool(starts))
         if found is not None:
             starts.append(counts_of(table, found.result))
             high_s = min(high_s, found.seconds)
@@ -169,7 +170,7 @@ def side_by_side(
                 return
     if most is not None or high_s <= bound_s * (1 + limits.enough):
         return
-    if crowded:
+    if crowded or (known and not starts and len(table.tokens) > limits.few):
         return
     kinds, starts = worthwhile(table, bound_s * 1.1), starts[::-1] or _homogeneous(table)
     climbs = [*climbed(table, starts, kinds, high_s, bound_s, limits.exchanged)]
@@ -207,10 +208,12 @@ def _filled(
     # Where pipelines get few sequences each, the order in which schemes are looked at matters.
     sparse = few and len(table.tokens) * min(table.width) <= limits.crowd * table.devices
 
-    def fill(tau: float, order: Sequence[int] | None) -> Pipelines | float:
-        found = filler.fill(tau, order)
+    def fill(
+        tau: float, order: Sequence[int] | None = None, *, measured: bool = True
+    ) -> Pipelines | float:
+        found = filler.fill(tau, order, measured=measured)
         if isinstance(found, float) and sparse and order is None:
-            found = filler.fill(tau, order, join_any=False)
+            found = filler.fill(tau, order, join_any=False, measured=measured)
         return found
 
     probe, shaken = (limits.probe_few if few else limits.probe) if known else 0.0, 0
@@ -243,31 +246,34 @@ def nested(
     ]  # fmt: skip
     chain = _chain(table, rows)
     few = len(table.tokens) <= limits.few and len(chain) < len(rows)
+    many = len(table.tokens) > limits.fewest
     for some in [chain, rows] if few else [chain]:
         nesting = Nesting(table, some)
         for draft in _drafts(nesting, bound_s, high_s * (1 + limits.near), limits):
             high_s = min(high_s, draft.seconds)
             yield draft
-        if any(table.fluid) and len(table.tokens) > limits.fewest:
+        if (any(table.fluid) and many) or len(table.tokens) > limits.crowd * table.devices:
             continue
-        if some is chain and len(table.tokens) <= limits.crowd * table.devices:
+        if some is chain:
             found = least_time(
-                lambda tau, _: nesting.by_deadline(tau),  # noqa: B023
-                table.batch.values, bound_s, high_s, Effort(least=8e-3, halvings=5),
+                lambda tau, *_, **__: nesting.by_deadline(tau),  # noqa: B023
+                table.batch.values, bound_s, high_s, Effort(least=8e-3, wider=2.0, halvings=5),
             )  # fmt: skip
             if found is not None:
                 high_s = found.seconds
                 yield Draft.of(table, found.seconds, found.result, "by deadline")
-        if len(table.tokens) <= limits.crowd * table.devices:
 
-            def fill(tau: float, order: Sequence[int] | None) -> list[Group] | float:
-                return nesting.fill(tau, order, promotions=limits.promotions)  # noqa: B023
+        def fill(
+            tau: float, order: Sequence[int] | None = None, *, measured: bool = True
+        ) -> list[Group] | float:
+            return nesting.fill(tau, order, promotions=limits.promotions)  # noqa: B023
 
-            effort = Effort(halvings=8 if few else 5)
-            found = least_time(fill, table.batch.values, bound_s, high_s, effort, seed)
-            if found is not None:
-                high_s = found.seconds
-                yield Draft.of(table, found.seconds, found.result, "nested")
+        probe = limits.probe if many else limits.enough
+        effort = Effort(halvings=8 if few else 5, probe=0.0 if isinf(high_s) else probe)
+        found = least_time(fill, table.batch.values, bound_s, high_s, effort, seed)
+        if found is not None:
+            high_s = found.seconds
+            yield Draft.of(table, found.seconds, found.result, "nested")
 
 
 def _drafts(nesting: Nesting, bound_s: float, high_s: float, limits: SearchLimits) -> list[Draft]:

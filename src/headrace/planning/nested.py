@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Container, Hashable, Sequence
+from functools import cached_property
 from heapq import heapify, heapreplace
 
 import numpy as np
@@ -97,38 +98,55 @@ class Nesting:
         within = np.isfinite(area).sum(axis=0).tolist()
         widths = [table.width[k] for k in self.rows]
         free = [np.zeros(table.devices // p) for p in widths]  # of a group's last rank
-        opening = [np.full(table.devices // p, table.c[k])
-                   for p, k in zip(widths, self.rows, strict=True)]  # fmt: skip
+        ready = [  # and its first micro-batch paid for
+            np.full(table.devices // p, table.c[k]) for p, k in zip(widths, self.rows, strict=True)
+        ]
         seconds, tokens = ([of(k) for k in self.rows] for of in (table.seconds, table.room))
         rooms: dict[tuple[int, int], list[int]] = {}
         members: dict[tuple[int, int], list[int]] = {}
+        spare_s, rest_s = table.devices * tau, self._rest_s
         for i, (levels, count) in enumerate(zip(order, within, strict=True)):
+            if rest_s[i] > spare_s:
+                return 0.0
             for level in levels[:count]:
-                ends = free[level] + opening[level] + seconds[level][i]
-                ends[ends > tau] = -1.0
-                g = int(ends.argmax())
-                end, room = float(ends[g]), rooms.setdefault((level, g), [])
+                some, need_s = ready[level], seconds[level][i]
+                g = int(np.where(some <= tau - need_s, some, -1.0).argmax())
+                end = float(some[g]) + need_s
+                if end > tau:
+                    continue
+                room = rooms.setdefault((level, g), [])
                 if room and tokens[level][i] > room[-1]:
                     end += table.added_s(self.rows[level], room, tokens[level][i])
-                if 0 <= end <= tau:
+                if end <= tau:
                     break
             else:
                 return 0.0
             table.put(self.rows[level], room, tokens[level][i])
-            opening[level][g] = 0.0
             members.setdefault((level, g), []).append(i)
             first, later = g * widths[level], end - float(free[level][g])
+            spare_s -= later * widths[level]
+            paid = len(members[level, g]) > 1
+            ready[level][g] -= 0.0 if paid else table.c[self.rows[level]]
             for below in range(level + 1):
                 p = widths[below]
-                free[below][first // p : (first + widths[level]) // p] += later
+                own = slice(first // p, (first + widths[level]) // p)
+                free[below][own] += later
+                ready[below][own] += later
             for above in range(level + 1, len(widths)):
                 at = first // widths[above]
-                if at < len(free[above]):
-                    free[above][at] = max(free[above][at], end)
+                if at < len(free[above]) and free[above][at] < end:
+                    ready[above][at] += end - free[above][at]
+                    free[above][at] = end
         return [
             (self.rows[level], tuple(range(g * widths[level], (g + 1) * widths[level])), own)
             for (level, g), own in sorted(members.items(), key=lambda item: (-item[0][0], item[0]))
         ]
+
+    @cached_property
+    def _rest_s(self) -> list[float]:
+        """What each sequence and all shorter ones take at least of the seconds of all ranks."""
+        least = self.table.batch.each(self.table.usual[self.rows].min(axis=0))
+        return (np.cumsum(least[::-1])[::-1] * (1 - 1e-9)).tolist()
 
     def dealt(
         self, target_s: float, levels: Sequence[int], known: Container[Hashable], below_s: float

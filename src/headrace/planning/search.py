@@ -11,29 +11,34 @@ seed gives one plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 __all__ = ["Effort", "Searched", "least_time"]
 
 Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
+
+_NEXT = 0.4  # of a step before it: about what is missing after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How hard a search tries.
 
-    A time grows by ``growth`` times the part that found no place, at least by ``least``; then it is
-    halved until it is known to ``close``, or ``halvings`` are done. ``shaken`` sequences may be
-    placed in drawn orders, each with ``gain`` less time, in which a length counts for ``spread``
-    more or less of itself. A search with a ``probe`` ends where not so much is gained at once. A
-    time within ``enough`` of the bound is not improved.
+    A time grows by ``growth`` times the part that found no place, at least by ``least``, which is
+    ``wider`` times as much each time; then it is halved until it is known to ``close``, or
+    ``halvings`` are done. ``shaken`` sequences may be placed in drawn orders, each with ``gain``
+    less time, in which a length counts for ``spread`` more or less of itself. A search with a
+    ``probe`` ends where not so much is gained at once. A time within ``enough`` of the bound is not
+    improved.
     """
 
     least: float = 2e-3
+    wider: float = 1.0
     growth: float = 0.7
     steps: int = 16
     halvings: int = 5
@@ -53,8 +58,19 @@ class Searched(Generic[Result]):
     result: Result
 
 
+class Fill(Protocol[Result_co]):
+    """Places all sequences within ``tau`` seconds, taken in an ``order`` if one is given."""
+
+    def __call__(
+        self, tau: float, order: Sequence[int] | None = None, *, measured: bool = True
+    ) -> Result_co | float:
+        """What was placed; the part of the work that found no place where some did not, or where it
+        need not be ``measured`` any number."""
+        ...
+
+
 def least_time(
-    fill: Callable[[float, Sequence[int] | None], Result | float],
+    fill: Fill[Result],
     values: np.ndarray,
     low_s: float,
     high_s: float,
@@ -62,8 +78,7 @@ def least_time(
     seed: int = 0,
 ) -> Searched[Result] | None:
     """The least time found between ``low_s``, which nothing beats, and ``high_s`` in which ``fill``
-    succeeds for sequences of ``values`` tokens; None when none is below ``high_s``. ``fill``
-    returns a float, the part of the work that found no place, where it fails."""
+    succeeds for sequences of ``values`` tokens; None when none is below ``high_s``."""
     best = _halved(fill, low_s, high_s, effort)
     if best is None:
         return None
@@ -73,7 +88,7 @@ def least_time(
         noise = random.normal(0.0, spread, len(values))
         order = np.argsort(-values * np.exp(noise), kind="stable").tolist()
         tau = max(low_s, best.seconds * (1 - effort.gain))
-        result = fill(tau, order)
+        result = fill(tau, order, measured=False)
         if not isinstance(result, float):
             best = Searched(seconds=tau, result=result)
         placed -= len(values)
@@ -82,7 +97,7 @@ def least_time(
 
 
 def _halved(
-    fill: Callable[[float, Sequence[int] | None], Result | float],
+    fill: Fill[Result],
     low_s: float,
     high_s: float,
     effort: Effort,
@@ -90,34 +105,36 @@ def _halved(
     best: Searched[Result] | None = None
     if effort.probe:
         tau = high_s * (1 - effort.probe)
-        result = 0.0 if tau < low_s else fill(tau, None)
+        result = 0.0 if tau < low_s else fill(tau, measured=False)
         if isinstance(result, float):
             return None
         best, high_s = Searched(seconds=tau, result=result), tau
-    tau = low_s * (1 + 1e-9)
-    for _ in range(effort.steps):
+    tau, lacks, least = low_s * (1 + 1e-9), 0.0, effort.least
+    for step in range(effort.steps):
         tau = min(tau, high_s)
         if best is not None and tau >= high_s:
             break
-        result = fill(tau, None)
+        result = fill(tau, measured=step % 2 == 0)  # a guess between two is quicker
         if not isinstance(result, float):
             best, high_s = Searched(seconds=tau, result=result), tau
             break
         if tau >= high_s:
             return None
         low_s = tau
-        reached = tau * (1 + result) >= high_s  # then it is doubtful whether high_s is enough
-        tau = high_s if reached else tau * (1 + max(effort.least, effort.growth * result))
+        lacks = lacks * _NEXT if step % 2 else result
+        reached = tau * (1 + lacks) >= high_s  # then it is doubtful whether high_s is enough
+        tau = high_s if reached else tau * (1 + max(least, effort.growth * lacks))
+        least *= effort.wider
     if best is None:  # what found no place is little, and yet all steps were too small
         tau = min(high_s, 2 * low_s)
-        result = fill(tau, None)
+        result = fill(tau, measured=False)
         if not isinstance(result, float):
             best, high_s = Searched(seconds=tau, result=result), tau
     for _ in range(effort.halvings if best is not None else 0):
         if high_s <= low_s * (1 + effort.close):
             break
         tau = (low_s + high_s) / 2
-        result = fill(tau, None)
+        result = fill(tau, measured=False)
         if isinstance(result, float):
             low_s = tau
         else:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from math import inf, log, sqrt
 
 import numpy as np
@@ -37,6 +37,7 @@ Floats = NDArray[np.float64]
 
 _STEP = 0.04  # of the time: within it the order of schemes stays
 _LEAST_S = 1e-30
+_ROUNDING = 1e-9
 _LOOKS = 16  # pipelines that a sequence looks at before it takes one with seconds to spare
 _RANKED = 4  # schemes that a sequence looks at, the cheapest first
 
@@ -57,6 +58,7 @@ class Filler:
         self.used = np.flatnonzero(np.isfinite(weights))
         self.weights = weights[self.used, None]
         self._after: Floats | None = None
+        self._least: tuple[list[float], float] | None = None
         self._cheapest: dict[int, list[list[int]]] = {}
 
     def cheapest(self, tau: float) -> list[list[int]]:
@@ -64,32 +66,44 @@ class Filler:
         takes of them."""
         step = round(log(max(tau, _LEAST_S)) / _STEP)
         if step not in self._cheapest:
-            if step not in self.table.needs:
-                self.table.needs[step] = _needed(self.table, float(np.exp((step + 1) * _STEP)))
-            needed = self.table.needs[step][self.used] * self.weights
-            opened = np.minimum(np.isfinite(needed).sum(axis=0), _RANKED)
-            runs, order = np.arange(needed.shape[1]), list[NDArray[np.int64]]()
-            for _ in range(int(opened.max())):  # sorting all schemes takes longer
-                least = needed.argmin(axis=0)
-                needed[least, runs] = np.inf
-                order.append(self.used[least])
-            rows = np.stack(order, axis=1).tolist() if order else [[] for _ in runs]
-            if opened.min() < len(order):
-                rows = [row[:count] for row, count in zip(rows, opened.tolist(), strict=True)]
-            self._cheapest[step] = rows
+            if self.most is None:
+                self._cheapest[step] = self._first_of(_needs(self.table, step))
+            else:
+                self._cheapest[step] = self._some_of(_ranking(self.table, step))
         return self._cheapest[step]
+
+    def _first_of(self, needs: Floats) -> list[list[int]]:
+        needed = needs[self.used] * self.weights
+        opened = np.minimum(np.isfinite(needed).sum(axis=0), _RANKED)
+        runs, order = np.arange(needed.shape[1]), list[NDArray[np.int64]]()
+        for _ in range(int(opened.max())):  # sorting all schemes takes longer
+            least = needed.argmin(axis=0)
+            needed[least, runs] = np.inf
+            order.append(self.used[least])
+        rows = np.stack(order, axis=1).tolist() if order else [[] for _ in runs]
+        if opened.min() < len(order):
+            rows = [row[:count] for row, count in zip(rows, opened.tolist(), strict=True)]
+        return rows
+
+    def _some_of(self, ranking: Sequence[tuple[list[int], int]]) -> list[list[int]]:
+        used = set(self.used.tolist())
+        rows = [([k for k in row if k in used][:_RANKED], count) for row, count in ranking]
+        return [*chain.from_iterable(repeat(row, count) for row, count in rows)]
 
     def is_like(self, other: Filler, tau: float) -> bool:
         """Whether another filler of the same table fills alike within ``tau``, where that ends."""
         return tau < inf and self.cheapest(tau) == other.cheapest(tau)
 
     def fill(
-        self, tau: float, order: Sequence[int] | None = None, *, join_any: bool = True
-    ) -> Pipelines | float:
+        self, tau: float, order: Sequence[int] | None = None, *, join_any: bool = True,
+        measured: bool = True,
+    ) -> Pipelines | float:  # fmt: skip
         """Pipelines that end within ``tau`` by their usual rows; the part of the work from the
         first sequence on that finds no place. ``order``: positions as they are taken, longest first
         where left out, and then runs of equal ones at once. With ``join_any`` a sequence looks for
-        room in pipelines of all its schemes before it opens one, else scheme by scheme."""
+        room in pipelines of all its schemes before it opens one, else scheme by scheme. Unless
+        ``measured`` it ends as soon as the rest needs more than is left, and the part is unknown:
+        0."""
         table, lines = self.table, self.table.lines
         caps, widths, staged = table.cap, table.width, [line.stages > 1 for line in lines]
         seconds_of = [table.priced(k)[0] for k in range(len(table))]
@@ -103,7 +117,12 @@ class Filler:
         opened = [-1]  # after this mark the schemes of which there is a pipeline
         free, left = table.devices, list(self.most) if self.most is not None else None
         full = set[int]()  # schemes without room for the run that is being placed
+        least, least_s = self._needs()
+        spare_s = table.devices * tau - least_s  # that nothing needs, of all devices together
+        given_up_s = -inf if measured else -_ROUNDING * least_s
         for r, first, number in table.batch.turns(order):
+            if spare_s < given_up_s:
+                return 0.0
             i, count, several = first, number, number > 1
             full.clear()
             while count:
@@ -134,11 +153,13 @@ class Filler:
                                 else:
                                     table.put(k, space, tokens)
                                 if count == 1:
+                                    spare_s -= (spare - rest) * widths[k] - least[r]
                                     insort(room, (rest, g))
                                     found[g][1].append(i)
                                     count = 0
                                     break
                                 more, rest = joined(table, k, rest, space, need, tokens, count - 1)
+                                spare_s -= (spare - rest) * widths[k] - least[r] * (1 + more)
                                 insort(room, (rest, g))
                                 found[g][1].extend(range(i, i + 1 + more))
                                 i += 1 + more
@@ -173,6 +194,7 @@ class Filler:
                 more, rest = 0, usable_s - need
                 if count > 1:
                     more, rest = joined(table, k, rest, space, need, tokens, count - 1)
+                spare_s -= (tau - rest) * widths[k] - least[r] * (1 + more)
                 insort(rooms[k], (rest, len(found)))
                 found.append((k, [*range(i, i + 1 + more)]))
                 spaces.append(space)
@@ -183,6 +205,14 @@ class Filler:
             for _, members in found:
                 members.sort()
         return found
+
+    def _needs(self) -> tuple[list[float], float]:
+        """What a sequence of each run takes at least of the seconds of all devices, by the usual
+        rows, and the sum of all."""
+        if self._least is None:
+            least = self.table.usual[self.used].min(axis=0, initial=np.inf)
+            self._least = least.tolist(), float(least @ self.table.batch.counts)
+        return self._least
 
     def _rest(self, i: int) -> float:
         """The part of the work of position i and those after it."""
@@ -222,6 +252,27 @@ class Filler:
         elif table.depth[0] == 1:
             left = table.devices - sum(table.width[k] for k, _ in found)
             yield from [0] * (left // table.width[0])
+
+
+def _needs(table: PriceTable, step: int) -> Floats:
+    """:func:`_needed` for a step of the time."""
+    if step not in table.needs:
+        table.needs[step] = _needed(table, float(np.exp((step + 1) * _STEP)))
+    return table.needs[step]
+
+
+def _ranking(table: PriceTable, step: int) -> list[tuple[list[int], int]]:
+    """All schemes that may end a sequence in time, by the devices that it takes of them, for as
+    many runs as have the same."""
+    if step not in table.rankings:
+        needed = _needs(table, step)
+        order = needed.argsort(axis=0, kind="stable")
+        order[np.isinf(np.take_along_axis(needed, order, axis=0))] = -1
+        starts = np.flatnonzero(np.append(True, (order[:, 1:] != order[:, :-1]).any(axis=0)))
+        counts = np.diff(np.append(starts, order.shape[1])).tolist()
+        rows = [[k for k in row if k >= 0] for row in order[:, starts].T.tolist()]
+        table.rankings[step] = list(zip(rows, counts, strict=True))
+    return table.rankings[step]
 
 
 def _needed(table: PriceTable, tau: float) -> Floats:

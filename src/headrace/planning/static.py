@@ -19,7 +19,7 @@ from headrace.planning.schedule import Assignment, placed
 from headrace.planning.search import Effort, least_time
 from headrace.planning.side_by_side import Filler
 
-__all__ = ["best_static", "best_statics", "static_schedule"]
+__all__ = ["best_static", "best_statics", "static_bounds", "static_s", "static_schedule"]
 
 
 def static_schedule(
@@ -66,7 +66,9 @@ def best_statics(
         return seconds >= latest_s(best)
 
     # Those with stages take a search, which is short where there is something to be better than.
-    for bound_s, k in sorted(_bounds(table), key=lambda item: (table.depth[item[1]] > 1, item)):
+    for bound_s, k in sorted(
+        static_bounds(table), key=lambda item: (table.depth[item[1]] > 1, item)
+    ):
         if not late(bound_s):
             made = static_schedule(table, k, best_s, late=late)
             if made is not None:
@@ -76,14 +78,15 @@ def best_statics(
     return [made for _, _, made in found]
 
 
-def _bounds(table: PriceTable) -> Iterator[tuple[float, int]]:
-    """What the pipelines of one scheme cannot beat, for every scheme that there is room for."""
+def static_bounds(table: PriceTable) -> Iterator[tuple[float, int]]:
+    """What the pipelines of one scheme cannot beat, and the scheme, for each that holds the longest
+    sequence and that there is room for."""
     for k in range(len(table)):
         if table.width[k] <= table.devices and np.isfinite(table.alone[k, 0]):
-            yield _bound_s(table, k), k
+            yield static_s(table, k), k
 
 
-def _bound_s(table: PriceTable, k: int) -> float:
+def static_s(table: PriceTable, k: int) -> float:
     """What pipelines of scheme k cannot beat: their share of the sequences, and the longest
     alone."""
     count = table.devices // table.width[k]
@@ -95,10 +98,10 @@ def _bound_s(table: PriceTable, k: int) -> float:
 def _staged(table: PriceTable, k: int, count: int, below_s: float) -> Pipelines | None:
     """Pipelines with stages hold sequences of like length, so they are filled, not dealt."""
     most = [count if other == k else 0 for other in range(len(table))]
-    filler, low_s = Filler(table, most=most), _bound_s(table, k)
+    filler, low_s = Filler(table, most=most), static_s(table, k)
     high_s = table.depth[k] * (table.sum_s(k) + table.c[k] * len(table.tokens)) + low_s
     if below_s < high_s:
-        if isinstance(filler.fill(below_s), float):
+        if isinstance(filler.fill(below_s, measured=False), float):
             return None
         high_s = below_s
     found = least_time(

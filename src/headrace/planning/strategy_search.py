@@ -76,7 +76,7 @@ def climbed(
                 continue
             filler = Filler(table, most=counts)
             while True:
-                filled = filler.fill(tau)
+                filled = filler.fill(tau, measured=False)
                 work -= len(table.tokens)
                 if not isinstance(filled, float):
                     found = Searched(seconds=tau, result=filled)

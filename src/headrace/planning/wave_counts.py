@@ -24,10 +24,12 @@ __all__ = ["WaveCount", "wave_counts"]
 
 Floats = NDArray[np.float64]
 
-_GRID = 33
+_GRID = 33  # times, and of more sequences than are counted exactly
+_COARSE = 17
 _LONG = 8  # times the longest time that one wave may need
-_EXACT = 96  # sequences, the longest; of the others every so many are alike
-_ALIKE = 24
+_EXACT = 96  # sequences, the longest; the others are in at most so many chunks of alike ones
+_CHUNKS = 64
+_ALIKE = 24  # sequences of a chunk, at least
 _MORE = (1.0, 1.12, 1.3, 1.6, 2.0, 2.5)  # times the fewest waves that hold the tokens
 
 
@@ -53,12 +55,12 @@ def wave_counts(filler: WaveFiller, some: Sequence[int]) -> list[WaveCount]:
     quickest_s = float(times.min(axis=0).max())
     even_s = float(bare.min(axis=0).sum()) / devices + float(filler.opening.max())
     least_s = max(quickest_s, even_s / counts[-1], 1e-300)
-    grid = np.geomspace(least_s, _LONG * max(quickest_s, even_s, 1e-300), _GRID)
+    fine = _GRID if len(some) <= _EXACT else _COARSE
+    grid = np.geomspace(least_s, _LONG * max(quickest_s, even_s, 1e-300), fine)
     limits = grid[:, None, None]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        need = bare / (limits - filler.opening)
+    with np.errstate(over="ignore"):
+        need = bare * (1 / np.maximum(limits - filler.opening, 1e-300))
     need[times > limits * (1 + 1e-9)] = np.inf
-    need = np.nan_to_num(need, nan=0.0, posinf=np.inf)  # what takes no time needs none
     mixed, apart = need.min(axis=1).sum(axis=1), np.maximum(need, part).min(axis=1).sum(axis=1)
     ranks = np.array(counts, dtype=np.float64) * devices
     found = [
@@ -79,7 +81,8 @@ def _crossing(grid: Floats, need: Floats, ranks: Floats) -> list[float]:
 def _samples(some: Sequence[int]) -> tuple[list[int], Floats]:
     """Some of the sequences, and how many each stands for."""
     head, tail = list(some[:_EXACT]), some[_EXACT:]
-    chunks = range(0, len(tail), _ALIKE)
-    sampled = [tail[min(n + _ALIKE // 2, len(tail) - 1)] for n in chunks]
-    sizes = [1.0] * len(head) + [float(min(_ALIKE, len(tail) - n)) for n in chunks]
+    alike = max(_ALIKE, -(-len(tail) // _CHUNKS))
+    chunks = range(0, len(tail), alike)
+    sampled = [tail[min(n + alike // 2, len(tail) - 1)] for n in chunks]
+    sizes = [1.0] * len(head) + [float(min(alike, len(tail) - n)) for n in chunks]
     return head + sampled, np.array(sizes)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from headrace.planning.baselines.homogeneous import roomiest_first
@@ -26,6 +27,7 @@ from headrace.planning.strategy_search import Counts
 __all__ = ["proposed"]
 
 Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
 Part = tuple[int, float]
 """A scheme and how many pipelines of it."""
 
@@ -75,6 +77,7 @@ class _Program:
         ])  # fmt: skip
         self.units = min(units, table.devices * (_FRACTIONS if relaxed else 1))
         self.step = table.devices / self.units
+        self.widths = np.array(table.width, dtype=np.float64)
         shape = (len(self.edges), self.units + 1)
         self.best: Floats = np.full(shape, np.inf)
         self.best[0] = 0.0
@@ -86,35 +89,50 @@ class _Program:
         """Fill the row of edge s."""
         row = np.full(self.units + 1, np.inf)
         came = np.full((self.units + 1, 3), -1, dtype=np.int64)
+        none = np.full(self.units, np.inf)
         for before in range(s):
-            for k, taken in self._ways(before, s):
-                d = taken * self.step / self.table.width[k]
-                seconds = (self.work[k, s] - self.work[k, before]) / (d if self.relaxed else int(d))
-                tried = np.maximum(self.best[before, : self.units + 1 - taken], seconds)
-                better = tried < row[taken:]
-                row[taken:][better] = tried[better]
-                came[taken:][better] = before, k, taken
+            kinds, taken = self._ways(before, s)
+            if not len(kinds):
+                continue
+            seconds = (self.work[kinds, s] - self.work[kinds, before]) / self._number(kinds, taken)
+            # The row of the edge before, that many steps later, for every way.
+            rows = sliding_window_view(np.concatenate([none, self.best[before]]), self.units + 1)
+            tried = np.maximum(rows[self.units - taken], seconds[:, None])
+            first = tried.argmin(axis=0)
+            least = np.take_along_axis(tried, first[None], axis=0)[0]
+            better = least < row
+            row[better] = least[better]
+            came[better] = np.stack(
+                [np.full(len(first), before), kinds[first], taken[first]], axis=1
+            )[better]
         for u in range(1, self.units + 1):
             if row[u - 1] <= row[u]:
                 row[u], came[u] = row[u - 1], came[u - 1]
         self.best[s] = row
         for u, (before, k, taken) in enumerate(came.tolist()):
             if k >= 0:
-                d = taken * self.step / self.table.width[k]
-                self.choice[s, u] = before, taken, (k, d if self.relaxed else float(int(d)))
+                number = float(self._number(np.array([k]), np.array([taken]))[0])
+                self.choice[s, u] = before, taken, (k, number)
 
-    def _ways(self, before: int, s: int) -> Iterator[tuple[int, int]]:
-        """(scheme, steps of devices) for the range of lengths between two edges."""
+    def _number(self, kinds: Whole, taken: Whole) -> Floats:
+        """How many pipelines of a scheme so many steps of devices are."""
+        number = taken * self.step / self.widths[kinds]
+        return number if self.relaxed else np.floor(number)
+
+    def _ways(self, before: int, s: int) -> tuple[Whole, Whole]:
+        """Schemes, and steps of devices of each, for the range of lengths between two edges."""
         table = self.table
         fitting = [k for k in self.kinds if table.schemes[k].most_tokens >= self.edges[s]]
-        if self.relaxed and fitting:
+        if not fitting:
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        if self.relaxed:
             work = self.work[:, s] - self.work[:, before]
             k = min(fitting, key=lambda k: table.width[k] * work[k])
-            yield from ((k, taken) for taken in range(1, self.units + 1))
-            return
-        for k in fitting:
-            for d in range(1, table.devices // table.width[k] + 1):
-                yield k, -int(-(d * table.width[k]) // self.step)
+            return np.full(self.units, k), np.arange(1, self.units + 1)
+        most = [table.devices // table.width[k] for k in fitting]
+        number = np.concatenate([np.arange(1, n + 1) for n in most])
+        kinds = np.repeat(fitting, most)
+        return kinds, np.ceil(number * self.widths[kinds] / self.step).astype(np.int64)
 
     def parts(self, s: int) -> list[Part]:
         """The schemes and their numbers that serve everything up to edge s on all devices."""

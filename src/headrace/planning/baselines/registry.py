@@ -23,7 +23,7 @@ from headrace.planning.baselines.switching import switching
 from headrace.planning.baselines.token_balance import by_weight
 from headrace.planning.batch import PriceTable
 from headrace.planning.schedule import Assignment, Group
-from headrace.planning.static import best_static
+from headrace.planning.static import best_static, static_bounds, static_s
 from headrace.spec.plan import Semantics
 
 __all__ = ["BASELINES", "Baseline"]
@@ -73,22 +73,11 @@ def _nothing_s(_: PriceTable) -> float:
 def _fitting_s(table: PriceTable) -> float:
     """What groups of the smallest size that holds the longest cannot beat."""
     k = fitting(table)
-    return 0.0 if k is None else _static_s(table, k)
-
-
-def _static_s(table: PriceTable, k: int) -> float:
-    """What pipelines of scheme k alone cannot beat: their share of the sequences, and the longest
-    in a micro-batch of its own."""
-    count = table.devices // table.width[k]
-    work_s = float(table.work[k] @ table.batch.counts) / count + float(table.least_c[k, 0])
-    share_s = max(float(table.spread[k] @ table.batch.counts) / count, work_s)
-    return max(share_s, table.depth[k] * float(table.alone[k, 0]))
+    return 0.0 if k is None else static_s(table, k)
 
 
 def _best_static_s(table: PriceTable) -> float:
-    holding = np.flatnonzero(np.isfinite(table.alone[:, 0])).tolist()
-    bounds = (_static_s(table, k) for k in holding if table.width[k] <= table.devices)
-    return min(bounds, default=0.0)
+    return min((bound_s for bound_s, _ in static_bounds(table)), default=0.0)
 
 
 def _hybrid_s(table: PriceTable) -> float:
@@ -107,9 +96,14 @@ def _static(table: PriceTable, semantics: Semantics, _: int) -> Assignment | Non
 def _best_static(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
     if semantics == "free":
         return best_static(table)
-    tried = (static_launches(table, k, semantics) for k in range(len(table)))
-    found = [schedule for schedule in tried if schedule is not None]
-    return min(found, key=lambda schedule: schedule.seconds, default=None)
+    best: Assignment | None = None
+    for bound_s, k in sorted(static_bounds(table)):
+        if best is not None and bound_s >= best.seconds:
+            break
+        made = static_launches(table, k, semantics)
+        if made is not None and (best is None or made.seconds < best.seconds):
+            best = made
+    return best
 
 
 def _launched(
