@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from headrace.planning.wave_counts import WaveCount, wave_counts
+from headrace.planning.wave_counts import wave_counts
 from headrace.planning.wave_filling import Wave, WaveFiller
 
 __all__ = ["Opening", "openings"]
@@ -27,22 +27,24 @@ _ROUNDED = 1 + 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """First waves and their seconds, the sequences that are left (longest first), numbers of waves
-    for them, and the estimated seconds of it all."""
+    """First waves and their seconds, the sequences that are left (longest first), about the seconds
+    of a wave of them, and the estimated seconds of it all."""
 
     before: list[Wave]
     spent_s: float
     left: list[int]
-    counts: list[WaveCount]
+    wave_s: float
     estimate_s: float
 
     @classmethod
     def of(cls, filler: WaveFiller, before: list[Wave], spent_s: float, left: list[int]) -> Opening:
         """The opening ``before``."""
-        counts = wave_counts(filler, left) if left else []
-        rest_s = counts[0].count * counts[0].guess_s if counts else 0.0
+        wave_s = rest_s = 0.0
+        if left:
+            likely = wave_counts(filler, left, coarse=True)[0]
+            wave_s, rest_s = likely.guess_s, likely.count * likely.guess_s
         return cls(
-            before=before, spent_s=spent_s, left=left, counts=counts, estimate_s=spent_s + rest_s
+            before=before, spent_s=spent_s, left=left, wave_s=wave_s, estimate_s=spent_s + rest_s
         )
 
 
@@ -69,7 +71,7 @@ def openings(filler: WaveFiller, effort: int) -> list[Opening]:
 def _longer(filler: WaveFiller, opening: Opening) -> Iterator[Opening]:
     """The opening with one wave more, of every time that one of the longest sequences left takes
     and in which the longest ends."""
-    left, floor_s = opening.left, opening.counts[0].guess_s * _SHORTEST
+    left, floor_s = opening.left, opening.wave_s * _SHORTEST
     least_s = min(filler.alone_s(k, left[0]) for k in filler.cheapest[left[0]])
     times = {filler.alone_s(k, i) for i in left[:_HEADS] for k in filler.cheapest[i]}
     for time_s in sorted({least_s, *times}):

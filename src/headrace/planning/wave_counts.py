@@ -24,12 +24,11 @@ __all__ = ["WaveCount", "wave_counts"]
 
 Floats = NDArray[np.float64]
 
-_GRID = 33  # times, and of more sequences than are counted exactly
-_COARSE = 17
+_STEPS = np.linspace(0, 1, 33)
 _LONG = 8  # times the longest time that one wave may need
-_EXACT = 96  # sequences, the longest; the others are in at most so many chunks of alike ones
-_CHUNKS = 64
-_ALIKE = 24  # sequences of a chunk, at least
+_EXACT = 96  # sequences, the longest; of the others every so many are alike
+_ALIKE = 24
+_CHUNKS = 64  # of alike sequences at most, in an estimate that is coarse
 _MORE = (1.0, 1.12, 1.3, 1.6, 2.0, 2.5)  # times the fewest waves that hold the tokens
 
 
@@ -43,10 +42,12 @@ class WaveCount:
     guess_s: float
 
 
-def wave_counts(filler: WaveFiller, some: Sequence[int]) -> list[WaveCount]:
+def wave_counts(
+    filler: WaveFiller, some: Sequence[int], *, coarse: bool = False
+) -> list[WaveCount]:
     """Numbers of waves worth trying for the sequences ``some``, longest first; the most promising
-    number first."""
-    at, weight = _samples(some)
+    number first. ``coarse``: of many sequences with fewer samples."""
+    at, weight = _samples(some, _CHUNKS if coarse else len(some))
     times, bare, part = (rows[:, at] for rows in (filler.alone, filler.bare, filler.part))
     bare, part = weight * bare, weight * part
     devices = filler.table.devices
@@ -55,13 +56,9 @@ def wave_counts(filler: WaveFiller, some: Sequence[int]) -> list[WaveCount]:
     quickest_s = float(times.min(axis=0).max())
     even_s = float(bare.min(axis=0).sum()) / devices + float(filler.opening.max())
     least_s = max(quickest_s, even_s / counts[-1], 1e-300)
-    fine = _GRID if len(some) <= _EXACT else _COARSE
-    grid = np.geomspace(least_s, _LONG * max(quickest_s, even_s, 1e-300), fine)
-    limits = grid[:, None, None]
-    with np.errstate(over="ignore"):
-        need = bare * (1 / np.maximum(limits - filler.opening, 1e-300))
-    need[times > limits * (1 + 1e-9)] = np.inf
-    mixed, apart = need.min(axis=1).sum(axis=1), np.maximum(need, part).min(axis=1).sum(axis=1)
+    most_s = _LONG * max(quickest_s, even_s, 1e-300)
+    grid = least_s * (most_s / least_s) ** _STEPS
+    mixed, apart = _needs(grid, times, bare, part, filler.opening)
     ranks = np.array(counts, dtype=np.float64) * devices
     found = [
         WaveCount(count=count, least_s=least_s, guess_s=max(least_s, guess_s))
@@ -72,17 +69,35 @@ def wave_counts(filler: WaveFiller, some: Sequence[int]) -> list[WaveCount]:
     return sorted(found, key=lambda one: (one.guess_s * one.count, one.count))
 
 
+def _needs(
+    grid: Floats, times: Floats, bare: Floats, part: Floats, opening: Floats
+) -> tuple[Floats, Floats]:
+    """The rank-waves that all sequences take in waves of each time, packed with others that need
+    more of what they leave, and with others of their kind."""
+    limits = grid[:, None]
+    mixed, apart = np.full((2, len(grid), times.shape[1]), np.inf)
+    for own_s, work_s, tokens, open_s in zip(times, bare, part, opening.tolist(), strict=True):
+        with np.errstate(over="ignore"):
+            need = work_s * (1 / np.maximum(limits - open_s, 1e-300))
+        need[own_s > limits * (1 + 1e-9)] = np.inf
+        np.minimum(mixed, need, out=mixed)
+        np.minimum(apart, np.maximum(need, tokens, out=need), out=apart)
+    return mixed.sum(axis=1), apart.sum(axis=1)
+
+
 def _crossing(grid: Floats, need: Floats, ranks: Floats) -> list[float]:
     """The times at which a falling need, about linear in 1 / D, comes down to each of ``ranks``."""
     falling = np.minimum.accumulate(need)[::-1]
     return (1 / np.interp(ranks, falling, 1 / grid[::-1])).tolist()
 
 
-def _samples(some: Sequence[int]) -> tuple[list[int], Floats]:
-    """Some of the sequences, and how many each stands for."""
-    head, tail = list(some[:_EXACT]), some[_EXACT:]
-    alike = max(_ALIKE, -(-len(tail) // _CHUNKS))
-    chunks = range(0, len(tail), alike)
-    sampled = [tail[min(n + alike // 2, len(tail) - 1)] for n in chunks]
-    sizes = [1.0] * len(head) + [float(min(alike, len(tail) - n)) for n in chunks]
-    return head + sampled, np.array(sizes)
+def _samples(some: Sequence[int], most: int) -> tuple[NDArray[np.int64], Floats]:
+    """Some of the sequences, and how many each stands for: the longest, and of the others one of
+    each of ``most`` chunks at most."""
+    every, head = np.array(some, dtype=np.int64), min(_EXACT, len(some))
+    rest = len(some) - head
+    alike = max(_ALIKE, -(-rest // most))
+    starts = np.arange(head, len(some), alike)
+    at = np.concatenate([np.arange(head), np.minimum(starts + alike // 2, len(some) - 1)])
+    sizes = np.concatenate([np.ones(head), np.minimum(alike, len(some) - starts)])
+    return every[at], sizes

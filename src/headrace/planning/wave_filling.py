@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
 from operator import neg
 
 import numpy as np
@@ -26,6 +27,7 @@ __all__ = ["Wave", "WaveFiller", "sorted_into_waves"]
 Wave = Pipelines
 
 _FULL = 2e-3  # of the time or the tokens: a group with less left is not looked at again
+_ROUNDING = 1e-9
 _SHORT = 1 / 16  # of the time: sequences that are dealt out again to level the groups
 
 
@@ -39,17 +41,24 @@ class WaveFiller:
         self.table, self.kinds = table, list(kinds)
         self.seconds = {k: table.seconds(k) for k in self.kinds}
         self.room = {k: table.room(k) for k in self.kinds}
-        area = table.batch.each((table.ranks * table.spread)[self.kinds])
-        self.least = area.min(axis=0)
+        each, area = table.batch.each, (table.ranks * table.spread)[self.kinds]
+        self.least = each(area.min(axis=0))
+        seconds, room = (np.array(own) for own in zip(*map(table.priced, self.kinds), strict=True))
         ranks, self.opening = table.ranks[self.kinds], np.array([[table.c[k]] for k in self.kinds])
-        self.alone = np.array([self.seconds[k] for k in self.kinds]) + self.opening
-        self.bare = ranks * (self.alone - self.opening)
         caps = np.array([[table.cap[k]] for k in self.kinds], dtype=np.float64)
-        self.part = ranks * np.array([self.room[k] for k in self.kinds]) / caps
-        self.part[np.isinf(self.alone)] = np.inf
+        part = ranks * room / caps
+        part[np.isinf(seconds)] = np.inf
+        self.alone, self.bare, self.part = (
+            each(seconds + self.opening),
+            each(ranks * seconds),
+            each(part),
+        )
+        self.needs: list[float] = self.bare.min(axis=0).tolist()  # device-seconds at least
         fits = np.isfinite(area).sum(axis=0).tolist()
         order = np.array(self.kinds)[area.argsort(axis=0, kind="stable")].T.tolist()
-        self.cheapest = [some[:count] for some, count in zip(order, fits, strict=True)]
+        self.cheapest = table.batch.listed(
+            [some[:count] for some, count in zip(order, fits, strict=True)]
+        )
 
     def alone_s(self, k: int, i: int) -> float:
         """Seconds of a launch of one sequence, by the usual row."""
@@ -69,7 +78,7 @@ class WaveFiller:
     ) -> tuple[Pipelines, list[int]]:  # fmt: skip
         """Groups of ``ranks`` ranks in all that hold sequences taken in ``order``, each for at most
         ``time_s``, and the sequences that found no place (``whole``: ends at the first of them;
-        else ``order`` rises).
+        else ``order`` rises). ``whole`` also ends where what is left needs more than there is.
         With ``join_any`` a sequence looks for room in groups of every scheme before it opens one,
         else scheme by scheme."""
         table, cheapest = self.table, self.cheapest
@@ -84,7 +93,12 @@ class WaveFiller:
         groups: Pipelines = []
         spare, left = list[int](), list[int]()  # tokens left of every group; sequences left
         narrowest, skipped = min(widths[k] for k in self.kinds), 0
+        least = self.needs
+        spare_s = ranks * time_s - sum([least[i] for i in order]) if whole else inf
+        given_up_s = -_ROUNDING * ranks * time_s
         for n, i in enumerate(order):
+            if spare_s < given_up_s:
+                return groups, [*order[n:]]
             if i < skipped:
                 left.append(i)
                 continue
@@ -123,12 +137,16 @@ class WaveFiller:
             else:
                 rest_s, g = room_s[k], len(groups)
                 ranks -= widths[k]
+                spare_s -= table.c[k] * widths[k]
                 groups.append((k, [i]))
                 spare.append(caps[k])
             rest_s -= seconds_of[k][i]
             spare[g] -= room_of[k][i]
+            spare_s -= seconds_of[k][i] * widths[k] - least[i]
             if spare[g] > few[k] and rest_s > few_s[k]:
                 insort(room, (rest_s, g))
+            else:
+                spare_s -= rest_s * widths[k]
         return groups, left
 
     def _next(

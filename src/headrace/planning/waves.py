@@ -27,7 +27,7 @@ from headrace.planning.batch import PriceTable
 from headrace.planning.openings import Opening, openings
 from headrace.planning.schedule import Assignment
 from headrace.planning.side_by_side import Pipelines
-from headrace.planning.wave_counts import WaveCount
+from headrace.planning.wave_counts import WaveCount, wave_counts
 from headrace.planning.wave_filling import Wave, WaveFiller, sorted_into_waves
 
 __all__ = ["waves"]
@@ -43,6 +43,7 @@ _COUNTS = 5
 _FINISHED = 6
 _FINISHED_FEW = 24
 _SPREADS = (0.03, 0.1, 0.3)
+_TRIED = 30  # sequences that could be placed while a try begins
 _STEP = 0.998  # of the best: less gain is not worth a try
 
 
@@ -98,7 +99,10 @@ class _Search:
         """Waves of one time for what an opening leaves, where they are better."""
         if not opening.left:
             self._keep(opening.before)
-        for one in opening.counts[:counts]:
+            return
+        if self.over:
+            return
+        for one in wave_counts(self.filler, opening.left)[:counts]:
             limit_s = (self.seconds - opening.spent_s) / one.count * _STEP
             if self.over or one.least_s >= limit_s:
                 continue
@@ -148,8 +152,8 @@ class _Search:
         when there are no such."""
         ranks = count * self.filler.table.devices
         for join_any in (True, False)[: 1 + (len(some) < _FEW)]:
-            self.effort -= len(some)
             groups, left = self.filler.fill(time_s, ranks, some, join_any=join_any)
+            self.effort -= len(some) - len(left) + _TRIED
             found = None if left else sorted_into_waves(self.filler, groups, count)
             if found is not None:
                 self._keep(before + found)
