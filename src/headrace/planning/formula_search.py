@@ -111,7 +111,10 @@ class FormulaSearch:
                 found = scheduled(drafts, found, low_s, limits)
                 drafts, high_s, known = list[Draft](), found[0].seconds, True
         if high_s > low_s * (1 + limits.enough):
-            drafts += side_by_side(table, low_s, high_s, seed=self.seed, limits=limits, known=known)
+            drafts += side_by_side(
+                table, low_s, high_s, seed=self.seed, limits=limits, known=known,
+                exchanges=not known or len(table.tokens) <= limits.few,
+            )  # fmt: skip
         return scheduled(drafts, found, low_s, limits) if drafts or not known else found
 
     def _rivals(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> list[Assignment]:

@@ -144,10 +144,12 @@ class Draft:
 def side_by_side(
     table: PriceTable, bound_s: float, high_s: float, *, seed: int, limits: SearchLimits,
     most: Sequence[int] | None = None, deeper: bool = False, known: bool = False,
+    exchanges: bool = True,
 ) -> Iterator[Draft]:  # fmt: skip
     """Drafts of pipelines side by side that may take less than ``high_s``; ``most[k]`` limits the
     pipelines of each scheme. ``deeper``: those without stages are known already. ``known``: others
-    are, which take ``high_s``: what hardly takes less is not searched."""
+    are, which take ``high_s``: what hardly takes less is not searched. ``exchanges``: pipelines of
+    a strategy are exchanged for others even where filling finds none."""
     starts, single = list[Counts](), [depth == 1 for depth in table.depth]
     crowded = any(table.fluid) and table.devices > limits.large
     # Where devices have few sequences each level finds something, and costs little.
@@ -159,7 +161,12 @@ def side_by_side(
         if not starts and any(filler.is_like(other, high_s) for other in tried[-1:]):
             continue
         tried.append(filler)
-        found = _filled(filler, bound_s, high_s, seed, limits, known=known or bool(starts))
+        probe = limits.probe if known else 0.0
+        if starts and len(table.tokens) <= limits.few:
+            probe = limits.probe_few
+        elif starts:
+            probe = limits.probe
+        found = _filled(filler, bound_s, high_s, seed, limits, probe)
         if found is not None:
             starts.append(counts_of(table, found.result))
             high_s = min(high_s, found.seconds)
@@ -170,7 +177,7 @@ def side_by_side(
                 return
     if most is not None or high_s <= bound_s * (1 + limits.enough):
         return
-    if crowded or (known and not starts and len(table.tokens) > limits.few):
+    if crowded or not (exchanges or starts):
         return
     kinds, starts = worthwhile(table, bound_s * 1.1), starts[::-1] or _homogeneous(table)
     climbs = [*climbed(table, starts, kinds, high_s, bound_s, limits.exchanged)]
@@ -201,7 +208,7 @@ def _homogeneous(table: PriceTable) -> list[Counts]:
 
 
 def _filled(
-    filler: Filler, bound_s: float, high_s: float, seed: int, limits: SearchLimits, *, known: bool
+    filler: Filler, bound_s: float, high_s: float, seed: int, limits: SearchLimits, probe: float
 ) -> Searched[Pipelines] | None:
     table = filler.table
     few = len(table.tokens) <= limits.few
@@ -216,7 +223,7 @@ def _filled(
             found = filler.fill(tau, order, join_any=False, measured=measured)
         return found
 
-    probe, shaken = (limits.probe_few if few else limits.probe) if known else 0.0, 0
+    shaken = 0
     if len(table.tokens) <= limits.fewest:
         probe, shaken = 0.0, 0 if any(table.fluid) else limits.shaken
     effort = Effort(probe=probe, least=limits.least, halvings=limits.halvings, shaken=shaken)

@@ -166,6 +166,7 @@ class ModelSearch:
                 limits=self.limits,
                 most=most,
                 deeper=deeper,
+                known=bool(self.drafts) and most is None,
             )
 
     def _nests(self) -> Iterator[PriceTable]:
