@@ -8,8 +8,8 @@ rank it touches end earlier is taken. Effort is counted in steps, never in time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from heapq import nsmallest
+from bisect import insort
+from collections.abc import Iterable
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.chains import Times
@@ -80,8 +80,11 @@ class _Search:
             late = [g for g in late if ranks.intersection(self.groups[g][1])]
         else:
             late = late[:1]
-        options = (change for source in late for change in self._changes(source, last_s))
-        return any(self._taken(change, last_s) for change in nsmallest(_PACKED, options))
+        best: list[_Change] = []
+        for source in late:
+            for target in self._others(source):
+                self._changes(source, target, last_s, best)
+        return any(self._taken(change, last_s) for change in best)
 
     def _others(self, source: int) -> list[int]:
         order = sorted(range(len(self.ends)), key=self.ends.__getitem__)
@@ -96,38 +99,49 @@ class _Search:
             found = [g for g in found if not mine.intersection(self.groups[g][1])]
         return found
 
-    def _changes(self, source: int, last_s: float) -> Iterator[_Change]:
+    def _changes(self, source: int, target: int, last_s: float, best: list[_Change]) -> None:
+        """Add changes between two pipelines to the ``best``, the most promising first."""
         table, limit_s = self.table, last_s * (1 - _GAIN)
-        k = self.groups[source][0]
+        k, j = self.groups[source][0], self.groups[target][0]
         ours, room, c = table.seconds(k), table.room(k), self._constant(k)
-        spare = self._spare(source)
-        for target in self._others(source):
-            j = self.groups[target][0]
-            theirs, place, opening = table.seconds(j), table.room(j), self._constant(j)
-            more = table.cap[j] - self._spare(target)
-            end_s, there, at = self.ends[target], self.members[target], 0
-            half_s = (last_s - end_s) / 2
-            for i in self.members[source]:
-                over_s, left_s = end_s + theirs[i], last_s - ours[i]
-                if over_s < limit_s:
-                    later_s = max(
-                        over_s + opening * (place[i] > more), left_s - c * (room[i] >= spare)
-                    )
+        theirs, place, opening = table.seconds(j), table.room(j), self._constant(j)
+        spare = self._spare(source) if c else 0
+        more = table.cap[j] - self._spare(target) if opening else 0
+        end_s, there, at = self.ends[target], self.members[target], 0
+        half_s = (last_s - end_s) / 2
+        if len(best) == _PACKED:
+            limit_s = best[-1][0]
+        for i in self.members[source]:
+            own_s, over_s = ours[i], end_s + theirs[i]
+            left_s = last_s - own_s
+            if left_s - c >= limit_s:  # and those after it are shorter
+                break
+            found = -2
+            if over_s < limit_s:
+                here_s = left_s - c if c and room[i] >= spare else left_s
+                there_s = over_s + opening if opening and place[i] > more else over_s
+                later_s = here_s if here_s > there_s else there_s
+                if later_s < limit_s:
+                    limit_s, found = later_s, -1
+            # Both lists fall, so the place in the other only goes on.
+            wanted_s = own_s - half_s
+            while at < len(there) and ours[there[at]] > wanted_s:
+                at += 1
+            for r in there[max(0, at - _NEAR) : at + _NEAR]:
+                there_s = over_s - theirs[r]
+                if r > i and there_s < limit_s:
+                    here_s = left_s + ours[r]
+                    if c and room[i] - room[r] >= spare:
+                        here_s -= c
+                    if opening and place[i] - place[r] > more:
+                        there_s += opening
+                    later_s = here_s if here_s > there_s else there_s
                     if later_s < limit_s:
-                        yield later_s, source, target, i, -1
-                # Both lists fall, so the place in the other only goes on.
-                wanted_s = ours[i] - half_s
-                while at < len(there) and ours[there[at]] > wanted_s:
-                    at += 1
-                for r in there[max(0, at - _NEAR) : at + _NEAR]:
-                    swapped_s = over_s - theirs[r]
-                    if r > i and swapped_s < limit_s:
-                        later_s = max(
-                            swapped_s + opening * (place[i] - place[r] > more),
-                            left_s + ours[r] - c * (room[i] - room[r] >= spare),
-                        )
-                        if later_s < limit_s:
-                            yield later_s, source, target, i, r
+                        limit_s, found = later_s, r
+            if found > -2:
+                insort(best, (limit_s, source, target, i, found))
+                del best[_PACKED:]
+                limit_s = best[-1][0] if len(best) == _PACKED else last_s * (1 - _GAIN)
 
     def _constant(self, k: int) -> float:
         """What a micro-batch more costs a scheme whose micro-batches are counted one by one."""
