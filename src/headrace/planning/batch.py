@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.planning.chains import Chains, Times
-from headrace.planning.frontier import Frontier
+from headrace.planning.frontier import Columns, Frontier
 from headrace.planning.packed import Packed
 from headrace.planning.priced import PricedScheme
 from headrace.planning.staged_packing import Line
@@ -45,7 +45,7 @@ Floats = NDArray[np.float64]
 Value = TypeVar("Value")
 
 _FORWARD = 1 / 3  # of a micro-batch's seconds
-_FEW_ROWS = 16  # of a frontier: all of them are looked at
+_FEW_PRICES = 16_384  # of rows and lengths: all of them are looked at
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -300,43 +300,42 @@ class PriceTable:
 
 def prices(frontier: Frontier, lengths: Floats) -> Floats:
     """(alone, work, spread) of sequences of ``lengths`` tokens, longest first [3, sequences]."""
-    out = np.full((3, len(lengths)), np.inf)
-    if len(frontier.caps) == 1:
-        ((a, b, c),), cap = frontier.rows, frontier.caps[0]
-        some = lengths[(first := int(np.searchsorted(-lengths, -cap))) :]
-        work = (a * some + b) * some
-        out[:, first:] = work + c, work, work + c / cap * some
-        return out
-    if len(frontier.caps) <= _FEW_ROWS:
-        return _least(frontier, lengths, np.arange(len(frontier.caps)))
-    a, caps = frontier.a, frontier.limits
-    first = np.searchsorted(caps, lengths)
-    fits = np.flatnonzero(first < len(caps))
-    rules = np.zeros((3, len(lengths)), dtype=np.bool_)
-    for way, share in enumerate(frontier.shares):
-        # Where the first plan that holds a sequence is the quickest of all later ones, take it.
-        quick = fits[share.rules[first[fits]]]
-        rules[way, quick] = True
-        at, some = first[quick], lengths[quick]
-        out[way, quick] = (a[at] * some + share.b[at]) * some + share.c[at]
-    slow = fits[~rules[:, fits].all(axis=0)]
-    short, long = slow[first[slow] == 0], slow[first[slow] > 0]
-    if len(short):
-        least = _least(frontier, lengths[short], frontier.quickest)
-        out[:, short] = np.minimum(out[:, short], least)
-    if len(long):
-        rows = np.arange(int(first[long].min()), len(caps))
-        out[:, long] = np.minimum(out[:, long], _least(frontier, lengths[long], rows))
+    out, middle = np.empty((3, len(lengths))), 0
+    if lengths[0] > frontier.caps[0]:
+        start, middle = np.searchsorted(-lengths, (-frontier.limits[-1], -frontier.limits[0]))
+        out[:, :start] = np.inf
+        _longer(frontier, lengths[start:middle], out[:, start:middle])
+    _least(frontier.quick, lengths[middle:], out[:, middle:])  # all rows hold these
     return out
 
 
-def _least(frontier: Frontier, some: Floats, rows: NDArray[np.int64]) -> Floats:
-    """(alone, work, spread) of some lengths by the quickest of ``rows`` that hold them."""
-    a, b, c, caps = (
-        column[rows][:, None] for column in (frontier.a, frontier.b, frontier.c, frontier.limits)
-    )
+def _longer(frontier: Frontier, some: Floats, out: Floats) -> None:
+    """:func:`prices` of sequences that only some of the rows hold."""
+    if not len(some):
+        return
+    first = np.searchsorted(frontier.limits, some)
+    if len(frontier.caps) * len(some) <= _FEW_PRICES:
+        _least(frontier.columns(int(first[-1])), some, out, held=True)
+        return
+    ruled = np.zeros((3, len(some)), dtype=np.bool_)
+    for way, share in enumerate(frontier.shares):
+        # Where the first plan that holds a sequence is the quickest of all later ones, take it.
+        ruled[way] = share.rules[first]
+        out[way] = (frontier.a[first] * some + share.b[first]) * some + share.c[first]
+    slow = np.flatnonzero(~ruled.all(axis=0))
+    if len(slow):
+        least = np.empty((3, len(slow)))
+        _least(frontier.columns(int(first[slow[-1]])), some[slow], least, held=True)
+        out[:, slow] = least
+
+
+def _least(rows: Columns, some: Floats, out: Floats, *, held: bool = False) -> None:
+    """(alone, work, spread) of some lengths by the quickest of ``rows``, or of those that hold
+    them."""
+    a, b, c, share, caps = rows
     work = (a * some + b) * some
-    work[caps < some] = np.inf
-    return np.stack(
-        [(work + c).min(axis=0), work.min(axis=0), (work + c / caps * some).min(axis=0)]
-    )
+    if held:
+        work[caps < some] = np.inf
+    np.minimum.reduce(work + c, axis=0, out=out[0])
+    np.minimum.reduce(work, axis=0, out=out[1])
+    np.minimum.reduce(work + share * some, axis=0, out=out[2])

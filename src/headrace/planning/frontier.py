@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from headrace.spec import LayerOption, LayerPlan
 
-__all__ = ["Frontier", "Share", "worth_keeping"]
+__all__ = ["Columns", "Frontier", "Share", "worth_keeping"]
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -37,6 +37,10 @@ _LIKE = 8
 
 _PACKS = [(length, length * many) for length in (64, 1024, 16_384, 262_144) for many in (1, 64)]
 """(tokens of a sequence, tokens of a pack of such sequences) for which plans are thinned."""
+
+
+Columns = tuple[Floats, Floats, Floats, Floats, Floats]
+"""a, b, c, c for each token and tokens of some plans [plans, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,26 @@ class Frontier:
             options=(), a=a.copy(), b=b.copy(), c=c.copy(), caps=(cap,) * len(rows),
             layers=np.zeros((len(rows), 0), dtype=np.int64),
         )  # fmt: skip
+
+    def columns(self, first: int) -> Columns:
+        """The columns of the plans from ``first`` on."""
+        a, b, c, share, caps = self._columns
+        return a[first:], b[first:], c[first:], share[first:], caps[first:]
+
+    @cached_property
+    def quick(self) -> Columns:
+        """The columns of :attr:`quickest`."""
+        a, b, c, share, caps = self._columns
+        some = self.quickest
+        return a[some], b[some], c[some], share[some], caps[some]
+
+    @cached_property
+    def _columns(self) -> Columns:
+        share = self.c / self.limits
+        a, b, c, share, caps = (
+            each[:, None] for each in (self.a, self.b, self.c, share, self.limits)
+        )
+        return a, b, c, share, caps
 
     @property
     def most_tokens(self) -> int:
