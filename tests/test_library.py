@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 import headrace as hr
+from headrace.planning.pricing import Pricing
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs/guides/library.md").read_text()
@@ -79,6 +80,24 @@ def test_lists_and_problems_are_taken(costs: hr.CostModel) -> None:
     assert list(others) == [f"static-cp{p}" for p in costs.group_sizes]
     assert min(other.predicted_s for other in others.values()) >= plan.predicted_s
     assert hr.simulate(plan, costs).seconds == pytest.approx(plan.predicted_s)
+
+
+def test_costs_are_priced_once(costs: hr.CostModel, monkeypatch) -> None:
+    """Catches schemes that are priced anew for every batch, which takes longer than its plan, and
+    plans of other costs that are answered from those."""
+    made, priced = list[object](), Pricing.__init__
+
+    def counted(self: Pricing, problem: hr.Problem) -> None:
+        made.append(problem)
+        priced(self, problem)
+
+    monkeypatch.setattr(Pricing, "__init__", counted)
+    costs = costs.replace()  # not asked before
+    first, second = hr.plan([512, 64], costs), hr.plan([512, 64], costs)
+    assert first == second
+    assert len(made) == 1
+    slow = hr.plan([512, 64], costs.replace(scale=2.0))
+    assert slow.predicted_s == pytest.approx(2 * first.predicted_s)
 
 
 def test_lengths_are_drawn_alike() -> None:

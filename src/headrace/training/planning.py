@@ -7,6 +7,7 @@ of a run or a command.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +44,10 @@ __all__ = [
 
 _Costs = CostModel | PipelineCosts | GroupCosts | Problem
 """What a plan can be asked of: costs, or a problem that restricts the choices."""
+
+_recent: deque[Problem] = deque(maxlen=4)
+"""Problems that were posed by their costs alone: their schemes are priced once, not for every
+batch."""
 
 
 def plan(
@@ -116,7 +121,11 @@ def _problem(costs: _Costs) -> Problem:
     if isinstance(costs, Problem):
         return costs
     if isinstance(costs, CostModel):
-        return Problem(costs=costs)
+        known = next((one for one in _recent if one.costs is costs), None)
+        if known is None:
+            known = Problem(costs=costs)
+            _recent.append(known)
+        return known
     raise SpecError(
         "costs of a plan", got="published costs", wanted="a problem that says how many devices",
         hint="hr.Problem(costs=costs, devices=64)",
