@@ -11,7 +11,7 @@ D; of many sequences the short ones are counted by samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -46,7 +46,8 @@ def wave_counts(
     filler: WaveFiller, some: Sequence[int], *, coarse: bool = False
 ) -> list[WaveCount]:
     """Numbers of waves worth trying for the sequences ``some``, longest first; the most promising
-    number first. ``coarse``: of many sequences with fewer samples."""
+    number first. ``coarse``: of many sequences with fewer samples, and ``least_s`` is ``guess_s``.
+    """
     at, weight = _samples(some, _CHUNKS if coarse else len(some))
     times, bare, part = (rows[:, at] for rows in (filler.alone, filler.bare, filler.part))
     bare, part = weight * bare, weight * part
@@ -58,8 +59,11 @@ def wave_counts(
     least_s = max(quickest_s, even_s / counts[-1], 1e-300)
     most_s = _LONG * max(quickest_s, even_s, 1e-300)
     grid = least_s * (most_s / least_s) ** _STEPS
-    mixed, apart = _needs(grid, times, bare, part, filler.opening)
+    needs = list(_needs(grid, times, bare, filler.opening))
     ranks = np.array(counts, dtype=np.float64) * devices
+    packed = [np.maximum(need, tokens) for need, tokens in zip(needs, part, strict=True)]
+    apart = np.minimum.reduce(packed).sum(axis=1)
+    mixed = apart if coarse else np.minimum.reduce(needs).sum(axis=1)
     found = [
         WaveCount(count=count, least_s=least_s, guess_s=max(least_s, guess_s))
         for count, least_s, guess_s in zip(
@@ -69,20 +73,15 @@ def wave_counts(
     return sorted(found, key=lambda one: (one.guess_s * one.count, one.count))
 
 
-def _needs(
-    grid: Floats, times: Floats, bare: Floats, part: Floats, opening: Floats
-) -> tuple[Floats, Floats]:
-    """The rank-waves that all sequences take in waves of each time, packed with others that need
-    more of what they leave, and with others of their kind."""
+def _needs(grid: Floats, times: Floats, bare: Floats, opening: Floats) -> Iterator[Floats]:
+    """The rank-waves that sequences take of the seconds of waves of each time [times, sequences],
+    by kind."""
     limits = grid[:, None]
-    mixed, apart = np.full((2, len(grid), times.shape[1]), np.inf)
-    for own_s, work_s, tokens, open_s in zip(times, bare, part, opening.tolist(), strict=True):
+    for own_s, work_s, open_s in zip(times, bare, opening.tolist(), strict=True):
         with np.errstate(over="ignore"):
             need = work_s * (1 / np.maximum(limits - open_s, 1e-300))
         need[own_s > limits * (1 + 1e-9)] = np.inf
-        np.minimum(mixed, need, out=mixed)
-        np.minimum(apart, np.maximum(need, tokens, out=need), out=apart)
-    return mixed.sum(axis=1), apart.sum(axis=1)
+        yield need
 
 
 def _crossing(grid: Floats, need: Floats, ranks: Floats) -> list[float]:
