@@ -158,6 +158,7 @@ class PriceTable:
         self.ranks = np.array([[float(width)] for width in self.width])
         self.stages = np.array([[float(depth)] for depth in self.depth])
         self.fluid = [len(scheme.frontier.caps) > 1 for scheme in self.schemes]
+        self.staged = [depth > 1 for depth in self.depth]
         self.needs: dict[int, Floats] = {}
         self.rankings: dict[int, list[tuple[list[int], int]]] = {}
         self.packs: dict[tuple[int, ...], Packed] = {}
@@ -191,9 +192,24 @@ class PriceTable:
         return [c / cap if cap else 0.0 for c, cap in zip(self.c, self.cap, strict=True)]
 
     @cached_property
+    def dealt(self) -> list[bool]:
+        """Whether a scheme's constants are dealt out to tokens, not counted."""
+        return [fluid or deep for fluid, deep in zip(self.fluid, self.staged, strict=True)]
+
+    @cached_property
+    def each_seconds(self) -> list[list[float]]:
+        """The seconds of :meth:`priced` of all schemes."""
+        return [self.priced(k)[0] for k in range(len(self))]
+
+    @cached_property
+    def each_alike(self) -> list[list[int]]:
+        """:meth:`alike` of all schemes."""
+        return [self.alike(k) for k in range(len(self))]
+
+    @cached_property
     def usual(self) -> Floats:
         """Device-seconds of each run by the usual rows, without constants [schemes, runs]."""
-        return self.ranks * np.array([self.priced(k)[0] for k in range(len(self))])
+        return self.ranks * np.array(self.each_seconds)
 
     @cached_property
     def lines(self) -> list[Line]:

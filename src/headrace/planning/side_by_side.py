@@ -105,12 +105,11 @@ class Filler:
         ``measured`` it ends as soon as the rest needs more than is left, and the part is unknown:
         0."""
         table, lines = self.table, self.table.lines
-        caps, widths, staged = table.cap, table.width, [line.stages > 1 for line in lines]
-        seconds_of = [table.priced(k)[0] for k in range(len(table))]
-        tokens_of = [table.alike(k) for k in range(len(table))]
+        caps, widths, staged = table.cap, table.width, table.staged
+        seconds_of, tokens_of = table.each_seconds, table.each_alike
         cheapest = self.cheapest(tau)
         c, share, unlimited = table.c, table.share, float("inf")
-        dealt = [fluid or deep for fluid, deep in zip(table.fluid, staged, strict=True)]
+        dealt = table.dealt
         rooms: list[list[tuple[float, int]]] = [[] for _ in widths]  # (seconds left, g), rising
         found: Pipelines = []
         spaces, longest = list[list[int]](), list[float]()  # tokens left of micro-batches, rising

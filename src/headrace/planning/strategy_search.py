@@ -98,7 +98,7 @@ def _neighbours(table: PriceTable, counts: Counts, kinds: Sequence[int]) -> Iter
     """Strategies with 1, 2, 4, ... pipelines of one kind more in place of another's; what is left
     over is filled with the kinds, the largest first."""
     widths = table.width
-    idle = table.devices - sum(n * width for n, width in zip(counts, widths, strict=True))
+    idle = table.devices - sum([n * width for n, width in zip(counts, widths, strict=True)])
     held = [k for k in range(len(counts)) if counts[k]]
     largest = max((counts[k] * widths[k] for k in held), default=0)
     falling, amount = sorted(kinds, key=lambda k: (-widths[k], k)), 1
@@ -111,14 +111,10 @@ def _neighbours(table: PriceTable, counts: Counts, kinds: Sequence[int]) -> Iter
                 changed = list(counts)
                 changed[j] -= taken
                 changed[k] += amount
-                yield _completed(table, changed, falling)
+                left = idle + taken * widths[j] - amount * widths[k]
+                for other in falling if left else ():
+                    if left >= widths[other]:
+                        changed[other] += left // widths[other]
+                        left %= widths[other]
+                yield tuple(changed)
         amount *= 2
-
-
-def _completed(table: PriceTable, counts: list[int], falling: Sequence[int]) -> Counts:
-    idle = table.devices - sum(n * w for n, w in zip(counts, table.width, strict=True))
-    for k in falling:
-        more = idle // table.width[k]
-        counts[k] += more
-        idle -= more * table.width[k]
-    return tuple(counts)
