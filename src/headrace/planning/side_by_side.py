@@ -66,7 +66,7 @@ class Filler:
         takes of them."""
         step = round(log(max(tau, _LEAST_S)) / _STEP)
         if step not in self._cheapest:
-            if self.most is None:
+            if self.most is None or (self.weights != 1).any():
                 self._cheapest[step] = self._first_of(_needs(self.table, step))
             else:
                 self._cheapest[step] = self._some_of(_ranking(self.table, step))
