@@ -51,10 +51,13 @@ class Filler:
         self, table: PriceTable, *, most: Sequence[int] | None = None,
         bias: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
-        self.table, self.most = table, most
+        self.table, self.most, self.devices = table, most, table.devices
         weights = np.ones(len(table)) if bias is None else np.array(bias)
         if most is not None:
             weights[np.array(most) == 0] = np.inf
+            self.devices = sum(
+                [count * width for count, width in zip(most, table.width, strict=True)]
+            )
         self.used = np.flatnonzero(np.isfinite(weights))
         self.weights = weights[self.used, None]
         self._after: Floats | None = None
@@ -117,7 +120,7 @@ class Filler:
         free, left = table.devices, list(self.most) if self.most is not None else None
         full = set[int]()  # schemes without room for the run that is being placed
         least, least_s = self._needs()
-        spare_s = table.devices * tau - least_s  # that nothing needs, of all devices together
+        spare_s = self.devices * tau - least_s  # that nothing needs, of all devices together
         given_up_s = -inf if measured else -_ROUNDING * least_s
         for r, first, number in table.batch.turns(order):
             if spare_s < given_up_s:

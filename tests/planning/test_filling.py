@@ -1,0 +1,111 @@
+"""Fillings that are given up early, and the prices and rankings that they are made of."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import headrace as hr
+from headrace.planning import Problem
+from headrace.planning.batch import PriceTable, prices
+from headrace.planning.nested import Nesting
+from headrace.planning.side_by_side import Filler
+from headrace.planning.wave_filling import WaveFiller
+from planning.pipeline_worlds import published
+from planning.tables import bound_s, flexsp, group_table, pipeline_table
+
+SEEDS = st.integers(0, 2**32)
+
+
+def drawn(seed: int, *, stages: bool) -> PriceTable:
+    """Groups with one row or three, or pipelines with stages."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 120))
+    lengths = np.clip(rng.lognormal(np.log(1500), 1.3, count), 1, 30_000).astype(int).tolist()
+    if stages and seed % 3 == 2:
+        held = [min(length, 20_000) for length in lengths]
+        return pipeline_table(published("hydraulis-7b"), held, 32)
+    return group_table(flexsp(), lengths, int(rng.choice([4, 8, 12])), rows=1 + 2 * (seed % 2))
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=SEEDS, factor=st.floats(0.9, 1.4), shaken=st.booleans(), given_counts=st.booleans())
+def test_a_filling_is_given_up_only_where_it_fails(
+    seed: int, factor: float, shaken: bool, given_counts: bool
+) -> None:
+    """Catches a filling that is given up although everything finds a place, by an account of the
+    seconds left that loses some."""
+    table, rng = drawn(seed, stages=True), np.random.default_rng(seed)
+    most = rng.integers(0, 4, len(table)).tolist() if given_counts else None
+    filler, tau = Filler(table, most=most), bound_s(table) * factor
+    order = rng.permutation(len(table.tokens)).tolist() if shaken else None
+    whole, early = filler.fill(tau, order), filler.fill(tau, order, measured=False)
+    if isinstance(whole, float):
+        assert isinstance(early, float)
+    else:
+        assert early == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=SEEDS, factor=st.floats(0.9, 2.0), join_any=st.booleans())
+def test_waves_are_given_up_only_where_they_fail(seed: int, factor: float, join_any: bool) -> None:
+    """Catches the same of waves: where none is left without a place, none is when the filling may
+    end early, and the groups are the same."""
+    table = drawn(seed, stages=False)
+    filler, everyone = WaveFiller(table, range(len(table))), list(range(len(table.tokens)))
+    time_s = bound_s(table) * factor
+    groups, left = filler.fill(time_s, table.devices, everyone, join_any=join_any, whole=False)
+    early, rest = filler.fill(time_s, table.devices, everyone, join_any=join_any)
+    assert bool(left) == bool(rest)
+    assert left or early == groups
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=SEEDS, factor=st.floats(0.9, 1.6))
+def test_nested_groups_are_given_up_only_where_they_fail(seed: int, factor: float) -> None:
+    """Catches the same of groups one in another."""
+    table = drawn(seed, stages=False)
+    rows = [k for k, width in enumerate(table.width) if width in (1, 2, 4, 8)]
+    if not np.isfinite(table.alone[rows, 0]).any():
+        return
+    nesting, patient, tau = Nesting(table, rows), Nesting(table, rows), bound_s(table) * factor
+    vars(patient)["_rest_s"] = [0.0] * len(table.tokens)  # as if nothing were left
+    whole, early = patient.by_deadline(tau), nesting.by_deadline(tau)
+    assert isinstance(early, float) if isinstance(whole, float) else early == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=SEEDS, factor=st.floats(1.0, 2.0), biased=st.booleans())
+def test_schemes_are_ranked_alike_for_strategies_that_are_given(
+    seed: int, factor: float, biased: bool
+) -> None:
+    """Catches a bias that is lost, or schemes that are not to be used, where the ranking of all
+    schemes serves many strategies."""
+    table, rng = drawn(seed, stages=True), np.random.default_rng(seed)
+    most = rng.integers(0, 3, len(table)).tolist()
+    weights = rng.choice([1.0, 1.1, 1.25], len(table)) if biased else np.ones(len(table))
+    unused = np.where(np.array(most) == 0, np.inf, weights).tolist()
+    tau = bound_s(table) * factor
+    strategy = Filler(table, most=most, bias=weights.tolist())
+    assert strategy.cheapest(tau) == Filler(table, bias=unused).cheapest(tau)
+
+
+@pytest.mark.parametrize("devices", [8, 64])
+def test_prices_are_those_of_the_quickest_row_that_holds_a_sequence(devices: int) -> None:
+    """Catches a row that is left out although it is the quickest, or holds less than a
+    sequence."""
+    costs = hr.costs.roofline(hr.Architecture.preset("llama-8b"), "h100", devices=devices)
+    schemes = Problem(costs=costs).pricing.groups("replicated")
+    rng = np.random.default_rng(devices)
+    lengths = np.unique(np.clip(rng.lognormal(8, 2, 400), 16, 400_000).astype(int))[::-1]
+    most = [len(scheme.frontier.caps) for scheme in schemes]
+    assert max(most) > 100, "the case shows nothing"
+    for scheme in schemes:
+        rows, some = scheme.frontier, lengths.astype(np.float64)
+        a, b, c, caps = (each[:, None] for each in (rows.a, rows.b, rows.c, rows.limits))
+        work = np.where(caps < some, np.inf, (a * some + b) * some)
+        wanted = [work + c, work, work + c / caps * some]
+        for found, ways in zip(prices(rows, some), wanted, strict=True):
+            np.testing.assert_allclose(found, ways.min(axis=0), rtol=1e-12)
