@@ -71,7 +71,7 @@ def test_nested_groups_are_given_up_only_where_they_fail(seed: int, factor: floa
     if not np.isfinite(table.alone[rows, 0]).any():
         return
     nesting, patient, tau = Nesting(table, rows), Nesting(table, rows), bound_s(table) * factor
-    vars(patient)["_rest_s"] = [0.0] * len(table.tokens)  # as if nothing were left
+    vars(patient)["_rest_s"] = [-np.inf] * len(table.tokens)  # what is left always fits
     whole, early = patient.by_deadline(tau), nesting.by_deadline(tau)
     assert isinstance(early, float) if isinstance(whole, float) else early == whole
 
