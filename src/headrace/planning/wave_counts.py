@@ -93,10 +93,9 @@ def _crossing(grid: Floats, need: Floats, ranks: Floats) -> list[float]:
 def _samples(some: Sequence[int], most: int) -> tuple[NDArray[np.int64], Floats]:
     """Some of the sequences, and how many each stands for: the longest, and of the others one of
     each of ``most`` chunks at most."""
-    every, head = np.array(some, dtype=np.int64), min(_EXACT, len(some))
-    rest = len(some) - head
-    alike = max(_ALIKE, -(-rest // most))
+    head = min(_EXACT, len(some))
+    alike = max(_ALIKE, -(-(len(some) - head) // most))
     starts = np.arange(head, len(some), alike)
-    at = np.concatenate([np.arange(head), np.minimum(starts + alike // 2, len(some) - 1)])
-    sizes = np.concatenate([np.ones(head), np.minimum(alike, len(some) - starts)])
-    return every[at], sizes
+    middles = np.minimum(starts + alike // 2, len(some) - 1).tolist()
+    at = np.array([*some[:head], *[some[n] for n in middles]], dtype=np.int64)
+    return at, np.concatenate([np.ones(head), np.minimum(alike, len(some) - starts)])

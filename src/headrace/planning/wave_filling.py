@@ -92,17 +92,15 @@ class WaveFiller:
         parked: list[list[tuple[int, float, int]]] = [[] for _ in rows]
         groups: Pipelines = []
         spare, left = list[int](), list[int]()  # tokens left of every group; sequences left
-        narrowest, skipped = min(widths[k] for k in self.kinds), 0
+        narrowest, n = min(widths[k] for k in self.kinds), 0
         least = self.needs
         spare_s = ranks * time_s - sum([least[i] for i in order]) if whole else inf
         given_up_s = -_ROUNDING * ranks * time_s
-        for n, i in enumerate(order):
+        while n < len(order):
             if spare_s < given_up_s:
                 return groups, [*order[n:]]
-            if i < skipped:
-                left.append(i)
-                continue
-            found, at = -1, -1
+            i, found, at = order[n], -1, -1
+            n += 1
             for k in cheapest[i]:
                 need, length, room, park = seconds_of[k][i], room_of[k][i], rooms[k], parked[k]
                 if need > room_s[k]:
@@ -123,12 +121,12 @@ class WaveFiller:
                         break
                 at = -1
             if found < 0:
+                first = n - 1
                 if whole:
-                    left += order[n:]
-                    break
-                if ranks < narrowest:
-                    skipped = self._next(rooms, parked)
-                left.append(i)
+                    n = len(order)
+                elif ranks < narrowest:
+                    n = max(n, bisect_left(order, self._next(rooms, parked), n))
+                left += order[first:n]
                 continue
             k, room = found, rooms[found]
             if 0 <= at < len(room):
