@@ -95,25 +95,28 @@ class FormulaSearch:
 
     def _found(self, table: PriceTable, low: Bound, found: list[Assignment]) -> list[Assignment]:
         """Schedules, the quickest first."""
-        problem, limits, low_s = self.problem, self.limits, low.seconds
-        if problem.semantics == "lockstep":
-            made = waves(table, low_s, seed=self.seed)
-            every = [*found, *([] if made is None else [made])]
-            return sorted(every, key=lambda schedule: schedule.seconds)
-        high_s = min((one.seconds for one in found), default=low_s * (1 + len(table.tokens)))
-        drafts, known = list[Draft](), False
-        if problem.nests and len(table.tokens) <= limits.fewest:
-            # What is filled in a longer time may be packed in a shorter.
-            drafts += nested(table, low_s, float("inf"), seed=self.seed, limits=limits)
-        elif problem.nests:
-            drafts += nested(table, low_s, high_s, seed=self.seed, limits=limits)
-            if drafts:
+        if self.problem.semantics == "free":
+            return self._free(table, low.seconds, found)
+        made = waves(table, low.seconds, seed=self.seed)
+        every = [*found, *([] if made is None else [made])]
+        return sorted(every, key=lambda schedule: schedule.seconds)
+
+    def _free(self, table: PriceTable, low_s: float, found: list[Assignment]) -> list[Assignment]:
+        """Schedules whose groups start when their ranks are free. Nested groups come first, as
+        nearly always they are quicker; of the fewest sequences all drafts are packed, as what is
+        filled in a longer time may be packed in a shorter."""
+        count, limits, drafts, known = len(table.tokens), self.limits, list[Draft](), False
+        high_s = min((one.seconds for one in found), default=low_s * (1 + count))
+        if self.problem.nests:
+            most_s = high_s if count > limits.fewest else float("inf")
+            drafts += nested(table, low_s, most_s, seed=self.seed, limits=limits)
+            if drafts and count > limits.fewest:
                 found = scheduled(drafts, found, low_s, limits)
                 drafts, high_s, known = list[Draft](), found[0].seconds, True
         if high_s > low_s * (1 + limits.enough):
             drafts += side_by_side(
                 table, low_s, high_s, seed=self.seed, limits=limits, known=known,
-                exchanges=not known or len(table.tokens) <= limits.few,
+                exchanges=not known or count <= limits.few,
             )  # fmt: skip
         return scheduled(drafts, found, low_s, limits) if drafts or not known else found
 
