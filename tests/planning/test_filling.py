@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,12 +13,26 @@ import headrace as hr
 from headrace.planning import Problem
 from headrace.planning.batch import PriceTable, prices
 from headrace.planning.nested import Nesting
+from headrace.planning.search import Effort, least_time
 from headrace.planning.side_by_side import Filler
 from headrace.planning.wave_filling import WaveFiller
 from planning.pipeline_worlds import published
 from planning.tables import bound_s, flexsp, group_table, pipeline_table
 
 SEEDS = st.integers(0, 2**32)
+
+
+def tight(fill: Callable[[float], object], tau: float) -> float:
+    """The least time, to the last bit, in which a filling succeeds that does not at ``tau``, or
+    ``tau``."""
+    low, high = tau, tau
+    for _ in range(12):
+        if not isinstance(fill(high), float):
+            break
+        low, high = high, 1.5 * high
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if isinstance(fill(middle), float) else (low, middle)
+    return high
 
 
 def drawn(seed: int, *, stages: bool) -> PriceTable:
@@ -31,9 +47,12 @@ def drawn(seed: int, *, stages: bool) -> PriceTable:
 
 
 @settings(max_examples=200, deadline=None)
-@given(seed=SEEDS, factor=st.floats(0.9, 1.4), shaken=st.booleans(), given_counts=st.booleans())
+@given(
+    seed=SEEDS, factor=st.floats(0.9, 1.4), shaken=st.booleans(), given_counts=st.booleans(),
+    closely=st.booleans(),
+)  # fmt: skip
 def test_a_filling_is_given_up_only_where_it_fails(
-    seed: int, factor: float, shaken: bool, given_counts: bool
+    seed: int, factor: float, shaken: bool, given_counts: bool, closely: bool
 ) -> None:
     """Catches a filling that is given up although everything finds a place, by an account of the
     seconds left that loses some."""
@@ -41,6 +60,8 @@ def test_a_filling_is_given_up_only_where_it_fails(
     most = rng.integers(0, 4, len(table)).tolist() if given_counts else None
     filler, tau = Filler(table, most=most), bound_s(table) * factor
     order = rng.permutation(len(table.tokens)).tolist() if shaken else None
+    if closely:
+        tau = tight(lambda tau: filler.fill(tau, order), tau)
     whole, early = filler.fill(tau, order), filler.fill(tau, order, measured=False)
     if isinstance(whole, float):
         assert isinstance(early, float)
@@ -63,8 +84,10 @@ def test_waves_are_given_up_only_where_they_fail(seed: int, factor: float, join_
 
 
 @settings(max_examples=100, deadline=None)
-@given(seed=SEEDS, factor=st.floats(0.9, 1.6))
-def test_nested_groups_are_given_up_only_where_they_fail(seed: int, factor: float) -> None:
+@given(seed=SEEDS, factor=st.floats(0.9, 1.6), closely=st.booleans())
+def test_nested_groups_are_given_up_only_where_they_fail(
+    seed: int, factor: float, closely: bool
+) -> None:
     """Catches the same of groups one in another."""
     table = drawn(seed, stages=False)
     rows = [k for k, width in enumerate(table.width) if width in (1, 2, 4, 8)]
@@ -72,8 +95,25 @@ def test_nested_groups_are_given_up_only_where_they_fail(seed: int, factor: floa
         return
     nesting, patient, tau = Nesting(table, rows), Nesting(table, rows), bound_s(table) * factor
     vars(patient)["_rest_s"] = [-np.inf] * len(table.tokens)  # what is left always fits
+    if closely:
+        tau = tight(patient.by_deadline, tau)
     whole, early = patient.by_deadline(tau), nesting.by_deadline(tau)
     assert isinstance(early, float) if isinstance(whole, float) else early == whole
+
+
+@pytest.mark.parametrize("high_s", [1e5, float("inf")])
+@pytest.mark.parametrize("part", [0.9, 0.1, 1e-4])
+def test_a_time_far_above_the_bound_is_found(part: float, high_s: float) -> None:
+    """Catches a search that ends without a time where steps by what is missing are too small."""
+
+    def fill(
+        tau: float, order: Sequence[int] | None = None, *, measured: bool = True
+    ) -> list[int] | float:
+        return [0] if tau >= 9000 else part
+
+    found = least_time(fill, np.ones(3), 1.0, high_s, Effort(halvings=20))
+    assert found is not None
+    assert 9000 <= found.seconds <= 9000 * 1.002
 
 
 @settings(max_examples=100, deadline=None)

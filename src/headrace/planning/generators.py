@@ -36,17 +36,17 @@ class SearchLimits:
 
     Batches of up to ``few`` sequences are tried in more ways, ``shaken`` of them placed in drawn
     orders. Where something is known, what does not gain ``probe_few`` of it for few sequences, or
-    ``probe`` for more, is not searched. ``levels`` are the parts of the time up
-    to which sequences are dealt out again. Where schemes with stages seem cheaper than they turn
-    out to be, their devices count ``biases`` times. Exchanges of pipelines place up to
-    ``exchanged`` sequences; on more than ``large`` devices, where frontiers have many rows, nothing
-    is exchanged, and more than ``sparse`` sequences for each device are dealt out again for the
-    first of ``levels`` only. Nested groups are drafted for ``targets`` times the bound, without
-    some sizes too where that is ``dropped`` above it, and filled where there are at most ``crowd``
-    sequences for each device, with up to ``promotions`` larger sizes. ``packed`` drafts are packed
-    exactly; ``polished`` of those, within ``near`` of the best and at most ``alike`` of one source,
-    are improved in ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough``
-    of the bound nothing more is tried. Where frontiers have many rows packing takes longer: there
+    ``probe`` for more, is not searched. ``levels`` are the parts of the time up to which sequences
+    are dealt out again. Where schemes with stages seem cheaper than they turn out to be, their
+    devices count ``biases`` times. Exchanges of pipelines place up to ``exchanged`` sequences; on
+    more than ``large`` devices, where frontiers have many rows, nothing is exchanged, and more
+    than ``sparse`` sequences for each device are dealt out again for the first of ``levels`` only.
+    Nested groups are drafted for ``targets`` times the bound, without some sizes too where that is
+    ``dropped`` above it, and filled where there are at most ``crowd`` sequences for each device,
+    with up to ``promotions`` larger sizes. ``packed`` drafts are packed exactly; ``polished`` of
+    those, within ``near`` of the best and at most ``alike`` of one source, are improved in
+    ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough`` of the bound
+    nothing more is tried. Where frontiers have many rows packing takes longer: there
     ``packed_fluid`` drafts are packed, ``polished_fluid`` improved in ``steps_fluid`` steps.
     Others' planners are run for few sequences on at most ``crowded`` devices. Times grow by
     ``least`` at least and are halved ``halvings`` times; of more than ``many`` sequences, each of
@@ -268,7 +268,7 @@ def nested(
                 high_s = found.seconds
                 yield Draft.of(table, found.seconds, found.result, "by deadline")
 
-        def fill(
+        def fill(  # always measured, as is what goes by deadlines never
             tau: float, order: Sequence[int] | None = None, *, measured: bool = True
         ) -> list[Group] | float:
             return nesting.fill(tau, order, promotions=limits.promotions)  # noqa: B023

@@ -100,7 +100,8 @@ class _Search:
         return found
 
     def _changes(self, source: int, target: int, last_s: float, best: list[_Change]) -> None:
-        """Add changes between two pipelines to the ``best``, the most promising first."""
+        """Add changes between two pipelines to the ``best``, the most promising first: of each
+        sequence that leaves one at most."""
         table, limit_s = self.table, last_s * (1 - _GAIN)
         k, j = self.groups[source][0], self.groups[target][0]
         ours, room, c = table.seconds(k), table.room(k), self._constant(k)
@@ -114,7 +115,7 @@ class _Search:
         for i in self.members[source]:
             own_s, over_s = ours[i], end_s + theirs[i]
             left_s = last_s - own_s
-            if left_s - c >= limit_s:  # and those after it are shorter
+            if left_s - c >= limit_s:  # those after it are shorter
                 break
             found = -2
             if over_s < limit_s:

@@ -26,6 +26,8 @@ from headrace.planning.schedule import Group
 
 __all__ = ["Nesting"]
 
+_ROUNDING = 1e-9
+
 Segment = tuple[float, tuple[int, ...]]
 """Ranks that are free at the same time, and when."""
 
@@ -104,7 +106,7 @@ class Nesting:
         seconds, tokens = ([of(k) for k in self.rows] for of in (table.seconds, table.room))
         rooms: dict[tuple[int, int], list[int]] = {}
         members: dict[tuple[int, int], list[int]] = {}
-        spare_s, rest_s = table.devices * tau, self._rest_s
+        spare_s, rest_s = table.devices * tau * (1 + _ROUNDING), self._rest_s
         for i, (levels, count) in enumerate(zip(order, within, strict=True)):
             if rest_s[i] > spare_s:
                 return 0.0
@@ -125,8 +127,8 @@ class Nesting:
             members.setdefault((level, g), []).append(i)
             first, later = g * widths[level], end - float(free[level][g])
             spare_s -= later * widths[level]
-            paid = len(members[level, g]) > 1
-            ready[level][g] -= 0.0 if paid else table.c[self.rows[level]]
+            if len(members[level, g]) == 1:
+                ready[level][g] -= table.c[self.rows[level]]
             for below in range(level + 1):
                 p = widths[below]
                 own = slice(first // p, (first + widths[level]) // p)
@@ -146,7 +148,7 @@ class Nesting:
     def _rest_s(self) -> list[float]:
         """What each sequence and all shorter ones take at least of the seconds of all ranks."""
         least = self.table.batch.each(self.table.usual[self.rows].min(axis=0))
-        return (np.cumsum(least[::-1])[::-1] * (1 - 1e-9)).tolist()
+        return np.cumsum(least[::-1])[::-1].tolist()
 
     def dealt(
         self, target_s: float, levels: Sequence[int], known: Container[Hashable], below_s: float

@@ -2,11 +2,12 @@
 
 A filling (:mod:`headrace.planning.side_by_side`, :mod:`headrace.planning.nested`) answers whether
 everything ends within a guessed time, and if not, about which part of the work found no place. From
-a bound upwards the time grows by that part until a filling succeeds; then it is halved between what
-failed and what did not. Where sequences are few, whether they fit is a matter of luck: the longest
-first is one order among many, so others close to it are drawn and tried with a little less time,
-and each success lowers the time. Effort is counted in sequences placed, never in time, so that a
-seed gives one plan.
+a bound upwards the time grows by that part until a filling succeeds; every second part is guessed
+from the one before, as a filling that is not measured may end sooner. Then the time is halved
+between what failed and what did not. Where sequences are few, whether they fit is a matter of luck:
+the longest first is one order among many, so others close to it are drawn and tried with a little
+less time, and each success lowers the time. Effort is counted in sequences placed, never in time,
+so that a seed gives one plan.
 """
 
 from __future__ import annotations
@@ -125,11 +126,15 @@ def _halved(
         reached = tau * (1 + lacks) >= high_s  # then it is doubtful whether high_s is enough
         tau = high_s if reached else tau * (1 + max(least, effort.growth * lacks))
         least *= effort.wider
-    if best is None:  # what found no place is little, and yet all steps were too small
+    for _ in range(effort.steps if best is None else 0):  # all those were too small
         tau = min(high_s, 2 * low_s)
         result = fill(tau, measured=False)
         if not isinstance(result, float):
             best, high_s = Searched(seconds=tau, result=result), tau
+            break
+        if tau >= high_s:
+            return None
+        low_s = tau
     for _ in range(effort.halvings if best is not None else 0):
         if high_s <= low_s * (1 + effort.close):
             break

@@ -45,7 +45,8 @@ _RANKED = 4  # schemes that a sequence looks at, the cheapest first
 class Filler:
     """Fills pipelines of a table's schemes. ``most[k]`` is how many of scheme k there may be; as
     many as there is room for where it is None. ``bias[k]`` is how many times its devices a scheme
-    seems to need; infinite where it is not to be used."""
+    seems to need; infinite where it is not to be used. ``devices`` are those of all pipelines that
+    there may be."""
 
     def __init__(
         self, table: PriceTable, *, most: Sequence[int] | None = None,
@@ -61,7 +62,7 @@ class Filler:
         self.used = np.flatnonzero(np.isfinite(weights))
         self.weights = weights[self.used, None]
         self._after: Floats | None = None
-        self._least: tuple[list[float], float] | None = None
+        self._least_s: tuple[list[float], float] | None = None
         self._cheapest: dict[int, list[list[int]]] = {}
 
     def cheapest(self, tau: float) -> list[list[int]]:
@@ -76,10 +77,11 @@ class Filler:
         return self._cheapest[step]
 
     def _first_of(self, needs: Floats) -> list[list[int]]:
+        """For every run the cheapest schemes, with their bias."""
         needed = needs[self.used] * self.weights
         opened = np.minimum(np.isfinite(needed).sum(axis=0), _RANKED)
         runs, order = np.arange(needed.shape[1]), list[NDArray[np.int64]]()
-        for _ in range(int(opened.max())):  # sorting all schemes takes longer
+        for _ in range(int(opened.max())):  # sorting all takes longer
             least = needed.argmin(axis=0)
             needed[least, runs] = np.inf
             order.append(self.used[least])
@@ -89,6 +91,7 @@ class Filler:
         return rows
 
     def _some_of(self, ranking: Sequence[tuple[list[int], int]]) -> list[list[int]]:
+        """The same without a bias, from a ranking of all schemes that serves many strategies."""
         used = set(self.used.tolist())
         rows = [([k for k in row if k in used][:_RANKED], count) for row, count in ranking]
         return [*chain.from_iterable(repeat(row, count) for row, count in rows)]
@@ -119,9 +122,9 @@ class Filler:
         opened = [-1]  # after this mark the schemes of which there is a pipeline
         free, left = table.devices, list(self.most) if self.most is not None else None
         full = set[int]()  # schemes without room for the run that is being placed
-        least, least_s = self._needs()
+        least, least_s = self._least()
         spare_s = self.devices * tau - least_s  # that nothing needs, of all devices together
-        given_up_s = -inf if measured else -_ROUNDING * least_s
+        given_up_s = -inf if measured else -_ROUNDING * self.devices * tau
         for r, first, number in table.batch.turns(order):
             if spare_s < given_up_s:
                 return 0.0
@@ -208,13 +211,13 @@ class Filler:
                 members.sort()
         return found
 
-    def _needs(self) -> tuple[list[float], float]:
+    def _least(self) -> tuple[list[float], float]:
         """What a sequence of each run takes at least of the seconds of all devices, by the usual
         rows, and the sum of all."""
-        if self._least is None:
+        if self._least_s is None:
             least = self.table.usual[self.used].min(axis=0, initial=np.inf)
-            self._least = least.tolist(), float(least @ self.table.batch.counts)
-        return self._least
+            self._least_s = least.tolist(), float(least @ self.table.batch.counts)
+        return self._least_s
 
     def _rest(self, i: int) -> float:
         """The part of the work of position i and those after it."""

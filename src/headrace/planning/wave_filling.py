@@ -35,7 +35,8 @@ class WaveFiller:
     """Fills groups of the table's schemes ``kinds``, each of one stage. ``cheapest[i]`` are those
     that hold sequence i, by rising area. By kind and sequence: ``alone`` are the seconds of a
     launch of its own, ``bare`` the device-seconds without the constant ``opening``, ``part`` the
-    ranks whose tokens it takes."""
+    ranks whose tokens it takes. By sequence: ``needs`` are the device-seconds that it takes at
+    least, ``least`` those with its share of a constant."""
 
     def __init__(self, table: PriceTable, kinds: Sequence[int]) -> None:
         self.table, self.kinds = table, list(kinds)
@@ -53,7 +54,7 @@ class WaveFiller:
             each(ranks * seconds),
             each(part),
         )
-        self.needs: list[float] = self.bare.min(axis=0).tolist()  # device-seconds at least
+        self.needs: list[float] = self.bare.min(axis=0).tolist()
         fits = np.isfinite(area).sum(axis=0).tolist()
         order = np.array(self.kinds)[area.argsort(axis=0, kind="stable")].T.tolist()
         self.cheapest = table.batch.listed(

@@ -46,8 +46,8 @@ _Costs = CostModel | PipelineCosts | GroupCosts | Problem
 """What a plan can be asked of: costs, or a problem that restricts the choices."""
 
 _recent: deque[Problem] = deque(maxlen=4)
-"""Problems that were posed by their costs alone: their schemes are priced once, not for every
-batch."""
+"""The last problems that were posed by their costs alone: their schemes are priced once, not for
+every batch."""
 
 
 def plan(
@@ -121,7 +121,7 @@ def _problem(costs: _Costs) -> Problem:
     if isinstance(costs, Problem):
         return costs
     if isinstance(costs, CostModel):
-        known = next((one for one in _recent if one.costs is costs), None)
+        known = next((one for one in tuple(_recent) if one.costs is costs), None)
         if known is None:
             known = Problem(costs=costs)
             _recent.append(known)

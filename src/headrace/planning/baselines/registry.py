@@ -96,14 +96,14 @@ def _static(table: PriceTable, semantics: Semantics, _: int) -> Assignment | Non
 def _best_static(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
     if semantics == "free":
         return best_static(table)
-    best: Assignment | None = None
+    best: tuple[float, int, Assignment] | None = None
     for bound_s, k in sorted(static_bounds(table)):
-        if best is not None and bound_s >= best.seconds:
+        if best is not None and bound_s > best[0]:
             break
         made = static_launches(table, k, semantics)
-        if made is not None and (best is None or made.seconds < best.seconds):
-            best = made
-    return best
+        if made is not None and (best is None or (made.seconds, k) < best[:2]):
+            best = made.seconds, k, made
+    return None if best is None else best[2]
 
 
 def _launched(
