@@ -57,7 +57,7 @@ class SearchLimits:
     fewest: int = 100
     probe_few: float = 2e-3
     probe: float = 5e-4
-    shaken: int = 1500
+    shaken: int = 3000
     levels: Sequence[float] = (0.08, 0.3, float("inf"))
     biases: Sequence[float] = (1.0, 1.1, 1.25)
     exchanged: int = 5000
