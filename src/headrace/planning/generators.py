@@ -271,7 +271,10 @@ def nested(
         def fill(  # always measured, as is what goes by deadlines never
             tau: float, order: Sequence[int] | None = None, *, measured: bool = True
         ) -> list[Group] | float:
-            return nesting.fill(tau, order, promotions=limits.promotions)  # noqa: B023
+            found = nesting.fill(tau, order, promotions=limits.promotions)  # noqa: B023
+            if isinstance(found, float) and not many:
+                found = nesting.fill(tau, order, promotions=limits.promotions, longest=True)  # noqa: B023
+            return found
 
         probe = limits.probe if many else limits.enough
         effort = Effort(halvings=8 if few else 5, probe=0.0 if isinf(high_s) else probe)

@@ -8,8 +8,8 @@ A dual approximation like :mod:`headrace.planning.side_by_side`, size by size fr
 Each sequence has a size: that of the fewest device-seconds that ends it within tau. For a size the
 ranks are cut into groups in the order in which they are free; where sizes divide one another a
 group lies in one of the size before, and no rank waits for another. Longest first, a sequence goes
-to the group that it fills best. One that finds no room is given the next larger size, and the sizes
-from there on are filled again.
+to the group that it fills best. Where one finds no room, it or the longest of its size is given the
+next larger size, and the sizes from there on are filled again.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ class Nesting:
         order: Sequence[int] | None = None,
         *,
         promotions: int = 3,
+        longest: bool = False,
     ) -> list[Group] | float:
         """Groups in which every rank is free within ``tau`` by the usual rows, larger ones first;
         about the part of the work that finds no place where some does not. ``order``: positions as
-        they are taken; ``promotions``: how many sequences may be given a larger size."""
+        they are taken; ``promotions``: how many sequences may be given a larger size, those without
+        a place or the ``longest`` of their size."""
         area = self.table.batch.each(np.where(self.alone > tau, np.inf, self.area))
         total = float(area.min(axis=0).sum())
         if not total <= self.table.devices * tau:
@@ -75,6 +77,7 @@ class Nesting:
                 filled = self._level(level, levels[level], segments, tau)
                 if isinstance(filled, int):
                     promotions -= 1
+                    filled = levels[level][0] if longest else filled
                     larger = self._larger(area, level, filled)
                     if promotions < 0 or larger is None:
                         return 0.0

@@ -11,11 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
-from headrace.planning.wave_counts import wave_counts
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.planning.wave_counts import Estimates
 from headrace.planning.wave_filling import Wave, WaveFiller
 
 __all__ = ["Opening", "openings"]
+
+Floats = NDArray[np.float64]
 
 _WIDE = 2  # openings that are made longer
 _LONGEST = 10  # waves
@@ -27,36 +33,38 @@ _ROUNDED = 1 + 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """First waves and their seconds, the sequences that are left (longest first), about the seconds
-    of a wave of them, and the estimated seconds of it all."""
+    """First waves and their seconds, the sequences that are left (longest first; as a part of all,
+    for the estimates), about the seconds of a wave of them, and the estimated seconds of it all."""
 
     before: list[Wave]
     spent_s: float
     left: list[int]
+    part: Floats
     wave_s: float
     estimate_s: float
 
     @classmethod
-    def of(cls, filler: WaveFiller, before: list[Wave], spent_s: float, left: list[int]) -> Opening:
+    def of(
+        cls, estimates: Estimates, before: list[Wave], spent_s: float, left: list[int], part: Floats
+    ) -> Opening:
         """The opening ``before``."""
-        wave_s = rest_s = 0.0
-        if left:
-            likely = wave_counts(filler, left, coarse=True)[0]
-            wave_s, rest_s = likely.guess_s, likely.count * likely.guess_s
+        count, wave_s = estimates.likely(part)
         return cls(
-            before=before, spent_s=spent_s, left=left, wave_s=wave_s, estimate_s=spent_s + rest_s
-        )
+            before=before, spent_s=spent_s, left=left, part=part, wave_s=wave_s,
+            estimate_s=spent_s + count * wave_s,
+        )  # fmt: skip
 
 
 def openings(filler: WaveFiller, effort: int) -> list[Opening]:
     """Openings for all sequences, the most promising first, as long as ``effort``, in sequences
     placed, lasts; the one without waves is among them."""
-    start = Opening.of(filler, [], 0.0, list(range(len(filler.table.tokens))))
+    estimates = Estimates(filler)
+    start = Opening.of(estimates, [], 0.0, list(range(len(filler.table.tokens))), estimates.all)
     found = wide = [start]
     for _ in range(_LONGEST):
         longer = dict[tuple[float, int], Opening]()
         for opening in wide:
-            for more in _longer(filler, opening):
+            for more in _longer(filler, estimates, opening):
                 effort -= len(opening.left) - len(more.left) + _ESTIMATED
                 longer.setdefault((round(more.spent_s, 9), len(more.left)), more)
         some = sorted(longer.values(), key=lambda one: one.estimate_s)
@@ -68,7 +76,7 @@ def openings(filler: WaveFiller, effort: int) -> list[Opening]:
     return sorted(found, key=lambda one: (one.estimate_s, len(one.before)))
 
 
-def _longer(filler: WaveFiller, opening: Opening) -> Iterator[Opening]:
+def _longer(filler: WaveFiller, estimates: Estimates, opening: Opening) -> Iterator[Opening]:
     """The opening with one wave more, of every time that one of the longest sequences left takes
     and in which the longest ends."""
     left, floor_s = opening.left, opening.wave_s * _SHORTEST
@@ -78,7 +86,8 @@ def _longer(filler: WaveFiller, opening: Opening) -> Iterator[Opening]:
         if time_s >= least_s and time_s > floor_s:
             groups, rest = filler.fill(time_s * _ROUNDED, filler.table.devices, left, whole=False)
             spent_s = opening.spent_s + filler.wave_s(groups)
-            yield Opening.of(filler, [*opening.before, groups], spent_s, rest)
+            part = estimates.without(opening.part, chain.from_iterable(own for _, own in groups))
+            yield Opening.of(estimates, [*opening.before, groups], spent_s, rest, part)
 
 
 def _least_s(filler: WaveFiller, opening: Opening) -> float:
