@@ -24,6 +24,7 @@ from attacks import checkpoints, programs, steps
 from attacks.attack import Attack, Case, Outcome, case_rng
 from attacks.checkpoints import CHECKPOINTS
 from attacks.kills import KILLS
+from attacks.planner import PLANNER
 from attacks.programs import PROGRAMS
 from attacks.registry import ATTACKS
 from attacks.runner import Runner
@@ -325,3 +326,11 @@ class _Ended:
 
     def close(self) -> None:
         self._command.clear()
+
+
+@pytest.mark.parametrize(("seed", "number"), [(23, 354), (77, 1876)])
+def test_problems_that_a_planner_did_not_survive(seed: int, number: int, tmp_path: Path) -> None:
+    """Catches sharded groups of two sizes, neither of which holds a thing, asked for a bound."""
+    with PLANNER.begin(tmp_path) as case:
+        outcome = case(case_rng(seed, PLANNER.name, number))
+    assert outcome.survived, outcome.words

@@ -192,7 +192,7 @@ class ModelSearch:
             # With less memory for each size they are no quicker than if ranks had one size alone.
             ones = [k for k, width in enumerate(alone.width) if width in few]
             table = self._table(pricing.nested("sharded", few)) if (
-                self._promises(rows.only(ones))
+                ones and self._promises(rows.only(ones))
             ) else None  # fmt: skip
             if table is None or (replicated is not None and _rules(replicated, table)):
                 continue
