@@ -15,6 +15,7 @@ from headrace.planning.batch import PriceTable, prices
 from headrace.planning.nested import Nesting
 from headrace.planning.search import Effort, least_time
 from headrace.planning.side_by_side import Filler
+from headrace.planning.wave_counts import Estimates, wave_counts
 from headrace.planning.wave_filling import WaveFiller
 from planning.pipeline_worlds import published
 from planning.tables import bound_s, flexsp, group_table, pipeline_table
@@ -99,6 +100,22 @@ def test_nested_groups_are_given_up_only_where_they_fail(
         tau = tight(patient.by_deadline, tau)
     whole, early = patient.by_deadline(tau), nesting.by_deadline(tau)
     assert isinstance(early, float) if isinstance(whole, float) else early == whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=SEEDS)
+def test_estimates_of_a_part_are_those_of_its_sequences(seed: int) -> None:
+    """Catches samples that stand for others' sequences, or sequences that a part still has although
+    they were placed: estimates are then no longer those that are made for the part alone."""
+    table, rng = drawn(seed, stages=False), np.random.default_rng(seed)
+    filler, count = WaveFiller(table, range(len(table))), len(table.tokens)
+    estimates = Estimates(filler)
+    assert estimates.likely(0 * estimates.all) == (0, 0.0)
+    placed = rng.choice(count, int(rng.integers(0, count)), replace=False).tolist()
+    left = sorted(set(range(count)) - set(placed))
+    waves, wave_s = estimates.likely(estimates.without(estimates.all, placed))
+    alone = min(wave_counts(filler, left), key=lambda one: one.count * one.guess_s)
+    assert waves * wave_s == pytest.approx(alone.count * alone.guess_s, rel=0.08)
 
 
 @pytest.mark.parametrize("high_s", [1e5, float("inf")])

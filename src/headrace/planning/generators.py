@@ -268,7 +268,7 @@ def nested(
                 high_s = found.seconds
                 yield Draft.of(table, found.seconds, found.result, "by deadline")
 
-        def fill(  # always measured, as is what goes by deadlines never
+        def fill(  # whether it is measured or not takes it as long
             tau: float, order: Sequence[int] | None = None, *, measured: bool = True
         ) -> list[Group] | float:
             found = nesting.fill(tau, order, promotions=limits.promotions)  # noqa: B023

@@ -108,8 +108,8 @@ class Filler:
         first sequence on that finds no place. ``order``: positions as they are taken, longest first
         where left out, and then runs of equal ones at once. With ``join_any`` a sequence looks for
         room in pipelines of all its schemes before it opens one, else scheme by scheme. Unless
-        ``measured`` it ends as soon as the rest needs more than is left, and the part is unknown:
-        0."""
+        ``measured`` it ends as soon as the sequences left need more device-seconds than are left,
+        and returns 0 for the part, which is unknown then."""
         table, lines = self.table, self.table.lines
         caps, widths, staged = table.cap, table.width, table.staged
         seconds_of, tokens_of = table.each_seconds, table.each_alike

@@ -6,7 +6,8 @@ p ranks, with t seconds, a sequence takes p t / (D - c) of their time, and its t
 room. Packed with others of its kind it takes the larger of the two of the rank-waves: ``guess_s``
 is the least D at which all fit so. Packed with those that need more of what it leaves, together
 they may take less, though not less than the sum of either: ``least_s``. Both are read off a grid of
-D; of many sequences the short ones are counted by samples.
+D; of many sequences the short ones are counted by samples. :class:`Estimates` has the guess alone,
+for many parts of one batch: its samples are taken, and priced for one grid, once.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def wave_counts(filler: WaveFiller, some: Sequence[int]) -> list[WaveCount]:
 
 
 class Estimates:
-    """What waves of sequences take, about, for any part of them: the samples are taken and priced
-    once. A part is an array of how many of each sample's sequences it has."""
+    """About how many waves any part of a batch takes, and how long. A part is an array: how many
+    sequences of each sample it has; ``all`` is the whole batch."""
 
     def __init__(self, filler: WaveFiller) -> None:
         self.devices, count = filler.table.devices, len(filler.table.tokens)
@@ -125,6 +126,7 @@ class Estimates:
 
 
 def _counts(fewest: int) -> list[int]:
+    """Numbers of waves to try where ``fewest`` hold the tokens."""
     return sorted({round(more * fewest) for more in _MORE} | {fewest + 1, fewest + 2})
 
 

@@ -79,7 +79,8 @@ class WaveFiller:
     ) -> tuple[Pipelines, list[int]]:  # fmt: skip
         """Groups of ``ranks`` ranks in all that hold sequences taken in ``order``, each for at most
         ``time_s``, and the sequences that found no place (``whole``: ends at the first of them;
-        else ``order`` rises). ``whole`` also ends where what is left needs more than there is.
+        else ``order`` rises). ``whole`` also ends where the sequences left need more device-seconds
+        than are left.
         With ``join_any`` a sequence looks for room in groups of every scheme before it opens one,
         else scheme by scheme."""
         table, cheapest = self.table, self.cheapest
