@@ -240,16 +240,19 @@ class StageCosts:
         return -floor(-max(lacks))
 
     def fits(self, packs: Sequence[tuple[int, int]]) -> bool:
-        """Whether micro-batches, as (tokens, plan) in their order, fit the stages' memory."""
-        depth = len(self.stages)
+        """Whether micro-batches, as (tokens, plan) in their order, fit the stages' memory: in each
+        forward beside those in flight, and in each backward beside those after it, which are fewer
+        and fewer behind the last forward."""
+        depth, last = len(self.stages), len(packs) - 1
         for s, room in enumerate(self.rooms):
             kept = [self.lines[plan][s][0](tokens) for tokens, plan in packs]
-            most = [max(line(n) for line in self.lines[plan][s][1]) for n, plan in packs]
-            for i in range(len(packs)):
-                first = max(0, i - (depth - s - 1))
-                both = sum(kept[first : i + 1])
-                over = max(most[i] - kept[i], most[first] - kept[first])
-                if both + over > room:
+            over = [
+                max(line(n) for line in self.lines[plan][s][1]) - own
+                for (n, plan), own in zip(packs, kept, strict=True)
+            ]
+            for i, more in enumerate(over):
+                first, end = max(0, i - (depth - s - 1)), min(last, i + depth - s - 1)
+                if max(sum(kept[first : i + 1]), sum(kept[i : end + 1])) + more > room:
                     return False
         return True
 
