@@ -314,7 +314,10 @@ def test_what_cannot_be_aborted_ends_the_run_by_name(run_job: RunJob, tmp_path: 
     job = run_job(lambda job: start(main, ranks=4, timeout_s=4))
     assert job.wait(30) == STOPPED
     (found,) = [line for line in job.said if "no progress" in line]
-    assert re.search(r"rank [023] in meeting anew for 4", found)
+    # whichever rank's limit came first, as all had published it then: by a beat less
+    waited_s = dict(re.findall(r"rank (\d) in meeting anew for ([\d.]+) s", found))
+    assert waited_s.keys() >= {"0", "2", "3"}
+    assert max(map(float, waited_s.values())) > 3
     assert "rank 1 in " in found
     assert job.left_over() == []
 
