@@ -328,9 +328,13 @@ class _Ended:
         self._command.clear()
 
 
-@pytest.mark.parametrize(("seed", "number"), [(23, 354), (77, 1876)])
+@pytest.mark.parametrize(
+    ("seed", "number"), [(23, 354), (77, 1073), (77, 1876), (2311, 2972), (31337, 2943)]
+)
 def test_problems_that_a_planner_did_not_survive(seed: int, number: int, tmp_path: Path) -> None:
-    """Catches sharded groups of two sizes, neither of which holds a thing, asked for a bound."""
+    """Catches sharded groups of two sizes, neither of which holds a thing, asked for a bound; and a
+    pipeline whose micro-batches have layers of their own, out of memory as it drains; and plans far
+    above their bound that a plain baseline beats, on more devices than others are asked for."""
     with PLANNER.begin(tmp_path) as case:
         outcome = case(case_rng(seed, PLANNER.name, number))
     assert outcome.survived, outcome.words

@@ -105,6 +105,18 @@ def test_very_long_tails(seed: int, devices: int, gap: float) -> None:
     assert planned(table).seconds <= bound_s(table) * (1 + gap)
 
 
+@pytest.mark.parametrize("seed", [0, 31, 33])
+def test_a_number_of_waves_that_fits_badly_does_not_take_all_effort(seed: int) -> None:
+    """Would catch a search that raises the time of a number of waves, whose estimate was too low,
+    until it succeeds, and has no effort left for beginnings that are better: many sequences of the
+    same, greatest length were planned 9 % above their bound."""
+    draws = np.random.default_rng(seed).lognormal(np.log(2000), 2.0, 8000)
+    lengths = np.clip(draws, 4, 8192).astype(int)
+    some = lengths[: int(np.searchsorted(np.cumsum(lengths), 6_000_000)) + 1].tolist()
+    table = group_table(flexsp(), some, 256)
+    assert planned(table).seconds <= bound_s(table) * 1.02
+
+
 def test_a_giant_does_not_stretch_every_wave() -> None:
     """Would catch waves of one time where one sequence needs the whole world for long."""
     costs = GroupCosts(a_s=0.0, b_s=1e-3, c_s=0.0, cap_tokens=1000, kappa_s={1: 0.0, 4: 0.0})
@@ -147,4 +159,6 @@ def test_groups_that_fit_no_wave_are_refused() -> None:
     assert sorted_into_waves(filler, pairs, 2) is None
     found = sorted_into_waves(filler, pairs, 3)
     assert found is not None
-    assert [len(wave) for wave in found] == [1, 1, 1]
+    seconds, waves = found
+    assert [len(wave) for wave in waves] == [1, 1, 1]
+    assert seconds == pytest.approx(3 * launch_s(filler.table, *pairs[0]))

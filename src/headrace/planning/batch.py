@@ -87,7 +87,7 @@ class SortedBatch:
         """``run_tokens`` as an array."""
         return np.array(self.run_tokens, dtype=np.float64)
 
-    def turns(self, order: Sequence[int] | None) -> Iterable[tuple[int, int, int]]:
+    def turns(self, order: Sequence[int] | None) -> list[tuple[int, int, int]]:
         """(run, first position, number of positions) of runs, or of positions one by one in an
         order that is given."""
         return self._runs if order is None else [(self._run_of[i], i, 1) for i in order]
@@ -246,16 +246,21 @@ class PriceTable:
     def priced(self, k: int) -> tuple[list[float], list[int]]:
         """(seconds, tokens of a micro-batch) of every run on scheme k."""
         if k not in self._priced:
-            frontier, row, values = self.schemes[k].frontier, self.rows[k], self.batch.run_values
-            if not self.fluid[k]:
-                self._priced[k] = self.work[k].tolist(), self.batch.run_tokens
-            else:
-                a, b, c = frontier.rows[row]
-                long = values > self.cap[k]
-                seconds = np.where(long, self.alone[k] - c, (a * values + b) * values)
-                room = np.minimum(values, self.cap[k]).astype(np.int64)
-                self._priced[k] = seconds.tolist(), room.tolist()
+            seconds, room = self.priced_arrays(k)
+            tokens: list[int] = (
+                room.astype(np.int64).tolist() if self.fluid[k] else self.batch.run_tokens
+            )
+            self._priced[k] = seconds.tolist(), tokens
         return self._priced[k]
+
+    def priced_arrays(self, k: int) -> tuple[Floats, Floats]:
+        """:meth:`priced` as arrays."""
+        values = self.batch.run_values
+        if not self.fluid[k]:
+            return self.work[k], values
+        (a, b, c), cap = self.schemes[k].frontier.rows[self.rows[k]], self.cap[k]
+        seconds = np.where(values > cap, self.alone[k] - c, (a * values + b) * values)
+        return seconds, np.minimum(values, cap)
 
     def alike(self, k: int) -> list[int]:
         """Tokens that sequences of each run take of micro-batches of scheme k. Where it has stages

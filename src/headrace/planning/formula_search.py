@@ -122,12 +122,16 @@ class FormulaSearch:
 
     def _rivals(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> list[Assignment]:
         """With what others' planners make, where a bound of theirs is below the best: few
-        sequences are a lottery that any of them may win."""
+        sequences are a lottery that any of them may win. For many sequences or devices only the
+        brief ones are asked, where the best plan is far above the bound."""
         best_s = found[0].seconds if found else float("inf")
         few = len(table.tokens) <= self.limits.few and not table.devices > self.limits.crowded
+        doubtful_s = bound.seconds * (1 + self.limits.doubtful)
         for name, baseline in BASELINES.items():
             of_pipelines = isinstance(self.problem.costs, PipelineCosts)
-            if not few or name == "switching" or of_pipelines != baseline.staged:
+            if name == "switching" or of_pipelines != baseline.staged:
+                continue
+            if not few and not (baseline.brief and best_s > doubtful_s):
                 continue
             if best_s <= bound.seconds * (1 + self.limits.enough):
                 break

@@ -44,40 +44,45 @@ class SearchLimits:
     Nested groups are drafted for ``targets`` times the bound, without some sizes too where that is
     ``dropped`` above it, and filled where there are at most ``crowd`` sequences for each device,
     with up to ``promotions`` larger sizes. ``packed`` drafts are packed exactly; ``polished`` of
-    those, within ``near`` of the best and at most ``alike`` of one source, are improved in
+    those, within ``near_polished`` of the best and at most ``alike`` of one source, are improved in
     ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough`` of the bound
     nothing more is tried. Where frontiers have many rows packing takes longer: there
-    ``packed_fluid`` drafts are packed, ``polished_fluid`` improved in ``steps_fluid`` steps.
-    Others' planners are run for few sequences on at most ``crowded`` devices. Times grow by
-    ``least`` at least and are halved ``halvings`` times; of more than ``many`` sequences, each of
-    which matters less, less is tried.
+    ``packed_fluid`` drafts are packed, ``polished_fluid`` within ``near`` of the best are improved
+    in ``steps_fluid`` steps, or as many as place ``step_work_fluid`` sequences. A nested draft is
+    dealt out as long as it is within ``near`` of the best. Others' planners
+    are run for few sequences on at most ``crowded`` devices; else only brief ones, where a plan is
+    ``doubtful`` above the bound. Times grow by ``least`` at least and are halved
+    ``halvings`` times; of more than ``many`` sequences, each of which matters less, less is tried.
     """
 
     few: int = 300
-    fewest: int = 100
+    fewest: int = 140
     probe_few: float = 2e-3
     probe: float = 5e-4
-    shaken: int = 3000
+    shaken: int = 1500
     levels: Sequence[float] = (0.08, 0.3, float("inf"))
     biases: Sequence[float] = (1.0, 1.1, 1.25)
     exchanged: int = 5000
     large: int = 16
     sparse: int = 2
-    targets: Sequence[float] = (1.0, 1.05, 1.15, 1.4, 2.0, float("inf"))
+    targets: Sequence[float] = (1.0, 1.1, 1.4, float("inf"))
     dropped: float = 0.0
     crowd: int = 3
-    promotions: int = 6
+    promotions: int = 2
     packed: int = 10
     polished: int = 6
     alike: int = 2
     near: float = 0.01
+    near_polished: float = 0.03
     steps: int = 100
     step_work: int = 20_000
-    packed_fluid: int = 4
+    packed_fluid: int = 3
     polished_fluid: int = 1
-    steps_fluid: int = 24
+    steps_fluid: int = 60
+    step_work_fluid: int = 200_000
     enough: float = 1e-6
     crowded: int = 32
+    doubtful: float = 0.03
     many: int = 20_000
     least: float = 2e-3
     halvings: int = 5
@@ -335,9 +340,10 @@ def _various(drafts: Iterable[Draft], limits: SearchLimits) -> list[Draft]:
         return []
     fluid = any(any(draft.table.fluid) for draft in drafts)
     most = limits.packed_fluid if fluid else limits.packed
+    near = limits.near if fluid else limits.near_polished
     if len(drafts[0].table.tokens) <= limits.fewest and not fluid:
         return drafts
-    limit_s, found = drafts[0].expected_s * (1 + 2 * limits.near), list[Draft]()
+    limit_s, found = drafts[0].expected_s * (1 + 2 * near), list[Draft]()
     for shared in (max(1, most - 1), most):
         for draft in drafts:
             if draft.expected_s > limit_s or len(found) == most:
@@ -357,14 +363,15 @@ def scheduled(
     best = _various(drafts, limits)
     fluid = any(any(draft.table.fluid) for draft in best)
     polished = limits.polished_fluid if fluid else limits.polished
+    near = limits.near if fluid else limits.near_polished
     made = list(found)
-    over = 0.0 if polished == 1 else limits.near  # of the best: only those are improved
+    over = 0.0 if polished == 1 else near  # of the best: only those are improved
     for draft in best:
         known_s = min((schedule.expected_s for schedule in made), default=inf)
         if not draft.is_late(known_s * (1 + over)):
             made.append(Assignment.of(draft.table, draft.groups, draft.source))
     made.sort(key=lambda schedule: schedule.expected_s)
-    limit_s, seen = made[0].expected_s * (1 + limits.near), Counter[str]()
+    limit_s, seen = made[0].expected_s * (1 + near), Counter[str]()
     for schedule in list(made):
         done = made[0].expected_s <= bound_s * (1 + limits.enough)
         if done or schedule.expected_s > limit_s or seen.total() >= polished:
@@ -372,9 +379,10 @@ def scheduled(
         if seen[schedule.source] >= limits.alike:
             continue
         seen[schedule.source] += 1
-        steps = min(limits.steps, limits.step_work // len(schedule.table.tokens))
+        steps, work = limits.steps, limits.step_work
         if fluid:
-            steps = min(steps, limits.steps_fluid)
+            steps, work = limits.steps_fluid, limits.step_work_fluid
+        steps = min(steps, work // len(schedule.table.tokens))
         better = improved(schedule, target_s=bound_s, steps=steps)
         if better is not schedule:
             made.append(replace(better, source="improved"))

@@ -9,7 +9,7 @@ rank it touches end earlier is taken. Effort is counted in steps, never in time.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.chains import Times
@@ -19,7 +19,7 @@ from headrace.planning.schedule import Assignment, Group
 
 __all__ = ["improved"]
 
-_OTHERS = 6  # pipelines that end first, and one of each scheme beside them
+_OTHERS = 8  # pipelines that end first, and one of each scheme beside them
 _PACKED = 4  # changes that are packed exactly in a step
 _NEAR = 2  # sequences of another pipeline on either side of the one that would level both
 _GAIN = 1e-6  # relative: less is rounding
@@ -54,6 +54,7 @@ class _Search:
         self.nested = any(self.chains.before)
         last_of = self.chains.last_of.__getitem__
         self.after = [set(map(last_of, ranks)) for _, ranks, _ in self.groups if self.nested]
+        self.only = [min(after) if len(after) == 1 else -1 for after in self.after]
         self.times: list[Times] = [(0.0, 0.0, 0.0)] * len(self.groups)
         self.ends = [0.0] * len(self.groups)
         self._timed(range(len(self.groups)))
@@ -69,7 +70,10 @@ class _Search:
             self.ends[g] = sum(self.times[g])
         if self.nested:
             sent = self.chains.sent_s(self.times)
-            self.ends = [max([sent[h] for h in after]) for after in self.after]
+            self.ends = [
+                sent[one] if one >= 0 else max([sent[h] for h in after])
+                for one, after in zip(self.only, self.after, strict=True)
+            ]
 
     def step(self) -> bool:
         """Take one change; False when none helps."""
@@ -81,13 +85,15 @@ class _Search:
         else:
             late = late[:1]
         best: list[_Change] = []
+        order = sorted(range(len(self.ends)), key=self.ends.__getitem__)
         for source in late:
-            for target in self._others(source):
+            for target in self._others(source, order):
                 self._changes(source, target, last_s, best)
         return any(self._taken(change, last_s) for change in best)
 
-    def _others(self, source: int) -> list[int]:
-        order = sorted(range(len(self.ends)), key=self.ends.__getitem__)
+    def _others(self, source: int, order: Sequence[int]) -> list[int]:
+        """Pipelines with which sequences may be exchanged, of all in the ``order`` of their
+        ends."""
         found = [g for g in order[: _OTHERS + 1] if g != source]
         kinds = {self.groups[g][0] for g in found}
         for g in order[_OTHERS + 1 :]:

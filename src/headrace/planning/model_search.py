@@ -30,7 +30,7 @@ from headrace.spec import Plan, Strategy
 __all__ = ["ModelSearch"]
 
 _PROMISED = 0.6  # of what the best is above the best table's bound, others will be above theirs
-_SIMULATED = 4
+_SIMULATED = 2  # schedules, of different strategies or sources, beside the static one
 _NEAR = 1.03  # times the best by computing: what is slower is not simulated
 _FREE_OF_MEMORY = 1.01  # times the ideal bound: deeper schemes could gain no more than that
 _DEEPER = 2e-3  # of their bound stages and tensor blocks must save, as they fill less evenly

@@ -3,13 +3,14 @@
 Where some sequences are far longer than the rest, waves of one time are as long as the longest
 needs, and short sequences cannot fill them: a launch holds only so many tokens. So the long ones
 come first, in waves that each last as long as the longest that is left takes on some scheme. Each
-such beginning, of any number of waves, is an *opening*; what the rest takes after it is estimated,
-and the most promising openings are made longer, a few at a time.
+such beginning, of any number of waves, is an *opening*. What its waves hold and what the rest takes
+after them is estimated, and the most promising openings are made longer, a few at a time; only
+their waves are filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from headrace.planning.wave_counts import Estimates
 from headrace.planning.wave_filling import Wave, WaveFiller
 
-__all__ = ["Opening", "openings"]
+__all__ = ["FEW", "Begun", "Opening", "openings"]
 
 Floats = NDArray[np.float64]
 
@@ -27,69 +28,99 @@ _WIDE = 2  # openings that are made longer
 _LONGEST = 10  # waves
 _HEADS = 2  # sequences, the longest, whose seconds a wave may last
 _SHORTEST = 0.2  # times the time of waves of one time: shorter waves cost ranks for nothing
+_LEFT_BEHIND = 1.02  # times the best estimate: such openings are not made longer
+_FILLED = 3  # waves that may come next, for each opening
+FEW = 300  # sequences: of fewer, all waves that may come next are filled
 _ESTIMATED = 100  # sequences placed while an estimate is made
 _ROUNDED = 1 + 1e-9
 
+# What is promised for waves that are not filled yet may be this much above the best estimate, and
+# more where a rank has few sequences: then estimates are too low, as whole sequences leave gaps.
+_ABOVE = 0.002
+_ABOVE_EACH = 0.12  # times ranks for each sequence
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
-    """First waves and their seconds, the sequences that are left (longest first; as a part of all,
-    for the estimates), about the seconds of a wave of them, and the estimated seconds of it all."""
+class Begun:
+    """First waves and their seconds, and the sequences that are left, longest first; as a part of
+    all, for the estimates."""
 
     before: list[Wave]
     spent_s: float
     left: list[int]
     part: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """Where a plan ``begun``; of what is left about the seconds of a wave; and the estimated
+    seconds of it all."""
+
+    begun: Begun
     wave_s: float
     estimate_s: float
 
-    @classmethod
-    def of(
-        cls, estimates: Estimates, before: list[Wave], spent_s: float, left: list[int], part: Floats
-    ) -> Opening:
-        """The opening ``before``."""
-        count, wave_s = estimates.likely(part)
-        return cls(
-            before=before, spent_s=spent_s, left=left, part=part, wave_s=wave_s,
-            estimate_s=spent_s + count * wave_s,
-        )  # fmt: skip
 
-
-def openings(filler: WaveFiller, effort: int) -> list[Opening]:
+def openings(filler: WaveFiller, estimates: Estimates, effort: int) -> list[Opening]:
     """Openings for all sequences, the most promising first, as long as ``effort``, in sequences
     placed, lasts; the one without waves is among them."""
-    estimates = Estimates(filler)
-    start = Opening.of(estimates, [], 0.0, list(range(len(filler.table.tokens))), estimates.all)
-    found = wide = [start]
+    every = list(range(len(filler.table.tokens)))
+    start = Begun(before=[], spent_s=0.0, left=every, part=estimates.all)
+    found = wide = _estimated(estimates, [start])
+    best_s = found[0].estimate_s
     for _ in range(_LONGEST):
-        longer = dict[tuple[float, int], Opening]()
+        longer = dict[tuple[float, int], Begun]()
         for opening in wide:
-            for more in _longer(filler, estimates, opening):
-                effort -= len(opening.left) - len(more.left) + _ESTIMATED
+            for time_s in _promising(estimates, opening, best_s):
+                more = _filled(filler, estimates, opening.begun, time_s)
+                effort -= len(opening.begun.left) - len(more.left) + _ESTIMATED
                 longer.setdefault((round(more.spent_s, 9), len(more.left)), more)
-        some = sorted(longer.values(), key=lambda one: one.estimate_s)
-        found = found + some
-        best_s = min(one.estimate_s for one in found)
-        wide = [one for one in some[:_WIDE] if one.left and _least_s(filler, one) < best_s]
-        if not wide or effort <= 0:
+        if not longer or effort <= 0:
             break
-    return sorted(found, key=lambda one: (one.estimate_s, len(one.before)))
+        some = sorted(_estimated(estimates, longer.values()), key=lambda one: one.estimate_s)
+        found = found + some
+        best_s = min(best_s, some[0].estimate_s)
+        wide = [one for one in some[:_WIDE] if _may_win(filler, one, best_s)]
+    return sorted(found, key=lambda one: (one.estimate_s, len(one.begun.before)))
 
 
-def _longer(filler: WaveFiller, estimates: Estimates, opening: Opening) -> Iterator[Opening]:
-    """The opening with one wave more, of every time that one of the longest sequences left takes
-    and in which the longest ends."""
-    left, floor_s = opening.left, opening.wave_s * _SHORTEST
-    least_s = min(filler.alone_s(k, left[0]) for k in filler.cheapest[left[0]])
-    times = {filler.alone_s(k, i) for i in left[:_HEADS] for k in filler.cheapest[i]}
-    for time_s in sorted({least_s, *times}):
-        if time_s >= least_s and time_s > floor_s:
-            groups, rest = filler.fill(time_s * _ROUNDED, filler.table.devices, left, whole=False)
-            spent_s = opening.spent_s + filler.wave_s(groups)
-            part = estimates.without(opening.part, chain.from_iterable(own for _, own in groups))
-            yield Opening.of(estimates, [*opening.before, groups], spent_s, rest, part)
+def _may_win(filler: WaveFiller, opening: Opening, best_s: float) -> bool:
+    """Whether a longer opening may be better than the best."""
+    begun, estimate_s = opening.begun, opening.estimate_s
+    least_s = begun.spent_s + float(filler.least[begun.left].sum()) / filler.table.devices
+    return bool(begun.left) and estimate_s <= best_s * _LEFT_BEHIND and least_s < best_s
 
 
-def _least_s(filler: WaveFiller, opening: Opening) -> float:
-    """What no end of an opening can beat."""
-    return opening.spent_s + float(filler.least[opening.left].sum()) / filler.table.devices
+def _estimated(estimates: Estimates, some: Collection[Begun]) -> list[Opening]:
+    counts, waves_s = estimates.likely(np.stack([begun.part for begun in some]))
+    rows = zip(some, counts.tolist(), waves_s.tolist(), strict=True)
+    return [
+        Opening(begun=begun, wave_s=wave_s, estimate_s=begun.spent_s + count * wave_s)
+        for begun, count, wave_s in rows
+    ]
+
+
+def _promising(estimates: Estimates, opening: Opening, best_s: float) -> list[float]:
+    """The seconds of waves that may come next: those that one of the longest sequences left takes
+    and in which the longest ends, if estimates promise a plan that is not far from the best."""
+    begun = opening.begun
+    times_s = estimates.launches_s(begun.part, _HEADS)
+    times_s = times_s[times_s > opening.wave_s * _SHORTEST]
+    if len(times_s) > _FILLED and len(begun.left) >= FEW:
+        counts, waves_s = estimates.likely(estimates.after(begun.part, times_s))
+        promised_s = begun.spent_s + times_s + counts * waves_s
+        limit_s = best_s * (1 + _ABOVE + _ABOVE_EACH * estimates.devices / len(begun.left))
+        best = promised_s.argsort(kind="stable")[:_FILLED]
+        times_s = times_s[best[promised_s[best] <= limit_s]]
+    found: list[float] = times_s.tolist()
+    return found
+
+
+def _filled(filler: WaveFiller, estimates: Estimates, begun: Begun, time_s: float) -> Begun:
+    """One wave more, of ``time_s`` or as long as the longest sequence takes."""
+    limit_s = max(time_s, filler.quickest_s(begun.left[0])) * _ROUNDED
+    groups, left = filler.fill(limit_s, filler.table.devices, begun.left, whole=False)
+    return Begun(
+        before=[*begun.before, groups], spent_s=begun.spent_s + filler.wave_s(groups), left=left,
+        part=estimates.without(begun.part, chain.from_iterable(own for _, own in groups)),
+    )  # fmt: skip

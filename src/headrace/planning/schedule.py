@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import mul
 
 from headrace.planning.batch import PriceTable
 from headrace.planning.packed import Packed
@@ -172,7 +173,7 @@ def launch_s(table: PriceTable, k: int, members: Sequence[int]) -> float:
 def _sums(table: PriceTable, members: Sequence[int]) -> tuple[int, int]:
     """(sum of squared lengths, sum of lengths)."""
     own = [table.tokens[i] for i in members]
-    return sum([n * n for n in own]), sum(own)
+    return sum(map(mul, own, own)), sum(own)
 
 
 def _timed(table: PriceTable, k: int, bins: Sequence[Sequence[int]]) -> Packed:

@@ -125,10 +125,13 @@ class Filler:
         least, least_s = self._least()
         spare_s = self.devices * tau - least_s  # that nothing needs, of all devices together
         given_up_s = -inf if measured else -_ROUNDING * self.devices * tau
-        for r, first, number in table.batch.turns(order):
+        k, g, rest, space, room = 0, 0, 0.0, list[int](), rooms[0]  # joined last
+        turns, n = table.batch.turns(order), 0
+        while n < len(turns):
             if spare_s < given_up_s:
                 return 0.0
-            i, count, several = first, number, number > 1
+            r, i, count = turns[n]
+            n, several = n + 1, count > 1
             full.clear()
             while count:
                 opening = -1
@@ -159,18 +162,17 @@ class Filler:
                                     table.put(k, space, tokens)
                                 if count == 1:
                                     spare_s -= (spare - rest) * widths[k] - least[r]
-                                    insort(room, (rest, g))
                                     found[g][1].append(i)
                                     count = 0
                                     break
                                 more, rest = joined(table, k, rest, space, need, tokens, count - 1)
                                 spare_s -= (spare - rest) * widths[k] - least[r] * (1 + more)
-                                insort(room, (rest, g))
                                 found[g][1].extend(range(i, i + 1 + more))
                                 i += 1 + more
                                 count -= 1 + more
                                 if not count:
                                     break
+                                insort(room, (rest, g))
                         at += 1  # the one that is full now stands no later
                     else:
                         if several:
@@ -187,10 +189,10 @@ class Filler:
                     break
                 if opening < 0:
                     return self._rest(i)
-                k = opening
+                k, g, room = opening, len(found), rooms[opening]
                 need, tokens = seconds_of[k][r], tokens_of[k][r]
                 free -= widths[k]
-                if not rooms[k]:
+                if not room:
                     opened.append(k)
                 if left is not None:
                     left[k] -= 1
@@ -200,12 +202,35 @@ class Filler:
                 if count > 1:
                     more, rest = joined(table, k, rest, space, need, tokens, count - 1)
                 spare_s -= (tau - rest) * widths[k] - least[r] * (1 + more)
-                insort(rooms[k], (rest, len(found)))
                 found.append((k, [*range(i, i + 1 + more)]))
                 spaces.append(space)
                 longest.append(need if staged[k] else unlimited)
                 i += 1 + more
                 count -= 1 + more
+                if count:
+                    insort(room, (rest, g))
+            # Sequences follow into this pipeline as long as they look for one of its scheme first
+            # and no other is fuller and holds them.
+            members, most_s, at = found[g][1], longest[g], bisect_left(room, (rest, g))
+            fuller_s = room[at - 1][0] if at else -1.0
+            while n < len(turns):
+                r, i, count = turns[n]
+                need, some = seconds_of[k][r], cheapest[r]
+                if count > 1 or not some or some[0] != k or need > most_s or need <= fuller_s:
+                    break
+                tokens, left_s = tokens_of[k][r], rest - need
+                if tokens > space[-1]:
+                    left_s -= (tokens - space[0]) * share[k] if dealt[k] else unlimited
+                elif len(space) > 1:
+                    break
+                if left_s < 0:
+                    break
+                space[0] = max(0, space[0] - tokens)
+                spare_s -= (rest - left_s) * widths[k] - least[r]
+                rest = left_s
+                members.append(i)
+                n += 1
+            insort(room, (rest, g))
         if order is not None:
             for _, members in found:
                 members.sort()

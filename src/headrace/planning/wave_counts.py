@@ -6,13 +6,13 @@ p ranks, with t seconds, a sequence takes p t / (D - c) of their time, and its t
 room. Packed with others of its kind it takes the larger of the two of the rank-waves: ``guess_s``
 is the least D at which all fit so. Packed with those that need more of what it leaves, together
 they may take less, though not less than the sum of either: ``least_s``. Both are read off a grid of
-D; of many sequences the short ones are counted by samples. :class:`Estimates` has the guess alone,
-for many parts of one batch: its samples are taken, and priced for one grid, once.
+D. This is asked of many parts of one batch, so what its sequences take is worked out once, of
+those that are not among the longest by samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, log
 
@@ -21,20 +21,21 @@ from numpy.typing import NDArray
 
 from headrace.planning.wave_filling import WaveFiller
 
-__all__ = ["Estimates", "WaveCount", "wave_counts"]
+__all__ = ["Estimates", "WaveCount"]
 
 Floats = NDArray[np.float64]
 
-_STEPS = np.linspace(0, 1, 33)
 _LONG = 8  # times the longest time that one wave may need
-_EXACT = 96  # sequences, the longest; of the others every so many are alike
+_EXACT = 128  # sequences, the longest; of the others every so many are alike
 _ALIKE = 24
-_EXACT_ONCE = 192  # where all openings share the samples
-_CHUNKS = 64
-_STEP = 1.1  # from one time to the next
+_CHUNKS = 32  # of such, at most
+_STEP = 1.05  # from one time of the grid to the next
+_ABOVE = 1.5  # times what the fewest waves last: up to there the grid is that fine
+_READ = 0.99  # of what is read between two times, for what is least
+_APART = 1.5  # from one time to the next elsewhere, where waves hardly are
 _SHORTEST = 1e-5  # of the longest time: what is shorter is not told apart
 _NEVER = 1e18  # rank-waves, for what does not end in time
-_MORE = (1.0, 1.12, 1.3, 1.6, 2.0, 2.5)  # times the fewest waves that hold the tokens
+_MORE = np.array([1.0, 1.12, 1.3, 1.6, 2.0, 2.5])  # times the fewest waves that hold the tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,41 +48,13 @@ class WaveCount:
     guess_s: float
 
 
-def wave_counts(filler: WaveFiller, some: Sequence[int]) -> list[WaveCount]:
-    """Numbers of waves worth trying for the sequences ``some``, longest first; the most promising
-    number first."""
-    at, weight = _samples(some)
-    times, bare, part = (rows[:, at] for rows in (filler.alone, filler.bare, filler.part))
-    bare, part = weight * bare, weight * part
-    devices = filler.table.devices
-    fewest = max(1, ceil(float(part.min(axis=0).sum()) / devices * (1 - 1e-9)))
-    counts = _counts(fewest)
-    quickest_s = float(times.min(axis=0).max())
-    even_s = float(bare.min(axis=0).sum()) / devices + float(filler.opening.max())
-    least_s = max(quickest_s, even_s / counts[-1], 1e-300)
-    most_s = _LONG * max(quickest_s, even_s, 1e-300)
-    grid = least_s * (most_s / least_s) ** _STEPS
-    needs = list(_needs(grid, times, bare, filler.opening))
-    ranks = np.array(counts, dtype=np.float64) * devices
-    packed = [np.maximum(need, tokens) for need, tokens in zip(needs, part, strict=True)]
-    apart = np.minimum.reduce(packed).sum(axis=1)
-    mixed = np.minimum.reduce(needs).sum(axis=1)
-    found = [
-        WaveCount(count=count, least_s=least_s, guess_s=max(least_s, guess_s))
-        for count, least_s, guess_s in zip(
-            counts, _crossing(grid, mixed, ranks), _crossing(grid, apart, ranks), strict=True
-        )
-    ]
-    return sorted(found, key=lambda one: (one.guess_s * one.count, one.count))
-
-
 class Estimates:
     """About how many waves any part of a batch takes, and how long. A part is an array: how many
     sequences of each sample it has; ``all`` is the whole batch."""
 
     def __init__(self, filler: WaveFiller) -> None:
         self.devices, count = filler.table.devices, len(filler.table.tokens)
-        head = min(_EXACT_ONCE, count)
+        head = min(_EXACT, count)
         alike = max(_ALIKE, -(-(count - head) // _CHUNKS))
         sample = np.arange(count)
         sample[head:] = head + (sample[head:] - head) // alike
@@ -89,17 +62,41 @@ class Estimates:
         self.all = np.bincount(sample).astype(np.float64)
         ends = np.cumsum(self.all).astype(np.int64)
         at = ends - 1 - (self.all / 2).astype(np.int64)  # the middle of each
-        times, bare, part = (rows[:, at] for rows in (filler.alone, filler.bare, filler.part))
+        self._times, bare, part = (
+            np.minimum(rows[:, at], _NEVER) for rows in (filler.alone, filler.bare, filler.part)
+        )
+        self._bare, self._part, self._opening = bare, part, filler.opening
         self.opening_s = float(filler.opening.max())
-        self.times, self.bare, self.part = (each.min(axis=0) for each in (times, bare, part))
+        self.times, self.bare, self.part = (own.min(axis=0) for own in (self._times, bare, part))
+        self.grid = self._grid()
+        # In times that are too short for a sequence it counts as in the least that is not: that the
+        # longest must end is asked for apart, and a jump could not be read between two times.
+        limits = np.maximum(self.grid[:, None], self.times)
+        needs = self._needs(limits)
+        self.mixed: Floats = needs.min(axis=1)
+        self.apart: Floats = np.maximum(needs, part).min(axis=1)
+
+    def _grid(self) -> Floats:
+        """Times, rising; close to one another where waves of most of the batch will be."""
+        fewest = float(self._counts(self.all[None])[0].min())
+        longest_s = max(float(self.times.max()), 1e-300)
         even_s = float(self.bare @ self.all) / self.devices + self.opening_s
-        most_s = _LONG * max(float(self.times.max()), even_s, 1e-300)
+        most_s = _LONG * max(longest_s, even_s)
         least_s = max(float(self.times.min()), most_s * _SHORTEST)
-        steps = np.arange(ceil(log(most_s / least_s, _STEP)) + 1, dtype=np.float64)
-        self.grid: Floats = least_s * np.power(_STEP, steps)
-        needs = _needs(self.grid, times, bare, filler.opening)
-        packed = [np.maximum(need, own) for need, own in zip(needs, part, strict=True)]
-        self.apart = np.minimum(np.minimum.reduce(packed), _NEVER)
+        low_s = max(least_s, longest_s / _LONG)
+        high_s = max(low_s, min(most_s, _ABOVE * max(longest_s, even_s / fewest)))
+        spans = (least_s, low_s, _APART), (low_s, high_s, _STEP), (high_s, most_s, _APART)
+        found = [start_s * step ** np.arange(ceil(log(end_s / start_s, step)))
+                 for start_s, end_s, step in spans]  # fmt: skip
+        return np.concatenate([*found, [most_s]])
+
+    def _needs(self, times_s: Floats) -> Floats:
+        """The rank-waves that one of each sample takes of the seconds of waves of some times
+        [times, samples or 1], by kind [times, kinds, samples]."""
+        limits = times_s[:, None]
+        needs: Floats = self._bare / np.maximum(limits - self._opening, 1e-280)
+        np.putmask(needs, self._times > limits * (1 + 1e-9), _NEVER)
+        return needs
 
     def without(self, some: Floats, placed: Iterable[int]) -> Floats:
         """A part without some of its sequences."""
@@ -108,49 +105,56 @@ class Estimates:
             left[self.sample[i]] -= 1
         return left
 
-    def likely(self, some: Floats) -> tuple[int, float]:
-        """The most promising number of waves for a part, and about how long each would be; of
-        nothing no waves."""
-        held = np.flatnonzero(some)
-        if not len(held):
-            return 0, 0.0
-        fewest = max(1, ceil(float(self.part @ some) / self.devices * (1 - 1e-9)))
-        counts = _counts(fewest)
-        even_s = float(self.bare @ some) / self.devices + self.opening_s
-        least_s = max(float(self.times[held[0]]), even_s / counts[-1])
-        ranks = np.array(counts, dtype=np.float64) * self.devices
-        guesses = _crossing(self.grid, self.apart @ some, ranks)
-        found = [(max(least_s, guess_s), n) for guess_s, n in zip(guesses, counts, strict=True)]
-        guess_s, count = min(found, key=lambda one: (one[0] * one[1], one[1]))
-        return count, guess_s
+    def launches_s(self, some: Floats, heads: int) -> Floats:
+        """The seconds, rising, that launches of one of the ``heads`` longest sequences of a part
+        take on every scheme, where the longest ends."""
+        times = self._times[:, some.nonzero()[0][:heads]]
+        found = set(times[(times >= times[:, 0].min()) & (times < _NEVER)].tolist())
+        return np.array(sorted(found))
+
+    def after(self, some: Floats, times_s: Floats) -> Floats:
+        """About what waves of each time, which take the longest sequences first, leave of a part
+        [times, samples]."""
+        wanted = np.maximum(self._needs(times_s[:, None]), self._part).min(axis=1) * some
+        over = np.maximum(np.cumsum(wanted, axis=1) - self.devices, 0.0)
+        left: Floats = some * np.minimum(over / np.maximum(wanted, 1e-300), 1.0)
+        return left
+
+    def likely(self, parts: Floats) -> tuple[Floats, Floats]:
+        """The most promising numbers of waves for parts [parts, samples], and about how long each
+        would be; of nothing no waves."""
+        counts, least_s = self._counts(parts)
+        ranks = counts * self.devices
+        needs = (self.apart @ parts.T).T
+        found = [_crossing(self.grid, need, own) for need, own in zip(needs, ranks, strict=True)]
+        guesses = np.maximum(least_s[:, None], found)
+        each, best = np.arange(len(parts)), (guesses * counts).argmin(axis=1)
+        some = parts.any(axis=1)
+        return counts[each, best] * some, guesses[each, best] * some
+
+    def worth_trying(self, some: Floats) -> list[WaveCount]:
+        """Numbers of waves for a part, the most promising first."""
+        counts, (floor_s,) = self._counts(some[None])
+        ranks = counts[0] * self.devices
+        least = np.maximum(floor_s, _READ * _crossing(self.grid, self.mixed @ some, ranks))
+        guesses = np.maximum(least, _crossing(self.grid, self.apart @ some, ranks))
+        rows = zip(counts[0].tolist(), least.tolist(), guesses.tolist(), strict=True)
+        found = {
+            int(count): WaveCount(count=int(count), least_s=least_s, guess_s=guess_s)
+            for count, least_s, guess_s in rows
+        }
+        return sorted(found.values(), key=lambda one: (one.guess_s * one.count, one.count))
+
+    def _counts(self, parts: Floats) -> tuple[Floats, Floats]:
+        """Numbers of waves for parts [parts, numbers], and what a wave of them lasts at least."""
+        fewest = np.maximum(1, np.ceil(parts @ self.part / self.devices * (1 - 1e-9)))[:, None]
+        counts = np.concatenate([np.round(fewest * _MORE), fewest + 1, fewest + 2], axis=1)
+        even_s = parts @ self.bare / self.devices + self.opening_s
+        longest_s = self.times[(parts > 0).argmax(axis=1)]
+        return counts, np.maximum(longest_s, even_s / counts.max(axis=1))
 
 
-def _counts(fewest: int) -> list[int]:
-    """Numbers of waves to try where ``fewest`` hold the tokens."""
-    return sorted({round(more * fewest) for more in _MORE} | {fewest + 1, fewest + 2})
-
-
-def _needs(grid: Floats, times: Floats, bare: Floats, opening: Floats) -> Iterator[Floats]:
-    """The rank-waves that sequences take of the seconds of waves of each time [times, sequences],
-    by kind."""
-    limits = grid[:, None]
-    for own_s, work_s, open_s in zip(times, bare, opening.tolist(), strict=True):
-        with np.errstate(over="ignore"):
-            need = work_s * (1 / np.maximum(limits - open_s, 1e-300))
-        need[own_s > limits * (1 + 1e-9)] = np.inf
-        yield need
-
-
-def _crossing(grid: Floats, need: Floats, ranks: Floats) -> list[float]:
+def _crossing(grid: Floats, need: Floats, ranks: Floats) -> Floats:
     """The times at which a falling need, about linear in 1 / D, comes down to each of ``ranks``."""
     falling = np.minimum.accumulate(need)[::-1]
-    return (1 / np.interp(ranks, falling, 1 / grid[::-1])).tolist()
-
-
-def _samples(some: Sequence[int]) -> tuple[NDArray[np.int64], Floats]:
-    """Some of the sequences, and how many each stands for."""
-    head = min(_EXACT, len(some))
-    starts = np.arange(head, len(some), _ALIKE)
-    middles = np.minimum(starts + _ALIKE // 2, len(some) - 1).tolist()
-    at = np.array([*some[:head], *[some[n] for n in middles]], dtype=np.int64)
-    return at, np.concatenate([np.ones(head), np.minimum(_ALIKE, len(some) - starts)])
+    return 1 / np.interp(ranks, falling, 1 / grid[::-1])

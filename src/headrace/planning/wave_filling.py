@@ -44,7 +44,8 @@ class WaveFiller:
         self.room = {k: table.room(k) for k in self.kinds}
         each, area = table.batch.each, (table.ranks * table.spread)[self.kinds]
         self.least = each(area.min(axis=0))
-        seconds, room = (np.array(own) for own in zip(*map(table.priced, self.kinds), strict=True))
+        rows = map(table.priced_arrays, self.kinds)
+        seconds, room = (np.array(own) for own in zip(*rows, strict=True))
         ranks, self.opening = table.ranks[self.kinds], np.array([[table.c[k]] for k in self.kinds])
         caps = np.array([[table.cap[k]] for k in self.kinds], dtype=np.float64)
         part = ranks * room / caps
@@ -58,12 +59,19 @@ class WaveFiller:
         fits = np.isfinite(area).sum(axis=0).tolist()
         order = np.array(self.kinds)[area.argsort(axis=0, kind="stable")].T.tolist()
         self.cheapest = table.batch.listed(
-            [some[:count] for some, count in zip(order, fits, strict=True)]
+            [
+                some[:count] if count < len(some) else some
+                for some, count in zip(order, fits, strict=True)
+            ]
         )
 
     def alone_s(self, k: int, i: int) -> float:
         """Seconds of a launch of one sequence, by the usual row."""
         return self.seconds[k][i] + self.table.c[k]
+
+    def quickest_s(self, i: int) -> float:
+        """The least seconds of a launch of one sequence, by the usual rows."""
+        return min([self.alone_s(k, i) for k in self.cheapest[i]])
 
     def wave_s(self, wave: Wave) -> float:
         """Seconds of a wave: its slowest launch."""
@@ -110,13 +118,15 @@ class WaveFiller:
                 while park and -park[0][0] >= length:
                     _, rest_s, g = heappop(park)
                     insort(room, (rest_s, g))
-                at = bisect_left(room, (need, -1))
-                while at < len(room) and spare[room[at][1]] < length:
-                    rest_s, g = room.pop(at)
-                    heappush(park, (-spare[g], rest_s, g))
-                if at < len(room):
-                    found = k
-                    break
+                if room:
+                    at, size = bisect_left(room, (need, -1)), len(room)
+                    while at < size and spare[room[at][1]] < length:
+                        rest_s, g = room.pop(at)
+                        heappush(park, (-spare[g], rest_s, g))
+                        size -= 1
+                    if at < size:
+                        found = k
+                        break
                 if found < 0 and widths[k] <= ranks:
                     found = k
                     if not join_any:
@@ -133,20 +143,32 @@ class WaveFiller:
             k, room = found, rooms[found]
             if 0 <= at < len(room):
                 rest_s, g = room.pop(at)
-                groups[g][1].append(i)
             else:
-                rest_s, g = room_s[k], len(groups)
+                rest_s, g, at = room_s[k], len(groups), len(room)
                 ranks -= widths[k]
                 spare_s -= table.c[k] * widths[k]
-                groups.append((k, [i]))
+                groups.append((k, []))
                 spare.append(caps[k])
-            rest_s -= seconds_of[k][i]
-            spare[g] -= room_of[k][i]
-            spare_s -= seconds_of[k][i] * widths[k] - least[i]
-            if spare[g] > few[k] and rest_s > few_s[k]:
-                insort(room, (rest_s, g))
-            else:
-                spare_s -= rest_s * widths[k]
+            seconds, tokens, park, space = seconds_of[k], room_of[k], parked[k], spare[g]
+            members, below_s = groups[g][1], room[at - 1][0] if at else -1.0
+            while True:
+                rest_s -= seconds[i]
+                space -= tokens[i]
+                spare_s -= seconds[i] * widths[k] - least[i]
+                members.append(i)
+                if space <= few[k] or rest_s <= few_s[k]:
+                    spare_s -= rest_s * widths[k]
+                    break
+                # The next one goes to the same group where it looks for one of this scheme first,
+                # and no other is fuller and holds it.
+                i, going = order[n] if n < len(order) else -1, False
+                if i >= 0 and below_s < seconds[i] <= rest_s and cheapest[i][0] == k:
+                    going = tokens[i] <= space and not (park and -park[0][0] >= tokens[i])
+                if not going:
+                    insort(room, (rest_s, g))
+                    break
+                n += 1
+            spare[g] = space
         return groups, left
 
     def _next(
@@ -198,8 +220,11 @@ class WaveFiller:
         return [group for group in kept if group[1]]
 
 
-def sorted_into_waves(filler: WaveFiller, groups: Pipelines, count: int) -> list[Wave] | None:
-    """The groups in ``count`` waves, longest first; None when they do not fit."""
+def sorted_into_waves(
+    filler: WaveFiller, groups: Pipelines, count: int
+) -> tuple[float, list[Wave]] | None:
+    """The groups in ``count`` waves, longest first, and the seconds of these; None when they do not
+    fit."""
     widths, devices = filler.table.width, filler.table.devices
     narrowest = min(widths[k] for k in filler.kinds)
     timed = [(launch_s(filler.table, *group), group) for group in groups]
@@ -221,5 +246,5 @@ def sorted_into_waves(filler: WaveFiller, groups: Pipelines, count: int) -> list
             waves[at].append(group)
         else:
             used = sorted((w for w in range(count) if waves[w]), key=lambda w: -ends[w])
-            return [waves[w] for w in used]
+            return sum(ends), [waves[w] for w in used]
     return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import numpy as np
 
@@ -42,12 +43,18 @@ def interleaved(table: PriceTable, k: int, taken: Sequence[Sequence[list[int]]])
     return [(k, block(table.width[k], group), members) for _, group, members in launches]
 
 
-def static_launches(table: PriceTable, k: int, semantics: Semantics) -> Assignment | None:
+def static_launches(
+    table: PriceTable, k: int, semantics: Semantics, *,
+    late: Callable[[float], bool] | None = None,
+) -> Assignment | None:  # fmt: skip
     """The static schedule of scheme k; in lockstep launch by launch, the longest of each group
-    first."""
-    found = static_schedule(table, k)
+    first. None where it takes so long that it is ``late``."""
+    found = static_schedule(table, k, late=late)
     if found is None or semantics == "free":
         return found
+    longest = [sorted(own.times, reverse=True) for own in found.packs]
+    if late is not None and late(sum(map(max, zip_longest(*longest, fillvalue=0.0)))):
+        return None
     seconds = table.seconds(k)
     taken = [
         sorted(map(list, own.bins), key=lambda held: (-sum([seconds[i] for i in held]), held[0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -28,6 +29,10 @@ from headrace.spec.plan import Semantics
 
 __all__ = ["BASELINES", "Baseline"]
 
+_ABOUT = 1.01  # times the seconds of a group's launches, which are issued by rows about as quick
+
+_NEAR = 1.03  # times the least bound
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
@@ -38,6 +43,7 @@ class Baseline:
     ``staged``: it plans tables of any schemes, else only of groups, and only it knows ``prepare``,
     which decides for all batches at once (with a seed and the model's parameters, if known) and
     gives what plans one after the other; this raises InfeasiblePlan where a batch fits nowhere.
+    ``brief``: it takes little time, however many sequences there are.
     ``one_size``: all its groups are of one size, the smallest of a table that holds the batch; as
     the planner of a problem it is given each size, and the quickest counts.
     ``meaning`` is one line for people.
@@ -47,6 +53,7 @@ class Baseline:
     least_s: Callable[[PriceTable], float]
     meaning: str
     staged: bool = False
+    brief: bool = False
     one_size: bool = False
     prepare: Callable[[Sequence[PriceTable], int, int | None], BatchPlanner] | None = None
 
@@ -96,14 +103,15 @@ def _static(table: PriceTable, semantics: Semantics, _: int) -> Assignment | Non
 def _best_static(table: PriceTable, semantics: Semantics, _: int) -> Assignment | None:
     if semantics == "free":
         return best_static(table)
-    best: tuple[float, int, Assignment] | None = None
-    for bound_s, k in sorted(static_bounds(table)):
-        if best is not None and bound_s > best[0]:
-            break
-        made = static_launches(table, k, semantics)
-        if made is not None and (best is None or (made.seconds, k) < best[:2]):
-            best = made.seconds, k, made
-    return None if best is None else best[2]
+    best, best_s, bounds = None, inf, list(static_bounds(table))
+    near_s = min((bound_s for bound_s, _ in bounds), default=0.0) * _NEAR
+    # Of bounds that hardly differ the widest groups come first: fewer launches wait for each other.
+    for bound_s, k in sorted(bounds, key=lambda item: (max(item[0], near_s), -item[1])):
+        if bound_s <= best_s:
+            made = static_launches(table, k, semantics, late=(_ABOUT * best_s).__lt__)
+            if made is not None and made.seconds <= best_s:
+                best, best_s = made, made.seconds
+    return best
 
 
 def _launched(
@@ -172,7 +180,7 @@ BASELINES: Mapping[str, Baseline] = {
     ),
     "token-balance": Baseline(
         schedules=_alone(lambda tables, _: token_balance(tables)), least_s=_best_static_s,
-        staged=True, prepare=lambda tables, *_: token_balance(tables),
+        staged=True, brief=True, prepare=lambda tables, *_: token_balance(tables),
         meaning="one scheme, the same tokens for every pipeline",
     ),
     "hydraulis": Baseline(
