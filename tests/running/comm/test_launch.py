@@ -25,7 +25,7 @@ from headrace.comm.launch import World, join, lone_rank, start
 from headrace.comm.ranks import RankPlace
 from headrace.comm.variables import ranks_here, sees_own_gpus, under_torchrun
 from headrace.errors import ConfigError, LaunchError
-from jobs import Job
+from jobs import Job, heard
 
 RunJob = Callable[[Callable[[Job], int]], Job]
 
@@ -178,6 +178,7 @@ def note_and_block(job: Job) -> Callable[[World], int]:
     def main(world: World) -> int:
         world.watcher.enter("0F3")
         dist.barrier()
+        heard(world.watcher)
         job.note(f"pid{world.rank}", os.getpid())
         if world.rank:
             time.sleep(60)
@@ -201,7 +202,6 @@ def test_a_signal_ends_all(run_job: RunJob, number: signal.Signals, group: bool,
     group, as from a terminal."""
     job = run_job(lambda job: start(note_and_block(job), ranks=2))
     job.read("pid0"), job.read("pid1")
-    time.sleep(0.3)  # a heartbeat
     (os.killpg if group else os.kill)(job.pid, number)
     assert job.wait(5) == code
     assert job.left_over() == []

@@ -30,7 +30,7 @@ from headrace.comm.ranks import is_broken_connection
 from headrace.comm.rerendezvous import Rerendezvous
 from headrace.comm.sockets import Connections
 from headrace.errors import PlanMismatch
-from jobs import Job
+from jobs import Job, heard
 
 RunJob = Callable[[Callable[[Job], int]], Job]
 RANKS = 4
@@ -238,7 +238,8 @@ def _dies(world: World) -> int:
     if world.rank == 1:
         world.rerendezvous.ask()
         world.watcher.enter("its last")
-        time.sleep(0.6)  # for a heartbeat that says so; the others meet by now
+        heard(world.watcher)
+        time.sleep(0.4)  # the others meet by now
         os.kill(os.getpid(), signal.SIGKILL)
     with suppress(RuntimeError):
         dist.recv(torch.zeros(1), src=1)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from headrace.comm.launch import World, join, start
 from headrace.comm.status import Beat, Death, StatusBoard
 from headrace.comm.watcher import Watcher
-from jobs import Job
+from jobs import Job, heard
 
 RunJob = Callable[[Callable[[Job], int]], Job]
 RANKS = 3
@@ -41,6 +41,7 @@ def forever(job: Job, once: Callable[[World, torch.Tensor], None]) -> Callable[[
         x = torch.ones(4 * 2**20)
         world.watcher.enter("1F4[0,1,2]")
         once(world, x)
+        heard(world.watcher)
         job.note(f"pid{world.rank}", os.getpid())
         while True:
             once(world, x)
@@ -61,7 +62,7 @@ def test_a_killed_rank(
     nobody (all_reduce), or that blame each other."""
     job = run_job(lambda job: start(forever(job, once), ranks=RANKS))
     pids = begun(job)
-    time.sleep(0.25)  # past a heartbeat, at any point of a transfer
+    time.sleep(0.1)  # at any point of a transfer
     os.kill(pids[victim], signal.SIGKILL)
     began = time.monotonic()
     assert job.wait(5) == 128 + signal.SIGKILL
@@ -79,7 +80,7 @@ def test_a_stopped_rank(run_job: RunJob) -> None:
     """Catches survivors that wait for the timeout, and the stopped rank left behind."""
     job = run_job(lambda job: start(forever(job, ring_once), ranks=RANKS, hang_s=1.0))
     pids = begun(job)
-    time.sleep(0.25)
+    time.sleep(0.1)
     os.kill(pids[1], signal.SIGSTOP)
     assert job.wait(8) == 75
     for rank in (0, 2):
@@ -111,10 +112,10 @@ def test_a_limit_ends_with_its_action(run_job: RunJob) -> None:
 
     def main(world: World) -> int:
         for _ in range(3):
-            world.watcher.enter("short", limit_s=0.4)
-            time.sleep(0.2)
+            world.watcher.enter("short", limit_s=0.8)
+            time.sleep(0.3)
         world.watcher.leave()
-        time.sleep(0.5)
+        time.sleep(0.9)
         return 0
 
     job = run_job(lambda job: start(main, ranks=1, heartbeat_s=0.05))
@@ -159,6 +160,7 @@ def two_joined(run_job: RunJob, *, hang_s: float = 30.0, talk: bool = True) -> l
     def main(job: Job, world: World) -> int:
         world.watcher.enter(f"R{world.rank}")
         dist.barrier()
+        heard(world.watcher)
         job.note("pid", os.getpid())
         if not talk:
             time.sleep(60)
@@ -171,7 +173,6 @@ def two_joined(run_job: RunJob, *, hang_s: float = 30.0, talk: bool = True) -> l
     jobs = [run_job(joined(rank, port, main, hang_s)) for rank in range(2)]
     for job in jobs:
         job.read("pid")
-    time.sleep(0.3)  # a heartbeat
     return jobs
 
 
