@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Command", "Job", "heard"]
 
-_PATIENCE = 3  # times what is waited for at most: machines are slow at times, what hangs hangs longer
+_PATIENCE = 3  # times what is waited for at most: machines are slow, what hangs hangs longer
 
 
 def heard(watcher: Watcher) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from headrace.costs.group_costs import GroupCosts
 from headrace.planning.batch import PriceTable
 from headrace.planning.schedule import Assignment, launch_s
+from headrace.planning.wave_bounds import wave_bound_s
 from headrace.planning.wave_filling import WaveFiller, sorted_into_waves
 from headrace.planning.waves import waves
 from planning.group_worlds import batches, best_by_force, world_costs
@@ -27,6 +28,7 @@ def planned(table: PriceTable, seed: int = 0) -> Assignment:
     assert found.semantics == "lockstep"
     assert checked_s(found) == pytest.approx(found.seconds, rel=1e-9)
     assert bound_s(table) <= found.seconds * (1 + 1e-9)
+    assert wave_bound_s(table, 0.0, 3 * found.seconds) <= found.seconds * (1 + 1e-9)
     return found
 
 

@@ -62,7 +62,8 @@ Pulls and pushes overlap with computations, so of the whole step
    the other, and so do pushes: without the update, a step takes at least pull + push.
 
 All ranks meet at the update, which adds: max(x + tau + y, pull + push) + update is a bound. In
-lockstep every micro-batch waits for others and starts no earlier than it could: the bound holds.
+lockstep every micro-batch waits for others and starts no earlier than it could: the bound holds,
+and :mod:`headrace.planning.wave_bounds` has a closer one.
 """
 
 from __future__ import annotations
@@ -94,10 +95,12 @@ _ROUNDING = 1e-10
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """Seconds of computation that no plan beats; ``longest_s`` is the longest sequence's quickest
-    run."""
+    run. ``by_wave``: what the longest wave leaves is the reason
+    (:mod:`headrace.planning.wave_bounds`)."""
 
     seconds: float
     longest_s: float
+    by_wave: bool = False
 
     @property
     def by_longest(self) -> bool:

@@ -17,6 +17,7 @@ from headrace.planning.infeasible import require_lockstep
 from headrace.planning.problem import Problem
 from headrace.planning.published import require_held
 from headrace.planning.schedule import Assignment
+from headrace.planning.wave_bounds import wave_bound_s
 from headrace.planning.waves import waves
 from headrace.spec import LayerPlan, MicroBatch, Pipeline, Plan, Scheme
 from headrace.units import percent_text, seconds_text
@@ -60,8 +61,10 @@ class FormulaSearch:
             rows = BoundRows.of(table)
             bound = lower_bound(rows, table.devices, apart=True, known_s=low.seconds)
         found = self._static(table) if others is None else self._others(table, others)
-        if self.problem.planner != "static" and others is None:
-            found = self._rivals(table, bound, self._found(table, low, found))
+        searched = self.problem.planner != "static" and others is None
+        found = self._found(table, low, found) if searched else found
+        bound = self._closer(table, bound, found)
+        found = self._rivals(table, bound, found) if searched else found
         made = plan_of(found[0], bound)
         if not self.problem.is_published:
             made = _with_model(made, self.problem.model, found[0])
@@ -100,6 +103,17 @@ class FormulaSearch:
         made = waves(table, low.seconds, seed=self.seed)
         every = [*found, *([] if made is None else [made])]
         return sorted(every, key=lambda schedule: schedule.seconds)
+
+    def _closer(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> Bound:
+        """The bound of waves, where the best plan is far above the other and ranks have sequences
+        enough for parts of them to tell something."""
+        many = len(table.tokens) >= self.limits.loose_each * table.devices
+        loose_s = bound.seconds * (1 + self.limits.loose)
+        lockstep = self.problem.semantics == "lockstep" and not any(table.staged)
+        if not (lockstep and many and found and found[0].seconds > loose_s):
+            return bound
+        seconds = wave_bound_s(table, bound.seconds, found[0].seconds)
+        return replace(bound, seconds=seconds, by_wave=seconds > bound.seconds)
 
     def _free(self, table: PriceTable, low_s: float, found: list[Assignment]) -> list[Assignment]:
         """Schedules whose groups start when their ranks are free. Nested groups come first, as
@@ -191,7 +205,12 @@ def reasons(found: Sequence[Assignment], bound: Bound) -> tuple[str, ...]:
     best, table = found[0], found[0].table
     gap = percent_text(_over(best.seconds, bound.seconds))
     binds = "the longest sequence is quicker nowhere"
-    if not bound.by_longest:
+    if bound.by_wave:
+        binds = (
+            "a wave as long as the longest needs on few devices is not filled by what fits beside "
+            "it, and on many devices it takes more of them"
+        )
+    elif not bound.by_longest:
         binds = (
             f"all sequences on the schemes that need the fewest devices keep {table.devices} busy "
             "so long"

@@ -49,9 +49,10 @@ class SearchLimits:
     nothing more is tried. Where frontiers have many rows packing takes longer: there
     ``packed_fluid`` drafts are packed, ``polished_fluid`` within ``near`` of the best are improved
     in ``steps_fluid`` steps, or as many as place ``step_work_fluid`` sequences. A nested draft is
-    dealt out as long as it is within ``near`` of the best. Others' planners
-    are run for few sequences on at most ``crowded`` devices; else only brief ones, where a plan is
-    ``doubtful`` above the bound. Times grow by ``least`` at least and are halved
+    dealt out as long as it is within ``near`` of the best. Others' planners are run for few
+    sequences on at most ``crowded`` devices; else only brief ones, where a plan is ``doubtful``
+    above the bound. The bound of waves is asked for where a plan is ``loose`` above the other and
+    each device has ``loose_each`` sequences. Times grow by ``least`` at least and are halved
     ``halvings`` times; of more than ``many`` sequences, each of which matters less, less is tried.
     """
 
@@ -83,6 +84,8 @@ class SearchLimits:
     enough: float = 1e-6
     crowded: int = 32
     doubtful: float = 0.03
+    loose: float = 0.02
+    loose_each: int = 4
     many: int = 20_000
     least: float = 2e-3
     halvings: int = 5

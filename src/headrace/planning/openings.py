@@ -26,10 +26,11 @@ Floats = NDArray[np.float64]
 
 _WIDE = 2  # openings that are made longer
 _LONGEST = 10  # waves
-_HEADS = 2  # sequences, the longest, whose seconds a wave may last
+_HEADS = 2, 4  # sequences, the longest, whose seconds a wave may last; at most one for so many
+_RANKS_EACH = 16  # ranks, as where few share them a wave holds few of the longest
 _SHORTEST = 0.2  # times the time of waves of one time: shorter waves cost ranks for nothing
 _LEFT_BEHIND = 1.02  # times the best estimate: such openings are not made longer
-_FILLED = 3  # waves that may come next, for each opening
+_FILLED = 2  # waves that may come next, for each opening
 FEW = 300  # sequences: of fewer, all waves that may come next are filled
 _ESTIMATED = 100  # sequences placed while an estimate is made
 _ROUNDED = 1 + 1e-9
@@ -104,7 +105,8 @@ def _promising(estimates: Estimates, opening: Opening, best_s: float) -> list[fl
     """The seconds of waves that may come next: those that one of the longest sequences left takes
     and in which the longest ends, if estimates promise a plan that is not far from the best."""
     begun = opening.begun
-    times_s = estimates.launches_s(begun.part, _HEADS)
+    heads = min(max(estimates.devices // _RANKS_EACH, _HEADS[0]), _HEADS[1])
+    times_s = estimates.launches_s(begun.part, heads)
     times_s = times_s[times_s > opening.wave_s * _SHORTEST]
     if len(times_s) > _FILLED and len(begun.left) >= FEW:
         counts, waves_s = estimates.likely(estimates.after(begun.part, times_s))

@@ -49,8 +49,8 @@ _HOPE_FEW = 1.1
 _SPREADS = (0.03, 0.1, 0.3)
 _CLOSE = 1e-3  # of a time: how closely the least is sought
 _TRIED = 30  # sequences that could be placed while a try begins
-_MISSED = 60  # drawn orders in a row, or as many as place so many sequences:
-_PLACED = 2000
+_MISSED = 45  # drawn orders in a row, or as many as place so many sequences:
+_PLACED = 1500
 _STEP = 0.998  # of the best: less gain is not worth a try
 
 

@@ -1,0 +1,190 @@
+"""A lower bound of every plan in lockstep: what the longest wave leaves to the others.
+
+Claim. In lockstep all launches of a wave start together, so a wave of D seconds keeps N ranks for
+D seconds, and T is the sum over the waves. Scheme k has N_k ranks, holds cap_k tokens, and each
+launch pays c_k at least; alone, work and spread are as in :mod:`headrace.planning.batch`. Let D be
+the longest wave.
+
+1. No launch takes longer, so i runs on a scheme with alone_k(i) <= D: it is *open* to i.
+2. A launch of d <= D seconds with the sequences S has sum_S spread_k <= d, and sum_S work_k <= d -
+   c_k, so sum_S work_k D / (D - c_k) <= d. Let time_k(i) be N_k times either, the same for all i:
+   what i keeps of the rank-seconds of its wave. And room_k(i) = N_k l_i / cap_k are the ranks whose
+   memory it takes, sum_S room_k <= N_k.
+3. Let the longest wave hold the sequences L, those on scheme k in launches on r_k ranks in all.
+   The other waves have N (T - D) rank-seconds for the rest:
+
+       N (T - D) >= sum_{i not in L} min_k time_k(i),    sum_k r_k <= N,
+       sum_{i in L on k} time_k(i) <= r_k D,             sum_{i in L on k} room_k(i) <= r_k.
+
+4. For any price p in [0, 1] of a rank-second of the longest wave, and any part a_k in [0, p] of it
+   that scheme k pays for time, the rest for memory, the last three sum to
+
+       sum_{i in L} a_k time_k(i) + (p - a_k) D room_k(i) <= p N D,
+
+   so whichever sequences are in L,
+
+       T >= (1 - p) D + 1/N sum_i min_{k open} min { time_k(i),
+                                                     a_k time_k(i) + (p - a_k) D room_k(i) }.
+
+D is not known: T is at least the least right side for any D from the longest sequence's quickest
+launch on. Of D in an interval the first D is put where it counts, and the last where it opens
+schemes and divides constants. Intervals are split where the right side is least. With p = a_k = 1
+the claim is that of all work shared by all ranks; what it adds is that long sequences on few ranks
+want a long wave, whose other ranks what fits into their memory is too short to fill, and on many
+ranks they take more. Prices are sought on samples of the sequences, as any are right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.planning.batch import PriceTable
+
+__all__ = ["wave_bound_s"]
+
+Floats = NDArray[np.float64]
+
+_INTERVALS = 12  # at first, and about as many new ones each time that some are split
+_AT_ONCE = 4  # intervals that are split, those of the least bounds,
+_NEAR = 1.01  # up to so many times the least
+_SAMPLES = 64
+_SWEEPS = 2  # over the schemes, whose parts are improved one after the other
+_PRICES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
+_STEPS = (0.06, 0.03, 0.015)  # from the price of an interval to those of its parts, for each split
+_PARTS = np.linspace(0.0, 1.0, 5)  # of a price, for time
+_NEVER = 1e200  # rank-seconds, where a scheme is not open
+_ROUNDING = 1e-10
+
+
+def wave_bound_s(table: PriceTable, known_s: float, most_s: float) -> float:
+    """Seconds that no waves beat: at least ``known_s``, which none beat either, and at most
+    ``most_s``, those of some waves. All schemes of the ``table`` have one stage."""
+    every = _Sequences.of(table)
+    if not every.least_s < most_s:
+        return max(known_s, min(every.least_s, most_s))
+    some = every.sampled()
+    ends = np.geomspace(every.least_s, most_s, _INTERVALS + 1)
+    found = _bounded(every, some, ends, np.array(_PRICES))
+    for step in _STEPS:
+        found.sort(key=lambda one: one.bound_s)
+        low_s = found[0].bound_s
+        if low_s >= most_s:
+            break
+        near = [one for one in found[:_AT_ONCE] if one.bound_s <= low_s * _NEAR]
+        found = found[len(near) :]
+        for one in near:
+            ends = np.geomspace(one.begin_s, one.end_s, _INTERVALS // len(near) + 1)
+            prices = np.linspace(one.price - 2 * step, one.price + 2 * step, 5).clip(0.0, 1.0)
+            found += _bounded(every, some, ends, prices)
+    low_s = min(one.bound_s for one in found)
+    return min(most_s, max(known_s, low_s * (1 - _ROUNDING)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Interval:
+    """Times of the longest wave, the bound of plans in which it takes one of them, and at which
+    price."""
+
+    begin_s: float
+    end_s: float
+    bound_s: float
+    price: float
+
+
+def _bounded(
+    every: _Sequences, some: _Sequences, ends_s: Floats, prices: Floats
+) -> list[_Interval]:
+    """The intervals between ends that rise, at the best of some ``prices``."""
+    found = zip(pairwise(ends_s.tolist()), *_best(some, ends_s, prices), strict=True)
+    return [
+        _Interval(
+            begin_s=begin_s, end_s=end_s, price=price,
+            bound_s=every.bound_s(begin_s, end_s, price, parts),
+        )
+        for (begin_s, end_s), price, parts in found
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Sequences:
+    """What the claim needs of runs of equal sequences [schemes, runs]: ``spread`` and ``work`` are
+    rank-seconds, ``opening`` the least constants [schemes, 1], ``counts`` the sequences of the
+    runs. No wave with the longest takes less than ``least_s``."""
+
+    ranks: int
+    least_s: float
+    alone: Floats
+    spread: Floats
+    work: Floats
+    room: Floats
+    opening: Floats
+    counts: Floats
+
+    @classmethod
+    def of(cls, table: PriceTable) -> _Sequences:
+        caps = np.array([[float(scheme.most_tokens)] for scheme in table.schemes])
+        never = ~np.isfinite(table.alone)
+        spread, work = (
+            np.where(never, _NEVER, table.ranks * own) for own in (table.spread, table.work)
+        )
+        return cls(
+            ranks=table.devices, least_s=float(table.alone.min(axis=0).max()), alone=table.alone,
+            spread=spread, work=work, room=table.ranks * table.batch.run_values / caps,
+            opening=table.least_c, counts=table.batch.counts.astype(np.float64),
+        )  # fmt: skip
+
+    def sampled(self) -> _Sequences:
+        """About the same with fewer runs: each stands for as much work as the others."""
+        work = self.spread.min(axis=0) * self.counts
+        share = np.cumsum(work) / max(float(work.sum()), 1e-300)
+        number = np.minimum((share * _SAMPLES).astype(np.int64), _SAMPLES - 1)
+        first = np.flatnonzero(np.diff(number, prepend=-1))
+        at = (first + np.append(first[1:], len(number)) - 1) // 2
+        counts = np.add.reduceat(work, first) / np.maximum(work / self.counts, 1e-300)[at]
+        return _Sequences(
+            ranks=self.ranks, least_s=self.least_s, opening=self.opening, counts=counts,
+            **{name: getattr(self, name)[:, at] for name in ("alone", "spread", "work", "room")},
+        )  # fmt: skip
+
+    def times(self, end_s: float) -> Floats:
+        """By 2, for waves of at most ``end_s``."""
+        opened = self.alone <= end_s * (1 + _ROUNDING)
+        even = self.work * (end_s / np.maximum(end_s - self.opening, end_s * _ROUNDING))
+        by_spread = ((self.spread - even) * opened) @ self.counts > 0
+        return np.where(opened, np.where(by_spread[:, None], self.spread, even), _NEVER)
+
+    def bound_s(self, begin_s: float, end_s: float, price: float, parts: Floats) -> float:
+        """The right side for times of an interval, with ``parts`` [schemes] of a price for time."""
+        times, part = self.times(end_s), parts[:, None]
+        paid = price * (part * times + (1 - part) * begin_s * self.room)
+        paid[times >= _NEVER] = _NEVER
+        each = np.minimum(times, paid).min(axis=0)
+        return (1 - price) * begin_s + float(each @ self.counts) / self.ranks
+
+
+def _best(some: _Sequences, ends_s: Floats, prices: Floats) -> tuple[list[float], Floats]:
+    """For each interval the best of some prices, and the parts of it that schemes pay for time
+    [intervals, schemes], which are improved scheme by scheme."""
+    begins_s, schemes = ends_s[:-1], range(len(some.alone))
+    times = np.stack([some.times(end_s) for end_s in ends_s[1:]])  # [intervals, schemes, runs]
+    rooms = np.where(times < _NEVER, begins_s[:, None, None] * some.room, _NEVER)
+    each = prices[:, None, None]
+    parts = np.ones((len(prices), len(begins_s), len(schemes)))
+    paid = [each * times[:, k] for k in schemes]  # [prices, intervals, runs] of each scheme
+    least = np.broadcast_to(times.min(axis=1), paid[0].shape)
+    for _ in range(_SWEEPS):
+        for k in schemes:
+            others = np.minimum.reduce([least, *(own for j, own in enumerate(paid) if j != k)])
+            part = _PARTS[:, None, None, None]
+            tried = each * (part * times[:, k] + (1 - part) * rooms[:, k])
+            best = (np.minimum(others, tried) @ some.counts).argmax(axis=0)  # [prices, intervals]
+            parts[:, :, k] = _PARTS[best]
+            paid[k] = np.take_along_axis(tried, best[None, :, :, None], axis=0)[0]
+    totals = np.minimum.reduce([least, *paid]) @ some.counts / some.ranks
+    totals += (1 - each[:, :, 0]) * begins_s
+    best = totals.argmax(axis=0)
+    return prices[best].tolist(), parts[best, np.arange(len(begins_s))]
