@@ -1,9 +1,10 @@
 """Sequence-parallel sizing: what the planners of groups make of long-tailed batches, and how fast.
 
 Synthetic batches (log-normal, median 700 tokens, sigma 1.5, at most 32,768) of 100 thousand, 1 and
-4 million tokens, three of each, on 8, 64 and 256 devices, under both step semantics, with the
-published costs of a GPT 7B on A100 (FlexSP). All planners run in this process, one after the other:
-headrace's, and those of others as their authors describe them.
+4 million tokens, and of 4 million with lengths up to 131,072, three of each, on 8, 64 and 256
+devices, under both step semantics, with the published costs of a GPT 7B on A100 (FlexSP). All
+planners run in this process, one after the other: headrace's, and those of others as their authors
+describe them.
 
     ratio   seconds of a plan over the plain bound: all work shared by all devices and one constant,
             or the quickest launch of the longest sequence; mean of the batches
@@ -41,7 +42,10 @@ from headrace.spec import Plan
 from headrace.spec.plan import Semantics
 
 _FOLDER = Path(__file__).parent
-_TOKENS = ("100k", "1000k", "4000k")
+_FIXTURES = {
+    "100k": "longtail-32k-100k", "1000k": "longtail-32k-1000k", "4000k": "longtail-32k-4000k",
+    "4000k-128k": "longtail-128k-4000k",
+}  # fmt: skip
 
 
 def plain_bound_s(costs: GroupCosts, lengths: Sequence[int], devices: int) -> float:
@@ -83,7 +87,7 @@ def cell(
 def cells(o: argparse.Namespace, costs: GroupCosts) -> Iterator[dict[str, Any]]:
     timed(Problem(costs=costs, devices=8), [4096, 64], OWN, 1)  # what is loaded late is loaded now
     for tokens in o.tokens:
-        path = _FOLDER / f"fixtures/longtail-32k-{tokens}.json"
+        path = _FOLDER / f"fixtures/{_FIXTURES[tokens]}.json"
         batches = json.loads(path.read_text())["iterations"]
         for devices in o.devices:
             for semantics in o.semantics:
@@ -129,7 +133,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", nargs="+", choices=_TOKENS, default=list(_TOKENS))
+    parser.add_argument("--tokens", nargs="+", choices=_FIXTURES, default=list(_FIXTURES))
     parser.add_argument("--devices", nargs="+", type=int, default=[8, 64, 256])
     parser.add_argument("--semantics", nargs="+", choices=get_args(Semantics),
                         default=list(get_args(Semantics)))  # fmt: skip

@@ -25,3 +25,18 @@ def test_planners_are_compared_in_one_cell(tmp_path: Path) -> None:
     assert 1 <= ratios["headrace"] <= 1.03
     assert min(ratios.values()) == ratios["headrace"]
     assert len(ratios) == 9
+
+
+def test_long_tails_in_lockstep_are_near_the_bound(tmp_path: Path) -> None:
+    """Would catch waves, or a bound of them, that lose what lengths up to 128 Ki allow."""
+    ran = run(
+        "planner_groups.py", "--tokens", "4000k-128k", "--devices", 64, 256,
+        "--semantics", "lockstep", "--planners", "headrace", "best-static", "--rounds", 1,
+        json_in=tmp_path,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert ran.numbers is not None
+    for cell in ran.numbers["cells"]:
+        ours, static = cell["planners"]
+        assert 0 < ours["gap"] <= 0.04
+        assert static["ratio"] >= 1.2 * ours["ratio"]
