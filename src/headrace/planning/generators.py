@@ -79,7 +79,7 @@ class SearchLimits:
     step_work: int = 20_000
     packed_fluid: int = 3
     polished_fluid: int = 1
-    steps_fluid: int = 60
+    steps_fluid: int = 200
     step_work_fluid: int = 200_000
     enough: float = 1e-6
     crowded: int = 32
