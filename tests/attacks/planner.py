@@ -17,7 +17,8 @@ from headrace.errors import InfeasiblePlan, ProgramError
 from headrace.planning import Problem, plan
 from headrace.planning.baselines import BASELINES
 from headrace.planning.batch import SortedBatch
-from headrace.planning.formula_search import formula_table
+from headrace.planning.formula_search import bounded, formula_table
+from headrace.planning.wave_bounds import wave_bound_s
 from headrace.simulator import peak_bytes, step_s
 from headrace.spec import Lengths, Plan, check_programs, compile_plan
 from headrace.units import GIB
@@ -47,6 +48,7 @@ def _case(rng: Rng) -> Outcome:
         words = f"{error}; but {others} hold it" if others else str(error)
         return Outcome(verdict="infeasible", survived=not others, words=words)
     wrong, others = _wrong(problem, made), _others(problem, lengths, seed)
+    wrong += _bounds(problem, made)
     behind = max((made.predicted_s / seconds - 1 for seconds in others.values()), default=0.0)
     quicker = [
         f"{name} is quicker: {seconds:.9g} s, {made.predicted_s:.9g} s"
@@ -68,7 +70,7 @@ def _wrong(problem: Problem, made: Plan) -> list[str]:
     if made.lower_bound_s > made.predicted_s * (1 + _ROUNDING):
         wrong.append(f"the bound {made.lower_bound_s} s is above the plan's {made.predicted_s} s")
     costs = problem.costs
-    if isinstance(costs, CostModel):
+    if made.semantics == "free" and isinstance(costs, CostModel):
         if max(peak_bytes(made, costs)) > costs.capacity_bytes:
             wrong.append("memory is exceeded")
         if abs(made.predicted_s - step_s(made, costs)) > _ROUNDING * made.predicted_s:
@@ -79,6 +81,20 @@ def _wrong(problem: Problem, made: Plan) -> list[str]:
         except ProgramError as error:
             wrong.append(f"its programs are refused: {error}")
     return wrong
+
+
+def _bounds(problem: Problem, made: Plan) -> list[str]:
+    """Bounds by the formula above the plan, as what it says of its bound is never above it."""
+    costs, limit_s = problem.costs, made.predicted_s * (1 + _ROUNDING)
+    if isinstance(costs, CostModel):
+        if made.semantics == "free":
+            return []
+        limit_s = limit_s / costs.scale - costs.exchange_s.update_s
+    table = formula_table(problem, SortedBatch.of(made.lengths))
+    found = {"bound": bounded(table).seconds}
+    if made.semantics == "lockstep":
+        found["bound of waves"] = wave_bound_s(table, 0.0, 3 * limit_s)
+    return [f"the {name} is {seconds} s" for name, seconds in found.items() if seconds > limit_s]
 
 
 def _others(problem: Problem, lengths: Lengths, seed: int) -> dict[str, float]:
@@ -122,7 +138,9 @@ def _of_model(rng: Rng) -> tuple[Problem, Lengths]:
         devices, int(rng.choice([1, 2, 5, 24])), speeds=speeds, methods=methods,
         memory_bytes=int(float(rng.choice([0.8, 1.5, 3, 10, 40])) * GIB),
     ).replace(memory_margin=float(rng.choice([0.0, 0.07])))  # fmt: skip
-    return Problem(costs=costs, devices=devices), _lengths(rng, 40, 200_000)
+    semantics = str(rng.choice(["free", "free", "lockstep"]))
+    problem = Problem(costs=costs, devices=devices, semantics=semantics)
+    return problem, _lengths(rng, 40, 200_000)
 
 
 def _of_groups(rng: Rng) -> tuple[Problem, Lengths]:
@@ -132,7 +150,7 @@ def _of_groups(rng: Rng) -> tuple[Problem, Lengths]:
     costs = GroupCosts(
         a_s=float(rng.choice([0.0, 5e-9])), b_s=float(rng.choice([2e-4, 1e-5])),
         c_s=float(rng.choice([0.0, 0.02, 0.5])),
-        cap_tokens=int(rng.choice([200_000, 1_000_000, 2_000_000])),
+        cap_tokens=int(rng.choice([70_000, 200_000, 1_000_000, 2_000_000])),
         kappa_s={p: link * (1 - 1 / p) * (1 + 4 * (p > 8)) for p in sizes},
     )  # fmt: skip
     devices = int(rng.integers(min(sizes), 33))

@@ -139,6 +139,15 @@ def test_more_memory_at_a_price_is_used() -> None:
     assert found.seconds >= 4.0 * 1.1**2
 
 
+def test_what_a_scheme_does_not_hold_is_not_dealt_to_it() -> None:
+    """Would catch a short launch levelled onto ranks whose memory it exceeds, where schemes have
+    several rows: a sequence counts for at most what the usual row holds."""
+    costs = GroupCosts(
+        a_s=0.0, b_s=2e-4, c_s=0.5, cap_tokens=300, kappa_s={p: 0.0 for p in (1, 2, 4, 8, 16)}
+    )
+    planned(group_table(costs, [2085, 2423, 2210], 26, rows=3))
+
+
 def test_groups_are_filled_to_their_time_and_tokens() -> None:
     """Would catch groups beyond their time or their memory, or ranks beyond the world."""
     table = group_table(flexsp(), fixture("longtail-32k-100k")[0], 16)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
-from math import inf
+from math import inf, isfinite
 from operator import neg
 
 import numpy as np
@@ -41,7 +41,7 @@ class WaveFiller:
     def __init__(self, table: PriceTable, kinds: Sequence[int]) -> None:
         self.table, self.kinds = table, list(kinds)
         self.seconds = {k: table.seconds(k) for k in self.kinds}
-        self.room = {k: table.room(k) for k in self.kinds}
+        self.room = {k: self._room(k) for k in self.kinds}
         each, area = table.batch.each, (table.ranks * table.spread)[self.kinds]
         self.least = each(area.min(axis=0))
         rows = map(table.priced_arrays, self.kinds)
@@ -64,6 +64,15 @@ class WaveFiller:
                 for some, count in zip(order, fits, strict=True)
             ]
         )
+
+    def _room(self, k: int) -> list[int]:
+        """Tokens that each sequence takes of a launch; of a scheme that does not hold it, more than
+        there are, where the table has what it would take of the usual row."""
+        room, seconds, beyond = self.table.room(k), self.seconds[k], self.table.cap[k] + 1
+        if not self.table.fluid[k] or isfinite(seconds[0]):
+            return room
+        pairs = zip(room, seconds, strict=True)
+        return [tokens if isfinite(own) else beyond for tokens, own in pairs]
 
     def alone_s(self, k: int, i: int) -> float:
         """Seconds of a launch of one sequence, by the usual row."""
