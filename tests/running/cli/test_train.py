@@ -63,7 +63,7 @@ def test_a_killed_run_resumes_to_the_same_bits(whole, tmp_path):
     began = time.monotonic()
     victim.send_signal(signal.SIGKILL)
     _, err = process.communicate(timeout=30)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert process.returncode == 128 + signal.SIGKILL
     assert "rank 1 was killed by SIGKILL" in err
     assert "Traceback" not in err

@@ -217,7 +217,7 @@ def test_ranks_that_wait_in_vain_meet_anew(run_job: RunJob) -> None:
         asked_s = rows[round_["asks"]]["asked_s"]
         for name in ("receive", "collective"):
             freed = rows[round_[name][0]]
-            assert 0 < freed["freed_s"] - asked_s < 1, f"{name} of round {number}"
+            assert 0 < freed["freed_s"] - asked_s < COMPUTES_S, f"{name} of round {number}"
             assert (freed["broken"], freed["asked"]) == (True, True)
         for rank, row in enumerate(rows):
             assert row["met_s"] - asked_s < COMPUTES_S + 1.5

@@ -275,6 +275,6 @@ def test_entering_costs_no_traffic() -> None:
         watcher.leave()
     seconds = time.perf_counter() - began
     assert len(beats) == 1
-    assert seconds < 1  # 20,000 calls
+    assert seconds < 3  # 20,000 calls
     watcher.close()
     assert [beat.left for beat in beats] == [False, True]

@@ -235,7 +235,7 @@ def _timed() -> tuple[float, float, int]:
 def test_real_work_and_modelled_messages_add_up() -> None:
     """Would catch a clock that sleeps for messages, or forgets them."""
     ((seconds, stalled, sent),) = run_ranks(1, _timed)
-    assert 0.4 < stalled <= 0.5 <= seconds < 0.6
+    assert 0.4 < stalled <= 0.5 <= seconds < 0.9
     assert sent == 8
 
 
