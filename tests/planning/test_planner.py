@@ -11,10 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.costs import FORMULA_METHODS, CostModel, ExchangeCost, Speeds, synthetic_costs
+from headrace.costs.group_costs import GroupCosts
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
 from headrace.simulator import peak_bytes, simulate, step_s
 from headrace.spec import Lengths, Plan, check_programs, compile_plan
+from headrace.spec.plan import Semantics
 from headrace.units import GIB
 from planning.brute_force import optimum_s
 from planning.worlds import batches, log_normal, statics, worlds
@@ -163,6 +165,19 @@ def test_fewer_sequences_than_ranks() -> None:
     made = plan(Problem(costs=costs, devices=7), Lengths.of([64]))
     check(made, costs)
     assert len(made.micro_batches) == 1
+
+
+@pytest.mark.parametrize("semantics", ["free", "lockstep"])
+@pytest.mark.parametrize("tokens", [[5], [1902, 1993], list(range(1, 200))])
+def test_costs_of_nothing(tokens: list[int], semantics: Semantics) -> None:
+    """Catches a division by a bound of no seconds."""
+    sizes = {1: 0.0, 3: 0.0, 9: 0.0}
+    costs = GroupCosts(a_s=0.0, b_s=0.0, c_s=0.0, cap_tokens=1000, kappa_s=sizes)
+    made = plan(Problem(costs=costs, devices=4, semantics=semantics), Lengths.of(tokens))
+    assert (made.predicted_s, made.gap) == (0.0, 0.0)
+    assert Counter(i for m in made.micro_batches for i in m.sequences) == Counter(
+        range(len(tokens))
+    )
 
 
 def test_scale_changes_the_prediction_and_nothing_else() -> None:

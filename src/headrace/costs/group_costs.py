@@ -33,7 +33,7 @@ class GroupCosts:
     ``a_s`` seconds per squared token, ``b_s`` per token, ``c_s`` per launch, ``cap_tokens`` tokens
     of a launch per rank, ``kappa_s[p]`` seconds per token on p ranks; ``words`` are remarks for
     people (name, model, device, source, meaning). Raises CostError, naming the entry, when one is
-    negative, not finite or of the wrong kind, or tokens take no time.
+    negative, not finite or of the wrong kind.
     """
 
     a_s: float
@@ -46,8 +46,6 @@ class GroupCosts:
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             object.__setattr__(self, name, _seconds(name, getattr(self, name)))
-        if self.a_s == 0 and self.b_s == 0:
-            raise CostError("costs of a token", got="a_s = b_s = 0", wanted="one above 0")
         if not _whole(self.cap_tokens) or self.cap_tokens < 1:
             raise CostError("cap_tokens", got=repr(self.cap_tokens), wanted="a whole number >= 1")
         if not isinstance(self.kappa_s, Mapping) or not self.kappa_s:

@@ -56,7 +56,7 @@ class Nesting:
         area = self.table.batch.each(np.where(self.alone > tau, np.inf, self.area))
         total = float(area.min(axis=0).sum())
         if not total <= self.table.devices * tau:
-            return max(0.0, min(1.0, total / (self.table.devices * tau) - 1))
+            return max(0.0, min(1.0, total / (self.table.devices * tau) - 1)) if tau else 1.0
         rank = None
         chosen = area.argmin(axis=0)
         levels = [np.flatnonzero(chosen == level).tolist() for level in range(len(self.rows))]
