@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.comm.watcher import Watcher
+    from headrace.comm.launch import World
 
 __all__ = ["Command", "Job", "heard"]
 
 _PATIENCE = 3  # times what is waited for at most: machines are slow, what hangs hangs longer
 
 
-def heard(watcher: Watcher) -> None:
-    """Called by a rank: wait until the others could hear where it is, and it where they were."""
-    board, rank = watcher.board, watcher._rank
+def heard(world: World) -> None:
+    """Wait for two heartbeats of this rank: they say where the rank is, and between them its
+    watcher has read where the rank before it was."""
+    board, rank = world.watcher.board, world.rank
     last = board.last(rank)
     seen = last.count if last else 0
     while (last := board.last(rank)) is None or last.count < seen + 2:

@@ -207,8 +207,8 @@ def reasons(found: Sequence[Assignment], bound: Bound) -> tuple[str, ...]:
     binds = "the longest sequence is quicker nowhere"
     if bound.by_wave:
         binds = (
-            "a wave as long as the longest needs on few devices is not filled by what fits beside "
-            "it, and on many devices it takes more of them"
+            "on few devices the longest sequences make a wave longer than what fits into memory "
+            "beside them, on many devices they take more device-seconds"
         )
     elif not bound.by_longest:
         binds = (

@@ -26,8 +26,8 @@ Floats = NDArray[np.float64]
 
 _WIDE = 2  # openings that are made longer
 _LONGEST = 10  # waves
-_HEADS = 2, 4  # sequences, the longest, whose seconds a wave may last; at most one for so many
-_RANKS_EACH = 16  # ranks, as where few share them a wave holds few of the longest
+_HEADS = 2, 4  # of the longest sequences, at least and at most: a wave lasts as long as one takes
+_RANKS_EACH = 16  # for each of those: a wave of few ranks holds few of the longest
 _SHORTEST = 0.2  # times the time of waves of one time: shorter waves cost ranks for nothing
 _LEFT_BEHIND = 1.02  # times the best estimate: such openings are not made longer
 _FILLED = 2  # waves that may come next, for each opening

@@ -8,8 +8,9 @@ the longest wave.
 1. No launch takes longer, so i runs on a scheme with alone_k(i) <= D: it is *open* to i.
 2. A launch of d <= D seconds with the sequences S has sum_S spread_k <= d, and sum_S work_k <= d -
    c_k, so sum_S work_k D / (D - c_k) <= d. Let time_k(i) be N_k times either, the same for all i:
-   what i keeps of the rank-seconds of its wave. And room_k(i) = N_k l_i / cap_k are the ranks whose
-   memory it takes, sum_S room_k <= N_k.
+   the rank-seconds that i takes of its wave, D times its share by 2 of
+   :mod:`headrace.planning.bounds`. And room_k(i) = N_k l_i / cap_k are the ranks whose memory i
+   takes, sum_S room_k <= N_k.
 3. Let the longest wave hold the sequences L, those on scheme k in launches on r_k ranks in all.
    The other waves have N (T - D) rank-seconds for the rest:
 
@@ -27,22 +28,23 @@ the longest wave.
                                                      a_k time_k(i) + (p - a_k) D room_k(i) }.
 
 D is not known: T is at least the least right side for any D from the longest sequence's quickest
-launch on. Of D in an interval the first D is put where it counts, and the last where it opens
-schemes and divides constants. Intervals are split where the right side is least. With p = a_k = 1
-the claim is that of all work shared by all ranks; what it adds is that long sequences on few ranks
-want a long wave, whose other ranks what fits into their memory is too short to fill, and on many
-ranks they take more. Prices are sought on samples of the sequences, as any are right.
+launch on. Of an interval of D the begin counts as seconds, and the end opens schemes and divides
+constants; intervals are split where the right side is least. With p = a_k = 1 the claim is that of
+all work shared by all ranks. It adds this: on few ranks a long sequence makes its wave so long that
+the memory of the other ranks holds too little to fill it, and on many ranks it takes more
+rank-seconds. Any prices are right; good ones are sought on samples of the sequences.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.planning.batch import PriceTable
+from headrace.planning.bounds import BoundRows
 
 __all__ = ["wave_bound_s"]
 
@@ -111,51 +113,43 @@ def _bounded(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Sequences:
-    """What the claim needs of runs of equal sequences [schemes, runs]: ``spread`` and ``work`` are
-    rank-seconds, ``opening`` the least constants [schemes, 1], ``counts`` the sequences of the
-    runs. No wave with the longest takes less than ``least_s``."""
+    """What the claim needs of runs of equal sequences on ``devices`` ranks: the ``rows`` of the
+    plain bound, and ``room`` [schemes, runs]."""
 
-    ranks: int
-    least_s: float
-    alone: Floats
-    spread: Floats
-    work: Floats
+    devices: int
+    rows: BoundRows
     room: Floats
-    opening: Floats
-    counts: Floats
 
     @classmethod
     def of(cls, table: PriceTable) -> _Sequences:
         caps = np.array([[float(scheme.most_tokens)] for scheme in table.schemes])
-        never = ~np.isfinite(table.alone)
-        spread, work = (
-            np.where(never, _NEVER, table.ranks * own) for own in (table.spread, table.work)
-        )
-        return cls(
-            ranks=table.devices, least_s=float(table.alone.min(axis=0).max()), alone=table.alone,
-            spread=spread, work=work, room=table.ranks * table.batch.run_values / caps,
-            opening=table.least_c, counts=table.batch.counts.astype(np.float64),
-        )  # fmt: skip
+        room = table.ranks * table.batch.run_values / caps
+        return cls(devices=table.devices, rows=BoundRows.of(table), room=room)
+
+    @property
+    def least_s(self) -> float:
+        """The longest sequence's quickest launch."""
+        return float(self.rows.alone.min(axis=0).max())
 
     def sampled(self) -> _Sequences:
         """About the same with fewer runs: each stands for as much work as the others."""
-        work = self.spread.min(axis=0) * self.counts
+        rows = self.rows
+        each = (rows.ranks * rows.spread).min(axis=0)
+        work = each * rows.counts
         share = np.cumsum(work) / max(float(work.sum()), 1e-300)
         number = np.minimum((share * _SAMPLES).astype(np.int64), _SAMPLES - 1)
         first = np.flatnonzero(np.diff(number, prepend=-1))
         at = (first + np.append(first[1:], len(number)) - 1) // 2
-        counts = np.add.reduceat(work, first) / np.maximum(work / self.counts, 1e-300)[at]
-        return _Sequences(
-            ranks=self.ranks, least_s=self.least_s, opening=self.opening, counts=counts,
-            **{name: getattr(self, name)[:, at] for name in ("alone", "spread", "work", "room")},
+        counts = np.add.reduceat(work, first) / np.maximum(each[at], 1e-300)
+        some = replace(
+            rows, alone=rows.alone[:, at], work=rows.work[:, at], spread=rows.spread[:, at],
+            counts=counts,
         )  # fmt: skip
+        return _Sequences(devices=self.devices, rows=some, room=self.room[:, at])
 
     def times(self, end_s: float) -> Floats:
-        """By 2, for waves of at most ``end_s``."""
-        opened = self.alone <= end_s * (1 + _ROUNDING)
-        even = self.work * (end_s / np.maximum(end_s - self.opening, end_s * _ROUNDING))
-        by_spread = ((self.spread - even) * opened) @ self.counts > 0
-        return np.where(opened, np.where(by_spread[:, None], self.spread, even), _NEVER)
+        """By 2, for waves of at most ``end_s`` [schemes, runs]."""
+        return np.minimum(self.rows.shares(end_s) * end_s, _NEVER)
 
     def bound_s(self, begin_s: float, end_s: float, price: float, parts: Floats) -> float:
         """The right side for times of an interval, with ``parts`` [schemes] of a price for time."""
@@ -163,13 +157,13 @@ class _Sequences:
         paid = price * (part * times + (1 - part) * begin_s * self.room)
         paid[times >= _NEVER] = _NEVER
         each = np.minimum(times, paid).min(axis=0)
-        return (1 - price) * begin_s + float(each @ self.counts) / self.ranks
+        return (1 - price) * begin_s + float(each @ self.rows.counts) / self.devices
 
 
 def _best(some: _Sequences, ends_s: Floats, prices: Floats) -> tuple[list[float], Floats]:
     """For each interval the best of some prices, and the parts of it that schemes pay for time
     [intervals, schemes], which are improved scheme by scheme."""
-    begins_s, schemes = ends_s[:-1], range(len(some.alone))
+    begins_s, schemes = ends_s[:-1], range(len(some.room))
     times = np.stack([some.times(end_s) for end_s in ends_s[1:]])  # [intervals, schemes, runs]
     rooms = np.where(times < _NEVER, begins_s[:, None, None] * some.room, _NEVER)
     each = prices[:, None, None]
@@ -181,10 +175,12 @@ def _best(some: _Sequences, ends_s: Floats, prices: Floats) -> tuple[list[float]
             others = np.minimum.reduce([least, *(own for j, own in enumerate(paid) if j != k)])
             part = _PARTS[:, None, None, None]
             tried = each * (part * times[:, k] + (1 - part) * rooms[:, k])
-            best = (np.minimum(others, tried) @ some.counts).argmax(axis=0)  # [prices, intervals]
+            best = (np.minimum(others, tried) @ some.rows.counts).argmax(
+                axis=0
+            )  # [prices, intervals]
             parts[:, :, k] = _PARTS[best]
             paid[k] = np.take_along_axis(tried, best[None, :, :, None], axis=0)[0]
-    totals = np.minimum.reduce([least, *paid]) @ some.counts / some.ranks
+    totals = np.minimum.reduce([least, *paid]) @ some.rows.counts / some.devices
     totals += (1 - each[:, :, 0]) * begins_s
     best = totals.argmax(axis=0)
     return prices[best].tolist(), parts[best, np.arange(len(begins_s))]

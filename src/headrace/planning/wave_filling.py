@@ -66,8 +66,8 @@ class WaveFiller:
         )
 
     def _room(self, k: int) -> list[int]:
-        """Tokens that each sequence takes of a launch; of a scheme that does not hold it, more than
-        there are, where the table has what it would take of the usual row."""
+        """Tokens that each sequence takes of a launch of scheme k: more than a launch has where k
+        does not hold the sequence. Of a scheme of several rows the table has the usual row's."""
         room, seconds, beyond = self.table.room(k), self.seconds[k], self.table.cap[k] + 1
         if not self.table.fluid[k] or isfinite(seconds[0]):
             return room

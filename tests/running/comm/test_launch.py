@@ -178,7 +178,7 @@ def note_and_block(job: Job) -> Callable[[World], int]:
     def main(world: World) -> int:
         world.watcher.enter("0F3")
         dist.barrier()
-        heard(world.watcher)
+        heard(world)
         job.note(f"pid{world.rank}", os.getpid())
         if world.rank:
             time.sleep(60)

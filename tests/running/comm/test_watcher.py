@@ -41,7 +41,7 @@ def forever(job: Job, once: Callable[[World, torch.Tensor], None]) -> Callable[[
         x = torch.ones(4 * 2**20)
         world.watcher.enter("1F4[0,1,2]")
         once(world, x)
-        heard(world.watcher)
+        heard(world)
         job.note(f"pid{world.rank}", os.getpid())
         while True:
             once(world, x)
@@ -160,7 +160,7 @@ def two_joined(run_job: RunJob, *, hang_s: float = 30.0, talk: bool = True) -> l
     def main(job: Job, world: World) -> int:
         world.watcher.enter(f"R{world.rank}")
         dist.barrier()
-        heard(world.watcher)
+        heard(world)
         job.note("pid", os.getpid())
         if not talk:
             time.sleep(60)

@@ -43,7 +43,7 @@ def _main(job: Job, victim: int, where: str, number: signal.Signals) -> Callable
         def entered(action: str) -> None:
             world.watcher.enter(action)
             if at["step"] == 1 and world.rank == victim and action.startswith(where):
-                heard(world.watcher)
+                heard(world)
                 job.note("struck", time.monotonic())
                 os.kill(os.getpid(), number)
 
