@@ -47,10 +47,16 @@ def small_llama(tokens: int, attention: str = "sdpa") -> LlamaForCausalLM:
     """Six layers of 256 features."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=704, num_hidden_layers=6,
-        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=tokens,
-        use_cache=False, attn_implementation=attention,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=tokens,
+        use_cache=False,
+        attn_implementation=attention,
+    )
     return LlamaForCausalLM(config).train()
 
 
@@ -97,9 +103,7 @@ def measured(
             held, spent = psutil.Process().memory_info().rss, time.process_time()
             loss = step(tokens)
             most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            row = {
-                "bytes": max(0, most - held), "cpu_s": time.process_time() - spent, "loss": loss,
-            }  # fmt: skip
+            row = {"bytes": max(0, most - held), "cpu_s": time.process_time() - spent, "loss": loss}
             (Path(folder) / f"{world.rank}.json").write_text(json.dumps(row))
             return 0
 
@@ -107,9 +111,10 @@ def measured(
             sys.exit("a rank failed; stderr says why")
         rows = [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(ranks)]
     return {
-        "bytes": max(row["bytes"] for row in rows), "cpu_s": sum(row["cpu_s"] for row in rows),
+        "bytes": max(row["bytes"] for row in rows),
+        "cpu_s": sum(row["cpu_s"] for row in rows),
         "loss": rows[0]["loss"],
-    }  # fmt: skip
+    }
 
 
 def results(o: argparse.Namespace) -> list[dict[str, Any]]:
@@ -118,8 +123,9 @@ def results(o: argparse.Namespace) -> list[dict[str, Any]]:
         contenders = [("one device", alone, "none", 1), ("one device, full", alone, "full", 1)]
         contenders += [
             (f"{ranks} ranks, {level}", spread, level, ranks)
-            for ranks in o.ranks for level in LEVELS
-        ]  # fmt: skip
+            for ranks in o.ranks
+            for level in LEVELS
+        ]
         for name, make, level, ranks in contenders:
             tell(f"{tokens} tokens: {name}")
             found.append(
@@ -135,10 +141,14 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         first = next(r for r in rows if r["tokens"] == row["tokens"])
         table.add_row(
-            f"{row['tokens']:,}", row["contender"], bytes_text(row["bytes"]),
-            f"{row['bytes'] / first['bytes']:.2f}", seconds_text(row["cpu_s"]),
-            f"{row['cpu_s'] / first['cpu_s']:.2f}", f"{row['loss']:.6f}",
-        )  # fmt: skip
+            f"{row['tokens']:,}",
+            row["contender"],
+            bytes_text(row["bytes"]),
+            f"{row['bytes'] / first['bytes']:.2f}",
+            seconds_text(row["cpu_s"]),
+            f"{row['cpu_s'] / first['cpu_s']:.2f}",
+            f"{row['loss']:.6f}",
+        )
     Console(highlight=False, width=110).print(table)
 
 

@@ -87,11 +87,17 @@ for known in FLOPS.values():
 
 def llama(layers: int, hidden: int, ffn: int, heads: int, keys: int, vocabulary: int) -> Any:
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=ffn,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=keys,
-        head_dim=hidden // heads, use_cache=False, max_position_embeddings=1 << 24,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        head_dim=hidden // heads,
+        use_cache=False,
+        max_position_embeddings=1 << 24,
         tie_word_embeddings=False,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).train()
 
 
@@ -253,12 +259,16 @@ def recompute_rows(layers: int, lengths: Sequence[int], budgets: Sequence[float]
         least = costs["none"].flops
         found += [
             {
-                "tokens": tokens, "contender": name, "kept_bytes": c.kept, "peak_bytes": c.peak,
-                "more_flops": c.flops / least - 1, "peak_ratio": c.peak / base.peak,
+                "tokens": tokens,
+                "contender": name,
+                "kept_bytes": c.kept,
+                "peak_bytes": c.peak,
+                "more_flops": c.flops / least - 1,
+                "peak_ratio": c.peak / base.peak,
                 "flops_ratio": c.flops / base.flops,
             }
             for name, c in costs.items()
-        ]  # fmt: skip
+        ]
     return found
 
 
@@ -314,24 +324,41 @@ def longest_rows(names: Sequence[str], memory: int, ranks: int = 8) -> list[Row]
             slope = {n: (at[n, many] - at[n, few]) / (many - few) for n in (1, 2)}
             layer = slope[2] - slope[1]
             token = slope[1] + (layers - 1) * layer
-            found.append({
-                "model": name, "parameters": count, "way": way, "layer_bytes": layer,
-                "token_bytes": token, "longest": max(0, int((memory - state) / token)) * p,
-            })  # fmt: skip
+            found.append(
+                {
+                    "model": name,
+                    "parameters": count,
+                    "way": way,
+                    "layer_bytes": layer,
+                    "token_bytes": token,
+                    "longest": max(0, int((memory - state) / token)) * p,
+                }
+            )
     return found
 
 
 def show_recompute(rows: Sequence[Row]) -> None:
     table = Table(box=None, pad_edge=False)
-    for title in ("tokens", "contender", "kept", "peak", "more FLOPs", "peak of reference",
-                  "FLOPs of reference"):  # fmt: skip
+    for title in (
+        "tokens",
+        "contender",
+        "kept",
+        "peak",
+        "more FLOPs",
+        "peak of reference",
+        "FLOPs of reference",
+    ):
         table.add_column(title, justify="left" if title == "contender" else "right")
     for row in rows:
         table.add_row(
-            f"{row['tokens']:,}", row["contender"], f"{row['kept_bytes'] / MIB:,.0f} MiB",
-            f"{row['peak_bytes'] / MIB:,.0f} MiB", f"{row['more_flops']:.1%}",
-            f"{row['peak_ratio']:.2f}", f"{row['flops_ratio']:.3f}",
-        )  # fmt: skip
+            f"{row['tokens']:,}",
+            row["contender"],
+            f"{row['kept_bytes'] / MIB:,.0f} MiB",
+            f"{row['peak_bytes'] / MIB:,.0f} MiB",
+            f"{row['more_flops']:.1%}",
+            f"{row['peak_ratio']:.2f}",
+            f"{row['flops_ratio']:.3f}",
+        )
     Console(highlight=False, width=110).print(table)
 
 
@@ -342,10 +369,13 @@ def show_longest(rows: Sequence[Row]) -> None:
     for row in rows:
         usual = next(r for r in rows if r["model"] == row["model"] and r["way"] == "Ulysses")
         table.add_row(
-            row["model"], row["way"], f"{row['token_bytes'] / 1e6:.2f} MB",
-            f"{row['layer_bytes'] / 1e3:.1f} kB", f"{row['longest']:,}",
+            row["model"],
+            row["way"],
+            f"{row['token_bytes'] / 1e6:.2f} MB",
+            f"{row['layer_bytes'] / 1e3:.1f} kB",
+            f"{row['longest']:,}",
             f"{row['longest'] / usual['longest']:.2f}x" if usual["longest"] else "",
-        )  # fmt: skip
+        )
     Console(highlight=False, width=110).print(table)
 
 

@@ -87,11 +87,15 @@ def plain(attend: Any = causal, kind: type[PlainLlama] = PlainLlama) -> PlainLla
 def hugging() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=SHAPE["vocabulary"], hidden_size=SHAPE["hidden"],
-        intermediate_size=SHAPE["ffn"], num_hidden_layers=SHAPE["layers"],
-        num_attention_heads=SHAPE["heads"], num_key_value_heads=SHAPE["keys"], use_cache=False,
+        vocab_size=SHAPE["vocabulary"],
+        hidden_size=SHAPE["hidden"],
+        intermediate_size=SHAPE["ffn"],
+        num_hidden_layers=SHAPE["layers"],
+        num_attention_heads=SHAPE["heads"],
+        num_key_value_heads=SHAPE["keys"],
+        use_cache=False,
         max_position_embeddings=1 << 20,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).train()
 
 
@@ -158,9 +162,11 @@ def deepspeeds() -> tuple[torch.nn.Module, Step]:
     model = hugging()
     model.set_attn_implementation("sdpa")
     UlyssesSPAttentionHF.register_with_transformers(
-        model_name_or_path=model, core_attn_implementation="sdpa",
-        sequence_parallel_size=dist.get_world_size(), micro_batch_size=1,
-    )  # fmt: skip
+        model_name_or_path=model,
+        core_attn_implementation="sdpa",
+        sequence_parallel_size=dist.get_world_size(),
+        micro_batch_size=1,
+    )
     return model, whole_loop(model)
 
 
@@ -191,10 +197,11 @@ def ours_hugging() -> tuple[torch.nn.Module, Step]:
 
 def contenders(backend: str) -> dict[str, dict[str, Callable[[], tuple[torch.nn.Module, Step]]]]:
     own = {
-        "by hand": lambda: hand_plain(None), "headrace": lambda: ours_plain(None),
+        "by hand": lambda: hand_plain(None),
+        "headrace": lambda: ours_plain(None),
         "by hand, compiled": lambda: hand_plain(backend),
         "headrace, compiled": lambda: ours_plain(backend),
-    }  # fmt: skip
+    }
     others = {"by hand": hand_hugging, "headrace": ours_hugging}
     if importlib.util.find_spec("deepspeed"):
         others["DeepSpeed"] = deepspeeds
@@ -241,11 +248,15 @@ def measured(o: argparse.Namespace) -> list[dict[str, Any]]:
         first = taken[next(iter(made))]
         for name, seconds in taken.items():
             base = taken["by hand, compiled"] if "compiled" in name else first
-            found.append({
-                "model": kind, "contender": name, "step_s": median(seconds),
-                "speed": median(a / b for a, b in zip(base, seconds, strict=True)),
-                "gradient_error": errors[name],
-            })  # fmt: skip
+            found.append(
+                {
+                    "model": kind,
+                    "contender": name,
+                    "step_s": median(seconds),
+                    "speed": median(a / b for a, b in zip(base, seconds, strict=True)),
+                    "gradient_error": errors[name],
+                }
+            )
     return found
 
 
@@ -255,9 +266,12 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         table.add_column(title, justify="left" if title in ("model", "contender") else "right")
     for row in rows:
         table.add_row(
-            row["model"], row["contender"], seconds_text(row["step_s"]), f"{row['speed']:.3f}",
+            row["model"],
+            row["contender"],
+            seconds_text(row["step_s"]),
+            f"{row['speed']:.3f}",
             f"{row['gradient_error']:.1e}",
-        )  # fmt: skip
+        )
     Console(highlight=False, width=110).print(table)
 
 

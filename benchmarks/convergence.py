@@ -29,9 +29,13 @@ from headrace.runtime.machine import machine_facts
 EXAMPLE = Path(__file__).parents[1] / "examples" / "heterogeneous.toml"
 SIDES = {
     "dynamic": (),
-    "static": ("planner.strategies=[]", "planner.rotate=false", "planner.name=static",
-               "planner.static_size=1"),
-}  # fmt: skip
+    "static": (
+        "planner.strategies=[]",
+        "planner.rotate=false",
+        "planner.name=static",
+        "planner.static_size=1",
+    ),
+}
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -48,9 +52,23 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def losses(o: argparse.Namespace, folder: Path, changes: Sequence[str]) -> list[float]:
     """The loss of every step of one run."""
-    command = [sys.executable, "-m", "headrace", "train", str(EXAMPLE), "--steps", str(o.steps),
-               "--out", str(folder), "--set", f"data.batch_tokens={o.batch_tokens}",
-               "--set", "data.context=1Ki", "--set", "report.html=false"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "headrace",
+        "train",
+        str(EXAMPLE),
+        "--steps",
+        str(o.steps),
+        "--out",
+        str(folder),
+        "--set",
+        f"data.batch_tokens={o.batch_tokens}",
+        "--set",
+        "data.context=1Ki",
+        "--set",
+        "report.html=false",
+    ]
     for change in changes:
         command += ["--set", change]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -74,10 +92,16 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
         for name, several in curves.items()
         for step, loss in enumerate(several)
     ]
-    chart = alt.Chart(alt.Data(values=rows)).mark_line(opacity=0.7).encode(
-        x="step:Q", y=alt.Y("loss:Q", scale=alt.Scale(zero=False)), color="run:N",
-        strokeDash="run:N",
-    )  # fmt: skip
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_line(opacity=0.7)
+        .encode(
+            x="step:Q",
+            y=alt.Y("loss:Q", scale=alt.Scale(zero=False)),
+            color="run:N",
+            strokeDash="run:N",
+        )
+    )
     chart.properties(width=560, height=300).save(str(path))
 
 

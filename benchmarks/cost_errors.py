@@ -52,12 +52,13 @@ def _joined(attention: ProfilePoint, follower: ProfilePoint, option: str) -> Pro
         return None if None in pair else together(*pair)
 
     return replace(
-        attention, option=option,
+        attention,
+        option=option,
         forward_s=attention.forward_s + follower.forward_s,
         backward_s=attention.backward_s + follower.backward_s,
         kept_bytes=counted("kept_bytes", lambda x, y: x + y),
         transient_bytes=counted("transient_bytes", max),
-    )  # fmt: skip
+    )
 
 
 def without_held(profile: Profile) -> Profile:
@@ -102,8 +103,9 @@ def _of_formulas(profile: Profile, model: Architecture) -> Iterator[HeldOut]:
     whole = _formulas(profile, model)
 
     def parts(x: ProfilePoint) -> tuple[float, float]:
-        grows, both = (_formula(costs, x.p, x.option)["step_s"](x.lengths[0])
-                       for costs in (work, whole))  # fmt: skip
+        grows, both = (
+            _formula(costs, x.p, x.option)["step_s"](x.lengths[0]) for costs in (work, whole)
+        )
         return grows, both - grows
 
     known = [x for x in without_held(profile).points if _formula(whole, x.p, x.option)]
@@ -129,9 +131,12 @@ def _formulas(profile: Profile, model: Architecture, **speeds: float) -> CostMod
     methods = tuple(m for m in FORMULA_METHODS if m in names and m != "local")
     sizes = tuple(sorted({x.p for x in profile.points}))
     return synthetic_costs(
-        max(sizes), architecture=model, methods=methods or None, sizes=sizes,
+        max(sizes),
+        architecture=model,
+        methods=methods or None,
+        sizes=sizes,
         speeds=Speeds(element_bytes=profile.element_bytes, **speeds),
-    )  # fmt: skip
+    )
 
 
 def _formula(costs: CostModel, p: int, option: str) -> dict[str, Callable[[int], float]]:
@@ -140,10 +145,12 @@ def _formula(costs: CostModel, p: int, option: str) -> dict[str, Callable[[int],
         return {}
     cost = costs.option(p, named)
     return {
-        "forward_s": lambda n: cost.forward((n,)), "backward_s": lambda n: cost.backward((n,)),
+        "forward_s": lambda n: cost.forward((n,)),
+        "backward_s": lambda n: cost.backward((n,)),
         "step_s": lambda n: cost.forward((n,)) + cost.backward((n,)),
-        "kept_bytes": cost.kept, "transient_bytes": cost.transient,
-    }  # fmt: skip
+        "kept_bytes": cost.kept,
+        "transient_bytes": cost.transient,
+    }
 
 
 def _non_negative(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
@@ -169,18 +176,30 @@ def _asked(profile: Profile) -> Iterator[tuple[Any, ...]]:
 
 
 def _rows(
-    profile: Profile, p: int, option: str, target: Any, model: str, lengths: list[int],
-    values: list[float], found: np.ndarray, most: float,
-) -> Iterator[HeldOut]:  # fmt: skip
+    profile: Profile,
+    p: int,
+    option: str,
+    target: Any,
+    model: str,
+    lengths: list[int],
+    values: list[float],
+    found: np.ndarray,
+    most: float,
+) -> Iterator[HeldOut]:
     errors = dict(zip(lengths, relative_errors(found, values, most), strict=True))
     own = [x for x in profile.points if (x.p, x.option) == (p, option)]
     for where, out in split(x.lengths[0] for x in own).items():
         asked = tuple(n for n in lengths if n in out)
         if asked:
             yield HeldOut(
-                p=p, option=option, target=target, model=model, where=where, lengths=asked,
+                p=p,
+                option=option,
+                target=target,
+                model=model,
+                where=where,
+                lengths=asked,
                 errors=tuple(errors[n] for n in asked),
-            )  # fmt: skip
+            )
 
 
 def against_step(
@@ -229,7 +248,7 @@ def microseconds(profile: Profile, lengths: np.ndarray) -> dict[str, float]:
             lambda: [forest.predict([[n]]) for n in some[:20].tolist()], some[:20]
         ),
         "scikit-learn, all at once": _each_us(lambda: forest.predict(lengths[:, None]), lengths),
-    }  # fmt: skip
+    }
 
 
 def _each_us(work: Callable[[], Any], lengths: Iterable[Any]) -> float:

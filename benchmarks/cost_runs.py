@@ -56,13 +56,17 @@ def profiled(world: World, a: Architecture, o: argparse.Namespace, groups: Group
     """A profile of groups of all ranks; the same on every rank."""
     say = tell if world.rank == 0 else lambda text: None
     profiler = Profiler(
-        Storage(a, groups, seed=0), groups,
+        Storage(a, groups, seed=0),
+        groups,
         ProfileOptions(
-            sizes=(world.ranks,), longest=o.longest, methods=("local", *o.methods),
-            repeats=o.repeats, lengths=ladder_of(o.shortest, o.longest, o.lengths),
+            sizes=(world.ranks,),
+            longest=o.longest,
+            methods=("local", *o.methods),
+            repeats=o.repeats,
+            lengths=ladder_of(o.shortest, o.longest, o.lengths),
         ),
         progress=lambda what, done, of: say(f"{world.ranks} ranks: {what}, {done}/{of}"),
-    )  # fmt: skip
+    )
     cluster = Cluster(devices=world.ranks, memory_bytes=64 * GIB, device="cpu")
     return profiler.profile(f"ranks={world.ranks}", cluster)
 
@@ -70,20 +74,29 @@ def profiled(world: World, a: Architecture, o: argparse.Namespace, groups: Group
 def step_plan(a: Architecture, ranks: int, option: str, order: TokenOrder, tokens: int) -> Plan:
     """One document through all layers by one option, the weights replicated."""
     micro = MicroBatch(
-        pipeline=0, sequences=(0,), order=order,
+        pipeline=0,
+        sequences=(0,),
+        order=order,
         layers=LayerPlan.uniform(LayerOption.parse(option), a.layers),
-    )  # fmt: skip
+    )
     return Plan(
-        lengths=Lengths.of([tokens]), devices=ranks, working="replicated", micro_batches=(micro,),
+        lengths=Lengths.of([tokens]),
+        devices=ranks,
+        working="replicated",
+        micro_batches=(micro,),
         pipelines=(Pipeline(scheme=Scheme(context=ranks), ranks=tuple(range(ranks))),),
-        predicted_s=0.0, lower_bound_s=0.0,
-    )  # fmt: skip
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+    )
 
 
 def steps(
-    world: World, a: Architecture, groups: Groups, o: argparse.Namespace,
+    world: World,
+    a: Architecture,
+    groups: Groups,
+    o: argparse.Namespace,
     options: Iterable[tuple[str, TokenOrder]],
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Seconds and bytes of whole steps of the whole model, the most of any rank."""
     say = tell if world.rank == 0 else lambda text: None
     storage, found = Storage(a, groups, seed=0), []
@@ -131,9 +144,10 @@ def runs_on(ranks: int, a: Architecture, o: argparse.Namespace) -> dict[str, Any
             orders = {x.option: x.order for x in profile.points}
             options = [
                 (f"{name}{level}", orders[f"attention:{name}"])
-                for name in methods if name in measured
+                for name in methods
+                if name in measured
                 for level in ("", "+attention", "+full")
-            ]  # fmt: skip
+            ]
             found = {
                 "profile": profile.to_json(),
                 "steps": steps(world, a, groups, o, options),

@@ -95,8 +95,9 @@ def errors_table(found: dict[str, Any]) -> Table:
     lengths = found["lengths"]
     table = Table(
         title=f"errors on {_ranks(found)}: {found['model']}; "
-        f"{len(lengths)} lengths of {lengths[0]:,} to {lengths[-1]:,} tokens", title_justify="left",
-    )  # fmt: skip
+        f"{len(lengths)} lengths of {lengths[0]:,} to {lengths[-1]:,} tokens",
+        title_justify="left",
+    )
     for name in ("of", "model"):
         table.add_column(name, no_wrap=True)
     for name in ("inside: median", "worst", "beyond: median", "worst"):
@@ -108,8 +109,9 @@ def errors_table(found: dict[str, Any]) -> Table:
             if any(pair):
                 texts = [
                     percent_text(row[name]) if row else "-"
-                    for row in pair for name in ("median", "worst")
-                ]  # fmt: skip
+                    for row in pair
+                    for name in ("median", "worst")
+                ]
                 table.add_row("" if i else target, model, *texts)
         table.add_section()
     return table
@@ -127,11 +129,13 @@ def steps_table(found: dict[str, Any]) -> Table:
     for row in found["steps"]:
         seconds, count = row["step_s"], row["bytes"]
         table.add_row(
-            row["option"], f"{row['tokens']:,}", seconds_text(seconds),
+            row["option"],
+            f"{row['tokens']:,}",
+            seconds_text(seconds),
             *(_off(row[f"{name}_s"], seconds) for name in ("quadratic", "hybrid")),
             bytes_text(count),
             *(_off(row[f"{name}_bytes"], count) for name in ("quadratic", "hybrid")),
-        )  # fmt: skip
+        )
     return table
 
 
@@ -167,8 +171,14 @@ def closing_lines(worlds: list[dict[str, Any]], shared: SharedForest) -> list[st
             f"polynomials begin {percent_text(jump)} off (median); "
             f"{len(world['flagged'])} measurements flagged as falling"
         )
-    return [*lines, "", f"quoted: {PAPER['where']}", f"  {PAPER['without']}", f"  {PAPER['with']}",
-            f"  ({PAPER['compared']})"]  # fmt: skip
+    return [
+        *lines,
+        "",
+        f"quoted: {PAPER['where']}",
+        f"  {PAPER['without']}",
+        f"  {PAPER['with']}",
+        f"  ({PAPER['compared']})",
+    ]
 
 
 def options(arguments: list[str] | None) -> argparse.Namespace:
@@ -177,10 +187,20 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", help="ranks, each in its turn (1 2; none with --profile)")
-    add("--profile", type=Path, action="append", default=[], metavar="FILE",
-        help="a profile that was measured before; may be given again")  # fmt: skip
-    add("--methods", nargs="+", default=["ulysses_z", "megatron_cz", "megatron_ts"],
-        help="methods of groups (ulysses_z megatron_cz megatron_ts)")  # fmt: skip
+    add(
+        "--profile",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a profile that was measured before; may be given again",
+    )
+    add(
+        "--methods",
+        nargs="+",
+        default=["ulysses_z", "megatron_cz", "megatron_ts"],
+        help="methods of groups (ulysses_z megatron_cz megatron_ts)",
+    )
     add("--shortest", type=int, default=64, help="tokens of the shortest document (64)")
     add("--longest", type=int, default=4096, help="tokens of the longest document (4096)")
     add("--lengths", type=int, default=24, help="lengths from the one to the other (24)")
@@ -190,8 +210,13 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     add("--layers", type=int, default=4, help="layers of the model (4)")
     add("--repeats", type=int, default=3, help="times that a length is timed (3)")
     add("--steps", type=int, default=3, help="times that a whole step is timed (3)")
-    add("--step-tokens", type=int, nargs="*", default=[512, 3000],
-        help="tokens of whole steps (512 3000)")  # fmt: skip
+    add(
+        "--step-tokens",
+        type=int,
+        nargs="*",
+        default=[512, 3000],
+        help="tokens of whole steps (512 3000)",
+    )
     add("--json", type=Path, metavar="FILE", help="write all numbers to a file")
     o = parser.parse_args(arguments)
     o.ranks = ([] if o.profile else [1, 2]) if o.ranks is None else o.ranks
@@ -206,9 +231,13 @@ def main(arguments: list[str] | None = None) -> int:
     o = options(arguments)
     facts = machine_facts("cpu")
     a = Architecture(
-        layers=o.layers, hidden=o.hidden, heads=o.heads, kv_heads=o.kv_heads, ffn=3 * o.hidden,
+        layers=o.layers,
+        hidden=o.hidden,
+        heads=o.heads,
+        kv_heads=o.kv_heads,
+        ffn=3 * o.hidden,
         vocabulary=1024,
-    )  # fmt: skip
+    )
     try:
         need_scikit_learn()
         runs = [{"profile": json.loads(file.read_text()), "steps": []} for file in o.profile]
@@ -224,7 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     console.print(
         f"{facts['host_cpu']}, {facts['cores']} cores, torch {facts['torch']}, fp32, one thread "
         "per rank\n"
-    )  # fmt: skip
+    )
     for world in worlds:
         console.print(errors_table(world))
         if world["steps"]:
@@ -235,9 +264,12 @@ def main(arguments: list[str] | None = None) -> int:
         o.json.parent.mkdir(parents=True, exist_ok=True)
         importances = {target: shared.importances(target) for target in shared.forests}
         o.json.write_text(
-            json.dumps({"machine": facts, "paper": PAPER, "worlds": worlds,
-                        "importances": importances}, indent=1) + "\n"
-        )  # fmt: skip
+            json.dumps(
+                {"machine": facts, "paper": PAPER, "worlds": worlds, "importances": importances},
+                indent=1,
+            )
+            + "\n"
+        )
     return 0
 
 

@@ -40,7 +40,8 @@ def layout_of(devices: int, parts: int, layers: int) -> Plan:
     count = devices // parts
     option = LayerPlan.uniform(LayerOption.of("local" if parts == 1 else "megatron_ts"), layers)
     return Plan(
-        lengths=Lengths(tokens=(parts,) * count), devices=devices,
+        lengths=Lengths(tokens=(parts,) * count),
+        devices=devices,
         pipelines=tuple(
             Pipeline(scheme=Scheme(tensor=parts), ranks=tuple(range(i * parts, (i + 1) * parts)))
             for i in range(count)
@@ -48,8 +49,9 @@ def layout_of(devices: int, parts: int, layers: int) -> Plan:
         micro_batches=tuple(
             MicroBatch(pipeline=i, sequences=(i,), layers=option) for i in range(count)
         ),
-        predicted_s=0.0, lower_bound_s=0.0,
-    )  # fmt: skip
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+    )
 
 
 def crossing(a: Architecture, nodes: int, node_ranks: int) -> Iterator[dict[str, Any]]:
@@ -68,10 +70,12 @@ def crossing(a: Architecture, nodes: int, node_ranks: int) -> Iterator[dict[str,
             once += known[kind][0] * w.row_elements
             twice += known[kind][1] * w.row_elements
         yield {
-            "nodes": nodes, "layout": name, "one_step_bytes": once * _BYTES // nodes,
+            "nodes": nodes,
+            "layout": name,
+            "one_step_bytes": once * _BYTES // nodes,
             "two_steps_bytes": twice * _BYTES // nodes,
             "two_steps": taken([table], owners, readers, node_ranks),
-        }  # fmt: skip
+        }
 
 
 def seconds(crossing_bytes: float, inside_bytes: float, hardware: Hardware) -> float:
@@ -84,9 +88,10 @@ def seconds(crossing_bytes: float, inside_bytes: float, hardware: Hardware) -> f
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], epilog=(__doc__ or "").partition("\n\n")[2],
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=(__doc__ or "").partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 8, 32], help="(2 8 32)")
     parser.add_argument("--model", default="llama-8b", help="a preset (llama-8b)")
     parser.add_argument("--hardware", default="h100", help="whose links (h100)")
@@ -99,8 +104,9 @@ def main(arguments: list[str] | None = None) -> int:
     except SpecError as error:
         parser.error(str(error))
     hardware = replace(hardware, devices_per_node=8)
-    table = Table("nodes", "weights", "GB to a node: one step", "two", "seconds: one step", "two",
-                  "taken")  # fmt: skip
+    table = Table(
+        "nodes", "weights", "GB to a node: one step", "two", "seconds: one step", "two", "taken"
+    )
     rows = []
     for row in (row for nodes in o.nodes for row in crossing(a, nodes, 8)):
         parts = _LAYOUTS[row["layout"]]
@@ -109,15 +115,20 @@ def main(arguments: list[str] | None = None) -> int:
         row["two_steps_s"] = seconds(row["two_steps_bytes"], read, hardware)
         rows.append(row)
         table.add_row(
-            str(row["nodes"]), row["layout"], f"{row['one_step_bytes'] / 1e9:.1f}",
-            f"{row['two_steps_bytes'] / 1e9:.1f}", f"{row['one_step_s']:.3f}",
-            f"{row['two_steps_s']:.3f}", "two" if row["two_steps"] else "one",
-        )  # fmt: skip
+            str(row["nodes"]),
+            row["layout"],
+            f"{row['one_step_bytes'] / 1e9:.1f}",
+            f"{row['two_steps_bytes'] / 1e9:.1f}",
+            f"{row['one_step_s']:.3f}",
+            f"{row['two_steps_s']:.3f}",
+            "two" if row["two_steps"] else "one",
+        )
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     if o.json:
         o.json.parent.mkdir(parents=True, exist_ok=True)
-        o.json.write_text(json.dumps({"model": o.model, "hardware": str(hardware), "rows": rows},
-                                     indent=1) + "\n")  # fmt: skip
+        o.json.write_text(
+            json.dumps({"model": o.model, "hardware": str(hardware), "rows": rows}, indent=1) + "\n"
+        )
     return 0
 
 

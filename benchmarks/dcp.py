@@ -54,18 +54,29 @@ from headrace.cli.display import tell
 from headrace.units import percent_text, seconds_text
 
 MODEL = hr.Architecture(
-    kind="gpt", layers=42, hidden=3072, heads=48, kv_heads=48, ffn=4 * 3072, vocabulary=32_000,
-    positions=1 << 17, tied=True,
-)  # fmt: skip
+    kind="gpt",
+    layers=42,
+    hidden=3072,
+    heads=48,
+    kv_heads=48,
+    ffn=4 * 3072,
+    vocabulary=32_000,
+    positions=1 << 17,
+    tied=True,
+)
 MEMORY = 80 * 10**9
 EXPONENTS = {"short": 3.0, "balanced": 2.0, "long": 1.0}
 FULL = ("full",)
 LEVELS = ("none", "attention", "full")
 PLANNERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "bucket": ("bucket", FULL), "packed": ("packed", FULL), "best bucket": ("bucket", FULL),
-    "best packed": ("packed", FULL), "inter": ("dcp", FULL),
-    "intra": ("dcp", LEVELS), "headrace": ("adaptive", LEVELS),
-}  # fmt: skip
+    "bucket": ("bucket", FULL),
+    "packed": ("packed", FULL),
+    "best bucket": ("bucket", FULL),
+    "best packed": ("packed", FULL),
+    "inter": ("dcp", FULL),
+    "intra": ("dcp", LEVELS),
+    "headrace": ("adaptive", LEVELS),
+}
 
 
 def corpus() -> NDArray[np.int64]:
@@ -100,9 +111,13 @@ def problem_of(planner: str, devices: int, model: str = "1d") -> hr.Problem:
         )
         methods = ("local", "dsp")
     problem = hr.Problem(
-        costs=costs, planner=name, recompute=levels, holding=("replicated",), stages=False,
+        costs=costs,
+        planner=name,
+        recompute=levels,
+        holding=("replicated",),
+        stages=False,
         methods=methods,
-    )  # fmt: skip
+    )
     return (
         problem if planner not in ("bucket", "packed") else problem.replace(sizes=(held(problem),))
     )
@@ -137,10 +152,14 @@ def simulated(
                 idle.append(hr.simulate(plan, problem.model).idle)
             tokens = sum(batch.total for batch in batches)
             yield {
-                "model": model, "devices": devices, "data": name, "planner": planner,
-                "tokens_per_s": tokens / sum(seconds), "idle": statistics.mean(idle),
+                "model": model,
+                "devices": devices,
+                "data": name,
+                "planner": planner,
+                "tokens_per_s": tokens / sum(seconds),
+                "idle": statistics.mean(idle),
                 "planning_s": statistics.median(planning),
-            }  # fmt: skip
+            }
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
@@ -155,12 +174,15 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         key = row["model"], row["devices"], row["data"]
         first = least.setdefault(key, row["tokens_per_s"])
         table.add_row(
-            row["model"], f"{row['devices']:,}", row["data"], row["planner"],
+            row["model"],
+            f"{row['devices']:,}",
+            row["data"],
+            row["planner"],
             f"{row['tokens_per_s']:,.0f}",
             f"{row['tokens_per_s'] / first:.2f}x",
             percent_text(row["idle"]) if row["idle"] is not None else "",
             seconds_text(row["planning_s"]) if row["planning_s"] is not None else "",
-        )  # fmt: skip
+        )
     Console().print(table)
 
 
@@ -198,18 +220,29 @@ def _loop(name: str, steps: int, folder: str) -> dict[str, Any]:
     tell(f"loop: {name}")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=704, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1 << 14,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1 << 14,
+    )
     model = LlamaForCausalLM(config).train()
     rng = np.random.default_rng(0)
     grid = np.geomspace(64, 4096, 200)
     drawn = rng.choice(grid, size=4000, p=grid**-1.0 / (grid**-1.0).sum()).astype(int)
     data = [{"input_ids": torch.randint(512, (int(n),))} for n in drawn[: 40 * steps]]
     run = hr.attach(
-        model, torch.optim.AdamW(model.parameters()), data, batch_tokens=16384, steps=steps,
-        cache=folder, say=lambda text: None, **CONTENDERS[name],
-    )  # fmt: skip
+        model,
+        torch.optim.AdamW(model.parameters()),
+        data,
+        batch_tokens=16384,
+        steps=steps,
+        cache=folder,
+        say=lambda text: None,
+        **CONTENDERS[name],
+    )
     tokens, seconds, waits, strategies = 0, 0.0, list[float](), set[str]()
     for step in run:
         for micro in step:
@@ -220,10 +253,15 @@ def _loop(name: str, steps: int, folder: str) -> dict[str, Any]:
             waits.append(step.waited_s)
     run.detach()
     return {
-        "model": "Llama", "devices": 2, "data": "loop", "planner": name,
+        "model": "Llama",
+        "devices": 2,
+        "data": "loop",
+        "planner": name,
         "tokens_per_s": tokens / seconds,
-        "idle": None, "planning_s": statistics.median(waits), "strategies": sorted(strategies),
-    }  # fmt: skip
+        "idle": None,
+        "planning_s": statistics.median(waits),
+        "strategies": sorted(strategies),
+    }
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -240,9 +278,11 @@ def main(arguments: Sequence[str]) -> int:
     o = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = [
-        row for model in o.model for n in o.devices
+        row
+        for model in o.model
+        for n in o.devices
         for row in simulated(o.data, n, o.steps, o.tokens, model)
-    ]  # fmt: skip
+    ]
     show(rows)
     if o.loop:
         real = looped(o.steps + 2)

@@ -35,20 +35,21 @@ def costs_of_clips(hardware: str, devices: int, *, memory_bytes: int, longest: i
     link = machine.inside if devices <= machine.devices_per_node else machine.across
     return CostModel(
         shape=ModelShape(
-            name="Transformer-2D", layers=LAYERS, hidden=HIDDEN,
-            split_elements=(0,) * (LAYERS + 2), whole_elements=(0, *[WEIGHTS] * LAYERS, 0),
+            name="Transformer-2D",
+            layers=LAYERS,
+            hidden=HIDDEN,
+            split_elements=(0,) * (LAYERS + 2),
+            whole_elements=(0, *[WEIGHTS] * LAYERS, 0),
             longest=longest,
         ),
-        cluster=Cluster(
-            devices=devices, memory_bytes=memory_bytes, device=machine.device.name
-        ),
+        cluster=Cluster(devices=devices, memory_bytes=memory_bytes, device=machine.device.name),
         fingerprint=f"clips of Transformer-2D on {hardware}",
         options={p: _options(machine, p) for p in sizes},
         ends={p: _ends(machine, p) for p in sizes},
         exchange_s=ExchangeCost(push_s=link.seconds(2 * ELEMENT * elements, 1)),
         state_bytes=int(elements * (2 * ELEMENT + 12 / devices)),
         working_bytes={p: {"replicated": 0, "sharded": 0} for p in sizes},
-    )  # fmt: skip
+    )
 
 
 def _options(machine: Hardware, p: int) -> dict[str, OptionCost]:
@@ -66,21 +67,25 @@ def _options(machine: Hardware, p: int) -> dict[str, OptionCost]:
     )
     backward = Quadratic(
         a=2.5 * attention / PATCHES,
-        b=2 * (matrix + touched) + 2.5 * attention * PATCHES + sent, c=2 * start,
-    )  # fmt: skip
+        b=2 * (matrix + touched) + 2.5 * attention * PATCHES + sent,
+        c=2 * start,
+    )
     place = HIDDEN * ELEMENT / p
     name = "local" if p == 1 else "dsp"
     return {
         name: OptionCost(
-            forward=forward, backward=backward, kept=Linear(slope=KEPT * place, constant=0.0),
+            forward=forward,
+            backward=backward,
+            kept=Linear(slope=KEPT * place, constant=0.0),
             transient=Linear(slope=PASSING * place, constant=0.0),
         ),
         f"{name}+full": OptionCost(
-            forward=forward, backward=forward + backward,
+            forward=forward,
+            backward=forward + backward,
             kept=Linear(slope=ENTRIES * place, constant=0.0),
             transient=Linear(slope=(KEPT + PASSING) * place, constant=0.0),
         ),
-    }  # fmt: skip
+    }
 
 
 def _ends(machine: Hardware, p: int) -> OptionCost:

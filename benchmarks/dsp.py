@@ -49,8 +49,12 @@ Row = dict[str, Any]
 SMALL = Shape2D(layers=2, hidden=128, heads=8, channels=8)
 FRAMES, PATCHES = 16, 64
 UTILISATION = 0.4
-STRONG = (("720m", 64, (1, 2, 4, 8)), ("720m", 256, (8, 16, 32, 64)), ("3b", 16, (1, 2, 4, 8)),
-          ("3b", 128, (8, 16, 32, 64, 128)))  # fmt: skip
+STRONG = (
+    ("720m", 64, (1, 2, 4, 8)),
+    ("720m", 256, (8, 16, 32, 64)),
+    ("3b", 16, (1, 2, 4, 8)),
+    ("3b", 128, (8, 16, 32, 64, 128)),
+)
 SPACE = 4096
 
 
@@ -66,8 +70,13 @@ def formula(method: str, ranks: int) -> tuple[float, float]:
     return 8 * (n - 1) / n, 8 * (n - 1) / n
 
 
-PAPER = {"dsp": "2 M/N", "ulysses": "4 M/N", "ring": "2 M", "megatron-sp": "8 M",
-         "megatron-lm": "8 M"}  # fmt: skip
+PAPER = {
+    "dsp": "2 M/N",
+    "ulysses": "4 M/N",
+    "ring": "2 M",
+    "megatron-sp": "8 M",
+    "megatron-lm": "8 M",
+}
 
 
 def inputs_of(shape: Shape2D, frames: int, patches: int) -> dict[str, torch.Tensor]:
@@ -76,8 +85,9 @@ def inputs_of(shape: Shape2D, frames: int, patches: int) -> dict[str, torch.Tens
     return {
         "x": torch.randn(1, frames, patches, shape.channels),
         "timestep": torch.tensor([7]),
-        "frames": torch.arange(frames), "patches": torch.arange(patches),
-    }  # fmt: skip
+        "frames": torch.arange(frames),
+        "patches": torch.arange(patches),
+    }
 
 
 def model_of(shape: Shape2D) -> Transformer2D:
@@ -114,9 +124,15 @@ def bytes_rows(frames: int, patches: int) -> list[Row]:
         tensor = frames * patches * SMALL.hidden * 4
         wanted = [part * tensor for part in formula(method, ranks)]
         found.append(
-            {"ranks": ranks, "method": method, "sent": [x / ranks for x in sent.tolist()],
-             "formula": wanted, "tensor": tensor, "gradient_norm": many[2]}
-        )  # fmt: skip
+            {
+                "ranks": ranks,
+                "method": method,
+                "sent": [x / ranks for x in sent.tolist()],
+                "formula": wanted,
+                "tensor": tensor,
+                "gradient_norm": many[2],
+            }
+        )
     return found
 
 
@@ -154,9 +170,11 @@ def scaling_rows(hardware: str, *, weak: bool = False) -> list[Row]:
         for count in counts:
             clips = count // counts[0] if weak else 1
             tokens = clips * frames * SPACE
-            flops = 3 * shape.layers * (
-                2 * tokens * shape.block_elements + 4 * tokens * shape.hidden * (frames + SPACE)
-            )  # fmt: skip
+            flops = (
+                3
+                * shape.layers
+                * (2 * tokens * shape.block_elements + 4 * tokens * shape.hidden * (frames + SPACE))
+            )
             tensor = tokens * shape.hidden * 2
             link = machine.inside if count <= machine.devices_per_node else machine.across
             row: Row = {"model": name, "frames": frames, "devices": count, "clips": clips}
@@ -181,23 +199,41 @@ def figures(strong: Sequence[Row], weak: Sequence[Row]) -> list[Row]:
 
     def kept(rows: Sequence[Row], model: str, first: int, last: int, frames: int) -> float:
         """The throughput of each device at the last count beside that at the first."""
-        each = {r["devices"]: r["clips"] / r["dsp"] / r["devices"] for r in rows
-                if (r["model"], r["frames"]) == (model, frames)}  # fmt: skip
+        each = {
+            r["devices"]: r["clips"] / r["dsp"] / r["devices"]
+            for r in rows
+            if (r["model"], r["frames"]) == (model, frames)
+        }
         return each[last] / each[first]
 
     several = [r for r in weak if r["devices"] > 1]
     return [
-        {"what": "weak: DSP ahead of the next, least", "paper": "80.7 %",
-         "here": f"{min(map(ahead, several)):.1%}"},
-        {"what": "weak: DSP ahead of the next, most", "paper": "",
-         "here": f"{max(map(ahead, several)):.1%}"},
-        {"what": "weak: lost of each device from 8 to 64, 720m", "paper": "15 %",
-         "here": f"{1 - kept(weak, '720m', 8, 64, 256):.1%}"},
-        {"what": "strong: kept of each device from 1 to 8, 720m", "paper": "linear",
-         "here": f"{kept(strong, '720m', 1, 8, 64):.1%}"},
-        {"what": "strong: kept of each device from 1 to 4, 3b", "paper": "linear",
-         "here": f"{kept(strong, '3b', 1, 4, 16):.1%}"},
-    ]  # fmt: skip
+        {
+            "what": "weak: DSP ahead of the next, least",
+            "paper": "80.7 %",
+            "here": f"{min(map(ahead, several)):.1%}",
+        },
+        {
+            "what": "weak: DSP ahead of the next, most",
+            "paper": "",
+            "here": f"{max(map(ahead, several)):.1%}",
+        },
+        {
+            "what": "weak: lost of each device from 8 to 64, 720m",
+            "paper": "15 %",
+            "here": f"{1 - kept(weak, '720m', 8, 64, 256):.1%}",
+        },
+        {
+            "what": "strong: kept of each device from 1 to 8, 720m",
+            "paper": "linear",
+            "here": f"{kept(strong, '720m', 1, 8, 64):.1%}",
+        },
+        {
+            "what": "strong: kept of each device from 1 to 4, 3b",
+            "paper": "linear",
+            "here": f"{kept(strong, '3b', 1, 4, 16):.1%}",
+        },
+    ]
 
 
 def on_ranks(ranks: int, work: Callable[[], Any]) -> Any:
@@ -230,34 +266,87 @@ def show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Non
 
 def print_all(found: Row) -> None:
     """Print what was found."""
-    show("bytes per layer and rank, in tensors M = b t s h",
-         ("method", "ranks", "forward", "formula", "backward", "formula", "paper"),
-         [(r["method"], str(r["ranks"]), *(f"{v / r['tensor']:.4f}" for pair in
-           zip(r["sent"], r["formula"], strict=True) for v in pair), PAPER[r["method"]])
-          for r in found["bytes"]])  # fmt: skip
+    show(
+        "bytes per layer and rank, in tensors M = b t s h",
+        ("method", "ranks", "forward", "formula", "backward", "formula", "paper"),
+        [
+            (
+                r["method"],
+                str(r["ranks"]),
+                *(
+                    f"{v / r['tensor']:.4f}"
+                    for pair in zip(r["sent"], r["formula"], strict=True)
+                    for v in pair
+                ),
+                PAPER[r["method"]],
+            )
+            for r in found["bytes"]
+        ],
+    )
     first = {r["ranks"]: r for r in found["steps"] if r["method"] == "dsp"}
-    show("forward and backward", ("method", "ranks", "ms", "beside dsp", "peak MiB"),
-         [(r["method"], str(r["ranks"]), f"{r['seconds'] * 1e3:.1f}",
-           f"{r['seconds'] / first[r['ranks']]['seconds']:.2f}", f"{r['peak_bytes'] / 2**20:.1f}")
-          for r in found["steps"]])  # fmt: skip
-    show("one switch", ("frames x patches x features", "ranks", "switch ms", "padded ms", "faster"),
-         [(" x ".join(map(str, r["shape"])), str(r["ranks"]), f"{r['switch'] * 1e3:.2f}",
-           f"{r['padded'] * 1e3:.2f}", f"{r['padded'] / r['switch']:.2f}x")
-          for r in found["switch"]])  # fmt: skip
-    show("heads for tokens and back",
-         ("tokens x heads x features", "ranks", "ms", "of three dims ms", "faster"),
-         [(" x ".join(map(str, r["shape"])), str(r["ranks"]), f"{r['switch'] * 1e3:.2f}",
-           f"{r['plain'] * 1e3:.2f}", f"{r['plain'] / r['switch']:.2f}x")
-          for r in found["heads"]])  # fmt: skip
+    show(
+        "forward and backward",
+        ("method", "ranks", "ms", "beside dsp", "peak MiB"),
+        [
+            (
+                r["method"],
+                str(r["ranks"]),
+                f"{r['seconds'] * 1e3:.1f}",
+                f"{r['seconds'] / first[r['ranks']]['seconds']:.2f}",
+                f"{r['peak_bytes'] / 2**20:.1f}",
+            )
+            for r in found["steps"]
+        ],
+    )
+    show(
+        "one switch",
+        ("frames x patches x features", "ranks", "switch ms", "padded ms", "faster"),
+        [
+            (
+                " x ".join(map(str, r["shape"])),
+                str(r["ranks"]),
+                f"{r['switch'] * 1e3:.2f}",
+                f"{r['padded'] * 1e3:.2f}",
+                f"{r['padded'] / r['switch']:.2f}x",
+            )
+            for r in found["switch"]
+        ],
+    )
+    show(
+        "heads for tokens and back",
+        ("tokens x heads x features", "ranks", "ms", "of three dims ms", "faster"),
+        [
+            (
+                " x ".join(map(str, r["shape"])),
+                str(r["ranks"]),
+                f"{r['switch'] * 1e3:.2f}",
+                f"{r['plain'] * 1e3:.2f}",
+                f"{r['plain'] / r['switch']:.2f}x",
+            )
+            for r in found["heads"]
+        ],
+    )
     for kind, rows in (("strong", found["scaling"]), ("weak", found["weak_scaling"])):
-        show(f"predicted seconds of a step, {kind} scaling",
-             ("model", "frames", "clips", "devices", *METHODS, "beside the next"),
-             [(r["model"], str(r["frames"]), str(r["clips"]), str(r["devices"]),
-               *("-" if r[m] is None else f"{r[m]:.3f}" for m in METHODS),
-               f"{min(r[m] for m in METHODS[1:] if r[m] is not None) / r['dsp']:.2f}x")
-              for r in rows])  # fmt: skip
-    show("beside what the paper says of its Figures 6 and 7", ("", "paper", "here"),
-         [(r["what"], r["paper"], r["here"]) for r in found["figures"]])  # fmt: skip
+        show(
+            f"predicted seconds of a step, {kind} scaling",
+            ("model", "frames", "clips", "devices", *METHODS, "beside the next"),
+            [
+                (
+                    r["model"],
+                    str(r["frames"]),
+                    str(r["clips"]),
+                    str(r["devices"]),
+                    *("-" if r[m] is None else f"{r[m]:.3f}" for m in METHODS),
+                    f"{min(r[m] for m in METHODS[1:] if r[m] is not None) / r['dsp']:.2f}x",
+                )
+                for r in rows
+            ],
+        )
+    show(
+        "beside what the paper says of its Figures 6 and 7",
+        ("", "paper", "here"),
+        [(r["what"], r["paper"], r["here"]) for r in found["figures"]],
+    )
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -266,17 +355,28 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     import vl_convert
 
     values = [
-        {"model": f"{r['model']}, {r['frames']} frames", "devices": r["devices"], "method": m,
-         "seconds": r[m]}
-        for r in rows for m in METHODS if r[m] is not None
-    ]  # fmt: skip
-    chart = alt.Chart(alt.Data(values=values)).mark_line(point=True).encode(
-        x=alt.X("devices:Q", scale=alt.Scale(type="log", base=2)),
-        y=alt.Y("seconds:Q", scale=alt.Scale(type="log"), title="seconds of a step, predicted"),
-        color=alt.Color("method:N", sort=list(METHODS)),
-    ).properties(width=220, height=200).facet("model:N", columns=2).resolve_scale(
-        x="independent", y="independent"
-    )  # fmt: skip
+        {
+            "model": f"{r['model']}, {r['frames']} frames",
+            "devices": r["devices"],
+            "method": m,
+            "seconds": r[m],
+        }
+        for r in rows
+        for m in METHODS
+        if r[m] is not None
+    ]
+    chart = (
+        alt.Chart(alt.Data(values=values))
+        .mark_line(point=True)
+        .encode(
+            x=alt.X("devices:Q", scale=alt.Scale(type="log", base=2)),
+            y=alt.Y("seconds:Q", scale=alt.Scale(type="log"), title="seconds of a step, predicted"),
+            color=alt.Color("method:N", sort=list(METHODS)),
+        )
+        .properties(width=220, height=200)
+        .facet("model:N", columns=2)
+        .resolve_scale(x="independent", y="independent")
+    )
     path.write_text(vl_convert.vegalite_to_svg(chart.to_dict()))
 
 
@@ -293,9 +393,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args(arguments)
-    found: Row = {"machine": machine_facts("cpu"), "hardware": given.hardware,
-                  "utilisation": UTILISATION, "bytes": [], "steps": [], "switch": [],
-                  "heads": []}  # fmt: skip
+    found: Row = {
+        "machine": machine_facts("cpu"),
+        "hardware": given.hardware,
+        "utilisation": UTILISATION,
+        "bytes": [],
+        "steps": [],
+        "switch": [],
+        "heads": [],
+    }
     for ranks in given.ranks:
         tell(f"{ranks} ranks")
         found["bytes"] += on_ranks(ranks, lambda: bytes_rows(given.frames, given.patches))

@@ -86,9 +86,13 @@ def _ring(
     samples, frames, patches = x.shape[:3]
     rows = samples * patches
     placement = Placement(
-        tokens=placed_rows(((frames,),) * rows, len(sizes), "natural"), rows=rows,
-        member=dist.get_rank(), group=group, exchange="ring", targets=None,
-    )  # fmt: skip
+        tokens=placed_rows(((frames,),) * rows, len(sizes), "natural"),
+        rows=rows,
+        member=dist.get_rank(),
+        group=group,
+        exchange="ring",
+        targets=None,
+    )
     core = placement.core(Heads(queries=heads, keys=heads), False, 0, x.device)
 
     def attend(qkv: torch.Tensor) -> torch.Tensor:

@@ -60,9 +60,11 @@ def plain_tokens(x: torch.Tensor, sizes: Sequence[int], columns: Columns) -> tor
     assert group is not None, "ranks have met"
     held = [len(part) for part in columns.of]
     flat = all_to_all_rows(
-        x.reshape(-1), [n * held[rank] * features for n in sizes],
-        [sizes[rank] * count * features for count in held], group,
-    )  # fmt: skip
+        x.reshape(-1),
+        [n * held[rank] * features for n in sizes],
+        [sizes[rank] * count * features for count in held],
+        group,
+    )
     out, at = x.new_zeros((sizes[rank], columns.total, features)), 0
     for r, count in enumerate(held):
         part = flat[at : at + sizes[rank] * count * features].view(sizes[rank], count, features)

@@ -132,11 +132,12 @@ def fit_forest(features: ArrayLike, values: ArrayLike) -> Forest:
 
     asks = joined("children_left", np.int64) >= 0
     return Forest(
-        features=x.shape[1], roots=roots.astype(np.int64),
+        features=x.shape[1],
+        roots=roots.astype(np.int64),
         feature=np.where(asks, joined("feature", np.int64), -1),
         threshold=np.where(asks, joined("threshold", np.float64), 0.0),
         left=np.where(asks, children("children_left"), -1),
         right=np.where(asks, children("children_right"), -1),
         value=np.concatenate([tree.value[:, 0, 0] for tree in trees]),
         importances=tuple(grown.feature_importances_.tolist()),
-    )  # fmt: skip
+    )

@@ -111,11 +111,13 @@ def rows(o: argparse.Namespace, peak: float) -> list[dict[str, Any]]:
     for hidden in o.hidden:
         a = llama(hidden)
         matrices = sum(
-            n * m for n, m in (
-                (a.hidden, (a.heads + 2 * a.kv_heads) * a.head_features), (a.hidden, a.hidden),
+            n * m
+            for n, m in (
+                (a.hidden, (a.heads + 2 * a.kv_heads) * a.head_features),
+                (a.hidden, a.hidden),
                 (a.hidden, 3 * a.ffn),
             )
-        )  # fmt: skip
+        )
         for tokens in o.tokens:
             for side, run in sides(a, o).items():
                 print(f"hidden {hidden}, {tokens:,} tokens: {side}", file=sys.stderr)
@@ -132,15 +134,18 @@ def rows(o: argparse.Namespace, peak: float) -> list[dict[str, Any]]:
                     )
                     flops = 6 * tokens * matrices + 6 * tokens * pack * a.hidden
                     seconds = row["forward_s"] + row["backward_s"]
-                    row |= {"us_per_token": 1e6 * seconds / tokens,
-                            "utilisation": flops / seconds / peak}  # fmt: skip
+                    row |= {
+                        "us_per_token": 1e6 * seconds / tokens,
+                        "utilisation": flops / seconds / peak,
+                    }
                 found.append(row)
     return found
 
 
 def table(found: list[dict[str, Any]]) -> Table:
-    made = Table("hidden", "tokens", "side", "us a token", "of the peak", "kept KB a token",
-                 "times torch")  # fmt: skip
+    made = Table(
+        "hidden", "tokens", "side", "us a token", "of the peak", "kept KB a token", "times torch"
+    )
     plain = {(row["hidden"], row["tokens"]): row for row in found if row["side"] == "torch"}
     for row in found:
         texts = [str(row["hidden"]), f"{row['tokens']:,}", row["side"]]
@@ -149,27 +154,38 @@ def table(found: list[dict[str, Any]]) -> Table:
             continue
         base = plain[row["hidden"], row["tokens"]].get("us_per_token")
         made.add_row(
-            *texts, f"{row['us_per_token']:.3f}", f"{row['utilisation']:.1%}",
+            *texts,
+            f"{row['us_per_token']:.3f}",
+            f"{row['utilisation']:.1%}",
             f"{row['kept_bytes'] / row['tokens'] / 1e3:.0f}",
             f"{row['us_per_token'] / base:.3f}" if base else "",
-        )  # fmt: skip
+        )
     return made
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], epilog=(__doc__ or "").partition("\n\n")[2],
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=(__doc__ or "").partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 4096], help="features")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32_768],
-                        help="of the rank")  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[1024, 8192, 32_768], help="of the rank"
+    )
     parser.add_argument("--ranks", type=int, default=8, help="ranks of a group (8)")
-    parser.add_argument("--methods", nargs="+", default=METHODS[:-1], choices=METHODS,
-                        metavar="METHOD", help="which of " + ", ".join(METHODS))  # fmt: skip
-    parser.add_argument("--no-compile", dest="compile", action="store_false",
-                        help="leave out what torch compiles")  # fmt: skip
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=METHODS[:-1],
+        choices=METHODS,
+        metavar="METHOD",
+        help="which of " + ", ".join(METHODS),
+    )
+    parser.add_argument(
+        "--no-compile", dest="compile", action="store_false", help="leave out what torch compiles"
+    )
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     o = parser.parse_args(arguments)
     if o.device == "cuda" and not torch.cuda.is_available():

@@ -63,26 +63,48 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(steps: list[dict[str, Any]]) -> Table:
-    made = Table("step", "longest", "micro-batches", "seconds", "of predicted", "peak GB",
-                 "of predicted", "tokens/s", "of the peak")  # fmt: skip
+    made = Table(
+        "step",
+        "longest",
+        "micro-batches",
+        "seconds",
+        "of predicted",
+        "peak GB",
+        "of predicted",
+        "tokens/s",
+        "of the peak",
+    )
     for step in steps:
         seconds, peak = ratios(step)
         made.add_row(
-            str(step["step"]), f"{step['longest']:,}", str(len(step["micro_batches"])),
-            f"{step['step_s']:.3f}", f"{seconds:.2f}", f"{max(step['peak_bytes']) / 1e9:.2f}",
-            f"{peak:.2f}", f"{step['tokens_per_s']:,.0f}", f"{step['mfu'] or 0:.1%}",
-        )  # fmt: skip
+            str(step["step"]),
+            f"{step['longest']:,}",
+            str(len(step["micro_batches"])),
+            f"{step['step_s']:.3f}",
+            f"{seconds:.2f}",
+            f"{max(step['peak_bytes']) / 1e9:.2f}",
+            f"{peak:.2f}",
+            f"{step['tokens_per_s']:,.0f}",
+            f"{step['mfu'] or 0:.1%}",
+        )
     return made
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], epilog=(__doc__ or "").partition("\n\n")[2],
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=(__doc__ or "").partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--config", type=Path, default=ONE_GPU, help="what to train (one-gpu.toml)")
-    parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE",
-                        help="change one key of it; may be given often")  # fmt: skip
+    parser.add_argument(
+        "--set",
+        dest="changes",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one key of it; may be given often",
+    )
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     o = parser.parse_args(arguments)
     config = Config.load(o.config, *o.changes)
@@ -92,9 +114,11 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{facts['device']}, {facts['host_cpu']}, torch {facts['torch']}")
     Console(width=None if sys.stdout.isatty() else 120).print(table(steps))
     low, middle, high = found["seconds_ratio"]
-    print(f"{found['tokens_per_s']:,.0f} tokens/s, {found['utilisation']:.1%} of the peak; seconds "
-          f"{middle:.2f} of predicted ({low:.2f} to {high:.2f}), peak bytes "
-          f"{found['peak_ratio'][1]:.2f} (to {found['peak_ratio'][2]:.2f})")  # fmt: skip
+    print(
+        f"{found['tokens_per_s']:,.0f} tokens/s, {found['utilisation']:.1%} of the peak; seconds "
+        f"{middle:.2f} of predicted ({low:.2f} to {high:.2f}), peak bytes "
+        f"{found['peak_ratio'][1]:.2f} (to {found['peak_ratio'][2]:.2f})"
+    )
     if o.json:
         o.json.parent.mkdir(parents=True, exist_ok=True)
         o.json.write_text(json.dumps({"machine": facts, **found, "steps": steps}, indent=1) + "\n")

@@ -91,16 +91,22 @@ def held_out(profile: Profile) -> list[HeldOut]:
                     )
                     found.append(
                         HeldOut(
-                            p=p, option=option, target=target, model=name, where=where,
-                            lengths=tuple(n for n, _ in asked), errors=errors,
+                            p=p,
+                            option=option,
+                            target=target,
+                            model=name,
+                            where=where,
+                            lengths=tuple(n for n, _ in asked),
+                            errors=errors,
                         )
-                    )  # fmt: skip
+                    )
     if not found:
         longest = max((x.lengths[0] for x in profile.points if len(x.lengths) == 1), default=256)
         raise CostError(
-            "profile to hold lengths out of", got="ladders too short to be split",
+            "profile to hold lengths out of",
+            got="ladders too short to be split",
             hint=f"measure documents of {2 * longest:,} and {4 * longest:,} tokens too",
-        )  # fmt: skip
+        )
     return found
 
 

@@ -60,12 +60,22 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--only", nargs="+", default=list(SECTIONS), choices=list(SECTIONS), metavar="SECTION",
-        help=f"{', '.join(SECTIONS)} (all)")  # fmt: skip
+    add(
+        "--only",
+        nargs="+",
+        default=list(SECTIONS),
+        choices=list(SECTIONS),
+        metavar="SECTION",
+        help=f"{', '.join(SECTIONS)} (all)",
+    )
     add("--quick", action="store_true", help="four scenarios, three iterations")
     add("--iterations", type=int, help="of every scenario (20, or 3)")
-    add("--more", type=float, default=0.05,
-        help="of what a token costs that context parallelism adds at most (0.05)")  # fmt: skip
+    add(
+        "--more",
+        type=float,
+        default=0.05,
+        help="of what a token costs that context parallelism adds at most (0.05)",
+    )
     add("--seed", type=int, default=0, help="of lengths and planners (0)")
     add("--json", type=Path, metavar="FILE", help="write all numbers to a file")
     add("--pictures", type=Path, metavar="FOLDER", help="of scenarios and ablation")

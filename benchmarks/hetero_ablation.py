@@ -54,19 +54,26 @@ def ablation(o: argparse.Namespace) -> dict[str, Any]:
     rows = list[dict[str, Any]]()
     for workload in ("F3",) if o.quick else ("F2", "F3"):
         context, tokens = WORKLOADS[workload]
-        scenario = Scenario(costs="hydraulis-32b", devices=64, corpus="CommonCrawl",
-                            workload=workload, context=context, tokens=tokens)  # fmt: skip
+        scenario = Scenario(
+            costs="hydraulis-32b",
+            devices=64,
+            corpus="CommonCrawl",
+            workload=workload,
+            context=context,
+            tokens=tokens,
+        )
         tell(f"ablation {scenario}")
         found = parts_of(scenario, o.iterations, o.seed)
         base_s = found["base"][0]
         rows.append(
             {
-                "scenario": str(scenario), "workload": workload,
+                "scenario": str(scenario),
+                "workload": workload,
                 "mean_s": {name: seconds for name, (seconds, _) in found.items()},
                 "strategies": {name: text for name, (_, text) in found.items()},
                 "throughput": {name: base_s / seconds for name, (seconds, _) in found.items()},
             }
-        )  # fmt: skip
+        )
     return {"iterations": o.iterations, "rows": rows}
 
 
@@ -129,8 +136,11 @@ def ablation_tables(found: dict[str, Any]) -> list[Table]:
     for row in found["rows"]:
         for name, seconds in row["mean_s"].items():
             table.add_row(
-                row["scenario"] if name == "base" else "", name, f"{seconds:.3f} s",
-                f"{row['throughput'][name]:.2f}", row["strategies"][name],
-            )  # fmt: skip
+                row["scenario"] if name == "base" else "",
+                name,
+                f"{seconds:.3f} s",
+                f"{row['throughput'][name]:.2f}",
+                row["strategies"][name],
+            )
         table.add_section()
     return [table]

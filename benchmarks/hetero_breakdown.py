@@ -122,13 +122,17 @@ def placed(schemes: Sequence[Scheme]) -> tuple[Pipeline, ...]:
 
 
 def moved(
-    architecture: Architecture, pipelines: Sequence[Pipeline], ranks: int, node: int,
+    architecture: Architecture,
+    pipelines: Sequence[Pipeline],
+    ranks: int,
+    node: int,
     storage: Storage,
-) -> Moved:  # fmt: skip
+) -> Moved:
     """What every rank receives and sends when all pipelines pull, by intersecting what it works
     with and what the others store. Layers that lie alike are computed once."""
-    stages = [(stage, own.scheme.tensor) for own in pipelines for stage in own.stages(
-        architecture.layers)]  # fmt: skip
+    stages = [
+        (stage, own.scheme.tensor) for own in pipelines for stage in own.stages(architecture.layers)
+    ]
     alike = defaultdict[tuple[Any, ...], list[tuple[WeightSpec, ...]]](list)
     for number, weights in enumerate(buckets(architecture)):
         users = tuple(i for i, (stage, _) in enumerate(stages) if number in stage.buckets)
@@ -198,9 +202,14 @@ def architecture_of(costs: PipelineCosts) -> Architecture:
     """The model of the cost file, with heads and feed-forward chosen."""
     facts = costs.facts["architecture"]
     return Architecture(
-        layers=facts["layers"], hidden=facts["hidden"], heads=HEADS, kv_heads=HEADS, ffn=FFN,
-        vocabulary=facts["vocabulary"], tied=False,
-    )  # fmt: skip
+        layers=facts["layers"],
+        hidden=facts["hidden"],
+        heads=HEADS,
+        kv_heads=HEADS,
+        ffn=FFN,
+        vocabulary=facts["vocabulary"],
+        tied=False,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,8 +224,14 @@ class _Used:
 def breakdown(o: argparse.Namespace) -> dict[str, Any]:
     """The section of Table 1."""
     context, tokens = WORKLOADS["F3"]
-    scenario = Scenario(costs="hydraulis-32b", devices=64, corpus="CommonCrawl", workload="F3",
-                        context=context, tokens=tokens)  # fmt: skip
+    scenario = Scenario(
+        costs="hydraulis-32b",
+        devices=64,
+        corpus="CommonCrawl",
+        workload="F3",
+        context=context,
+        tokens=tokens,
+    )
     tell(f"breakdown {scenario}")
     costs, lengths = scenario.costs_of(), scenario.lengths(o.iterations, o.seed)
     architecture = architecture_of(costs)
@@ -234,8 +249,9 @@ def breakdown(o: argparse.Namespace) -> dict[str, Any]:
         return pipelines, memo[key]
 
     readings, theirs_s = dict[str, Any](), dict[str, float]()
-    theirs = moved(architecture, placed([Scheme.parse(THEIRS)] * 4), scenario.devices, Links().node,
-                   "aligned")  # fmt: skip
+    theirs = moved(
+        architecture, placed([Scheme.parse(THEIRS)] * 4), scenario.devices, Links().node, "aligned"
+    )
     for name, links in (("a device", Links()), ("a node", Links(shared=True))):
         theirs_s[name] = 2 * links.seconds(theirs)
         rows: dict[str, list[tuple[float, float]]] = {key: [] for key in PAPER}
@@ -252,25 +268,30 @@ def breakdown(o: argparse.Namespace) -> dict[str, Any]:
             )
             rows["with overlap"].append((longest_s, end_s - longest_s))
         readings[name] = {key: _means(own) for key, own in rows.items()}
-    homogeneous, mixed = moved_by(static[0], "aligned")[1], [
-        moved_by(plan, "even")[1] for plan in dynamic
-    ]  # fmt: skip
+    homogeneous, mixed = (
+        moved_by(static[0], "aligned")[1],
+        [moved_by(plan, "even")[1] for plan in dynamic],
+    )
     most = {"homogeneous": _most(homogeneous), "heterogeneous": fmean(map(_most, mixed))}
     weights_bytes = _BYTES * sum(w.elements for own in buckets(architecture) for w in own)
     return {
-        "paper": PAPER, "scenario": str(scenario), "iterations": o.iterations,
+        "paper": PAPER,
+        "scenario": str(scenario),
+        "iterations": o.iterations,
         "strategies": {
             "homogeneous": _text(static[0]),
             "heterogeneous": sorted({_text(plan) for plan in dynamic}),
         },
-        "weights_bytes": weights_bytes, "most_bytes": most, "readings": readings,
+        "weights_bytes": weights_bytes,
+        "most_bytes": most,
+        "readings": readings,
         "their_static": {"strategy": f"4*{THEIRS}", "most_bytes": _most(theirs), "O-P": theirs_s},
         "paper_bytes_per_s": {
             "homogeneous": 2 * _most(theirs) / PAPER["homogeneous"]["O-P"],
             "heterogeneous": 2 * most["heterogeneous"] / PAPER["without overlap"]["O-P"],
         },
         "enough_tokens": enough_tokens(dynamic),
-    }  # fmt: skip
+    }
 
 
 def plans_of(
@@ -286,8 +307,9 @@ def plans_of(
             cost = by_scheme[pipeline.scheme]
             parts = tuple(
                 item.plan.tokens_of(micro)
-                for micro in item.plan.micro_batches if micro.pipeline == number
-            )  # fmt: skip
+                for micro in item.plan.micro_batches
+                if micro.pipeline == number
+            )
             each_s = [cost.micro_batch_s(part) for part in parts]
             seconds = sum(each_s) + (pipeline.scheme.pipeline - 1) * max(each_s)
             used.append(_Used(scheme=cost.name, seconds=seconds, parts=parts))
@@ -309,9 +331,12 @@ def enough_tokens(plans: Sequence[Sequence[_Used]]) -> dict[str, float]:
 
 
 def _not_hidden_s(
-    costs: PipelineCosts, architecture: Architecture, pipeline: Pipeline, used: _Used,
+    costs: PipelineCosts,
+    architecture: Architecture,
+    pipeline: Pipeline,
+    used: _Used,
     transfer_s: float,
-) -> float:  # fmt: skip
+) -> float:
     cost = next(cost for cost in costs.schemes if cost.name == used.scheme)
     shares = layer_shares(architecture, pipeline)
     first_s, last_s = (cost.micro_batch_s(used.parts[at]) for at in (0, -1))
@@ -336,9 +361,11 @@ def _text(plan: Sequence[_Used]) -> str:
 def _means(rows: Sequence[tuple[float, float]]) -> dict[str, float]:
     propagation, between = (fmean(row[i] for row in rows) for i in (0, 1))
     return {
-        "P": propagation, "O": OPTIMIZATION_S, "O-P": between,
+        "P": propagation,
+        "O": OPTIMIZATION_S,
+        "O-P": between,
         "E2E": propagation + OPTIMIZATION_S + between,
-    }  # fmt: skip
+    }
 
 
 def breakdown_tables(found: Mapping[str, Any]) -> list[Table]:
@@ -358,8 +385,12 @@ def breakdown_tables(found: Mapping[str, Any]) -> list[Table]:
             f"first micro-batches with the tokens of appendix B.2: {met}",
         ]
     )
-    table = Table(title="breakdown: seconds of an iteration", title_justify="left",
-                  caption=caption, caption_justify="left")  # fmt: skip
+    table = Table(
+        title="breakdown: seconds of an iteration",
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+    )
     table.add_column("200 GB/s are of", no_wrap=True)
     table.add_column("")
     for title in PAPER:
@@ -368,8 +399,9 @@ def breakdown_tables(found: Mapping[str, Any]) -> list[Table]:
         for part in ("P", "O", "O-P", "E2E"):
             base = columns["homogeneous"][part]
             table.add_row(
-                name if part == "P" else "", part,
+                name if part == "P" else "",
+                part,
                 *(f"{own[part]:.3f} ({base / own[part]:.2f}x)" for own in columns.values()),
-            )  # fmt: skip
+            )
         table.add_section()
     return [table]

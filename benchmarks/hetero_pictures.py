@@ -38,11 +38,14 @@ def scenarios(rows: Sequence[dict[str, Any]]) -> alt.LayerChart:
     quicker than what is like Megatron, and left out."""
     names = ("megatron-like", "hotspa-like", "static", "hydraulis")
     marks = [
-        {"scenario": row["scenario"], "planner": name,
-         "over ours": row["mean_s"][name] / row["mean_s"]["headrace"]}
+        {
+            "scenario": row["scenario"],
+            "planner": name,
+            "over ours": row["mean_s"][name] / row["mean_s"]["headrace"],
+        }
         for row in rows
         for name in names
-    ]  # fmt: skip
+    ]
     scale = alt.Scale(domain=list(names), range=[STATIC, PREDICTED, INK, MEASURED])
     base = alt.Chart(data(marks)).encode(
         x=alt.X("over ours:Q", title="mean step / ours", scale=alt.Scale(zero=False)),

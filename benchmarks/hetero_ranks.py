@@ -43,9 +43,17 @@ __all__ = ["rank_tables", "ranks"]
 
 STRATEGIES = {
     2: ("2*cp1", "1*tp2", "1*cp2", "1*pp2"),
-    4: ("4*cp1", "2*tp2", "2*cp2", "2*pp2", "1*tp2 + 2*cp1", "1*pp2 + 2*cp1", "1*pp2 + 1*cp2",
-        "1*tp2-pp2"),
-}  # fmt: skip
+    4: (
+        "4*cp1",
+        "2*tp2",
+        "2*cp2",
+        "2*pp2",
+        "1*tp2 + 2*cp1",
+        "1*pp2 + 2*cp1",
+        "1*pp2 + 1*cp2",
+        "1*tp2-pp2",
+    ),
+}
 HOMOGENEOUS = {2: "1*tp2", 4: "2*tp2"}
 GIB = 2**30
 
@@ -99,8 +107,10 @@ def _measured(world: World, o: argparse.Namespace) -> dict[str, Any]:
     problem = Problem(costs=costs, devices=groups.ranks)
     found: dict[str, Any] = {"architecture": str(a), "batches": [b.total for b in batches]}
     found["ranks"], found["strategies"] = groups.ranks, {}
-    sides = {True: Executor(storage, groups, seed=0),
-             False: Executor(storage, groups, seed=0, overlap=False)}  # fmt: skip
+    sides = {
+        True: Executor(storage, groups, seed=0),
+        False: Executor(storage, groups, seed=0, overlap=False),
+    }
     for text in STRATEGIES[groups.ranks]:
         say(f"{text}: {len(batches)} batches, with and without overlap")
         given = problem.replace(strategies=(Strategy.parse(text),))
@@ -111,11 +121,16 @@ def _measured(world: World, o: argparse.Namespace) -> dict[str, Any]:
 
 def _profiled(storage: Storage, groups: Groups, longest: int, say: Any) -> CostModel:
     profiler = Profiler(
-        storage, groups,
-        ProfileOptions(sizes=(1, 2), longest=longest, methods=("local", "ulysses_z", "megatron_ts"),
-                       levels=("none",)),
+        storage,
+        groups,
+        ProfileOptions(
+            sizes=(1, 2),
+            longest=longest,
+            methods=("local", "ulysses_z", "megatron_ts"),
+            levels=("none",),
+        ),
         progress=lambda what, done, of: say(f"{what}, {done}/{of}") if done == 0 else None,
-    )  # fmt: skip
+    )
     cluster = Cluster(devices=groups.ranks, memory_bytes=4 * GIB, device="cpu")
     return costs_from_profile(profiler.profile("benchmark", cluster))
 
@@ -175,16 +190,22 @@ def _breakdown(found: dict[str, Any]) -> Table:
     for text, one in found["strategies"].items():
         with_, apart = one["overlap"], one["apart"]
         table.add_row(
-            text, *(seconds_text(with_[name]) for name in ("P", "O")), seconds_text(apart["O-P"]),
-            seconds_text(with_["O-P"]), seconds_text(apart["E2E"]), seconds_text(with_["E2E"]),
+            text,
+            *(seconds_text(with_[name]) for name in ("P", "O")),
+            seconds_text(apart["O-P"]),
+            seconds_text(with_["O-P"]),
+            seconds_text(apart["E2E"]),
+            seconds_text(with_["E2E"]),
             f"{with_['E2E'] / base:.2f}",
-        )  # fmt: skip
+        )
     return table
 
 
 def _predictions(found: dict[str, Any]) -> Table:
-    pairs = {t: list(zip(one["predicted_s"], one["measured_s"], strict=True))
-             for t, one in found["strategies"].items()}  # fmt: skip
+    pairs = {
+        t: list(zip(one["predicted_s"], one["measured_s"], strict=True))
+        for t, one in found["strategies"].items()
+    }
     factor = median(m / p for several in pairs.values() for p, m in several)
     table = Table(title=f"predicted step against measured, {found['ranks']} ranks", box=None)
     for name in ("strategy", "predicted", "measured", "off", "off with factor"):
@@ -193,12 +214,19 @@ def _predictions(found: dict[str, Any]) -> Table:
         predicted, measured = (median(values) for values in zip(*several, strict=True))
         off = median(abs(p / m - 1) for p, m in several)
         corrected = median(abs(p * factor / m - 1) for p, m in several)
-        table.add_row(text, seconds_text(predicted), seconds_text(measured), percent_text(off),
-                      percent_text(corrected))  # fmt: skip
+        table.add_row(
+            text,
+            seconds_text(predicted),
+            seconds_text(measured),
+            percent_text(off),
+            percent_text(corrected),
+        )
     everything = [pair for several in pairs.values() for pair in several]
     table.add_row(
-        f"median of all (factor {factor:.2f})", "", "",
+        f"median of all (factor {factor:.2f})",
+        "",
+        "",
         percent_text(median(abs(p / m - 1) for p, m in everything)),
         percent_text(median(abs(p * factor / m - 1) for p, m in everything)),
-    )  # fmt: skip
+    )
     return table

@@ -72,10 +72,23 @@ from headrace.planning.strategy_search import Counts
 from headrace.units import percent_text
 
 __all__ = [
-    "BASELINES", "WORKLOADS", "Make", "Scenario", "best_static", "by_equation_1",
-    "context_scenarios", "dealt", "holding", "in_turn", "max_length_ways", "only",
-    "packed_to_context", "scenario_list", "scenario_tables", "scenarios",
-]  # fmt: skip
+    "BASELINES",
+    "WORKLOADS",
+    "Make",
+    "Scenario",
+    "best_static",
+    "by_equation_1",
+    "context_scenarios",
+    "dealt",
+    "holding",
+    "in_turn",
+    "max_length_ways",
+    "only",
+    "packed_to_context",
+    "scenario_list",
+    "scenario_tables",
+    "scenarios",
+]
 
 HERE = Path(__file__).parent
 GOAL = 1.32
@@ -136,18 +149,30 @@ class Scenario:
 def scenario_list(*, quick: bool) -> list[Scenario]:
     """All of Figure 13's grid and one on smaller devices, or four of them."""
     found = [
-        Scenario(costs=f"hydraulis-{model}", devices=devices, corpus=corpus, workload=name,
-                 context=context, tokens=tokens)
+        Scenario(
+            costs=f"hydraulis-{model}",
+            devices=devices,
+            corpus=corpus,
+            workload=name,
+            context=context,
+            tokens=tokens,
+        )
         for model, clusters in CLUSTERS
         for devices in clusters
         for corpus in CORPORA
         for name, (context, tokens) in WORKLOADS.items()
-    ]  # fmt: skip
+    ]
     found += [
-        Scenario(costs="hydraulis-7b-a100", devices=8, corpus=corpus, workload="8K",
-                 context=8192, tokens=100_000)
+        Scenario(
+            costs="hydraulis-7b-a100",
+            devices=8,
+            corpus=corpus,
+            workload="8K",
+            context=8192,
+            tokens=100_000,
+        )
         for corpus in CORPORA
-    ]  # fmt: skip
+    ]
     return [found[0], found[15], found[23], found[31]] if quick else found
 
 
@@ -231,8 +256,9 @@ def steps_of(
     static = holding(costs, devices, context)
     staged = [cost for cost in static.schemes if cost.scheme.pipeline == 1]
     found = dict[str, dict[str, Any]]()
-    for name, own in zip(BASELINES[:2], (static, replace(static, schemes=tuple(staged))),
-                         strict=True):  # fmt: skip
+    for name, own in zip(
+        BASELINES[:2], (static, replace(static, schemes=tuple(staged))), strict=True
+    ):
         problem = Problem(costs=own, devices=devices)
         tables = [table_of(problem, tokens) for tokens in lengths]
         strategy, made = best_static(tables, *max_length_ways(context))
@@ -277,8 +303,9 @@ def in_turn(
     change_s = switch_s(Problem(costs=costs, devices=devices).parameters)
     return {
         "steps_s": [s + change_s * (n - 1) for s, n in zip(steps, phases, strict=True)],
-        "strategies": strategies, "change_s": change_s,
-    }  # fmt: skip
+        "strategies": strategies,
+        "change_s": change_s,
+    }
 
 
 def scenarios(o: argparse.Namespace) -> dict[str, Any]:
@@ -303,22 +330,31 @@ def _scenarios(o: argparse.Namespace, more: float | None) -> dict[str, Any]:
         over_every = min(mean[name] for name in (*BASELINES, *STRONGER)) / mean[OWN]
         rows.append(
             {
-                "scenario": str(scenario), "in_paper": scenario.workload in WORKLOADS,
-                "costs": scenario.costs, "devices": scenario.devices, "corpus": scenario.corpus,
-                "workload": scenario.workload, "context": scenario.context,
+                "scenario": str(scenario),
+                "in_paper": scenario.workload in WORKLOADS,
+                "costs": scenario.costs,
+                "devices": scenario.devices,
+                "corpus": scenario.corpus,
+                "workload": scenario.workload,
+                "context": scenario.context,
                 "tokens": scenario.tokens,
-                "mean_s": mean, "deviation_s": {n: pstdev(x["steps_s"]) for n, x in found.items()},
-                "planned": found, "best_baseline": best, "speedup": speedup,
-                "over_every": over_every, "at_most": mean[best] / fmean(bounds),
+                "mean_s": mean,
+                "deviation_s": {n: pstdev(x["steps_s"]) for n, x in found.items()},
+                "planned": found,
+                "best_baseline": best,
+                "speedup": speedup,
+                "over_every": over_every,
+                "at_most": mean[best] / fmean(bounds),
                 "over_hydraulis": mean["hydraulis"] / mean[OWN],
                 "of_bound": fmean(bounds) / mean[OWN],
-                "goal_met": speedup >= GOAL, "goal_met_over_every": over_every >= GOAL,
+                "goal_met": speedup >= GOAL,
+                "goal_met_over_every": over_every >= GOAL,
                 "never_behind_hydraulis": all(
                     own <= theirs * (1 + _CLOSE)
                     for own, theirs in zip(ours, found["hydraulis"]["steps_s"], strict=True)
                 ),
             }
-        )  # fmt: skip
+        )
     return {"paper": PAPER, "iterations": o.iterations, "rows": rows, **summary(rows)}
 
 
@@ -327,13 +363,16 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     own = [row for row in rows if row["in_paper"]]
     ratios = [row["speedup"] for row in own]
     return {
-        "goal": GOAL, "scenarios": len(own),
+        "goal": GOAL,
+        "scenarios": len(own),
         "met": sum(row["goal_met"] for row in own),
         "out_of_reach": sum(row["at_most"] < GOAL for row in own),
         "met_over_every": sum(row["goal_met_over_every"] for row in own),
-        "least": min(ratios), "most": max(ratios), "geometric_mean": geometric_mean(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "geometric_mean": geometric_mean(ratios),
         "never_behind": sum(row["never_behind_hydraulis"] for row in own),
-    }  # fmt: skip
+    }
 
 
 def scenario_tables(found: dict[str, Any]) -> list[Table]:
@@ -348,8 +387,9 @@ def scenario_tables(found: dict[str, Any]) -> list[Table]:
         f"over every (of the first six): goal met in {found['met_over_every']} of {many}\n"
         f"in no iteration behind hydraulis: {found['never_behind']} of {many}"
     )
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left",
-                  pad_edge=False)  # fmt: skip
+    table = Table(
+        title=title, title_justify="left", caption=caption, caption_justify="left", pad_edge=False
+    )
     table.add_column("scenario", no_wrap=True)
     names = (*BASELINES, *STRONGER, *PLANNERS)
     for name in (*names, "over best", "over hydraulis", "of bound"):
@@ -357,12 +397,16 @@ def scenario_tables(found: dict[str, Any]) -> list[Table]:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("goal", no_wrap=True)
     for row in found["rows"]:
-        ratios = (f"{row['speedup']:.2f}", f"{row['over_hydraulis']:.2f}",
-                  percent_text(row["of_bound"]))  # fmt: skip
+        ratios = (
+            f"{row['speedup']:.2f}",
+            f"{row['over_hydraulis']:.2f}",
+            percent_text(row["of_bound"]),
+        )
         table.add_row(
             row["scenario"],
-            *(f"{row['mean_s'][name]:.2f}" for name in names), *ratios,
+            *(f"{row['mean_s'][name]:.2f}" for name in names),
+            *ratios,
             ("met" if row["goal_met"] else "not met")
             + ("" if row["never_behind_hydraulis"] else ", behind"),
-        )  # fmt: skip
+        )
     return [table]

@@ -47,15 +47,32 @@ from headrace.spec.method import BRANCHES, Recompute
 METHODS = ("local", "ulysses_z", "megatron_cz_gather", "megatron_cz", "megatron_ts", "metp")
 _HEAD = "head and loss"
 _ALLOCATES = {
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
-    "_unsafe_view", "_reshape_alias", "lift_fresh", "set_", "resize_",
-}  # fmt: skip
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "alias",
+    "_unsafe_view",
+    "_reshape_alias",
+    "lift_fresh",
+    "set_",
+    "resize_",
+}
 _READS = {"_local_scalar_dense", "nonzero", "item"}
 _SOME_ROWS = {"index_copy_", "index_fill_", "put_up_"}
 _ADDS = {"add_to_"}
 """Of those that give nothing, the ones that read what they write to."""
-_PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_flash_attention_forward",
-             "_flash_attention_backward"}  # fmt: skip
+_PRODUCTS = {
+    "mm",
+    "addmm",
+    "addmm_",
+    "bmm",
+    "baddbmm",
+    "_flash_attention_forward",
+    "_flash_attention_backward",
+}
 
 
 @dataclass
@@ -192,26 +209,33 @@ def counted_head(hidden: int, tokens: int, words: int = 128_256) -> Counts:
 def row(method: str, counts: Counts, tokens: int) -> dict[str, Any]:
     """The numbers of one method; ``tokens`` of the rank."""
     return {
-        "method": method, "kernels": counts.kernels.total(), "stops": counts.stops.total(),
+        "method": method,
+        "kernels": counts.kernels.total(),
+        "stops": counts.stops.total(),
         "collectives": counts.collectives,
         "elementwise_mb_per_token": counts.elementwise_bytes / tokens / 1e6,
-    }  # fmt: skip
+    }
 
 
 def llama(hidden: int = 4096) -> Architecture:
     """A layer of Llama 3 8B, of another width as told."""
     heads = hidden // 128
     return Architecture(
-        layers=2, hidden=hidden, heads=heads, kv_heads=max(1, heads // 4), ffn=hidden * 7 // 2,
+        layers=2,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=max(1, heads // 4),
+        ffn=hidden * 7 // 2,
         vocabulary=512,
-    )  # fmt: skip
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], epilog=(__doc__ or "").partition("\n\n")[2],
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=(__doc__ or "").partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--ranks", type=int, default=8, help="ranks of a group (8)")
     parser.add_argument("--tokens", type=int, default=65_536, help="of the pack of a group (65536)")
     parser.add_argument("--documents", type=int, default=3, help="in the pack (3)")

@@ -80,8 +80,10 @@ def plain_optimizer(model: torch.nn.Module, rank: Rank) -> torch.optim.AdamW:
             {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": o.decay},
             {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
         ],
-        lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps,
-    )  # fmt: skip
+        lr=o.lr,
+        betas=(o.beta1, o.beta2),
+        eps=o.eps,
+    )
 
 
 def packs(tokens: list[np.ndarray], most: int, *, padded: bool) -> list[list[np.ndarray]]:
@@ -359,15 +361,28 @@ def main() -> None:
         )
     one = alone["seconds"]
     ratio = one["headrace"] / one["hand-written"]
-    print(f"\none rank: headrace {one['headrace']:.2f} s, hand-written loop "
-          f"{one['hand-written']:.2f} s, ratio {ratio:.3f}")  # fmt: skip
-    print(f"bytes sent by rank 0 in a step of {moved['strategy']}, ulysses_z: "
-          f"counted {moved['counted']:,}, formula {moved['formula']:,}")  # fmt: skip
+    print(
+        f"\none rank: headrace {one['headrace']:.2f} s, hand-written loop "
+        f"{one['hand-written']:.2f} s, ratio {ratio:.3f}"
+    )
+    print(
+        f"bytes sent by rank 0 in a step of {moved['strategy']}, ulysses_z: "
+        f"counted {moved['counted']:,}, formula {moved['formula']:,}"
+    )
     o.out.parent.mkdir(parents=True, exist_ok=True)
     o.out.write_text(
-        json.dumps({"machine": facts, "ranks": o.ranks, "side_by_side": sides, "one_rank": alone,
-                    "bytes": moved}, indent=1) + "\n"
-    )  # fmt: skip
+        json.dumps(
+            {
+                "machine": facts,
+                "ranks": o.ranks,
+                "side_by_side": sides,
+                "one_rank": alone,
+                "bytes": moved,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

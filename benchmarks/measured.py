@@ -205,8 +205,10 @@ _SENT: dict[str, Callable[..., int]] = {
         x.nbytes * (ranks - 1) // ranks
     ),
     "_c10d_functional.all_reduce": lambda x, op, name: (
-        2 * x.nbytes * (dist.distributed_c10d._resolve_process_group(name).size() - 1)
+        2
+        * x.nbytes
+        * (dist.distributed_c10d._resolve_process_group(name).size() - 1)
         // dist.distributed_c10d._resolve_process_group(name).size()
     ),
     "_c10d_functional.all_to_all_single": _exchanged,
-}  # fmt: skip
+}

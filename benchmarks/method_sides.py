@@ -36,9 +36,11 @@ TOLERANCE = 1e-4
 """How far a side may be from one process: the largest difference by the largest value."""
 
 _KINDS = {
-    "local": "one process", "megatron_ts": "tensor", "metp": "tensor",
+    "local": "one process",
+    "megatron_ts": "tensor",
+    "metp": "tensor",
     "tensor_ring": "tensor x context",
-}  # fmt: skip
+}
 """Other methods are of kind ``context``."""
 
 
@@ -141,27 +143,39 @@ def _ours(a: Architecture, truth: Truth, groups: Groups, method: MethodFacts, he
     def forward(x: torch.Tensor) -> torch.Tensor:
         pack = TokenPlan(lengths=(len(truth.x),), ranks=ranks, order=method.order)
         place = Place(
-            architecture=a, tokens=pack, member=member, group=group, dtype=x.dtype,
+            architecture=a,
+            tokens=pack,
+            member=member,
+            group=group,
+            dtype=x.dtype,
             subgroup=groups.get,
-        )  # fmt: skip
+        )
         context = Context(place=place, dropout=_no_dropout())
         for index, state in enumerate(states):
             x = model.layer(x, index, option, state, context)
         return x
 
     def share() -> dict[str, torch.Tensor]:
-        return {name: _spread_out(weight, truth.grads[name], member)
-                for name, weight in weights.items()}  # fmt: skip
+        return {
+            name: _spread_out(weight, truth.grads[name], member) for name, weight in weights.items()
+        }
 
     def clear() -> None:
         for weight in weights.values():
             weight.grad.zero_()
 
     return Side(
-        name=method.name, kind=_KINDS.get(method.name, "context"), held="" if alone else held,
-        by_torch=False, alone=alone, places=_places(len(truth.x), ranks, method.order, member),
-        forward=forward, gradients=share, clear=clear, on=nullcontext,
-    )  # fmt: skip
+        name=method.name,
+        kind=_KINDS.get(method.name, "context"),
+        held="" if alone else held,
+        by_torch=False,
+        alone=alone,
+        places=_places(len(truth.x), ranks, method.order, member),
+        forward=forward,
+        gradients=share,
+        clear=clear,
+        on=nullcontext,
+    )
 
 
 def _no_dropout() -> DropoutKey:
@@ -204,10 +218,18 @@ def _spread_out(weight: Weight, like: torch.Tensor, member: int) -> torch.Tensor
 
 
 def _torch(
-    a: Architecture, truth: Truth, name: str, kind: str, held: str, places: torch.Tensor,
-    spread: Callable[[Model], None], share: float, *, alone: bool = False,
+    a: Architecture,
+    truth: Truth,
+    name: str,
+    kind: str,
+    held: str,
+    places: torch.Tensor,
+    spread: Callable[[Model], None],
+    share: float,
+    *,
+    alone: bool = False,
     on: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Side:  # fmt: skip
+) -> Side:
     """A side of torch's; ``share`` times its gradients is what this rank adds to the whole ones."""
     model = Model(a, truth.weights, len(truth.x))
     spread(model)
@@ -215,16 +237,24 @@ def _torch(
         parameter.grad = torch.zeros_like(parameter)
 
     return Side(
-        name=name, kind=kind, held=held, by_torch=True, alone=alone, places=places,
-        forward=lambda x: model(x[None])[0], gradients=lambda: gradients(model, share),
-        clear=model.zero_grad, on=on,
-    )  # fmt: skip
+        name=name,
+        kind=kind,
+        held=held,
+        by_torch=True,
+        alone=alone,
+        places=places,
+        forward=lambda x: model(x[None])[0],
+        gradients=lambda: gradients(model, share),
+        clear=model.zero_grad,
+        on=on,
+    )
 
 
 def _one_process(a: Architecture, truth: Truth) -> Side:
     everything = torch.arange(len(truth.x))
-    return _torch(a, truth, "one process", "one process", "", everything, lambda model: None, 1.0,
-                  alone=True)  # fmt: skip
+    return _torch(
+        a, truth, "one process", "one process", "", everything, lambda model: None, 1.0, alone=True
+    )
 
 
 def _torch_sides(
@@ -233,18 +263,28 @@ def _torch_sides(
     rank, tokens = dist.get_rank(), len(truth.x)
     mesh = init_device_mesh("cpu", (ranks,))
     yield _torch(
-        a, truth, "DTensor TP + SP", "tensor", "shards", _places(tokens, ranks, "natural", rank),
-        partial(tensor_parallel, mesh=mesh), float(rank == 0),
-    )  # fmt: skip
+        a,
+        truth,
+        "DTensor TP + SP",
+        "tensor",
+        "shards",
+        _places(tokens, ranks, "natural", rank),
+        partial(tensor_parallel, mesh=mesh),
+        float(rank == 0),
+    )
     for held, rotate in product(holdings, ("allgather", "alltoall")):
         yield _torch(
-            a, truth, f"CP {rotate}{' + FSDP2' * (held == 'sharded')}", "context", held,
+            a,
+            truth,
+            f"CP {rotate}{' + FSDP2' * (held == 'sharded')}",
+            "context",
+            held,
             _head_and_tail(tokens, ranks, rank),
             partial(sharded, mesh=mesh) if held == "sharded" else lambda model: None,
             # FSDP2 averages over the ranks, and its whole gradients are the same on all of them.
             ranks * float(rank == 0) if held == "sharded" else 1.0,
             on=partial(context_on, mesh, rotate),
-        )  # fmt: skip
+        )
     if ranks >= 4 and ranks % 2 == 0:
         yield from _two_axes(a, truth, ranks, holdings)
 
@@ -269,7 +309,13 @@ def _two_axes(a: Architecture, truth: Truth, ranks: int, holdings: Sequence[str]
     for held, rotate in product(holdings, ("allgather", "alltoall")):
         share = 2.0 * (rank == 0) if held == "sharded" else float(rank % inner == 0)
         yield _torch(
-            a, truth, f"TP x CP {rotate}{' + FSDP2' * (held == 'sharded')}", "tensor x context",
-            held, block.chunk(inner)[rank % inner], partial(spread, held=held, mesh=mesh), share,
+            a,
+            truth,
+            f"TP x CP {rotate}{' + FSDP2' * (held == 'sharded')}",
+            "tensor x context",
+            held,
+            block.chunk(inner)[rank % inner],
+            partial(spread, held=held, mesh=mesh),
+            share,
             on=partial(context_on, mesh["context"], rotate),
-        )  # fmt: skip
+        )

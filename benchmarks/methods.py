@@ -55,13 +55,23 @@ def architecture_of(case: str, o: argparse.Namespace) -> Architecture:
     """The layers of a case."""
     if case == "llama":
         return Architecture(
-            layers=1, hidden=o.hidden, heads=o.heads, kv_heads=o.kv_heads, vocabulary=1,
+            layers=1,
+            hidden=o.hidden,
+            heads=o.heads,
+            kv_heads=o.kv_heads,
+            vocabulary=1,
             ffn=-(-8 * o.hidden // (3 * 64)) * 64,
-        )  # fmt: skip
+        )
     return Architecture(
-        layers=o.layers if case == "model" else 1, hidden=o.hidden, heads=o.heads,
-        kv_heads=o.heads, ffn=4 * o.hidden, vocabulary=1, kind="gpt", positions=1,
-    )  # fmt: skip
+        layers=o.layers if case == "model" else 1,
+        hidden=o.hidden,
+        heads=o.heads,
+        kv_heads=o.heads,
+        ffn=4 * o.hidden,
+        vocabulary=1,
+        kind="gpt",
+        positions=1,
+    )
 
 
 def compare(world: World, case: str, o: argparse.Namespace) -> dict[str, Any]:
@@ -71,16 +81,25 @@ def compare(world: World, case: str, o: argparse.Namespace) -> dict[str, Any]:
     say = tell if world.rank == 0 else lambda text: None
     title = f"{world.ranks} ranks, {case}"
     rows: list[dict[str, Any]] = []
-    sides = sides_of(a, truth, Groups(), holdings=("replicated", "sharded") if case == "block" else
-                     ("sharded",))  # fmt: skip
+    sides = sides_of(
+        a, truth, Groups(), holdings=("replicated", "sharded") if case == "block" else ("sharded",)
+    )
     for i, side in enumerate(sides):
         say(f"{title}: checking {i + 1}/{len(sides)}, {side.name} {side.held}")
         wrong, found = checked(side, truth)
         rows.append(
-            {"name": side.name, "kind": side.kind, "held": side.held, "torch": side.by_torch,
-             "ranks": 1 if side.alone else world.ranks, "error": wrong, **asdict(found),
-             "wall_s": [], "cpu_s": []}
-        )  # fmt: skip
+            {
+                "name": side.name,
+                "kind": side.kind,
+                "held": side.held,
+                "torch": side.by_torch,
+                "ranks": 1 if side.alone else world.ranks,
+                "error": wrong,
+                **asdict(found),
+                "wall_s": [],
+                "cpu_s": [],
+            }
+        )
     for number in range(o.rounds if all(row["error"] <= TOLERANCE for row in rows) else 0):
         say(f"{title}: round {number + 1}/{o.rounds}")
         turn = number * len(sides) // o.rounds
@@ -90,17 +109,24 @@ def compare(world: World, case: str, o: argparse.Namespace) -> dict[str, Any]:
             wall, cpu = seconds(side, truth.x, truth.dy)
             row["wall_s"].append(wall)
             row["cpu_s"].append(cpu)
-    return {"case": case, "ranks": world.ranks, "tokens": o.tokens, "sides": rows,
-            "architecture": a.to_json()}  # fmt: skip
+    return {
+        "case": case,
+        "ranks": world.ranks,
+        "tokens": o.tokens,
+        "sides": rows,
+        "architecture": a.to_json(),
+    }
 
 
 def counterpart(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The fastest of torch's sides that does the same, by CPU seconds."""
     same = [
-        other for other in rows
-        if other["torch"] and other["kind"] == row["kind"]
+        other
+        for other in rows
+        if other["torch"]
+        and other["kind"] == row["kind"]
         and (other["held"] in (row["held"], "shards"))
-    ]  # fmt: skip
+    ]
     return min(same, key=lambda other: median(other["cpu_s"]), default=None)
 
 
@@ -116,14 +142,19 @@ def against_torch(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         other = None if row["torch"] else counterpart(row, rows)
         if other is not None:
             found.append(
-                {"name": row["name"], "held": row["held"], "kind": row["kind"],
-                 "torch": other["name"],
-                 "wall_ratio": ratio(row, other, "wall_s"),
-                 "cpu_ratio": ratio(row, other, "cpu_s"),
-                 "sent_ratio": row["sent_bytes"] / other["sent_bytes"]
-                 if other["sent_bytes"] else None,
-                 "peak_ratio": row["peak_bytes"] / other["peak_bytes"]}
-            )  # fmt: skip
+                {
+                    "name": row["name"],
+                    "held": row["held"],
+                    "kind": row["kind"],
+                    "torch": other["name"],
+                    "wall_ratio": ratio(row, other, "wall_s"),
+                    "cpu_ratio": ratio(row, other, "cpu_s"),
+                    "sent_ratio": row["sent_bytes"] / other["sent_bytes"]
+                    if other["sent_bytes"]
+                    else None,
+                    "peak_ratio": row["peak_bytes"] / other["peak_bytes"],
+                }
+            )
     return found
 
 
@@ -143,16 +174,22 @@ def sides_table(found: dict[str, Any]) -> Table:
         share = ratio(row, one, "cpu_s") * row["ranks"]
         name = f"torch: {row['name']}" if row["torch"] else row["name"]
         table.add_row(
-            name, row["held"], f"{median(row['wall_s']):.3f}", f"{median(row['cpu_s']):.3f}",
-            f"{share:.2f}", *(f"{row[f'{what}_bytes'] / MIB:.1f}" for what in ("sent", "kept",
-            "peak")), f"{row['error']:.0e}",
-        )  # fmt: skip
+            name,
+            row["held"],
+            f"{median(row['wall_s']):.3f}",
+            f"{median(row['cpu_s']):.3f}",
+            f"{share:.2f}",
+            *(f"{row[f'{what}_bytes'] / MIB:.1f}" for what in ("sent", "kept", "peak")),
+            f"{row['error']:.0e}",
+        )
     return table
 
 
 def ratios_table(found: dict[str, Any]) -> Table:
-    table = Table(title=f"{found['case']} on {found['ranks']} ranks, of torch's best of the kind",
-                  title_justify="left")  # fmt: skip
+    table = Table(
+        title=f"{found['case']} on {found['ranks']} ranks, of torch's best of the kind",
+        title_justify="left",
+    )
     for name in ("method", "weights", "torch's best"):
         table.add_column(name, no_wrap=True)
     for name in ("wall", "CPU", "sent", "peak"):
@@ -203,8 +240,10 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--ranks: at least 2; --rounds: at least 1")
     for ranks in o.ranks:
         if o.tokens % (2 * ranks) or o.heads % ranks or o.hidden % o.heads:
-            parser.error(f"torch wants --tokens a multiple of {2 * ranks}, --heads of {ranks}, "
-                         "--hidden of --heads")  # fmt: skip
+            parser.error(
+                f"torch wants --tokens a multiple of {2 * ranks}, --heads of {ranks}, "
+                "--hidden of --heads"
+            )
     return o
 
 
@@ -215,16 +254,19 @@ def main(arguments: list[str] | None = None) -> int:
     wrong = [
         f"{case['case']} on {case['ranks']} ranks: {row['name']} {row['held']} differs from one "
         f"process by {row['error']:.1e}"
-        for case in found for row in case["sides"] if not row["error"] <= TOLERANCE
-    ]  # fmt: skip
+        for case in found
+        for row in case["sides"]
+        if not row["error"] <= TOLERANCE
+    ]
     if wrong:
         tell("\n".join([*wrong, f"nothing is reported: wanted at most {TOLERANCE:.0e}"]))
         return 1
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(
         f"{facts['host_cpu']}, {facts['cores']} cores, torch {facts['torch']}, fp32, one thread "
-        f"per rank; medians of {o.rounds} rounds of one forward and backward\n", highlight=False,
-    )  # fmt: skip
+        f"per rank; medians of {o.rounds} rounds of one forward and backward\n",
+        highlight=False,
+    )
     for case in found:
         case["against_torch"] = against_torch(case["sides"])
         console.print(sides_table(case))
@@ -233,9 +275,12 @@ def main(arguments: list[str] | None = None) -> int:
     if o.json:
         o.json.parent.mkdir(parents=True, exist_ok=True)
         o.json.write_text(
-            json.dumps({"machine": facts, "rounds": o.rounds, "tolerance": TOLERANCE,
-                        "cases": found}, indent=1) + "\n"
-        )  # fmt: skip
+            json.dumps(
+                {"machine": facts, "rounds": o.rounds, "tolerance": TOLERANCE, "cases": found},
+                indent=1,
+            )
+            + "\n"
+        )
     return 0
 
 

@@ -67,15 +67,18 @@ def plan_of(
             first += scheme.devices
     tokens = np.random.default_rng(0).integers(100, 5000, size=sequences)
     return Plan(
-        lengths=Lengths.of(tokens), devices=ranks, pipelines=tuple(pipelines),
+        lengths=Lengths.of(tokens),
+        devices=ranks,
+        pipelines=tuple(pipelines),
         micro_batches=tuple(
             MicroBatch(
                 pipeline=i % len(pipelines), sequences=(i,), layers=of_layers[i % len(pipelines)]
             )
             for i in range(sequences)
         ),
-        predicted_s=0.0, lower_bound_s=0.0,
-    )  # fmt: skip
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+    )
 
 
 def seconds(body: Callable[[], object], times: int) -> float:
@@ -99,9 +102,7 @@ def told_of(plan: Plan, layers: int) -> list[RankTimes]:
                 for rank in stage.ranks:
                     row = Row(rank=rank, action=str(action), kind=kind.kind, start_s=0.0, end_s=1.0)
                     rows[rank].append(row)
-    return [
-        RankTimes(step_s=1.0, waited_s=0.0, peak_bytes=1, rows=tuple(mine)) for mine in rows
-    ]  # fmt: skip
+    return [RankTimes(step_s=1.0, waited_s=0.0, peak_bytes=1, rows=tuple(mine)) for mine in rows]
 
 
 class Calls(TorchDispatchMode):
@@ -129,9 +130,7 @@ def calls(working: Working, bucket: int) -> int:
 
 def measured(rank: int, ranks: int, layers: int, sequences: int, times: int) -> dict[str, Any]:
     """Seconds of every part on ``rank``, of a step as the one before and of one that changes."""
-    a = Architecture(
-        layers=layers, hidden=4096, heads=32, kv_heads=8, ffn=11008, vocabulary=32000
-    )  # fmt: skip
+    a = Architecture(layers=layers, hidden=4096, heads=32, kv_heads=8, ffn=11008, vocabulary=32000)
     plan, first = plan_of(ranks, layers, sequences), rank == 0
     other = plan_of(ranks, layers, sequences, KINDS[::-1])
     told, payload = told_of(plan, layers), plan.to_bytes()
@@ -159,15 +158,22 @@ def measured(rank: int, ranks: int, layers: int, sequences: int, times: int) -> 
         made = max(calls(storage.working(plan), bucket) for bucket in (1, layers))
     found = {
         "told_s": seconds(plan.to_bytes if first else lambda: Plan.from_bytes(payload), times),
-        "ready_s": ready_s, "rows_s": seconds(rows, times),
-    }  # fmt: skip
+        "ready_s": ready_s,
+        "rows_s": seconds(rows, times),
+    }
     same_s = sum(found.values())
     return {
-        "ranks": ranks, "rank": rank, "sequences": sequences, **found, "same_s": same_s,
-        "change_s": same_s - ready_s + min(changes), "anew_s": same_s - ready_s + min(anew),
+        "ranks": ranks,
+        "rank": rank,
+        "sequences": sequences,
+        **found,
+        "same_s": same_s,
+        "change_s": same_s - ready_s + min(changes),
+        "anew_s": same_s - ready_s + min(anew),
         "calls": made,
-        "plan_bytes": len(payload), "row_bytes": len(sent[rank]),
-    }  # fmt: skip
+        "plan_bytes": len(payload),
+        "row_bytes": len(sent[rank]),
+    }
 
 
 def main() -> int:
@@ -186,9 +192,7 @@ def main() -> int:
     for ranks in o.ranks:
         tell(f"{ranks} ranks")
         sequences = max(ranks // 8, o.sequences * ranks // 1024)
-        rows += [
-            measured(rank, ranks, o.layers, sequences, o.times) for rank in (0, 1, ranks - 1)
-        ]  # fmt: skip
+        rows += [measured(rank, ranks, o.layers, sequences, o.times) for rank in (0, 1, ranks - 1)]
     shown = Table(title=f"milliseconds a step on one core of {facts['host_cpu']}")
     for name in ("ranks", "rank", *PARTS, "all", "where it changes", "to a new one", "calls"):
         shown.add_column(name, justify="right")

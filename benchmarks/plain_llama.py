@@ -52,9 +52,15 @@ class PlainLlama(nn.Module):
     """Logits and the mean loss of labels that were shifted before. ``run_block`` calls a block."""
 
     def __init__(
-        self, layers: int, hidden: int, ffn: int, heads: int, keys: int, vocabulary: int,
+        self,
+        layers: int,
+        hidden: int,
+        ffn: int,
+        heads: int,
+        keys: int,
+        vocabulary: int,
         attend: Attend = causal,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.features = hidden // heads
         self.token = nn.Embedding(vocabulary, hidden)

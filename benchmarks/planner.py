@@ -78,9 +78,12 @@ CASES = (
     ("hydraulis-7b", 32, "longtail-32k-1000k"),
 )
 STRATEGIES = (
-    "1*tp16", "1/4*tp16 + 6/4*tp8", "1/4*tp16 + 12/4*tp4", "1/4*tp16 + 6/4*tp2-pp4",
+    "1*tp16",
+    "1/4*tp16 + 6/4*tp8",
+    "1/4*tp16 + 12/4*tp4",
+    "1/4*tp16 + 6/4*tp2-pp4",
     "1/4*tp16 + 1/4*tp8-pp2 + 2/4*tp4-pp2 + 2/4*tp2-pp4",
-)  # fmt: skip
+)
 """Pipelines for every 16 devices."""
 SIZES = (64, 256, 1024, 4096, 16_384)
 TRAINING = ((8, 1), (64, 1), (256, 4), (1024, 16), (1024, 4))
@@ -124,8 +127,9 @@ def planned(
         "bounds_s": [own.lower_bound_s for own in plans],
         "gap": median(own.gap for own in plans),
         "strategies": [item.strategy for item in found],
-        "planning_s": median(item.planning_s for item in found), "cpu_s": spent,
-    }  # fmt: skip
+        "planning_s": median(item.planning_s for item in found),
+        "cpu_s": spent,
+    }
 
 
 def whole_planners(o: argparse.Namespace) -> list[dict[str, Any]]:
@@ -152,13 +156,14 @@ def strategy_of(table: PriceTable, text: str) -> Counts:
 def without_constants(table: PriceTable) -> PriceTable:
     schemes = [
         replace(
-            scheme, util=1,
+            scheme,
+            util=1,
             frontier=Frontier.of_rows(
                 [(a, b, 0.0) for a, b, _ in scheme.frontier.rows], scheme.most_tokens
             ),
         )
         for scheme in table.schemes
-    ]  # fmt: skip
+    ]
     return PriceTable(table.batch, schemes, table.devices)
 
 
@@ -175,7 +180,9 @@ def given_strategies(o: argparse.Namespace) -> list[dict[str, Any]]:
             bare = [of_strategy(without_constants(table), counts, o) for table in tables]
             rows.append(
                 {
-                    "devices": devices, "lengths": fixture, "strategy": strategy,
+                    "devices": devices,
+                    "lengths": fixture,
+                    "strategy": strategy,
                     "step_s": fmean(row["ours_s"] for row in ours),
                     "gap": median(row["gap"] for row in ours),
                     "gap_equation_2": median(row["gap"] for row in bare),
@@ -184,7 +191,7 @@ def given_strategies(o: argparse.Namespace) -> list[dict[str, Any]]:
                     "greedy_gap_equation_2": median(row["greedy_gap"] for row in bare),
                     "greedy_cpu_s": median(row["greedy_cpu_s"] for row in ours),
                 }
-            )  # fmt: skip
+            )
     return rows
 
 
@@ -201,10 +208,13 @@ def of_strategy(table: PriceTable, counts: Counts, o: argparse.Namespace) -> dic
     )
     bound_s = strategy_bound_s(table, counts)
     return {
-        "ours_s": ours.seconds, "cpu_s": cpu_s, "gap": ours.seconds / bound_s - 1,
-        "greedy_s": theirs.seconds, "greedy_cpu_s": greedy_cpu_s,
+        "ours_s": ours.seconds,
+        "cpu_s": cpu_s,
+        "gap": ours.seconds / bound_s - 1,
+        "greedy_s": theirs.seconds,
+        "greedy_cpu_s": greedy_cpu_s,
         "greedy_gap": theirs.seconds / bound_s - 1,
-    }  # fmt: skip
+    }
 
 
 def programs(o: argparse.Namespace) -> list[dict[str, Any]]:
@@ -243,9 +253,13 @@ def programs(o: argparse.Namespace) -> list[dict[str, Any]]:
 
 def program_row(text: str, seconds: float, own_s: float, answer: Any, cpu_s: float) -> Any:
     return {
-        "problem": text, "ours_s": seconds, "cpu_s": own_s, "program_s": answer.seconds,
-        "program_bound_s": answer.bound_s, "program_cpu_s": cpu_s,
-    }  # fmt: skip
+        "problem": text,
+        "ours_s": seconds,
+        "cpu_s": own_s,
+        "program_s": answer.seconds,
+        "program_bound_s": answer.bound_s,
+        "program_cpu_s": cpu_s,
+    }
 
 
 def strategies(o: argparse.Namespace) -> list[dict[str, Any]]:
@@ -260,12 +274,16 @@ def strategies(o: argparse.Namespace) -> list[dict[str, Any]]:
         ours = planned(costs, iterations[:1], devices, OWN, o.seed)
         rows.append(
             {
-                "devices": devices, "step_s": ours["mean_s"], "gap": ours["gap"],
+                "devices": devices,
+                "step_s": ours["mean_s"],
+                "gap": ours["gap"],
                 "cpu_s": ours["cpu_s"],
                 "program_step_s": min(one.seconds for one in steps if one is not None),
-                "program_cpu_s": program_s, "tried": len(found), "tried_cpu_s": tried_s,
+                "program_cpu_s": program_s,
+                "tried": len(found),
+                "tried_cpu_s": tried_s,
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -295,7 +313,9 @@ def training(o: argparse.Namespace) -> list[dict[str, Any]]:
         plans = [made for _, made in found]
         rows.append(
             {
-                "devices": devices, "tokens": millions * 10**6, "sequences": len(batches[0]),
+                "devices": devices,
+                "tokens": millions * 10**6,
+                "sequences": len(batches[0]),
                 "preparation_s": max(0.0, first_s - found[0][0]),
                 "cpu_s": median(spent for spent, _ in found),
                 "cpus_s": [spent for spent, _ in found],
@@ -306,7 +326,7 @@ def training(o: argparse.Namespace) -> list[dict[str, Any]]:
                 "strategy": str(plans[0].strategy),
                 "strategies": [str(made.strategy) for made in plans],
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -324,53 +344,74 @@ class Part:
 STEP = "{:.4f} s".format
 PARTS = {
     "whole planners": Part(
-        work=whole_planners, keys=("costs", "devices", "lengths", "planner"),
+        work=whole_planners,
+        keys=("costs", "devices", "lengths", "planner"),
         columns=(
-            ("mean step", "mean_s", STEP), ("gap", "gap", percent_text),
-            ("cpu", "cpu_s", seconds_text), ("clock of one", "planning_s", seconds_text),
+            ("mean step", "mean_s", STEP),
+            ("gap", "gap", percent_text),
+            ("cpu", "cpu_s", seconds_text),
+            ("clock of one", "planning_s", seconds_text),
         ),
     ),
     "given strategies": Part(
-        work=given_strategies, keys=("devices", "lengths", "strategy"),
+        work=given_strategies,
+        keys=("devices", "lengths", "strategy"),
         columns=(
-            ("step", "step_s", STEP), ("gap", "gap", percent_text),
-            ("equation 2", "gap_equation_2", percent_text), ("cpu", "cpu_s", seconds_text),
-            ("greedy", "greedy_s", STEP), ("equation 2", "greedy_gap_equation_2", percent_text),
+            ("step", "step_s", STEP),
+            ("gap", "gap", percent_text),
+            ("equation 2", "gap_equation_2", percent_text),
+            ("cpu", "cpu_s", seconds_text),
+            ("greedy", "greedy_s", STEP),
+            ("equation 2", "greedy_gap_equation_2", percent_text),
             ("cpu", "greedy_cpu_s", seconds_text),
         ),
     ),
     "integer programs": Part(
-        work=programs, keys=("problem",),
+        work=programs,
+        keys=("problem",),
         columns=(
-            ("ours", "ours_s", STEP), ("cpu", "cpu_s", seconds_text),
-            ("program", "program_s", STEP), ("proved", "program_bound_s", STEP),
+            ("ours", "ours_s", STEP),
+            ("cpu", "cpu_s", seconds_text),
+            ("program", "program_s", STEP),
+            ("proved", "program_bound_s", STEP),
             ("cpu", "program_cpu_s", seconds_text),
         ),
     ),
     "strategies": Part(
-        work=strategies, keys=("devices",),
+        work=strategies,
+        keys=("devices",),
         columns=(
-            ("step", "step_s", STEP), ("gap", "gap", percent_text), ("cpu", "cpu_s", seconds_text),
-            ("theirs", "program_step_s", STEP), ("cpu", "program_cpu_s", seconds_text),
-            ("tried", "tried", str), ("cpu", "tried_cpu_s", seconds_text),
+            ("step", "step_s", STEP),
+            ("gap", "gap", percent_text),
+            ("cpu", "cpu_s", seconds_text),
+            ("theirs", "program_step_s", STEP),
+            ("cpu", "program_cpu_s", seconds_text),
+            ("tried", "tried", str),
+            ("cpu", "tried_cpu_s", seconds_text),
         ),
     ),
     "growth": Part(
-        work=growth, keys=("devices", "tokens", "sequences"),
+        work=growth,
+        keys=("devices", "tokens", "sequences"),
         columns=(
-            ("mean step", "mean_s", STEP), ("gap", "gap", percent_text),
-            ("cpu", "cpu_s", seconds_text), ("clock of one", "planning_s", seconds_text),
+            ("mean step", "mean_s", STEP),
+            ("gap", "gap", percent_text),
+            ("cpu", "cpu_s", seconds_text),
+            ("clock of one", "planning_s", seconds_text),
         ),
     ),
     "training": Part(
-        work=training, keys=("devices", "tokens", "sequences"),
+        work=training,
+        keys=("devices", "tokens", "sequences"),
         columns=(
-            ("preparation", "preparation_s", seconds_text), ("cpu", "cpu_s", seconds_text),
-            ("mean step", "mean_s", STEP), ("gap", "gap", percent_text),
+            ("preparation", "preparation_s", seconds_text),
+            ("cpu", "cpu_s", seconds_text),
+            ("mean step", "mean_s", STEP),
+            ("gap", "gap", percent_text),
         ),
         after=("strategy",),
     ),
-}  # fmt: skip
+}
 
 
 def table_for(name: str, rows: Sequence[dict[str, Any]], earlier: dict[str, Any]) -> Table:

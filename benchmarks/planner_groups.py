@@ -43,9 +43,11 @@ from headrace.spec.plan import Semantics
 
 _FOLDER = Path(__file__).parent
 _FIXTURES = {
-    "100k": "longtail-32k-100k", "1000k": "longtail-32k-1000k", "4000k": "longtail-32k-4000k",
+    "100k": "longtail-32k-100k",
+    "1000k": "longtail-32k-1000k",
+    "4000k": "longtail-32k-4000k",
     "4000k-128k": "longtail-128k-4000k",
-}  # fmt: skip
+}
 
 
 def plain_bound_s(costs: GroupCosts, lengths: Sequence[int], devices: int) -> float:
@@ -79,9 +81,13 @@ def cell(
         gaps.append(plan.gap)
         planning += seconds
     return {
-        "planner": planner, "ratio": mean(ratios), "ratios": ratios, "gap": mean(gaps),
-        "planning_ms": 1e3 * median(planning), "slowest_ms": 1e3 * max(planning),
-    }  # fmt: skip
+        "planner": planner,
+        "ratio": mean(ratios),
+        "ratios": ratios,
+        "gap": mean(gaps),
+        "planning_ms": 1e3 * median(planning),
+        "slowest_ms": 1e3 * max(planning),
+    }
 
 
 def cells(o: argparse.Namespace, costs: GroupCosts) -> Iterator[dict[str, Any]]:
@@ -94,12 +100,14 @@ def cells(o: argparse.Namespace, costs: GroupCosts) -> Iterator[dict[str, Any]]:
                 tell(f"{tokens} tokens on {devices} devices, {semantics}")
                 problem = Problem(costs=costs, devices=devices, semantics=semantics)
                 yield {
-                    "tokens": tokens, "devices": devices, "semantics": semantics,
+                    "tokens": tokens,
+                    "devices": devices,
+                    "semantics": semantics,
                     "sequences": [len(lengths) for lengths in batches],
                     "planners": [
                         cell(problem, costs, batches, planner, o.rounds) for planner in o.planners
                     ],
-                }  # fmt: skip
+                }
 
 
 def flat(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -119,11 +127,13 @@ def show(found: Sequence[dict[str, Any]], earlier: Sequence[dict[str, Any]]) -> 
         every = flat([row])
         ours = next((x for x in every if x["planner"] == OWN), None)
         table.add_row(
-            row["tokens"], str(row["devices"]), row["semantics"],
+            row["tokens"],
+            str(row["devices"]),
+            row["semantics"],
             f"{100 * ours['gap']:.1f} %" if ours else "",
             before.text(ours, "planning_ms", "{:.0f}".format) if ours else "",
             *(before.text(x, "ratio", "{:.3f}".format) for x in every),
-        )  # fmt: skip
+        )
     console.print(table)
 
 
@@ -135,8 +145,9 @@ def main() -> int:
     )
     parser.add_argument("--tokens", nargs="+", choices=_FIXTURES, default=list(_FIXTURES))
     parser.add_argument("--devices", nargs="+", type=int, default=[8, 64, 256])
-    parser.add_argument("--semantics", nargs="+", choices=get_args(Semantics),
-                        default=list(get_args(Semantics)))  # fmt: skip
+    parser.add_argument(
+        "--semantics", nargs="+", choices=get_args(Semantics), default=list(get_args(Semantics))
+    )
     parser.add_argument("--planners", nargs="+", choices=planners, default=planners)
     parser.add_argument("--rounds", type=int, default=3, help="plans of every batch, for the ms")
     parser.add_argument("--json", type=Path, help="write all numbers there")

@@ -52,9 +52,13 @@ from headrace.units import MIB
 
 def architecture(o: argparse.Namespace) -> Architecture:
     return Architecture(
-        layers=2, hidden=o.hidden, heads=o.heads, kv_heads=o.heads, ffn=3 * o.hidden,
+        layers=2,
+        hidden=o.hidden,
+        heads=o.heads,
+        kv_heads=o.heads,
+        ffn=3 * o.hidden,
         vocabulary=1024,
-    )  # fmt: skip
+    )
 
 
 def measured_link(a: Architecture, groups: Groups, two: TwoLayers) -> Hardware:
@@ -85,14 +89,22 @@ def compare(world: World, o: argparse.Namespace) -> dict[str, Any]:
             tell(f"{world.ranks} ranks: {number + 1}/{len(found)}, {target.text}")
         rows.append(beside(target, two, groups, alone, hardware, o))
     link = hardware.inside
-    return {"ranks": world.ranks, "latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s,
-            "rows": rows}  # fmt: skip
+    return {
+        "ranks": world.ranks,
+        "latency_s": link.latency_s,
+        "bytes_per_s": link.bytes_per_s,
+        "rows": rows,
+    }
 
 
 def beside(
-    target: BranchTarget, two: TwoLayers, groups: Groups, alone: Groups, hardware: Hardware,
+    target: BranchTarget,
+    two: TwoLayers,
+    groups: Groups,
+    alone: Groups,
+    hardware: Hardware,
     o: argparse.Namespace,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     everyone = tuple(range(groups.ranks))
     real = two.probe(groups, everyone, target, (o.tokens,))
     played = two.probe(alone, everyone, target, (o.tokens,))
@@ -109,30 +121,50 @@ def beside(
             local = seconds_of(played, clock)
         seconds["rehearsed"].append(sum(slowest(groups, local)))
     return {
-        "branch": target.text, "tokens": o.tokens,
-        "kept_bytes": kept[0], "rehearsed_kept_bytes": held[0],
-        "transient_bytes": kept[1], "rehearsed_transient_bytes": held[1],
+        "branch": target.text,
+        "tokens": o.tokens,
+        "kept_bytes": kept[0],
+        "rehearsed_kept_bytes": held[0],
+        "transient_bytes": kept[1],
+        "rehearsed_transient_bytes": held[1],
         "seconds": seconds,
         "ratio": median(r / s for r, s in zip(seconds["rehearsed"], seconds["real"], strict=True)),
-    }  # fmt: skip
+    }
 
 
 def table(found: dict[str, Any]) -> Table:
     shown = Table(
         title=f"{found['ranks']} ranks, link {found['latency_s'] * 1e6:.0f} us + "
-        f"{found['bytes_per_s'] / 1e9:.2f} GB/s", title_justify="left",
-    )  # fmt: skip
-    for i, name in enumerate(("branch", "MiB kept", "rehearsed", "MiB passing", "rehearsed",
-                              "real s", "rehearsed s", "ratio")):  # fmt: skip
+        f"{found['bytes_per_s'] / 1e9:.2f} GB/s",
+        title_justify="left",
+    )
+    for i, name in enumerate(
+        (
+            "branch",
+            "MiB kept",
+            "rehearsed",
+            "MiB passing",
+            "rehearsed",
+            "real s",
+            "rehearsed s",
+            "ratio",
+        )
+    ):
         shown.add_column(name, justify="right" if i else "left", no_wrap=True)
     for row in found["rows"]:
-        counts = (row["kept_bytes"], row["rehearsed_kept_bytes"], row["transient_bytes"],
-                  row["rehearsed_transient_bytes"])  # fmt: skip
+        counts = (
+            row["kept_bytes"],
+            row["rehearsed_kept_bytes"],
+            row["transient_bytes"],
+            row["rehearsed_transient_bytes"],
+        )
         shown.add_row(
-            row["branch"], *(f"{n / MIB:.2f}" for n in counts),
-            f"{median(row['seconds']['real']):.4f}", f"{median(row['seconds']['rehearsed']):.4f}",
+            row["branch"],
+            *(f"{n / MIB:.2f}" for n in counts),
+            f"{median(row['seconds']['real']):.4f}",
+            f"{median(row['seconds']['rehearsed']):.4f}",
             f"{row['ratio']:.2f}",
-        )  # fmt: skip
+        )
     return shown
 
 
@@ -190,8 +222,9 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(
         f"{facts['host_cpu']}, {facts['cores']} cores, torch {facts['torch']}, fp32, one thread "
-        f"per rank, 2 layers of {o.hidden} features, {o.tokens:,} tokens\n", highlight=False,
-    )  # fmt: skip
+        f"per rank, 2 layers of {o.hidden} features, {o.tokens:,} tokens\n",
+        highlight=False,
+    )
     found = [on_ranks(ranks, o) for ranks in o.ranks]
     for case in found:
         console.print(table(case))

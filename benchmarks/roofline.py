@@ -109,9 +109,12 @@ def of_pipelines(data: dict[str, Any]) -> Iterator[Comparison]:
             if length <= longest:
                 seconds = stage_s(part, length, tensor, option, pipeline)
                 yield Comparison(
-                    source=name, what="seconds", case=f"{case}, {length} tokens",
-                    published=fit([length]), predicted=seconds,
-                )  # fmt: skip
+                    source=name,
+                    what="seconds",
+                    case=f"{case}, {length} tokens",
+                    published=fit([length]),
+                    predicted=seconds,
+                )
         for devices, published in scheme["max_length"].items():
             if published <= 0:
                 continue
@@ -120,14 +123,15 @@ def of_pipelines(data: dict[str, Any]) -> Iterator[Comparison]:
             layers = LayerPlan.uniform(option, whole.layers)
             most = model.replace(working_bytes=working).max_tokens(tensor, layers, "sharded")
             yield Comparison(
-                source=name, what="longest", case=f"{case}, {devices} devices",
-                published=published, predicted=most,
-            )  # fmt: skip
+                source=name,
+                what="longest",
+                case=f"{case}, {devices} devices",
+                published=published,
+                predicted=most,
+            )
 
 
-def stage_s(
-    costs: CostModel, length: int, p: int, option: LayerOption, stages: int
-) -> float:  # fmt: skip
+def stage_s(costs: CostModel, length: int, p: int, option: LayerOption, stages: int) -> float:
     """Seconds of one stage: its layers, and its share of the embedding and the head."""
     count, ends = costs.shape.layers, costs.ends[p]
     layer = sum(costs.layer_seconds([length], p, option))
@@ -138,9 +142,15 @@ def of_groups(data: dict[str, Any], device: Device | None = None) -> Iterator[Co
     """FlexSP: launches on groups, on the preset's device or another; eight devices share 400 Gb/s
     between nodes."""
     architecture = Architecture(
-        layers=32, hidden=4096, heads=32, kv_heads=32, ffn=16384, vocabulary=50257, kind="gpt",
+        layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=32,
+        ffn=16384,
+        vocabulary=50257,
+        kind="gpt",
         positions=2048,
-    )  # fmt: skip
+    )
     hardware = Hardware.parse("a100-40g")
     across = replace(hardware.across, name="shared", bytes_per_s=400e9 / 8 / 8)
     hardware = replace(hardware, across=across, device=device or hardware.device)
@@ -155,10 +165,12 @@ def of_groups(data: dict[str, Any], device: Device | None = None) -> Iterator[Co
         for length in LENGTHS:
             if length <= data["cap_tokens"] * p:
                 yield Comparison(
-                    source=data["name"], what="seconds", case=f"cp{p}, {length} tokens",
+                    source=data["name"],
+                    what="seconds",
+                    case=f"cp{p}, {length} tokens",
                     published=fit([length]),
                     predicted=sum(costs.micro_batch_s([length], p, layers)),
-                )  # fmt: skip
+                )
 
 
 def of_lengths(data: dict[str, Any]) -> Iterator[Comparison]:
@@ -173,23 +185,31 @@ def of_lengths(data: dict[str, Any]) -> Iterator[Comparison]:
         }
         longest = max(costs.max_tokens(p, layers, "sharded") for layers in plans.values())
         yield Comparison(
-            source=data["name"], what="longest", case=row["case"], published=row["max_length"],
+            source=data["name"],
+            what="longest",
+            case=row["case"],
+            published=row["max_length"],
             predicted=longest,
-        )  # fmt: skip
+        )
         if "step_s" in row:
             step = min(
                 sum(costs.micro_batch_s([row["step_tokens"]], p, layers, "sharded"))
                 for layers in plans.values()
             )
             yield Comparison(
-                source=data["name"], what="seconds", case=row["case"], published=row["step_s"],
+                source=data["name"],
+                what="seconds",
+                case=row["case"],
+                published=row["step_s"],
                 predicted=step + costs.exchange_s.update_s,
-            )  # fmt: skip
+            )
 
 
 KINDS: dict[str, Callable[[dict[str, Any]], Iterator[Comparison]]] = {
-    "pipelines": of_pipelines, "groups": of_groups, "lengths": of_lengths,
-}  # fmt: skip
+    "pipelines": of_pipelines,
+    "groups": of_groups,
+    "lengths": of_lengths,
+}
 
 
 def compare() -> tuple[list[Comparison], dict[str, str]]:
@@ -244,9 +264,13 @@ def show(found: list[Comparison], *, every: bool) -> None:
             table.add_column(column, justify="left" if column in "source what case" else "right")
         for each in found:
             table.add_row(
-                each.source, each.what, each.case, f"{each.published:.4g}",
-                f"{each.predicted:.4g}", f"{each.ratio:.2f}",
-            )  # fmt: skip
+                each.source,
+                each.what,
+                each.case,
+                f"{each.published:.4g}",
+                f"{each.predicted:.4g}",
+                f"{each.ratio:.2f}",
+            )
         out.print(table)
     table = Table(box=None, pad_edge=False)
     for column in ("source", "what", "numbers", "median ratio", "least", "most", "median error"):
@@ -254,10 +278,14 @@ def show(found: list[Comparison], *, every: bool) -> None:
     for (source, what), group in medians(found).items():
         ratios = [each.ratio for each in group]
         table.add_row(
-            f"{source}{' (calibrated)' if source == CALIBRATED_ON else ''}", what,
-            str(len(group)), f"{median(ratios):.2f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}",
+            f"{source}{' (calibrated)' if source == CALIBRATED_ON else ''}",
+            what,
+            str(len(group)),
+            f"{median(ratios):.2f}",
+            f"{min(ratios):.2f}",
+            f"{max(ratios):.2f}",
             percent_text(median(each.error for each in group)),
-        )  # fmt: skip
+        )
     out.print(table)
 
 
@@ -286,9 +314,11 @@ def main(arguments: list[str] | None = None) -> int:
             for (source, what), group in medians(found).items()
         }
         value = {
-            "calibrated_on": CALIBRATED_ON, "sources": sources, "median_error": errors,
+            "calibrated_on": CALIBRATED_ON,
+            "sources": sources,
+            "median_error": errors,
             "comparisons": rows,
-        }  # fmt: skip
+        }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(value, indent=1) + "\n")
     return 0

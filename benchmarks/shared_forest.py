@@ -126,9 +126,8 @@ def _points(profile: Profile) -> Iterator[tuple[int, str, Target, float, float]]
 
 
 def _row(
-    options: Sequence[str], most: Sequence[float], a: ModelShape, p: int, option: str,
-    tokens: float,
-) -> list[float]:  # fmt: skip
+    options: Sequence[str], most: Sequence[float], a: ModelShape, p: int, option: str, tokens: float
+) -> list[float]:
     numbers = (a.hidden, a.layers, p, _log(tokens))
     scaled = [number / scale for number, scale in zip(numbers, most, strict=True)]
     return [*(float(option == other) for other in options), *scaled]

@@ -61,9 +61,15 @@ VOCABULARY = 512
 
 def architecture_of(o: argparse.Namespace) -> Architecture:
     return Architecture(
-        layers=o.layers, hidden=o.hidden, heads=o.heads, kv_heads=o.heads, ffn=4 * o.hidden,
-        vocabulary=VOCABULARY, kind="gpt", positions=o.tokens,
-    )  # fmt: skip
+        layers=o.layers,
+        hidden=o.hidden,
+        heads=o.heads,
+        kv_heads=o.heads,
+        ffn=4 * o.hidden,
+        vocabulary=VOCABULARY,
+        kind="gpt",
+        positions=o.tokens,
+    )
 
 
 def usable(names: Iterable[str], a: Architecture, ranks: int) -> tuple[str, ...]:
@@ -87,22 +93,31 @@ class Job:
         groups = Groups()
         ids = np.random.default_rng(0).integers(VOCABULARY, size=tokens).astype(np.int32)
         return cls(
-            executor=Executor(Storage(a, groups, seed=0), groups, seed=0), groups=groups,
-            architecture=a, tokens=ids, methods=usable(names, a, groups.ranks),
-        )  # fmt: skip
+            executor=Executor(Storage(a, groups, seed=0), groups, seed=0),
+            groups=groups,
+            architecture=a,
+            tokens=ids,
+            methods=usable(names, a, groups.ranks),
+        )
 
     def plan(self, name: str) -> Plan:
         """All layers by one method, the weights sharded."""
         ranks, layers = self.groups.ranks, self.architecture.layers
         micro = MicroBatch(
-            pipeline=0, sequences=(0,), order=FACTS[name].order,
+            pipeline=0,
+            sequences=(0,),
+            order=FACTS[name].order,
             layers=LayerPlan.uniform(LayerOption.of(name), layers),
-        )  # fmt: skip
+        )
         return Plan(
-            lengths=Lengths.of([len(self.tokens)]), devices=ranks, working="sharded",
+            lengths=Lengths.of([len(self.tokens)]),
+            devices=ranks,
+            working="sharded",
             pipelines=(Pipeline(scheme=Scheme(context=ranks), ranks=tuple(range(ranks))),),
-            micro_batches=(micro,), predicted_s=0.0, lower_bound_s=0.0,
-        )  # fmt: skip
+            micro_batches=(micro,),
+            predicted_s=0.0,
+            lower_bound_s=0.0,
+        )
 
     def look_up(self, option: LayerOption) -> None:
         """What a layer does to find its functions."""
@@ -204,8 +219,10 @@ def switches(world: World, o: argparse.Namespace) -> dict[str, Any]:
 
     say("look-ups and groups")
     job.groups.prepare({tuple(range(world.ranks))})
-    return {"changes": [changes(job, name) for name in job.methods],
-            "pairs": pairs(job, o.rounds, say)}  # fmt: skip
+    return {
+        "changes": [changes(job, name) for name in job.methods],
+        "pairs": pairs(job, o.rounds, say),
+    }
 
 
 def restarted(ranks: int, a: Architecture) -> dict[str, float]:
@@ -213,9 +230,11 @@ def restarted(ranks: int, a: Architecture) -> dict[str, float]:
     command = [sys.executable, str(Path(__file__).with_name("restarting.py")), str(ranks)]
     began = time.monotonic()
     with subprocess.Popen(
-        [*command, json.dumps(a.to_json())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [*command, json.dumps(a.to_json())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-    ) as process:  # fmt: skip
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -256,8 +275,13 @@ def measured(ranks: int, o: argparse.Namespace) -> dict[str, Any]:
             sys.exit(code)
         found = json.loads(result.read_text())
     restart(o.restarts - half)
-    return {"ranks": ranks, "tokens": o.tokens, "architecture": a.to_json(), **found,
-            "restarts": restarts}  # fmt: skip
+    return {
+        "ranks": ranks,
+        "tokens": o.tokens,
+        "architecture": a.to_json(),
+        **found,
+        "restarts": restarts,
+    }
 
 
 def options(arguments: list[str] | None) -> argparse.Namespace:
@@ -270,8 +294,14 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     add("--hidden", type=int, default=256, help="features of the model (256)")
     add("--heads", type=int, default=8, help="heads (8)")
     add("--layers", type=int, default=4, help="layers of the model (4)")
-    add("--methods", nargs="+", choices=FACTS, default=list(FACTS), metavar="METHOD",
-        help="methods to change between, where the ranks can run them (all)")  # fmt: skip
+    add(
+        "--methods",
+        nargs="+",
+        choices=FACTS,
+        default=list(FACTS),
+        metavar="METHOD",
+        help="methods to change between, where the ranks can run them (all)",
+    )
     add("--rounds", type=int, default=1, help="times that each pair of methods is timed (1)")
     add("--restarts", type=int, default=6, help="restarts that are timed (6)")
     add("--json", type=Path, metavar="FILE", help="write all numbers to a file")
@@ -280,8 +310,9 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--ranks: at least 2; --rounds, --restarts, --layers: at least 1")
     for ranks in o.ranks:
         if o.tokens < ranks or o.heads < ranks or o.hidden % o.heads:
-            parser.error(f"wanted --tokens and --heads of at least {ranks}, "
-                         "--hidden a multiple of --heads")  # fmt: skip
+            parser.error(
+                f"wanted --tokens and --heads of at least {ranks}, --hidden a multiple of --heads"
+            )
         if len(usable(o.methods, architecture_of(o), ranks)) < 2:
             parser.error(f"--methods: at least two that {ranks} ranks can run")
     return o
@@ -298,23 +329,28 @@ def main(arguments: list[str] | None = None) -> int:
             *(abs(row["changed_bytes"] - row["same_bytes"]) for row in found["pairs"]),
         )
         if found["changed_bytes"]:
-            tell(f"a change of method on {found['ranks']} ranks: got {found['changed_bytes']:,.0f} "
-                 "bytes moved, wanted none; nothing is reported")  # fmt: skip
+            tell(
+                f"a change of method on {found['ranks']} ranks: got {found['changed_bytes']:,.0f} "
+                "bytes moved, wanted none; nothing is reported"
+            )
             return 1
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(
         f"{facts['host_cpu']}, {facts['cores']} cores, torch {facts['torch']}, fp32, one thread "
-        "per rank\n", highlight=False,
-    )  # fmt: skip
+        "per rank\n",
+        highlight=False,
+    )
     for found in worlds:
         console.print(costs_table(found))
         console.print(restart_table(found))
     if o.json:
         o.json.parent.mkdir(parents=True, exist_ok=True)
         o.json.write_text(
-            json.dumps({"machine": facts, "rounds": o.rounds, "paper": PAPER, "worlds": worlds},
-                       indent=1) + "\n"
-        )  # fmt: skip
+            json.dumps(
+                {"machine": facts, "rounds": o.rounds, "paper": PAPER, "worlds": worlds}, indent=1
+            )
+            + "\n"
+        )
     return 0
 
 

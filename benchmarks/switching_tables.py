@@ -13,9 +13,13 @@ from headrace.units import seconds_text
 __all__ = ["PAPER", "PARTS", "costs_table", "restart_table", "summary"]
 
 PARTS = (
-    "end the processes", "start the interpreter", "import torch", "import headrace",
-    "ranks, rendezvous, groups", "weights, AdamW's state",
-)  # fmt: skip
+    "end the processes",
+    "start the interpreter",
+    "import torch",
+    "import headrace",
+    "ranks, rendezvous, groups",
+    "weights, AdamW's state",
+)
 PAPER = {
     "where": "ParaDySe, Case Study (GPT on GRCh38, their GPUs)",
     "said": "a total reset latency exceeding 31 seconds",
@@ -33,9 +37,7 @@ def summary(found: dict[str, Any]) -> dict[str, float | None]:
         return median(values) if values else None
 
     def ratio(one: str, other: str) -> float:
-        return median(
-            x / y for row in pairs for x, y in zip(row[one], row[other], strict=True)
-        )  # fmt: skip
+        return median(x / y for row in pairs for x, y in zip(row[one], row[other], strict=True))
 
     return {
         "look_up_s": max(median(row["look_up_s"]) for row in changes),
@@ -55,8 +57,9 @@ def costs_table(found: dict[str, Any]) -> Table:
     a, s = Architecture.from_json(found["architecture"]), found["summary"]
     table = Table(
         title=f"a change of method on {found['ranks']} ranks: {a.kind} {a.layers}x{a.hidden}, "
-        f"{found['tokens']:,} tokens", title_justify="left",
-    )  # fmt: skip
+        f"{found['tokens']:,} tokens",
+        title_justify="left",
+    )
     table.add_column("what", no_wrap=True)
     for name in ("median", "a restart is"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -83,8 +86,10 @@ def costs_table(found: dict[str, Any]) -> Table:
 
 def restart_table(found: dict[str, Any]) -> Table:
     """Where a restart's time goes, beside the paper's."""
-    table = Table(title=f"a restart on {found['ranks']} ranks, median of "
-                  f"{len(found['restarts'])}", title_justify="left")  # fmt: skip
+    table = Table(
+        title=f"a restart on {found['ranks']} ranks, median of {len(found['restarts'])}",
+        title_justify="left",
+    )
     table.add_column("part", no_wrap=True)
     table.add_column("median", justify="right", no_wrap=True)
     for part in PARTS:

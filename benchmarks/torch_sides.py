@@ -113,9 +113,11 @@ class Model(nn.Module):
     def __init__(self, a: Architecture, weights: Mapping[str, torch.Tensor], tokens: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block(a) for _ in range(a.layers))
-        self.tables = None if a.biased else rotary_tables(
-            torch.arange(tokens), a.head_features, a.rope_theta, torch.float32
-        )  # fmt: skip
+        self.tables = (
+            None
+            if a.biased
+            else rotary_tables(torch.arange(tokens), a.head_features, a.rope_theta, torch.float32)
+        )
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 parameter.copy_(_turned(_ours(name), weights[_ours(name)]))
@@ -203,30 +205,59 @@ def _handler(local: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., An
 
 
 def _forward(
-    group: dist.ProcessGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    dropout: float = 0.0, causal: bool = False, **rest: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    group: dist.ProcessGroup,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout: float = 0.0,
+    causal: bool = False,
+    **rest: Any,
+) -> tuple[torch.Tensor, ...]:
     return _ring._templated_ring_attention(
         group, 2, _flash, q, k, v, is_causal=causal, dropout_p=dropout, **rest
     )
 
 
 def _backward(
-    group: dist.ProcessGroup, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-    v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dropout: float, causal: bool,
+    group: dist.ProcessGroup,
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dropout: float,
+    causal: bool,
     **rest: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:
     return _ring._templated_ring_attention_backward(
-        group, 2, _local_backward, grad, "grad_out", q, k, v, out, lse, causal,
-        dropout_p=dropout, **rest,
-    )  # fmt: skip
+        group,
+        2,
+        _local_backward,
+        grad,
+        "grad_out",
+        q,
+        k,
+        v,
+        out,
+        lse,
+        causal,
+        dropout_p=dropout,
+        **rest,
+    )
 
 
 def _local_backward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    logsumexp: torch.Tensor, is_causal: bool, grad_out: torch.Tensor, dropout_p: float,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    is_causal: bool,
+    grad_out: torch.Tensor,
+    dropout_p: float,
     **rest: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:
     """The CPU's operator by the names that torch's ring calls it with."""
     return _flash_backward(
         grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, **rest

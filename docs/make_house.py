@@ -75,9 +75,14 @@ class House:
                 asked = _imported(tree, source, running=True)
                 inside[name] = {to for to in asked if to.startswith(f"{INSIDE}.")}
         return cls(
-            floors=floors, files=files, lines=lines, texts=texts, imports=imports, reaching_up=up,
+            floors=floors,
+            files=files,
+            lines=lines,
+            texts=texts,
+            imports=imports,
+            reaching_up=up,
             levels=_levels(inside),
-        )  # fmt: skip
+        )
 
     def arrows(self) -> list[Edge]:
         """Imports between rooms that no longer way replaces."""
@@ -198,10 +203,13 @@ def _routed(house: House) -> tuple[list[list[str]], dict[Edge, list[str]]]:
             other = rows[at - 1 if turn % 2 == 0 else at + 1]
             place = {name: _x(n, len(other)) for n, name in enumerate(other)}
             near = {
-                name: [place[b if a == name else a] for a, b in steps
-                       if (a == name and b in place) or (b == name and a in place)]
+                name: [
+                    place[b if a == name else a]
+                    for a, b in steps
+                    if (a == name and b in place) or (b == name and a in place)
+                ]
                 for name in rows[at]
-            }  # fmt: skip
+            }
             own = {name: _x(n, len(rows[at])) for n, name in enumerate(rows[at])}
             middle = {n: sum(near[n]) / len(near[n]) if near[n] else own[n] for n in own}
             rows[at].sort(key=lambda name: (round(middle[name], 3), name))

@@ -18,8 +18,16 @@ from headrace.cli.reference import config_markdown
 
 FOLDER = Path(__file__).parent / "_generated"
 COMMANDS = (
-    "train", "plan", "simulate", "profile", "report", "verify", "export", "doctor", "config",
-)  # fmt: skip
+    "train",
+    "plan",
+    "simulate",
+    "profile",
+    "report",
+    "verify",
+    "export",
+    "doctor",
+    "config",
+)
 
 
 def help_text(*arguments: str) -> str:

@@ -38,10 +38,15 @@ def main() -> None:
     dist.init_process_group()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=options.tokens,
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=options.tokens,
         use_cache=False,
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config)
     run = hr.compile(model, recompute="attention")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -22,9 +22,15 @@ import pytest
 __all__ = ["failure_of"]
 
 _PRELOADED = [
-    "apart", "torch._dynamo", "torch.distributed.tensor", "torch._export", "headrace.loop.attached",
-    "headrace.training.train", "transformers.models.llama.modeling_llama", "running.loop.loops",
-]  # fmt: skip
+    "apart",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch._export",
+    "headrace.loop.attached",
+    "headrace.training.train",
+    "transformers.models.llama.modeling_llama",
+    "running.loop.loops",
+]
 """What most of them import, or torch for them: once."""
 
 

@@ -60,11 +60,14 @@ class Case:
         one = [w for w in weight_table(self.architecture) if w.bucket == 1]
         return [
             WeightSpec(
-                name=w.name.replace("layers.0.", f"layers.{i}."), shape=w.shape, unit=w.unit,
+                name=w.name.replace("layers.0.", f"layers.{i}."),
+                shape=w.shape,
+                unit=w.unit,
                 bucket=i + 1,
             )
-            for i in range(len(self.plan.options)) for w in one
-        ]  # fmt: skip
+            for i in range(len(self.plan.options))
+            for w in one
+        ]
 
 
 def drawn(case: Case) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -105,14 +108,19 @@ def context_of(case: Case, groups: Groups | None) -> Context:
     ranks = groups.ranks if groups else 1
     pack = TokenPlan(lengths=case.pack, ranks=ranks, order=case.order)
     place = Place(
-        architecture=a, tokens=pack, member=member, dtype=case.dtype,
+        architecture=a,
+        tokens=pack,
+        member=member,
+        dtype=case.dtype,
         group=groups.get(tuple(range(ranks))) if groups else None,
         subgroup=groups.get if groups else lambda members: None,
-    )  # fmt: skip
+    )
     key = DropoutKey(
-        seed=0, step=0, samples=torch.from_numpy(pack.documents(member)),
+        seed=0,
+        step=0,
+        samples=torch.from_numpy(pack.documents(member)),
         positions=torch.from_numpy(pack.positions(member)),
-    )  # fmt: skip
+    )
     return Context(place=place, dropout=key)
 
 
@@ -126,9 +134,10 @@ def through(case: Case, x: torch.Tensor, sources: dict[str, Weight], context: Co
 def run_case(case: Case, groups: Groups) -> dict[str, Any]:
     world = tuple(range(groups.ranks))
     wanted = {world} | {
-        members for option in case.plan.options
+        members
+        for option in case.plan.options
         for members in subgroups(option, case.architecture, groups.ranks)
-    }  # fmt: skip
+    }
     groups.prepare(wanted)
     sources = sources_of(case, groups.get(world), groups.rank, groups.ranks)
     context = context_of(case, groups)

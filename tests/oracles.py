@@ -85,8 +85,9 @@ def _bert_logits(
 
     x = norm(
         x + weights["positions.weight"][:length] + weights["types.weight"][:1],
-        weights, "embed_norm",
-    )  # fmt: skip
+        weights,
+        "embed_norm",
+    )
     for layer in range(a.layers):
         w = {n.split(".", 2)[2]: t for n, t in weights.items() if n.startswith(f"layers.{layer}.")}
         y = (x @ w["qkv.weight"].t() + w["qkv.bias"]).view(length, a.kv_heads, a.group_heads + 2, d)
@@ -128,9 +129,13 @@ def _splitmix(x: int) -> int:
 
 
 def reference_step(
-    documents: list[np.ndarray], weights: dict[str, torch.Tensor], a: Architecture, *,
-    seed: int = 0, step: int = 0,
-) -> tuple[float, dict[str, torch.Tensor]]:  # fmt: skip
+    documents: list[np.ndarray],
+    weights: dict[str, torch.Tensor],
+    a: Architecture,
+    *,
+    seed: int = 0,
+    step: int = 0,
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Mean loss of a batch and its gradient of every weight: of the next tokens, or of the masked
     ones, whose choice depends on ``seed`` and ``step``; document i is sample i."""
     leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}

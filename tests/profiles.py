@@ -11,9 +11,12 @@ __all__ = ["LENGTHS", "OPTIONS", "made_up"]
 
 LENGTHS = tuple(round(64 * 1.5**k) for k in range(11))
 OPTIONS = (
-    ENDS, "attention:local", "attention:local+attention", "feed_forward:local",
+    ENDS,
+    "attention:local",
+    "attention:local+attention",
+    "feed_forward:local",
     "feed_forward:local+attention",
-)  # fmt: skip
+)
 
 
 def cost(option: str, length: int) -> float:
@@ -24,18 +27,26 @@ def cost(option: str, length: int) -> float:
 
 
 def made_up(
-    lengths: Sequence[int] = LENGTHS, *, options: Sequence[str] = OPTIONS, hidden: int = 64,
+    lengths: Sequence[int] = LENGTHS,
+    *,
+    options: Sequence[str] = OPTIONS,
+    hidden: int = 64,
     seconds: Callable[[str, int], float] = cost,
-) -> Profile:  # fmt: skip
+) -> Profile:
     """What a device of these costs would measure."""
     points = [
         ProfilePoint(
-            p=1, option=option, lengths=(n,), forward_s=seconds(option, n),
+            p=1,
+            option=option,
+            lengths=(n,),
+            forward_s=seconds(option, n),
             backward_s=(2.5 + 0.5 * ("+" in option)) * seconds(option, n) + 1e-5,
-            kept_bytes=100 * n * (1 + OPTIONS.index(option)), transient_bytes=77 * n + 640,
+            kept_bytes=100 * n * (1 + OPTIONS.index(option)),
+            transient_bytes=77 * n + 640,
         )
-        for option in options for n in lengths
-    ]  # fmt: skip
+        for option in options
+        for n in lengths
+    ]
     return Profile(
         fingerprint="device=none",
         shape=Architecture(

@@ -54,17 +54,21 @@ def run_ranks(ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float =
 
 
 def _rank(
-    rank: int, ranks: int, folder: str, pipe: Any, fn: Callable[..., Any], args: tuple[Any, ...],
+    rank: int,
+    ranks: int,
+    folder: str,
+    pipe: Any,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
     timeout_s: float,
-) -> None:  # fmt: skip
+) -> None:
     gc.freeze()  # a collection would write to, and so copy, every page of what was imported
     try:
         torch.set_num_threads(1)
         store = dist.FileStore(os.path.join(folder, "store"), ranks)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=ranks,
-            timeout=timedelta(seconds=timeout_s),
-        )  # fmt: skip
+            "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
+        )
         pipe.send(("ok", fn(*args)))
         dist.barrier()
     except BaseException:

@@ -38,9 +38,14 @@ def _method(scheme: Scheme) -> LayerOption:
 
 
 def laid_out(
-    text: str, a: Architecture, lengths: Sequence[int], devices: int, *, packed: int = 2,
+    text: str,
+    a: Architecture,
+    lengths: Sequence[int],
+    devices: int,
+    *,
+    packed: int = 2,
     working: Working = "replicated",
-) -> Plan:  # fmt: skip
+) -> Plan:
     """The plan: pipelines on the ranks in order, micro-batches of ``packed`` sequences."""
     pipelines: list[Pipeline] = []
     at = 0
@@ -59,9 +64,14 @@ def laid_out(
             for pack in _packs(list(own), packed)
         ]
     return Plan(
-        lengths=Lengths(tokens=tuple(lengths)), devices=devices, pipelines=tuple(pipelines),
-        micro_batches=tuple(micro_batches), predicted_s=0.0, lower_bound_s=0.0, working=working,
-    )  # fmt: skip
+        lengths=Lengths(tokens=tuple(lengths)),
+        devices=devices,
+        pipelines=tuple(pipelines),
+        micro_batches=tuple(micro_batches),
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+        working=working,
+    )
 
 
 def _packs(numbers: list[int], size: int) -> list[tuple[int, ...]]:

@@ -45,8 +45,11 @@ def test_a_long_value_is_shortened_in_the_text_alone() -> None:
 
 def test_the_drawn_tree_is_the_tree() -> None:
     """Catches an error that is exported but not drawn, or does not descend from the base."""
-    drawn = re.findall(r"^[ |]+(?:\|-- |`-- )?([A-Z]\w+) {2,}|^ +(HeadraceError)$",
-                       errors.__doc__ or "", re.MULTILINE)  # fmt: skip
+    drawn = re.findall(
+        r"^[ |]+(?:\|-- |`-- )?([A-Z]\w+) {2,}|^ +(HeadraceError)$",
+        errors.__doc__ or "",
+        re.MULTILINE,
+    )
     assert sorted(one or other for one, other in drawn) == sorted(CLASSES)
     for name in CLASSES:
         assert issubclass(getattr(errors, name), HeadraceError)

@@ -28,9 +28,10 @@ def script() -> ModuleType:
 def copy(tmp_path: Path) -> Path:
     """The source and its drawing, to be changed."""
     shutil.copytree(
-        ROOT / "src/headrace", tmp_path / "src/headrace",
+        ROOT / "src/headrace",
+        tmp_path / "src/headrace",
         ignore=shutil.ignore_patterns("__pycache__"),
-    )  # fmt: skip
+    )
     for name in (".importlinter", "docs/pictures/house.svg", "docs/_generated/house.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -49,9 +50,11 @@ def test_the_drawing_is_up_to_date(script: ModuleType, monkeypatch, capsys) -> N
 
 
 FORMS = (
-    "from headrace.lengths import draw", "from headrace import lengths",
-    "import headrace.lengths", "def late():\n    from headrace.lengths import draw",
-)  # fmt: skip
+    "from headrace.lengths import draw",
+    "from headrace import lengths",
+    "import headrace.lengths",
+    "def late():\n    from headrace.lengths import draw",
+)
 
 
 def test_a_planted_import_changes_the_drawing(

@@ -39,8 +39,12 @@ assert hr.Plan.load("plan.json") == plan and hr.Plan.load("plan.json").hash == p
 """
     done = subprocess.run(
         [sys.executable, "-c", NO_TORCH + PLANNING + checks],
-        capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     ratios = [float(line.split()[1]) for line in done.stdout.splitlines() if "static-cp" in line]
     assert len(ratios) > 3
@@ -176,9 +180,11 @@ def test_the_guide_trains(folder: Path, monkeypatch, capfd) -> None:
     pids: list[int] = []
     told: list[str] = []
     alone = hr.train(
-        hr.Config.load("my.toml", "devices.ranks=1"), out=folder / "alone",
-        on_step=lambda step: pids.append(os.getpid()), tell=told.append,
-    )  # fmt: skip
+        hr.Config.load("my.toml", "devices.ranks=1"),
+        out=folder / "alone",
+        on_step=lambda step: pids.append(os.getpid()),
+        tell=told.append,
+    )
     assert pids == [os.getpid()] * 3
     assert alone.losses == pytest.approx(run.losses, rel=1e-5)
     assert any(line.startswith("model ") for line in told)
@@ -217,14 +223,16 @@ def test_errors_of_ranks_are_raised_here(folder: Path) -> None:
         hr.train(hr.Config.load(path), out=folder / "killed", on_step=kill_rank)
     with pytest.raises(KeyboardInterrupt):
         hr.train(
-            hr.Config.load(path), out=folder / "interrupted",
+            hr.Config.load(path),
+            out=folder / "interrupted",
             on_step=lambda step: os.kill(os.getpid(), signal.SIGINT),
-        )  # fmt: skip
+        )
     with pytest.raises(SystemExit) as ended:
         hr.train(
-            hr.Config.load(path), out=folder / "stopped",
+            hr.Config.load(path),
+            out=folder / "stopped",
             on_step=lambda step: os.kill(os.getpid(), signal.SIGHUP),
-        )  # fmt: skip
+        )
     assert ended.value.code == 128 + signal.SIGHUP
 
 

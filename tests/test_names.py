@@ -25,10 +25,11 @@ def test_no_method_is_named_outside_its_facts() -> None:
     about it belongs in its facts."""
     named = {
         f"{name}:{node.lineno} {node.value}"
-        for name, tree in _modules() if name != FACTS_FILE
+        for name, tree in _modules()
+        if name != FACTS_FILE
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and node.value in FACTS
-    }  # fmt: skip
+    }
     assert named == set()
 
 

@@ -24,13 +24,28 @@ from headrace.units import (
 )
 
 BYTES = {
-    "0": 0, "4096": 4096, "1b": 1, "1.5GiB": 3 * GIB // 2, "80 GB": 80 * 10**9, " 2 kib ": 2 * KIB,
-    "1,024 MiB": 1024 * MIB, "1_000kB": 10**6, "3TB": 3 * 10**12, "1TiB": 1024 * GIB,
-}  # fmt: skip
+    "0": 0,
+    "4096": 4096,
+    "1b": 1,
+    "1.5GiB": 3 * GIB // 2,
+    "80 GB": 80 * 10**9,
+    " 2 kib ": 2 * KIB,
+    "1,024 MiB": 1024 * MIB,
+    "1_000kB": 10**6,
+    "3TB": 3 * 10**12,
+    "1TiB": 1024 * GIB,
+}
 COUNTS = {
-    "0": 0, "4M": 4_000_000, "32Ki": 32_768, "2,048": 2048, "1.5k": 1500, "2g": 2 * 10**9,
-    "1Mi": MIB, "1GI": GIB, "16_384": 16384,
-}  # fmt: skip
+    "0": 0,
+    "4M": 4_000_000,
+    "32Ki": 32_768,
+    "2,048": 2048,
+    "1.5k": 1500,
+    "2g": 2 * 10**9,
+    "1Mi": MIB,
+    "1GI": GIB,
+    "16_384": 16384,
+}
 BAD = ["", " ", "GiB", "-1", "1..5", "1e9", "4 X", "4MM", "1 2", "four", ".5", "inf", "nan", "k4"]
 
 
@@ -92,12 +107,21 @@ def test_seconds_read_back(seconds: float) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0 us"), (12e-6, "12 us"), (0.0034, "3.4 ms"), (0.9994, "999 ms"), (0.9996, "1 s"),
-        (1.84, "1.84 s"), (99.4, "99.4 s"), (99.6, "1 min 40 s"), (312, "5 min 12 s"),
-        (3599.4, "59 min 59 s"), (3599.6, "1 h 00 min"), (7500, "2 h 05 min"),
+        (0, "0 us"),
+        (12e-6, "12 us"),
+        (0.0034, "3.4 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1 s"),
+        (1.84, "1.84 s"),
+        (99.4, "99.4 s"),
+        (99.6, "1 min 40 s"),
+        (312, "5 min 12 s"),
+        (3599.4, "59 min 59 s"),
+        (3599.6, "1 h 00 min"),
+        (7500, "2 h 05 min"),
         (100 * 3600, "100 h 00 min"),
     ],
-)  # fmt: skip
+)
 def test_seconds_in_words(seconds: float, text: str) -> None:
     """Catches a border between units that rounds to 1000 ms or 60 min."""
     assert seconds_text(seconds) == text
@@ -106,13 +130,22 @@ def test_seconds_in_words(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("got", "text"),
     [
-        (bytes_text(0), "0 B"), (bytes_text(999), "999 B"), (bytes_text(1.5 * GIB), "1.5 GiB"),
-        (bytes_text(-2048), "-2 KiB"), (bytes_text(2**40), "1 TiB"),
-        (count_text(812), "812"), (count_text(4100), "4.1k"), (count_text(13.3e6), "13.3M"),
-        (count_text(1.2e9), "1.2G"), (count_text(0.5), "0.5"), (count_text(-4100), "-4.1k"),
-        (percent_text(0.028), "2.8 %"), (percent_text(0), "0 %"), (percent_text(1.5), "150 %"),
+        (bytes_text(0), "0 B"),
+        (bytes_text(999), "999 B"),
+        (bytes_text(1.5 * GIB), "1.5 GiB"),
+        (bytes_text(-2048), "-2 KiB"),
+        (bytes_text(2**40), "1 TiB"),
+        (count_text(812), "812"),
+        (count_text(4100), "4.1k"),
+        (count_text(13.3e6), "13.3M"),
+        (count_text(1.2e9), "1.2G"),
+        (count_text(0.5), "0.5"),
+        (count_text(-4100), "-4.1k"),
+        (percent_text(0.028), "2.8 %"),
+        (percent_text(0), "0 %"),
+        (percent_text(1.5), "150 %"),
     ],
-)  # fmt: skip
+)
 def test_examples_of_texts(got: str, text: str) -> None:
     """Catches more digits than people read, and a unit without its blank."""
     assert got == text
@@ -121,10 +154,14 @@ def test_examples_of_texts(got: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("show", "value"),
     [
-        (bytes_text, 999.7 * KIB), (bytes_text, 5000 * 2**40), (seconds_text, 0.9997e-3),
-        (count_text, 999_999), (count_text, 3e12), (percent_text, 12.34),
+        (bytes_text, 999.7 * KIB),
+        (bytes_text, 5000 * 2**40),
+        (seconds_text, 0.9997e-3),
+        (count_text, 999_999),
+        (count_text, 3e12),
+        (percent_text, 12.34),
     ],
-)  # fmt: skip
+)
 def test_no_exponents(show: Callable[[float], str], value: float) -> None:
     """Catches numbers that people cannot read and parsers refuse."""
     assert "e+" not in show(value)

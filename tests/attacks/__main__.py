@@ -96,10 +96,11 @@ def _interrupt(number: int, frame: object) -> None:
 def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [attack.name for attack in ATTACKS]
     parser = argparse.ArgumentParser(
-        prog="python -m attacks", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m attacks",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Attack the library with cases drawn at random.",
         epilog="\n".join(f"{attack.name:<15}{attack.about}" for attack in ATTACKS),
-    )  # fmt: skip
+    )
     parser.add_argument("--minutes", type=float, default=60.0, help="how long, all together")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     parser.add_argument("--case", type=int, help="run this case alone, of each attack")

@@ -47,9 +47,12 @@ class _Kept:
 @contextmanager
 def _begin(folder: Path) -> Iterator[Case]:
     kept = [
-        _text_corpus(folder), _flat_corpus(folder), _costs(folder), _profile(folder),
+        _text_corpus(folder),
+        _flat_corpus(folder),
+        _costs(folder),
+        _profile(folder),
         _calibration(folder),
-    ]  # fmt: skip
+    ]
     yield lambda rng: _case(rng, kept, folder / "copy")
 
 
@@ -166,6 +169,9 @@ def _calibration(folder: Path) -> _Kept:
 
 
 CACHES = Attack(
-    name="caches", about="damaged caches of tokens and costs are found and built anew",
-    begin=_begin, limit_s=30, few=60,
-)  # fmt: skip
+    name="caches",
+    about="damaged caches of tokens and costs are found and built anew",
+    begin=_begin,
+    limit_s=30,
+    few=60,
+)

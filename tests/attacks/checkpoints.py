@@ -48,16 +48,25 @@ def attack_with(load: Load, saved: Saved | None = None) -> Attack:
         yield lambda rng: _case(rng, good, folder / "copy", load)
 
     return Attack(
-        name="checkpoints", about="damaged checkpoints are refused, or load what was saved",
-        begin=begin, limit_s=30, few=40,
-    )  # fmt: skip
+        name="checkpoints",
+        about="damaged checkpoints are refused, or load what was saved",
+        begin=begin,
+        limit_s=30,
+        few=40,
+    )
 
 
 def trained(folder: Path) -> Saved:
     """The checkpoints of a short run on two ranks."""
     config = write_job(folder, steps=4, candidates=["megatron_cz"])
-    few = ["--set", "checkpoint.every=2", "--set", "planner.recompute=['none']",
-           "--set", "profile.longest=128"]  # fmt: skip
+    few = [
+        "--set",
+        "checkpoint.every=2",
+        "--set",
+        "planner.recompute=['none']",
+        "--set",
+        "profile.longest=128",
+    ]
     command = Command(headrace.cli.run, "headrace", "train", config, "--out", folder / "run", *few)
     _, err = command.communicate(240)
     assert command.returncode == 0, err

@@ -83,16 +83,39 @@ _NUMBERS = (
 )
 
 _LIKELY = (
-    *_NUMBERS, "true", "false", "[]", '["local"]', '["metp"]', '["1*tp2"]', '["2*cp1"]', "[1, 2]",
-    '["1*pp2", "1*cp2"]', '"h100"', '["full"]', '"kmer:3"', '"ids:50:7"', "{ momentum = 0.9 }",
-    '"llama-8b"', '"corpus"', '["corpus/*.txt"]', '["python:stdlib"]', '"auto"', "",
-)  # fmt: skip
+    *_NUMBERS,
+    "true",
+    "false",
+    "[]",
+    '["local"]',
+    '["metp"]',
+    '["1*tp2"]',
+    '["2*cp1"]',
+    "[1, 2]",
+    '["1*pp2", "1*cp2"]',
+    '"h100"',
+    '["full"]',
+    '"kmer:3"',
+    '"ids:50:7"',
+    "{ momentum = 0.9 }",
+    '"llama-8b"',
+    '"corpus"',
+    '["corpus/*.txt"]',
+    '["python:stdlib"]',
+    '"auto"',
+    "",
+)
 """Values that some key takes."""
 
 _LENGTHS = (
-    "fixed:100", "lognormal:median=100,sigma=1", "list:1/2/3/256", "github-code",
-    "0.5*fixed:7 + 0.5*fixed:200", "bins:edges=1/10/200,shares=1/2", "file:lengths.json",
-)  # fmt: skip
+    "fixed:100",
+    "lognormal:median=100,sigma=1",
+    "list:1/2/3/256",
+    "github-code",
+    "0.5*fixed:7 + 0.5*fixed:200",
+    "bins:edges=1/10/200,shares=1/2",
+    "file:lengths.json",
+)
 
 
 def _keys(model: type[BaseModel], before: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -215,6 +238,9 @@ def _value(rng: Rng, fitting: Sequence[str]) -> str:
 
 
 CONFIGURATIONS = Attack(
-    name="configurations", about="odd configurations and flags are planned or refused, soon",
-    begin=_begin, limit_s=60, few=60,
-)  # fmt: skip
+    name="configurations",
+    about="odd configurations and flags are planned or refused, soon",
+    begin=_begin,
+    limit_s=60,
+    few=60,
+)

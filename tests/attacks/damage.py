@@ -14,13 +14,54 @@ __all__ = ["ODD_TEXTS", "damage_file", "damaged", "replaced"]
 Rng = np.random.Generator
 
 ODD_TEXTS = (
-    "", "0", "-1", "1", "1.5", "1e308", "1e400", "-1e400", "nan", "inf", "-inf", "true", "null",
-    "[]", "{}", '""', "''", "2147483648", "4294967296", "9223372036854775807", "1" * 5000,
-    "9223372036854775808", "-9223372036854775808", "[" * 3000, "\x00", "\ud800", "\u202e",
-    "\U0001f600", "x" * 70000, "../../../../etc/passwd", "/dev/zero", "/dev/null", "~nobodyatall",
-    "%s%n", "{0}", "$(id)", "1_000", "0x10", "1e-320", "\r\n", "\t", "[bold]", "[/]", "None",
-    "True", "NaN", "Infinity",
-)  # fmt: skip
+    "",
+    "0",
+    "-1",
+    "1",
+    "1.5",
+    "1e308",
+    "1e400",
+    "-1e400",
+    "nan",
+    "inf",
+    "-inf",
+    "true",
+    "null",
+    "[]",
+    "{}",
+    '""',
+    "''",
+    "2147483648",
+    "4294967296",
+    "9223372036854775807",
+    "1" * 5000,
+    "9223372036854775808",
+    "-9223372036854775808",
+    "[" * 3000,
+    "\x00",
+    "\ud800",
+    "\u202e",
+    "\U0001f600",
+    "x" * 70000,
+    "../../../../etc/passwd",
+    "/dev/zero",
+    "/dev/null",
+    "~nobodyatall",
+    "%s%n",
+    "{0}",
+    "$(id)",
+    "1_000",
+    "0x10",
+    "1e-320",
+    "\r\n",
+    "\t",
+    "[bold]",
+    "[/]",
+    "None",
+    "True",
+    "NaN",
+    "Infinity",
+)
 """Values that somebody wrote somewhere one day."""
 
 
@@ -93,9 +134,20 @@ def _range(raw: bytearray, rng: Rng) -> tuple[int, int]:
 
 
 _CHANGES: tuple[Callable[[bytearray, Rng], None], ...] = (
-    _flip, _flip, _flip, _flip_many, _flip_many, _cut, _lengthen, _blank, _scramble, _take_out,
-    _repeat, _number, _words,
-)  # fmt: skip
+    _flip,
+    _flip,
+    _flip,
+    _flip_many,
+    _flip_many,
+    _cut,
+    _lengthen,
+    _blank,
+    _scramble,
+    _take_out,
+    _repeat,
+    _number,
+    _words,
+)
 
 
 def damage_file(path: Path, rng: Rng) -> str:

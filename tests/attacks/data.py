@@ -130,11 +130,13 @@ _INPUTS = (
     _Input(kind="parquet", names=("a.parquet",), tokenizer="bytes", plain=_unknown),
     _Input(kind="memmap", names=("flat.bin",), tokenizer=f"ids:{_IDS}:9", plain=_flat),
     _Input(
-        kind="memmap", names=("megatron.bin", "megatron.idx"), tokenizer=f"ids:{_IDS}:9",
+        kind="memmap",
+        names=("megatron.bin", "megatron.idx"),
+        tokenizer=f"ids:{_IDS}:9",
         plain=_unknown,
     ),
     _Input(kind="fasta", names=("a.fa",), tokenizer="kmer:3", plain=_unknown),
-)  # fmt: skip
+)
 
 
 def _case(rng: Rng, good: Path, folder: Path) -> Outcome:
@@ -184,8 +186,18 @@ def _files(rng: Rng, good: Path, folder: Path) -> Outcome:
     path.write_bytes(damaged(path.read_bytes(), rng))
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = main(["plan", "--costs", str(folder / costs), "--lengths",
-                     str(folder / "lengths.json"), "--devices", "32", "--json"])  # fmt: skip
+        code = main(
+            [
+                "plan",
+                "--costs",
+                str(folder / costs),
+                "--lengths",
+                str(folder / "lengths.json"),
+                "--devices",
+                "32",
+                "--json",
+            ]
+        )
     if code == 0:
         json.loads(out.getvalue())
         return Outcome(verdict="read", words=costs)
@@ -195,6 +207,9 @@ def _files(rng: Rng, good: Path, folder: Path) -> Outcome:
 
 
 DATA = Attack(
-    name="data", about="damaged input files give what is in them, or an error",
-    begin=_begin, limit_s=60, few=60,
-)  # fmt: skip
+    name="data",
+    about="damaged input files give what is in them, or an error",
+    begin=_begin,
+    limit_s=60,
+    few=60,
+)

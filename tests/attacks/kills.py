@@ -26,13 +26,17 @@ _STEPS = 20
 _ENDS_S = 40.0  # hang_s, three times over: the others have work to do on this machine
 _WHOLE_S = 120.0
 _BLOWS = {
-    "kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM,
-    "int": signal.SIGINT, "hup": signal.SIGHUP,
-}  # fmt: skip
+    "kill": signal.SIGKILL,
+    "freeze": signal.SIGSTOP,
+    "term": signal.SIGTERM,
+    "int": signal.SIGINT,
+    "hup": signal.SIGHUP,
+}
 _CHANGES = {  # the time that nothing is learnt from is short
-    "every = 4": "every = 3", "[profile]": "[profile]\nlongest = 128",
+    "every = 4": "every = 3",
+    "[profile]": "[profile]\nlongest = 128",
     'memory = "64MiB"': 'memory = "64MiB"\nhang_s = 5',
-}  # fmt: skip
+}
 _SHARED = Path("/dev/shm")
 
 
@@ -156,9 +160,10 @@ def _left(known: list[psutil.Process]) -> str:
         time.sleep(0.05)
     pids = {str(one.pid) for one in known}
     shared = [
-        path.name for path in (_SHARED.iterdir() if _SHARED.is_dir() else ())
+        path.name
+        for path in (_SHARED.iterdir() if _SHARED.is_dir() else ())
         if pids & set(path.name.replace("-", "_").split("_"))
-    ]  # fmt: skip
+    ]
     return f"shared memory {shared} is left" if shared else ""
 
 
@@ -183,6 +188,10 @@ def _goes_on(whole: _Whole, out: Path, told: str) -> Outcome:
 
 
 KILLS = Attack(
-    name="kills", about="runs that are killed or frozen end soon and go on to the same bits",
-    begin=_begin, limit_s=600, few=1, weight=4.0,
-)  # fmt: skip
+    name="kills",
+    about="runs that are killed or frozen end soon and go on to the same bits",
+    begin=_begin,
+    limit_s=600,
+    few=1,
+    weight=4.0,
+)

@@ -63,11 +63,13 @@ def _drawn(rng: np.random.Generator, ranks: int) -> layers.Case:
     pack = rng.integers(1, longest + 1, size=count)
     options = [_option(rng, a, ranks) for _ in range(int(rng.integers(1, 4)))]
     return layers.Case(
-        architecture=a, layers=" ".join(f"1*{option}" for option in options),
+        architecture=a,
+        layers=" ".join(f"1*{option}" for option in options),
         held="sharded" if ranks > 1 and rng.random() < 0.5 else "replicated",
         pack=tuple(int(tokens) for tokens in pack),
-        order="zigzag" if rng.random() < 0.5 else "natural", dtype=torch.float64,
-    )  # fmt: skip
+        order="zigzag" if rng.random() < 0.5 else "natural",
+        dtype=torch.float64,
+    )
 
 
 def _option(rng: np.random.Generator, a: Architecture, ranks: int) -> str:
@@ -77,6 +79,10 @@ def _option(rng: np.random.Generator, a: Architecture, ranks: int) -> str:
 
 
 METHODS = Attack(
-    name="methods", about="layers by any methods on 1 to 4 ranks equal plain autograd",
-    begin=_begin, limit_s=120, few=25, weight=2.0,
-)  # fmt: skip
+    name="methods",
+    about="layers by any methods on 1 to 4 ranks equal plain autograd",
+    begin=_begin,
+    limit_s=120,
+    few=25,
+    weight=2.0,
+)

@@ -18,15 +18,20 @@ def random_model(rng: np.random.Generator, *, layers: int, positions: int) -> Ar
     features = 2 * int(rng.integers(1, 6))
     vocabulary = int(rng.integers(5, 90))
     return Architecture(
-        layers=int(rng.integers(1, layers + 1)), hidden=heads * features, heads=heads,
-        kv_heads=kv_heads, ffn=int(rng.choice([5, 12, 16, 24, 40, 48, 64, 96])),
-        vocabulary=vocabulary, kind=kind, tied=bool(rng.random() < 0.5),
+        layers=int(rng.integers(1, layers + 1)),
+        hidden=heads * features,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=int(rng.choice([5, 12, 16, 24, 40, 48, 64, 96])),
+        vocabulary=vocabulary,
+        kind=kind,
+        tied=bool(rng.random() < 0.5),
         causal=kind != "bert" and bool(rng.random() < 0.8),
         positions=positions if kind != "llama" else 0,
         rope_theta=float(rng.choice([100.0, 1e4, 5e5])),
         norm_eps=float(rng.choice([1e-5, 1e-6, 1e-12])),
         mask_id=int(rng.integers(vocabulary)) if kind == "bert" else None,
-    )  # fmt: skip
+    )
 
 
 def methods_by_width(a: Architecture, ranks: int) -> dict[int, list[str]]:

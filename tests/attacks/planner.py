@@ -135,9 +135,12 @@ def _of_model(rng: Rng) -> tuple[Problem, Lengths]:
     )
     methods = (None, FORMULA_METHODS, ("local", "metp", "megatron_cz"))[int(rng.integers(3))]
     costs = synthetic_costs(
-        devices, int(rng.choice([1, 2, 5, 24])), speeds=speeds, methods=methods,
+        devices,
+        int(rng.choice([1, 2, 5, 24])),
+        speeds=speeds,
+        methods=methods,
         memory_bytes=int(float(rng.choice([0.8, 1.5, 3, 10, 40])) * GIB),
-    ).replace(memory_margin=float(rng.choice([0.0, 0.07])))  # fmt: skip
+    ).replace(memory_margin=float(rng.choice([0.0, 0.07])))
     semantics = str(rng.choice(["free", "free", "lockstep"]))
     problem = Problem(costs=costs, devices=devices, semantics=semantics)
     return problem, _lengths(rng, 40, 200_000)
@@ -148,11 +151,12 @@ def _of_groups(rng: Rng) -> tuple[Problem, Lengths]:
     sizes = choices[int(rng.integers(len(choices)))]
     link = float(rng.choice([0.0, 2e-5, 4e-4]))
     costs = GroupCosts(
-        a_s=float(rng.choice([0.0, 5e-9])), b_s=float(rng.choice([2e-4, 1e-5])),
+        a_s=float(rng.choice([0.0, 5e-9])),
+        b_s=float(rng.choice([2e-4, 1e-5])),
         c_s=float(rng.choice([0.0, 0.02, 0.5])),
         cap_tokens=int(rng.choice([70_000, 200_000, 1_000_000, 2_000_000])),
         kappa_s={p: link * (1 - 1 / p) * (1 + 4 * (p > 8)) for p in sizes},
-    )  # fmt: skip
+    )
     devices = int(rng.integers(min(sizes), 33))
     semantics = str(rng.choice(["free", "lockstep"]))
     problem = Problem(costs=costs, devices=devices, semantics=semantics)
@@ -171,6 +175,9 @@ def _of_published(rng: Rng) -> tuple[Problem, Lengths]:
 
 
 PLANNER = Attack(
-    name="planner", about="plans of random problems are valid, above their bound, best of all",
-    begin=_begin, limit_s=60, few=16,
-)  # fmt: skip
+    name="planner",
+    about="plans of random problems are valid, above their bound, best of all",
+    begin=_begin,
+    limit_s=60,
+    few=16,
+)

@@ -40,9 +40,12 @@ def attack_with(checker: Refusal) -> Attack:
         yield partial(_case, checker)
 
     return Attack(
-        name="programs", about="changed programs are refused, or sound and simulated to their end",
-        begin=begin, limit_s=20, few=300,
-    )  # fmt: skip
+        name="programs",
+        about="changed programs are refused, or sound and simulated to their end",
+        begin=begin,
+        limit_s=20,
+        few=300,
+    )
 
 
 def _case(checker: Refusal, rng: np.random.Generator) -> Outcome:
@@ -135,9 +138,20 @@ def _changed(rng: np.random.Generator, programs: Sequence[Program], rank: int) -
 
 
 _CHANGES = (
-    "drop", "double", "move", "near", "swap", "other", "blocks", "blocks", "order", "order",
-    "message", "work", "pulls",
-)  # fmt: skip
+    "drop",
+    "double",
+    "move",
+    "near",
+    "swap",
+    "other",
+    "blocks",
+    "blocks",
+    "order",
+    "order",
+    "message",
+    "work",
+    "pulls",
+)
 
 
 def _other_message(rng: np.random.Generator, action: Action) -> Action:

@@ -47,9 +47,12 @@ Result = list[tuple[float, dict[str, np.ndarray]]]
 def run_steps(groups: Groups, steps: Steps) -> Result:
     """The steps on this rank."""
     storage = Storage(
-        steps.architecture, groups, seed=steps.seed, dtype=torch.float64,
+        steps.architecture,
+        groups,
+        seed=steps.seed,
+        dtype=torch.float64,
         options=AdamW(clip=0.0, decay=0.0),
-    )  # fmt: skip
+    )
     executor = Executor(storage, groups, seed=steps.seed, overlap=steps.overlap)
     found: Result = []
     for number, (plan, documents) in enumerate(steps.batches):
@@ -70,9 +73,13 @@ def attack_with(work: Work) -> Attack:
             crews.close()
 
     return Attack(
-        name="steps", about="random models under random plans on 1 to 4 ranks equal one process",
-        begin=begin, limit_s=120, few=10, weight=4.0,
-    )  # fmt: skip
+        name="steps",
+        about="random models under random plans on 1 to 4 ranks equal one process",
+        begin=begin,
+        limit_s=120,
+        few=10,
+        weight=4.0,
+    )
 
 
 def _case(rng: np.random.Generator, crews: Crews, work: Work) -> Outcome:
@@ -94,9 +101,11 @@ def _drawn(rng: np.random.Generator, ranks: int) -> Steps:
         lengths = Lengths.of(len(document) for document in documents)
         batches.append((_plan(rng, lengths, ranks, a), documents))
     return Steps(
-        architecture=a, seed=int(rng.integers(2**31)), overlap=bool(rng.random() < 0.8),
+        architecture=a,
+        seed=int(rng.integers(2**31)),
+        overlap=bool(rng.random() < 0.8),
         batches=tuple(batches),
-    )  # fmt: skip
+    )
 
 
 def _plan(rng: np.random.Generator, lengths: Lengths, ranks: int, a: Architecture) -> Plan:

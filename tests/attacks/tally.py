@@ -84,6 +84,10 @@ def table(tallies: Sequence[Tally]) -> str:
 def _row(tally: Tally) -> tuple[str, ...]:
     ended = ", ".join(f"{verdict} {count:,}" for verdict, count in tally.verdicts.most_common())
     return (
-        tally.attack.name, f"{tally.cases:,}", f"{tally.survived:,}",
-        "" if tally.worst is None else f"{tally.worst:.1e}", f"{tally.seconds:,.0f}", ended,
-    )  # fmt: skip
+        tally.attack.name,
+        f"{tally.cases:,}",
+        f"{tally.survived:,}",
+        "" if tally.worst is None else f"{tally.worst:.1e}",
+        f"{tally.seconds:,.0f}",
+        ended,
+    )

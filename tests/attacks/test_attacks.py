@@ -47,10 +47,12 @@ def run(attack: Attack, cases: int) -> Tally:
 
 
 BOTH = {
-    "programs": {"refused", "sound"}, "checkpoints": {"refused", "right"},
-    "caches": {"rebuilt", "refused"}, "data": {"refused", "right", "read"},
+    "programs": {"refused", "sound"},
+    "checkpoints": {"refused", "right"},
+    "caches": {"rebuilt", "refused"},
+    "data": {"refused", "right", "read"},
     "configurations": {"refused", "planned"},
-}  # fmt: skip
+}
 """How the cases of an attack that tries something must have ended, in both ways."""
 
 
@@ -63,10 +65,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> checkpoints.Saved:
 @pytest.mark.parametrize("every", [2, whole(1)])
 @pytest.mark.parametrize(
     "attack",
-    [pytest.param(one, marks=[pytest.mark.slow, pytest.mark.timeout(900)] if one is KILLS else [])
-     for one in ATTACKS if one is not CHECKPOINTS],
+    [
+        pytest.param(
+            one, marks=[pytest.mark.slow, pytest.mark.timeout(900)] if one is KILLS else []
+        )
+        for one in ATTACKS
+        if one is not CHECKPOINTS
+    ],
     ids=lambda one: one.name,
-)  # fmt: skip
+)
 def test_a_few_cases_are_survived(attack: Attack, every: int) -> None:
     """Catches whatever the attack is after; and an attack that reaches nothing."""
     _survived(attack, every)
@@ -186,8 +193,9 @@ TROUBLED = Attack(name="troubled", about="", begin=_troubled, limit_s=1.0, few=1
 def test_cases_that_hang_or_die_are_cases(capfd: pytest.CaptureFixture[str]) -> None:
     """Catches a runner that hangs or dies with a case, children that are left, and what a case
     prints among the table."""
-    drawn = ([int(case_rng(seed, "troubled", n).integers(4)) for n in range(6)]
-             for seed in range(999))  # fmt: skip
+    drawn = (
+        [int(case_rng(seed, "troubled", n).integers(4)) for n in range(6)] for seed in range(999)
+    )
     seed, kinds = next((seed, kinds) for seed, kinds in enumerate(drawn) if len({*kinds}) == 4)
     wanted = [("hung", "died", "traceback", "fine")[kind] for kind in kinds]
     ended: list[str] = []

@@ -31,9 +31,12 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches ratios to another contender than the first of the same length."""
     rows: list[dict[str, Any]] = [
         {"tokens": t, "contender": c, "bytes": b << 20, "cpu_s": s, "loss": 6.0}
-        for t, c, b, s in ((64, "one device", 8, 1.0), (64, "2 ranks, none", 4, 1.5),
-                           (128, "one device", 16, 2.0))
-    ]  # fmt: skip
+        for t, c, b, s in (
+            (64, "one device", 8, 1.0),
+            (64, "2 ranks, none", 4, 1.5),
+            (128, "one device", 16, 2.0),
+        )
+    ]
     autosp.show(rows)
     lines = capsys.readouterr().out.splitlines()
     assert "0.50" in lines[2]

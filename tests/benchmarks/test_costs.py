@@ -18,10 +18,29 @@ from headrace.spec.profile import ENDS
 from profiles import LENGTHS, made_up
 
 SMALL = (
-    "--methods", "ulysses_z", "--shortest", 16, "--longest", 192, "--lengths", 6, "--hidden", 32,
-    "--heads", 2, "--kv-heads", 2, "--layers", 3, "--repeats", 1, "--steps", 1,
-    "--step-tokens", 150,
-)  # fmt: skip
+    "--methods",
+    "ulysses_z",
+    "--shortest",
+    16,
+    "--longest",
+    192,
+    "--lengths",
+    6,
+    "--hidden",
+    32,
+    "--heads",
+    2,
+    "--kv-heads",
+    2,
+    "--layers",
+    3,
+    "--repeats",
+    1,
+    "--steps",
+    1,
+    "--step-tokens",
+    150,
+)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +93,13 @@ def test_what_is_printed(small: Ran) -> None:
     """Would catch progress in a piped table, a paper's number passed off as measured, and
     predictions as slow as the library's."""
     assert small.numbers is not None
-    for text in ("errors on 1 rank: llama 3x32", "errors on 2 ranks", "whole steps of 3 layers",
-                 "quoted: ParaDySe, Table 5", "log length"):  # fmt: skip
+    for text in (
+        "errors on 1 rank: llama 3x32",
+        "errors on 2 ranks",
+        "whole steps of 3 layers",
+        "quoted: ParaDySe, Table 5",
+        "log length",
+    ):
         assert text in small.out
     assert "profile cp2" in small.err
     assert "profile cp2" not in small.out

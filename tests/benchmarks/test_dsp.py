@@ -44,8 +44,10 @@ def test_methods_have_the_same_gradients(rows: list[dict[str, Any]]) -> None:
 def contender(method: str) -> float:
     """How far the gradients of a method on all ranks are from those of one process."""
     shape, (frames, patches) = dsp.Shape2D(layers=2, hidden=16, heads=4, channels=4), (7, 5)
-    inputs = {name: x.double() if x.is_floating_point() else x
-              for name, x in dsp.inputs_of(shape, frames, patches).items()}  # fmt: skip
+    inputs = {
+        name: x.double() if x.is_floating_point() else x
+        for name, x in dsp.inputs_of(shape, frames, patches).items()
+    }
     model, plain = dsp.model_of(shape).double(), dsp.model_of(shape).double()
     dsp_sides.prepare(method, model, inputs).loss().backward()
     plain(**inputs).square().sum().backward()
@@ -120,8 +122,9 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = dsp_switches.SWITCHES, dsp_switches.HEADS
     dsp_switches.SWITCHES = dsp_switches.HEADS = ((6, 5, 4),)
     try:
-        code = dsp.main([*options, "--json", str(tmp_path / "x.json"),
-                         "--picture", str(tmp_path / "x.svg")])  # fmt: skip
+        code = dsp.main(
+            [*options, "--json", str(tmp_path / "x.json"), "--picture", str(tmp_path / "x.svg")]
+        )
     finally:
         dsp_switches.SWITCHES, dsp_switches.HEADS = kept
     assert code == 0

@@ -62,9 +62,11 @@ def test_damaged_trees_are_refused() -> None:
     whole = fit_forest([[1.0], [2.0], [3.0], [9.0]], [1.0, 2.0, 3.0, 4.0])
     asks = int(np.flatnonzero(whole.feature == 0)[0])
     for name, at, bad in (
-        ("left", asks, asks), ("right", asks, 10**6), ("feature", asks, 1),
+        ("left", asks, asks),
+        ("right", asks, 10**6),
+        ("feature", asks, 1),
         ("value", whole.left[asks], np.nan),
-    ):  # fmt: skip
+    ):
         array = getattr(whole, name).copy()
         array[at] = bad
         with pytest.raises(CostError, match="no trees"):

@@ -18,10 +18,29 @@ def test_the_table(tmp_path: Path) -> None:
     counted."""
     path = tmp_path / "gpu" / "layer.json"
     done = subprocess.run(
-        [sys.executable, gpu_layer.__file__, "--device", "cpu", "--hidden", "256", "--tokens", "32",
-         "64", "--ranks", "2", "--methods", "local", "ulysses_z", "--no-compile", "--json", path],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            gpu_layer.__file__,
+            "--device",
+            "cpu",
+            "--hidden",
+            "256",
+            "--tokens",
+            "32",
+            "64",
+            "--ranks",
+            "2",
+            "--methods",
+            "local",
+            "ulysses_z",
+            "--no-compile",
+            "--json",
+            path,
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert "products at" in done.stdout
     assert "64 tokens: ulysses_z" in done.stderr
     rows = json.loads(path.read_text())["rows"]

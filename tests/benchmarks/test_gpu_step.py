@@ -12,9 +12,16 @@ import pytest
 
 from headrace.config import Config
 
-SMALL = ("run.steps=4", "devices.ranks=1", "devices.device=cpu", "planner.group_sizes=[1]",
-         "data.paths=['package:headrace']",
-         "data.batch_tokens=2048", "data.context=1024", "profile.rung_s=0.05")  # fmt: skip
+SMALL = (
+    "run.steps=4",
+    "devices.ranks=1",
+    "devices.device=cpu",
+    "planner.group_sizes=[1]",
+    "data.paths=['package:headrace']",
+    "data.batch_tokens=2048",
+    "data.context=1024",
+    "profile.rung_s=0.05",
+)
 
 
 @pytest.mark.slow
@@ -25,8 +32,10 @@ def test_the_table(tmp_path: Path) -> None:
     changes = [text for change in SMALL for text in ("--set", change)]
     done = subprocess.run(
         [sys.executable, gpu_step.__file__, "--config", config, *changes, "--json", path],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())
     assert [step["step"] for step in found["steps"]] == [0, 1, 2, 3]
@@ -48,9 +57,17 @@ def test_first_steps_are_left_out_of_medians() -> None:
     """Catches kernels that are compiled counted as steps."""
 
     def step(number: int, seconds: float) -> dict[str, object]:
-        return {"step": number, "step_s": seconds, "predicted_s": 2.0, "peak_bytes": [6, 9],
-                "predicted_peak_bytes": [10, 10], "tokens_per_s": 1 / seconds, "mfu": 0.5,
-                "loss": 3.0 - number, "out_of_memory": 0}  # fmt: skip
+        return {
+            "step": number,
+            "step_s": seconds,
+            "predicted_s": 2.0,
+            "peak_bytes": [6, 9],
+            "predicted_peak_bytes": [10, 10],
+            "tokens_per_s": 1 / seconds,
+            "mfu": 0.5,
+            "loss": 3.0 - number,
+            "out_of_memory": 0,
+        }
 
     slow, quick = [step(i, 100.0) for i in range(3)], [step(i, 1.0) for i in range(3, 6)]
     found = gpu_step.summary(slow + quick)

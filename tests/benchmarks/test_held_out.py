@@ -45,8 +45,9 @@ def test_models_without_noise() -> None:
     assert len(rows) == len(OPTIONS) * len(TARGETS) * len(MODELS) * 2
     by = {
         (model, where): error_of(x for x in rows if (x.model, x.where) == (model, where))
-        for model in MODELS for where in ("inside", "beyond")
-    }  # fmt: skip
+        for model in MODELS
+        for where in ("inside", "beyond")
+    }
     assert by["quadratic", "inside"].worst < 1e-3
     assert by["quadratic", "beyond"].worst < 1e-3
     assert by["polynomial", "beyond"].worst < 0.05

@@ -21,9 +21,7 @@ from headrace.planning import Problem
 from headrace.spec import Architecture, Scheme
 from headrace.spec.weights import parameter_count
 
-TINY = Architecture(
-    layers=2, hidden=8, heads=4, kv_heads=4, ffn=256, vocabulary=16, tied=False,
-)  # fmt: skip
+TINY = Architecture(layers=2, hidden=8, heads=4, kv_heads=4, ffn=256, vocabulary=16, tied=False)
 NORMS = (2 * 2 + 1) * 8
 MATRICES = 2 * (4 * 8 * 8 + 3 * 8 * 256) + 2 * 16 * 8
 
@@ -35,11 +33,16 @@ def costs_of(**caps: int) -> PipelineCosts:
     """Schemes that hold so many tokens; of several devices each is slower by a fifth."""
     return PipelineCosts(
         schemes=tuple(
-            SchemeCost(scheme=Scheme.parse(name), a_s=0.0, b_s=1e-3 if name == "cp1" else 0.6e-3,
-                       c_s=0.01, max_length={4: cap})
+            SchemeCost(
+                scheme=Scheme.parse(name),
+                a_s=0.0,
+                b_s=1e-3 if name == "cp1" else 0.6e-3,
+                c_s=0.01,
+                max_length={4: cap},
+            )
             for name, cap in caps.items()
         )
-    )  # fmt: skip
+    )
 
 
 def test_split_sequences_help_and_are_planned_no_worse() -> None:
@@ -63,9 +66,11 @@ def test_ours_is_never_behind_and_ahead_where_strategies_matter() -> None:
         planned, mean = row["planned"], row["mean_s"]
         assert {len(own["steps_s"]) for own in planned.values()} == {found["iterations"]}
         for mine, theirs, bound_s in zip(
-            planned["headrace"]["steps_s"], planned["hydraulis"]["steps_s"],
-            planned["headrace"]["bounds_s"], strict=True,
-        ):  # fmt: skip
+            planned["headrace"]["steps_s"],
+            planned["hydraulis"]["steps_s"],
+            planned["headrace"]["bounds_s"],
+            strict=True,
+        ):
             assert bound_s * (1 - 1e-9) <= mine <= theirs * (1 + 1e-9), row["scenario"]
         baselines = [mean[name] for name in hetero_scenarios.BASELINES]
         assert row["speedup"] == pytest.approx(min(baselines) / mean["headrace"])
@@ -78,8 +83,10 @@ def test_ours_is_never_behind_and_ahead_where_strategies_matter() -> None:
     assert max(row["speedup"] for row in found["rows"]) > 1.6
     (table,) = hetero_scenarios.scenario_tables(found)
     assert [column.header for column in table.columns][-4:-1] == [
-        "over\nbest", "over\nhydraulis", "of\nbound",
-    ]  # fmt: skip
+        "over\nbest",
+        "over\nhydraulis",
+        "of\nbound",
+    ]
 
 
 def test_every_idea_of_the_ablation_adds() -> None:

@@ -15,9 +15,12 @@ TOKENS, RANKS = 65_536, 8
 THIRD = TOKENS // 3
 PACK = (THIRD, THIRD, TOKENS - 2 * THIRD)
 MOST = {  # kernels, MB read and written a token: (reached when written, with a little room)
-    "local": (36, 0.5), "ulysses_z": (45, 0.61), "megatron_cz_gather": (98, 0.795),
-    "megatron_cz": (190, 0.775), "megatron_ts": (165, 0.785),
-}  # fmt: skip
+    "local": (36, 0.5),
+    "ulysses_z": (45, 0.61),
+    "megatron_cz_gather": (98, 0.795),
+    "megatron_cz": (190, 0.775),
+    "megatron_ts": (165, 0.785),
+}
 
 
 @cache
@@ -78,15 +81,30 @@ def test_bytes_of_what_is_written_in_part() -> None:
         torch.ops.headrace.add_to_(out[:2], [rows, rows])
     row = 4 * 4
     assert counting.counts.moved == {
-        "index_copy_": 4 * row + 2 * 8, "sum": 12 * row, "add_up_": 6 * row, "add_to_": 8 * row
-    }  # fmt: skip
+        "index_copy_": 4 * row + 2 * 8,
+        "sum": 12 * row,
+        "add_up_": 6 * row,
+        "add_to_": 8 * row,
+    }
 
 
 def test_the_table(tmp_path: Path, capsys: Any) -> None:
     """Catches methods left out, and numbers of another one."""
     path = tmp_path / "out" / "launches.json"
-    command = ["--ranks", "2", "--tokens", "64", "--hidden", "256", "--json", str(path),
-               "--methods", "local", "megatron_cz", "--list"]  # fmt: skip
+    command = [
+        "--ranks",
+        "2",
+        "--tokens",
+        "64",
+        "--hidden",
+        "256",
+        "--json",
+        str(path),
+        "--methods",
+        "local",
+        "megatron_cz",
+        "--list",
+    ]
     assert launches.main(command) == 0
     out = capsys.readouterr().out
     assert "_flash_attention_forward" in out
@@ -103,8 +121,9 @@ def test_the_table_of_the_guide() -> None:
     lines = (Path(__file__).parents[2] / "docs/guides/gpus.md").read_text().splitlines()
     told = {
         cells[1].strip("` "): [float(cell.replace(",", "")) for cell in cells[2:6]]
-        for line in lines if len(cells := line.split("|")) == 7 and cells[2].strip()[0].isdigit()
-    }  # fmt: skip
+        for line in lines
+        if len(cells := line.split("|")) == 7 and cells[2].strip()[0].isdigit()
+    }
     assert told.keys() == set(launches.METHODS)
     for method in set(launches.METHODS) - {"metp"}:
         found = list(counted(method)[1].values())[1:]

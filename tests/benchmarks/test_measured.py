@@ -32,21 +32,22 @@ def _plain(x: torch.Tensor) -> dict[str, Any]:
             lambda: dist.all_to_all_single(x.new_empty(sum(receive), 6), x, receive, send),
             (3, 2)[rank] * 6 * 4,
         ),
-        "send": (
-            lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0), BYTES * (rank == 0),
-        ),
+        "send": (lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0), BYTES * (rank == 0)),
         "both ways": (
             lambda: [
-                work.wait() for work in dist.batch_isend_irecv(
-                    [dist.P2POp(dist.isend, x, 1 - rank),
-                     dist.P2POp(dist.irecv, torch.zeros_like(x), 1 - rank)]
+                work.wait()
+                for work in dist.batch_isend_irecv(
+                    [
+                        dist.P2POp(dist.isend, x, 1 - rank),
+                        dist.P2POp(dist.irecv, torch.zeros_like(x), 1 - rank),
+                    ]
                 )
             ],
             BYTES,
         ),
         "barrier": (dist.barrier, 0),
         "no collective": (lambda: x @ x.t() + 1, 0),
-    }  # fmt: skip
+    }
 
 
 def _functional(x: torch.Tensor) -> dict[str, Any]:
@@ -62,7 +63,8 @@ def _functional(x: torch.Tensor) -> dict[str, Any]:
     return {
         "all_gather": (lambda: functional.all_gather_tensor(x, 0, world).sum(), BYTES),
         "reduce_scatter": (
-            lambda: functional.reduce_scatter_tensor(x, "sum", 0, world).sum(), BYTES // 2,
+            lambda: functional.reduce_scatter_tensor(x, "sum", 0, world).sum(),
+            BYTES // 2,
         ),
         "all_reduce": (lambda: functional.all_reduce(x, "sum", world).sum(), BYTES),
         "all_to_all": (
@@ -71,14 +73,24 @@ def _functional(x: torch.Tensor) -> dict[str, Any]:
         ),
         "with autograd": (both_ways, BYTES + BYTES),  # its gradient [8, 6] is scattered
         "DTensor to all": (
-            lambda: DTensor.from_local(x, mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
-            .to_local().sum(), BYTES,
+            lambda: (
+                DTensor.from_local(x, mesh, [Shard(0)])
+                .redistribute(mesh, [Replicate()])
+                .to_local()
+                .sum()
+            ),
+            BYTES,
         ),
         "DTensor summed": (
-            lambda: DTensor.from_local(x, mesh, [Partial()]).redistribute(mesh, [Shard(0)])
-            .to_local().sum(), BYTES // 2,
+            lambda: (
+                DTensor.from_local(x, mesh, [Partial()])
+                .redistribute(mesh, [Shard(0)])
+                .to_local()
+                .sum()
+            ),
+            BYTES // 2,
         ),
-    }  # fmt: skip
+    }
 
 
 def _sent(which: str) -> dict[str, tuple[int, int]]:
@@ -164,9 +176,17 @@ def _side(alone: bool) -> Side:
         return x * 2
 
     return Side(
-        name="", kind="", held="", by_torch=False, alone=alone, places=torch.arange(2),
-        forward=forward, gradients=dict, clear=lambda: None, on=nullcontext,
-    )  # fmt: skip
+        name="",
+        kind="",
+        held="",
+        by_torch=False,
+        alone=alone,
+        places=torch.arange(2),
+        forward=forward,
+        gradients=dict,
+        clear=lambda: None,
+        on=nullcontext,
+    )
 
 
 def _timed() -> list[tuple[float, float]]:

@@ -13,17 +13,38 @@ from headrace.spec.known_methods import FACTS
 
 TOKENS, HIDDEN, HEADS, ELEMENT = 32, 32, 4, 4
 ROW = {
-    "name", "kind", "held", "torch", "ranks", "error", "sent_bytes", "kept_bytes", "peak_bytes",
-    "wall_s", "cpu_s",
-}  # fmt: skip
+    "name",
+    "kind",
+    "held",
+    "torch",
+    "ranks",
+    "error",
+    "sent_bytes",
+    "kept_bytes",
+    "peak_bytes",
+    "wall_s",
+    "cpu_s",
+}
 
 
 @pytest.fixture(scope="module")
 def block(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return run(
-        "methods.py", "--ranks", 2, "--cases", "block", "--tokens", TOKENS, "--hidden", HIDDEN,
-        "--heads", HEADS, "--rounds", 1, json_in=tmp_path_factory.mktemp("methods"),
-    )  # fmt: skip
+        "methods.py",
+        "--ranks",
+        2,
+        "--cases",
+        "block",
+        "--tokens",
+        TOKENS,
+        "--hidden",
+        HIDDEN,
+        "--heads",
+        HEADS,
+        "--rounds",
+        1,
+        json_in=tmp_path_factory.mktemp("methods"),
+    )
 
 
 def _sent(row: dict[str, Any], a: Architecture) -> float:
@@ -62,10 +83,13 @@ def test_torch_sides_are_there_and_send_what_they_must(block: Ran) -> None:
     a = Architecture.from_json(case["architecture"])
     rows = {(row["name"], row["held"]): row for row in case["sides"] if row["torch"]}
     assert set(rows) == {
-        ("one process", ""), ("DTensor TP + SP", "shards"), ("CP allgather", "replicated"),
-        ("CP alltoall", "replicated"), ("CP allgather + FSDP2", "sharded"),
+        ("one process", ""),
+        ("DTensor TP + SP", "shards"),
+        ("CP allgather", "replicated"),
+        ("CP alltoall", "replicated"),
+        ("CP allgather + FSDP2", "sharded"),
         ("CP alltoall + FSDP2", "sharded"),
-    }  # fmt: skip
+    }
     activation = ELEMENT * TOKENS * HIDDEN
     every_weight = ELEMENT * sum(w.elements for w in weight_table(a) if w.bucket == 1)
     for (name, held), row in rows.items():
@@ -90,9 +114,7 @@ def test_the_numbers_are_complete(block: Ran) -> None:
         assert row["peak_bytes"] >= row["kept_bytes"] > 0
     assert case["sides"][0]["name"] == "one process"
     compared = {(row["name"], row["held"]) for row in case["against_torch"]}
-    assert compared == {
-        (row["name"], row["held"]) for row in case["sides"] if not row["torch"]
-    }  # fmt: skip
+    assert compared == {(row["name"], row["held"]) for row in case["sides"] if not row["torch"]}
 
 
 def test_tables_go_to_stdout_and_progress_to_stderr(block: Ran) -> None:
@@ -112,9 +134,24 @@ def test_tables_go_to_stdout_and_progress_to_stderr(block: Ran) -> None:
 def test_several_layers_and_llama_are_compared_too(tmp_path_factory) -> None:
     """Would catch a case that only works with one layer, replicated weights or layer norms."""
     ran = run(
-        "methods.py", "--ranks", 2, "--cases", "model", "llama", "--tokens", 16, "--hidden", 32,
-        "--heads", 4, "--layers", 2, "--rounds", 1, json_in=tmp_path_factory.mktemp("more"),
-    )  # fmt: skip
+        "methods.py",
+        "--ranks",
+        2,
+        "--cases",
+        "model",
+        "llama",
+        "--tokens",
+        16,
+        "--hidden",
+        32,
+        "--heads",
+        4,
+        "--layers",
+        2,
+        "--rounds",
+        1,
+        json_in=tmp_path_factory.mktemp("more"),
+    )
     assert ran.code == 0, ran.err
     assert ran.numbers is not None
     model, llama = ran.numbers["cases"]
@@ -129,9 +166,21 @@ def test_several_layers_and_llama_are_compared_too(tmp_path_factory) -> None:
 def test_four_ranks_have_composites_of_both(tmp_path_factory) -> None:
     """Would catch a composite that is compared with a plain side of torch's."""
     ran = run(
-        "methods.py", "--ranks", 4, "--cases", "block", "--tokens", 32, "--hidden", 64,
-        "--heads", 4, "--rounds", 1, json_in=tmp_path_factory.mktemp("four"),
-    )  # fmt: skip
+        "methods.py",
+        "--ranks",
+        4,
+        "--cases",
+        "block",
+        "--tokens",
+        32,
+        "--hidden",
+        64,
+        "--heads",
+        4,
+        "--rounds",
+        1,
+        json_in=tmp_path_factory.mktemp("four"),
+    )
     assert ran.code == 0, ran.err
     assert ran.numbers is not None
     (case,) = ran.numbers["cases"]
@@ -142,8 +191,17 @@ def test_four_ranks_have_composites_of_both(tmp_path_factory) -> None:
 
 
 def _side(name: str, kind: str, held: str, by_torch: bool, **rest: Any) -> dict[str, Any]:
-    return {"name": name, "kind": kind, "held": held, "torch": by_torch, "cpu_s": [1.0, 1.0, 1.0],
-            "wall_s": [1.0, 1.0, 1.0], "sent_bytes": 6.0, "peak_bytes": 8.0, **rest}  # fmt: skip
+    return {
+        "name": name,
+        "kind": kind,
+        "held": held,
+        "torch": by_torch,
+        "cpu_s": [1.0, 1.0, 1.0],
+        "wall_s": [1.0, 1.0, 1.0],
+        "sent_bytes": 6.0,
+        "peak_bytes": 8.0,
+        **rest,
+    }
 
 
 SIDES = [
@@ -154,11 +212,19 @@ SIDES = [
     _side("tensor", "tensor", "replicated", False),
     _side("both", "tensor x context", "replicated", False),
     _side("slow", "context", "replicated", True, cpu_s=[3.0, 4.0, 0.1]),
-    _side("fast", "context", "replicated", True, cpu_s=[2.0, 2.0, 3.0], wall_s=[1.0, 3.0, 3.0],
-          sent_bytes=12.0, peak_bytes=2.0),
+    _side(
+        "fast",
+        "context",
+        "replicated",
+        True,
+        cpu_s=[2.0, 2.0, 3.0],
+        wall_s=[1.0, 3.0, 3.0],
+        sent_bytes=12.0,
+        peak_bytes=2.0,
+    ),
     _side("fully sharded", "context", "sharded", True),
     _side("DTensor", "tensor", "shards", True),
-]  # fmt: skip
+]
 
 
 def test_a_side_is_compared_with_the_best_that_does_the_same() -> None:
@@ -190,8 +256,10 @@ def test_what_is_not_exact_is_not_reported(
     error: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Would catch timings of a wrong result."""
-    sides = [{"name": "a", "held": "replicated", "error": 0.0},
-             {"name": "b", "held": "", "error": error}]  # fmt: skip
+    sides = [
+        {"name": "a", "held": "replicated", "error": 0.0},
+        {"name": "b", "held": "", "error": error},
+    ]
     case = {"case": "block", "ranks": 2, "sides": sides}
     monkeypatch.setattr(methods, "on_ranks", lambda ranks, o: [case])
     assert methods.main(["--ranks", "2"]) == 1

@@ -25,8 +25,13 @@ def test_every_part_is_measured(tmp_path: Path) -> None:
     assert ran.code == 0, ran.err
     assert ran.numbers is not None
     assert [(row["ranks"], row["rank"]) for row in ran.numbers["rows"]] == [
-        (32, 0), (32, 1), (32, 31), (64, 0), (64, 1), (64, 63),
-    ]  # fmt: skip
+        (32, 0),
+        (32, 1),
+        (32, 31),
+        (64, 0),
+        (64, 1),
+        (64, 63),
+    ]
     for row in ran.numbers["rows"]:
         assert all(row[name] > 0 for name in row if name.endswith("_s"))
     assert "to a new one" in ran.out

@@ -90,9 +90,7 @@ def test_the_script_compares_its_runs(tmp_path: Path) -> None:
     before = tmp_path / "before.json"
     grown: list[dict[str, Any]] = planner.growth(planner.options(["--largest", "64"]))
     before.write_text(json.dumps({"growth": grown}))
-    ended = run(
-        "planner.py", "--parts", 5, "--largest", 64, "--beside", before, json_in=tmp_path
-    )  # fmt: skip
+    ended = run("planner.py", "--parts", 5, "--largest", 64, "--beside", before, json_in=tmp_path)
     assert ended.code == 0, ended.err
     assert ended.numbers is not None
     assert ended.numbers["growth"][0]["steps_s"] == grown[0]["steps_s"]

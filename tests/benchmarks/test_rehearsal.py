@@ -13,9 +13,19 @@ from benchmarks.scripts import run
 def test_bytes_are_the_real_ones(tmp_path: Path) -> None:
     """Would catch a rehearsal of something else than what it is compared with."""
     ran = run(
-        "rehearsal.py", "--ranks", 2, "--tokens", 128, "--hidden", 64, "--heads", 4,
-        "--rounds", 1, json_in=tmp_path,
-    )  # fmt: skip
+        "rehearsal.py",
+        "--ranks",
+        2,
+        "--tokens",
+        128,
+        "--hidden",
+        64,
+        "--heads",
+        4,
+        "--rounds",
+        1,
+        json_in=tmp_path,
+    )
     assert ran.code == 0, ran.err
     assert "2 ranks: kept bytes off by at most" in ran.out
     assert "1/8" in ran.err

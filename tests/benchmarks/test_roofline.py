@@ -70,12 +70,14 @@ def test_published_numbers_are_as_published() -> None:
     found, _ = roofline.compare()
     by_case = {(each.source, each.what, each.case): each.published for each in found}
     known = {
-        ("hydraulis-7b", "seconds", "tp8, 4096 tokens"):
-            5.069e-10 * 4096**2 + 3.66182e-5 * 4096 + 44.3e-3,
-        ("hydraulis-32b", "seconds", "tp16, 4096 tokens"):
-            1.378e-9 * 4096**2 + 1.02435e-4 * 4096 + 145.7e-3,
+        ("hydraulis-7b", "seconds", "tp8, 4096 tokens"): 5.069e-10 * 4096**2
+        + 3.66182e-5 * 4096
+        + 44.3e-3,
+        ("hydraulis-32b", "seconds", "tp16, 4096 tokens"): 1.378e-9 * 4096**2
+        + 1.02435e-4 * 4096
+        + 145.7e-3,
         ("paradyse-gpt", "longest", "without METP"): 112128,
         ("hydraulis-32b", "longest", "tp16, 64 devices"): 43520,
-    }  # fmt: skip
+    }
     for key, value in known.items():
         assert by_case[key] == pytest.approx(value, rel=2e-3), key

@@ -22,9 +22,23 @@ SMALL = argparse.Namespace(layers=2, hidden=64, heads=4, tokens=16)
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return run(
-        "switching.py", "--ranks", 2, "--tokens", 16, "--hidden", 32, "--heads", 2, "--layers", 1,
-        "--restarts", 1, "--methods", *METHODS, json_in=tmp_path_factory.mktemp("switching"),
-    )  # fmt: skip
+        "switching.py",
+        "--ranks",
+        2,
+        "--tokens",
+        16,
+        "--hidden",
+        32,
+        "--heads",
+        2,
+        "--layers",
+        1,
+        "--restarts",
+        1,
+        "--methods",
+        *METHODS,
+        json_in=tmp_path_factory.mktemp("switching"),
+    )
 
 
 @pytest.mark.long
@@ -70,8 +84,12 @@ def test_tables_go_to_stdout_and_progress_to_stderr(two: Ran) -> None:
     assert "a restart on 2 ranks, median of 1" in two.out
     assert "quoted: ParaDySe, Case Study" in two.out
     assert "restart 1/1" not in two.out
-    for line in ("look-ups and groups", "counting bytes, change 1/", "round 1/1, change 1/",
-                 "restart 1/1"):  # fmt: skip
+    for line in (
+        "look-ups and groups",
+        "counting bytes, change 1/",
+        "round 1/1, change 1/",
+        "restart 1/1",
+    ):
         assert f"2 ranks: {line}" in two.err
     assert "─" not in two.err
 
@@ -104,19 +122,34 @@ def test_a_tour_meets_every_ordered_pair_once(count: int) -> None:
 
 def _found() -> dict[str, Any]:
     def pair(changed: float, same: float, again: float) -> dict[str, Any]:
-        return {"before": "a", "after": "b", "changed_s": [changed], "same_s": [same],
-                "again_s": [again], "changed_bytes": 5.0, "same_bytes": 5.0}  # fmt: skip
+        return {
+            "before": "a",
+            "after": "b",
+            "changed_s": [changed],
+            "same_s": [same],
+            "again_s": [again],
+            "changed_bytes": 5.0,
+            "same_bytes": 5.0,
+        }
 
     def change(groups: int, first: float, later: float) -> dict[str, Any]:
-        return {"method": "a", "groups": groups, "look_up_s": [later / 8, later / 4, 9.0],
-                "first_s": [first] * 3, "later_s": [later] * 3, "sent_bytes": 0.0}  # fmt: skip
+        return {
+            "method": "a",
+            "groups": groups,
+            "look_up_s": [later / 8, later / 4, 9.0],
+            "first_s": [first] * 3,
+            "later_s": [later] * 3,
+            "sent_bytes": 0.0,
+        }
 
     return {
-        "ranks": 2, "tokens": 16, "architecture": switching.architecture_of(SMALL).to_json(),
+        "ranks": 2,
+        "tokens": 16,
+        "architecture": switching.architecture_of(SMALL).to_json(),
         "changes": [change(0, 7.0, 2.0), change(4, 3.0, 1.0)],
         "pairs": [pair(2.0, 1.0, 1.0), pair(4.0, 4.0, 2.0), pair(9.0, 3.0, 3.0)],
         "restarts": [dict.fromkeys(switching.PARTS, float(i)) for i in (1, 2, 9)],
-    }  # fmt: skip
+    }
 
 
 def test_the_summary_is_of_medians() -> None:
@@ -124,10 +157,16 @@ def test_the_summary_is_of_medians() -> None:
     reported, and ratios of medians where pairs differ."""
     s = switching.summary(_found())
     assert s == {
-        "look_up_s": 0.5, "change_s": 2.0, "first_change_s": 3.0, "changed_step_s": 4.0,
-        "same_step_s": 3.0, "changed_ratio": 2.0, "same_ratio": 1.0, "changes": 3,
+        "look_up_s": 0.5,
+        "change_s": 2.0,
+        "first_change_s": 3.0,
+        "changed_step_s": 4.0,
+        "same_step_s": 3.0,
+        "changed_ratio": 2.0,
+        "same_ratio": 1.0,
+        "changes": 3,
         "restart_s": 12.0,
-    }  # fmt: skip
+    }
 
 
 def test_bytes_moved_by_a_change_are_not_reported_away(

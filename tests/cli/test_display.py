@@ -13,9 +13,14 @@ from headrace.cli import display
 from headrace.cli.display import Terminal, step_line
 
 METRICS = {
-    "step": 1, "loss": 6.91, "tokens_per_s": 4100.0, "idle": 0.004, "strategy": "1*cp2",
-    "predicted_s": 3.8, "step_s": 3.91,
-}  # fmt: skip
+    "step": 1,
+    "loss": 6.91,
+    "tokens_per_s": 4100.0,
+    "idle": 0.004,
+    "strategy": "1*cp2",
+    "predicted_s": 3.8,
+    "step_s": 3.91,
+}
 
 
 def test_the_last_step_has_no_time_left() -> None:

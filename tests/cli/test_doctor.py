@@ -16,15 +16,24 @@ from headrace.cli import main
 
 MODULE = importlib.import_module("headrace.cli.doctor")  # in the package the name is the command
 WORKS = (
-    "plan and simulate", "train on this machine", "train on its GPUs", "tokenizer.json", "reports",
-    "parquet", "FASTA",
-)  # fmt: skip
+    "plan and simulate",
+    "train on this machine",
+    "train on its GPUs",
+    "tokenizer.json",
+    "reports",
+    "parquet",
+    "FASTA",
+)
 
 
 def examine(
-    monkeypatch, capsys, *flags: str, absent: tuple[str, ...] = (), links: Any = None,
+    monkeypatch,
+    capsys,
+    *flags: str,
+    absent: tuple[str, ...] = (),
+    links: Any = None,
     devices: Any = (),
-) -> tuple[int, str]:  # fmt: skip
+) -> tuple[int, str]:
     """Exit code and stdout of an examination where some packages are absent."""
     monkeypatch.setattr(MODULE, "_version", lambda name: None if name in absent else "1.2.3")
     monkeypatch.setattr(MODULE, "_links", lambda: links or {})
@@ -36,9 +45,13 @@ def examine(
 
 
 LINKED = {
-    "gloo": True, "nccl": False, "gloo_works": True, "ranks_ready_s": 0.2, "gloo_latency_s": 5e-5,
+    "gloo": True,
+    "nccl": False,
+    "gloo_works": True,
+    "ranks_ready_s": 0.2,
+    "gloo_latency_s": 5e-5,
     "gloo_bytes_per_s": 3e9,
-}  # fmt: skip
+}
 
 
 def test_where_two_ranks_can_talk_one_can_train(monkeypatch, capsys) -> None:
@@ -72,8 +85,9 @@ def test_without_torch_it_says_what_to_install(monkeypatch, capsys) -> None:
     assert value["links"] == {}
     assert value["works"]["plan and simulate"]["ok"]
     assert value["works"]["train on this machine"] == {
-        "ok": False, "why": "needs torch: pip install 'headrace[train]'",
-    }  # fmt: skip
+        "ok": False,
+        "why": "needs torch: pip install 'headrace[train]'",
+    }
     assert value["works"]["FASTA"]["why"] == "needs pyfaidx: pip install 'headrace[genomics]'"
 
 

@@ -14,9 +14,17 @@ import headrace
 from headrace.cli import app, main
 
 COMMANDS = [
-    "train", "plan", "simulate", "profile", "rehearse", "report", "verify", "export", "doctor",
+    "train",
+    "plan",
+    "simulate",
+    "profile",
+    "rehearse",
+    "report",
+    "verify",
+    "export",
+    "doctor",
     "config",
-]  # fmt: skip
+]
 
 
 def shown(capsys, *arguments: str) -> str:
@@ -76,8 +84,11 @@ def test_examples_can_be_called(name: str) -> None:
 def test_config_prints_every_key(capsys) -> None:
     """Catches a reference that lacks a section, and a schema that is not JSON."""
     out = shown(capsys, "config")
-    for key in ("run.name (string, \"run\")", "data.paths (list of string, required)",
-                "devices.memory (string, \"auto\")"):  # fmt: skip
+    for key in (
+        'run.name (string, "run")',
+        "data.paths (list of string, required)",
+        'devices.memory (string, "auto")',
+    ):
         assert key in out
     schema = json.loads(shown(capsys, "config", "--schema"))
     assert set(schema["properties"]) >= {"run", "data", "model", "planner"}
@@ -89,8 +100,11 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     command = f"{sys.executable} -m headrace config --schema | head -c 1"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.stdout == "{"
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 141)
@@ -98,10 +112,15 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["plan", "x.toml", "--batches", "1.5"], ["train", "x.toml", "--steps", "1.5"],
-     ["train", "x.toml", "--ranks", "1e3"], ["verify", "native", "--ranks", "2", "2.5"],
-     ["rehearse", "x.toml", "--sizes", "1.5"], ["plan", "x.toml", "--seed", "9" * 5000]],
-)  # fmt: skip
+    [
+        ["plan", "x.toml", "--batches", "1.5"],
+        ["train", "x.toml", "--steps", "1.5"],
+        ["train", "x.toml", "--ranks", "1e3"],
+        ["verify", "native", "--ranks", "2", "2.5"],
+        ["rehearse", "x.toml", "--sizes", "1.5"],
+        ["plan", "x.toml", "--seed", "9" * 5000],
+    ],
+)
 def test_whole_numbers_are_whole(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Catches one step where 1.5 were asked for."""
     with pytest.raises(SystemExit) as end:

@@ -70,8 +70,17 @@ def test_a_table_says_what_and_why(config: Path, capsys) -> None:
     """Catches a table that lost one of its rows, and remarks among the data."""
     code, out, err = call(capsys, "plan", config)
     assert code == 0, err
-    rows = ("strategy", "sequences", "micro-batches", "predicted", "why", "fits",
-            "best static", "bucket", "packed")  # fmt: skip
+    rows = (
+        "strategy",
+        "sequences",
+        "micro-batches",
+        "predicted",
+        "why",
+        "fits",
+        "best static",
+        "bucket",
+        "packed",
+    )
     for row in rows:
         assert re.search(rf"^{row} +\S", out, re.MULTILINE), row
     assert re.search(r"^predicted .+ bound .+ gap .+ %$", out, re.MULTILINE)
@@ -121,8 +130,16 @@ def test_batches_are_those_of_training_and_of_every_call(config: Path, capsys) -
 )
 def test_drawn_lengths_take_the_place_of_the_corpus(config: Path, capsys, text: str) -> None:
     """Catches a corpus that is opened all the same, and a budget that is ignored."""
-    changes = ["--set", "data.paths=[\"nowhere\"]", "--set", "devices.memory=8GiB",
-               "--set", "data.batch_tokens=1Mi", "--set", "data.context=1Mi"]  # fmt: skip
+    changes = [
+        "--set",
+        'data.paths=["nowhere"]',
+        "--set",
+        "devices.memory=8GiB",
+        "--set",
+        "data.batch_tokens=1Mi",
+        "--set",
+        "data.context=1Mi",
+    ]
     code, out, err = call(capsys, "plan", config, "--json", "--lengths", text, *changes)
     assert code == 0, err
     [plan] = plans(out)
@@ -212,8 +229,9 @@ def test_costs_of_something_else_are_refused(config, capsys, tmp_path, other: st
     model = Architecture.preset("llama-tiny") if other == "model" else ARCHITECTURE
     save_costs(tmp_path / "costs.json", 2, model)
     ranks = 4 if other == "ranks" else 2
-    code, out, err = call(capsys, "plan", config, "--json", "--ranks", ranks,
-                          "--costs", tmp_path / "costs.json")  # fmt: skip
+    code, out, err = call(
+        capsys, "plan", config, "--json", "--ranks", ranks, "--costs", tmp_path / "costs.json"
+    )
     if code == 0:
         [plan] = plans(out)
         assert plan.devices == ranks
@@ -226,8 +244,9 @@ def test_costs_of_something_else_are_refused(config, capsys, tmp_path, other: st
 def test_costs_of_another_model_say_what_differs(config: Path, capsys, tmp_path: Path) -> None:
     """Catches ``got llama 2x32, wanted llama 2x32``."""
     save_costs(tmp_path / "costs.json", 2)
-    code, out, err = call(capsys, "plan", config, "--costs", tmp_path / "costs.json",
-                          "--set", "model.causal=false")  # fmt: skip
+    code, out, err = call(
+        capsys, "plan", config, "--costs", tmp_path / "costs.json", "--set", "model.causal=false"
+    )
     assert (code, out) == (2, "")
     assert "causal" in err
 
@@ -253,21 +272,29 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no ranks": (["plan", "{config}", "--ranks", "0"], "devices.ranks"),
     "unknown key": (["plan", "{config}", "--set", "run.stepz=3"], "run.stepz: unknown key; did"),
     "no value": (["plan", "{config}", "--set", "run.steps"], "wanted SECTION.KEY=VALUE"),
-    "unknown distribution": (["plan", "{config}", "--lengths", "lognorml:median=3"],
-                             "did you mean 'lognormal'?"),
-    "unknown parameter": (["plan", "{config}", "--lengths", "lognormal:median=3,sigmq=1"],
-                          "did you mean 'sigma'?"),
+    "unknown distribution": (
+        ["plan", "{config}", "--lengths", "lognorml:median=3"],
+        "did you mean 'lognormal'?",
+    ),
+    "unknown parameter": (
+        ["plan", "{config}", "--lengths", "lognormal:median=3,sigmq=1"],
+        "did you mean 'sigma'?",
+    ),
     "half a distribution": (["plan", "{config}", "--lengths", "lognormal:median=3"], "sigma"),
     "no corpus": (["plan", "{config}", "--set", 'data.paths=["nowhere"]'], "nowhere"),
     "no costs": (["plan", "{config}", "--costs", "nowhere.json"], "nowhere.json: got No such file"),
     "costs of no JSON": (["plan", "{config}", "--costs", "{config}"], "got no JSON"),
-    "unknown preset": (["plan", "{config}", "--set", "model.preset=llama-tinny"],
-                       "did you mean 'llama-tiny'?"),
-    "unknown size": (["plan", "{config}", "--set", "planner.group_sizes=[3]"],
-                     "planner.group_sizes: got 3, wanted one of 1, 2"),
+    "unknown preset": (
+        ["plan", "{config}", "--set", "model.preset=llama-tinny"],
+        "did you mean 'llama-tiny'?",
+    ),
+    "unknown size": (
+        ["plan", "{config}", "--set", "planner.group_sizes=[3]"],
+        "planner.group_sizes: got 3, wanted one of 1, 2",
+    ),
     "nothing fits": (["plan", "{config}", "--set", "devices.memory=8KiB"], "8 KiB"),
     "no budget to draw": (["plan", "{sequences}", "--lengths", "fixed:64"], "data.batch_tokens"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -283,8 +310,9 @@ def test_mistakes_are_one_message_on_stderr(case: str, config, sequences, capsys
     """Catches a traceback, an exit code of success, and words on stdout that a script would
     read as data."""
     arguments, text = BAD[case]
-    filled = [a.replace("{config}", str(config)).replace("{sequences}", str(sequences))
-              for a in arguments]  # fmt: skip
+    filled = [
+        a.replace("{config}", str(config)).replace("{sequences}", str(sequences)) for a in arguments
+    ]
     code, out, err = call(capsys, *filled)
     assert code == 2, err
     assert out == ""
@@ -341,8 +369,12 @@ assert "torch" not in sys.modules
 def python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True, text=True, timeout=200, check=False, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
 
 
 @pytest.mark.parametrize("blocked", ["", BLOCK], ids=["torch is left alone", "torch is absent"])

@@ -18,21 +18,52 @@ from headrace.planning import Problem
 from headrace.planning.published_files import planner_names
 
 SCHEMES = [
-    {"scheme": "tp2", "tensor": 2, "pipeline": 1, "devices": 2, "a_s": 2e-9, "b_s": 2e-4,
-     "c_s": 0.02, "max_length": {"8": 4000}, "util_length": 500},
-    {"scheme": "tp4-pp2", "tensor": 4, "pipeline": 2, "devices": 8, "a_s": 5e-10, "b_s": 4e-5,
-     "c_s": 0.02, "max_length": {"8": 30000}, "util_length": 900},
-]  # fmt: skip
+    {
+        "scheme": "tp2",
+        "tensor": 2,
+        "pipeline": 1,
+        "devices": 2,
+        "a_s": 2e-9,
+        "b_s": 2e-4,
+        "c_s": 0.02,
+        "max_length": {"8": 4000},
+        "util_length": 500,
+    },
+    {
+        "scheme": "tp4-pp2",
+        "tensor": 4,
+        "pipeline": 2,
+        "devices": 8,
+        "a_s": 5e-10,
+        "b_s": 4e-5,
+        "c_s": 0.02,
+        "max_length": {"8": 30000},
+        "util_length": 900,
+    },
+]
 PIPELINES = {
-    "kind": "pipelines", "name": "small", "model": "a model", "device": "a device",
-    "source": "made up", "meaning": "", "schemes": SCHEMES,
+    "kind": "pipelines",
+    "name": "small",
+    "model": "a model",
+    "device": "a device",
+    "source": "made up",
+    "meaning": "",
+    "schemes": SCHEMES,
     "architecture": {"layers": 4, "hidden": 64, "vocabulary": 100},
-}  # fmt: skip
+}
 GROUPS = {
-    "kind": "groups", "name": "small", "model": "a model", "device": "a device",
-    "source": "made up", "meaning": "", "a_s": 5e-9, "b_s": 2e-4, "c_s": 0.02,
-    "cap_tokens": 8000, "kappa_s": {"1": 0.0, "2": 1e-5, "4": 2e-5},
-}  # fmt: skip
+    "kind": "groups",
+    "name": "small",
+    "model": "a model",
+    "device": "a device",
+    "source": "made up",
+    "meaning": "",
+    "a_s": 5e-9,
+    "b_s": 2e-4,
+    "c_s": 0.02,
+    "cap_tokens": 8000,
+    "kappa_s": {"1": 0.0, "2": 1e-5, "4": 2e-5},
+}
 PIPELINE_PLANNERS = planner_names(Problem(costs=PipelineCosts.from_json(PIPELINES), devices=8))
 GROUP_PLANNERS = planner_names(Problem(costs=GroupCosts.from_json(GROUPS), devices=8))
 LENGTHS = [[300, 2000, 40, 700, 700, 1500], [3000, 10, 10], [5]]
@@ -65,9 +96,10 @@ def test_pipelines_are_planned_and_every_sequence_once(
         used = [schemes[pipeline["scheme"]] for pipeline in item["pipelines"]]
         assert sum(s["devices"] for s in used) <= 8
         packs = [
-            (s, ids) for s, pipeline in zip(used, item["pipelines"], strict=True)
+            (s, ids)
+            for s, pipeline in zip(used, item["pipelines"], strict=True)
             for ids in pipeline["micro_batches"]
-        ]  # fmt: skip
+        ]
         assert Counter(i for _, ids in packs for i in ids) == Counter(range(len(lengths)))
         for scheme, ids in packs:
             assert sum(lengths[i] for i in ids) <= scheme["max_length"]["8"]
@@ -79,8 +111,9 @@ def test_groups_are_planned_under_both_semantics(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], semantics: str
 ) -> None:
     """Catches semantics that are not passed on, and ranks used twice in a launch."""
-    code, out, err = call(capsys, "plan", *files(tmp_path, GROUPS), "--devices", 4, "--semantics",
-                          semantics, "--json")  # fmt: skip
+    code, out, err = call(
+        capsys, "plan", *files(tmp_path, GROUPS), "--devices", 4, "--semantics", semantics, "--json"
+    )
     assert code == 0, err
     plan = json.loads(out)
     assert (plan["kind"], plan["semantics"]) == ("groups", semantics)
@@ -129,9 +162,12 @@ def test_the_same_seed_gives_the_same_plan(
 )
 @pytest.mark.parametrize("costs", [PIPELINES, GROUPS], ids=["pipelines", "groups"])
 def test_bad_lengths_name_the_entry(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], costs: dict[str, Any], lengths: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    costs: dict[str, Any],
+    lengths: Any,
     text: str,
-) -> None:  # fmt: skip
+) -> None:
     """Catches a traceback, and a plan without a sequence that is there."""
     devices = 8 if costs is PIPELINES else 4
     code, out, err = call(capsys, "plan", *files(tmp_path, costs, lengths), "--devices", devices)
@@ -197,9 +233,10 @@ def test_bad_costs_of_groups_are_refused(
 
 @pytest.mark.parametrize("which", ["--costs", "--lengths"])
 @pytest.mark.parametrize(
-    "content", [b"", b"\x00\xff\xfe\x80", b'{"kind": "groups",', b"[" * 100_000, None],
+    "content",
+    [b"", b"\x00\xff\xfe\x80", b'{"kind": "groups",', b"[" * 100_000, None],
     ids=["empty", "binary", "cut off", "deep", "folder"],
-)  # fmt: skip
+)
 def test_files_that_are_no_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], which: str, content: bytes | None
 ) -> None:
@@ -237,9 +274,12 @@ def test_a_sequence_that_fits_nowhere_is_named(
     + [(GROUPS, devices, name) for name in GROUP_PLANNERS for devices in (3, 64)],
 )
 def test_every_planner_plans_few_sequences_on_many_devices(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], costs: dict[str, Any], devices: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    costs: dict[str, Any],
+    devices: int,
     planner: str,
-) -> None:  # fmt: skip
+) -> None:
     """Catches lost or doubled sequences where there are more pipelines or groups than sequences,
     or devices are left over."""
     lengths = [[2000], [7, 7], [3000, 1, 1]]
@@ -292,9 +332,10 @@ def test_places_for_pictures_are_looked_at_first(
     pytest.importorskip("altair")
     (tmp_path / "folder.svg").mkdir()
     for name, text in (
-        ("plan.gif", "ending '.gif'"), ("no/plan.svg", "no such folder"),
+        ("plan.gif", "ending '.gif'"),
+        ("no/plan.svg", "no such folder"),
         ("folder.svg", "got a folder"),
-    ):  # fmt: skip
+    ):
         words = ("--costs", tmp_path / "no.json", "--lengths", "no.json", "--devices", 4)
         code, out, err = call(capsys, "plan", *words, "--picture", tmp_path / name)
         assert (code, out) == (2, ""), name

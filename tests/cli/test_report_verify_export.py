@@ -60,9 +60,11 @@ TORCH: dict[str, tuple[list[str], str]] = {
     "no path": (["verify", "checkpoint"], "verify checkpoint: got no path"),
     "no checkpoint": (["verify", "checkpoint", "{tmp}"], "got none, wanted at least one"),
     "no folder": (["verify", "checkpoint", "{tmp}/nowhere"], "got none, wanted at least one"),
-    "no run to export": (["export", "{tmp}/nowhere", "--out", "{tmp}/out"],
-                         "nowhere: got none, wanted at least one, saved by a run"),
-}  # fmt: skip
+    "no run to export": (
+        ["export", "{tmp}/nowhere", "--out", "{tmp}/out"],
+        "nowhere: got none, wanted at least one, saved by a run",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", TORCH)

@@ -92,9 +92,13 @@ def test_a_file_with_every_kind_of_mistake_names_each(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "key"),
-    [("", "data"), ("[data]\nbatch_tokens = 3", "data.paths"), ("[run]\nsteps = 3", "model"),
-     ('data = 3\n[model]\npreset = "gpt2"', "data")],
-)  # fmt: skip
+    [
+        ("", "data"),
+        ("[data]\nbatch_tokens = 3", "data.paths"),
+        ("[run]\nsteps = 3", "model"),
+        ('data = 3\n[model]\npreset = "gpt2"', "data"),
+    ],
+)
 def test_what_is_missing_is_named(tmp_path: Path, text: str, key: str) -> None:
     """Catches a default for what has none."""
     assert key in problems(write(tmp_path, text))
@@ -120,9 +124,11 @@ def test_keys_are_those_of_the_file(tmp_path: Path, key: str) -> None:
 
 
 NUMBERS = {
-    "data.context": "many", "data.batch_tokens": "4X", "devices.memory": "lots",
+    "data.context": "many",
+    "data.batch_tokens": "4X",
+    "devices.memory": "lots",
     "profile.longest": "long",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("key", NUMBERS)
@@ -142,9 +148,12 @@ def test_paths_are_those_of_the_files_folder(tmp_path: Path, monkeypatch) -> Non
     write(tmp_path, GOOD)
     config = Config.load(Path("../my.toml"))
     assert config.data.paths == (
-        str(tmp_path / "corpus"), "/absolute", "python:stdlib", "package:torch",
+        str(tmp_path / "corpus"),
+        "/absolute",
+        "python:stdlib",
+        "package:torch",
         str(Path("~/mine").expanduser()),
-    )  # fmt: skip
+    )
     assert config.data.tokenizer == str(tmp_path / "tokenizer.json")
 
 
@@ -279,9 +288,18 @@ def test_a_configuration_reads_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["optimizer.clip", "optimizer.eps", "optimizer.lr", "devices.hang_s", "devices.timeout_s",
-     "model.rope_theta", "profile.rung_s", "planner.memory_margin", "planner.smoothing"],
-)  # fmt: skip
+    [
+        "optimizer.clip",
+        "optimizer.eps",
+        "optimizer.lr",
+        "devices.hang_s",
+        "devices.timeout_s",
+        "model.rope_theta",
+        "profile.rung_s",
+        "planner.memory_margin",
+        "planner.smoothing",
+    ],
+)
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
 def test_no_number_is_infinite(tmp_path: Path, key: str, value: str) -> None:
     """Catches a run that trains until its first checkpoint, which cannot hold such a number."""

@@ -148,9 +148,18 @@ def test_what_a_bert_needs_besides() -> None:
 def test_a_shape_in_full() -> None:
     """Catches a key that does not reach the architecture."""
     given: dict[str, Any] = {
-        "kind": "llama", "layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 40,
-        "vocabulary": 999, "tied": False, "causal": False, "dropout": 0.25, "rope_theta": 5e5,
-    }  # fmt: skip
+        "kind": "llama",
+        "layers": 3,
+        "hidden": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn": 40,
+        "vocabulary": 999,
+        "tied": False,
+        "causal": False,
+        "dropout": 0.25,
+        "rope_theta": 5e5,
+    }
     assert set(given) == set(ModelConfig.model_fields) - {"preset", "from_"}
     assert ModelConfig(**given).architecture(300, 512) == Architecture(**given)
 
@@ -177,9 +186,7 @@ def test_presets_with_changes() -> None:
     llama = ModelConfig(preset="llama-tiny", tied=False).architecture(300, 128)
     assert llama == Architecture.preset("llama-tiny", vocabulary=300, tied=False)
     bert = ModelConfig(preset="bert-large").architecture(300, 128)
-    assert bert == Architecture.preset(
-        "bert-large", vocabulary=301, positions=128, mask_id=300
-    )  # fmt: skip
+    assert bert == Architecture.preset("bert-large", vocabulary=301, positions=128, mask_id=300)
     turned = ModelConfig(preset="llama-tiny", kind="gpt").architecture(300, 128)
     assert (turned.kind, turned.positions) == ("gpt", 128)
 

@@ -105,33 +105,49 @@ def test_branches_that_make_no_layer(branches, text: str) -> None:
 
 
 LADDERS = {
-    (1, ENDS): cost(1, 2, 3), (1, "attention:local"): SPREAD, (1, "feed_forward:local"): SHARED,
-    (2, ENDS): cost(1, 2, 3), (2, "attention:spread"): SPREAD, (2, "attention:ring"): RING,
-    (2, "attention:ring+attention"): RING_THRIFTY, (2, "feed_forward:spread"): SHARED,
-    (2, "feed_forward:tensor"): TENSOR, (2, "feed_forward:tensor+attention"): TENSOR,
+    (1, ENDS): cost(1, 2, 3),
+    (1, "attention:local"): SPREAD,
+    (1, "feed_forward:local"): SHARED,
+    (2, ENDS): cost(1, 2, 3),
+    (2, "attention:spread"): SPREAD,
+    (2, "attention:ring"): RING,
+    (2, "attention:ring+attention"): RING_THRIFTY,
+    (2, "feed_forward:spread"): SHARED,
+    (2, "feed_forward:tensor"): TENSOR,
+    (2, "feed_forward:tensor+attention"): TENSOR,
     (2, "spread"): cost(5, 100, 100),
-}  # fmt: skip
+}
 
 
 def points() -> list[ProfilePoint]:
     return [
         ProfilePoint(
-            p=p, option=option, lengths=pack, forward_s=true.forward(pack),
-            backward_s=true.backward(pack), kept_bytes=round(true.kept(sum(pack))),
-            transient_bytes=round(true.transient(sum(pack))), order=true.order,
+            p=p,
+            option=option,
+            lengths=pack,
+            forward_s=true.forward(pack),
+            backward_s=true.backward(pack),
+            kept_bytes=round(true.kept(sum(pack))),
+            transient_bytes=round(true.transient(sum(pack))),
+            order=true.order,
             fetched=true.fetched,
         )
         for pack, ((p, option), true) in product(PACKS, LADDERS.items())
-    ]  # fmt: skip
+    ]
 
 
 def profile(found: list[ProfilePoint]) -> Profile:
     return Profile(
-        fingerprint="", shape=TINY.shape, cluster=Cluster(devices=2, memory_bytes=10**9),
-        points=tuple(found), exchange_s={"pull_s": 0.1, "push_s": 0.2, "update_s": 0.3},
-        state_bytes=1, working_bytes={p: {"replicated": 9, "sharded": 9} for p in (1, 2)},
-        element_bytes=2, feed_forwards=OWNERS,
-    )  # fmt: skip
+        fingerprint="",
+        shape=TINY.shape,
+        cluster=Cluster(devices=2, memory_bytes=10**9),
+        points=tuple(found),
+        exchange_s={"pull_s": 0.1, "push_s": 0.2, "update_s": 0.3},
+        state_bytes=1,
+        working_bytes={p: {"replicated": 9, "sharded": 9} for p in (1, 2)},
+        element_bytes=2,
+        feed_forwards=OWNERS,
+    )
 
 
 def test_a_profile_of_branches_becomes_costs_of_layers() -> None:
@@ -172,10 +188,17 @@ def test_levels_of_a_branch_agree_on_their_forward() -> None:
             p=2, option=option, lengths=(64,), forward_s=forward_s, backward_s=backward_s
         )
 
-    found = reconciled([
-        point("attention:ring", 1.5, 2.0), point("attention:ring+attention", 1.0, 1.5),
-        point("attention:spread", 0.5, 1.0), point("feed_forward:ring", 0.2, 0.4),
-    ])  # fmt: skip
+    found = reconciled(
+        [
+            point("attention:ring", 1.5, 2.0),
+            point("attention:ring+attention", 1.0, 1.5),
+            point("attention:spread", 0.5, 1.0),
+            point("feed_forward:ring", 0.2, 0.4),
+        ]
+    )
     assert [(x.forward_s, x.backward_s) for x in found] == [
-        (1.0, 2.0), (1.0, 2.0), (0.5, 1.0), (0.2, 0.4),
-    ]  # fmt: skip
+        (1.0, 2.0),
+        (1.0, 2.0),
+        (0.5, 1.0),
+        (0.2, 0.4),
+    ]

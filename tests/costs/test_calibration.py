@@ -33,9 +33,9 @@ def test_known_residuals_give_known_estimates() -> None:
     """Would catch an option's error that is laid to another, or to the whole step."""
     known = Calibration(fingerprint="x")
     for common in (1.0, 3.0, 0.5) * 20:
-        known.observe([
-            residual(0, common * 1.2, {"a": 1.0}), residual(1, common / 1.2, {"b": 1.0}),
-        ])  # fmt: skip
+        known.observe(
+            [residual(0, common * 1.2, {"a": 1.0}), residual(1, common / 1.2, {"b": 1.0})]
+        )
     assert known.options["a"].mean == pytest.approx(math.log(1.2))
     assert known.options["b"].mean == pytest.approx(-math.log(1.2))
     assert known.options["a"].spread == pytest.approx(0, abs=1e-9)
@@ -47,9 +47,9 @@ def test_known_residuals_give_known_estimates() -> None:
 def test_a_mixed_micro_batch_counts_by_its_shares() -> None:
     """Would catch shares that are ignored: the small part of one batch would count as a whole."""
     known = Calibration(fingerprint="x")
-    known.observe([
-        residual(0, math.e, {"a": 0.25, "b": 0.75}), residual(1, 1.0, {"a": 1.0}, predicted_s=3.0),
-    ])  # fmt: skip
+    known.observe(
+        [residual(0, math.e, {"a": 0.25, "b": 0.75}), residual(1, 1.0, {"a": 1.0}, predicted_s=3.0)]
+    )
     common = 0.25  # (1 x 1 + 3 x 0) / 4
     assert known.whole.mean == pytest.approx(common)
     assert known.options["b"].mean == pytest.approx(1 - common)

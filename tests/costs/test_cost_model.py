@@ -42,25 +42,31 @@ def by_hand(**changes: Any) -> CostModel:
         "options": {
             1: {
                 "local": OptionCost(
-                    forward=Quadratic(a=1, b=2, c=3), backward=Quadratic(a=2, b=4, c=6),
-                    kept=Linear(slope=10, constant=1), transient=Linear(slope=5),
+                    forward=Quadratic(a=1, b=2, c=3),
+                    backward=Quadratic(a=2, b=4, c=6),
+                    kept=Linear(slope=10, constant=1),
+                    transient=Linear(slope=5),
                 ),
                 "local+full": OptionCost(
-                    forward=Quadratic(a=1, b=2, c=3), backward=Quadratic(a=3, b=6, c=9),
-                    kept=Linear(slope=1), transient=Linear(slope=20),
+                    forward=Quadratic(a=1, b=2, c=3),
+                    backward=Quadratic(a=3, b=6, c=9),
+                    kept=Linear(slope=1),
+                    transient=Linear(slope=20),
                 ),
             }
         },
         "ends": {
             1: OptionCost(
-                forward=Quadratic(b=1), backward=Quadratic(b=2), kept=Linear(slope=2),
+                forward=Quadratic(b=1),
+                backward=Quadratic(b=2),
+                kept=Linear(slope=2),
                 transient=Linear(slope=7),
             )
         },
         "exchange_s": ExchangeCost(pull_s=1.0, push_s=2.0, update_s=3.0),
         "state_bytes": 100,
         "working_bytes": {1: {"replicated": 50, "sharded": 50}},
-    }  # fmt: skip
+    }
     return CostModel(**(fields | changes))
 
 
@@ -189,14 +195,19 @@ def with_methods() -> CostModel:
         cluster=Cluster(devices=2, memory_bytes=10_000),
         options={
             1: by_hand().options[1],
-            2: {"ulysses_z": each, "metp": zigzag, "metp/ulysses_z": zigzag, "ring": zigzag,
-                "ulysses_z/metp": replace(each, fetched=0.25)},
+            2: {
+                "ulysses_z": each,
+                "metp": zigzag,
+                "metp/ulysses_z": zigzag,
+                "ring": zigzag,
+                "ulysses_z/metp": replace(each, fetched=0.25),
+            },
         },
         ends={1: by_hand().ends[1], 2: by_hand().ends[1]},
         working_bytes={1: {"replicated": 50, "sharded": 50}, 2: {"replicated": 50, "sharded": 25}},
         gather_s={2: (0.5, 1.0)},
         feed_forwards={"ring": "ulysses_z", "local": "ulysses_z"},
-    )  # fmt: skip
+    )
 
 
 def test_equal_options_have_one_name() -> None:

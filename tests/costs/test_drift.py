@@ -17,13 +17,20 @@ def run(steps: int, factor, *, ranks: int = 4, noise: float = 0.1, seed: int = 0
     for step in range(steps):
         machine = chance.gauss(0, noise)
         corrected = 1.0 if scale is None else scale(step)
-        found = drift.observe(step, [
-            Residual(
-                ranks=(rank,), predicted_s=corrected, shares={"x": 1.0},
-                measured_s=factor(step, rank) * 2.718281828 ** (machine + chance.gauss(0, noise)),
-            )
-            for rank in range(ranks)
-        ], corrected)  # fmt: skip
+        found = drift.observe(
+            step,
+            [
+                Residual(
+                    ranks=(rank,),
+                    predicted_s=corrected,
+                    shares={"x": 1.0},
+                    measured_s=factor(step, rank)
+                    * 2.718281828 ** (machine + chance.gauss(0, noise)),
+                )
+                for rank in range(ranks)
+            ],
+            corrected,
+        )
         if found:
             told[step] = found
     return told
@@ -78,9 +85,11 @@ def test_the_end_is_told_too() -> None:
 def test_everything_slower_is_told_of_all_ranks() -> None:
     """Would catch a neighbour on the machine that the running correction hides."""
     told = run(
-        500, lambda step, rank: 1.4 if step >= 250 else 1.0, noise=0.03,
+        500,
+        lambda step, rank: 1.4 if step >= 250 else 1.0,
+        noise=0.03,
         scale=lambda step: 1.4 if step >= 260 else 1.0,
-    )  # fmt: skip
+    )
     texts = [text for texts in told.values() for text in texts]
     assert len(texts) == 1
     wanted = r"all ranks have been (1\.\d\d)x slower than at the start since step (\d+)"

@@ -33,8 +33,9 @@ def truth(p: int, option: str) -> OptionCost:
     return OptionCost(
         forward=forward,
         backward=backward + forward if option.endswith("+full") else backward,
-        kept=Linear(slope=1000 * n, constant=64 * p), transient=Linear(slope=300 * n),
-    )  # fmt: skip
+        kept=Linear(slope=1000 * n, constant=64 * p),
+        transient=Linear(slope=300 * n),
+    )
 
 
 LADDERS = ((1, "local"), (1, ENDS), (2, "ulysses_z"), (2, "ulysses_z+full"), (2, ENDS))
@@ -44,12 +45,16 @@ def points(p: int, option: str, packs=PACKS) -> list[ProfilePoint]:
     true = truth(p, option)
     return [
         ProfilePoint(
-            p=p, option=option, lengths=pack, forward_s=true.forward(pack),
-            backward_s=true.backward(pack), kept_bytes=round(true.kept(sum(pack))),
+            p=p,
+            option=option,
+            lengths=pack,
+            forward_s=true.forward(pack),
+            backward_s=true.backward(pack),
+            kept_bytes=round(true.kept(sum(pack))),
             transient_bytes=round(true.transient(sum(pack))),
         )
         for pack in packs
-    ]  # fmt: skip
+    ]
 
 
 def profile(found: list[ProfilePoint] | None = None) -> Profile:
@@ -87,8 +92,10 @@ def test_what_is_measured_once_is_taken_over() -> None:
     assert set(costs.options[2]) == {"ulysses_z", "ulysses_z+full"}
     assert set(costs.ends) == {1, 2}
     assert (costs.exchange_s.pull_s, costs.exchange_s.push_s, costs.exchange_s.update_s) == (
-        0.1, 0.2, 0.3,
-    )  # fmt: skip
+        0.1,
+        0.2,
+        0.3,
+    )
     assert costs.state_bytes == 1234
     assert costs.gather_s[2] == (0.01, 0.02)
     assert costs.working_bytes[2] == {"replicated": 9, "sharded": 5}
@@ -208,9 +215,10 @@ def test_measurements_that_fall_are_flagged_and_counted() -> None:
     changed = {(256,): 0.95, (1024,): 0.25}
     sunk = [
         replace(x, forward_s=found[i - 1].forward_s * share)
-        if (share := changed.get(x.lengths)) else x
+        if (share := changed.get(x.lengths))
+        else x
         for i, x in enumerate(found)
-    ]  # fmt: skip
+    ]
     sunk = [replace(x, kept_bytes=7) if x.lengths == (4096,) else x for x in sunk]
     forward, backward = fit_parts(profile(sunk))
     assert backward.notes == ()

@@ -17,9 +17,14 @@ _PUBLISHED = Path(__file__).parents[2] / "benchmarks/published/flexsp-7b-a100.js
 
 def good() -> dict[str, Any]:
     return {
-        "kind": "groups", "name": "some", "a_s": 1e-8, "b_s": 2e-4, "c_s": 0.02, "cap_tokens": 1000,
+        "kind": "groups",
+        "name": "some",
+        "a_s": 1e-8,
+        "b_s": 2e-4,
+        "c_s": 0.02,
+        "cap_tokens": 1000,
         "kappa_s": {"1": 0, "3": 1e-5},
-    }  # fmt: skip
+    }
 
 
 def test_a_launch_adds_work_communication_and_one_constant() -> None:

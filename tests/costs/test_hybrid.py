@@ -75,9 +75,11 @@ def test_layers_are_put_together_as_the_quadratics_are(model: HybridModel, level
     option = LayerOption.of("local", level)
     cost, n = costs.option(1, option), 4 * LENGTHS[-1]
     wanted = {
-        "forward_s": cost.forward([n]), "backward_s": cost.backward([n]),
-        "kept_bytes": cost.kept(n), "transient_bytes": cost.transient(n),
-    }  # fmt: skip
+        "forward_s": cost.forward([n]),
+        "backward_s": cost.backward([n]),
+        "kept_bytes": cost.kept(n),
+        "transient_bytes": cost.transient(n),
+    }
     for target in TARGETS:
         found = float(model.layer(1, option, target, n))
         assert found == pytest.approx(wanted[target], rel=2e-3), target
@@ -86,9 +88,7 @@ def test_layers_are_put_together_as_the_quadratics_are(model: HybridModel, level
 def test_a_layer_measured_whole_counts_as_it_is() -> None:
     """Catches a whole layer that is looked for among branches."""
     profile = made_up(options=[ENDS])
-    whole = replace(
-        profile, points=tuple(replace(x, option="local") for x in profile.points)
-    )  # fmt: skip
+    whole = replace(profile, points=tuple(replace(x, option="local") for x in profile.points))
     found = fit_hybrid(whole)
     option = LayerOption.of("local")
     assert float(found.layer(1, option, "forward_s", 300)) == float(

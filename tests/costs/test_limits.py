@@ -108,7 +108,8 @@ def test_the_table_by_scheme() -> None:
         assert 0 < row.util_length < row.max_length < MOST_TOKENS
     seconds = [
         sum(COSTS.layer_seconds([2000], 4, LayerOption.parse(text)))
-        for text in COSTS.options[4] if LayerOption.parse(text).recompute == "none"
-    ]  # fmt: skip
+        for text in COSTS.options[4]
+        if LayerOption.parse(text).recompute == "none"
+    ]
     best = next(row for row in rows if row.p == 4 and row.option.recompute == "none")
     assert sum(COSTS.layer_seconds([2000], 4, best.option)) == min(seconds)

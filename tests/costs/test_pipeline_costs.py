@@ -44,9 +44,16 @@ def test_rooms_between_listed_clusters_follow_the_shared_state() -> None:
 def entry(**changes: Any) -> dict[str, Any]:
     """A valid entry of a scheme, changed; None leaves a field out."""
     whole: dict[str, Any] = {
-        "scheme": "tp2-pp2", "tensor": 2, "pipeline": 2, "devices": 4, "a_s": 1e-9, "b_s": 1e-4,
-        "c_s": 0.1, "max_length": {"8": 4096}, "util_length": 512,
-    }  # fmt: skip
+        "scheme": "tp2-pp2",
+        "tensor": 2,
+        "pipeline": 2,
+        "devices": 4,
+        "a_s": 1e-9,
+        "b_s": 1e-4,
+        "c_s": 0.1,
+        "max_length": {"8": 4096},
+        "util_length": 512,
+    }
     return {name: value for name, value in {**whole, **changes}.items() if value is not None}
 
 
@@ -113,9 +120,10 @@ def test_context_parallel_schemes_are_derived_by_the_rule_of_their_file() -> Non
     the same, and files that derive twice when they are written and read again."""
     measured = entry(scheme="tp2-cp2-pp2", context=2, devices=8, b_s=0.5)
     value = {
-        "kind": "pipelines", "schemes": [entry(), measured],
+        "kind": "pipelines",
+        "schemes": [entry(), measured],
         "context": {"degrees": [2, 4], "more": 0.1},
-    }  # fmt: skip
+    }
     costs = PipelineCosts.from_json(value)
     assert [cost.name for cost in costs.schemes] == ["tp2-pp2", "tp2-cp2-pp2", "tp2-cp4-pp2"]
     base, by_hand, derived = costs.schemes

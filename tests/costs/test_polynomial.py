@@ -77,12 +77,18 @@ def test_what_falls_beyond_is_not_taken() -> None:
 @pytest.mark.parametrize(
     ("coefficients", "rises"),
     [
-        ((0.0, 1.0), True), ((0.0, -1.0), False), ((1.0, 0.0), True),
-        ((0.0, -2.0, 1.0), True), ((0.0, -2.1, 1.0), False), ((0.0, 9.0, -1.0), False),
-        ((0.0, 4.0, -3.0, 1.0), True), ((0.0, 12.0, -9.0, 2.0), False),
-        ((0.0, 1.0, 1.0, -1e-6), False), ((0.0, 1.0, 1.0, 0.0), True),
+        ((0.0, 1.0), True),
+        ((0.0, -1.0), False),
+        ((1.0, 0.0), True),
+        ((0.0, -2.0, 1.0), True),
+        ((0.0, -2.1, 1.0), False),
+        ((0.0, 9.0, -1.0), False),
+        ((0.0, 4.0, -3.0, 1.0), True),
+        ((0.0, 12.0, -9.0, 2.0), False),
+        ((0.0, 1.0, 1.0, -1e-6), False),
+        ((0.0, 1.0, 1.0, 0.0), True),
     ],
-)  # fmt: skip
+)
 def test_rising_from_one_on(coefficients: tuple[float, ...], rises: bool) -> None:
     """Catches looking at the slope where the fit ends only: (0, 12, -9, 2) rises there and falls
     from 1 to 2."""

@@ -18,7 +18,10 @@ from headrace.spec import LayerPlan, Lengths, MicroBatch, Pipeline, Plan, Scheme
 COSTS = synthetic_costs(2, layers=2)
 LAYERS = LayerPlan.parse("1*ulysses_z+full 1*ulysses_z")
 PLAN = Plan(
-    lengths=Lengths.of([300, 40]), devices=2, predicted_s=1.0, lower_bound_s=0.5,
+    lengths=Lengths.of([300, 40]),
+    devices=2,
+    predicted_s=1.0,
+    lower_bound_s=0.5,
     pipelines=(
         Pipeline(scheme=Scheme(context=2), ranks=(0, 1)),
         Pipeline(scheme=Scheme(context=1), ranks=(1,)),
@@ -27,7 +30,7 @@ PLAN = Plan(
         MicroBatch(pipeline=0, sequences=(0,), layers=LAYERS),
         MicroBatch(pipeline=1, sequences=(1,), layers=LayerPlan.parse("2*local")),
     ),
-)  # fmt: skip
+)
 
 
 PREDICTED = (6.0, 3.0)

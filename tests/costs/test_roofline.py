@@ -15,7 +15,7 @@ from headrace.spec.hardware import Hardware
 
 LLAMA = Architecture(
     layers=2, hidden=4096, heads=32, kv_heads=32, ffn=11008, vocabulary=32000, tied=False
-)  # fmt: skip
+)
 H100 = Hardware.parse("h100")
 
 
@@ -24,11 +24,14 @@ def _made_up(**rates: float) -> Hardware:
     across in units per second; launch, latency in seconds."""
     never = 1e60
     device = replace(
-        H100.device, flops_per_s={"bfloat16": 1e30}, memory_bytes_per_s=rates.get("memory", never),
+        H100.device,
+        flops_per_s={"bfloat16": 1e30},
+        memory_bytes_per_s=rates.get("memory", never),
         attained_matmul=min(1.0, rates.get("flops", 1e30) / 1e30),
-        attained_attention=min(1.0, rates.get("attention", 1e30) / 1e30), attained_memory=1.0,
+        attained_attention=min(1.0, rates.get("attention", 1e30) / 1e30),
+        attained_memory=1.0,
         launch_s=rates.get("launch", 0.0),
-    )  # fmt: skip
+    )
     inside, across = (
         replace(link, bytes_per_s=rates.get(name, never), attained=1.0, latency_s=latency)
         for name, link, latency in (
@@ -111,8 +114,10 @@ def test_groups_across_nodes(text: str, sent: float, crossing: float) -> None:
 def test_a_step_of_the_optimizer() -> None:
     """Catches a state that each device reads whole, gradients that travel in 32 bits, and weights
     that cross nodes once for each device."""
-    weights = sum((2 * 32000 + 1) * 4096 if x == 0 else 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
-                  for x in range(3))  # fmt: skip
+    weights = sum(
+        (2 * 32000 + 1) * 4096 if x == 0 else 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+        for x in range(3)
+    )
     exchange = roofline_costs(_made_up(memory=1e9), 16, LLAMA).exchange_s
     assert exchange.update_s == pytest.approx(weights / 16 * 32 / 1e9, rel=1e-9)
     exchange = roofline_costs(_made_up(across=1e9), 16, LLAMA).exchange_s
@@ -178,7 +183,11 @@ def test_what_cannot_be_is_said() -> None:
     half = replace(H100, device=replace(H100.device, flops_per_s={"float32": 1e12}))
     with pytest.raises(SpecError, match="FLOPs of h100: got 'bfloat16'"):
         roofline_costs(half, 2, LLAMA)
-    for wrong in ({"touched_bytes_per_s": 0.0}, {"attention_flops_per_s": 0.0},
-                  {"devices_per_node": 8}, {"across_bytes_per_s": 1.0}):  # fmt: skip
+    for wrong in (
+        {"touched_bytes_per_s": 0.0},
+        {"attention_flops_per_s": 0.0},
+        {"devices_per_node": 8},
+        {"across_bytes_per_s": 1.0},
+    ):
         with pytest.raises(CostError, match="speeds"):
             Speeds(**wrong)

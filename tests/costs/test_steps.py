@@ -35,9 +35,14 @@ def test_steps_are_the_library_s_predictions_to_the_bit(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("breaks", "values"),
-    [((1.0,), (1.0,)), ((2.0, 1.0), (1.0, 2.0, 3.0)), ((1.0, 1.0), (1.0, 2.0, 3.0)),
-     ((1.0,), (1.0, float("inf"))), ((float("nan"),), (1.0, 2.0))],
-)  # fmt: skip
+    [
+        ((1.0,), (1.0,)),
+        ((2.0, 1.0), (1.0, 2.0, 3.0)),
+        ((1.0, 1.0), (1.0, 2.0, 3.0)),
+        ((1.0,), (1.0, float("inf"))),
+        ((float("nan"),), (1.0, 2.0)),
+    ],
+)
 def test_damaged_steps_are_refused(breaks, values) -> None:
     """Catches a search in numbers that are not sorted."""
     with pytest.raises(CostError, match="steps"):

@@ -30,9 +30,15 @@ def test_compute_is_the_architecture_s_flops() -> None:
     one rank are its FLOPs over the rate."""
     for kind in ("llama", "gpt"):
         architecture = Architecture(
-            layers=3, hidden=64, heads=4, kv_heads=2, ffn=256, vocabulary=100, kind=kind,
+            layers=3,
+            hidden=64,
+            heads=4,
+            kv_heads=2,
+            ffn=256,
+            vocabulary=100,
+            kind=kind,
             positions=4096,
-        )  # fmt: skip
+        )
         speeds = Speeds(flops_per_s=1e9, launch_s=0, latency_s=0)
         costs = synthetic_costs(1, architecture=architecture, speeds=speeds)
         layers = LayerPlan.uniform(LayerOption.of("local"), 3)
@@ -68,7 +74,7 @@ def test_recomputing_saves_memory_and_costs_seconds() -> None:
 
 WIDE = Architecture(
     layers=2, hidden=512, heads=8, kv_heads=4, ffn=2048, vocabulary=100, kind="llama"
-)  # fmt: skip
+)
 
 
 def test_methods_as_far_as_the_architecture_supports_them() -> None:
@@ -130,9 +136,11 @@ def _parts(costs: CostModel, p: int, text: str) -> dict[str, float]:
         for part, bare in ((cost.forward, free.forward), (cost.backward, free.backward))
     ]
     return {
-        "kept": cost.kept.slope / unit, "passing": cost.transient.slope / unit,
-        "forward": sent[0], "backward": sent[1],
-    }  # fmt: skip
+        "kept": cost.kept.slope / unit,
+        "passing": cost.transient.slope / unit,
+        "forward": sent[0],
+        "backward": sent[1],
+    }
 
 
 @pytest.mark.parametrize(

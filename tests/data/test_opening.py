@@ -180,9 +180,7 @@ def test_fasta(tmp_path: Path) -> None:
     assert sorted(os.listdir(genome)) == ["bad.fa", "g.fa"]
     assert "not a FASTA file" in reasons(corpus)["genome/bad.fa"]
     (stored,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
-    assert sorted(os.listdir(stored)) == [
-        "blocks.npy", "documents.npy", "meta.json", "tokens.bin",
-    ]  # fmt: skip
+    assert sorted(os.listdir(stored)) == ["blocks.npy", "documents.npy", "meta.json", "tokens.bin"]
 
 
 def test_parquet(tmp_path: Path) -> None:

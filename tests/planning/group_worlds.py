@@ -95,9 +95,14 @@ def best_by_force(costs: GroupCosts, lengths: Sequence[int], devices: int, seman
 
 
 def _best_from(
-    costs: GroupCosts, packs: list[list[int]], sets: list[tuple[int, ...]], free: list[float],
-    done: Launches, semantics: str, best: float,
-) -> float:  # fmt: skip
+    costs: GroupCosts,
+    packs: list[list[int]],
+    sets: list[tuple[int, ...]],
+    free: list[float],
+    done: Launches,
+    semantics: str,
+    best: float,
+) -> float:
     if semantics == "free" and max(free) >= best:
         return best
     if not packs:
@@ -110,9 +115,14 @@ def _best_from(
                 for rank in ranks:
                     later[rank] = max(free[r] for r in ranks) + seconds
                 best = _best_from(
-                    costs, packs[:n] + packs[n + 1 :], sets, later, [*done, (ranks, seconds)],
-                    semantics, best,
-                )  # fmt: skip
+                    costs,
+                    packs[:n] + packs[n + 1 :],
+                    sets,
+                    later,
+                    [*done, (ranks, seconds)],
+                    semantics,
+                    best,
+                )
     return best
 
 

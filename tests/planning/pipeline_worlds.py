@@ -41,9 +41,11 @@ def small_costs(draw: st.DrawFn, most: int = 4) -> PipelineCosts:
     texts = draw(
         st.lists(
             st.sampled_from(["cp1", "tp2", "tp3", "pp2", "pp3", "tp4", "tp2-pp2", "cp2"]),
-            min_size=1, max_size=most, unique=True,
+            min_size=1,
+            max_size=most,
+            unique=True,
         )
-    )  # fmt: skip
+    )
     entries: list[Entry] = []
     for text in texts:
         scheme = Scheme.parse(text)

@@ -48,9 +48,13 @@ def group_table(
         if rows > 1:
             slower = [1.1**row for row in range(rows)]
             frontier = Frontier(
-                options=(), a=frontier.a * slower, b=frontier.b * slower, c=frontier.c * slower,
-                caps=tuple(cap * p * 2**row for row in range(rows)), layers=frontier.layers,
-            )  # fmt: skip
+                options=(),
+                a=frontier.a * slower,
+                b=frontier.b * slower,
+                c=frontier.c * slower,
+                caps=tuple(cap * p * 2**row for row in range(rows)),
+                layers=frontier.layers,
+            )
         schemes.append(PricedScheme(scheme=Scheme(context=p), frontier=frontier))
     return PriceTable(SortedBatch.of(Lengths(tokens=tuple(lengths))), schemes, devices)
 
@@ -60,11 +64,14 @@ def pipeline_table(costs: PipelineCosts, lengths: Sequence[int], devices: int) -
     rooms = [(cost, cost.most_tokens(devices) or 0) for cost in costs.schemes]
     schemes = [
         PricedScheme(
-            scheme=cost.scheme, frontier=Frontier.of_rows([(cost.a_s, cost.b_s, cost.c_s)], room),
-            util=max(1, cost.util_length), name=cost.name,
+            scheme=cost.scheme,
+            frontier=Frontier.of_rows([(cost.a_s, cost.b_s, cost.c_s)], room),
+            util=max(1, cost.util_length),
+            name=cost.name,
         )
-        for cost, room in rooms if room > 0 and cost.scheme.devices <= devices
-    ]  # fmt: skip
+        for cost, room in rooms
+        if room > 0 and cost.scheme.devices <= devices
+    ]
     most = max((scheme.most_tokens for scheme in schemes), default=0)
     tokens = tuple(min(most, length) for length in lengths)
     return PriceTable(SortedBatch.of(Lengths(tokens=tokens)), schemes, devices)

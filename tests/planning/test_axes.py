@@ -70,14 +70,20 @@ def test_what_mixes_everything() -> None:
 @settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.sampled_from(["a", "b", "c", "ab", "abc"]), min_size=1, max_size=5),
-    st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)), st.integers(1, 5),
-    st.lists(st.floats(0, 0.01), min_size=5, max_size=5), st.sampled_from([None, "a", "c"]),
+    st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)),
+    st.integers(1, 5),
+    st.lists(st.floats(0, 0.01), min_size=5, max_size=5),
+    st.sampled_from([None, "a", "c"]),
     st.sampled_from([None, "b"]),
-)  # fmt: skip
+)
 def test_no_other_choice_is_quicker(
-    mixes: list[str], sizes: tuple[int, int, int], ranks: int, works: list[float],
-    entry: str | None, exit_: str | None,
-) -> None:  # fmt: skip
+    mixes: list[str],
+    sizes: tuple[int, int, int],
+    ranks: int,
+    works: list[float],
+    entry: str | None,
+    exit_: str | None,
+) -> None:
     """Catches a program that misses a way: every choice of axes and methods is tried."""
     axes = dict(zip("abc", sizes, strict=True))
     stages = [MixingStage(mixes=tuple(m), work_s=w) for m, w in zip(mixes, works, strict=False)]
@@ -100,8 +106,17 @@ def test_no_other_choice_is_quicker(
 
     each = [AxisChoice(axis=a, method=m) for a in "abc" for m in ("none", "ulysses", "ring")]  # type: ignore[arg-type]
     best = min(map(seconds, itertools.product(each, repeat=len(stages))))
-    plan = plan_axes(stages, axes, ranks, tensor_bytes=1e6, transfer_s=transfer_s, heads=8,
-                     entry=entry, exit_=exit_, empty=True)  # fmt: skip
+    plan = plan_axes(
+        stages,
+        axes,
+        ranks,
+        tensor_bytes=1e6,
+        transfer_s=transfer_s,
+        heads=8,
+        entry=entry,
+        exit_=exit_,
+        empty=True,
+    )
     assert plan.seconds == pytest.approx(best, rel=1e-9, abs=1e-15)
     assert seconds(plan.choices) == pytest.approx(plan.seconds, rel=1e-9, abs=1e-15)
 

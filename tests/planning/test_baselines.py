@@ -62,9 +62,12 @@ def prepared(planner: str, tables: list[PriceTable], seed: int = 0) -> list[Assi
 
 @settings(max_examples=40, deadline=None)
 @given(
-    costs=world_costs(), lengths=batches(), devices=st.integers(1, 17),
-    semantics=st.sampled_from(["free", "lockstep"]), rows=st.sampled_from([1, 1, 3]),
-)  # fmt: skip
+    costs=world_costs(),
+    lengths=batches(),
+    devices=st.integers(1, 17),
+    semantics=st.sampled_from(["free", "lockstep"]),
+    rows=st.sampled_from([1, 1, 3]),
+)
 def test_planners_of_groups_in_any_world(
     costs: GroupCosts, lengths: list[int], devices: int, semantics: Semantics, rows: int
 ) -> None:
@@ -219,10 +222,13 @@ def test_no_greedy_trial_is_lost() -> None:
     assert all(table.tokens[i] <= table.cap[k] for k, own in found for i in own)
     more = greedy(table, counts, seed=0, trials=40)
     loads = [
-        max(sum(table.seconds(k)[i] for i in own) + (table.depth[k] - 1) * max(
-            [table.seconds(k)[i] for i in own], default=0.0) for k, own in some)
+        max(
+            sum(table.seconds(k)[i] for i in own)
+            + (table.depth[k] - 1) * max([table.seconds(k)[i] for i in own], default=0.0)
+            for k, own in some
+        )
         for some in (found, more)
-    ]  # fmt: skip
+    ]
     assert loads[1] <= loads[0]
 
 
@@ -237,8 +243,9 @@ def test_the_papers_proposal(relaxed: bool) -> None:
         assert 0 < sum(n * w for n, w in zip(counts, table.width, strict=True)) <= 64
     assert any(
         n and scheme.most_tokens >= max(lengths)
-        for counts in found for n, scheme in zip(counts, table.schemes, strict=True)
-    )  # fmt: skip
+        for counts in found
+        for n, scheme in zip(counts, table.schemes, strict=True)
+    )
     first = hydraulis_candidates([table])[0]
     assert np.isfinite(table.alone[first.index(max(first)), 0])
 

@@ -89,9 +89,16 @@ def rows(seconds: np.ndarray) -> BoundRows:
     """Rows of groups of one and of two ranks without constants."""
     zero = np.zeros((2, 1))
     return BoundRows(
-        ranks=np.array([[1.0], [2.0]]), stages=zero + 1, opening=zero, shared=zero + 1, over=zero,
-        alone=seconds, work=seconds, spread=seconds, counts=np.ones(seconds.shape[1]),
-    )  # fmt: skip
+        ranks=np.array([[1.0], [2.0]]),
+        stages=zero + 1,
+        opening=zero,
+        shared=zero + 1,
+        over=zero,
+        alone=seconds,
+        work=seconds,
+        spread=seconds,
+        counts=np.ones(seconds.shape[1]),
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -143,9 +150,7 @@ def test_no_step_beats_its_bound(seed: int, staged: bool) -> None:
 @pytest.mark.parametrize("tokens", [1, 100_000])
 def test_the_bound_of_one_micro_batch_is_close(tokens: int) -> None:
     """Catches a bound of computations alone, and one of the exchange alone."""
-    wide = Architecture(
-        layers=2, hidden=512, heads=8, kv_heads=8, ffn=2048, vocabulary=50_000
-    )  # fmt: skip
+    wide = Architecture(layers=2, hidden=512, heads=8, kv_heads=8, ffn=2048, vocabulary=50_000)
     costs = synthetic_costs(1, architecture=wide).replace(
         exchange_s=ExchangeCost(pull_s=1e-2, push_s=2e-2, update_s=1e-3)
     )
@@ -184,13 +189,16 @@ def test_no_pipeline_beats_what_its_stages_take_together(seed: int, memory_gib: 
     pipeline = Pipeline(scheme=priced.scheme, ranks=tuple(range(depth)), shares=variant.shares)
     plans = [variant.table.plans[int(rng.integers(len(variant.table.plans)))] for _ in bins]
     drawn = Plan(
-        lengths=lengths, devices=depth, pipelines=(pipeline,),
+        lengths=lengths,
+        devices=depth,
+        pipelines=(pipeline,),
         micro_batches=tuple(
             MicroBatch(pipeline=0, sequences=tuple(own), layers=layers)
             for own, layers in zip(bins, plans, strict=True)
         ),
-        predicted_s=0.0, lower_bound_s=0.0,
-    )  # fmt: skip
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+    )
     if max(peak_bytes(drawn, costs)) <= costs.capacity_bytes:
         bound = lower_bound(BoundRows.of_models(batch, [least]), depth)
         assert bound.seconds <= step_s(drawn, costs) * (1 + 1e-9)

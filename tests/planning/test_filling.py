@@ -51,9 +51,12 @@ def drawn(seed: int, *, stages: bool) -> PriceTable:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    seed=SEEDS, factor=st.floats(0.9, 1.4), shaken=st.booleans(), given_counts=st.booleans(),
+    seed=SEEDS,
+    factor=st.floats(0.9, 1.4),
+    shaken=st.booleans(),
+    given_counts=st.booleans(),
     closely=st.booleans(),
-)  # fmt: skip
+)
 def test_a_filling_is_given_up_only_where_it_fails(
     seed: int, factor: float, shaken: bool, given_counts: bool, closely: bool
 ) -> None:
@@ -141,9 +144,7 @@ def one_by_one(
             need, tokens = table.seconds(k)[i], table.batch.listed(table.alike(k))[i]
             own = sorted((rests[g], g) for g, (kind, _) in enumerate(found) if kind == k)
             own = [(rest, g) for rest, g in own if rest >= need]
-            looked = [
-                *own[:LOOKS], *[one for one in own[LOOKS:] if one[0] >= need + table.c[k]],
-            ]  # fmt: skip
+            looked = [*own[:LOOKS], *[one for one in own[LOOKS:] if one[0] >= need + table.c[k]]]
             for rest, g in looked:
                 after_s = rest - need - paid_s(table, k, spaces[g], tokens)
                 if need <= longest[g] and after_s >= 0:
@@ -157,9 +158,10 @@ def one_by_one(
                     table.put(k, spaces[place], tokens)
                 break
             if (
-                opening < 0 and table.width[k] <= free
+                opening < 0
+                and table.width[k] <= free
                 and need <= table.lines[k].usable_s(tau, need)
-            ):  # fmt: skip
+            ):
                 opening = k
                 if not join_any:
                     break
@@ -276,10 +278,14 @@ def filled_plainly(
             if need > time_s - table.c[k]:
                 continue
             fits = [
-                (rests[g], g) for g, (kind, _) in enumerate(groups)
-                if kind == k and rests[g] >= need and spare[g] >= tokens
-                and spare[g] > 0.002 * table.cap[k] and rests[g] > 0.002 * (time_s - table.c[k])
-            ]  # fmt: skip
+                (rests[g], g)
+                for g, (kind, _) in enumerate(groups)
+                if kind == k
+                and rests[g] >= need
+                and spare[g] >= tokens
+                and spare[g] > 0.002 * table.cap[k]
+                and rests[g] > 0.002 * (time_s - table.c[k])
+            ]
             if fits:
                 place = min(fits)[1]
                 break

@@ -37,17 +37,27 @@ def listed_costs(draw: st.DrawFn) -> tuple[CostModel, list[tuple[LayerOption, ..
         for level in reversed(RECOMPUTE):
             slope, passing = slope + draw(SMALL), passing + draw(SMALL)
             options[str(LayerOption.of(method, level))] = OptionCost(
-                forward=Quadratic(b=draw(SMALL), c=draw(SMALL)), backward=Quadratic(),
-                kept=Linear(slope=slope), transient=Linear(slope=40 - passing),
-            )  # fmt: skip
+                forward=Quadratic(b=draw(SMALL), c=draw(SMALL)),
+                backward=Quadratic(),
+                kept=Linear(slope=slope),
+                transient=Linear(slope=40 - passing),
+            )
     layers = draw(st.integers(1, 4))
     costs = synthetic_costs(1, layers=layers)
     costs = costs.replace(
-        options={1: options}, state_bytes=0, working_bytes={1: {"replicated": 0, "sharded": 0}},
-        ends={1: OptionCost(forward=Quadratic(), backward=Quadratic(), kept=Linear(),
-                            transient=Linear(slope=draw(SMALL)))},
+        options={1: options},
+        state_bytes=0,
+        working_bytes={1: {"replicated": 0, "sharded": 0}},
+        ends={
+            1: OptionCost(
+                forward=Quadratic(),
+                backward=Quadratic(),
+                kept=Linear(),
+                transient=Linear(slope=draw(SMALL)),
+            )
+        },
         cluster=replace(costs.cluster, memory_bytes=draw(st.integers(1, 1000))),
-    )  # fmt: skip
+    )
     slots = []
     for _ in range(layers):
         method, level = draw(st.sampled_from(METHODS)), draw(st.sampled_from([None, *RECOMPUTE]))

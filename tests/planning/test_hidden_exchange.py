@@ -22,8 +22,14 @@ def priced(devices: int, pull_s: float, lengths: Lengths) -> tuple[CostModel, Pr
     )
     schemes = Problem(costs=costs, devices=devices).pricing.groups("replicated")
     batch = SortedBatch.of(lengths)
-    return costs, PriceTable(batch, schemes, devices, pull_s=pull_s, push_s=2 * pull_s,
-                             unhidden=sum(costs.shape.bucket_shares[:2]))  # fmt: skip
+    return costs, PriceTable(
+        batch,
+        schemes,
+        devices,
+        pull_s=pull_s,
+        push_s=2 * pull_s,
+        unhidden=sum(costs.shape.bucket_shares[:2]),
+    )
 
 
 @pytest.mark.parametrize("pull_s", [1e-4, 0.02, 0.3])

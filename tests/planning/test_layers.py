@@ -27,9 +27,11 @@ from planning.brute_force import layer_plans
 
 SMALL = st.integers(0, 9)
 CHOICES = (
-    ("local",), ("local", "local+full"), ("local", "local+attention", "local+full"),
+    ("local",),
+    ("local", "local+full"),
+    ("local", "local+attention", "local+full"),
     ("local", "metp", "local/metp", "metp/local", "local+full"),
-)  # fmt: skip
+)
 
 
 @st.composite
@@ -42,7 +44,7 @@ def layer_costs(draw: st.DrawFn) -> CostModel:
             backward=Quadratic(c=1),
             kept=Linear(slope=draw(SMALL), constant=draw(SMALL)),
             transient=Linear(slope=draw(SMALL), constant=10 * draw(SMALL)),
-        )  # fmt: skip
+        )
 
     names = draw(st.sampled_from(CHOICES))
     return CostModel(
@@ -137,13 +139,17 @@ def _constant(options: dict[str, tuple[float, float]], layers: int, free: int) -
         forward=Quadratic(), backward=Quadratic(), kept=Linear(), transient=Linear()
     )
     return synthetic_costs(1, layers=layers).replace(
-        options={1: {
-            text: replace(nothing, forward=Quadratic(c=seconds), kept=Linear(constant=kept))
-            for text, (seconds, kept) in options.items()
-        }},
-        ends={1: nothing}, state_bytes=0, working_bytes={1: {"replicated": 0, "sharded": 0}},
+        options={
+            1: {
+                text: replace(nothing, forward=Quadratic(c=seconds), kept=Linear(constant=kept))
+                for text, (seconds, kept) in options.items()
+            }
+        },
+        ends={1: nothing},
+        state_bytes=0,
+        working_bytes={1: {"replicated": 0, "sharded": 0}},
         cluster=Cluster(devices=1, memory_bytes=free),
-    )  # fmt: skip
+    )
 
 
 def test_options_can_be_restricted() -> None:
@@ -172,13 +178,16 @@ def noisy(costs: CostModel, seed: int) -> CostModel:
     options = {
         p: {
             text: replace(
-                cost, forward=quadratic(cost.forward), backward=quadratic(cost.backward),
-                kept=line(cost.kept), transient=line(cost.transient),
+                cost,
+                forward=quadratic(cost.forward),
+                backward=quadratic(cost.backward),
+                kept=line(cost.kept),
+                transient=line(cost.transient),
             )
             for text, cost in by_text.items()
         }
         for p, by_text in costs.options.items()
-    }  # fmt: skip
+    }
     return costs.replace(options=options)
 
 
@@ -186,9 +195,12 @@ def many_options(layers: int, seed: int) -> CostModel:
     """45 options on four ranks, of which some thirty are not beaten."""
     architecture = Architecture.preset("llama-8b", layers=layers)
     costs = synthetic_costs(
-        4, architecture=architecture, memory_bytes=(60 + 8 * layers) * GIB,
-        methods=FORMULA_METHODS, sizes=(4,),
-    )  # fmt: skip
+        4,
+        architecture=architecture,
+        memory_bytes=(60 + 8 * layers) * GIB,
+        methods=FORMULA_METHODS,
+        sizes=(4,),
+    )
     return noisy(costs, seed)
 
 
@@ -219,11 +231,12 @@ def best_of_three(costs: CostModel, p: int, squares: float, tokens: int) -> floa
     room -= ends.kept(tokens)
     rated = sorted(
         (
-            (-x.transient(tokens), x.kept(tokens),
-             (x.forward + x.backward).of_sums(squares, tokens))
-            for x in costs.options[p].values()
-        ),
-    )  # fmt: skip
+            -x.transient(tokens),
+            x.kept(tokens),
+            (x.forward + x.backward).of_sums(squares, tokens),
+        )
+        for x in costs.options[p].values()
+    )
     unbeaten = [
         one
         for one in rated

@@ -42,9 +42,13 @@ _DRAFTED = 1e-3
 def drawn(count: int, **strategies: st.SearchStrategy) -> Callable:
     """The property on so many problems."""
     quiet = settings(
-        max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None,
-        derandomize=True, phases=[Phase.generate],
-    )  # fmt: skip
+        max_examples=count,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+    )
     return lambda holds: quiet(given(**strategies)(holds))
 
 
@@ -124,12 +128,16 @@ def of_many_devices(seed: int) -> None:
 
 
 GROUPS = {
-    "costs": world_costs(), "tokens": group_batches(40), "devices": st.integers(1, 17),
+    "costs": world_costs(),
+    "tokens": group_batches(40),
+    "devices": st.integers(1, 17),
     "semantics": st.sampled_from(["free", "lockstep"]),
-}  # fmt: skip
+}
 PIPELINES = {
-    "costs": small_costs(), "tokens": pipeline_batches(40, 3000), "devices": st.integers(4, 12),
-}  # fmt: skip
+    "costs": small_costs(),
+    "tokens": pipeline_batches(40, 3000),
+    "devices": st.integers(4, 12),
+}
 MODELS = {"costs": worlds(), "lengths": batches()}
 
 test_a_few_plans_of_groups = drawn(25, **GROUPS)(of_groups)

@@ -22,14 +22,22 @@ def constant(options: dict[str, tuple[float, float, float]], layers: int, free: 
     )
     costs = synthetic_costs(1, layers=layers)
     return costs.replace(
-        options={1: {
-            text: replace(nothing, forward=Quadratic(c=seconds), kept=Linear(constant=kept),
-                          transient=Linear(constant=passing))
-            for text, (seconds, kept, passing) in options.items()
-        }},
-        ends={1: nothing}, state_bytes=0, working_bytes={1: {"replicated": 0, "sharded": 0}},
+        options={
+            1: {
+                text: replace(
+                    nothing,
+                    forward=Quadratic(c=seconds),
+                    kept=Linear(constant=kept),
+                    transient=Linear(constant=passing),
+                )
+                for text, (seconds, kept, passing) in options.items()
+            }
+        },
+        ends={1: nothing},
+        state_bytes=0,
+        working_bytes={1: {"replicated": 0, "sharded": 0}},
         cluster=replace(costs.cluster, memory_bytes=free),
-    )  # fmt: skip
+    )
 
 
 THREE = {"metp+full": (4, 1, 0), "megatron_ts": (1, 6, 0), "ulysses_z": (2, 4, 0)}
@@ -40,8 +48,11 @@ def selector(costs: CostModel, **changes) -> StrategySelector:
 
 
 @settings(max_examples=200, deadline=None)
-@given(layer_costs(), st.lists(st.integers(1, 40), min_size=1, max_size=4),
-       st.sampled_from(["sum", "peak"]))  # fmt: skip
+@given(
+    layer_costs(),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.sampled_from(["sum", "peak"]),
+)
 def test_the_exact_choice_is_never_worse(costs: CostModel, lengths: list[int], memory) -> None:
     """Catches an algorithm that says it fits what does not, or that beats what cannot be beaten:
     then one of the two is wrong."""
@@ -108,9 +119,14 @@ def test_equal_packs_are_looked_up() -> None:
     options = {"a": (1, 0, 0), "b": (2, 0, 0)}
     costs = constant(options, 2, 10)
     squares = {"a": Quadratic(a=1.0), "b": Quadratic(b=6.0)}
-    costs = costs.replace(options={1: {
-        text: replace(cost, forward=squares[text]) for text, cost in costs.options[1].items()
-    }})  # fmt: skip
+    costs = costs.replace(
+        options={
+            1: {
+                text: replace(cost, forward=squares[text])
+                for text, cost in costs.options[1].items()
+            }
+        }
+    )
     chosen = selector(costs)
     assert str(chosen.select([4, 4]).layers) == "2*a"
     assert str(chosen.select([8]).layers) == "2*b"

@@ -86,9 +86,11 @@ def test_close_to_the_optimum(
     """Catches a search that misses what trying everything finds, by more than 5 %. Nothing is
     pulled or pushed: what hides that best need not compute in the least time."""
     costs = synthetic_costs(
-        devices, layers=1, memory_bytes=int(memory_gib * GIB),
+        devices,
+        layers=1,
+        memory_bytes=int(memory_gib * GIB),
         speeds=Speeds(launch_s=launch_s, link_bytes_per_s=5e9),
-    ).replace(exchange_s=ExchangeCost())  # fmt: skip
+    ).replace(exchange_s=ExchangeCost())
     best_s = optimum_s(costs, lengths)
     if best_s is None:
         return

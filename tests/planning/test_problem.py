@@ -81,9 +81,11 @@ def test_allowed_methods_are_allowed_to_either_branch() -> None:
     problem = Problem(costs=several(), devices=4, methods=("megatron_cz", "megatron_ts"))
     methods = {(o.attention, o.feed_forward) for o in problem.options[2]}
     assert methods == {
-        ("megatron_cz", "megatron_cz"), ("megatron_cz", "megatron_ts"),
-        ("megatron_ts", "megatron_ts"), ("megatron_ts", "ulysses_z"),
-    }  # fmt: skip
+        ("megatron_cz", "megatron_cz"),
+        ("megatron_cz", "megatron_ts"),
+        ("megatron_ts", "megatron_ts"),
+        ("megatron_ts", "ulysses_z"),
+    }
     assert problem.group_sizes == (2, 4), "one rank is local, which is not in the set"
 
 
@@ -117,8 +119,11 @@ def test_every_layer_runs_what_the_list_says() -> None:
     for micro in made.micro_batches:
         texts = [str(option) for option in micro.layers.options]
         assert [text.partition("+")[0] for text in texts] == [
-            "metp", "ulysses_z", "megatron_ts/metp", "metp",
-        ]  # fmt: skip
+            "metp",
+            "ulysses_z",
+            "megatron_ts/metp",
+            "metp",
+        ]
         assert texts[1] == "ulysses_z+attention"
         assert micro.order == "zigzag"
 

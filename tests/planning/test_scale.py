@@ -72,10 +72,12 @@ def test_runs_are_filled_as_one_by_one(seed: int, factor: float, join_any: bool)
 
 @settings(max_examples=300, deadline=None)
 @given(
-    seed=st.integers(0, 2**32), spare_s=st.floats(0, 3),
+    seed=st.integers(0, 2**32),
+    spare_s=st.floats(0, 3),
     need_s=st.sampled_from([0.0, 1.0371e-3, 0.03917]),
-    tokens=st.integers(1, 9000), count=st.integers(1, 60),
-)  # fmt: skip
+    tokens=st.integers(1, 9000),
+    count=st.integers(1, 60),
+)
 def test_a_pipeline_takes_of_a_run_what_it_takes_one_by_one(
     seed: int, spare_s: float, need_s: float, tokens: int, count: int
 ) -> None:

@@ -69,10 +69,12 @@ def test_the_quickest_of_the_layers_before_stays() -> None:
     some = one_rank(0.5)
     layers = [LayerPlan.parse(t) for t in ("8*local+full", "1*local+full 7*local", "8*local+full")]
     three = plan(some, Lengths(tokens=(10, 10, 10)))
-    before = three.replace(micro_batches=tuple(
-        replace(three.micro_batches[0], sequences=(i,), layers=each)
-        for i, each in enumerate(layers)
-    ))  # fmt: skip
+    before = three.replace(
+        micro_batches=tuple(
+            replace(three.micro_batches[0], sequences=(i,), layers=each)
+            for i, each in enumerate(layers)
+        )
+    )
     assert layers_of(step(some, 1000, before)) == ["1*local+full 7*local"]
 
 

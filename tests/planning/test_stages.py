@@ -16,9 +16,11 @@ GIB = 2**30
 
 @settings(max_examples=200, deadline=None)
 @given(
-    seed=st.integers(0, 2**32), depth=st.integers(1, 6), count=st.integers(1, 9),
+    seed=st.integers(0, 2**32),
+    depth=st.integers(1, 6),
+    count=st.integers(1, 9),
     memory=st.sampled_from([0.8, 1.0, 1.5, 3.0]),
-)  # fmt: skip
+)
 def test_what_fits_is_what_the_simulator_says_fits(
     seed: int, depth: int, count: int, memory: float
 ) -> None:
@@ -44,14 +46,16 @@ def test_what_fits_is_what_the_simulator_says_fits(
         """Bytes beyond the memory where it is exceeded most."""
         some = packs(longest)
         plan = Plan(
-            lengths=Lengths(tokens=tuple(tokens for tokens, _ in some)), devices=depth,
+            lengths=Lengths(tokens=tuple(tokens for tokens, _ in some)),
+            devices=depth,
             pipelines=(Pipeline(scheme=scheme, ranks=tuple(range(depth)), shares=shares),),
             micro_batches=tuple(
                 MicroBatch(pipeline=0, sequences=(i,), layers=plans[row])
                 for i, (_, row) in enumerate(some)
             ),
-            predicted_s=0.0, lower_bound_s=0.0,
-        )  # fmt: skip
+            predicted_s=0.0,
+            lower_bound_s=0.0,
+        )
         return max(peak_bytes(plan, costs)) - costs.capacity_bytes
 
     most, none = 1, 2_000_000

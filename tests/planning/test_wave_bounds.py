@@ -27,9 +27,7 @@ def seconds_of(table: PriceTable) -> float:
 def beside_one_long(short: int) -> PriceTable:
     """One sequence that takes 10 s on a rank and 9 s on two, and ``short`` ones, of which a rank
     holds ten, in 1.9 s."""
-    costs = GroupCosts(
-        a_s=9e-6, b_s=1e-3, c_s=0.0, cap_tokens=1000, kappa_s={1: 0.0, 2: 8e-3},
-    )  # fmt: skip
+    costs = GroupCosts(a_s=9e-6, b_s=1e-3, c_s=0.0, cap_tokens=1000, kappa_s={1: 0.0, 2: 8e-3})
     return group_table(costs, [1000, *[100] * short], 2)
 
 
@@ -52,9 +50,12 @@ def test_no_waves_of_a_tiny_batch_are_quicker(seed: int) -> None:
     """Would catch a bound above the best of all plans."""
     random = np.random.default_rng(seed)
     costs = GroupCosts(
-        a_s=float(random.choice([5e-9, 5e-7])), b_s=2e-4, kappa_s={1: 0.0, 2: 2e-5, 3: 4e-4},
-        c_s=float(random.choice([0.0, 0.02, 0.5])), cap_tokens=int(random.choice([1500, 3000])),
-    )  # fmt: skip
+        a_s=float(random.choice([5e-9, 5e-7])),
+        b_s=2e-4,
+        kappa_s={1: 0.0, 2: 2e-5, 3: 4e-4},
+        c_s=float(random.choice([0.0, 0.02, 0.5])),
+        cap_tokens=int(random.choice([1500, 3000])),
+    )
     lengths = np.ceil(3000 * random.uniform(0.02, 1.0, size=4) ** 3).astype(int).tolist()
     optimum_s = best_by_force(costs, lengths, 3, "lockstep")
     table = group_table(costs, lengths, 3)
@@ -64,10 +65,14 @@ def test_no_waves_of_a_tiny_batch_are_quicker(seed: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    seed=st.integers(0, 10_000), devices=st.integers(2, 20), median=st.sampled_from([100, 700]),
-    cap=st.sampled_from([500, 2000, 8000]), link=st.sampled_from([0.0, 2e-5, 4e-4]),
-    opening=st.sampled_from([0.0, 0.02, 0.5]), rows=st.sampled_from([1, 3]),
-)  # fmt: skip
+    seed=st.integers(0, 10_000),
+    devices=st.integers(2, 20),
+    median=st.sampled_from([100, 700]),
+    cap=st.sampled_from([500, 2000, 8000]),
+    link=st.sampled_from([0.0, 2e-5, 4e-4]),
+    opening=st.sampled_from([0.0, 0.02, 0.5]),
+    rows=st.sampled_from([1, 3]),
+)
 def test_no_waves_of_many_sequences_are_quicker(
     seed: int, devices: int, median: int, cap: int, link: float, opening: float, rows: int
 ) -> None:

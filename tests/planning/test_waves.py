@@ -34,9 +34,11 @@ def planned(table: PriceTable, seed: int = 0) -> Assignment:
 
 @settings(max_examples=50, deadline=None)
 @given(
-    costs=world_costs(), lengths=batches(), devices=st.integers(1, 17),
+    costs=world_costs(),
+    lengths=batches(),
+    devices=st.integers(1, 17),
     rows=st.sampled_from([1, 1, 3]),
-)  # fmt: skip
+)
 def test_waves_of_any_world(costs: GroupCosts, lengths: list[int], devices: int, rows: int) -> None:
     """Would catch a sequence lost or doubled, memory exceeded, a rank in two places, a wrong
     prediction, and a bound above it."""
@@ -56,16 +58,20 @@ def test_memory_that_binds(lengths: list[int], devices: int, rows: int) -> None:
     longest sequence fits."""
     most = max(p for p in (1, 2, 4, 8, 16) if p <= devices)
     costs = GroupCosts(
-        a_s=5e-9, b_s=2e-4, c_s=0.02, kappa_s={p: 1e-5 for p in (1, 2, 4, 8, 16)},
+        a_s=5e-9,
+        b_s=2e-4,
+        c_s=0.02,
+        kappa_s={p: 1e-5 for p in (1, 2, 4, 8, 16)},
         cap_tokens=-(-max(lengths) // most),
-    )  # fmt: skip
+    )
     planned(group_table(costs, lengths, devices, rows=rows))
 
 
 def test_the_same_seed_gives_the_same_waves() -> None:
     """Would catch effort counted in time."""
-    one, two = (planned(group_table(flexsp(), fixture("longtail-32k-100k")[0], 64), 3)
-                for _ in range(2))  # fmt: skip
+    one, two = (
+        planned(group_table(flexsp(), fixture("longtail-32k-100k")[0], 64), 3) for _ in range(2)
+    )
     assert (one.groups, one.seconds) == (two.groups, two.seconds)
 
 
@@ -74,9 +80,12 @@ def test_tiny_batches_are_planned_as_well_as_by_force(seed: int) -> None:
     """Would catch a search that misses an arrangement by more than a fiftieth."""
     random = np.random.default_rng(seed)
     costs = GroupCosts(
-        a_s=5e-9, b_s=2e-4, c_s=float(random.choice([0.0, 0.02, 0.5])), cap_tokens=3000,
+        a_s=5e-9,
+        b_s=2e-4,
+        c_s=float(random.choice([0.0, 0.02, 0.5])),
+        cap_tokens=3000,
         kappa_s={1: 0.0, 2: 2e-5, 3: 4e-5},
-    )  # fmt: skip
+    )
     lengths = random.integers(1, 3000, size=4).tolist()
     optimum_s = best_by_force(costs, lengths, 3, "lockstep")
     found = planned(group_table(costs, lengths, 3))

@@ -24,10 +24,12 @@ def worlds(draw: st.DrawFn) -> CostModel:
         link_bytes_per_s=draw(st.sampled_from([1e11, 5e9])),
     )
     return synthetic_costs(
-        draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 5])),
-        memory_bytes=int(memory * GIB), speeds=speeds,
+        draw(st.integers(1, 9)),
+        draw(st.sampled_from([1, 2, 5])),
+        memory_bytes=int(memory * GIB),
+        speeds=speeds,
         methods=draw(st.sampled_from([None, FORMULA_METHODS, ("local", "metp", "megatron_cz")])),
-    ).replace(memory_margin=draw(st.sampled_from([0.0, 0.07])))  # fmt: skip
+    ).replace(memory_margin=draw(st.sampled_from([0.0, 0.07])))
 
 
 def batches(most: int = 30, longest: int = 200_000) -> st.SearchStrategy[Lengths]:

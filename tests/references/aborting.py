@@ -23,13 +23,18 @@ from references.device_runs import of_the_host
 __all__ = ["Kernels", "register"]
 
 _LEFT: list[Any] = []  # to destroy a group of gloo is to wait for all that is under way in it
-_POSTS = {
-    "all_gather_single": "_allgather_base", "all_to_all_single": "alltoall_base",
-} | {
+_POSTS = {"all_gather_single": "_allgather_base", "all_to_all_single": "alltoall_base"} | {
     name: name
-    for name in
-    ("_allgather_base", "allreduce", "alltoall_base", "broadcast", "gather", "recv", "send")
-}  # fmt: skip
+    for name in (
+        "_allgather_base",
+        "allreduce",
+        "alltoall_base",
+        "broadcast",
+        "gather",
+        "recv",
+        "send",
+    )
+}
 """Methods of groups of any torch, and gloo's."""
 
 

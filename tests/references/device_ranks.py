@@ -58,9 +58,12 @@ class Host:
 
 
 def stuck(
-    programs: Sequence[Program], buckets: int, synchronises: Callable[[int, int], bool], *,
+    programs: Sequence[Program],
+    buckets: int,
+    synchronises: Callable[[int, int], bool],
+    *,
     opened: bool = True,
-) -> list[tuple[int, Action]]:  # fmt: skip
+) -> list[tuple[int, Action]]:
     """(rank, action) of hosts that stand still for ever; ``synchronises(rank, place)`` says where
     one waits for its device. ``opened``: communicators were before the step."""
     world = tuple(program.rank for program in programs)
@@ -70,14 +73,15 @@ def stuck(
             synchronises=lambda place, rank=p.rank: synchronises(rank, place),
         )
         for p in programs
-    }  # fmt: skip
+    }
     state = _State(hosts=hosts, world=world, opened=opened)
     while state.move():
         pass
     return [
-        (rank, host.posts[host.place].action) for rank, host in hosts.items()
+        (rank, host.posts[host.place].action)
+        for rank, host in hosts.items()
         if host.place < len(host.posts)
-    ]  # fmt: skip
+    ]
 
 
 @dataclass(kw_only=True)
@@ -153,9 +157,13 @@ def _posts(program: Program, world: tuple[int, ...], buckets: int) -> Iterator[P
                     key = (action.kind, action.stage, action.micro_batch, bucket)
                     if len(group) > 1:
                         yield Post(
-                            key=key, members=group, communicator=group, batch=next(batch),
-                            needs=tuple(chain), action=action,
-                        )  # fmt: skip
+                            key=key,
+                            members=group,
+                            communicator=group,
+                            batch=next(batch),
+                            needs=tuple(chain),
+                            action=action,
+                        )
                         chain = [key]
                     if not forward and bucket in action.pushes:
                         yield _linked(("push", bucket), world, tuple(chain), action, next(batch))
@@ -164,9 +172,13 @@ def _posts(program: Program, world: tuple[int, ...], buckets: int) -> Iterator[P
                 for message in messages_of(action):
                     key = message.key(program.rank)
                     yield Post(
-                        key=key, members=key[:2], communicator=(MESSAGES,), batch=together,
-                        needs=tuple(chain), action=action,
-                    )  # fmt: skip
+                        key=key,
+                        members=key[:2],
+                        communicator=(MESSAGES,),
+                        batch=together,
+                        needs=tuple(chain),
+                        action=action,
+                    )
                     came += [] if message.sends else [key]
                 chain = came or chain
             case Update():
@@ -174,9 +186,12 @@ def _posts(program: Program, world: tuple[int, ...], buckets: int) -> Iterator[P
 
 
 def _linked(
-    key: tuple[Any, ...], world: tuple[int, ...], needs: tuple[tuple[Any, ...], ...],
-    action: Action, batch: int,
-) -> Post:  # fmt: skip
+    key: tuple[Any, ...],
+    world: tuple[int, ...],
+    needs: tuple[tuple[Any, ...], ...],
+    action: Action,
+    batch: int,
+) -> Post:
     return Post(
         key=key, members=world, communicator=(LINKS,), batch=batch, needs=needs, action=action
     )

@@ -87,9 +87,10 @@ class Posted(TorchDispatchMode):
 
     def _note(self, name: str, args: tuple[Any, ...]) -> None:
         group = next(
-            dist.ProcessGroup.unbox(x) for x in args
+            dist.ProcessGroup.unbox(x)
+            for x in args
             if not isinstance(x, list | int | float | bool) and _is_group(x)
-        )  # fmt: skip
+        )
         members = tuple(dist.get_process_group_ranks(group))
         event = Event("post", group=group.group_name, members=members, name=name)
         if of_the_host():
@@ -158,8 +159,11 @@ def played(
     play = _Play([_Rank(events=list(events)) for events in runs], synchronises)
     while play.move():
         pass
-    return [(r, rank.events[rank.place]) for r, rank in enumerate(play.ranks)
-            if rank.place < len(rank.events)]  # fmt: skip
+    return [
+        (r, rank.events[rank.place])
+        for r, rank in enumerate(play.ranks)
+        if rank.place < len(rank.events)
+    ]
 
 
 class _Play:

@@ -147,9 +147,12 @@ def _order(layers: LayerPlan) -> TokenOrder:
 
 
 def _timeline(
-    packs: list[tuple[tuple[int, ...], list[int]]], lengths: list[int], ranks: int,
-    source: Any, noise: Any,
-) -> Timeline:  # fmt: skip
+    packs: list[tuple[tuple[int, ...], list[int]]],
+    lengths: list[int],
+    ranks: int,
+    source: Any,
+    noise: Any,
+) -> Timeline:
     rows: list[Row] = []
     free = [0.0] * ranks
     for rank in range(ranks):
@@ -185,16 +188,25 @@ def _row(
 
 
 def _plan(
-    packs: Any, layers: list[LayerPlan], lengths: list[int], ranks: int, predicted: float,
+    packs: Any,
+    layers: list[LayerPlan],
+    lengths: list[int],
+    ranks: int,
+    predicted: float,
     bound: float,
-) -> Plan:  # fmt: skip
+) -> Plan:
     groups = list(dict.fromkeys(group for group, _ in packs))
     return Plan(
-        lengths=Lengths.of(lengths), devices=ranks, predicted_s=predicted, lower_bound_s=bound,
+        lengths=Lengths.of(lengths),
+        devices=ranks,
+        predicted_s=predicted,
+        lower_bound_s=bound,
         pipelines=tuple(Pipeline(scheme=Scheme(context=len(g)), ranks=g) for g in groups),
         micro_batches=tuple(
             MicroBatch(
-                pipeline=groups.index(group), sequences=tuple(members), layers=chosen,
+                pipeline=groups.index(group),
+                sequences=tuple(members),
+                layers=chosen,
                 order=_order(chosen),
             )
             for (group, members), chosen in zip(packs, layers, strict=True)
@@ -203,7 +215,7 @@ def _plan(
             f"the longest sequence ({max(lengths):,} tokens) does not fit fewer ranks",
             "shorter ones run where a token is cheapest",
         ),
-    )  # fmt: skip
+    )
 
 
 def _step(
@@ -221,17 +233,23 @@ def _step(
     bound = predicted.seconds * (1 - predicted.idle) + 2e-3
     layers = [_layers(step, sum(lengths[i] for i in m), len(g), methods) for g, m in packs]
     plan = _plan(packs, layers, lengths, ranks, predicted.seconds, min(bound, predicted.seconds))
-    metric = _metric(step, steps, plan, measured, static.seconds, f"{ranks // widest}*cp{widest}",
-                     chance)  # fmt: skip
+    metric = _metric(
+        step, steps, plan, measured, static.seconds, f"{ranks // widest}*cp{widest}", chance
+    )
     metric["loss"] = float("nan") if lost else metric["loss"]
     timelines = {"measured": measured, "predicted": predicted, "static": static}
     return plan, metric, {"step": step} | {k: v.to_json() for k, v in timelines.items()}
 
 
 def _metric(
-    step: int, steps: int, plan: Plan, measured: Timeline, static_s: float, static: str,
+    step: int,
+    steps: int,
+    plan: Plan,
+    measured: Timeline,
+    static_s: float,
+    static: str,
     chance: random.Random,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     lengths, seconds = plan.lengths, measured.seconds
     peak = [0] * plan.devices
     for micro in plan.micro_batches:
@@ -240,31 +258,47 @@ def _metric(
             kept = 220e6 + 1.5e5 * sum(plan.tokens_of(micro)) / len(group)
             peak[rank] = max(peak[rank], round(kept))
     return {
-        "step": step, "epoch": 0, "loss": 4.2 + 4.1 * 0.97 ** (step * 200 / steps)
-        + chance.gauss(0, 0.09),
-        "tokens": lengths.total, "sequences": len(lengths), "longest": lengths.longest,
-        "lr": 3e-4 * min(1, (step + 1) / 10), "grad_norm": abs(chance.gauss(1, 0.2)),
-        "step_s": seconds, "tokens_per_s": lengths.total / seconds, "idle": measured.idle,
-        "mfu": None, "strategy": str(plan.strategy), "working": plan.working,
-        "predicted_s": plan.predicted_s, "lower_bound_s": plan.lower_bound_s, "gap": plan.gap,
-        "planning_s": abs(chance.gauss(4e-3, 6e-4)), "waited_s": abs(chance.gauss(5e-5, 2e-5)),
+        "step": step,
+        "epoch": 0,
+        "loss": 4.2 + 4.1 * 0.97 ** (step * 200 / steps) + chance.gauss(0, 0.09),
+        "tokens": lengths.total,
+        "sequences": len(lengths),
+        "longest": lengths.longest,
+        "lr": 3e-4 * min(1, (step + 1) / 10),
+        "grad_norm": abs(chance.gauss(1, 0.2)),
+        "step_s": seconds,
+        "tokens_per_s": lengths.total / seconds,
+        "idle": measured.idle,
+        "mfu": None,
+        "strategy": str(plan.strategy),
+        "working": plan.working,
+        "predicted_s": plan.predicted_s,
+        "lower_bound_s": plan.lower_bound_s,
+        "gap": plan.gap,
+        "planning_s": abs(chance.gauss(4e-3, 6e-4)),
+        "waited_s": abs(chance.gauss(5e-5, 2e-5)),
         "plan_hash": plan.hash[:16],
         "peak_bytes": [round(p * chance.gauss(0.97, 0.01)) for p in peak],
         "predicted_peak_bytes": peak,
         "micro_batches": [
             {
                 "ranks": len(plan.pipelines[m.pipeline].ranks),
-                "tokens": sum(plan.tokens_of(m)), "longest": max(plan.tokens_of(m)),
-                "sequences": len(m.sequences), "layers": str(m.layers), "order": m.order,
+                "tokens": sum(plan.tokens_of(m)),
+                "longest": max(plan.tokens_of(m)),
+                "sequences": len(m.sequences),
+                "layers": str(m.layers),
+                "order": m.order,
             }
             for m in plan.micro_batches
         ],
-        "best_static_s": static_s, "best_static": static,
+        "best_static_s": static_s,
+        "best_static": static,
         "assignment": [
             [tokens, len(plan.pipelines[m.pipeline].ranks)]
-            for m in plan.micro_batches for tokens in plan.tokens_of(m)
+            for m in plan.micro_batches
+            for tokens in plan.tokens_of(m)
         ],
-    }  # fmt: skip
+    }
 
 
 def _run_json(
@@ -275,23 +309,42 @@ def _run_json(
     edges = [round(2 ** (4 + i / 3), 2) for i in range(31)]
     counts = [sum(low <= d < high for d in documents) for low, high in pairwise(edges)]
     return {
-        "format": 1, "name": name, "started": "2026-11-21T07:10:00", "headrace": "0.1.0",
+        "format": 1,
+        "name": name,
+        "started": "2026-11-21T07:10:00",
+        "headrace": "0.1.0",
         "machine": {
-            "host_cpu": "Example 7000", "cores": 8, "memory_bytes": 64 * 2**30,
-            "device": "cpu", "python": "3.11.7", "torch": "2.13.0+cpu",
+            "host_cpu": "Example 7000",
+            "cores": 8,
+            "memory_bytes": 64 * 2**30,
+            "device": "cpu",
+            "python": "3.11.7",
+            "torch": "2.13.0+cpu",
         },
-        "ranks": ranks, "seed": seed,
-        "config": {"data": {"path": "stories.txt", "context": _CONTEXT},
-                   "train": {"steps": 40, "lr": 3e-4, "tokens": "16K"},
-                   "model": {"preset": "llama-tiny"}},
-        "architecture": _MODEL.to_json(), "parameters": 7_400_000,
+        "ranks": ranks,
+        "seed": seed,
+        "config": {
+            "data": {"path": "stories.txt", "context": _CONTEXT},
+            "train": {"steps": 40, "lr": 3e-4, "tokens": "16K"},
+            "model": {"preset": "llama-tiny"},
+        },
+        "architecture": _MODEL.to_json(),
+        "parameters": 7_400_000,
         "corpus": {
-            "name": corpus, "documents": len(documents), "tokens": sum(documents),
-            "median": at(0.5), "p90": at(0.9), "p99": at(0.99), "max": ordered[-1],
-            "skipped": 3, "context": _CONTEXT, "histogram": {"edges": edges, "counts": counts},
+            "name": corpus,
+            "documents": len(documents),
+            "tokens": sum(documents),
+            "median": at(0.5),
+            "p90": at(0.9),
+            "p99": at(0.99),
+            "max": ordered[-1],
+            "skipped": 3,
+            "context": _CONTEXT,
+            "histogram": {"edges": edges, "counts": counts},
         },
-        "costs": _costs(ranks, seed), "memory": {"capacity_bytes": _CAPACITY},
-    }  # fmt: skip
+        "costs": _costs(ranks, seed),
+        "memory": {"capacity_bytes": _CAPACITY},
+    }
 
 
 def _costs(ranks: int, seed: int) -> dict[str, Any]:
@@ -302,11 +355,19 @@ def _costs(ranks: int, seed: int) -> dict[str, Any]:
             for part, factor in (("forward", 1.0), ("backward", 2.1 + (option == "full"))):
                 for tokens in (256, 512, 1024, 2048, 4096, 8192, 16384):
                     fit = _seconds(tokens, p) * factor / 8
-                    points.append({
-                        "p": p, "option": f"{'local' if p == 1 else 'ulysses_z'}"
-                        + ("+full" if option == "full" else ""), "part": part, "tokens": tokens,
-                        "measured_s": fit * chance.gauss(1, 0.05), "predicted_s": fit,
-                    })  # fmt: skip
-    error = {part: {f"p{p} none": {"median": 0.03, "worst": 0.11} for p in _groups(ranks)}
-             for part in ("forward", "backward")}  # fmt: skip
+                    points.append(
+                        {
+                            "p": p,
+                            "option": f"{'local' if p == 1 else 'ulysses_z'}"
+                            + ("+full" if option == "full" else ""),
+                            "part": part,
+                            "tokens": tokens,
+                            "measured_s": fit * chance.gauss(1, 0.05),
+                            "predicted_s": fit,
+                        }
+                    )
+    error = {
+        part: {f"p{p} none": {"median": 0.03, "worst": 0.11} for p in _groups(ranks)}
+        for part in ("forward", "backward")
+    }
     return {"fingerprint": "3f9a1c77", "error": error, "points": points}

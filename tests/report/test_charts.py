@@ -91,9 +91,10 @@ def test_lines_of_long_runs_are_thinned(tmp_path: Path) -> None:
 def test_histogram_shows_all_documents_and_all_tokens(run: Run) -> None:
     """Catches bins dropped at the ends."""
     rows = next(
-        rows for rows in length_histogram(run).to_dict()["datasets"].values()
+        rows
+        for rows in length_histogram(run).to_dict()["datasets"].values()
         if "documents" in rows[0]
-    )  # fmt: skip
+    )
     assert sum(row["documents"] for row in rows) == pytest.approx(1)
     assert sum(row["tokens"] for row in rows) == pytest.approx(1)
     assert sum(row["count"] for row in rows) == sum(run.facts.corpus.counts)
@@ -189,8 +190,12 @@ def test_layers_of_different_depth_have_whole_bars(tmp_path: Path) -> None:
     run = read_run(layered_run(tmp_path / "run", [("1*a", 6), ("3*b", 2)]))
     rows = rows_of(layer_options(run))
     drawn = [(row["layer"], row["option"], row["tokens"], row["low"], row["high"]) for row in rows]
-    assert drawn == [(0, "a", 6, 0, 0.5 + 0.25), (0, "b", 2, 0.75, 1), (1, "b", 2, 0, 1),
-                     (2, "b", 2, 0, 1)]  # fmt: skip
+    assert drawn == [
+        (0, "a", 6, 0, 0.5 + 0.25),
+        (0, "b", 2, 0.75, 1),
+        (1, "b", 2, 0, 1),
+        (2, "b", 2, 0, 1),
+    ]
 
 
 def test_steps_of_a_long_run_share_bars(tmp_path: Path) -> None:
@@ -344,9 +349,14 @@ def test_waits_and_messages_have_bars_of_their_own() -> None:
     timeline = Timeline(source="measured", rows=rows, devices=1)
     drawn = [(bar["kind"], bar["from"], bar["to"]) for bar in bars(timeline, 100, 1.0)]
     assert sorted(drawn) == [
-        ("forward", 0, 1), ("forward", 2, 4), ("idle", 0, 9), ("message", 4, 5),
-        ("message", 5, 7), ("message", 7, 9), ("pull", 1, 2),
-    ]  # fmt: skip
+        ("forward", 0, 1),
+        ("forward", 2, 4),
+        ("idle", 0, 9),
+        ("message", 4, 5),
+        ("message", 5, 7),
+        ("message", 7, 9),
+        ("pull", 1, 2),
+    ]
     joined = bars(timeline, 5, 1.0)
     assert ("message", 9) in [(bar["kind"], bar["to"]) for bar in joined]
     spec = gantt(RecordedStep(step=0, measured=timeline, predicted=timeline)).to_dict()
@@ -357,10 +367,16 @@ def test_waits_and_messages_have_bars_of_their_own() -> None:
 def many_rows(ranks: int, per_rank: int) -> Timeline:
     kinds = ("forward", "backward")
     rows = tuple(
-        Row(rank=rank, action=f"{i}", kind=kinds[i // 40 % 2], start_s=i * 1e-3,
-            end_s=i * 1e-3 + 1e-3)
-        for rank in range(ranks) for i in range(per_rank)
-    )  # fmt: skip
+        Row(
+            rank=rank,
+            action=f"{i}",
+            kind=kinds[i // 40 % 2],
+            start_s=i * 1e-3,
+            end_s=i * 1e-3 + 1e-3,
+        )
+        for rank in range(ranks)
+        for i in range(per_rank)
+    )
     return Timeline(source="measured", rows=rows, devices=ranks)
 
 
@@ -417,12 +433,18 @@ def test_group_colours_are_distinct_and_ordered() -> None:
 
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
 _BLIND = {
-    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
-               [-0.003882, -0.048116, 1.051998]],
-    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
-               [-0.011820, 0.042940, 0.968881]],
+    "protan": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deutan": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
     "normal": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("eye", _BLIND)
@@ -440,8 +462,9 @@ def _lab(color: str, matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     seen = np.clip(matrix @ linear, 0, 1)
-    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722],
-                       [0.0193, 0.1192, 0.9505]])  # fmt: skip
+    to_xyz = np.array(
+        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    )
     x, y, z = np.cbrt(to_xyz @ seen / np.array([0.9505, 1.0, 1.089]))
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 

@@ -130,16 +130,18 @@ def test_spans_by_hand(tmp_path: Path) -> None:
     found = [(s.first, s.last, named(dict(s.token_layers))) for s in spans(run, 2)]
     assert found == [(0, 1, {"a": 24, "b": 28}), (2, 3, {"b": 20})]
     alone = [(s.first, s.last, named(dict(s.token_layers))) for s in spans(run, 10)]
-    assert alone == [(0, 0, {"a": 20, "b": 20}), (1, 1, {"a": 4, "b": 8}), (2, 2, {"b": 20}),
-                     (3, 3, {})]  # fmt: skip
+    assert alone == [
+        (0, 0, {"a": 20, "b": 20}),
+        (1, 1, {"a": 4, "b": 8}),
+        (2, 2, {"b": 20}),
+        (3, 3, {}),
+    ]
 
 
 @given(count=st.integers(1, 700), limit=st.integers(1, 250))
 def test_spans_hold_every_step_once(run: Run, count: int, limit: int) -> None:
     """Catches empty spans, lopsided ones, and more than may be drawn."""
-    micro = MicroBatchRow(
-        ranks=1, tokens=1, longest=1, sequences=1, layers="2*a", order="natural"
-    )  # fmt: skip
+    micro = MicroBatchRow(ranks=1, tokens=1, longest=1, sequences=1, layers="2*a", order="natural")
     steps = tuple(replace(run.steps[0], step=3 * i, micro_batches=(micro,)) for i in range(count))
     many = replace(run, steps=steps, layer_plans={"2*a": LayerPlan.parse("2*a")})
     found = spans(many, limit)

@@ -88,8 +88,18 @@ def test_sizes(page: Path) -> None:
 def test_facts_and_cards_are_there(page: Path) -> None:
     """Catches a page that does not say where its numbers come from."""
     text = " ".join(Tags(page.read_text()).text)
-    parts = ("Example 7000", "2.13.0+cpu", "tokens/s", "peak memory", "stories", "3f9a1c77",
-             "data.context", "4,000", "not fit fewer ranks", "best static choice")  # fmt: skip
+    parts = (
+        "Example 7000",
+        "2.13.0+cpu",
+        "tokens/s",
+        "peak memory",
+        "stories",
+        "3f9a1c77",
+        "data.context",
+        "4,000",
+        "not fit fewer ranks",
+        "best static choice",
+    )
     for part in parts:
         assert part in text
 
@@ -200,8 +210,10 @@ def test_summary_tells_the_run_in_lines(folder: Path, tmp_path: Path) -> None:
             [[("3*a 1*b", 4)], [("4*a/b", 12)]],
             "a/b 75 %, a 19 %, b 6.2 % of token-layers; 1 switch between layers, 1 between steps",
         ),
-        ([[("4*a", 1)], [("4*b", 1)]], "a 50 %, b 50 % of token-layers; 0 switches between "
-         "layers, 1 between steps"),
+        (
+            [[("4*a", 1)], [("4*b", 1)]],
+            "a 50 %, b 50 % of token-layers; 0 switches between layers, 1 between steps",
+        ),
         (
             [[("4*a 3*b 2*c 1*d", 1)]],
             "a 40 %, b 30 %, c 20 %, 1 other 10 % of token-layers; 3 switches between layers, 0 "
@@ -213,7 +225,7 @@ def test_summary_tells_the_run_in_lines(folder: Path, tmp_path: Path) -> None:
             "between steps",
         ),
     ],
-)  # fmt: skip
+)
 def test_summary_names_the_methods(tmp_path: Path, steps: Any, line: str) -> None:
     """Catches shares of micro-batches instead of tokens, and switches mixed up."""
     text = summary_text(layered_run(tmp_path / "run", *steps))

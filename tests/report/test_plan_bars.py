@@ -21,21 +21,56 @@ from headrace.simulator import simulate, without_waits
 from headrace.spec import Lengths, Plan
 from headrace.spec.compiler import compile_plan
 
-PIPELINES = PipelineCosts.from_json({
-    "kind": "pipelines", "name": "small", "model": "", "device": "", "source": "", "meaning": "",
-    "architecture": {"layers": 4, "hidden": 64, "vocabulary": 100},
-    "schemes": [
-        {"scheme": "tp2", "tensor": 2, "pipeline": 1, "devices": 2, "a_s": 2e-9, "b_s": 2e-4,
-         "c_s": 0.02, "max_length": {"8": 4000}, "util_length": 500},
-        {"scheme": "tp2-pp2", "tensor": 2, "pipeline": 2, "devices": 4, "a_s": 5e-10,
-         "b_s": 8e-5, "c_s": 0.02, "max_length": {"8": 9000}, "util_length": 500},
-    ],
-})  # fmt: skip
-GROUPS = GroupCosts.from_json({
-    "kind": "groups", "name": "small", "model": "", "device": "", "source": "", "meaning": "",
-    "a_s": 5e-9, "b_s": 2e-4, "c_s": 0.02, "cap_tokens": 4000,
-    "kappa_s": {"1": 0.0, "2": 1e-5, "4": 2e-5},
-})  # fmt: skip
+PIPELINES = PipelineCosts.from_json(
+    {
+        "kind": "pipelines",
+        "name": "small",
+        "model": "",
+        "device": "",
+        "source": "",
+        "meaning": "",
+        "architecture": {"layers": 4, "hidden": 64, "vocabulary": 100},
+        "schemes": [
+            {
+                "scheme": "tp2",
+                "tensor": 2,
+                "pipeline": 1,
+                "devices": 2,
+                "a_s": 2e-9,
+                "b_s": 2e-4,
+                "c_s": 0.02,
+                "max_length": {"8": 4000},
+                "util_length": 500,
+            },
+            {
+                "scheme": "tp2-pp2",
+                "tensor": 2,
+                "pipeline": 2,
+                "devices": 4,
+                "a_s": 5e-10,
+                "b_s": 8e-5,
+                "c_s": 0.02,
+                "max_length": {"8": 9000},
+                "util_length": 500,
+            },
+        ],
+    }
+)
+GROUPS = GroupCosts.from_json(
+    {
+        "kind": "groups",
+        "name": "small",
+        "model": "",
+        "device": "",
+        "source": "",
+        "meaning": "",
+        "a_s": 5e-9,
+        "b_s": 2e-4,
+        "c_s": 0.02,
+        "cap_tokens": 4000,
+        "kappa_s": {"1": 0.0, "2": 1e-5, "4": 2e-5},
+    }
+)
 LENGTHS = [300, 7000, 40, 700, 700, 1500, 20, 3000]
 
 

@@ -19,9 +19,10 @@ from report.fake_run import fake_run, layered_run
 
 FILES = ("run.json", "metrics.jsonl", "plans.jsonl", "timelines.jsonl")
 TIMELINE = {
-    "source": "measured", "devices": 1,
+    "source": "measured",
+    "devices": 1,
     "rows": [{"rank": 1, "action": "U", "kind": "update", "start_s": 0, "end_s": 1}],
-}  # fmt: skip
+}
 """Of a rank that does not exist."""
 
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -99,7 +99,7 @@ def test_the_gain_is_over_one_size_for_all_steps(run: Run) -> None:
             planned=replace(run.steps[0].planned, predicted_s=2.0, static_s=own, strategy=name),
         )
         for own, name in zip((sizes[0], *sizes), ("a", "a", "b"), strict=True)
-    )  # fmt: skip
+    )
     top = summed_up(replace(run, steps=steps))
     assert (top.best_static, top.against_static) == ("cp2", 2.0)
     assert top.changes == 1
@@ -111,12 +111,20 @@ def test_the_gain_is_over_one_size_for_all_steps(run: Run) -> None:
 def test_a_run_that_says_nothing_shows_dashes(run: Run) -> None:
     """Catches 'nan x' and crashes on runs without plans, memory or idle times."""
     bare = replace(
-        run.steps[0], idle=nan, peak_bytes=(), micro_batches=(),
+        run.steps[0],
+        idle=nan,
+        peak_bytes=(),
+        micro_batches=(),
         planned=replace(
-            run.steps[0].planned, predicted_s=nan, best_static_s=nan, planning_s=nan, waited_s=nan,
-            gap=nan, peak_bytes=(),
+            run.steps[0].planned,
+            predicted_s=nan,
+            best_static_s=nan,
+            planning_s=nan,
+            waited_s=nan,
+            gap=nan,
+            peak_bytes=(),
         ),
-    )  # fmt: skip
+    )
     empty = replace(run, steps=(bare,), facts=replace(run.facts, capacity_bytes=nan))
     shown = cards(summed_up(empty))
     assert [card.value for card in shown if card.name != "speed"] == ["-"] * 5
@@ -126,22 +134,32 @@ def test_a_run_that_says_nothing_shows_dashes(run: Run) -> None:
 def test_every_fault_is_warned_of(run: Run) -> None:
     """Catches a warning that never fires, and one that always does."""
     calm = replace(
-        run, facts=replace(run.facts, corpus=replace(run.facts.corpus, skipped=0)),
+        run,
+        facts=replace(run.facts, corpus=replace(run.facts.corpus, skipped=0)),
         steps=tuple(
             replace(s, planned=replace(s.planned, predicted_s=s.step_s)) for s in run.steps
         ),
-    )  # fmt: skip
+    )
     assert warnings(calm) == []
     bad = replace(
-        calm.steps[5], loss=nan, step_s=9.0, peak_bytes=(3.0 * 2**30,),
+        calm.steps[5],
+        loss=nan,
+        step_s=9.0,
+        peak_bytes=(3.0 * 2**30,),
         planned=replace(calm.steps[5].planned, waited_s=5.0),
-    )  # fmt: skip
+    )
     errors = {"forward": {"p1 none": RelativeErrors(median=0.03, worst=0.5)}}
     costs = replace(run.facts.costs, errors=errors)
     facts = replace(run.facts, costs=costs)
     faulty = replace(calm, steps=(*calm.steps[:5], bad, *calm.steps[6:]), facts=facts)
     text = "\n".join(warnings(replace(faulty, notes=("a note",))))
-    for part in ("not a number in step 5", "exceeded the capacity of 2 GiB in step 5",
-                 "off in step 5: predicted", "forward p1 none (50 %)", "3 documents were skipped",
-                 "training waited 5", "a note"):  # fmt: skip
+    for part in (
+        "not a number in step 5",
+        "exceeded the capacity of 2 GiB in step 5",
+        "off in step 5: predicted",
+        "forward p1 none (50 %)",
+        "3 documents were skipped",
+        "training waited 5",
+        "a note",
+    ):
         assert part in text

@@ -18,12 +18,14 @@ from report.fake_run import fake_run
 def learnt(steps: int = 40) -> Calibration:
     known = Calibration(fingerprint="x")
     for _ in range(steps):
-        known.observe([
-            Residual(
-                ranks=(rank,), predicted_s=1.0, measured_s=factor, shares={f"cp1 {option}": 1.0}
-            )
-            for rank, option, factor in ((0, "local", 1.0), (1, "local+full", 1.21))
-        ])  # fmt: skip
+        known.observe(
+            [
+                Residual(
+                    ranks=(rank,), predicted_s=1.0, measured_s=factor, shares={f"cp1 {option}": 1.0}
+                )
+                for rank, option, factor in ((0, "local", 1.0), (1, "local+full", 1.21))
+            ]
+        )
         known.peaks = known.peaks.after([100], [120], 200)
     return known
 

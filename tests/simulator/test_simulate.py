@@ -45,9 +45,13 @@ def plan_of(devices: int, jobs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -
         )
         at += len(lengths)
     return Plan(
-        lengths=Lengths.of(tokens), devices=devices, pipelines=tuple(pipelines),
-        micro_batches=tuple(micro_batches), predicted_s=0.0, lower_bound_s=0.0,
-    )  # fmt: skip
+        lengths=Lengths.of(tokens),
+        devices=devices,
+        pipelines=tuple(pipelines),
+        micro_batches=tuple(micro_batches),
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+    )
 
 
 def test_groups_start_when_their_ranks_are_free() -> None:

@@ -29,31 +29,35 @@ def unit_costs(
 ) -> CostModel:
     """The costs for ranks that work alone and in pairs, which are as fast as one rank."""
     layer = OptionCost(
-        forward=Quadratic(b=1.0), backward=Quadratic(b=2.0), kept=Linear(slope=10.0),
+        forward=Quadratic(b=1.0),
+        backward=Quadratic(b=2.0),
+        kept=Linear(slope=10.0),
         transient=Linear(slope=3.0),
-    )  # fmt: skip
-    ends = OptionCost(
-        forward=Quadratic(), backward=Quadratic(), kept=Linear(), transient=Linear()
-    )  # fmt: skip
+    )
+    ends = OptionCost(forward=Quadratic(), backward=Quadratic(), kept=Linear(), transient=Linear())
     return synthetic_costs(devices, layers).replace(
-        options={1: {"local": layer}, 2: {"local": layer}}, ends={1: ends, 2: ends}, gather_s={},
+        options={1: {"local": layer}, 2: {"local": layer}},
+        ends={1: ends, 2: ends},
+        gather_s={},
         working_bytes={p: {"replicated": 0, "sharded": 0} for p in (1, 2)},
         exchange_s=ExchangeCost(pull_s=pull_s, push_s=push_s, update_s=update_s),
-    )  # fmt: skip
+    )
 
 
 def pipeline_of(sizes: list[int], stages: int, layers: int, width: int = 1) -> Plan:
     """One pipeline with a micro-batch of one sequence for each of ``sizes``."""
     scheme = Scheme(context=width, pipeline=stages)
     return Plan(
-        lengths=Lengths.of(sizes), devices=scheme.devices,
+        lengths=Lengths.of(sizes),
+        devices=scheme.devices,
         pipelines=(Pipeline(scheme=scheme, ranks=tuple(range(scheme.devices))),),
         micro_batches=tuple(
             MicroBatch(pipeline=0, sequences=(i,), layers=LayerPlan.parse(f"{layers}*local"))
             for i in range(len(sizes))
         ),
-        predicted_s=0.0, lower_bound_s=0.0,
-    )  # fmt: skip
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+    )
 
 
 def arrivals_of(costs: CostModel) -> list[float]:

@@ -25,13 +25,20 @@ def architectures(draw: st.DrawFn) -> Architecture:
     vocabulary = draw(st.integers(1, 99))
     masked = kind == "bert"
     return Architecture(
-        layers=draw(st.integers(1, 4)), hidden=kv_heads * group * 2 * head,
-        heads=kv_heads * group, kv_heads=kv_heads, ffn=draw(st.integers(1, 300)),
-        vocabulary=vocabulary, kind=kind, tied=draw(st.booleans()),
-        causal=not masked and draw(st.booleans()), positions=draw(st.integers(1, 99)),
-        rope_theta=draw(st.floats(1, 1e6)), dropout=draw(st.sampled_from([0.0, 0.1])),
+        layers=draw(st.integers(1, 4)),
+        hidden=kv_heads * group * 2 * head,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        ffn=draw(st.integers(1, 300)),
+        vocabulary=vocabulary,
+        kind=kind,
+        tied=draw(st.booleans()),
+        causal=not masked and draw(st.booleans()),
+        positions=draw(st.integers(1, 99)),
+        rope_theta=draw(st.floats(1, 1e6)),
+        dropout=draw(st.sampled_from([0.0, 0.1])),
         mask_id=draw(st.integers(0, vocabulary - 1)) if masked else None,
-    )  # fmt: skip
+    )
 
 
 @given(architectures())
@@ -44,10 +51,20 @@ def test_json_reads_back(architecture: Architecture) -> None:
 def test_json_of_before_reads_back() -> None:
     """Catches a new field that stored profiles, plans and checkpoints lack and must have."""
     stored = {
-        "layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocabulary": 61,
-        "kind": "llama", "tied": True, "causal": True, "positions": 0, "rope_theta": 10000.0,
-        "norm_eps": 1e-5, "dropout": 0.0,
-    }  # fmt: skip
+        "layers": 3,
+        "hidden": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn": 48,
+        "vocabulary": 61,
+        "kind": "llama",
+        "tied": True,
+        "causal": True,
+        "positions": 0,
+        "rope_theta": 10000.0,
+        "norm_eps": 1e-5,
+        "dropout": 0.0,
+    }
     assert Architecture.from_json(stored) == SMALL
 
 
@@ -109,8 +126,10 @@ def test_derived_sizes(a: Architecture) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    *(({name: 0}, f"model.{name}: got 0, wanted >= 1")
-      for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")),
+    *(
+        ({name: 0}, f"model.{name}: got 0, wanted >= 1")
+        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
+    ),
     ({"layers": -1}, "model.layers: got -1"),
     ({"kind": "bart"}, "model.kind: got 'bart', wanted 'llama', 'gpt' or 'bert'"),
     ({"hidden": 30}, "model.hidden: got 30, wanted a multiple of 4"),
@@ -126,7 +145,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mask_id": 3}, "model.mask_id: got 3, wanted none for kind 'llama'"),
     ({"dropout": 1.0}, "model.dropout: got 1.0"),
     ({"dropout": -0.1}, "model.dropout: got -0.1"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "text"), BAD)

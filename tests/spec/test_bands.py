@@ -21,9 +21,13 @@ def drawn(blocks: list[Block], rows: int, columns: int) -> np.ndarray:
 
 
 @given(
-    st.booleans(), st.none() | st.integers(1, 30), st.integers(0, 25), st.integers(0, 25),
-    st.integers(0, 25), st.integers(0, 25),
-)  # fmt: skip
+    st.booleans(),
+    st.none() | st.integers(1, 30),
+    st.integers(0, 25),
+    st.integers(0, 25),
+    st.integers(0, 25),
+    st.integers(0, 25),
+)
 def test_every_score_that_counts_once(
     causal: bool, window: int | None, a: int, b: int, c: int, d: int
 ) -> None:

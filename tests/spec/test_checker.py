@@ -48,37 +48,64 @@ FAULTS: dict[str, tuple[int, Change, str]] = {
     "pulls swapped": (1, swap("P0", "P1"), "rule 1, rank 1, .*got P1, wanted P0"),
     "pulls swapped on rank 0": (0, swap("P1", "P2"), "rule 1, rank 0, .*got P2, wanted P1"),
     "pushes in another order": (
-        1, put(LAST_1, f"{B2} G0 G1 G2"), "rule 1, rank 1, .*got G0, wanted G2"),
-    "a push held back": (
-        0, put("G2 G1 G0", "G2 G0 G1"), "rule 1, rank 0, .*got G0, wanted G1"),
+        1,
+        put(LAST_1, f"{B2} G0 G1 G2"),
+        "rule 1, rank 1, .*got G0, wanted G2",
+    ),
+    "a push held back": (0, put("G2 G1 G0", "G2 G0 G1"), "rule 1, rank 0, .*got G0, wanted G1"),
     # Rule 2 for groups is found by the walk of rule 5: ranks that disagree wait for each other.
     "micro-batches interleaved on one rank": (
-        1, swap(B0, F1), r"rule 5, .*rank 0 waits at 0B0\[0,1\]; rank 1 waits at 0F1\[0,1\]"),
+        1,
+        swap(B0, F1),
+        r"rule 5, .*rank 0 waits at 0B0\[0,1\]; rank 1 waits at 0F1\[0,1\]",
+    ),
     # Rule 3.
     "a forward before a pull": (
-        1, move(F2, "P0"), r"rule 3, rank 1, action 0F2\[1\]: wanted P2 before 0F2"),
+        1,
+        move(F2, "P0"),
+        r"rule 3, rank 1, action 0F2\[1\]: wanted P2 before 0F2",
+    ),
     "a pull after a forward": (0, swap("P2", F0), r"rule 3, rank 0, action 0F0\[0,1\].*wanted P2"),
     "a backward before its forward": (
-        1, swap(F2, LAST_1), r"rule 3, rank 1, action 0B2\[1\]{2,1,0}: wanted 0F2\[1\] before 0B2"),
+        1,
+        swap(F2, LAST_1),
+        r"rule 3, rank 1, action 0B2\[1\]{2,1,0}: wanted 0F2\[1\] before 0B2",
+    ),
     "a push before a backward": (
-        1, put(f"{F2} {LAST_1}", f"G2 {F2} {B2}{{1,0}}"),
-        r"rule 3, rank 1, action G2: wanted 0B2\[1\] before G2"),
+        1,
+        put(f"{F2} {LAST_1}", f"G2 {F2} {B2}{{1,0}}"),
+        r"rule 3, rank 1, action G2: wanted 0B2\[1\] before G2",
+    ),
     "pushes within a backward that is not the last": (
-        1, put(f"{B1} {F2} {LAST_1}", f"{B1}{{2,1,0}} {F2} {B2}"),
-        r"rule 3, rank 1, action 0B1\[0,1\]{2,1,0}: wanted 0B2\[1\] before G"),
+        1,
+        put(f"{B1} {F2} {LAST_1}", f"{B1}{{2,1,0}} {F2} {B2}"),
+        r"rule 3, rank 1, action 0B1\[0,1\]{2,1,0}: wanted 0B2\[1\] before G",
+    ),
     "pushes before a micro-batch that was put off": (
-        0, put(f"{F0} {B0} {F1} {LAST_0}", f"{F1} {LAST_0} {F0} {B0}"),
-        r"rule 3, rank 0, action G0: wanted 0B0\[0,1\] before G"),
+        0,
+        put(f"{F0} {B0} {F1} {LAST_0}", f"{F1} {LAST_0} {F0} {B0}"),
+        r"rule 3, rank 0, action G0: wanted 0B0\[0,1\] before G",
+    ),
     "pushes before a micro-batch of another group that was put off": (
-        1, put(f"{F1} {B1} {F2} {LAST_1}", f"{F2} {LAST_1} {F1} {B1}"),
-        r"rule 3, rank 1, action 0B2\[1\]{2,1,0}: wanted 0B1\[0,1\] before G"),
+        1,
+        put(f"{F1} {B1} {F2} {LAST_1}", f"{F2} {LAST_1} {F1} {B1}"),
+        r"rule 3, rank 1, action 0B2\[1\]{2,1,0}: wanted 0B1\[0,1\] before G",
+    ),
     "pushes within a backward from the first": (
-        1, put(LAST_1, f"{B2}{{0,1,2}}"),
-        r"rule 3, rank 1, action 0B2\[1\]{0,1,2}: got pushes of buckets \(0, 1, 2\)"),
+        1,
+        put(LAST_1, f"{B2}{{0,1,2}}"),
+        r"rule 3, rank 1, action 0B2\[1\]{0,1,2}: got pushes of buckets \(0, 1, 2\)",
+    ),
     "a push after the update": (
-        0, put("G0 U", "U G0"), "rule 3, rank 0, action U: wanted G0 before U"),
+        0,
+        put("G0 U", "U G0"),
+        "rule 3, rank 0, action U: wanted G0 before U",
+    ),
     "a backward after the update": (
-        1, put(f"{LAST_1} U", f"U {LAST_1}"), "rule 3, rank 1, action U: wanted G0 before U"),
+        1,
+        put(f"{LAST_1} U", f"U {LAST_1}"),
+        "rule 3, rank 1, action U: wanted G0 before U",
+    ),
     # Rule 4.
     "a forward dropped": (1, drop(F2), r"rule 4, rank 1, action 0F2\[1\].*0 times"),
     "a backward dropped": (0, drop(B0), r"rule 4, rank 0, action 0B0\[0,1\].*0 times"),
@@ -87,28 +114,41 @@ FAULTS: dict[str, tuple[int, Change, str]] = {
     "the update dropped": (0, drop("U"), "rule 4, rank 0, action U: got 0 times"),
     "a push doubled": (0, put("U", "G0 U"), "rule 4, rank 0, action G0: got 2 times"),
     "a push doubled in its backward": (
-        1, put(LAST_1, f"{B2}{{2,1,1,0}}"), "rule 4, rank 1, action G1: got 2 times"),
+        1,
+        put(LAST_1, f"{B2}{{2,1,1,0}}"),
+        "rule 4, rank 1, action G1: got 2 times",
+    ),
     "a forward doubled": (1, put(F2, f"{F2} {F2}"), r"rule 4, rank 1, action 0F2.*2 times"),
     "a backward doubled": (1, put(F2, f"{B1} {F2}"), r"rule 4, rank 1, action 0B1.*2 times"),
     "the update doubled": (1, put("U", "U U"), "rule 4, rank 1, action U: got 2 times, wanted 1"),
     "a bucket too many": (0, put("P0", "P3 P0"), "rule 4, rank 0, action P3: got 1"),
     "a push of a bucket too many": (
-        1, put(LAST_1, f"{B2}{{3,2,1,0}}"), "rule 4, rank 1, action G3: got 1 times, wanted 0"),
+        1,
+        put(LAST_1, f"{B2}{{3,2,1,0}}"),
+        "rule 4, rank 1, action G3: got 1 times, wanted 0",
+    ),
     "a wrong group": (0, put(F0, "0F0[0]"), r"rule 4, rank 0, action 0F0\[0(,1)?\]"),
     "a group in another order": (0, put(F0, "0F0[1,0]"), "rule 4, rank 0, action 0F0"),
     "a wrong micro-batch": (0, put(F0, "0F2[0,1]"), "rule 4, rank 0, action 0F"),
-    "a micro-batch of another rank": (
-        0, put(F0, f"{F2} {B2} {F0}"), "rule 4, rank 0, action 0B2"),
+    "a micro-batch of another rank": (0, put(F0, f"{F2} {B2} {F0}"), "rule 4, rank 0, action 0B2"),
     "a wrong stage": (0, put(B0, "1B0[0,1]"), "rule 4, rank 0, action 0B0"),
     "a message that nobody wants": (
-        0, put(B0, f"Sa0>1*5 {B0}"), r"rule 4, rank 0, action Sa0>1\*5: got 1 times, wanted 0"),
+        0,
+        put(B0, f"Sa0>1*5 {B0}"),
+        r"rule 4, rank 0, action Sa0>1\*5: got 1 times, wanted 0",
+    ),
     # Rule 6: on a device one waits for what the other has not posted.
     "pushes between collectives that another rank posts first": (
-        0, put(LAST_0, f"{B1}{{2,1,0}}"),
-        r"rule 6, collectives in different orders: got rank 0 at 0B1\[0,1\]{2,1,0}; rank 1 at 0B1"),
+        0,
+        put(LAST_0, f"{B1}{{2,1,0}}"),
+        r"rule 6, collectives in different orders: got rank 0 at 0B1\[0,1\]{2,1,0}; rank 1 at 0B1",
+    ),
     "some of them": (
-        0, put(LAST_0, f"{B1}{{2}} G1 G0"), r"rule 6, .*rank 0 at 0B1\[0,1\]\{2\}; rank 1 at 0B1"),
-}  # fmt: skip
+        0,
+        put(LAST_0, f"{B1}{{2}} G1 G0"),
+        r"rule 6, .*rank 0 at 0B1\[0,1\]\{2\}; rank 1 at 0B1",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)

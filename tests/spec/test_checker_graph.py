@@ -103,8 +103,17 @@ def mutated(draw: st.DrawFn) -> tuple[Plan, Programs]:
     index = st.integers(0, len(actions) - 1)
     i, j = draw(index), draw(index)
     kinds = [
-        "drop", "double", "move", "near", "swap", "other", "blocks", "part", "message", "pulls",
-    ]  # fmt: skip
+        "drop",
+        "double",
+        "move",
+        "near",
+        "swap",
+        "other",
+        "blocks",
+        "part",
+        "message",
+        "pulls",
+    ]
     match draw(st.sampled_from(kinds)):
         case "drop":
             del actions[i]

@@ -37,9 +37,12 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def _plan(
-    tokens: str, devices: int, pipelines: list[Pipeline], packs: list[tuple[int, list[int]]],
+    tokens: str,
+    devices: int,
+    pipelines: list[Pipeline],
+    packs: list[tuple[int, list[int]]],
     layers: int = 2,
-) -> Plan:  # fmt: skip
+) -> Plan:
     return Plan(
         lengths=Lengths.parse(tokens),
         devices=devices,
@@ -65,25 +68,43 @@ PLANS = {
     "one-rank": _plan("30 20x2", 1, [_group(0)], [(0, [0]), (0, [2, 1])]),
     "idle-rank": _plan("900 40 50", 4, [_group(0, 1), _group(3)], [(0, [0]), (1, [1, 2])]),
     "several-sizes": _plan(
-        "8000 900 800 40x4", 4,
+        "8000 900 800 40x4",
+        4,
         [_group(0, 1, 2, 3), _group(0, 1), _group(2, 3), _group(1), _group(3)],
         [(0, [0]), (2, [2]), (1, [1]), (3, [3, 5]), (4, [4]), (4, [6])],
     ),
-    "pp2": _plan("40 30 20 10 5", 2, [_staged("pp2", 0, 1)],
-                 [(0, [0]), (0, [2]), (0, [1]), (0, [3, 4])]),
-    "pp3": _plan("40 30 20 10", 3, [_staged("pp3", 0, 1, 2)],
-                 [(0, [0]), (0, [1]), (0, [2]), (0, [3])], layers=4),
+    "pp2": _plan(
+        "40 30 20 10 5", 2, [_staged("pp2", 0, 1)], [(0, [0]), (0, [2]), (0, [1]), (0, [3, 4])]
+    ),
+    "pp3": _plan(
+        "40 30 20 10",
+        3,
+        [_staged("pp3", 0, 1, 2)],
+        [(0, [0]), (0, [1]), (0, [2]), (0, [3])],
+        layers=4,
+    ),
     "pp3-few": _plan("40 30", 3, [_staged("pp3", 2, 1, 0)], [(0, [0]), (0, [1])], layers=3),
     "pp3-one": _plan("40", 3, [_staged("pp3", 0, 1, 2)], [(0, [0])], layers=3),
-    "tp2-pp2": _plan("41 30 1", 4, [_staged("tp2-pp2", 0, 1, 2, 3)],
-                     [(0, [0]), (0, [1]), (0, [2])]),
-    "pp2-beside-cp2": _plan("41 30 7 20 10", 4, [_staged("pp2", 0, 2), _group(1, 3), _group(3)],
-                            [(1, [0]), (0, [1]), (0, [3]), (2, [2]), (0, [4])]),
-    "uneven-shares": _plan("40 30 20", 2, [_staged("pp2", 0, 1, shares=(4, 1))],
-                           [(0, [0]), (0, [1]), (0, [2])], layers=5),
-    "idle-rank-pp2": _plan("40 30", 5, [_staged("pp2", 3, 1), _staged("pp2", 2, 4)],
-                           [(0, [0]), (0, [1])]),
-}  # fmt: skip
+    "tp2-pp2": _plan(
+        "41 30 1", 4, [_staged("tp2-pp2", 0, 1, 2, 3)], [(0, [0]), (0, [1]), (0, [2])]
+    ),
+    "pp2-beside-cp2": _plan(
+        "41 30 7 20 10",
+        4,
+        [_staged("pp2", 0, 2), _group(1, 3), _group(3)],
+        [(1, [0]), (0, [1]), (0, [3]), (2, [2]), (0, [4])],
+    ),
+    "uneven-shares": _plan(
+        "40 30 20",
+        2,
+        [_staged("pp2", 0, 1, shares=(4, 1))],
+        [(0, [0]), (0, [1]), (0, [2])],
+        layers=5,
+    ),
+    "idle-rank-pp2": _plan(
+        "40 30", 5, [_staged("pp2", 3, 1), _staged("pp2", 2, 4)], [(0, [0]), (0, [1])]
+    ),
+}
 
 
 def _buckets(plan: Plan) -> int:
@@ -117,9 +138,11 @@ def test_the_programs_of_the_docs() -> None:
 
 @settings(deadline=None)
 @given(
-    st.lists(st.integers(1, 999), min_size=1, max_size=20), st.integers(1, 9), st.integers(3, 9),
+    st.lists(st.integers(1, 999), min_size=1, max_size=20),
+    st.integers(1, 9),
+    st.integers(3, 9),
     st.integers(0, 2**32),
-)  # fmt: skip
+)
 def test_every_rank_does_its_part_once(
     tokens: list[int], devices: int, buckets: int, seed: int
 ) -> None:
@@ -242,9 +265,13 @@ def test_the_steady_state_exchanges(pair: tuple[Plan, int]) -> None:
         actions = program.actions
         runs = sum(isinstance(action, Forward) for action in actions)
         stage = next(
-            (p.stage_of(program.rank, buckets - 2) for p in plan.pipelines
-             if program.rank in p.ranks), None,
-        )  # fmt: skip
+            (
+                p.stage_of(program.rank, buckets - 2)
+                for p in plan.pipelines
+                if program.rank in p.ranks
+            ),
+            None,
+        )
         if stage is None or stage.count == 1 or not runs:
             continue
         steady = max(0, runs - (stage.count - 1 - stage.index))

@@ -48,8 +48,9 @@ def plan_of(*work: tuple[str, tuple[int, ...]]) -> Plan:
             MicroBatch(pipeline=i, sequences=(i,), layers=LayerPlan.parse(f"{LAYERS}*local"))
             for i in range(len(work))
         ),
-        predicted_s=0.0, lower_bound_s=0.0,
-    )  # fmt: skip
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+    )
 
 
 def eager(programs: Sequence[Program], plan: Plan) -> list[Program]:

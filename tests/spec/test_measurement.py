@@ -19,16 +19,22 @@ def rows(draw: st.DrawFn) -> Row:
     start, length = draw(times), draw(times)
     kind = draw(st.sampled_from(["pull", "forward", "backward", "push", "update"]))
     return Row(
-        rank=draw(st.integers(0, 7)), action=draw(st.sampled_from(["P0", "0F1[0,1]", "U"])),
-        kind=kind, start_s=start, end_s=start + length, tokens=draw(st.integers(0, 9999)),
+        rank=draw(st.integers(0, 7)),
+        action=draw(st.sampled_from(["P0", "0F1[0,1]", "U"])),
+        kind=kind,
+        start_s=start,
+        end_s=start + length,
+        tokens=draw(st.integers(0, 9999)),
         ranks=draw(st.integers(1, 8)),
-    )  # fmt: skip
+    )
 
 
 timelines = st.builds(
-    Timeline, source=st.sampled_from(["measured", "predicted"]),
-    rows=st.lists(rows(), max_size=9).map(tuple), devices=st.integers(8, 9),
-)  # fmt: skip
+    Timeline,
+    source=st.sampled_from(["measured", "predicted"]),
+    rows=st.lists(rows(), max_size=9).map(tuple),
+    devices=st.integers(8, 9),
+)
 
 
 @given(timelines)
@@ -64,10 +70,14 @@ def test_idle_by_hand() -> None:
         return Row(rank=rank, action=kind, kind=kind, start_s=start, end_s=end)
 
     found = (
-        row(0, "pull", 0, 1), row(0, "forward", 1, 3), row(0, "backward", 3, 7),
-        row(0, "push", 7, 9), row(0, "update", 9, 10), row(1, "forward", 1, 2),
+        row(0, "pull", 0, 1),
+        row(0, "forward", 1, 3),
+        row(0, "backward", 3, 7),
+        row(0, "push", 7, 9),
+        row(0, "update", 9, 10),
+        row(1, "forward", 1, 2),
         row(1, "update", 9, 10),
-    )  # fmt: skip
+    )
     timeline = Timeline(source="measured", rows=found, devices=2)
     assert timeline.seconds == 10
     assert timeline.idle == pytest.approx(1 - (2 + 4 + 1 + 1 + 1) / 20)

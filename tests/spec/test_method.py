@@ -57,8 +57,9 @@ def test_an_unknown_recompute_level_gets_a_suggestion() -> None:
         LayerOption.of("local", "all")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["local", "x*local", "-1*local", "2*local none", "*local",
-                                  "99999999999*local"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text", ["local", "x*local", "-1*local", "2*local none", "*local", "99999999999*local"]
+)
 def test_a_layer_plan_without_counts_is_refused(text: str) -> None:
     """Catches a traceback of int(), or one layer where many were meant."""
     with pytest.raises(SpecError, match=r"wanted COUNT\*OPTION"):

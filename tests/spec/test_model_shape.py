@@ -36,9 +36,13 @@ def test_a_stage_holds_its_part_of_the_weight_table(model: str, parts: int) -> N
 def test_a_foreign_model_by_hand() -> None:
     """Catches a model that is none of ours and yet needs heads, features or a vocabulary."""
     shape = ModelShape(
-        name="mixer", layers=2, hidden=8, split_elements=(40, 20, 20, 10),
-        whole_elements=(0, 4, 4, 2), longest=512,
-    )  # fmt: skip
+        name="mixer",
+        layers=2,
+        hidden=8,
+        split_elements=(40, 20, 20, 10),
+        whole_elements=(0, 4, 4, 2),
+        longest=512,
+    )
     assert (shape.elements, shape.bucket_count, str(shape)) == (100, 4, "mixer")
     assert shape.bucket_shares == (0.4, 0.24, 0.24, 0.12)
     assert shape.held_share((2, 3), 2) == pytest.approx(0.21)

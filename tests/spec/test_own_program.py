@@ -16,7 +16,7 @@ from headrace.spec import (
     Scheme,
     check_programs,
     compile_plan,
-)  # fmt: skip
+)
 from headrace.spec.checker import check_alone
 from headrace.spec.compiler import compile_rank
 from headrace.spec.own_program import OwnPrograms
@@ -30,13 +30,16 @@ TWO = LayerPlan.parse("2*local")
 def plan_of(micro_batches: int, *pipelines: Pipeline, devices: int = 6, tokens: int = 9) -> Plan:
     """Micro-batches of one sequence each, on the pipelines in turn."""
     return Plan(
-        lengths=Lengths.of(range(tokens, tokens + micro_batches)), devices=devices,
-        pipelines=pipelines, predicted_s=0.0, lower_bound_s=0.0,
+        lengths=Lengths.of(range(tokens, tokens + micro_batches)),
+        devices=devices,
+        pipelines=pipelines,
+        predicted_s=0.0,
+        lower_bound_s=0.0,
         micro_batches=tuple(
             MicroBatch(pipeline=i % len(pipelines), sequences=(i,), layers=TWO)
             for i in range(micro_batches)
         ),
-    )  # fmt: skip
+    )
 
 
 def group(*ranks: int) -> Pipeline:

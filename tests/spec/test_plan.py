@@ -108,8 +108,13 @@ def test_bytes_say_layers_once() -> None:
 def test_the_hash_is_over_decisions_only() -> None:
     """Catches ranks that refuse each other over a prediction."""
     plan = by_hand()
-    for same in ({"predicted_s": 9.0}, {"lower_bound_s": 0.1}, {"why": ()}, {"planner": "static"},
-                 {"seed": 5}):  # fmt: skip
+    for same in (
+        {"predicted_s": 9.0},
+        {"lower_bound_s": 0.1},
+        {"why": ()},
+        {"planner": "static"},
+        {"seed": 5},
+    ):
         assert plan.replace(**same).hash == plan.hash, same
 
 
@@ -125,12 +130,18 @@ OTHERS: list[dict[str, Any]] = [
     {"micro_batches": (micro(1, 2, 0), micro(0, 1))},
     {"micro_batches": (micro(0, 1), micro(2, 2, 0))},
     {"micro_batches": (micro(0, 1), micro(1, 2), micro(1, 0))},
-    {"micro_batches": (micro(0, 1), MicroBatch(
-        pipeline=1, sequences=(2, 0), layers=LayerPlan.parse("1*local 1*local+full")))},
+    {
+        "micro_batches": (
+            micro(0, 1),
+            MicroBatch(
+                pipeline=1, sequences=(2, 0), layers=LayerPlan.parse("1*local 1*local+full")
+            ),
+        )
+    },
     {"micro_batches": (micro(0, 1), replace(micro(1, 2, 0), order="zigzag"))},
     {"working": "sharded"},
     {"semantics": "lockstep"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("changes", OTHERS, ids=lambda changes: next(iter(changes)))
@@ -166,29 +177,45 @@ def test_the_printed_plan(request: pytest.FixtureRequest) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "a sequence missing": ({"micro_batches": (micro(0, 1), micro(1, 2))},
-                           "got 2 (1 missing), wanted each of 3 exactly once"),
-    "a sequence twice": ({"micro_batches": (micro(0, 1), micro(1, 2, 0), micro(1, 2))},
-                         "got 4 (0 missing)"),
-    "a sequence of another batch": ({"micro_batches": (micro(0, 1), micro(1, 2, 0, 3))},
-                                    "got 4 (0 missing)"),
-    "another sequence instead": ({"micro_batches": (micro(0, 1), micro(1, 2, 2))},
-                                 "got 3 (1 missing)"),
+    "a sequence missing": (
+        {"micro_batches": (micro(0, 1), micro(1, 2))},
+        "got 2 (1 missing), wanted each of 3 exactly once",
+    ),
+    "a sequence twice": (
+        {"micro_batches": (micro(0, 1), micro(1, 2, 0), micro(1, 2))},
+        "got 4 (0 missing)",
+    ),
+    "a sequence of another batch": (
+        {"micro_batches": (micro(0, 1), micro(1, 2, 0, 3))},
+        "got 4 (0 missing)",
+    ),
+    "another sequence instead": (
+        {"micro_batches": (micro(0, 1), micro(1, 2, 2))},
+        "got 3 (1 missing)",
+    ),
     "no micro-batch": ({"micro_batches": ()}, "got 0 (3 missing)"),
     "a rank beyond": ({"devices": 2}, "rank: got 2, wanted < 2"),
-    "a pipeline beyond": ({"micro_batches": (micro(0, 1), micro(3, 2, 0))},
-                          "pipeline of a micro-batch: got 3, wanted 0 to 2"),
-    "a negative pipeline": ({"micro_batches": (micro(0, 1), micro(-1, 2, 0))},
-                            "pipeline of a micro-batch: got -1"),
-    "an empty micro-batch": ({"micro_batches": (micro(0, 1), micro(1, 2, 0), micro(1))},
-                             "micro-batch: got no sequences"),
+    "a pipeline beyond": (
+        {"micro_batches": (micro(0, 1), micro(3, 2, 0))},
+        "pipeline of a micro-batch: got 3, wanted 0 to 2",
+    ),
+    "a negative pipeline": (
+        {"micro_batches": (micro(0, 1), micro(-1, 2, 0))},
+        "pipeline of a micro-batch: got -1",
+    ),
+    "an empty micro-batch": (
+        {"micro_batches": (micro(0, 1), micro(1, 2, 0), micro(1))},
+        "micro-batch: got no sequences",
+    ),
     "a shared rank of a staged pipeline": (
         {"pipelines": (Pipeline(scheme=Scheme(pipeline=2), ranks=(0, 1)), pipe(2), pipe(0))},
-        "rank 0: got in pipelines 0 and 2, wanted one pipeline"),
+        "rank 0: got in pipelines 0 and 2, wanted one pipeline",
+    ),
     "a staged pipeline on a shared rank": (
         {"pipelines": (pipe(0, 1), pipe(2), Pipeline(scheme=Scheme(pipeline=2), ranks=(2, 1)))},
-        "rank 2: got in pipelines 1 and 2"),
-}  # fmt: skip
+        "rank 2: got in pipelines 1 and 2",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", BAD)

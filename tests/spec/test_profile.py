@@ -18,15 +18,22 @@ from headrace.spec.profile import ENDS, PROFILE_FORMAT, Profile, ProfilePoint
 seconds = st.floats(0, 10)
 count = st.one_of(st.none(), st.integers(0, 2**40))
 points = st.builds(
-    ProfilePoint, p=st.integers(1, 4),
+    ProfilePoint,
+    p=st.integers(1, 4),
     option=st.sampled_from(["local", "ulysses_z+full", "attention:metp+attention", ENDS]),
     lengths=st.lists(st.integers(1, 9999), min_size=1, max_size=5).map(tuple),
-    forward_s=seconds, backward_s=seconds, kept_bytes=count, transient_bytes=count,
-    order=st.sampled_from(["natural", "zigzag"]), fetched=st.sampled_from([0.0, 0.5, 1.0]),
-)  # fmt: skip
+    forward_s=seconds,
+    backward_s=seconds,
+    kept_bytes=count,
+    transient_bytes=count,
+    order=st.sampled_from(["natural", "zigzag"]),
+    fetched=st.sampled_from([0.0, 0.5, 1.0]),
+)
 sizes = st.integers(1, 9)
 profiles = st.builds(
-    Profile, fingerprint=st.text(), shape=st.just(Architecture.preset("llama-tiny").shape),
+    Profile,
+    fingerprint=st.text(),
+    shape=st.just(Architecture.preset("llama-tiny").shape),
     cluster=st.just(Cluster(devices=2, memory_bytes=10**9)),
     points=st.lists(points, max_size=6).map(tuple),
     exchange_s=st.fixed_dictionaries({"pull_s": seconds, "push_s": seconds, "update_s": seconds}),
@@ -38,18 +45,21 @@ profiles = st.builds(
     element_bytes=st.sampled_from([2, 4, 8]),
     feed_forwards=st.sampled_from([{}, {"megatron_cz": "ulysses_z"}]),
     measured_in_s=seconds,
-)  # fmt: skip
+)
 
 
 def _json() -> dict[str, Any]:
     point = ProfilePoint(p=1, option=ENDS, lengths=(64,), forward_s=0.1, backward_s=0.2)
     return Profile(
-        fingerprint="a=1", shape=Architecture.preset("llama-tiny").shape,
-        cluster=Cluster(devices=1, memory_bytes=10**9), points=(point,),
-        exchange_s={"pull_s": 0.0}, state_bytes=1,
+        fingerprint="a=1",
+        shape=Architecture.preset("llama-tiny").shape,
+        cluster=Cluster(devices=1, memory_bytes=10**9),
+        points=(point,),
+        exchange_s={"pull_s": 0.0},
+        state_bytes=1,
         working_bytes={1: {"replicated": 2, "sharded": 1}},
         gather_s={1: (0.0, 0.0)},
-    ).to_json()  # fmt: skip
+    ).to_json()
 
 
 def test_branches_are_told_from_layers() -> None:
@@ -102,15 +112,23 @@ def test_a_missing_key_is_named(key: str) -> None:
 
 
 JUNK: list[dict[str, Any]] = [
-    {"points": 3}, {"points": [3]}, {"points": [{"p": 1}]}, {"points": [{"lengths": 3}]},
+    {"points": 3},
+    {"points": [3]},
+    {"points": [{"p": 1}]},
+    {"points": [{"lengths": 3}]},
     {"points": [{**_json()["points"][0], "colour": "red"}]},
     {"points": [{**_json()["points"][0], "order": "zig"}]},
     {"points": [{**_json()["points"][0], "fetched": 2.0}]},
     {"feed_forwards": 3},
-    {"shape": None}, {"shape": {"layers": 1}}, {"cluster": {"colour": "red"}},
-    {"exchange_s": 3}, {"working_bytes": []}, {"working_bytes": {"one": {}}},
-    {"gather_s": {"1": [0.0]}}, {"gather_s": {"1": None}},
-]  # fmt: skip
+    {"shape": None},
+    {"shape": {"layers": 1}},
+    {"cluster": {"colour": "red"}},
+    {"exchange_s": 3},
+    {"working_bytes": []},
+    {"working_bytes": {"one": {}}},
+    {"gather_s": {"1": [0.0]}},
+    {"gather_s": {"1": None}},
+]
 
 
 @pytest.mark.parametrize("changes", JUNK, ids=str)

@@ -40,11 +40,15 @@ def exchanges(draw: st.DrawFn) -> Exchange:
 
 
 actions = st.one_of(
-    st.builds(Pull, bucket=number), st.builds(Push, bucket=number), st.just(Update()),
+    st.builds(Pull, bucket=number),
+    st.builds(Push, bucket=number),
+    st.just(Update()),
     st.builds(Forward, stage=number, micro_batch=number, group=group),
     st.builds(Backward, stage=number, micro_batch=number, group=group, pushes=buckets),
-    st.builds(Send, message=messages()), st.builds(Recv, message=messages()), exchanges(),
-)  # fmt: skip
+    st.builds(Send, message=messages()),
+    st.builds(Recv, message=messages()),
+    exchanges(),
+)
 programs = st.builds(Program, rank=number, actions=st.lists(actions, max_size=20).map(tuple))
 
 ACTIVATIONS = Message(what="a", micro_batch=4, peer=2, rows=128)
@@ -61,9 +65,11 @@ BY_HAND: dict[str, tuple[Action, str]] = {
     "Sg3>2*96": (Send(message=GRADIENTS), "send"),
     "Rg3<2*96": (Recv(message=GRADIENTS), "recv"),
     "X(Sa4>2*128,Rg3<2*96)": (
-        Exchange(send=Send(message=ACTIVATIONS), recv=Recv(message=GRADIENTS)), "exchange"),
+        Exchange(send=Send(message=ACTIVATIONS), recv=Recv(message=GRADIENTS)),
+        "exchange",
+    ),
     "U": (Update(), "update"),
-}  # fmt: skip
+}
 
 
 @given(actions)

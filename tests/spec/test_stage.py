@@ -38,9 +38,16 @@ def test_shares_are_even_and_the_middle_takes_what_is_left(pair: tuple[int, int]
 
 @pytest.mark.parametrize(
     ("layers", "shares"),
-    [(1, (1,)), (2, (1, 1)), (5, (3, 2)), (7, (2, 3, 2)), (8, (3, 3, 2)), (6, (1, 2, 2, 1)),
-     (32, (8, 8, 8, 8))],
-)  # fmt: skip
+    [
+        (1, (1,)),
+        (2, (1, 1)),
+        (5, (3, 2)),
+        (7, (2, 3, 2)),
+        (8, (3, 3, 2)),
+        (6, (1, 2, 2, 1)),
+        (32, (8, 8, 8, 8)),
+    ],
+)
 def test_shares_by_hand(layers: int, shares: tuple[int, ...]) -> None:
     """Catches shares that are as even but lie elsewhere: profiles and plans name them."""
     assert share_layers(layers, len(shares)) == shares

@@ -42,29 +42,39 @@ STUCK = {
     "nobody receives": (("Sa0>1*4 U", "U"), ["0 Sa0>1*4", "1 U"]),
     "nobody sends": (("Ra0<1*4", ""), ["0 Ra0<1*4"]),
     "two sends that face each other": (
-        ("Sa1>1*4 Rg0<1*2", "Sg0>0*2 Ra1<0*4"), ["0 Sa1>1*4", "1 Sg0>0*2"]),
+        ("Sa1>1*4 Rg0<1*2", "Sg0>0*2 Ra1<0*4"),
+        ["0 Sa1>1*4", "1 Sg0>0*2"],
+    ),
     "two receives that face each other": (
-        ("Rg0<1*2 Sa1>1*4", "Ra1<0*4 Sg0>0*2"), ["0 Rg0<1*2", "1 Ra1<0*4"]),
+        ("Rg0<1*2 Sa1>1*4", "Ra1<0*4 Sg0>0*2"),
+        ["0 Rg0<1*2", "1 Ra1<0*4"],
+    ),
     "half an exchange": (("X(Sa1>1*4,Rg0<1*2)", "Ra1<0*4"), ["0 X(Sa1>1*4,Rg0<1*2)"]),
     "messages in different orders": (
-        ("Sa0>1*4 Sa1>1*4", "Ra1<0*4 Ra0<0*4"), ["0 Sa0>1*4", "1 Ra1<0*4"]),
+        ("Sa0>1*4 Sa1>1*4", "Ra1<0*4 Ra0<0*4"),
+        ["0 Sa0>1*4", "1 Ra1<0*4"],
+    ),
     "activations for gradients": (("Sa0>1*4", "Rg0<0*4"), ["0 Sa0>1*4", "1 Rg0<0*4"]),
     "a ring of sends": (
         ("Sa0>1*1 Ra2<2*1", "Sa1>2*1 Ra0<0*1", "Sa2>0*1 Ra1<1*1"),
-        ["0 Sa0>1*1", "1 Sa1>2*1", "2 Sa2>0*1"]),
+        ["0 Sa0>1*1", "1 Sa1>2*1", "2 Sa2>0*1"],
+    ),
     "a group that is not complete": (("0F0[0,1] U", "U"), ["0 0F0[0,1]", "1 U"]),
     "a stranger in a group": (("0F0[0,1]", "", "0F0[0,1]"), ["0 0F0[0,1]", "2 0F0[0,1]"]),
     "a pull after what a forward sends": (
-        ("P0 P1 0F0[0] Sa0>1*4 U", "P0 Ra0<0*4 P1 1F0[1] U"), ["0 0F0[0]", "1 Ra0<0*4"]),
+        ("P0 P1 0F0[0] Sa0>1*4 U", "P0 Ra0<0*4 P1 1F0[1] U"),
+        ["0 0F0[0]", "1 Ra0<0*4"],
+    ),
     "a pull after what a group sends": (
         ("P0 0F0[0,1] Sa0>2*4", "P0 0F0[0,1]", "Ra0<0*4 P0"),
-        ["0 0F0[0,1]", "2 Ra0<0*4", "1 0F0[0,1]"]),
+        ["0 0F0[0,1]", "2 Ra0<0*4", "1 0F0[0,1]"],
+    ),
     "forward against backward": (("0F0[0,1]", "0B0[0,1]"), ["0 0F0[0,1]", "1 0B0[0,1]"]),
     "another micro-batch": (("0F0[0,1]", "0F1[0,1]"), ["0 0F0[0,1]", "1 0F1[0,1]"]),
     "a peer that does not exist": (("Sa0>7*4", ""), ["0 Sa0>7*4"]),
     "a meeting once more": (("0F0[0,1] 0F0[0,1]", "0F0[0,1]"), ["0 0F0[0,1]"]),
     "a rank that stops early": (("U", "U", ""), ["0 U", "1 U"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RUNS)

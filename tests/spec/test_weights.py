@@ -15,12 +15,18 @@ def architectures(draw: st.DrawFn) -> Architecture:
     kv_heads, group, head = (draw(st.integers(1, 4)) for _ in range(3))
     kind = draw(st.sampled_from(["llama", "gpt", "bert"]))
     return Architecture(
-        layers=draw(st.integers(1, 4)), hidden=kv_heads * group * 2 * head,
-        heads=kv_heads * group, kv_heads=kv_heads, ffn=draw(st.integers(1, 300)),
-        vocabulary=draw(st.integers(1, 99)), kind=kind, causal=kind != "bert",
-        tied=draw(st.booleans()), positions=draw(st.integers(1, 99)),
+        layers=draw(st.integers(1, 4)),
+        hidden=kv_heads * group * 2 * head,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        ffn=draw(st.integers(1, 300)),
+        vocabulary=draw(st.integers(1, 99)),
+        kind=kind,
+        causal=kind != "bert",
+        tied=draw(st.booleans()),
+        positions=draw(st.integers(1, 99)),
         mask_id=0 if kind == "bert" else None,
-    )  # fmt: skip
+    )
 
 
 @given(architectures())
@@ -65,8 +71,12 @@ def test_units_divide_rows_and_vectors_are_whole(a: Architecture) -> None:
         if weight.unit is not None:
             assert weight.rows % weight.unit == 0, weight.name
     by_name = {weight.name: weight for weight in weight_table(a)}
-    for kind, units in (("qkv", a.kv_heads), ("proj", a.kv_heads), ("in", a.ffn // a.ffn_block),
-                        ("out", a.ffn // a.ffn_block)):  # fmt: skip
+    for kind, units in (
+        ("qkv", a.kv_heads),
+        ("proj", a.kv_heads),
+        ("in", a.ffn // a.ffn_block),
+        ("out", a.ffn // a.ffn_block),
+    ):
         weight = by_name[f"layers.0.{kind}.weight"]
         assert weight.unit is not None
         assert weight.rows // weight.unit == units, "cuts of in and out, qkv and proj must agree"
@@ -130,14 +140,32 @@ def test_a_gpt_by_hand() -> None:
 def test_a_bert_by_hand() -> None:
     """Catches a last norm that BERT lacks, and a head without its own dense layer or bias."""
     a = Architecture(
-        layers=1, hidden=12, heads=4, kv_heads=4, ffn=24, vocabulary=9, kind="bert",
-        causal=False, positions=7, mask_id=8,
-    )  # fmt: skip
+        layers=1,
+        hidden=12,
+        heads=4,
+        kv_heads=4,
+        ffn=24,
+        vocabulary=9,
+        kind="bert",
+        causal=False,
+        positions=7,
+        mask_id=8,
+    )
     table = [(w.name, w.shape, w.unit, w.bucket) for w in weight_table(a)]
     assert [row[0].removeprefix("layers.0.") for row in table if row[3] == 1] == [
-        "norm1.weight", "norm1.bias", "qkv.weight", "proj.weight", "norm2.weight", "norm2.bias",
-        "in.weight", "out.weight", "qkv.bias", "proj.bias", "in.bias", "out.bias",
-    ]  # fmt: skip
+        "norm1.weight",
+        "norm1.bias",
+        "qkv.weight",
+        "proj.weight",
+        "norm2.weight",
+        "norm2.bias",
+        "in.weight",
+        "out.weight",
+        "qkv.bias",
+        "proj.bias",
+        "in.bias",
+        "out.bias",
+    ]
     assert [row for row in table if row[3] != 1] == [
         ("embed.weight", (9, 12), 1, 0),
         ("positions.weight", (7, 12), 1, 0),

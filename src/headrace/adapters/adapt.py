@@ -29,10 +29,15 @@ KNOWN: Mapping[str, Callable[..., Adapted]] = {
 
 
 def adapt(
-    model: torch.nn.Module, *, stages: Sequence[AxisStage] = (),
-    inputs: Mapping[str, str] | None = None, axis: str | None = None, batch: str | None = None,
-    sizes: Sizes = None, groups: Groups | None = None,
-) -> Adapted:  # fmt: skip
+    model: torch.nn.Module,
+    *,
+    stages: Sequence[AxisStage] = (),
+    inputs: Mapping[str, str] | None = None,
+    axis: str | None = None,
+    batch: str | None = None,
+    sizes: Sizes = None,
+    groups: Groups | None = None,
+) -> Adapted:
     """Run a multi-dimensional model on shards of its axes, unchanged (DSP). Arguments::
 
         model    diffusers' Latte or Wan, or transformers' TimeSformer, which need nothing else, or
@@ -46,18 +51,19 @@ def adapt(
 
     Raises ModelError for models that are not known and have no stages, and for stages whose modules
     are not there.
-    """  # fmt: skip
+    """
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     known = KNOWN.get(type(inner).__name__.removeprefix("FSDP"))
     if known is not None and not stages:
         return known(model, groups=groups)
     if not stages or inputs is None or axis is None:
         raise ModelError(
-            f"axes of {type(inner).__name__}", got="a model without an adapter",
+            f"axes of {type(inner).__name__}",
+            got="a model without an adapter",
             wanted=f"one of {', '.join(KNOWN)}, or stages, inputs and axis",
             hint='hr.adapt(model, stages=[hr.AxisStage(modules="blocks.*.temporal", mixes="t", '
             'dims="(b s) t c"), ...], inputs={"x": "b t s c"}, axis="t")',
-        )  # fmt: skip
+        )
     return Adapted(
         model, stages=stages, inputs=inputs, axis=axis, batch=batch, sizes=sizes, groups=groups
     )

@@ -58,9 +58,16 @@ class Adapted:
     """
 
     def __init__(
-        self, model: torch.nn.Module, *, stages: Sequence[AxisStage], inputs: Mapping[str, str],
-        axis: str, batch: str | None = None, sizes: Sizes = None, groups: Groups | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: torch.nn.Module,
+        *,
+        stages: Sequence[AxisStage],
+        inputs: Mapping[str, str],
+        axis: str,
+        batch: str | None = None,
+        sizes: Sizes = None,
+        groups: Groups | None = None,
+    ) -> None:
         self.model = model
         self.inner = model.module if isinstance(model, DistributedDataParallel) else model
         self.inputs = {name: Dims.parse(text) for name, text in inputs.items()}
@@ -158,10 +165,13 @@ class Adapted:
         if self.batch is not None:
             totals[self.batch] = sizes[block]
         shards = AxisShards(
-            axis=self.axis, totals=totals, samples=(sum(sizes[:block]), sizes[block], samples),
+            axis=self.axis,
+            totals=totals,
+            samples=(sum(sizes[:block]), sizes[block], samples),
             group=groups.get(ranks[block * each : (block + 1) * each]) if groups else None,
-            across=groups.get(ranks[me::each]) if groups else None, members=ranks,
-        )  # fmt: skip
+            across=groups.get(ranks[me::each]) if groups else None,
+            members=ranks,
+        )
         self.take(shards)
         found = dict(batch)
         for name, value in tensors.items():
@@ -225,9 +235,11 @@ class Adapted:
         first, *rest = out if isinstance(out, tuple) else (out,)
         if not isinstance(first, torch.Tensor):
             raise ModelError(
-                "result of the model", got=type(first).__name__, wanted="a tensor",
+                "result of the model",
+                got=type(first).__name__,
+                wanted="a tensor",
                 hint="let stages put the axis back in shards: returns=True",
-            )  # fmt: skip
+            )
         first = shards.switched(first, self.inputs[like], self.axis)
         return (first, *rest) if isinstance(out, tuple) else first
 
@@ -259,10 +271,11 @@ class Adapted:
         """
         if is_wrapped(self.model) or not self.traceable:
             raise ModelError(
-                f"compiled {type(self.inner).__name__}", got="hooks that break its graph",
+                f"compiled {type(self.inner).__name__}",
+                got="hooks that break its graph",
                 wanted="a model alone, whose stages do all that is switched",
                 hint="compile its blocks: block.compile()",
-            )  # fmt: skip
+            )
         self._passage.traced = True
         self._compiled = torch.compile(self.model, backend=backend, fullgraph=True, **options)
 
@@ -309,9 +322,10 @@ class Adapted:
             for names, size in zip(dims.names, x.shape, strict=True):
                 if len(names) == 1 and found.setdefault(names[0], size) != size:
                     raise DataError(
-                        f"input {name}", got=f"{size} places of {names[0]}",
+                        f"input {name}",
+                        got=f"{size} places of {names[0]}",
                         wanted=f"{found[names[0]]}, as in others",
-                    )  # fmt: skip
+                    )
         found |= self._sizes(tensors) if self._sizes is not None else {}
         if self.axis not in found:
             raise DataError("inputs", got=", ".join(tensors) or "none", wanted="those with axes")
@@ -324,10 +338,11 @@ class Adapted:
             tensor = isinstance(value, torch.Tensor) and value.dim() > 0
             if name not in self.inputs and tensor and len(value) == samples > 1:
                 raise DataError(
-                    f"input {name}", got=f"{list(value.shape)} and no dims",
+                    f"input {name}",
+                    got=f"{list(value.shape)} and no dims",
                     wanted=f"its dims, as ranks work on some of {samples} samples",
                     hint=f'hr.adapt(model, inputs={{"{name}": "{self.batch} ...", ...}})',
-                )  # fmt: skip
+                )
 
     def _samples(self, totals: Mapping[str, int]) -> int:
         return totals.get(self.batch, 1) if self.batch else 1

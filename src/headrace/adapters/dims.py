@@ -75,9 +75,10 @@ class Dims:
     def _refuse(self, x: torch.Tensor, sizes: Mapping[str, int]) -> None:
         known = ", ".join(f"{name} {sizes[name]}" for name in self.flat if name in sizes)
         raise DataError(
-            f"tensor of dims {self}", got=f"{list(x.shape)}",
+            f"tensor of dims {self}",
+            got=f"{list(x.shape)}",
             wanted=f"{len(self.names)} dims, {known} on this rank",
-        )  # fmt: skip
+        )
 
 
 @lru_cache(maxsize=256)

@@ -78,11 +78,20 @@ def latte(
         raise MissingExtra("diffusers", extra="video", needed_for="Latte") from None
     torch.manual_seed(0)
     model: Any = LatteTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=4, num_layers=2,
-        cross_attention_dim=16, caption_channels=12, sample_size=side, patch_size=2,
-        video_length=frames, attention_bias=True, norm_type="ada_norm_single",
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        cross_attention_dim=16,
+        caption_channels=12,
+        sample_size=side,
+        patch_size=2,
+        video_length=frames,
+        attention_bias=True,
+        norm_type="ada_norm_single",
         norm_elementwise_affine=False,
-    )  # fmt: skip
+    )
     model = model.double().train()
     if checkpoints:
         model.enable_gradient_checkpointing()
@@ -90,11 +99,12 @@ def latte(
     return AxisExample(
         model=model,
         inputs={
-            "hidden_states": video, "timestep": torch.randint(0, 1000, (samples,)),
+            "hidden_states": video,
+            "timestep": torch.randint(0, 1000, (samples,)),
             "encoder_hidden_states": torch.randn(samples, 3, 12, dtype=torch.float64),
         },
         results=lambda out: [(out.sample, "b c t y x")],
-    )  # fmt: skip
+    )
 
 
 def timesformer(
@@ -107,19 +117,26 @@ def timesformer(
         raise MissingExtra("transformers", extra="video", needed_for="TimeSformer") from None
     torch.manual_seed(0)
     config = TimesformerConfig(
-        image_size=side, patch_size=4, num_frames=frames, hidden_size=16, num_hidden_layers=2,
-        num_attention_heads=2, intermediate_size=24,
-    )  # fmt: skip
+        image_size=side,
+        patch_size=4,
+        num_frames=frames,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+    )
     model: Any = TimesformerModel(config).double().train()
     if checkpoints:
         model.activation_checkpointing_enable()
     clip = torch.randn(samples, frames, 3, side, side, dtype=torch.float64)
     return AxisExample(
-        model=model, inputs={"pixel_values": clip},
+        model=model,
+        inputs={"pixel_values": clip},
         results=lambda out: [
-            (out.last_hidden_state[:, 1:], "b (h w t) d"), (out.last_hidden_state[:, :1], "b k d")
+            (out.last_hidden_state[:, 1:], "b (h w t) d"),
+            (out.last_hidden_state[:, :1], "b k d"),
         ],
-    )  # fmt: skip
+    )
 
 
 def wan(
@@ -133,21 +150,29 @@ def wan(
         raise MissingExtra("diffusers", extra="video", needed_for="Wan") from None
     torch.manual_seed(0)
     model: Any = WanTransformer3DModel(
-        num_attention_heads=3, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=2,
-        ffn_dim=24, text_dim=12, freq_dim=16, rope_max_seq_len=32,
-    )  # fmt: skip
+        num_attention_heads=3,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        ffn_dim=24,
+        text_dim=12,
+        freq_dim=16,
+        rope_max_seq_len=32,
+    )
     model = model.double().train()
     if checkpoints:
         model.enable_gradient_checkpointing()
     return AxisExample(
-        model=model, single=True,
+        model=model,
+        single=True,
         inputs={
             "hidden_states": torch.randn(samples, 4, frames, side, side, dtype=torch.float64),
             "timestep": torch.randint(0, 1000, (samples,)),
             "encoder_hidden_states": torch.randn(samples, 3, 12, dtype=torch.float64),
         },
         results=lambda out: [(out.sample, "b c t y x")],
-    )  # fmt: skip
+    )
 
 
 def transformer_2d(frames: int = 5, patches: int = 6, samples: int = 2) -> AxisExample:
@@ -159,22 +184,22 @@ def transformer_2d(frames: int = 5, patches: int = 6, samples: int = 2) -> AxisE
         inputs={
             "x": torch.randn(samples, frames, patches, 4, dtype=torch.float64),
             "timestep": torch.randint(0, 1000, (samples,)),
-            "frames": torch.arange(frames), "patches": torch.arange(patches),
+            "frames": torch.arange(frames),
+            "patches": torch.arange(patches),
         },
         results=lambda out: [(out, "b t s c")],
-    )  # fmt: skip
+    )
 
 
 EXAMPLES: dict[str, dict[str, Callable[[], AxisExample]]] = {
-    name: {
-        "5 frames": make,
-        "one frame, 4 samples": partial(make, frames=1, samples=4),
-    }
+    name: {"5 frames": make, "one frame, 4 samples": partial(make, frames=1, samples=4)}
     for name, make in (
-        ("latte", latte), ("timesformer", timesformer), ("transformer-2d", transformer_2d),
+        ("latte", latte),
+        ("timesformer", timesformer),
+        ("transformer-2d", transformer_2d),
         ("wan", wan),
     )
-}  # fmt: skip
+}
 """By their names on the command line, several of each."""
 
 EXAMPLES["latte"]["4 frames, recomputed"] = partial(latte, frames=4, checkpoints=True)

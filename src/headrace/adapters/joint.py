@@ -33,35 +33,50 @@ class JointAttention(TorchFunctionMode):
     one of them. ``calls`` of attention were met, the last of so many ``heads``."""
 
     def __init__(
-        self, shards: AxisShards, mixed: tuple[str, ...], seat: ModelSeat, what: str,
+        self,
+        shards: AxisShards,
+        mixed: tuple[str, ...],
+        seat: ModelSeat,
+        what: str,
         method: JointMethod | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self._shards, self._mixed, self._seat, self._what = shards, mixed, seat, what
         self._method = method
         self.calls, self.heads = 0, 0
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Attention anew, all else as it is."""
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return self._attended(*args, **(kwargs or {}))
 
     def _attended(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None,
-        dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         if attn_mask is not None or dropout_p or is_causal:
             got = "a mask" if attn_mask is not None else "dropout" if dropout_p else "causal"
             raise ModelError(
-                f"attention of stage {self._what}", got=got,
+                f"attention of stage {self._what}",
+                got=got,
                 wanted="all places that see each other",
                 hint="hr.compile spreads causal attention and packed documents",
-            )  # fmt: skip
+            )
         sizes = self._shards.joint_sizes(self._mixed)
         here = sizes[self._shards.rank]
         if query.shape[-2] != here or key.shape[-2] != here:
@@ -70,7 +85,7 @@ class JointAttention(TorchFunctionMode):
                 got=f"{query.shape[-2]} queries and {key.shape[-2]} keys",
                 wanted=f"the {here} places of this rank, of both",
                 hint="name the module of the attention over places alone as the stage",
-            )  # fmt: skip
+            )
         self.calls, self.heads = self.calls + 1, query.shape[-3]
         rows = query.shape[:-3].numel()
         method = self._method or ("ulysses" if self.heads >= len(sizes) else "ring")
@@ -95,7 +110,11 @@ def _placement(
         )
         tokens = TokenPlan(lengths=(total,) * rows, ranks=len(sizes), given=given)
         shards.joint[key] = Placement(
-            tokens=tokens, rows=rows, member=shards.rank, group=shards.group, exchange=method,
+            tokens=tokens,
+            rows=rows,
+            member=shards.rank,
+            group=shards.group,
+            exchange=method,
             targets=None,
-        )  # fmt: skip
+        )
     return shards.joint[key]

@@ -20,13 +20,12 @@ __all__ = ["adapt_latte"]
 
 _STAGES = (
     AxisStage(modules="transformer_blocks.*", mixes="s", dims="(b t) s d"),
-    AxisStage(modules="temporal_transformer_blocks.*", mixes="t", dims="(b s) t d",
-          sides={4: "(b s) e"}),
-)  # fmt: skip
+    AxisStage(
+        modules="temporal_transformer_blocks.*", mixes="t", dims="(b s) t d", sides={4: "(b s) e"}
+    ),
+)
 
-_INPUTS = {
-    "hidden_states": "b c t y x", "timestep": "b", "encoder_hidden_states": "b n e",
-}  # fmt: skip
+_INPUTS = {"hidden_states": "b c t y x", "timestep": "b", "encoder_hidden_states": "b n e"}
 
 
 def adapt_latte(model: Any, *, groups: Groups | None = None) -> Adapted:

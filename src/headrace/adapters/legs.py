@@ -90,10 +90,15 @@ def _cut(
 def _leg(shards: AxisShards, dims: Dims, axis: str, seat: GroupSeat) -> Leg:
     """The switch to another axis, which is in shards afterwards."""
     found = Leg(
-        dims=dims, here=shards.here(), from_dim=dims.dim_of(shards.axis), to_dim=dims.dim_of(axis),
-        sizes=shards.sizes(shards.axis), to_sizes=shards.sizes(axis), handle=seat.handle,
+        dims=dims,
+        here=shards.here(),
+        from_dim=dims.dim_of(shards.axis),
+        to_dim=dims.dim_of(axis),
+        sizes=shards.sizes(shards.axis),
+        to_sizes=shards.sizes(axis),
+        handle=seat.handle,
         rank=seat.rank,
-    )  # fmt: skip
+    )
     shards.axis = axis
     return found
 
@@ -109,8 +114,12 @@ def _cuts(
         if shards.axis in dims:
             at = dims.dim_of(shards.axis)
             found[side] = (
-                dims, dict(shards.totals), at, sum(sizes[: shards.rank]), sizes[shards.rank]
-            )  # fmt: skip
+                dims,
+                dict(shards.totals),
+                at,
+                sum(sizes[: shards.rank]),
+                sizes[shards.rank],
+            )
     return found
 
 

@@ -114,9 +114,13 @@ class Passage:
         return self
 
     def on(
-        self, module: torch.nn.Module, before: Any = None, after: Any = None, *,
+        self,
+        module: torch.nn.Module,
+        before: Any = None,
+        after: Any = None,
+        *,
         always: bool = False,
-    ) -> Callable[[], None]:  # fmt: skip
+    ) -> Callable[[], None]:
         """More hooks, of those who know the model: ``before(args, named)`` gives them anew,
         ``after(args, result)`` the result; ``always`` after a forward that failed, too. Returns
         what takes them away."""
@@ -167,15 +171,18 @@ class Passage:
         several = len(set(modules)) < len(modules)
         if several or any(self.axes <= set(stage.mixed) for stage in found):
             raise ModelError(
-                "compiled model", wanted="stages that can be traced",
+                "compiled model",
+                wanted="stages that can be traced",
                 got="a stage that runs twice" if several else "a stage that mixes all axes",
                 hint="compile its blocks: block.compile()",
-            )  # fmt: skip
+            )
         if missing := self.axes - shards.totals.keys():
             raise ModelError(
-                "compiled model", got=f"inputs that do not tell axis {min(missing)}",
-                wanted="places of all axes", hint="hr.adapt(model, sizes=...)",
-            )  # fmt: skip
+                "compiled model",
+                got=f"inputs that do not tell axis {min(missing)}",
+                wanted="places of all axes",
+                hint="hr.adapt(model, sizes=...)",
+            )
         if self._group_seat is None or self._group_seat.group is not shards.group:
             self._group_seat = GroupSeat(shards.group)
         axis, wanted = shards.axis, list[tuple[AxisStage, str]]()
@@ -232,9 +239,10 @@ class Passage:
         first = given.get(key)
         if not isinstance(first, torch.Tensor):
             raise ModelError(
-                f"stage {stage.modules}", got=f"{type(first).__name__} as its first argument",
+                f"stage {stage.modules}",
+                got=f"{type(first).__name__} as its first argument",
                 wanted=f"a tensor of dims {stage.dims}",
-            )  # fmt: skip
+            )
         place = self._known.get(first)
         if place is not None and place.module is module:  # what a checkpoint computes again
             self.shards = place.shards
@@ -287,9 +295,10 @@ class Passage:
             out = forward(*args, **named)
         if not joint.calls:
             raise ModelError(
-                f"stage {stage.modules}", got="no call of scaled_dot_product_attention",
+                f"stage {stage.modules}",
+                got="no call of scaled_dot_product_attention",
                 wanted="attention that can be spread over ranks",
-            )  # fmt: skip
+            )
         self._learnt[shards.members] = replace(self._known_of, heads=joint.heads)
         return out
 
@@ -317,19 +326,25 @@ class Passage:
         free = [n for n in stage.layout.flat if n in self.axes and n not in stage.mixed]
         if not free:
             raise ModelError(
-                f"stage {stage.modules}", got=f"dims {stage.dims}, of which it mixes every axis",
+                f"stage {stage.modules}",
+                got=f"dims {stage.dims}, of which it mixes every axis",
                 wanted="an axis that it does not mix",
-            )  # fmt: skip
+            )
         return AxisChoice(axis=max(free, key=lambda name: shards.totals.get(name, 0)))
 
     def _planned(self) -> tuple[AxisChoice, ...]:
         shards = self.at_work
         sizes = {name: n for name, n in shards.totals.items() if name in self.axes}
         plan = plan_axes(
-            [MixingStage(mixes=mixed) for mixed in self._known_of.order], sizes, shards.ranks,
-            tensor_bytes=1.0, transfer_s=lambda sent: sent / _LINK_BYTES_S, entry=self.axis,
-            exit_=self.axis, heads=self._known_of.heads,
-        )  # fmt: skip
+            [MixingStage(mixes=mixed) for mixed in self._known_of.order],
+            sizes,
+            shards.ranks,
+            tensor_bytes=1.0,
+            transfer_s=lambda sent: sent / _LINK_BYTES_S,
+            entry=self.axis,
+            exit_=self.axis,
+            heads=self._known_of.heads,
+        )
         return plan.choices
 
     @contextmanager
@@ -347,9 +362,13 @@ class Passage:
                 setattr(module, name, function)
 
     def _recomputed(
-        self, shards: AxisShards, recompute: Callable[..., Any], function: Any, *args: Any,
+        self,
+        shards: AxisShards,
+        recompute: Callable[..., Any],
+        function: Any,
+        *args: Any,
         **named: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         stage = self.stages.get(function) if isinstance(function, torch.nn.Module) else None
         if stage is None:
             return recompute(partial(self._again, shards, shards.axis, function), *args, **named)

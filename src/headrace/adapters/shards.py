@@ -108,17 +108,23 @@ class AxisShards:
         self.totals[axis] = part.shape[dims.dim_of(axis)]
         if self.totals[axis] < self.ranks:
             raise InfeasiblePlan(
-                f"axis {axis}", got=f"{self.totals[axis]} places for {self.ranks} ranks",
-                wanted="a place for each", hint="fewer ranks for each sample",
-            )  # fmt: skip
+                f"axis {axis}",
+                got=f"{self.totals[axis]} places for {self.ranks} ranks",
+                wanted="a place for each",
+                hint="fewer ranks for each sample",
+            )
         stays = self.sizes(axis)[self.rank] / self.totals[axis]
         self.moves.append(
             AxisMove(before=self.axis, after=axis, sent_bytes=round(part.nbytes * (1 - stays)))
         )
         moved = switch(
-            part, dims.dim_of(self.axis), dims.dim_of(axis), self.group,
-            sizes=self.sizes(self.axis), to_sizes=self.sizes(axis),
-        )  # fmt: skip
+            part,
+            dims.dim_of(self.axis),
+            dims.dim_of(axis),
+            self.group,
+            sizes=self.sizes(self.axis),
+            to_sizes=self.sizes(axis),
+        )
         self.axis = axis
         return dims.closed(moved)
 
@@ -134,6 +140,7 @@ class AxisShards:
                 continue
             return dims.closed(opened) if done else self.local(x, dims)
         raise DataError(
-            f"argument of dims {dims}", got=f"{list(x.shape)}",
+            f"argument of dims {dims}",
+            got=f"{list(x.shape)}",
             wanted=f"{self.here()[self.axis]} or {self.totals[self.axis]} places of {self.axis}",
-        )  # fmt: skip
+        )

@@ -28,7 +28,7 @@ class AxisStage:
         returns   whether the axis that was in shards before is so again afterwards, for models
                   whose code between stages asks for it; else it stays as it is until a stage
                   mixes it
-    """  # fmt: skip
+    """
 
     modules: str
     mixes: str
@@ -68,9 +68,10 @@ def modules_of(
         named = [m for name, m in model.named_modules() if wanted.fullmatch(name)]
         if not named:
             raise ModelError(
-                f"stage {stage.modules}", got="no module of that name",
+                f"stage {stage.modules}",
+                got="no module of that name",
                 wanted=f"some of {', '.join(name for name, _ in model.named_children())}",
-            )  # fmt: skip
+            )
         for module in named:
             if module in found:
                 raise ModelError(f"module {type(module).__name__}", got="two stages", wanted="one")

@@ -44,9 +44,14 @@ def adapt_timesformer(model: Any, *, groups: Groups | None = None) -> Adapted:
         modules=f"{prefix}encoder.layer.*.temporal_attention", mixes="t", dims="(b h w) t d"
     )
     run = Adapted(
-        model, stages=[over_time], inputs={"pixel_values": "b t c y x"}, axis="h", batch="b",
-        sizes=sizes, groups=groups,
-    )  # fmt: skip
+        model,
+        stages=[over_time],
+        inputs={"pixel_values": "b t c y x"},
+        axis="h",
+        batch="b",
+        sizes=sizes,
+        groups=groups,
+    )
 
     def embedded(_: Any, out: torch.Tensor) -> torch.Tensor:
         clip, patches = out[:, :1], out[:, 1:]

@@ -21,9 +21,11 @@ __all__ = ["adapt_wan"]
 
 _ATTENTION = AxisStage(modules="blocks.*.attn1", mixes="t s", dims="b (t s) d")
 _INPUTS = {
-    "hidden_states": "b c t y x", "timestep": "b", "encoder_hidden_states": "b n e",
+    "hidden_states": "b c t y x",
+    "timestep": "b",
+    "encoder_hidden_states": "b n e",
     "encoder_hidden_states_image": "b m f",
-}  # fmt: skip
+}
 _ROTARY = Dims.parse("k (t s) j d")
 
 

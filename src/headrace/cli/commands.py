@@ -17,9 +17,17 @@ from headrace.cli.flags import (
 )
 
 __all__ = [
-    "config", "doctor", "export", "plan", "profile", "rehearse", "report", "simulate", "train",
+    "config",
+    "doctor",
+    "export",
+    "plan",
+    "profile",
+    "rehearse",
+    "report",
+    "simulate",
+    "train",
     "verify",
-]  # fmt: skip
+]
 
 _PLAN, _SIMULATE, _PROFILE = PlanFlags(), SimulateFlags(), ProfileFlags()
 _REHEARSE, _VERIFY = RehearseFlags(), VerifyFlags()
@@ -94,20 +102,32 @@ def plan(config: Path | None = None, *, flags: PlanFlags = _PLAN) -> int:
     if config is None:
         from headrace.cli.plan_files import PlanFiles, plan_files
 
-        _only("a CONFIG", ranks=flags.ranks, hardware=flags.hardware,
-              set=flags.changes or None,
-              batches=None if flags.batches == 1 else flags.batches)  # fmt: skip
+        _only(
+            "a CONFIG",
+            ranks=flags.ranks,
+            hardware=flags.hardware,
+            set=flags.changes or None,
+            batches=None if flags.batches == 1 else flags.batches,
+        )
         return plan_files(
             PlanFiles(
-                costs=flags.costs, lengths=flags.lengths, devices=flags.devices,
-                planner=flags.planner, semantics=flags.semantics, picture=flags.picture,
-                seed=flags.seed, as_json=flags.json,
+                costs=flags.costs,
+                lengths=flags.lengths,
+                devices=flags.devices,
+                planner=flags.planner,
+                semantics=flags.semantics,
+                picture=flags.picture,
+                seed=flags.seed,
+                as_json=flags.json,
             )
-        )  # fmt: skip
+        )
     _only(
-        "no configuration beside it", "with one, --set changes it (planner.name, devices.ranks)",
-        devices=flags.devices, planner=flags.planner, semantics=flags.semantics,
-    )  # fmt: skip
+        "no configuration beside it",
+        "with one, --set changes it (planner.name, devices.ranks)",
+        devices=flags.devices,
+        planner=flags.planner,
+        semantics=flags.semantics,
+    )
     return run(config, flags)
 
 

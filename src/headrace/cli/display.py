@@ -67,8 +67,11 @@ class Terminal(Listener):
             self._every_s = self._stays_s
             self._bar = Progress(
                 TextColumn("{task.description}", markup=False, table_column=one_line),
-                BarColumn(bar_width=16), TimeRemainingColumn(), console=console, expand=True,
-            )  # fmt: skip
+                BarColumn(bar_width=16),
+                TimeRemainingColumn(),
+                console=console,
+                expand=True,
+            )
             self._task = self._bar.add_task("training", total=steps, completed=first)
             self._bar.start()
 

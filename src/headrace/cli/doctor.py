@@ -22,10 +22,25 @@ from headrace.units import bytes_text, seconds_text
 __all__ = ["doctor", "examine"]
 
 _PACKAGES = (
-    "torch", "numpy", "pydantic", "cyclopts", "rich", "jinja2", "safetensors", "psutil",
-    "tokenizers", "transformers", "altair", "vl-convert-python", "scikit-learn", "pyarrow",
-    "diffusers", "pyfaidx", "tensorboard", "wandb",
-)  # fmt: skip
+    "torch",
+    "numpy",
+    "pydantic",
+    "cyclopts",
+    "rich",
+    "jinja2",
+    "safetensors",
+    "psutil",
+    "tokenizers",
+    "transformers",
+    "altair",
+    "vl-convert-python",
+    "scikit-learn",
+    "pyarrow",
+    "diffusers",
+    "pyfaidx",
+    "tensorboard",
+    "wandb",
+)
 
 
 def doctor(*, as_json: bool) -> int:
@@ -186,10 +201,14 @@ def _print(found: dict[str, Any]) -> None:
     out.print(f"headrace {found['headrace']}  Python {found['python']}  {found['system']}")
     memory = " ".join(
         f"{name} {bytes_text(machine[key])}"
-        for name, key in (("memory", "memory_bytes"), ("free", "free_memory_bytes"),
-                          ("/dev/shm", "shared_memory_bytes"), ("disk free", "free_disk_bytes"))
+        for name, key in (
+            ("memory", "memory_bytes"),
+            ("free", "free_memory_bytes"),
+            ("/dev/shm", "shared_memory_bytes"),
+            ("disk free", "free_disk_bytes"),
+        )
         if machine[key] is not None
-    )  # fmt: skip
+    )
     out.print(f"{machine['cores']} cores  {memory}")
     for device in found["devices"]:
         out.print(f"{device['name']}  {bytes_text(device['memory_bytes'])}")

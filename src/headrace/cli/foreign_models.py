@@ -17,15 +17,40 @@ _PLAIN = {"experts_implementation": "eager"}
 """Kernels of experts know no fp64."""
 
 _TINY = {
-    "d_model": 48, "ffn_dim": 80, "head_dim": 8, "hidden_size": 48, "intermediate_size": 80,
-    "kv_lora_rank": 16, "local_attention": 8, "max_position_embeddings": 128,
-    "moe_intermediate_size": 32, "n_embd": 48, "n_group": 1, "n_head": 6, "n_heads": 6,
-    "n_layer": 2, "n_layers": 2, "n_positions": 128, "n_routed_experts": 4,
-    "num_attention_heads": 6, "num_experts": 4, "num_experts_per_tok": 2, "num_heads": 6,
-    "num_hidden_layers": 2, "num_key_value_heads": 3, "num_layers": 2, "num_local_experts": 4,
-    "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "sliding_window": 7,
-    "topk_group": 1, "v_head_dim": 8, "vocab_size": 97, "word_embed_proj_dim": 48,
-}  # fmt: skip
+    "d_model": 48,
+    "ffn_dim": 80,
+    "head_dim": 8,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "kv_lora_rank": 16,
+    "local_attention": 8,
+    "max_position_embeddings": 128,
+    "moe_intermediate_size": 32,
+    "n_embd": 48,
+    "n_group": 1,
+    "n_head": 6,
+    "n_heads": 6,
+    "n_layer": 2,
+    "n_layers": 2,
+    "n_positions": 128,
+    "n_routed_experts": 4,
+    "num_attention_heads": 6,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_heads": 6,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 3,
+    "num_layers": 2,
+    "num_local_experts": 4,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "sliding_window": 7,
+    "topk_group": 1,
+    "v_head_dim": 8,
+    "vocab_size": 97,
+    "word_embed_proj_dim": 48,
+}
 """Settings of a tiny model, of those that its type has."""
 
 
@@ -61,19 +86,21 @@ def made(name: str) -> Any:
         return getattr(importlib.import_module(module), factory)()
     except (ImportError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"model {name}", got=str(error),
+            f"model {name}",
+            got=str(error),
             wanted="MODULE:FUNCTION that can be imported and takes no arguments",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _tiny(kind: str, transformers: Any) -> torch.nn.Module:
     known = transformers.CONFIG_MAPPING
     if kind not in known:
         raise ConfigError(
-            "model", got=repr(kind),
+            "model",
+            got=repr(kind),
             wanted="native, checkpoint, a folder, MODULE:FUNCTION or a type of transformers",
             hint=did_you_mean(kind, known),
-        )  # fmt: skip
+        )
     config = transformers.AutoConfig.for_model(kind)
     for key in dir(config):
         value = getattr(config, key, None) if not key.startswith("_") else None

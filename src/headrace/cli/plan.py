@@ -161,7 +161,9 @@ def _drawn(config: Config, text: str, batches: int, seed: int) -> tuple[Lengths,
     budget = config.data.batch_tokens
     if budget is None:
         raise ConfigError(
-            "--lengths", got="a configuration that counts sequences", wanted="data.batch_tokens",
+            "--lengths",
+            got="a configuration that counts sequences",
+            wanted="data.batch_tokens",
             hint="add --set data.batch_tokens=N --set data.batch_sequences=",
-        )  # fmt: skip
+        )
     return tuple(draw_batches(parse_distribution(text), budget, batches, seed))

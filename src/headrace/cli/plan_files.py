@@ -51,9 +51,10 @@ def plan_files(options: PlanFiles) -> int:
     """Plan every iteration of a file; a table for people, or the plan file on stdout."""
     if options.costs is None or options.lengths is None or options.devices is None:
         raise ConfigError(
-            "plan", got="no configuration",
+            "plan",
+            got="no configuration",
             wanted="a CONFIG, or all of --costs, --lengths and --devices",
-        )  # fmt: skip
+        )
     if not 1 <= options.devices <= _MOST_DEVICES:
         raise ConfigError("--devices", got=options.devices, wanted=f"1 to {_MOST_DEVICES:,}")
     if options.seed < 0:
@@ -70,9 +71,10 @@ def plan_files(options: PlanFiles) -> int:
         costs = _costs(PipelineCosts.from_json, value, options.costs)
         if options.semantics not in (None, "free"):
             raise ConfigError(
-                "--semantics", got=repr(options.semantics),
+                "--semantics",
+                got=repr(options.semantics),
                 wanted="free for pipelines: each starts when its devices are free",
-            )  # fmt: skip
+            )
     _require_ranges(costs, options.costs, iterations)
     semantics = _semantics(options.semantics)
     problem = Problem(costs=costs, devices=options.devices, semantics=semantics)
@@ -88,16 +90,23 @@ def read_iterations(path: Path) -> list[list[int]]:
     value = _read(path)
     found = value.get("iterations") if isinstance(value, dict) else None
     if not isinstance(found, list) or not found:
-        raise DataError(f"lengths {path}", got=repr(value)[:40],
-                        wanted='{"iterations": [[tokens, ...], ...]}')  # fmt: skip
+        raise DataError(
+            f"lengths {path}", got=repr(value)[:40], wanted='{"iterations": [[tokens, ...], ...]}'
+        )
     for i, lengths in enumerate(found):
         if not isinstance(lengths, list) or not lengths:
-            raise DataError(f"lengths {path}, iteration {i}", got=repr(lengths)[:40],
-                            wanted="a list of lengths, at least one")  # fmt: skip
+            raise DataError(
+                f"lengths {path}, iteration {i}",
+                got=repr(lengths)[:40],
+                wanted="a list of lengths, at least one",
+            )
         for k, length in enumerate(lengths):
             if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-                raise DataError(f"lengths {path}, iteration {i}, sequence {k}",
-                                got=repr(length)[:40], wanted="a whole number >= 1")  # fmt: skip
+                raise DataError(
+                    f"lengths {path}, iteration {i}, sequence {k}",
+                    got=repr(length)[:40],
+                    wanted="a whole number >= 1",
+                )
     return found
 
 
@@ -120,8 +129,9 @@ def _kind(value: Any, path: Path) -> str:
     kind = value.get("kind") if isinstance(value, dict) else None
     if kind not in ("pipelines", "groups"):
         hint = "costs written by headrace profile need a CONFIG: headrace plan CONFIG --costs FILE"
-        raise CostError(f"costs {path}, kind", got=repr(kind)[:40],
-                        wanted="'pipelines' or 'groups'", hint=hint)  # fmt: skip
+        raise CostError(
+            f"costs {path}, kind", got=repr(kind)[:40], wanted="'pipelines' or 'groups'", hint=hint
+        )
     return kind
 
 
@@ -130,8 +140,9 @@ def _costs(make: Callable[[Any], Costs], value: Any, path: Path) -> Costs:
     try:
         return make(value)
     except CostError as error:
-        raise CostError(f"costs {path}: {error.what}", got=error.got, wanted=error.wanted,
-                        hint=error.hint)  # fmt: skip
+        raise CostError(
+            f"costs {path}: {error.what}", got=error.got, wanted=error.wanted, hint=error.hint
+        )
     except ValueError as error:
         raise CostError(f"costs {path}", got=str(error))
 
@@ -139,16 +150,21 @@ def _costs(make: Callable[[Any], Costs], value: Any, path: Path) -> Costs:
 def _require_range(what: str, seconds: float, tokens: int) -> None:
     """Raise CostError for seconds whose sums or ratios would be no numbers."""
     if seconds and not _LEAST_S <= seconds <= _MOST_S:
-        raise CostError(what, got=f"{seconds:.3g} s for {tokens:,} tokens",
-                        wanted=f"{_LEAST_S} to {_MOST_S} s")  # fmt: skip
+        raise CostError(
+            what, got=f"{seconds:.3g} s for {tokens:,} tokens", wanted=f"{_LEAST_S} to {_MOST_S} s"
+        )
 
 
 def _semantics(given: str | None) -> Semantics:
     for word in get_args(Semantics):
         if given in (word, None):
             return word
-    raise ConfigError("--semantics", got=repr(given), wanted="free or lockstep",
-                      hint=did_you_mean(str(given), get_args(Semantics)))  # fmt: skip
+    raise ConfigError(
+        "--semantics",
+        got=repr(given),
+        wanted="free or lockstep",
+        hint=did_you_mean(str(given), get_args(Semantics)),
+    )
 
 
 def _plan(options: PlanFiles, problem: Problem, iterations: Iterations) -> int:
@@ -159,9 +175,10 @@ def _plan(options: PlanFiles, problem: Problem, iterations: Iterations) -> int:
         made = found[worst].plan
         if found[worst].phases:
             raise ConfigError(
-                "--picture", got=f"iteration {worst} with strategies in turn",
+                "--picture",
+                got=f"iteration {worst} with strategies in turn",
                 wanted="a plan of one strategy",
-            )  # fmt: skip
+            )
         bars = bars_of_plan(made, published_timeline(made, problem.published))
         draw_picture(bars, f"iteration {worst}", options.picture)
     if options.as_json:
@@ -169,11 +186,15 @@ def _plan(options: PlanFiles, problem: Problem, iterations: Iterations) -> int:
         return 0
     rows = [
         (
-            one.strategy, one.plan.predicted_s, one.plan.lower_bound_s, one.plan.gap,
-            one.planning_s, one.plan.why,
+            one.strategy,
+            one.plan.predicted_s,
+            one.plan.lower_bound_s,
+            one.plan.gap,
+            one.planning_s,
+            one.plan.why,
         )
         for one in found
-    ]  # fmt: skip
+    ]
     how = "" if isinstance(problem.published, PipelineCosts) else f", {problem.semantics}"
     _print(f"{problem.devices} devices{how}, planner {planner}", rows)
     return 0
@@ -201,9 +222,13 @@ def _print(title: str, rows: list[_Row]) -> None:
         table.add_column(name, justify="left" if i == 1 else "right", overflow="fold")
     for number, (strategy, predicted_s, bound_s, gap, took, _) in enumerate(rows):
         table.add_row(
-            str(number), strategy, seconds_text(predicted_s), seconds_text(bound_s),
-            percent_text(gap), seconds_text(took),
-        )  # fmt: skip
+            str(number),
+            strategy,
+            seconds_text(predicted_s),
+            seconds_text(bound_s),
+            percent_text(gap),
+            seconds_text(took),
+        )
     out.print(table)
     mean_s = sum(row[1] for row in rows) / len(rows)
     out.print(f"mean {seconds_text(mean_s)}, worst gap {percent_text(max(r[3] for r in rows))}")

@@ -18,9 +18,11 @@ from headrace.units import bytes_text, percent_text, seconds_text
 __all__ = ["fits_table", "hybrid_table", "limits_table"]
 
 _TARGETS: dict[Target, str] = {
-    "forward_s": "forward", "backward_s": "backward", "kept_bytes": "kept",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "kept_bytes": "kept",
     "transient_bytes": "in passing",
-}  # fmt: skip
+}
 
 
 def fits_table(fits: Iterable[FittedPart]) -> Table:
@@ -30,12 +32,14 @@ def fits_table(fits: Iterable[FittedPart]) -> Table:
     for fit in fits:
         forward = fit.part == "forward"
         table.add_row(
-            f"cp{fit.p}", f"{fit.option} {fit.part}",
-            seconds_text(fit.curve([1024])), seconds_text(fit.curve([4096])),
+            f"cp{fit.p}",
+            f"{fit.option} {fit.part}",
+            seconds_text(fit.curve([1024])),
+            seconds_text(fit.curve([4096])),
             percent_text(fit.error.median),
             f"{bytes_text(fit.kept.slope)}/token" if forward else "",
             f"{bytes_text(fit.transient.slope)}/token" if forward else "",
-        )  # fmt: skip
+        )
     return table
 
 
@@ -55,9 +59,13 @@ def hybrid_table(model: HybridModel) -> Table:
     table = _table(("group", "part", "of", "forest to", "degree", "jump"), left=3)
     for found in model.boundaries():
         table.add_row(
-            f"cp{found.p}", found.option, _TARGETS[found.target], f"{found.longest:,}",
-            str(found.degree), "-" if math.isinf(found.jump) else percent_text(found.jump),
-        )  # fmt: skip
+            f"cp{found.p}",
+            found.option,
+            _TARGETS[found.target],
+            f"{found.longest:,}",
+            str(found.degree),
+            "-" if math.isinf(found.jump) else percent_text(found.jump),
+        )
     return table
 
 

@@ -65,13 +65,17 @@ def rehearse(config_path: Path, flags: RehearseFlags) -> int:
     played = _played(config, flags)
     tell(
         f"rehearsing rank {played.rank} of {played.ranks} on {played.hardware}: "
-        + ("shapes only, seconds from a roofline" if played.device is None else
-           f"kernels run on {played.device}, collectives are modelled")
-    )  # fmt: skip
+        + (
+            "shapes only, seconds from a roofline"
+            if played.device is None
+            else f"kernels run on {played.device}, collectives are modelled"
+        )
+    )
     cluster = Cluster(
-        devices=played.ranks, device=played.hardware.device.name,
+        devices=played.ranks,
+        device=played.hardware.device.name,
         memory_bytes=config.devices.memory_bytes or played.hardware.device.memory_bytes,
-    )  # fmt: skip
+    )
     profile = played.profile(_fingerprint(played), cluster, ProgressLines())
     margin = config.planner.memory_margin
     costs = costs_from_profile(profile).replace(memory_margin=_MARGIN if margin is None else margin)
@@ -101,12 +105,17 @@ def _played(config: Config, flags: RehearseFlags) -> Rehearsal:
     _, methods = considered(config.planner, a, ranks, gpu=hardware.device.name != "cpu")
     length = parse_count(flags.length) if flags.length else 0
     return Rehearsal(
-        architecture=a, hardware=hardware, ranks=ranks, rank=flags.rank,
+        architecture=a,
+        hardware=hardware,
+        ranks=ranks,
+        rank=flags.rank,
         sizes=tuple(sorted(set(flags.sizes))) or (ranks,),
-        longest=max(length, config.data.context), methods=methods,
-        levels=config.planner.recompute, dtype=_dtype(flags, config, hardware),
+        longest=max(length, config.data.context),
+        methods=methods,
+        levels=config.planner.recompute,
+        dtype=_dtype(flags, config, hardware),
         device=_device(flags.device),
-    )  # fmt: skip
+    )
 
 
 def _dtype(flags: RehearseFlags, config: Config, hardware: Hardware) -> torch.dtype:
@@ -129,10 +138,15 @@ def _device(name: str | None) -> str | None:
 
 def _fingerprint(played: Rehearsal) -> str:
     return fingerprint_of(
-        source="rehearsal", model=played.architecture, ranks=played.ranks, rank=played.rank,
-        hardware=played.hardware, dtype=str(played.dtype).removeprefix("torch."),
-        device=played.device or "none", torch=torch.__version__,
-    )  # fmt: skip
+        source="rehearsal",
+        model=played.architecture,
+        ranks=played.ranks,
+        rank=played.rank,
+        hardware=played.hardware,
+        dtype=str(played.dtype).removeprefix("torch."),
+        device=played.device or "none",
+        torch=torch.__version__,
+    )
 
 
 def _rows(costs: CostModel, length: int) -> Iterator[_Row]:
@@ -151,11 +165,16 @@ def _rows(costs: CostModel, length: int) -> Iterator[_Row]:
             working: Working = "replicated" if fits["replicated"] >= length else "sharded"
             forward_s, backward_s = costs.micro_batch_s([length], p, layers, working)
             yield _Row(
-                p=p, option=option, kept_bytes=cost.kept.slope,
-                transient_bytes=cost.transient.slope, longest=max(fits.values()), working=working,
-                forward_s=forward_s, backward_s=backward_s,
+                p=p,
+                option=option,
+                kept_bytes=cost.kept.slope,
+                transient_bytes=cost.transient.slope,
+                longest=max(fits.values()),
+                working=working,
+                forward_s=forward_s,
+                backward_s=backward_s,
                 peak_bytes=costs.micro_batch_bytes(length, p, layers, working),
-            )  # fmt: skip
+            )
 
 
 def _check_that_something_fits(costs: CostModel, rows: list[_Row]) -> None:
@@ -186,24 +205,36 @@ def _parts(costs: CostModel, chosen: Plan, length: int) -> MemoryParts:
 
 
 def _json(
-    played: Rehearsal, costs: CostModel, length: int, rows: list[_Row], chosen: Plan | None,
+    played: Rehearsal,
+    costs: CostModel,
+    length: int,
+    rows: list[_Row],
+    chosen: Plan | None,
     parts: MemoryParts | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     return {
         "architecture": played.architecture.to_json(),
-        "hardware": str(played.hardware), "ranks": played.ranks, "rank": played.rank,
-        "dtype": str(played.dtype).removeprefix("torch."), "device": played.device,
-        "capacity_bytes": costs.capacity_bytes, "length": length,
+        "hardware": str(played.hardware),
+        "ranks": played.ranks,
+        "rank": played.rank,
+        "dtype": str(played.dtype).removeprefix("torch."),
+        "device": played.device,
+        "capacity_bytes": costs.capacity_bytes,
+        "length": length,
         "options": [asdict(replace(row)) | {"option": str(row.option)} for row in rows],
         "plan": chosen.to_json() if chosen else None,
         "memory_bytes": asdict(parts) | {"peak": parts.peak} if parts else None,
-    }  # fmt: skip
+    }
 
 
 def _print(
-    played: Rehearsal, costs: CostModel, length: int, rows: list[_Row], chosen: Plan | None,
+    played: Rehearsal,
+    costs: CostModel,
+    length: int,
+    rows: list[_Row],
+    chosen: Plan | None,
     parts: MemoryParts | None,
-) -> None:  # fmt: skip
+) -> None:
     out = out_console()
     dtype = str(played.dtype).removeprefix("torch.")
     out.print(f"{played.architecture} in {dtype}")
@@ -225,18 +256,33 @@ def _print(
 
 def _table(rows: list[_Row], length: int) -> Table:
     table = Table(box=None, pad_edge=False)
-    names = ("group", "layers", "kept/token", "passing/token", "longest", "weights", "forward",
-             "backward", "peak")  # fmt: skip
+    names = (
+        "group",
+        "layers",
+        "kept/token",
+        "passing/token",
+        "longest",
+        "weights",
+        "forward",
+        "backward",
+        "peak",
+    )
     for i, name in enumerate(names):
         right = i > 1 and name != "weights"
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
     table.title, table.title_justify = f"longest sequence, and one of {length:,} tokens", "left"
     for row in rows:
         table.add_row(
-            f"cp{row.p}", str(row.option), bytes_text(row.kept_bytes),
-            bytes_text(row.transient_bytes), f"{row.longest:,}", row.working,
-            seconds_text(row.forward_s), seconds_text(row.backward_s), bytes_text(row.peak_bytes),
-        )  # fmt: skip
+            f"cp{row.p}",
+            str(row.option),
+            bytes_text(row.kept_bytes),
+            bytes_text(row.transient_bytes),
+            f"{row.longest:,}",
+            row.working,
+            seconds_text(row.forward_s),
+            seconds_text(row.backward_s),
+            bytes_text(row.peak_bytes),
+        )
     return table
 
 

@@ -103,9 +103,13 @@ def verify(what: str, path: Path | None, flags: VerifyFlags) -> int:
         from headrace.cli.verify_model import verify_model
 
         return verify_model(
-            what, ranks=ranks, seed=flags.seed, tolerance=flags.tolerance or 1e-5,
-            backend=flags.backend, as_json=flags.json,
-        )  # fmt: skip
+            what,
+            ranks=ranks,
+            seed=flags.seed,
+            tolerance=flags.tolerance or 1e-5,
+            backend=flags.backend,
+            as_json=flags.json,
+        )
     names = tuple(FACTS) if "all" in methods else tuple(facts_of(name).name for name in methods)
     names = (*names, _MIXED, _STRATEGIES)
     cases = [
@@ -206,8 +210,9 @@ def _plain_step(
     loss = plain_loss(ids, labels, lengths.tokens, weights, a, objective.count(lengths))
     loss.backward()
     zero = {n: torch.zeros_like(w) for n, w in weights.items()}
-    return float(loss.detach()), {n: w.grad if w.grad is not None else zero[n]
-                                  for n, w in weights.items()}  # fmt: skip
+    return float(loss.detach()), {
+        n: w.grad if w.grad is not None else zero[n] for n, w in weights.items()
+    }
 
 
 def _print(rows: list[tuple[_Case, _Errors | None]], tolerance: float) -> int:

@@ -76,7 +76,11 @@ def _print(found: Sequence[_Row], tolerance: float) -> None:
     for row in found:
         fine = max(row.loss_error, row.gradient_error) <= tolerance
         table.add_row(
-            row.model, str(row.ranks), row.case, f"{row.loss_error:.1e}",
-            f"{row.gradient_error:.1e}", "exact" if fine else "WRONG",
-        )  # fmt: skip
+            row.model,
+            str(row.ranks),
+            row.case,
+            f"{row.loss_error:.1e}",
+            f"{row.gradient_error:.1e}",
+            "exact" if fine else "WRONG",
+        )
     Console(highlight=False, width=110).print(table)

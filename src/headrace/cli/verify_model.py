@@ -73,9 +73,14 @@ class _Verdict:
 
 
 def verify_model(
-    name: str, *, ranks: Sequence[int], seed: int, tolerance: float, backend: str | None,
+    name: str,
+    *,
+    ranks: Sequence[int],
+    seed: int,
+    tolerance: float,
+    backend: str | None,
     as_json: bool,
-) -> int:  # fmt: skip
+) -> int:
     """Compare losses and gradients of ``name`` on groups of ``ranks`` with one process'. The exit
     code is 0 when they are equal, 1 when they are not, 2 when the model is refused."""
     foreign_model(name, seed)  # a name that is none is told at once
@@ -94,17 +99,32 @@ def verify_model(
 
 def _print(found: Sequence[_Verdict], tolerance: float) -> None:
     table = Table(box=None, pad_edge=False)
-    for title in ("model", "ranks", "exchange", "batch", "recompute", "kept", "loss error",
-                  "gradient error", "verdict"):  # fmt: skip
+    for title in (
+        "model",
+        "ranks",
+        "exchange",
+        "batch",
+        "recompute",
+        "kept",
+        "loss error",
+        "gradient error",
+        "verdict",
+    ):
         left = title in ("model", "exchange", "batch", "recompute", "verdict")
         table.add_column(title, justify="left" if left else "right")
     for v in found:
         fine = max(v.loss_error, v.gradient_error) <= tolerance
         table.add_row(
-            v.model, str(v.ranks), v.exchange, v.batch, v.recompute,
-            "" if v.kept_bytes is None else bytes_text(v.kept_bytes), f"{v.loss_error:.1e}",
-            f"{v.gradient_error:.1e}", "exact" if fine else "WRONG",
-        )  # fmt: skip
+            v.model,
+            str(v.ranks),
+            v.exchange,
+            v.batch,
+            v.recompute,
+            "" if v.kept_bytes is None else bytes_text(v.kept_bytes),
+            f"{v.loss_error:.1e}",
+            f"{v.gradient_error:.1e}",
+            "exact" if fine else "WRONG",
+        )
     Console(highlight=False, width=110).print(table)
     times = max(v.compiles for v in found)
     print(f"attention reached by its {found[0].door}; compiled {times} times")
@@ -164,9 +184,14 @@ def _cases(name: str, ranks: int, seed: int, backend: str | None) -> Iterator[_V
 
 
 def _compared(
-    run: Adopted, plain: torch.nn.Module, batch: _Batch, seed: int, exchange: Exchange, *,
+    run: Adopted,
+    plain: torch.nn.Module,
+    batch: _Batch,
+    seed: int,
+    exchange: Exchange,
+    *,
     counts: bool,
-) -> _Verdict:  # fmt: skip
+) -> _Verdict:
     """One case."""
     inputs = _inputs(batch, seed, run)
     loss, gradients, kept = _spread(run, inputs, exchange, counts=counts)
@@ -176,12 +201,18 @@ def _compared(
         float((g - e).abs().max()) / largest
         for g, e in zip(gradients, expected, strict=True)
         if g is not None and e is not None
-    ]  # fmt: skip
+    ]
     return _Verdict(
-        model="", ranks=0, exchange=exchange, batch=batch.name, door=run.door,
-        compiles=run.compiles, loss_error=abs(loss - wanted) / abs(wanted),
-        gradient_error=max(off), kept_bytes=kept,
-    )  # fmt: skip
+        model="",
+        ranks=0,
+        exchange=exchange,
+        batch=batch.name,
+        door=run.door,
+        compiles=run.compiles,
+        loss_error=abs(loss - wanted) / abs(wanted),
+        gradient_error=max(off),
+        kept_bytes=kept,
+    )
 
 
 def _inputs(batch: _Batch, seed: int, run: Adopted) -> dict[str, torch.Tensor]:

@@ -86,9 +86,11 @@ def live(parent: int, rank: int, body: Callable[[int], int]) -> None:
 
 
 def supervise(
-    children: dict[int, int], board: StatusBoard, heard: list[int],
+    children: dict[int, int],
+    board: StatusBoard,
+    heard: list[int],
     each: Callable[[], None] = lambda: None,
-) -> int:  # fmt: skip
+) -> int:
     """Wait for all children; returns the exit code of the job.
 
     The first failure is put on the board, so that the others stop by themselves; those that have

@@ -73,17 +73,21 @@ def all_to_all_rows(
 ) -> torch.Tensor:
     """Rows of ``x`` to each rank of the group in order, ``send[r]`` rows to rank r.
 
-        x        [sum(send), ...]      contiguous or not
-        returns  [sum(receive), ...]   rows from rank 0, 1, ... in order
-        adjoint  all_to_all_rows(grad, receive, send)
-    """  # fmt: skip
+    x        [sum(send), ...]      contiguous or not
+    returns  [sum(receive), ...]   rows from rank 0, 1, ... in order
+    adjoint  all_to_all_rows(grad, receive, send)
+    """
     return issue_all_to_all(x, send, receive, group).wait()
 
 
 def issue_all_to_all(
-    x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None,
-    *, out: torch.Tensor | None = None,
-) -> Arriving:  # fmt: skip
+    x: torch.Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    group: dist.ProcessGroup | None,
+    *,
+    out: torch.Tensor | None = None,
+) -> Arriving:
     """:func:`all_to_all_rows`, issued; into ``out`` [sum(receive), ...] where it is given."""
     if group is None:
         return Arriving.there(x)
@@ -99,10 +103,10 @@ def all_gather_rows(
 ) -> torch.Tensor:
     """Everyone's rows in rank order; ``sizes[r]`` rows come from rank r (uneven, zero allowed).
 
-        x        [sizes[rank], ...]
-        returns  [sum(sizes), ...]
-        adjoint  reduce_scatter_rows(grad, sizes)
-    """  # fmt: skip
+    x        [sizes[rank], ...]
+    returns  [sum(sizes), ...]
+    adjoint  reduce_scatter_rows(grad, sizes)
+    """
     return issue_all_gather(x, sizes, group).wait()
 
 
@@ -149,9 +153,12 @@ def issue_padded_gather(
 
 
 def reduce_scatter_rows(
-    x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, *,
+    x: torch.Tensor,
+    sizes: Sequence[int],
+    group: dist.ProcessGroup | None,
+    *,
     add: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The sum over ranks of each rank's rows, half types in fp32; added in rank order on a CPU.
 
         x        [sum(sizes), ...]
@@ -160,14 +167,17 @@ def reduce_scatter_rows(
 
     ``add`` makes the result of the parts of all ranks [R, sizes[rank], ...] where it is given,
     instead of :func:`sum_of_parts`.
-    """  # fmt: skip
+    """
     return issue_reduce_scatter(x, sizes, group, add=add).wait()
 
 
 def issue_reduce_scatter(
-    x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, *,
+    x: torch.Tensor,
+    sizes: Sequence[int],
+    group: dist.ProcessGroup | None,
+    *,
     add: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> Arriving:  # fmt: skip
+) -> Arriving:
     """:func:`reduce_scatter_rows`, issued."""
     if group is None:
         return Arriving.there(x) if add is None else Arriving(None, lambda: add(x[None]))
@@ -177,9 +187,13 @@ def issue_reduce_scatter(
     out = x.new_empty((ranks, mine, *x.shape[1:]))
     sent = x.contiguous()
     work = dist.all_to_all_single(
-        out.view(ranks * mine, *x.shape[1:]), sent, [mine] * ranks, list(sizes), group=group,
+        out.view(ranks * mine, *x.shape[1:]),
+        sent,
+        [mine] * ranks,
+        list(sizes),
+        group=group,
         async_op=True,
-    )  # fmt: skip
+    )
     return Arriving(Transfer(work, group, x), lambda: add(out), keep=sent)
 
 
@@ -198,10 +212,10 @@ def sum_of_parts(parts: torch.Tensor, into: torch.Tensor | None = None) -> torch
 def issue_shift(x: torch.Tensor, rows: int, group: dist.ProcessGroup | None) -> Arriving:
     """Rows of ``x`` to the next rank of a ring, ``rows`` rows from the one before.
 
-        x        [t, ...]
-        returns  [rows, ...]
-        adjoint  the shift the other way
-    """  # fmt: skip
+    x        [t, ...]
+    returns  [rows, ...]
+    adjoint  the shift the other way
+    """
     if group is None:
         return Arriving.there(x)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -297,7 +311,8 @@ def agree(what: str, value: str, group: dist.ProcessGroup | None) -> None:
     odd = [rank for rank, other in enumerate(values) if other != values[0]]
     if odd:
         raise PlanMismatch(
-            what, got=f"{values[odd[0]][:12]} on rank {odd[0]}",
+            what,
+            got=f"{values[odd[0]][:12]} on rank {odd[0]}",
             wanted=f"{values[0][:12]} as on rank 0",
             hint="all ranks must see the same files, configuration and versions",
-        )  # fmt: skip
+        )

@@ -96,11 +96,12 @@ def _pickled(body: Callable[[int], int]) -> bytes:
 
 def _unsendable(why: str) -> LaunchError:
     return LaunchError(
-        "main function of ranks", got=f"one that cannot be sent to a new process ({why})",
+        "main function of ranks",
+        got=f"one that cannot be sent to a new process ({why})",
         wanted="a function of an importable module: as CUDA or threads of torch have begun here, "
         "ranks cannot be forked",
         hint="start ranks before they begin, or with torchrun",
-    )  # fmt: skip
+    )
 
 
 def _names_main(data: bytes) -> bool:

@@ -18,9 +18,11 @@ from headrace.errors import LaunchError
 __all__ = ["VARIABLES", "begin_gpu", "count_gpus", "cuda_begun", "gpu_of"]
 
 VARIABLES = (
-    "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS",
-)  # fmt: skip
+)
 """Environment variables that :func:`begin_gpu` sets."""
 
 
@@ -63,9 +65,11 @@ def begin_gpu(local_rank: int, *, deterministic: bool = False) -> str:
     """
     if torch.cuda._is_in_bad_fork():  # noqa: SLF001
         raise LaunchError(
-            "a rank of this process", got="CUDA begun, or only asked for, before it was forked",
-            wanted="neither", hint="start ranks from a new process, or with torchrun",
-        )  # fmt: skip
+            "a rank of this process",
+            got="CUDA begun, or only asked for, before it was forked",
+            wanted="neither",
+            hint="start ranks from a new process, or with torchrun",
+        )
     index = gpu_of(local_rank, torch.cuda.device_count(), own=sees_own_gpus())
     # Packs have new sizes all the time: without it freed memory is in pieces, and given back.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -96,7 +100,9 @@ def gpu_of(local_rank: int, count: int, *, own: bool) -> int:
         return 0
     if local_rank >= count:
         raise LaunchError(
-            f"GPU of local rank {local_rank}", got=f"{count} GPUs",
-            wanted="one for each rank of a machine", hint="start fewer ranks, or use device = cpu",
-        )  # fmt: skip
+            f"GPU of local rank {local_rank}",
+            got=f"{count} GPUs",
+            wanted="one for each rank of a machine",
+            hint="start fewer ranks, or use device = cpu",
+        )
     return local_rank

@@ -79,9 +79,13 @@ def start(
     Call it from the main thread. Raises LaunchError when ranks cannot be started.
     """
     settings = Settings(
-        device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=heartbeat_s, hang_s=hang_s,
+        device=device,
+        threads=threads,
+        timeout_s=timeout_s,
+        heartbeat_s=heartbeat_s,
+        hang_s=hang_s,
         deterministic=deterministic,
-    )  # fmt: skip
+    )
     _check(ranks)
     if forked is None:
         several = (threads or len(os.sched_getaffinity(0)) // ranks) > 1
@@ -125,18 +129,26 @@ class _Started:
         torch.set_float32_matmul_precision(self.precision)  # as where it was started
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever networks come and go
         place = RankPlace(
-            rank=rank, ranks=self.ranks, local_rank=rank, local_ranks=self.ranks, attempt=0,
-            host=_LOCALHOST, port=self.port,
-        )  # fmt: skip
+            rank=rank,
+            ranks=self.ranks,
+            local_rank=rank,
+            local_ranks=self.ranks,
+            attempt=0,
+            host=_LOCALHOST,
+            port=self.port,
+        )
         client = dist.TCPStore(_LOCALHOST, self.port, is_master=False)
         return run_rank(self.main, place, self.settings, client)
 
 
 @contextmanager
 def lone_rank(
-    *, device: str = "cpu", threads: int | None = None, timeout_s: float = 1800,
+    *,
+    device: str = "cpu",
+    threads: int | None = None,
+    timeout_s: float = 1800,
     deterministic: bool = False,
-) -> Iterator[World]:  # fmt: skip
+) -> Iterator[World]:
     """The only rank of a job, in this process: torch.distributed is initialised within the context
     and as before after it. Errors are the caller's to handle.
 
@@ -145,13 +157,19 @@ def lone_rank(
     """
     if dist.is_initialized():
         raise LaunchError(
-            "a rank in this process", got="torch.distributed initialised",
-            wanted="a process that is no rank yet", hint="dist.destroy_process_group() ends it",
-        )  # fmt: skip
+            "a rank in this process",
+            got="torch.distributed initialised",
+            wanted="a process that is no rank yet",
+            hint="dist.destroy_process_group() ends it",
+        )
     settings = Settings(
-        device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=0.2, hang_s=float("inf"),
+        device=device,
+        threads=threads,
+        timeout_s=timeout_s,
+        heartbeat_s=0.2,
+        hang_s=float("inf"),
         deterministic=deterministic,
-    )  # fmt: skip
+    )
     before = torch.get_num_threads()
     named = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", *VARIABLES)}
     chosen = torch.are_deterministic_algorithms_enabled()
@@ -208,10 +226,11 @@ def join_world(device: str) -> None:
     if dist.is_initialized():
         if "gloo" not in str(dist.get_backend_config()):
             raise LaunchError(
-                "torch.distributed", got=f"the backend {dist.get_backend_config()}",
+                "torch.distributed",
+                got=f"the backend {dist.get_backend_config()}",
                 wanted="gloo beside it, for what ranks agree on",
                 hint='init_process_group("cpu:gloo,cuda:nccl")',
-            )  # fmt: skip
+            )
         return
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     if under_torchrun():
@@ -244,9 +263,13 @@ def join(
     reached.
     """
     settings = Settings(
-        device=device, threads=threads, timeout_s=timeout_s, heartbeat_s=heartbeat_s, hang_s=hang_s,
+        device=device,
+        threads=threads,
+        timeout_s=timeout_s,
+        heartbeat_s=heartbeat_s,
+        hang_s=hang_s,
         deterministic=deterministic,
-    )  # fmt: skip
+    )
     place = _place()
     # Where no agent keeps the store (launchers other than torchrun), rank 0 does.
     serve = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -263,9 +286,12 @@ def _meet(place: RankPlace, store: dist.Store, lifeline: Lifeline, *, limit_s: f
     """Meet the other ranks; the place, with the number of the attempt."""
     mine, theirs = route(place.host, place.port)
     seat = take_seat(
-        store, Comer(address=mine, store=theirs, port=lifeline.port),
-        rank=place.rank, ranks=place.ranks, limit_s=limit_s,
-    )  # fmt: skip
+        store,
+        Comer(address=mine, store=theirs, port=lifeline.port),
+        rank=place.rank,
+        ranks=place.ranks,
+        limit_s=limit_s,
+    )
     if place.ranks > 1:
         lifeline.hold(seat.before)
     if not os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -277,20 +303,25 @@ def _interface(address: str) -> str:
     found = interface_of(address)
     if found is None:
         raise LaunchError(
-            f"address {address} of this machine", got="no network interface with it",
-            wanted="one", hint="set GLOO_SOCKET_IFNAME to the interface that leads to the others",
-        )  # fmt: skip
+            f"address {address} of this machine",
+            got="no network interface with it",
+            wanted="one",
+            hint="set GLOO_SOCKET_IFNAME to the interface that leads to the others",
+        )
     return found
 
 
 def _place() -> RankPlace:
     ranks = number("WORLD_SIZE")
     place = RankPlace(
-        rank=number("RANK"), ranks=ranks, local_rank=number("LOCAL_RANK"),
+        rank=number("RANK"),
+        ranks=ranks,
+        local_rank=number("LOCAL_RANK"),
         local_ranks=number("LOCAL_WORLD_SIZE", ranks),
         attempt=0,  # the ranks agree on it: torchrun's count is that of one node
-        host=variable("MASTER_ADDR"), port=number("MASTER_PORT"),
-    )  # fmt: skip
+        host=variable("MASTER_ADDR"),
+        port=number("MASTER_PORT"),
+    )
     if not place.rank < ranks:
         raise LaunchError("RANK", got=place.rank, wanted=f"less than WORLD_SIZE = {ranks}")
     return place

@@ -39,9 +39,11 @@ class Lifeline:
             self._before = socket.create_connection(before, timeout=_CONNECT_S)
         except OSError as error:
             raise LaunchError(
-                f"rank before this one at {before[0]}:{before[1]}", got=error,
-                wanted="a connection", hint="machines of a job must reach each other on all ports",
-            )  # fmt: skip
+                f"rank before this one at {before[0]}:{before[1]}",
+                got=error,
+                wanted="a connection",
+                hint="machines of a job must reach each other on all ports",
+            )
         make_impatient(self._before)
         self._before.setblocking(False)
 

@@ -76,10 +76,11 @@ def take_seat(store: dist.Store, comer: Comer, *, rank: int, ranks: int, limit_s
             return seat
         if time.monotonic() > deadline:
             raise LaunchError(
-                "ranks of the job", got=_missing(store, ranks),
+                "ranks of the job",
+                got=_missing(store, ranks),
                 wanted=f"all {ranks} within {seconds_text(limit_s)}",
                 hint="see what the other machines say",
-            )  # fmt: skip
+            )
         time.sleep(_POLL_S)
 
 

@@ -40,9 +40,11 @@ def groups_here(device: str | torch.device = "cpu") -> Groups | None:
         return Groups(device=device)
     if under_torchrun() and number("WORLD_SIZE") > 1:
         raise LaunchError(
-            "torch.distributed", got="not begun", wanted="ranks that have met",
+            "torch.distributed",
+            got="not begun",
+            wanted="ranks that have met",
             hint="call torch.distributed.init_process_group() before",
-        )  # fmt: skip
+        )
     return None
 
 
@@ -83,9 +85,13 @@ class Groups:
     """
 
     def __init__(
-        self, *, backend: str | None = None, connections: Connections | None = None,
-        device: str | torch.device = "cpu", node_ranks: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        backend: str | None = None,
+        connections: Connections | None = None,
+        device: str | torch.device = "cpu",
+        node_ranks: int | None = None,
+    ) -> None:
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
         if node_ranks is not None and (node_ranks < 1 or self.ranks % node_ranks):
@@ -226,7 +232,8 @@ class Groups:
         group = self._made.get(ranks)
         if group is None:
             raise PlanMismatch(
-                f"group {ranks}", got=f"rank {self.rank} outside it or group never made",
+                f"group {ranks}",
+                got=f"rank {self.rank} outside it or group never made",
                 wanted="a group prepared by all ranks",
-            )  # fmt: skip
+            )
         return group

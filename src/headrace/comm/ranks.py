@@ -136,9 +136,13 @@ def _watcher(place: RankPlace, settings: Settings, lifeline: Lifeline | None = N
     own = dist.TCPStore(place.host, place.port, is_master=False)
     hurry(place.port)
     return Watcher(
-        StatusBoard.of_attempt(own, place.attempt), rank=place.rank, ranks=place.ranks,
-        heartbeat_s=settings.heartbeat_s, hang_s=settings.hang_s, lifeline=lifeline,
-    )  # fmt: skip
+        StatusBoard.of_attempt(own, place.attempt),
+        rank=place.rank,
+        ranks=place.ranks,
+        heartbeat_s=settings.heartbeat_s,
+        hang_s=settings.hang_s,
+        lifeline=lifeline,
+    )
 
 
 def _join(
@@ -150,16 +154,26 @@ def _join(
     rerendezvous = Rerendezvous(
         # The store outlives a failed attempt, and so would the addresses of dead processes in it.
         store=dist.PrefixStore(f"attempt{place.attempt}/groups", store),
-        rank=place.rank, ranks=place.ranks, timeout_s=settings.timeout_s, watcher=watcher,
-        store_port=place.port, backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-    )  # fmt: skip
+        rank=place.rank,
+        ranks=place.ranks,
+        timeout_s=settings.timeout_s,
+        watcher=watcher,
+        store_port=place.port,
+        backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+    )
     rerendezvous.meet()
     watcher.leave()
     return World(
-        rank=place.rank, ranks=place.ranks, local_rank=place.local_rank,
-        local_ranks=place.local_ranks, attempt=place.attempt, device=device, watcher=watcher,
-        timeout_s=settings.timeout_s, rerendezvous=rerendezvous,
-    )  # fmt: skip
+        rank=place.rank,
+        ranks=place.ranks,
+        local_rank=place.local_rank,
+        local_ranks=place.local_ranks,
+        attempt=place.attempt,
+        device=device,
+        watcher=watcher,
+        timeout_s=settings.timeout_s,
+        rerendezvous=rerendezvous,
+    )
 
 
 def _device(place: RankPlace, settings: Settings) -> str:

@@ -31,9 +31,16 @@ class Rerendezvous:
     at ``store_port`` of whatever machine."""
 
     def __init__(
-        self, *, store: dist.Store, rank: int, ranks: int, timeout_s: float, watcher: Watcher,
-        backend: str, store_port: int,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        store: dist.Store,
+        rank: int,
+        ranks: int,
+        timeout_s: float,
+        watcher: Watcher,
+        backend: str,
+        store_port: int,
+    ) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
         self._timeout_s, self._watcher, self._backend = timeout_s, watcher, backend
         self._number = 0
@@ -43,10 +50,12 @@ class Rerendezvous:
         """Make the world and its default group. Collective."""
         with self.connections.opening():
             dist.init_process_group(
-                self._backend, store=dist.PrefixStore(f"world{self._number}", self._store),
-                rank=self._rank, world_size=self._ranks,
+                self._backend,
+                store=dist.PrefixStore(f"world{self._number}", self._store),
+                rank=self._rank,
+                world_size=self._ranks,
                 timeout=timedelta(seconds=self._timeout_s),
-            )  # fmt: skip
+            )
         assert dist.group.WORLD is not None
         self.connections.keep(dist.group.WORLD)
         # A rank that leaves at once would break the connections of those still making theirs.

@@ -121,9 +121,11 @@ def make_impatient(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         for option, value in (
-            (socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1),
-            (socket.TCP_KEEPCNT, _PATIENCE_S - 1), (socket.TCP_USER_TIMEOUT, 1000 * _PATIENCE_S),
-        ):  # fmt: skip
+            (socket.TCP_KEEPIDLE, 1),
+            (socket.TCP_KEEPINTVL, 1),
+            (socket.TCP_KEEPCNT, _PATIENCE_S - 1),
+            (socket.TCP_USER_TIMEOUT, 1000 * _PATIENCE_S),
+        ):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 

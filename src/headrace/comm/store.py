@@ -32,9 +32,11 @@ def reach_store(host: str, port: int, *, serve: bool, limit_s: float) -> dist.TC
     store = _enter(host, port, limit_s=max(0.1, deadline - time.monotonic()))
     if store is None:
         raise LaunchError(
-            where, got="no answer, or none of a store", wanted="the store that torchrun keeps",
+            where,
+            got="no answer, or none of a store",
+            wanted="the store that torchrun keeps",
             hint="another program may listen on MASTER_PORT: set a free one",
-        )  # fmt: skip
+        )
     return store
 
 
@@ -47,9 +49,11 @@ def _knock(host: str, port: int, where: str, deadline: float) -> None:
         except (OSError, OverflowError) as error:
             if isinstance(error, OverflowError) or time.monotonic() > deadline:
                 raise LaunchError(
-                    where, got=error, wanted="a connection",
+                    where,
+                    got=error,
+                    wanted="a connection",
                     hint="MASTER_ADDR and MASTER_PORT must be those of the first machine",
-                )  # fmt: skip
+                )
         time.sleep(0.1)
 
 

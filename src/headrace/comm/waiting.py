@@ -44,9 +44,13 @@ class Transfer:
     """
 
     def __init__(
-        self, work: dist.Work | None, group: dist.ProcessGroup | None, x: torch.Tensor, *,
+        self,
+        work: dist.Work | None,
+        group: dist.ProcessGroup | None,
+        x: torch.Tensor,
+        *,
         here: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert work is not None, "issued asynchronously, by a rank of the group"
         self.work, self.group, self.here = work, group, here
         self._of_host = x.device.type == "cpu"

@@ -75,10 +75,11 @@ class ModelConfig(Section):
         sequences of ``context``. Raises SpecError when it has too few rows or positions."""
         if vocabulary > folder.vocabulary:
             raise SpecError(
-                f"vocabulary of {self.from_}", got=folder.vocabulary,
+                f"vocabulary of {self.from_}",
+                got=folder.vocabulary,
                 wanted=f"at least the tokenizer's {vocabulary}",
                 hint="without data.tokenizer the folder's own is taken",
-            )  # fmt: skip
+            )
         if folder.longest is not None and context > folder.longest:
             wanted = f"at most {folder.longest}, the positions of {self.from_}"
             raise SpecError("data.context", got=context, wanted=wanted)

@@ -26,11 +26,9 @@ __all__ = ["ClipsConfig", "ClipsDataConfig", "ClipsModelConfig"]
 _UNUSED: Mapping[str, tuple[str, ...]] = {
     "run": ("check_finite", "deterministic"),
     "devices": ("hardware",),
-    "planner": (
-        "strategies", "rotate", "methods", "candidates", "smoothing", "working",
-    ),
+    "planner": ("strategies", "rotate", "methods", "candidates", "smoothing", "working"),
     "report": ("timelines", "tensorboard", "wandb"),
-}  # fmt: skip
+}
 """Keys that say nothing about a run over clips."""
 
 

@@ -94,8 +94,11 @@ class GroupCosts:
         needed = (*_NUMBERS, "cap_tokens", "kappa_s")
         for name in value:
             if name not in ("kind", *_WORDS, *needed):
-                raise CostError(f"costs, {name}", got="an unknown entry",
-                                hint=did_you_mean(str(name), (*_WORDS, *needed)))  # fmt: skip
+                raise CostError(
+                    f"costs, {name}",
+                    got="an unknown entry",
+                    hint=did_you_mean(str(name), (*_WORDS, *needed)),
+                )
         for name in needed:
             if name not in value:
                 raise CostError("costs", got=f"no {name}", wanted=f"{name} of kind 'groups'")
@@ -121,8 +124,9 @@ class GroupCosts:
         try:
             return cls.from_json(value)
         except CostError as error:
-            raise CostError(f"costs {path}: {error.what}", got=error.got, wanted=error.wanted,
-                            hint=error.hint)  # fmt: skip
+            raise CostError(
+                f"costs {path}: {error.what}", got=error.got, wanted=error.wanted, hint=error.hint
+            )
 
 
 def _whole(value: object) -> bool:

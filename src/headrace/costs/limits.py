@@ -156,11 +156,13 @@ def limits_of(
             layers = LayerPlan.uniform(option, costs.shape.layers)
             found.append(
                 Limits(
-                    p=p, option=option, working=working,
+                    p=p,
+                    option=option,
+                    working=working,
                     max_length=max_length(costs, p, layers, working),
                     util_length=util_length(costs, p, layers, working, threshold=threshold),
                 )
-            )  # fmt: skip
+            )
     return found
 
 
@@ -199,6 +201,10 @@ def memory_parts(
     ends = round(costs.ends[p].kept(tokens))
     passing = peak - costs.state_bytes - held - round(kept) - ends
     return MemoryParts(
-        stored=costs.state_bytes, working=held, layers=round(kept), ends=ends,
-        passing=max(0, passing), free=costs.capacity_bytes - peak,
-    )  # fmt: skip
+        stored=costs.state_bytes,
+        working=held,
+        layers=round(kept),
+        ends=ends,
+        passing=max(0, passing),
+        free=costs.capacity_bytes - peak,
+    )

@@ -68,11 +68,13 @@ class SchemeCost:
         (:meth:`PipelineCosts.with_context`)."""
         scheme = replace(self.scheme, context=degree * self.scheme.context)
         return SchemeCost(
-            scheme=scheme, a_s=self.a_s / degree, c_s=self.c_s,
+            scheme=scheme,
+            a_s=self.a_s / degree,
+            c_s=self.c_s,
             b_s=self.b_s * (1 + more * (degree - 1) / degree) / degree,
             max_length={devices: degree * room for devices, room in self.max_length.items()},
             util_length=degree * self.util_length,
-        )  # fmt: skip
+        )
 
     def sequence_s(self, tokens: int) -> float:
         """Seconds that a sequence adds to its micro-batch."""
@@ -106,12 +108,17 @@ class SchemeCost:
         """A JSON object that :meth:`from_json` reads back."""
         scheme = self.scheme
         return {
-            "scheme": self.name, "tensor": scheme.tensor, "context": scheme.context,
-            "pipeline": scheme.pipeline, "devices": scheme.devices,
-            "a_s": self.a_s, "b_s": self.b_s, "c_s": self.c_s,
+            "scheme": self.name,
+            "tensor": scheme.tensor,
+            "context": scheme.context,
+            "pipeline": scheme.pipeline,
+            "devices": scheme.devices,
+            "a_s": self.a_s,
+            "b_s": self.b_s,
+            "c_s": self.c_s,
             "max_length": {str(devices): tokens for devices, tokens in self.max_length.items()},
             "util_length": self.util_length,
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> SchemeCost:
@@ -123,10 +130,14 @@ class SchemeCost:
                     f"{name} of {value['scheme']}", got=value[name], wanted=getattr(scheme, name)
                 )
         return cls(
-            scheme=scheme, a_s=value["a_s"], b_s=value["b_s"], c_s=value["c_s"],
+            scheme=scheme,
+            a_s=value["a_s"],
+            b_s=value["b_s"],
+            c_s=value["c_s"],
             max_length={int(n): tokens for n, tokens in value["max_length"].items()},
-            util_length=value.get("util_length", 1), name=value["scheme"],
-        )  # fmt: skip
+            util_length=value.get("util_length", 1),
+            name=value["scheme"],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,11 +238,14 @@ def _derived(costs: PipelineCosts, context: Any) -> PipelineCosts:
     """The costs with what their file says of context parallelism."""
     if context is None:
         return costs
-    if not isinstance(context, Mapping) or not isinstance(context.get("degrees"), list) or (
-        "more" not in context
-    ):  # fmt: skip
-        raise CostError("context of the costs", got=repr(context),
-                        wanted='{"degrees": [...], "more": ...}')  # fmt: skip
+    if (
+        not isinstance(context, Mapping)
+        or not isinstance(context.get("degrees"), list)
+        or ("more" not in context)
+    ):
+        raise CostError(
+            "context of the costs", got=repr(context), wanted='{"degrees": [...], "more": ...}'
+        )
     return costs.with_context(context["degrees"], context["more"])
 
 

@@ -119,10 +119,11 @@ def fit_quadratic(lengths: Sequence[Pack], seconds: Sequence[float]) -> tuple[Qu
     if _rank(features) < 3:
         longest = max((n for pack in packs for n in pack), default=256)
         raise CostError(
-            "fit of seconds", got=f"{len({tuple(row) for row in features})} different packs",
+            "fit of seconds",
+            got=f"{len({tuple(row) for row in features})} different packs",
             wanted="packs that tell squares, tokens and the constant apart",
             hint=f"measure sequences of {2 * longest:,} and {4 * longest:,} tokens too",
-        )  # fmt: skip
+        )
     measured = np.asarray(seconds, dtype=np.float64)
     found = _non_negative(features, measured, weights=1 / measured)
     quadratic = Quadratic(a=float(found[0]), b=float(found[1]), c=float(found[2]))
@@ -141,9 +142,11 @@ def fit_linear(tokens: Sequence[int], byte_counts: Sequence[float]) -> tuple[Lin
     features = np.array([[count, 1.0] for count in tokens], dtype=np.float64).reshape(-1, 2)
     if _rank(features) < 2:
         raise CostError(
-            "fit of bytes", got=f"{len(set(tokens))} different packs", wanted="at least two",
+            "fit of bytes",
+            got=f"{len(set(tokens))} different packs",
+            wanted="at least two",
             hint=f"measure a pack of {2 * max(tokens, default=256):,} tokens too",
-        )  # fmt: skip
+        )
     measured = np.asarray(byte_counts, dtype=np.float64)
     floor = max(float(measured.max()) / 1000, 1.0)
     found = _non_negative(features, measured, weights=1 / np.maximum(measured, floor))

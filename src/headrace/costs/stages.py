@@ -55,9 +55,13 @@ def stage_gather(
 
 
 def segment_seconds(
-    costs: CostModel, tokens: Sequence[int], pipeline: Pipeline, stage: Stage, layers: LayerPlan,
+    costs: CostModel,
+    tokens: Sequence[int],
+    pipeline: Pipeline,
+    stage: Stage,
+    layers: LayerPlan,
     working: Working,
-) -> tuple[tuple[float, float], ...]:  # fmt: skip
+) -> tuple[tuple[float, float], ...]:
     """Seconds of (forward, backward) of every segment of a stage for a pack of ``tokens``, in the
     order of ``stage.buckets``. The ends are charged where the head is.
 

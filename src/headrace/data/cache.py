@@ -98,9 +98,13 @@ def _tokens(folder: Path, meta: dict[str, Any]) -> TokenFile:
         stream.close()
         raise Damaged("tokens.bin is of another size")
     return TokenFile(
-        path=folder / "tokens.bin", dtype=dtype, tokens=meta["tokens"], stream=stream, sums=sums,
+        path=folder / "tokens.bin",
+        dtype=dtype,
+        tokens=meta["tokens"],
+        stream=stream,
+        sums=sums,
         mark=folder / "meta.json",
-    )  # fmt: skip
+    )
 
 
 def write_table(

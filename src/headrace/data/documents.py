@@ -83,9 +83,11 @@ def _encodes(text: str) -> bool:
 def no_memory(label: str) -> DataError:
     """The error for a file or document that is too large to be held."""
     return DataError(
-        label, got="more than the memory holds", wanted="documents that fit into it",
+        label,
+        got="more than the memory holds",
+        wanted="documents that fit into it",
         hint="cut the file into several, or its lines into documents (data.kind = 'jsonl')",
-    )  # fmt: skip
+    )
 
 
 def check_ids(ids: NDArray[Any], *, label: str, vocabulary: int) -> None:

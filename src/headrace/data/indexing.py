@@ -117,9 +117,14 @@ def index_documents(
     (folder / "records.fai").unlink(missing_ok=True)
     notes = tuple(found.notes)
     write_table(
-        folder, table, fingerprint=fingerprint, blocks=blocks.array(), dtype=dtype.str,
-        skipped=skipped, notes=notes,
-    )  # fmt: skip
+        folder,
+        table,
+        fingerprint=fingerprint,
+        blocks=blocks.array(),
+        dtype=dtype.str,
+        skipped=skipped,
+        notes=notes,
+    )
 
 
 def _nothing(source: Source, skipped: tuple[object, ...]) -> DataError:

@@ -54,9 +54,10 @@ class SamplerOptions:
                 raise ConfigError(f"data.{name}", got=value, wanted=">= 1")
         if self.context is not None and self.context < self.min_tokens:
             raise ConfigError(
-                "data.min_tokens", got=self.min_tokens,
+                "data.min_tokens",
+                got=self.min_tokens,
                 wanted=f"at most data.context, {self.context}",
-            )  # fmt: skip
+            )
         if not 0 <= self.seed < 1 << 64:
             raise ConfigError("data.seed", got=self.seed, wanted="0 <= seed < 2^64")
         for name, words in (("too_long", get_args(TooLong)), ("curriculum", get_args(Curriculum))):

@@ -72,9 +72,11 @@ def _refuse_labels(row: Mapping[str, Any], name: str, label: str) -> None:
     ids, labels = row[name], row.get(_LABELS)
     if isinstance(ids, list) and labels is not None and labels != ids:
         raise DataError(
-            label, got="labels that differ from its ids", wanted="ids alone: all are predicted",
+            label,
+            got="labels that differ from its ids",
+            wanted="ids alone: all are predicted",
             hint="take the field 'labels' away to train on every token of such rows",
-        )  # fmt: skip
+        )
 
 
 def _field(names: Any, source: Source) -> str | None:

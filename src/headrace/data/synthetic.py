@@ -210,7 +210,8 @@ def draw_batches(
         if first + len(batch) > _MOST_SEQUENCES:
             raise ConfigError(
                 f"lengths of {batches:,} batches of {batch_tokens:,} tokens",
-                got=f"more than {_MOST_SEQUENCES:,} sequences", wanted="fewer",
+                got=f"more than {_MOST_SEQUENCES:,} sequences",
+                wanted="fewer",
                 hint="draw fewer batches, smaller ones, or longer sequences",
-            )  # fmt: skip
+            )
     return drawn

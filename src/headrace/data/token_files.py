@@ -102,9 +102,12 @@ def megatron_table(file: FoundFile) -> NDArray[np.int64]:
     index = file.path.with_suffix(".idx")
     dtype, sizes, pointers, borders = _read_index(index)
     if (
-        len(borders) < 2 or borders[0] or borders[-1] != len(sizes)
-        or borders.min() < 0 or (borders[1:] < borders[:-1]).any()
-    ):  # fmt: skip
+        len(borders) < 2
+        or borders[0]
+        or borders[-1] != len(sizes)
+        or borders.min() < 0
+        or (borders[1:] < borders[:-1]).any()
+    ):
         raise _damaged(index, "borders of documents that do not fit the sequences")
     if (pointers % dtype.itemsize).any() or (sizes < 0).any() or (pointers < 0).any():
         raise _damaged(index, "a sequence that starts inside a token")

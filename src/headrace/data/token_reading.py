@@ -108,9 +108,11 @@ class TokenFile:
             at += len(parts[-1])
             if not parts[-1]:
                 raise DataError(
-                    str(self.path), got=f"{self.offset + at:,} bytes",
-                    wanted=f"{self.offset + end:,} or more", hint="the file has shrunk meanwhile",
-                )  # fmt: skip
+                    str(self.path),
+                    got=f"{self.offset + at:,} bytes",
+                    wanted=f"{self.offset + end:,} or more",
+                    hint="the file has shrunk meanwhile",
+                )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _damaged(self, block: int) -> DataError:
@@ -122,9 +124,11 @@ class TokenFile:
             except OSError:  # a read-only cache: the hint above says what to do
                 pass
         return DataError(
-            f"{self.path}, bytes from {block * BLOCK_BYTES:,} on", got="a checksum that differs",
-            wanted="the tokens that were written", hint=hint,
-        )  # fmt: skip
+            f"{self.path}, bytes from {block * BLOCK_BYTES:,} on",
+            got="a checksum that differs",
+            wanted="the tokens that were written",
+            hint=hint,
+        )
 
 
 Tokens = NDArray[Any] | TokenFile

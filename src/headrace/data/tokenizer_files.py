@@ -15,9 +15,14 @@ __all__ = ["save_tokenizer"]
 
 _FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _BESIDE = (
-    _CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "vocab.txt", "chat_template.jinja",
-)  # fmt: skip
+    _CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
+)
 _END = "<|end|>"
 
 
@@ -89,18 +94,34 @@ def _bytes(tokenizer: Bytes) -> dict[str, Any]:
     letters |= {byte: chr(256 + place) for place, byte in enumerate(hidden)}  # as GPT-2 has them
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     return {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-        "added_tokens": [{
-            "id": tokenizer.end_id, "content": _END, "single_word": False, "lstrip": False,
-            "rstrip": False, "normalized": False, "special": True,
-        }],
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "normalizer": None,
+        "added_tokens": [
+            {
+                "id": tokenizer.end_id,
+                "content": _END,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        ],
         "pre_tokenizer": level | {"use_regex": False},
         "post_processor": None,
         "decoder": level | {"use_regex": False},
         "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-            "ignore_merges": False, "merges": [],
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "merges": [],
             "vocab": {letters[byte]: byte for byte in range(256)},
         },
-    }  # fmt: skip
+    }

@@ -81,9 +81,10 @@ class TokenPlan:
     def __post_init__(self) -> None:
         if self.ranks < 1 or min(self.lengths, default=1) < 1:
             raise SpecError(
-                "token plan", got=f"{self.ranks} ranks, lengths {self.lengths[:8]}",
+                "token plan",
+                got=f"{self.ranks} ranks, lengths {self.lengths[:8]}",
                 wanted="at least one rank and tokens in every document",
-            )  # fmt: skip
+            )
 
     @property
     def total(self) -> int:
@@ -136,9 +137,12 @@ class TokenPlan:
         return self._held[members]
 
     def blocks(
-        self, queries: tuple[int, ...], keys: tuple[int, ...], causal: bool,
+        self,
+        queries: tuple[int, ...],
+        keys: tuple[int, ...],
+        causal: bool,
         window: int | None = None,
-    ) -> tuple[Block, ...]:  # fmt: skip
+    ) -> tuple[Block, ...]:
         """The scores that count between the tokens of some ranks and of some ranks, as blocks
         whose rows are those of :meth:`held`; squares before rectangles.
 

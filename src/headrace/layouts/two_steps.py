@@ -208,9 +208,12 @@ class _TwoSteps:
     on which the second begins, None on a CPU."""
 
     def __init__(
-        self, across: BucketLink, inside: BucketLink, held: Mapping[str, tuple[int, ...]],
+        self,
+        across: BucketLink,
+        inside: BucketLink,
+        held: Mapping[str, tuple[int, ...]],
         aside: torch.cuda.Stream | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._across, self._inside = across, inside
         self._held, self._aside = held, aside
         self.waits = aside is None

@@ -39,20 +39,39 @@ _Tokens = int | str
 
 
 def attach(
-    model: torch.nn.Module | Adapted, optimizer: torch.optim.Optimizer, dataset: Any, *,
-    lengths: LengthSource = None, batch_tokens: _Tokens | None = None,
-    batch_sequences: int | None = None, scheduler: Any = None, clip: float | None = None,
-    epochs: int = 1, steps: int | None = None, shuffle: bool = True, seed: int = 0,
-    labels: Labels | None = None, tokens: str | None = None, label_name: str = "labels",
-    logits: bool = True, backend: str | None = None, ahead: int = 2,
+    model: torch.nn.Module | Adapted,
+    optimizer: torch.optim.Optimizer,
+    dataset: Any,
+    *,
+    lengths: LengthSource = None,
+    batch_tokens: _Tokens | None = None,
+    batch_sequences: int | None = None,
+    scheduler: Any = None,
+    clip: float | None = None,
+    epochs: int = 1,
+    steps: int | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    labels: Labels | None = None,
+    tokens: str | None = None,
+    label_name: str = "labels",
+    logits: bool = True,
+    backend: str | None = None,
+    ahead: int = 2,
     planner: Literal["adaptive", "static", "bucket", "packed", "dcp"] | PlannerConfig = "adaptive",
     static_size: int | None = None,
-    sizes: Sequence[int] = (), exchange: Exchange | None = None,
-    recompute: Sequence[Recompute] = RECOMPUTE, longest: _Tokens | None = None,
-    memory: str | None = None, memory_margin: float | None = None, costs: CostModel | None = None,
-    cache: str | Path | None = None, out: str | Path | None = None,
-    say: Callable[[str], None] = tell, on_step: Callable[[Step], object] = lambda step: None,
-) -> Attached:  # fmt: skip
+    sizes: Sequence[int] = (),
+    exchange: Exchange | None = None,
+    recompute: Sequence[Recompute] = RECOMPUTE,
+    longest: _Tokens | None = None,
+    memory: str | None = None,
+    memory_margin: float | None = None,
+    costs: CostModel | None = None,
+    cache: str | Path | None = None,
+    out: str | Path | None = None,
+    say: Callable[[str], None] = tell,
+    on_step: Callable[[Step], object] = lambda step: None,
+) -> Attached:
     """Drive a training loop by plans. Collective: every rank calls it alike, under torchrun or in
     a process of its own, and it begins torch.distributed where nobody has. Arguments::
 
@@ -89,7 +108,7 @@ def attach(
 
     Raises ModelError for models that cannot be spread over ranks, DataError for data without
     tokens, InfeasiblePlan where the longest sample fits nowhere, and says what would help.
-    """  # fmt: skip
+    """
     module = model.model if isinstance(model, Adapted) else model
     device = _device_of(module)
     join_world(device)
@@ -97,8 +116,16 @@ def attach(
     if isinstance(model, Adapted):
         driven: LoopModel = AxisModel(model, groups, label_name=label_name)
     else:
-        adopted = adopt(model, backend=backend, labels=labels, tokens=tokens, groups=groups,
-                        label_name=label_name, exchange=exchange, logits=logits)  # fmt: skip
+        adopted = adopt(
+            model,
+            backend=backend,
+            labels=labels,
+            tokens=tokens,
+            groups=groups,
+            label_name=label_name,
+            exchange=exchange,
+            logits=logits,
+        )
         driven = TokenModel(adopted, label_name=label_name, exchange=exchange)
     order = _order(dataset, lengths, driven, batch_tokens, batch_sequences, seed, shuffle=shuffle)
     agree("data of the loop", order.fingerprint, groups.world)
@@ -107,33 +134,63 @@ def attach(
     held = HeldWeights.of(module, groups.ranks)
     quiet = groups.rank > 0
     setup = LoopSetup(
-        model=driven, held=held, optimizer=optimizer, groups=groups, device=device, seed=seed,
-        options=planner if isinstance(planner, PlannerConfig) else PlannerConfig(
-            name=planner, static_size=static_size, group_sizes=tuple(sizes), ahead=ahead,
-            recompute=tuple(recompute), memory_margin=memory_margin,
+        model=driven,
+        held=held,
+        optimizer=optimizer,
+        groups=groups,
+        device=device,
+        seed=seed,
+        options=planner
+        if isinstance(planner, PlannerConfig)
+        else PlannerConfig(
+            name=planner,
+            static_size=static_size,
+            group_sizes=tuple(sizes),
+            ahead=ahead,
+            recompute=tuple(recompute),
+            memory_margin=memory_margin,
         ),
-        document=document, longest=max(document, most // groups.ranks), cache=cache_folder(cache),
-        memory_bytes=parse_bytes(memory) if memory else None, costs=costs,
-        say=(lambda text: None) if quiet else say, heard=on_step,
+        document=document,
+        longest=max(document, most // groups.ranks),
+        cache=cache_folder(cache),
+        memory_bytes=parse_bytes(memory) if memory else None,
+        costs=costs,
+        say=(lambda text: None) if quiet else say,
+        heard=on_step,
         progress=(lambda what, done, of: None) if quiet else ProgressLines(say),
-    )  # fmt: skip
+    )
     return Attached(
-        setup=setup, order=order, scheduler=scheduler, clip=clip, steps=steps, epochs=epochs,
+        setup=setup,
+        order=order,
+        scheduler=scheduler,
+        clip=clip,
+        steps=steps,
+        epochs=epochs,
         out=out,
-    )  # fmt: skip
+    )
 
 
 def _order(
-    dataset: Any, lengths: LengthSource, reader: SampleReader, budget: _Tokens | None,
-    sequences: int | None, seed: int, *, shuffle: bool,
-) -> SampleOrder:  # fmt: skip
+    dataset: Any,
+    lengths: LengthSource,
+    reader: SampleReader,
+    budget: _Tokens | None,
+    sequences: int | None,
+    seed: int,
+    *,
+    shuffle: bool,
+) -> SampleOrder:
     many = None if budget is None else _tokens(budget)
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         samples = Samples.of(dataset, lengths, reader)
         options = SamplerOptions(
-            batch_tokens=many, batch_sequences=sequences, too_long="refuse", min_tokens=1,
-            seed=seed, shuffle=shuffle,
-        )  # fmt: skip
+            batch_tokens=many,
+            batch_sequences=sequences,
+            too_long="refuse",
+            min_tokens=1,
+            seed=seed,
+            shuffle=shuffle,
+        )
         return DrawnOrder(samples, options)
     if not hasattr(dataset, "__iter__"):
         raise DataError(

@@ -49,9 +49,16 @@ class Attached:
     """
 
     def __init__(
-        self, *, setup: LoopSetup, order: SampleOrder, scheduler: Any, clip: float | None,
-        steps: int | None, epochs: int, out: str | Path | None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        setup: LoopSetup,
+        order: SampleOrder,
+        scheduler: Any,
+        clip: float | None,
+        steps: int | None,
+        epochs: int,
+        out: str | Path | None,
+    ) -> None:
         sample = order.first()
         self._setup, self._order = setup, order
         self._steps, self._epochs = steps, epochs
@@ -72,10 +79,13 @@ class Attached:
         setup, order, steps = self._setup, self._order, self._steps
         self.found = measured(setup, sample)
         self.runner = StepRunner(
-            setup=setup, found=self.found, scheduler=scheduler, clip=clip,
+            setup=setup,
+            found=self.found,
+            scheduler=scheduler,
+            clip=clip,
             drawn=EarlyAndRare() if steps is None else DrawnSteps(wanted=_DRAWN, steps=steps),
             record=LoopRecord(out, setup) if setup.groups.rank == 0 else None,
-        )  # fmt: skip
+        )
         if order.longest is not None:
             self.runner.planner.check(order.longest)
 
@@ -101,15 +111,20 @@ class Attached:
             batch = self._order.next_batch()
             planned = runner.plan(batch)
             step = LoopStep(
-                number=self.number, batch=batch, planned=planned, runner=runner,
-                waited_s=time.perf_counter() - asked_s, finished=self._finished,
-            )  # fmt: skip
+                number=self.number,
+                batch=batch,
+                planned=planned,
+                runner=runner,
+                waited_s=time.perf_counter() - asked_s,
+                finished=self._finished,
+            )
             yield step
             if not step.done:
                 raise HeadraceError(
-                    f"step {step.number}", got="micro-batches that were not trained",
+                    f"step {step.number}",
+                    got="micro-batches that were not trained",
                     wanted="a loop over all of them: for micro in step",
-                )  # fmt: skip
+                )
         self.finish_saving()
 
     def _plan_ahead(self) -> None:
@@ -161,9 +176,12 @@ class Attached:
         runner = self.runner
         scheduler = None if runner.scheduler is None else runner.scheduler.state_dict()
         extra = {
-            "step": self.number, "ranks": self._setup.groups.ranks, "data": self._state,
-            "scheduler": scheduler, "planner": runner.planner.state(),
-        }  # fmt: skip
+            "step": self.number,
+            "ranks": self._setup.groups.ranks,
+            "data": self._state,
+            "scheduler": scheduler,
+            "planner": runner.planner.state(),
+        }
         if runner.record is not None and runner.planner.planner is not None:
             runner.record.keep(runner.planner.planner)
         self.finish_saving()

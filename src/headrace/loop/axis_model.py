@@ -36,18 +36,22 @@ class AxisModel:
     def __init__(self, adapted: Adapted, groups: Groups, *, label_name: str) -> None:
         if adapted.batch is None:
             raise SpecError(
-                "adapted model in a loop", got="no name of its samples", wanted="one",
+                "adapted model in a loop",
+                got="no name of its samples",
+                wanted="one",
                 hint="hr.adapt(model, ..., batch='b')",
-            )  # fmt: skip
+            )
         self.adapted, self.exchanges, self.whole = adapted, _EXCHANGES, False
         self._groups, self._label_name = groups, label_name
         adapted.join(groups)
         shown = [name for name, dims in adapted.inputs.items() if adapted.axis in dims]
         if not shown:
             raise ModelError(
-                f"loop over {type(adapted.inner).__name__}", got="no input with places of its axis",
-                wanted=f"one with a dim {adapted.axis}", hint="use hr.adapt and a loop of your own",
-            )  # fmt: skip
+                f"loop over {type(adapted.inner).__name__}",
+                got="no input with places of its axis",
+                wanted=f"one with a dim {adapted.axis}",
+                hint="use hr.adapt and a loop of your own",
+            )
         self._main = shown[0]
         takes = inspect.signature(adapted.inner.forward).parameters
         self._takes = {*takes, *adapted.inputs}
@@ -63,9 +67,10 @@ class AxisModel:
             got = ", ".join(map(str, item)) if isinstance(item, Mapping) else type(item).__name__
             raise DataError(what, got=got or "nothing", wanted=f"a field {self._main!r}")
         found = {
-            name: torch.as_tensor(value) for name, value in item.items()
+            name: torch.as_tensor(value)
+            for name, value in item.items()
             if is_numbers(value) or isinstance(value, int | float)
-        }  # fmt: skip
+        }
         return {name: self._one(name, value, what) for name, value in found.items()}
 
     def length(self, sample: Item) -> int:
@@ -108,9 +113,14 @@ class AxisModel:
         self._groups.prepare(groups)
 
     def place(
-        self, pack: Pack, ranks: Members, *, targets: int, exchange: str | None,
+        self,
+        pack: Pack,
+        ranks: Members,
+        *,
+        targets: int,
+        exchange: str | None,
         groups: Groups | None = None,
-    ) -> LoopPart:  # fmt: skip
+    ) -> LoopPart:
         """This rank's places."""
         declared, rest = self._declared(pack.values)
         placed = self.adapted.place(declared, ranks, groups or self._groups)
@@ -165,18 +175,23 @@ class AxisModel:
         first, count, of = shards.samples
         own = {
             name: value.narrow(0, first, count)
-            if self._dims(name) is None and value.dim() and len(value) == of else value
+            if self._dims(name) is None and value.dim() and len(value) == of
+            else value
             for name, value in placed.items()
-        }  # fmt: skip
+        }
         return LoopPart(
             inputs={name: value for name, value in own.items() if name in self._takes},
             rest={
-                name: value for name, value in own.items()
+                name: value
+                for name, value in own.items()
                 if name not in self._takes and name != self._label_name
             },
-            labels=labels, group=shards.group, targets=targets,
-            tokens=math.prod(shards.here().values()), shard=shards,
-        )  # fmt: skip
+            labels=labels,
+            group=shards.group,
+            targets=targets,
+            tokens=math.prod(shards.here().values()),
+            shard=shards,
+        )
 
     def _one(self, name: str, value: torch.Tensor, what: str) -> torch.Tensor:
         dims = self._dims(name)

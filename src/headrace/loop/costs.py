@@ -58,10 +58,12 @@ def shape_of(model: torch.nn.Module, probes: ModelProbes) -> ModelShape:
     rest = max(0, sum(p.numel() for p in model.parameters()) - sum(each))
     counts = (rest, *each, 0)
     return ModelShape(
-        name=f"{type(model).__name__}, {len(each)} layers", layers=len(each),
+        name=f"{type(model).__name__}, {len(each)} layers",
+        layers=len(each),
         hidden=_hidden(probes),
-        split_elements=(0,) * len(counts), whole_elements=counts,
-    )  # fmt: skip
+        split_elements=(0,) * len(counts),
+        whole_elements=counts,
+    )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -86,9 +88,11 @@ class LoopProfiler:
         started = time.perf_counter()
         options = SweepOptions(longest=self.longest, point_s=self.point_s, counts=1)
         sweeper = Sweeper(
-            self.groups, options, device=self.device,
+            self.groups,
+            options,
+            device=self.device,
             room_bytes=max(1, self.cluster.memory_bytes - self.state_bytes),
-        )  # fmt: skip
+        )
         self.groups.prepare(
             some
             for p in self.sizes
@@ -103,23 +107,29 @@ class LoopProfiler:
         sizes = sorted({point.p for point in points})
         if not sizes:
             raise InfeasiblePlan(
-                "model on these ranks", got=f"no room for {sweeper.not_fitting[0].tokens:,} tokens"
-                if sweeper.not_fitting else "nothing measured",
+                "model on these ranks",
+                got=f"no room for {sweeper.not_fitting[0].tokens:,} tokens"
+                if sweeper.not_fitting
+                else "nothing measured",
                 wanted=f"packs of up to {self.longest:,} tokens in "
                 f"{bytes_text(self.cluster.memory_bytes)}, {bytes_text(self.state_bytes)} of it "
                 "for weights, gradients and optimizer",
                 hint="more memory, more ranks, or weights sharded by FSDP2",
-            )  # fmt: skip
+            )
         sum_s = self._sum_s()
         for parameter in self.held.trained:
             parameter.grad = None
         return Profile(
-            fingerprint=fingerprint, shape=shape, cluster=self.cluster, points=tuple(points),
-            not_fitting=tuple(sweeper.not_fitting), state_bytes=self.state_bytes,
+            fingerprint=fingerprint,
+            shape=shape,
+            cluster=self.cluster,
+            points=tuple(points),
+            not_fitting=tuple(sweeper.not_fitting),
+            state_bytes=self.state_bytes,
             exchange_s={"pull_s": 0.0, "push_s": sum_s, "update_s": 0.0},
             working_bytes={p: {"replicated": 0, "sharded": 0} for p in sizes},
             measured_in_s=slowest(self.groups, [time.perf_counter() - started])[0],
-        )  # fmt: skip
+        )
 
     def _size(self, sweeper: Sweeper, p: int) -> Iterator[ProfilePoint]:
         """The points of one group size."""
@@ -142,11 +152,14 @@ class LoopProfiler:
                     yield from sweeper.points(self._sweep(p, best, level))
         yield from sweeper.points(
             Sweep(
-                p=p, option=ENDS, probe=partial(_of_ends, self.probes, best),
-                groups_of=self.probes.model.groups_of, order=self._order(best, p),
+                p=p,
+                option=ENDS,
+                probe=partial(_of_ends, self.probes, best),
+                groups_of=self.probes.model.groups_of,
+                order=self._order(best, p),
                 counter=self._counter(),
             )
-        )  # fmt: skip
+        )
 
     def _sweep(self, p: int, exchange: str, level: Recompute) -> Sweep:
         def probe(groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...]) -> Probe:
@@ -154,10 +167,13 @@ class LoopProfiler:
 
         name = SINGLE_RANK if p == 1 else exchange
         return Sweep(
-            p=p, option=str(LayerOption.of(name, level)), probe=probe,
-            groups_of=self.probes.model.groups_of, order=self._order(exchange, p),
+            p=p,
+            option=str(LayerOption.of(name, level)),
+            probe=probe,
+            groups_of=self.probes.model.groups_of,
+            order=self._order(exchange, p),
             counter=self._counter(),
-        )  # fmt: skip
+        )
 
     def _counter(self) -> Callable[[], Counter] | None:
         """Counts bytes on a CPU where a model is compiled, which counting operators would forbid;
@@ -201,9 +217,12 @@ def _hidden(probes: ModelProbes) -> int:
 
 
 def _of_ends(
-    probes: ModelProbes, exchange: str, groups: Groups, ranks: tuple[int, ...],
+    probes: ModelProbes,
+    exchange: str,
+    groups: Groups,
+    ranks: tuple[int, ...],
     lengths: tuple[int, ...],
-) -> Probe:  # fmt: skip
+) -> Probe:
     return probes.whole(groups, ranks, lengths, exchange)
 
 
@@ -217,15 +236,21 @@ def _longest_s(found: dict[str, list[ProfilePoint]], exchange: str) -> float:
 def _full(point: ProfilePoint, entry_bytes: int) -> ProfilePoint:
     kept, transient = point.kept_bytes, point.transient_bytes
     return replace(
-        point, option=f"{point.option}+full", backward_s=point.forward_s + point.backward_s,
+        point,
+        option=f"{point.option}+full",
+        backward_s=point.forward_s + point.backward_s,
         kept_bytes=None if kept is None else min(kept, entry_bytes),
         transient_bytes=None if kept is None or transient is None else kept + transient,
-    )  # fmt: skip
+    )
 
 
 def _nothing(point: ProfilePoint) -> ProfilePoint:
     none = None if point.kept_bytes is None else 0
     return replace(
-        point, option=ENDS, forward_s=_LEAST_S, backward_s=_LEAST_S, kept_bytes=none,
+        point,
+        option=ENDS,
+        forward_s=_LEAST_S,
+        backward_s=_LEAST_S,
+        kept_bytes=none,
         transient_bytes=none,
-    )  # fmt: skip
+    )

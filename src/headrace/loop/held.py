@@ -42,9 +42,10 @@ class HeldWeights:
         for module in model.modules():
             if isinstance(module, Fsdp1):
                 raise ModelError(
-                    "model under FullyShardedDataParallel", got="FSDP1",
+                    "model under FullyShardedDataParallel",
+                    got="FSDP1",
                     wanted="fully_shard (FSDP2), DDP, or no wrapper",
-                )  # fmt: skip
+                )
         own = model.module if isinstance(model, DistributedDataParallel) else model
         return cls(model=model, inner=own, ranks=ranks)
 

@@ -35,7 +35,7 @@ def check_loss(loss: torch.Tensor, targets: int, tokens: int) -> None:
             "loss of a micro-batch",
             got=f"shape {list(loss.shape)}{'' if loss.requires_grad else ' without gradient'}",
             wanted="a single number with a gradient",
-        )  # fmt: skip
+        )
     nodes = _loss_nodes(loss)
     if len(nodes) != 1 or not targets:
         return
@@ -46,11 +46,12 @@ def check_loss(loss: torch.Tensor, targets: int, tokens: int) -> None:
         weight = _weight(outer[0], node, tokens)
         if weight is not None and abs(weight * targets - 1) > 1e-3:
             raise ModelError(
-                "loss of a micro-batch", got=f"each token weighs 1 / {1 / weight:,.6g}",
+                "loss of a micro-batch",
+                got=f"each token weighs 1 / {1 / weight:,.6g}",
                 wanted=f"1 / {targets:,}, over all tokens of the step that have a loss",
                 hint="a mean over one micro-batch weighs samples by their company: use "
                 'reduction="sum" and divide by step.tokens, or micro.loss(logits)',
-            )  # fmt: skip
+            )
 
     node.register_prehook(judge)
 

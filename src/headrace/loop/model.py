@@ -123,9 +123,14 @@ class LoopModel(SampleReader, Protocol):
         ...
 
     def place(
-        self, pack: Pack, ranks: Members, *, targets: int, exchange: str | None,
+        self,
+        pack: Pack,
+        ranks: Members,
+        *,
+        targets: int,
+        exchange: str | None,
         groups: Groups | None = None,
-    ) -> LoopPart:  # fmt: skip
+    ) -> LoopPart:
         """This rank's part of a pack, which the model works on from here on."""
         ...
 

@@ -113,9 +113,11 @@ class DrawnOrder:
         batch = self._sampler.next_batch()
         items = [sample.document for sample in batch.samples]
         return LoopBatch(
-            lengths=batch.lengths, epoch=batch.epoch, state_after=batch.state_after,
+            lengths=batch.lengths,
+            epoch=batch.epoch,
+            state_after=batch.state_after,
             read=lambda i: self.samples.read(items[i]),
-        )  # fmt: skip
+        )
 
     def coming(self, epochs: int | None) -> Iterator[Lengths]:
         """From a sampler of its own."""
@@ -189,9 +191,11 @@ class StreamOrder:
             self._place = {"epoch": epoch + 1, "items": 0}
             self._items = iter(self._dataset)
         return LoopBatch(
-            lengths=Lengths.of(map(self._reader.length, items)), epoch=epoch,
-            read=lambda i: items[i], state_after=self.state(),
-        )  # fmt: skip
+            lengths=Lengths.of(map(self._reader.length, items)),
+            epoch=epoch,
+            read=lambda i: items[i],
+            state_after=self.state(),
+        )
 
     def coming(self, epochs: int | None) -> None:
         """Nobody knows."""
@@ -220,9 +224,11 @@ class StreamOrder:
         for at in range(self._place["items"]):
             if next(self._items, self) is self:
                 raise DataError(
-                    "stream of samples", got=f"{at} items", wanted=f"more than {at}",
+                    "stream of samples",
+                    got=f"{at} items",
+                    wanted=f"more than {at}",
                     hint="it gave more when the state was taken",
-                )  # fmt: skip
+                )
 
     def _look(self) -> None:
         """Have the next item at hand."""

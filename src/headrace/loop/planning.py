@@ -115,7 +115,7 @@ def _extrapolated(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> st
     p = costs.group_sizes[0]
     plain = LayerPlan.uniform(
         LayerOption.of(SINGLE_RANK if p == 1 else setup.model.exchanges[0]), costs.shape.layers
-    )  # fmt: skip
+    )
     tokens = min(setup.longest, costs.max_tokens(p, plain) // 2)
     mine, measured_s = block(setup.groups, p), 0.0
     if tokens >= p and mine is not None:
@@ -139,9 +139,10 @@ def _given(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> CostModel
     ranks, layers = setup.groups.ranks, len(probes.layers) if probes.layers else 1
     if (costs.cluster.devices, costs.shape.layers) != (ranks, layers):
         raise CostError(
-            "costs of a loop", got=f"{costs.cluster.devices} ranks, {costs.shape.layers} layers",
+            "costs of a loop",
+            got=f"{costs.cluster.devices} ranks, {costs.shape.layers} layers",
             wanted=f"{ranks} ranks, {layers} layers",
-        )  # fmt: skip
+        )
     return costs
 
 
@@ -150,9 +151,14 @@ def planner_of(setup: LoopSetup, costs: CostModel, drawn: Container[int] = ()) -
     online = None
     if setup.groups.rank == 0:
         online = OnlinePlanner(
-            costs=costs, options=setup.options, seed=setup.seed, stages=False, drawn=drawn,
-            semantics=setup.held.semantics, tell=setup.say,
-        )  # fmt: skip
+            costs=costs,
+            options=setup.options,
+            seed=setup.seed,
+            stages=False,
+            drawn=drawn,
+            semantics=setup.held.semantics,
+            tell=setup.say,
+        )
     return BroadcastPlanner(groups=setup.groups, planner=online)
 
 
@@ -161,9 +167,13 @@ def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
     if it can be told."""
     model, inner = setup.model, setup.held.inner
     probes = ModelProbes(
-        model=model, layers=None, levels=None, sample=sample, device=setup.device,
+        model=model,
+        layers=None,
+        levels=None,
+        sample=sample,
+        device=setup.device,
         document=setup.document,
-    )  # fmt: skip
+    )
     if model.whole:
         return probes
     me, length = (setup.groups.rank,), model.length(sample)
@@ -179,17 +189,24 @@ def _profile(
 ) -> Profile:
     if state >= cluster.memory_bytes:
         raise InfeasiblePlan(
-            "memory of a rank", got=f"{bytes_text(state)} for weights, gradients and optimizer",
+            "memory of a rank",
+            got=f"{bytes_text(state)} for weights, gradients and optimizer",
             wanted=f"less than {bytes_text(cluster.memory_bytes)}",
             hint="more memory, or weights sharded by FSDP2",
-        )  # fmt: skip
+        )
     setup.say(f"measuring the model on {cluster.devices} ranks of {cluster.device}")
     profiler = LoopProfiler(
-        probes=probes, held=setup.held, groups=setup.groups, exchanges=setup.model.exchanges,
+        probes=probes,
+        held=setup.held,
+        groups=setup.groups,
+        exchanges=setup.model.exchanges,
         sizes=setup.options.group_sizes or sizes_for(setup.groups.ranks, setup.held.semantics),
-        longest=setup.longest, cluster=cluster, state_bytes=state, device=setup.device,
+        longest=setup.longest,
+        cluster=cluster,
+        state_bytes=state,
+        device=setup.device,
         progress=setup.progress,
-    )  # fmt: skip
+    )
     profile = profiler.profile(fingerprint, shape_of(setup.held.inner, probes))
     setup.say(
         f"measured {len(profile.points)} points in {seconds_text(profile.measured_in_s)}, "
@@ -232,10 +249,15 @@ def _fingerprint(setup: LoopSetup, probes: ModelProbes) -> str:
         model=f"{type(inner).__name__} {digest.hexdigest()[:16]}",
         weights=f"{type(setup.held.model).__name__} {setup.held.semantics}",
         hosts=hashlib.sha256(b"\n".join(sorted(hosts))).hexdigest()[:16],
-        torch=machine["torch"], threads=torch.get_num_threads(), ranks=setup.groups.ranks,
-        device=setup.device, exchanges=",".join(setup.model.exchanges), longest=setup.longest,
+        torch=machine["torch"],
+        threads=torch.get_num_threads(),
+        ranks=setup.groups.ranks,
+        device=setup.device,
+        exchanges=",".join(setup.model.exchanges),
+        longest=setup.longest,
         document=setup.document,
         sizes=",".join(map(str, setup.options.group_sizes)),
         levels=",".join(setup.options.recompute) if probes.levels else "none",
-        training=inner.training, dtype=str(torch.get_default_dtype()),
-    )  # fmt: skip
+        training=inner.training,
+        dtype=str(torch.get_default_dtype()),
+    )

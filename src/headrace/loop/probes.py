@@ -55,9 +55,13 @@ class ModelProbes:
         return _WholeProbe(probes=self, shard=shard, complete=True)
 
     def layer(
-        self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...],
-        exchange: str, level: Recompute,
-    ) -> Probe:  # fmt: skip
+        self,
+        groups: Groups,
+        ranks: tuple[int, ...],
+        lengths: tuple[int, ...],
+        exchange: str,
+        level: Recompute,
+    ) -> Probe:
         """Two of the layers, for a pack of documents on ``ranks``."""
         layers = self.layers
         if layers is None:

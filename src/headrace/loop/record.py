@@ -66,8 +66,9 @@ def _facts(folder: Path, setup: LoopSetup, order: SampleOrder, found: ModelCosts
     errors: dict[str, dict[str, dict[str, float]]] = {"forward": {}, "backward": {}}
     for fit in fits:
         errors[fit.part][f"p{fit.p} {fit.option}"] = {
-            "median": fit.error.median, "worst": fit.error.worst,
-        }  # fmt: skip
+            "median": fit.error.median,
+            "worst": fit.error.worst,
+        }
     return {
         "format": 1,
         "name": folder.name,

@@ -89,9 +89,10 @@ class StepRunner:
         found = [list(self._packs(batch, plan, turn)) for turn in turns_of(plan, self.rank)]
         led = [work for some in found for work in some if work.ranks[0] == self.rank]
         mine = [
-            sum(work.pack.targets for work in led), [len(some) for some in found],
+            sum(work.pack.targets for work in led),
+            [len(some) for some in found],
             sorted({work.ranks for work in led}),
-        ]  # fmt: skip
+        ]
         said = gather_bytes(json.dumps(mine).encode(), self.setup.groups.world)
         counts, lengths, groups = zip(*map(json.loads, said), strict=True)
         model = self.setup.model
@@ -119,10 +120,7 @@ class StepRunner:
         without a loss where this rank has no part."""
         probes, me = self.found.probes, (self.rank,)
         pack = self.setup.model.made(probes.sample, (2,), 1, document=probes.document)
-        nothing = Work(
-            turn=Turn(index=None, ranks=me), ranks=me,
-            pack=replace(pack, targets=0),
-        )  # fmt: skip
+        nothing = Work(turn=Turn(index=None, ranks=me), ranks=me, pack=replace(pack, targets=0))
         mine = [work if self.rank in work.ranks else nothing for work in some]
         return mine + [nothing] * (count - len(mine))
 
@@ -148,9 +146,11 @@ class StepRunner:
         finite, with the weights as they were."""
         if not math.isfinite(loss):
             raise HeadraceError(
-                f"loss of step {number}", got=loss, wanted="a finite number",
+                f"loss of step {number}",
+                got=loss,
+                wanted="a finite number",
                 hint="lower the learning rate and go on from the last checkpoint",
-            )  # fmt: skip
+            )
         held, optimizer = self.setup.held, self.setup.optimizer
         held.add_up()
         norm = float(held.norm(self.clip)) if self.clip is not None else None
@@ -170,10 +170,15 @@ class StepRunner:
         self.planner.observe(planned.plan.predicted_s, step.step_s)
         rate = float(self.setup.optimizer.param_groups[0]["lr"])
         done = Step(
-            number=number, metrics={**metrics, "lr": rate} | plan_metrics(planned, step),
-            plan=planned.plan, times=step, measured=rows, micro_batch_s=planned.micro_batch_s,
-            predicted=planned.predicted, facts=planned.facts,
-        )  # fmt: skip
+            number=number,
+            metrics={**metrics, "lr": rate} | plan_metrics(planned, step),
+            plan=planned.plan,
+            times=step,
+            measured=rows,
+            micro_batch_s=planned.micro_batch_s,
+            predicted=planned.predicted,
+            facts=planned.facts,
+        )
         self.record.step(done, online.learn(done))
         self.setup.heard(done)
 

@@ -43,17 +43,21 @@ class Samples:
         found = np.asarray(_lengths(dataset, lengths, reader), dtype=np.int64).reshape(-1)
         if not count or len(found) != count:
             raise DataError(
-                "lengths of the data set", got=f"{len(found):,} of {count:,} items",
+                "lengths of the data set",
+                got=f"{len(found):,} of {count:,} items",
                 wanted="one for each item, in tokens",
-            )  # fmt: skip
+            )
         if found.min() < 1:
             at = int(found.argmin())
             raise DataError(f"length of item {at}", got=int(found[at]), wanted=">= 1 token")
         digest = hashlib.sha256(found.tobytes()).hexdigest()
         return cls(
-            dataset=dataset, lengths=found, reader=reader, name=type(dataset).__name__,
+            dataset=dataset,
+            lengths=found,
+            reader=reader,
+            name=type(dataset).__name__,
             fingerprint=digest,
-        )  # fmt: skip
+        )
 
     def read(self, index: int) -> Item:
         """One sample. Raises DataError when it is not as long as was said."""
@@ -61,10 +65,11 @@ class Samples:
         have, told = self.reader.length(item), int(self.lengths[index])
         if have != told:
             raise DataError(
-                f"item {index} of {self.name}", got=f"{have} tokens",
+                f"item {index} of {self.name}",
+                got=f"{have} tokens",
                 wanted=f"{told}, as its length says",
                 hint="lengths count the tokens of an item without padding",
-            )  # fmt: skip
+            )
         return item
 
 
@@ -96,9 +101,11 @@ def sample_of(item: Any, tokens: str, kind: Labels, what: str) -> Item:
         item = dict(zip((tokens, "labels"), pair, strict=False))
     if tokens not in item:
         raise DataError(
-            what, got=f"fields {', '.join(map(str, item)) or 'none'}", wanted=f"a field {tokens!r}",
+            what,
+            got=f"fields {', '.join(map(str, item)) or 'none'}",
+            wanted=f"a field {tokens!r}",
             hint="say which field has the token numbers: tokens=...",
-        )  # fmt: skip
+        )
     found = {name: torch.as_tensor(value) for name, value in item.items() if is_numbers(value)}
     count = len(found[tokens]) if found[tokens].dim() == 1 else 0
     if not count:

@@ -42,9 +42,14 @@ class LoopCheckpoints:
         self._names = {id(p): name for name, p in self.model.named_parameters()}
 
     def save(
-        self, root: Path, step: int, extra: Mapping[str, Any], *, keep: int,
+        self,
+        root: Path,
+        step: int,
+        extra: Mapping[str, Any],
+        *,
+        keep: int,
         writer: BackgroundWriter | None = None,
-    ) -> Path:  # fmt: skip
+    ) -> Path:
         """Write a checkpoint into a folder of its own in ``root``, or have ``writer`` write it, of
         everything as it is now; returns that folder.
 
@@ -92,9 +97,10 @@ class LoopCheckpoints:
             self._require(path, checkpoint.facts(path))
             names = checkpoint.names(path)
             wanted = [
-                shard for name, x in self._weights().items()
+                shard
+                for name, x in self._weights().items()
                 for shard in self._parts(name, x, whole=True)
-            ]  # fmt: skip
+            ]
             state = self._new_state(names)
             wanted += [
                 shard for name, x in state.items() for shard in self._parts(name, x, whole=True)
@@ -115,9 +121,10 @@ class LoopCheckpoints:
             )
         if extra["optimizer"]["kind"] != self._kind:
             raise CheckpointError(
-                f"checkpoint {path}", got=f"state of {extra['optimizer']['kind']}",
+                f"checkpoint {path}",
+                got=f"state of {extra['optimizer']['kind']}",
                 wanted=f"that of the optimizer, {self._kind}",
-            )  # fmt: skip
+            )
 
     @property
     def _kind(self) -> str:
@@ -218,13 +225,17 @@ class LoopCheckpoints:
     def _sharded(self, name: str, x: DTensor) -> Iterator[StoredShard]:
         if len(x.placements) != 1 or not x.placements[0].is_shard(0):
             raise CheckpointError(
-                f"checkpoint of {name}", got=x.placements, wanted=f"{[Shard(0)]}",
+                f"checkpoint of {name}",
+                got=x.placements,
+                wanted=f"{[Shard(0)]}",
                 hint="shard weights over one mesh axis, by rows",
-            )  # fmt: skip
+            )
         local = x.to_local()
         each = -(-x.shape[0] // x.device_mesh.size())
         if len(local):
             yield StoredShard(
-                name=name, first_row=each * x.device_mesh.get_local_rank(), tensor=local,
+                name=name,
+                first_row=each * x.device_mesh.get_local_rank(),
+                tensor=local,
                 shape=tuple(x.shape),
-            )  # fmt: skip
+            )

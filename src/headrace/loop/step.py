@@ -50,7 +50,7 @@ class LoopMicroBatch:
         targets   the same of the whole step: what sums of losses are divided by
 
     Labels of a model of several axes have the dims of its first input.
-    """  # fmt: skip
+    """
 
     inputs: dict[str, torch.Tensor]
     rest: dict[str, torch.Tensor]
@@ -82,8 +82,8 @@ class LoopMicroBatch:
     def loss(self, logits: torch.Tensor) -> torch.Tensor:
         """The cross entropy of the local tokens, summed, over the step's ``targets``.
 
-            logits   [1, s_r, V]
-        """  # fmt: skip
+        logits   [1, s_r, V]
+        """
         return local_loss(logits, self.labels, self.targets)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -91,9 +91,11 @@ class LoopMicroBatch:
         one, and for a second one of the same micro-batch."""
         if self.done:
             raise ModelError(
-                "backward of a micro-batch", got="a second one", wanted="one for each",
+                "backward of a micro-batch",
+                got="a second one",
+                wanted="one for each",
                 hint="add up the parts of a loss before",
-            )  # fmt: skip
+            )
         self._backward(self, loss)
         self.done = True
 
@@ -148,9 +150,11 @@ class LoopStep:
     def __iter__(self) -> Iterator[LoopMicroBatch]:
         if self._begun is not None:
             raise HeadraceError(
-                f"step {self.number}", got="a second loop over it", wanted="one",
+                f"step {self.number}",
+                got="a second loop over it",
+                wanted="one",
                 hint="each step is trained once",
-            )  # fmt: skip
+            )
         self._other_bytes = reset_peak_bytes(self.runner.setup.device) - self.runner.bytes_now()
         self._clock = clock_of(self.runner.setup.device)
         self._begun = self._clock.mark()
@@ -179,9 +183,10 @@ class LoopStep:
             for some in turns:
                 own = [work for work in some if work.turn.index is not None]
                 spent = _Spent(
-                    turn=own[0].turn if own else None, tokens=sum(work.pack.tokens for work in own),
+                    turn=own[0].turn if own else None,
+                    tokens=sum(work.pack.tokens for work in own),
                     start=self._clock.mark(),
-                )  # fmt: skip
+                )
                 for work in some:
                     micro = self._micro(work, spent)
                     yield micro
@@ -189,9 +194,10 @@ class LoopStep:
                         return
                     if not micro.done:
                         raise HeadraceError(
-                            f"micro-batch of step {self.number}", got="no backward",
+                            f"micro-batch of step {self.number}",
+                            got="no backward",
                             wanted="micro.backward(loss) for each micro-batch",
-                        )  # fmt: skip
+                        )
                 if own:
                     self._spent.append(spent)
 
@@ -215,11 +221,17 @@ class LoopStep:
             self._sum = own if self._sum is None else self._sum + own
 
         return LoopMicroBatch(
-            inputs=part.inputs, rest=part.rest, given_labels=part.labels, tokens=count.targets,
-            targets=self.tokens, ranks=work.ranks, group=part.group,
+            inputs=part.inputs,
+            rest=part.rest,
+            given_labels=part.labels,
+            tokens=count.targets,
+            targets=self.tokens,
+            ranks=work.ranks,
+            group=part.group,
             sequences=() if turn.index is None else self.plan.micro_batches[turn.index].sequences,
-            _backward=backward, _survives=self._survives,
-        )  # fmt: skip
+            _backward=backward,
+            _survives=self._survives,
+        )
 
     def _rows(self) -> Iterator[Row]:
         """Rows of the turns: all forwards of its packs, then all backwards. On a device they are
@@ -233,9 +245,14 @@ class LoopStep:
             for action, marks in ((turn.action, spent.forward), (backward, spent.backward)):
                 end_s = begin_s + sum(between(*pair) for pair in marks)
                 yield Row(
-                    rank=rank, action=str(action), kind=action.kind, start_s=begin_s, end_s=end_s,
-                    tokens=spent.tokens, ranks=len(turn.ranks),
-                )  # fmt: skip
+                    rank=rank,
+                    action=str(action),
+                    kind=action.kind,
+                    start_s=begin_s,
+                    end_s=end_s,
+                    tokens=spent.tokens,
+                    ranks=len(turn.ranks),
+                )
                 begin_s = end_s
 
     def _finish(self) -> None:
@@ -253,14 +270,20 @@ class LoopStep:
     def _times(self) -> RankTimes:
         """What this rank tells the first of the step."""
         return RankTimes(
-            step_s=self.seconds, waited_s=self.waited_s, rows=self._measured,
+            step_s=self.seconds,
+            waited_s=self.waited_s,
+            rows=self._measured,
             peak_bytes=max(0, peak_bytes(self.runner.setup.device) - self._other_bytes),
-        )  # fmt: skip
+        )
 
     def _metrics(self) -> dict[str, Any]:
         """What every rank knows of the step."""
         return {
-            "step": self.number, "epoch": self.epoch, "loss": self.loss,
-            "grad_norm": self.gradient_norm, "targets": self.tokens, "mfu": None,
+            "step": self.number,
+            "epoch": self.epoch,
+            "loss": self.loss,
+            "grad_norm": self.gradient_norm,
+            "targets": self.tokens,
+            "mfu": None,
             "out_of_memory": self.retries,
-        }  # fmt: skip
+        }

@@ -83,14 +83,22 @@ class TokenModel:
         self.adopted.prepare(groups)
 
     def place(
-        self, pack: Pack, ranks: Members, *, targets: int, exchange: str | None,
+        self,
+        pack: Pack,
+        ranks: Members,
+        *,
+        targets: int,
+        exchange: str | None,
         groups: Groups | None = None,
-    ) -> LoopPart:  # fmt: skip
+    ) -> LoopPart:
         """This rank's tokens."""
         shard = self.adopted.place(
-            pack.values, ranks, targets=targets, exchange=cast("Exchange | None", exchange),
+            pack.values,
+            ranks,
+            targets=targets,
+            exchange=cast("Exchange | None", exchange),
             groups=groups,
-        )  # fmt: skip
+        )
         return self._part(shard)
 
     def take(self, part: LoopPart) -> None:
@@ -125,9 +133,13 @@ class TokenModel:
 
     def _part(self, shard: LocalBatch) -> LoopPart:
         return LoopPart(
-            inputs=self.adopted.accepted(shard), labels=shard.labels, group=shard.placement.group,
-            targets=shard.targets, tokens=shard.placement.width * shard.placement.rows, shard=shard,
-        )  # fmt: skip
+            inputs=self.adopted.accepted(shard),
+            labels=shard.labels,
+            group=shard.placement.group,
+            targets=shard.targets,
+            tokens=shard.placement.width * shard.placement.rows,
+            shard=shard,
+        )
 
 
 def _repeated(x: torch.Tensor, count: int) -> torch.Tensor:

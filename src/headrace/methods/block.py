@@ -64,10 +64,10 @@ def queries_keys_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm, fused projection and rotation of local tokens.
 
-        x        [t, h]
-        returns  [t, n + 2 g, d]   queries, keys, values; heads in order
-                 [t, h]            x, for the residual sum
-    """  # fmt: skip
+    x        [t, h]
+    returns  [t, n + 2 g, d]   queries, keys, values; heads in order
+             [t, h]            x, for the residual sum
+    """
     y, x = _projected(x, state, context)
     return rotate_and_sort(y, context.place.tables((context.member,))), x
 
@@ -132,11 +132,11 @@ def added(x: torch.Tensor, y: torch.Tensor, part: Branch, context: Context) -> t
 def gathered_feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     """The feed-forward branch of local tokens with whole weights, gathered by their sources.
 
-        x        [t, h]
-        returns  [t, h]
-        keeps    x and the wide features before and after the activation; x alone at level
-                 ``attention``, which makes the first product again and not the second
-    """  # fmt: skip
+    x        [t, h]
+    returns  [t, h]
+    keeps    x and the wide features before and after the activation; x alone at level
+             ``attention``, which makes the first product again and not the second
+    """
     a = context.architecture
     parts = FeedForward(
         norm=first_norm(state, "norm2", a),

@@ -84,10 +84,14 @@ class Place:
         order of the pack, and back; None where they are in order."""
         if members not in self._orders:
             order = self.tokens.held(members).order
-            self._orders[members] = None if order is None else (
-                to_device(torch.from_numpy(order), self.device),
-                to_device(torch.from_numpy(np.argsort(order, kind="stable")), self.device),
-            )  # fmt: skip
+            self._orders[members] = (
+                None
+                if order is None
+                else (
+                    to_device(torch.from_numpy(order), self.device),
+                    to_device(torch.from_numpy(np.argsort(order, kind="stable")), self.device),
+                )
+            )
         return self._orders[members]
 
     def arrival(self, members: Members, chunks: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -100,10 +104,14 @@ class Place:
             came = Spread(sizes=sizes, group=None, chunks=chunks).arrival()
             places = came if order is None else np.argsort(order, kind="stable")[came]
             in_order = chunks == 1 and order is None
-            self._arrivals[key] = None if in_order else (
-                to_device(torch.from_numpy(np.argsort(places, kind="stable")), self.device),
-                to_device(torch.from_numpy(places), self.device),
-            )  # fmt: skip
+            self._arrivals[key] = (
+                None
+                if in_order
+                else (
+                    to_device(torch.from_numpy(np.argsort(places, kind="stable")), self.device),
+                    to_device(torch.from_numpy(places), self.device),
+                )
+            )
         return self._arrivals[key]
 
 

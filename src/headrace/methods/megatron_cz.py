@@ -54,10 +54,13 @@ def gather_attention(x: torch.Tensor, state: State, context: Context) -> torch.T
     a, place = context.architecture, context.place
     order, back = place.order(place.everyone) or (None, None)
     core = GatheredCore(
-        heads=all_heads(a), sizes=context.tokens.sizes, group=context.group,
+        heads=all_heads(a),
+        sizes=context.tokens.sizes,
+        group=context.group,
         blocks=context.tokens.blocks((context.member,), place.everyone, a.causal),
-        order=order, back=back,
-    )  # fmt: skip
+        order=order,
+        back=back,
+    )
     return local_attention(x, state, context, core)
 
 

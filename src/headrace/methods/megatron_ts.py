@@ -79,9 +79,12 @@ class Tensor:
         """Gather, shard of the heads, scatter: x [t, h] to [t, h]."""
         a, place, spread = self.context.architecture, self.context.place, self.spread
         y, x = gather_linear(
-            x, self._matrix("qkv.weight"), self._part("qkv.bias", "qkv.weight"),
-            first_norm(self.state, "norm1", a), spread,
-        )  # fmt: skip
+            x,
+            self._matrix("qkv.weight"),
+            self._part("qkv.bias", "qkv.weight"),
+            first_norm(self.state, "norm1", a),
+            spread,
+        )
         m, d = a.group_heads, a.head_features
         keys = y.shape[1] // ((m + 2) * d)
         y = y.view(spread.total, keys, m + 2, d)
@@ -114,9 +117,15 @@ class Tensor:
         return self._added(x, y, parts.matrix_out, parts.bias_out, "feed_forward", in_pack=False)
 
     def _added(
-        self, x: torch.Tensor, y: torch.Tensor, matrix: WeightSource, bias: WeightSource | None,
-        part: Branch, *, in_pack: bool,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        matrix: WeightSource,
+        bias: WeightSource | None,
+        part: Branch,
+        *,
+        in_pack: bool,
+    ) -> torch.Tensor:
         """The residual stream x [t, h] with the second product of a branch; where there is no
         dropout they are added with the ranks' sums."""
         onto = None if dropout_rate(self.context) else x

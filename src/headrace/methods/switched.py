@@ -97,6 +97,6 @@ class SwitchedCore:
         index = index_tensor(
             [*range(count), *(count + i for i in expand), *(count + keys + i for i in expand)],
             dqkv.device,
-        )  # fmt: skip
+        )
         out = dqkv.new_zeros((dqkv.shape[0], count + 2 * keys, dqkv.shape[2]))
         return out.index_add_(1, index, dqkv)

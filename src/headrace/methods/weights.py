@@ -103,7 +103,7 @@ class Shard:
 
         rows         all_gather(value)                       bytes sent  V W
         add(grad)    grad_part += reduce_scatter(grad)       bytes sent  V W,  V = (R - 1) / R
-    """  # fmt: skip
+    """
 
     value: torch.Tensor
     grad: torch.Tensor
@@ -171,10 +171,13 @@ class _Fetched:
     def issue(self) -> Arriving:
         """The rows, issued."""
         held, given = self.shard.shards[self.member], self._given()
-        sent = torch.cat([self.shard.value[rows.within(held)] for rows in given if len(rows)] or
-                         [self.shard.value[:0]])  # fmt: skip
-        return issue_all_to_all(sent, [len(rows) for rows in given], self._taken(),
-                                self.shard.group)  # fmt: skip
+        sent = torch.cat(
+            [self.shard.value[rows.within(held)] for rows in given if len(rows)]
+            or [self.shard.value[:0]]
+        )
+        return issue_all_to_all(
+            sent, [len(rows) for rows in given], self._taken(), self.shard.group
+        )
 
     def rows(self) -> torch.Tensor:
         """The rows."""
@@ -189,9 +192,11 @@ class _Fetched:
         """Send each owner its rows; the owners add them in the order of the members."""
         held, given = self.shard.shards[self.member], self._given()
         arrived = all_to_all_rows(
-            grad.to(self.shard.grad.dtype), self._taken(), [len(rows) for rows in given],
+            grad.to(self.shard.grad.dtype),
+            self._taken(),
+            [len(rows) for rows in given],
             self.shard.group,
-        )  # fmt: skip
+        )
         for rows, part in zip(given, arrived.split([len(rows) for rows in given]), strict=True):
             if len(rows):
                 self.shard.grad[rows.within(held)] += part

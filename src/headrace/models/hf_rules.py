@@ -77,11 +77,13 @@ def _llama_rules(a: Architecture) -> list[Rule]:
             _turned(f"{ours}.proj.weight", f"{theirs}.self_attn.o_proj.weight"),
             _same(f"{ours}.norm2.weight", f"{theirs}.post_attention_layernorm.weight"),
             Rule(
-                ours=f"{ours}.in.weight", theirs=gates,
-                split=lambda t: _split_blocks(t, a), join=lambda both: _join_blocks(both, a),
+                ours=f"{ours}.in.weight",
+                theirs=gates,
+                split=lambda t: _split_blocks(t, a),
+                join=lambda both: _join_blocks(both, a),
             ),
             _turned(f"{ours}.out.weight", f"{theirs}.mlp.down_proj.weight"),
-        ]  # fmt: skip
+        ]
     rules.append(_same("norm.weight", "model.norm.weight"))
     return rules if a.tied else [*rules, _same("head.weight", HEAD["llama"])]
 

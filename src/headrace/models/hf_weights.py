@@ -132,9 +132,11 @@ def _drop_double(named: dict[str, torch.Tensor], double: str, name: str, got: st
     first, second = named[name], named.pop(double)
     if first.dtype != second.dtype or not torch.equal(first, second):
         raise CheckpointError(
-            double, got=got, wanted="the same, as they are tied",
+            double,
+            got=got,
+            wanted="the same, as they are tied",
             hint="tie_word_embeddings of config.json is wrong",
-        )  # fmt: skip
+        )
 
 
 def _check(
@@ -156,9 +158,13 @@ def _listed(names: list[str]) -> str:
 
 
 def save_pretrained(
-    folder: Path, weights: Mapping[str, torch.Tensor], architecture: Architecture, *,
-    ids: Mapping[str, int | None] | None = None, max_file_bytes: int = 5 * 10**9,
-) -> None:  # fmt: skip
+    folder: Path,
+    weights: Mapping[str, torch.Tensor],
+    architecture: Architecture,
+    *,
+    ids: Mapping[str, int | None] | None = None,
+    max_file_bytes: int = 5 * 10**9,
+) -> None:
     """Write our whole ``weights`` as a folder that ``from_pretrained`` of transformers takes.
 
     Weights of an earlier save into the folder are replaced. Tied weights are written once. A

@@ -64,9 +64,13 @@ def plain_logits(
 
 
 def plain_loss(
-    ids: torch.Tensor, labels: torch.Tensor, lengths: Sequence[int],
-    weights: Mapping[str, torch.Tensor], a: Architecture, count: int,
-) -> torch.Tensor:  # fmt: skip
+    ids: torch.Tensor,
+    labels: torch.Tensor,
+    lengths: Sequence[int],
+    weights: Mapping[str, torch.Tensor],
+    a: Architecture,
+    count: int,
+) -> torch.Tensor:
     """Sum of the losses of a pack's ``labels`` [T] (-100: none) over ``count``, the number of
     tokens with a loss in the whole batch."""
     logits = plain_logits(ids, lengths, weights, a)

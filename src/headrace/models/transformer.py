@@ -94,8 +94,9 @@ class Transformer:
         if x.shape != wanted:
             raise SpecError(
                 f"activations of layer {context.layer} on member {context.member}",
-                got=list(x.shape), wanted=list(wanted),
-            )  # fmt: skip
+                got=list(x.shape),
+                wanted=list(wanted),
+            )
         name = option.attention if part == "attention" else option.feed_forward
         run = branch(name, part, self.architecture, context.ranks)
         x, a = run(x, state, context), self.architecture
@@ -118,9 +119,8 @@ class Transformer:
         return normalise(y, weights, "head_norm", a), labels.index_select(0, guessed)
 
     def head(
-        self, x: torch.Tensor, labels: torch.Tensor, weights: State, scale: float,
-        context: Context,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, x: torch.Tensor, labels: torch.Tensor, weights: State, scale: float, context: Context
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss [] and its gradient of what :meth:`ending` gave, [t, h]; see ops.head_loss.
 
         The loss is that of this rank's tokens, also where a block holds the vocabulary together.
@@ -134,9 +134,14 @@ class Transformer:
             sizes = _gathered_sizes(x, context)
         cuts = _cuts(weights[name], context)
         return spread_head_loss(
-            x, labels, weights[name].part(cuts), cuts[context.member].start, scale,
-            _spread(sizes, context), bias=None if bias is None else bias.part(cuts),
-        )  # fmt: skip
+            x,
+            labels,
+            weights[name].part(cuts),
+            cuts[context.member].start,
+            scale,
+            _spread(sizes, context),
+            bias=None if bias is None else bias.part(cuts),
+        )
 
 
 def _embedded(

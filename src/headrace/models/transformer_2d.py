@@ -45,9 +45,10 @@ class Shape2D:
     def __post_init__(self) -> None:
         if self.hidden % self.heads or self.hidden % 2:
             raise SpecError(
-                "Transformer-2D", got=f"{self.hidden} features, {self.heads} heads",
+                "Transformer-2D",
+                got=f"{self.hidden} features, {self.heads} heads",
                 wanted="an even number of features, which heads divide",
-            )  # fmt: skip
+            )
 
     @property
     def block_elements(self) -> int:
@@ -154,11 +155,11 @@ class Transformer2D(nn.Module):
     ) -> torch.Tensor:
         """Values of every channel.
 
-            x          [b, t, s, c]
-            timestep   [b]           of the diffusion
-            frames     [t], patches [s]: their places
-            returns    [b, t, s, c]
-        """  # fmt: skip
+        x          [b, t, s, c]
+        timestep   [b]           of the diffusion
+        frames     [t], patches [s]: their places
+        returns    [b, t, s, c]
+        """
         hidden, kind = self.shape.hidden, x.dtype
         places = _waves(frames, hidden, kind)[:, None] + _waves(patches, hidden, kind)
         x = self.embed(x) + places

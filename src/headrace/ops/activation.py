@@ -26,10 +26,10 @@ class Activation(Protocol):
 class SwiGLU:
     """silu(gate) * up, gate and up interleaved in blocks of ``block`` features.
 
-        x         [T, 2 f]   gate_0..B-1, up_0..B-1, gate_B.., ...
-        y         [T, f]
-        backward  dgate = dy up s (1 + gate (1 - s)), s = sigmoid(gate);  dup = dy gate s
-    """  # fmt: skip
+    x         [T, 2 f]   gate_0..B-1, up_0..B-1, gate_B.., ...
+    y         [T, f]
+    backward  dgate = dy up s (1 + gate (1 - s)), s = sigmoid(gate);  dup = dy gate s
+    """
 
     block: int
 

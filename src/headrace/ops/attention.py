@@ -53,12 +53,13 @@ def attend(
         backward  from q, k, v, the output and its log-sum-exp; scores are never kept
 
     Raises SpecError when the shapes disagree.
-    """  # fmt: skip
+    """
     if sum(lengths) != q.shape[0] or k.shape != v.shape or k.shape[0] != q.shape[0]:
         raise SpecError(
-            "attention", got=f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
+            "attention",
+            got=f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
             wanted=f"{sum(lengths)} tokens in each",
-        )  # fmt: skip
+        )
     if q.shape[1] and (not k.shape[1] or q.shape[1] % k.shape[1]):
         raise SpecError(
             "attention", got=f"{q.shape[1]} query heads", wanted=f"a multiple of {k.shape[1]}"
@@ -96,7 +97,7 @@ def attend_blocks(
         returns   out [Q, N, D] in the type of q, lse [N, Q]
 
     MarkedRows of several blocks are summed wide. MarkedRows of none get out 0 and lse -inf.
-    """  # fmt: skip
+    """
     backend = _backend(q)
     runs = runs_of(blocks, backend.documents) if q.shape[1] else ()
     if len(runs) == 1 and runs[0].queries == slice(0, q.shape[0]):
@@ -162,8 +163,9 @@ class Partial:
             spans = [(part.start, part.start + len(part.out)) for part in self._parts]
             self._parts = [
                 _Result(a, joined[0][a:b], joined[1][:, a:b])
-                for a, b, of in segments(spans, len(self._like)) if of
-            ]  # fmt: skip
+                for a, b, of in segments(spans, len(self._like))
+                if of
+            ]
             self._held = len(self._like)
 
     def result(self, dtype: torch.dtype) -> Pair:
@@ -227,10 +229,20 @@ class _Result(NamedTuple):
 
 
 def attend_blocks_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, blocks: Iterable[Block],
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, fresh_q: bool, fresh_kv: bool,
-) -> None:  # fmt: skip
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    blocks: Iterable[Block],
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    *,
+    fresh_q: bool,
+    fresh_kv: bool,
+) -> None:
     """Add the gradients through the scores in ``blocks``, without autograd.
 
         grad, q      [Q, N, D]
@@ -240,7 +252,7 @@ def attend_blocks_backward(
         dk, dv       [K, G, D]           likewise
 
     ``fresh_q``: dq holds nothing yet and is written whole; ``fresh_kv``: dk and dv.
-    """  # fmt: skip
+    """
     sums = tuple(
         RowSum(len(x), total=x, fresh=fresh)
         for x, fresh in ((dq, fresh_q), (dk, fresh_kv), (dv, fresh_kv))
@@ -251,10 +263,17 @@ def attend_blocks_backward(
 
 
 def add_gradients(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, blocks: Iterable[Block],
-    dq: RowSum, dk: RowSum, dv: RowSum,
-) -> None:  # fmt: skip
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    blocks: Iterable[Block],
+    dq: RowSum,
+    dk: RowSum,
+    dv: RowSum,
+) -> None:
     """:func:`attend_blocks_backward` into sums of Q, K and K rows, which hold the parts or have
     added them when it returns."""
     backend = _backend(q)
@@ -319,17 +338,30 @@ def _forward(
 
 
 def _backward(
-    backend: Backend, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, run: KernelRun,
-) -> Triple:  # fmt: skip
+    backend: Backend,
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    run: KernelRun,
+) -> Triple:
     """(dq, dk, dv) of the rows of one run."""
     if not run.turned:
         return backend.backward(grad, q, k, v, out, lse, run.q_lengths, run.k_lengths, run.causal)
     back = [x.flip(0) for x in (grad, q, k, v, out)]
     dq, dk, dv = backend.backward(
-        back[0], back[1], back[2], back[3], back[4], lse.flip(1),
-        run.q_lengths[::-1], run.k_lengths[::-1], True,
-    )  # fmt: skip
+        back[0],
+        back[1],
+        back[2],
+        back[3],
+        back[4],
+        lse.flip(1),
+        run.q_lengths[::-1],
+        run.k_lengths[::-1],
+        True,
+    )
     return dq.flip(0), dk.flip(0), dv.flip(0)
 
 

@@ -29,7 +29,7 @@ def switch(
         backward  switch_back(grad), columns held by several ranks added in rank order
 
     ``sizes[r]`` is T_r. Raises SpecError when ``x`` disagrees with ``sizes`` or ``columns``.
-    """  # fmt: skip
+    """
     if group is None:
         return x if _is_identity(columns) else x.index_select(1, columns.index(0, x.device))
     _check("switch", x, sizes[dist.get_rank(group)], columns.total)
@@ -41,11 +41,11 @@ def switch_back(
 ) -> torch.Tensor:
     """Gather the columns, shard the tokens: one all-to-all.
 
-        x         [T, |columns[r]|, D] all tokens, this rank's columns
-        returns   [T_r, C, D]          this rank's tokens, all columns; columns held by several
-                                       ranks are added in rank order
-        backward  switch(grad)
-    """  # fmt: skip
+    x         [T, |columns[r]|, D] all tokens, this rank's columns
+    returns   [T_r, C, D]          this rank's tokens, all columns; columns held by several
+                                   ranks are added in rank order
+    backward  switch(grad)
+    """
     if group is None:
         assert _is_identity(columns), "a single rank holds all columns in order"
         return x
@@ -56,10 +56,10 @@ def switch_back(
 def reordered(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
     """Rows in another order.
 
-        x         [T, ...]
-        returns   x[order], ``order`` [T] a permutation and ``back`` its inverse
-        backward  grad[back]
-    """  # fmt: skip
+    x         [T, ...]
+    returns   x[order], ``order`` [T] a permutation and ``back`` its inverse
+    backward  grad[back]
+    """
     return _Reordered.apply(x, order, back)  # type: ignore[no-any-return]
 
 

@@ -25,11 +25,11 @@ def logits_of(x: torch.Tensor, matrix: torch.Tensor, offset: torch.Tensor | None
 def label_terms(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The two terms of each token's loss, normal - picked.
 
-        logits   [T, V]   z; V may be 0
-        labels   [T]      int64; negative for none
-        returns  normal [T] = logsumexp_v(z_t), wide
-                 picked [T] = z_t[label_t], 0 for a token without a label; wide
-    """  # fmt: skip
+    logits   [T, V]   z; V may be 0
+    labels   [T]      int64; negative for none
+    returns  normal [T] = logsumexp_v(z_t), wide
+             picked [T] = z_t[label_t], 0 for a token without a label; wide
+    """
     if not logits.shape[1]:
         none = widened(logits).new_zeros(len(logits))
         return none - torch.inf, none

@@ -39,64 +39,113 @@ class _Formula:
 
 
 def _cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    dropout: float = 0.0, causal: bool = False, **rest: Any,
-) -> int:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout: float = 0.0,
+    causal: bool = False,
+    **rest: Any,
+) -> int:
     """q [B, N, Q, D], k [B, G, K, D]."""
     batch, _, rows, _ = q.shape
     return 4 * _width(q, 1) * batch * _scores(rows, k.shape[2], causal)
 
 
 def _cpu_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, dropout: float, causal: bool, **rest: Any,
-) -> int:  # fmt: skip
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dropout: float,
+    causal: bool,
+    **rest: Any,
+) -> int:
     return 5 * _cpu(q, k, v, dropout, causal) // 2
 
 
 def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    q_starts: torch.Tensor | None, k_starts: torch.Tensor | None, q_most: int, k_most: int,
-    dropout: float, causal: bool, *rest: Any, **more: Any,
-) -> int:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_starts: torch.Tensor | None,
+    k_starts: torch.Tensor | None,
+    q_most: int,
+    k_most: int,
+    dropout: float,
+    causal: bool,
+    *rest: Any,
+    **more: Any,
+) -> int:
     """q [Q, N, D] with starts, [B, Q, N, D] without."""
     return 4 * _width(q, -2) * _packed(q, k, q_starts, k_starts, q_most, k_most, causal)
 
 
 def _flash_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, *rest: Any, **more: Any,
-) -> int:  # fmt: skip
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *rest: Any,
+    **more: Any,
+) -> int:
     return 5 * _flash(q, k, v, *rest) // 2
 
 
 def _efficient(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
-    q_starts: torch.Tensor | None, k_starts: torch.Tensor | None,
-    q_most: int | None, k_most: int | None,
-    dropout: float, mask: int, *rest: Any, **more: Any,
-) -> int:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    q_starts: torch.Tensor | None,
+    k_starts: torch.Tensor | None,
+    q_most: int | None,
+    k_most: int | None,
+    dropout: float,
+    mask: int,
+    *rest: Any,
+    **more: Any,
+) -> int:
     """q [1, Q, N, D] with starts, [B, Q, N, D] without."""
     scores = _packed(q, k, q_starts, k_starts, q_most or 0, k_most or 0, bool(mask))
     return 4 * _width(q, -2) * scores
 
 
 def _efficient_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    bias: torch.Tensor | None, out: torch.Tensor,
-    q_starts: torch.Tensor | None, k_starts: torch.Tensor | None, q_most: int, k_most: int,
-    lse: torch.Tensor, dropout: float, seed: torch.Tensor, offset: torch.Tensor, mask: int,
-    *rest: Any, **more: Any,
-) -> int:  # fmt: skip
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    q_starts: torch.Tensor | None,
+    k_starts: torch.Tensor | None,
+    q_most: int,
+    k_most: int,
+    lse: torch.Tensor,
+    dropout: float,
+    seed: torch.Tensor,
+    offset: torch.Tensor,
+    mask: int,
+    *rest: Any,
+    **more: Any,
+) -> int:
     forward = _efficient(q, k, v, bias, q_starts, k_starts, q_most, k_most, dropout, mask)
     return 5 * forward // 2
 
 
 def _packed(
-    q: torch.Tensor, k: torch.Tensor,
-    q_starts: torch.Tensor | None, k_starts: torch.Tensor | None, q_most: int, k_most: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_starts: torch.Tensor | None,
+    k_starts: torch.Tensor | None,
+    q_most: int,
+    k_most: int,
     causal: bool,
-) -> int:  # fmt: skip
+) -> int:
     if q_starts is None or k_starts is None:
         return q.shape[0] * _scores(q.shape[1], k.shape[1], causal)
     pairs = zip(_lengths(q_starts, q_most), _lengths(k_starts, k_most), strict=True)

@@ -31,9 +31,12 @@ class Fused:
     tokens take more than one. ``plain`` is what a CPU runs, the function itself unless told."""
 
     def __init__(
-        self, function: Callable[..., Any], schema: str, kernels: int,
+        self,
+        function: Callable[..., Any],
+        schema: str,
+        kernels: int,
         plain: Callable[..., Any] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.function, self.kernels = function, kernels
         self.name = schema.partition("(")[0]
         self._plain = plain or function

@@ -38,16 +38,28 @@ class Backend(Protocol):
         """Whether tensors like ``q`` can be handled."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
-    ) -> Pair:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_lengths: Sequence[int],
+        k_lengths: Sequence[int],
+        causal: bool,
+    ) -> Pair:
         """(out [Q, N, D], lse [N, Q])."""
 
     def backward(
-        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor,
-        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
-    ) -> Triple:  # fmt: skip
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q_lengths: Sequence[int],
+        k_lengths: Sequence[int],
+        causal: bool,
+    ) -> Triple:
         """(dq, dk, dv) in the shapes of q, k, v."""
 
 
@@ -62,9 +74,14 @@ class CpuFlash:
         return q.device.type == "cpu"
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
-    ) -> Pair:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_lengths: Sequence[int],
+        k_lengths: Sequence[int],
+        causal: bool,
+    ) -> Pair:
         """One document."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(dense(x).transpose(0, 1)[None] for x in (q, k, v)), 0.0, causal
@@ -72,10 +89,17 @@ class CpuFlash:
         return out[0].transpose(0, 1), lse[0]
 
     def backward(
-        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor,
-        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
-    ) -> Triple:  # fmt: skip
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q_lengths: Sequence[int],
+        k_lengths: Sequence[int],
+        causal: bool,
+    ) -> Triple:
         """One document."""
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         heads = [dense(x).transpose(0, 1)[None] for x in (grad, q, k, v, out)]
@@ -95,9 +119,14 @@ class Plain:
         return True
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
-    ) -> Pair:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_lengths: Sequence[int],
+        k_lengths: Sequence[int],
+        causal: bool,
+    ) -> Pair:
         """One document."""
         scores = self._scores(q, k, causal)
         lse = scores.logsumexp(-1)
@@ -106,10 +135,17 @@ class Plain:
         return out.to(q.dtype), lse
 
     def backward(
-        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor,
-        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
-    ) -> Triple:  # fmt: skip
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q_lengths: Sequence[int],
+        k_lengths: Sequence[int],
+        causal: bool,
+    ) -> Triple:
         """One document."""
         p = (self._scores(q, k, causal) - lse[..., None]).exp()
         g = grad.to(p.dtype)

@@ -55,30 +55,59 @@ class CudaFlash:
         )
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
-    ) -> Pair:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_lengths: Sequence[int],
+        k_lengths: Sequence[int],
+        causal: bool,
+    ) -> Pair:
         """A run of documents."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            dense(q), dense(k), dense(v), *_starts(q_lengths, k_lengths, q.device),
-            max(q_lengths), max(k_lengths), 0.0, causal, False,
-        )  # fmt: skip
+            dense(q),
+            dense(k),
+            dense(v),
+            *_starts(q_lengths, k_lengths, q.device),
+            max(q_lengths),
+            max(k_lengths),
+            0.0,
+            causal,
+            False,
+        )
         return out, lse
 
     def backward(
-        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor,
-        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
-    ) -> Triple:  # fmt: skip
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q_lengths: Sequence[int],
+        k_lengths: Sequence[int],
+        causal: bool,
+    ) -> Triple:
         """A run of documents."""
         # The kernel reads lse and grad by address.
         unread = _unread((2,), torch.uint64, q.device)
         _ = _workspace(q, k, len(q_lengths)) if q.is_meta else ()  # alive until the end
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), dense(q), dense(k), dense(v), out.contiguous(), lse.contiguous(),
-            *_starts(q_lengths, k_lengths, q.device), max(q_lengths), max(k_lengths),
-            0.0, causal, unread, unread,
-        )  # fmt: skip
+            grad.contiguous(),
+            dense(q),
+            dense(k),
+            dense(v),
+            out.contiguous(),
+            lse.contiguous(),
+            *_starts(q_lengths, k_lengths, q.device),
+            max(q_lengths),
+            max(k_lengths),
+            0.0,
+            causal,
+            unread,
+            unread,
+        )
         return dq, dk, dv
 
 
@@ -104,23 +133,42 @@ class CudaEfficient:
         )
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
-    ) -> Pair:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_lengths: Sequence[int],
+        k_lengths: Sequence[int],
+        causal: bool,
+    ) -> Pair:
         """A run of documents."""
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-            dense(q)[None], dense(spread(k, q))[None], dense(spread(v, q))[None], None,
-            *_starts(q_lengths, k_lengths, q.device), max(q_lengths), max(k_lengths),
-            0.0, int(causal), True,
-        )  # fmt: skip
+            dense(q)[None],
+            dense(spread(k, q))[None],
+            dense(spread(v, q))[None],
+            None,
+            *_starts(q_lengths, k_lengths, q.device),
+            max(q_lengths),
+            max(k_lengths),
+            0.0,
+            int(causal),
+            True,
+        )
         rows = lse.transpose(0, 1).reshape(q.shape[1], -1)
         return out[0], rows.index_select(1, _padded(q_lengths, lse.shape[2], q.device))
 
     def backward(
-        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor,
-        q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
-    ) -> Triple:  # fmt: skip
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q_lengths: Sequence[int],
+        k_lengths: Sequence[int],
+        causal: bool,
+    ) -> Triple:
         """A run of documents."""
         width = math.ceil(max(q_lengths) / _PAD) * _PAD
         rows = lse.new_full((q.shape[1], len(q_lengths) * width), math.inf)
@@ -129,11 +177,22 @@ class CudaEfficient:
         unread = _unread((), torch.int64, q.device)
         # Of out the kernel asks only some strides and takes the others as those of a dense tensor.
         dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
-            grad.contiguous()[None], dense(q)[None], dense(spread(k, q))[None],
-            dense(spread(v, q))[None], None, out.contiguous()[None],
-            *_starts(q_lengths, k_lengths, q.device), max(q_lengths), max(k_lengths),
-            padded, 0.0, unread, unread, int(causal), False,
-        )  # fmt: skip
+            grad.contiguous()[None],
+            dense(q)[None],
+            dense(spread(k, q))[None],
+            dense(spread(v, q))[None],
+            None,
+            out.contiguous()[None],
+            *_starts(q_lengths, k_lengths, q.device),
+            max(q_lengths),
+            max(k_lengths),
+            padded,
+            0.0,
+            unread,
+            unread,
+            int(causal),
+            False,
+        )
         return dq[0], fold(dk[0], k), fold(dv[0], v)
 
 

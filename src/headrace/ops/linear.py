@@ -38,11 +38,11 @@ class WeightSource(Protocol):
 def linear(x: torch.Tensor, weight: WeightSource, bias: WeightSource | None = None) -> torch.Tensor:
     """y = x W^T + b, W's rows being output features.
 
-        x         [T, I]
-        weight    [O, I], bias [O]
-        returns   [T, O]
-        backward  dx = dy W;  dW += dy^T x;  db += sum_T dy
-    """  # fmt: skip
+    x         [T, I]
+    weight    [O, I], bias [O]
+    returns   [T, O]
+    backward  dx = dy W;  dW += dy^T x;  db += sum_T dy
+    """
     return _Linear.apply(x, weight, bias, True)  # type: ignore[no-any-return]
 
 
@@ -51,13 +51,13 @@ def normed_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y = norm(x) W^T + b, W's rows being output features; and x, for a residual sum.
 
-        x         [T, I]
-        weight    [O, I], bias [O]
-        returns   [T, O], x [T, I]
-        keeps     x, not norm(x)
-        backward  dnorm(x) = dy W;  dW += dy^T norm(x);  db += sum_T dy;  what comes back to the
-                  second result is added to dx where the norm makes that
-    """  # fmt: skip
+    x         [T, I]
+    weight    [O, I], bias [O]
+    returns   [T, O], x [T, I]
+    keeps     x, not norm(x)
+    backward  dnorm(x) = dy W;  dW += dy^T norm(x);  db += sum_T dy;  what comes back to the
+              second result is added to dx where the norm makes that
+    """
     return _NormedLinear.apply(x, norm, weight, bias)  # type: ignore[no-any-return]
 
 
@@ -66,20 +66,23 @@ def linear_inputs(
 ) -> torch.Tensor:
     """y = x W + b, W's rows being input features.
 
-        x         [T, I]
-        weight    [I, O], bias [O]
-        returns   [T, O]
-        backward  dx = dy W^T;  dW += x^T dy;  db += sum_T dy
-    """  # fmt: skip
+    x         [T, I]
+    weight    [I, O], bias [O]
+    returns   [T, O]
+    backward  dx = dy W^T;  dW += x^T dy;  db += sum_T dy
+    """
     return _Linear.apply(x, weight, bias, False)  # type: ignore[no-any-return]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: WeightSource, bias: WeightSource | None,
+        ctx: Any,
+        x: torch.Tensor,
+        weight: WeightSource,
+        bias: WeightSource | None,
         rows_are_outputs: bool,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.rest = (weight, bias, rows_are_outputs)
         matrix = weight.rows()
@@ -138,7 +141,7 @@ def embed(ids: torch.Tensor, weight: WeightSource, anchor: torch.Tensor) -> torc
 
     ``anchor`` is any tensor that requires grad: ids do not, and every member of a group must run
     the backward, tokens or not.
-    """  # fmt: skip
+    """
     return _Embed.apply(anchor, ids, weight)  # type: ignore[no-any-return]
 
 

@@ -17,9 +17,13 @@ IGNORED = -100
 
 
 def head_loss(
-    x: torch.Tensor, labels: torch.Tensor, weight: WeightSource, scale: float,
-    chunk: int = HEAD_CHUNK_TOKENS, bias: WeightSource | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    labels: torch.Tensor,
+    weight: WeightSource,
+    scale: float,
+    chunk: int = HEAD_CHUNK_TOKENS,
+    bias: WeightSource | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of the labels, and its gradient, without whole logits.
 
         x        [T, h]       after the last norm
@@ -33,7 +37,7 @@ def head_loss(
     micro-batches add up to the batch's mean. The gradient is taken in the same pass because the
     loss is the end of the model: ``chunk`` tokens of logits are alive at a time and none are kept.
     ``scale`` is multiplied in fp32; ``dz`` is rounded to the type of x once.
-    """  # fmt: skip
+    """
     matrix = weight.rows()
     offset = None if bias is None else widened(bias.rows())
     loss = torch.zeros((), dtype=torch.float64, device=x.device)

@@ -36,9 +36,12 @@ class Norm(Protocol):
         """y once more."""
 
     def backward(
-        self, grad: torch.Tensor, x: torch.Tensor, stats: tuple[torch.Tensor, ...],
+        self,
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        stats: tuple[torch.Tensor, ...],
         plus: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """dx [T, h], and ``plus`` [T, h], what else comes back to x; adds the gradients of the
         weights."""
 
@@ -47,11 +50,11 @@ class Norm(Protocol):
 class RMSNorm:
     """y = x r w with r = 1 / sqrt(mean_h(x^2) + eps).
 
-        x         [T, h]
-        weight    [h]
-        stats     r [T, 1]
-        backward  dx = r (g - x r^2 mean_h(g x)), g = dy w;  dw += sum_T dy x r
-    """  # fmt: skip
+    x         [T, h]
+    weight    [h]
+    stats     r [T, 1]
+    backward  dx = r (g - x r^2 mean_h(g x)), g = dy w;  dw += sum_T dy x r
+    """
 
     weight: Vector
     eps: float
@@ -66,9 +69,12 @@ class RMSNorm:
         return _rms_again(x, self.weight.rows(), stats[0])  # type: ignore[no-any-return]
 
     def backward(
-        self, grad: torch.Tensor, x: torch.Tensor, stats: tuple[torch.Tensor, ...],
+        self,
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        stats: tuple[torch.Tensor, ...],
         plus: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """dx and ``plus``; adds dw."""
         dx, dw = _rms_backward(grad, x, self.weight.rows(), stats[0], plus)
         self.weight.add(dw)
@@ -79,12 +85,12 @@ class RMSNorm:
 class LayerNorm:
     """y = (x - mean_h) / sqrt(var_h + eps) w + b.
 
-        x         [T, h]
-        weight, bias  [h]
-        stats     mean, s [T, 1], s = 1 / sqrt(var + eps)
-        backward  dx = s (g - mean_h(g) - u mean_h(g u)), g = dy w, u the normalised x;
-                  dw += sum_T dy u;  db += sum_T dy
-    """  # fmt: skip
+    x         [T, h]
+    weight, bias  [h]
+    stats     mean, s [T, 1], s = 1 / sqrt(var + eps)
+    backward  dx = s (g - mean_h(g) - u mean_h(g u)), g = dy w, u the normalised x;
+              dw += sum_T dy u;  db += sum_T dy
+    """
 
     weight: Vector
     bias: Vector
@@ -102,9 +108,12 @@ class LayerNorm:
         )
 
     def backward(
-        self, grad: torch.Tensor, x: torch.Tensor, stats: tuple[torch.Tensor, ...],
+        self,
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        stats: tuple[torch.Tensor, ...],
         plus: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """dx and ``plus``; adds dw and db."""
         dx, dw, db = _layer_backward(grad, x, self.weight.rows(), *stats, plus)
         self.weight.add(dw)
@@ -145,12 +154,16 @@ def _rms_again(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
 
 @fused(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale, Tensor? plus) -> "
-    "(Tensor, Tensor)", kernels=3,
-)  # fmt: skip
+    "(Tensor, Tensor)",
+    kernels=3,
+)
 def _rms_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
     plus: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     unit, dy = widened(x) * scale, widened(grad)
     dw = (dy * unit).sum(0)
     g = dy * weight
@@ -174,20 +187,28 @@ def _layer(
     "layer_norm_again(Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor scale) -> Tensor"
 )
 def _layer_again(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mean: torch.Tensor,
     scale: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     return torch.addcmul(bias, (widened(x) - mean).mul_(scale), weight).to(x.dtype)
 
 
 @fused(
     "layer_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor scale, "
-    "Tensor? plus) -> (Tensor, Tensor, Tensor)", kernels=3,
-)  # fmt: skip
+    "Tensor? plus) -> (Tensor, Tensor, Tensor)",
+    kernels=3,
+)
 def _layer_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor,
-    scale: torch.Tensor, plus: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    plus: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     unit, dy = (widened(x) - mean).mul_(scale), widened(grad)
     dw, db = (dy * unit).sum(0), dy.sum(0)
     g = dy * weight

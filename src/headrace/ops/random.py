@@ -40,7 +40,7 @@ def dropout(x: torch.Tensor, rate: float, key: DropoutKey, site: int) -> torch.T
         backward  the same mask and scale
 
     ``site`` tells the places of a model apart (layer and branch).
-    """  # fmt: skip
+    """
     return x if rate == 0 else _Dropout.apply(x, rate, key, site)  # type: ignore[no-any-return]
 
 

@@ -51,10 +51,14 @@ class Columns:
     def in_turn(self) -> bool:
         """Whether every place is taken once, in the order of the ranks."""
         ends = [0, *(part.stop for part in self.of if isinstance(part, range))]
-        return len(ends) == len(self.of) + 1 and ends[-1] == self.total and all(
-            part == range(start, stop)
-            for part, start, stop in zip(self.of, ends, ends[1:], strict=False)
-        )  # fmt: skip
+        return (
+            len(ends) == len(self.of) + 1
+            and ends[-1] == self.total
+            and all(
+                part == range(start, stop)
+                for part, start, stop in zip(self.of, ends, ends[1:], strict=False)
+            )
+        )
 
     def index(self, rank: int, device: torch.device) -> torch.Tensor:
         """The places of one rank as an index tensor."""
@@ -120,7 +124,7 @@ class Resharding:
         back       the other way; places that several ranks held are added
 
     The dims may stand in any order.
-    """  # fmt: skip
+    """
 
     from_dim: int
     to_dim: int
@@ -226,9 +230,14 @@ class Resharding:
         return theirs.unflatten(0, (blocks, section.share)), _apart(places, self.to_dim, blocks)
 
     def _sent(
-        self, sent: torch.Tensor, parts: Sequence[_Shape], shapes: Sequence[_Shape], whole: _Shape,
-        *, in_place: bool,
-    ) -> Coming:  # fmt: skip
+        self,
+        sent: torch.Tensor,
+        parts: Sequence[_Shape],
+        shapes: Sequence[_Shape],
+        whole: _Shape,
+        *,
+        in_place: bool,
+    ) -> Coming:
         out = sent.new_empty(whole)
         arriving = issue_all_to_all(
             sent,
@@ -257,9 +266,10 @@ class Resharding:
 
 
 def _flat(
-    x: torch.Tensor, parts: Sequence[_Shape],
+    x: torch.Tensor,
+    parts: Sequence[_Shape],
     take: Callable[[torch.Tensor, int, torch.Tensor], None],
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The parts for all ranks one behind the other."""
     flat, at = x.new_empty(sum(_counts(parts))), 0
     for rank, shape in enumerate(parts):

@@ -110,9 +110,17 @@ class RingCore:
         def attend(kv: torch.Tensor, source: int) -> Onto:
             sums = _KeySums(kv, g, own if source == self.ring.member else None)
             add_gradients(
-                grad, qkv[:, :n], kv[:, :g], kv[:, g:], out, saved[0], self.blocks(source),
-                dq, sums.dk, sums.dv,
-            )  # fmt: skip
+                grad,
+                qkv[:, :n],
+                kv[:, :g],
+                kv[:, g:],
+                out,
+                saved[0],
+                self.blocks(source),
+                dq,
+                sums.dk,
+                sums.dv,
+            )
             return sums.onto if sums.own is None else sums.finish
 
         self.ring.sums(qkv[:, n:].contiguous(), attend)

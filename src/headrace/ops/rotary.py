@@ -28,9 +28,9 @@ def rotary_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of the rotate-half convention, angle(i) = position theta^(-2 i / D).
 
-        positions  [t]             position of each token in its own document
-        returns    [t, D / 2] each, computed in fp64
-    """  # fmt: skip
+    positions  [t]             position of each token in its own document
+    returns    [t, D / 2] each, computed in fp64
+    """
     exponent = torch.arange(0, features, 2, dtype=torch.float64, device=positions.device)
     angle = torch.outer(positions.double(), theta ** (-exponent / features))
     return angle.cos().to(dtype), angle.sin().to(dtype)
@@ -44,7 +44,7 @@ def rotate_and_sort(qkv: torch.Tensor, tables: Pair | None) -> torch.Tensor:
         backward  the inverse rotation and order
 
     ``tables=None`` leaves positions to the embedding and only sorts.
-    """  # fmt: skip
+    """
     return _RotateAndSort.apply(qkv, Rotation(tables=tables))  # type: ignore[no-any-return]
 
 
@@ -152,9 +152,13 @@ def _plain_rotate_and_sort(
 
 
 def _plain_unrotate_and_unsort(
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
     rows: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     dq, dk, dv, cos, sin = _selected((dq, dk, dv, cos, sin), rows)
     out = _unsort(dq, dk, dv)
     _rotate(out[:, :, :-1].transpose(0, 1), cos, -sin)
@@ -186,12 +190,17 @@ def _rotate_and_sort(
 
 @fused(
     "unrotate_and_unsort(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, Tensor? rows) -> "
-    "Tensor", plain=_plain_unrotate_and_unsort,
-)  # fmt: skip
+    "Tensor",
+    plain=_plain_unrotate_and_unsort,
+)
 def _unrotate_and_unsort(
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
     rows: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     if rows is not None:
         dq, dk, dv, cos, sin = (x.index_select(0, rows) for x in (dq, dk, dv, cos, sin))
     t, groups, features = dk.shape

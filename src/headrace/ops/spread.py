@@ -186,16 +186,20 @@ def gather_linear(
         backward  X gathered again;  dW += dY^T X;  dx = reduce_scatter(dY W), and what comes back
                   to the second result
         sends     V T h forward, 2 V T h backward
-    """  # fmt: skip
+    """
     return _GatherLinear.apply(x, weight, bias, norm, spread)  # type: ignore[no-any-return]
 
 
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: WeightSource, bias: WeightSource | None,
-        norm: Norm | None, spread: Spread,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        ctx: Any,
+        x: torch.Tensor,
+        weight: WeightSource,
+        bias: WeightSource | None,
+        norm: Norm | None,
+        spread: Spread,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         y, stats = (x, ()) if norm is None else norm.forward(x)
         ctx.save_for_backward(x, *stats)
         ctx.rest = (weight, bias, norm, spread)
@@ -243,24 +247,29 @@ def linear_scatter(
 ) -> torch.Tensor:
     """z = reduce_scatter(Y W) + b with a shard of W's input features, and a residual sum.
 
-        y         [T, I], in the order of the pack where ``in_pack`` says so, else a chunk after
-                  the other, as :func:`gather_linear` gives them
-        weight    [I, h] this rank's rows, bias [h] whole
-        onto      [t_r, h], to which z is added; None for z itself
-        returns   [t_r, h]
-        keeps     Y
-        backward  dZ = all_gather(dz);  dY = dZ W^T;  dW += Y^T dZ;  db += sum_t dz
-        sends     V T h forward, V T h backward
-    """  # fmt: skip
+    y         [T, I], in the order of the pack where ``in_pack`` says so, else a chunk after
+              the other, as :func:`gather_linear` gives them
+    weight    [I, h] this rank's rows, bias [h] whole
+    onto      [t_r, h], to which z is added; None for z itself
+    returns   [t_r, h]
+    keeps     Y
+    backward  dZ = all_gather(dz);  dY = dZ W^T;  dW += Y^T dZ;  db += sum_t dz
+    sends     V T h forward, V T h backward
+    """
     return _LinearScatter.apply(y, weight, bias, onto, spread, in_pack)  # type: ignore[no-any-return]
 
 
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: torch.Tensor, weight: WeightSource, bias: WeightSource | None,
-        onto: torch.Tensor | None, spread: Spread, in_pack: bool,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        y: torch.Tensor,
+        weight: WeightSource,
+        bias: WeightSource | None,
+        onto: torch.Tensor | None,
+        spread: Spread,
+        in_pack: bool,
+    ) -> torch.Tensor:
         ctx.save_for_backward(y)
         ctx.rest = (weight, bias, spread, in_pack)
         matrix = weight.rows()
@@ -339,7 +348,7 @@ def spread_feed_forward(
         backward  everything but the result again, chunk by chunk, out of the gather that the
                   gradient of W_in needs anyway: no more is sent than without recompute
         sends     2 V T h forward, 3 V T h backward
-    """  # fmt: skip
+    """
     return _SpreadFeedForward.apply(x, parts, spread)  # type: ignore[no-any-return]
 
 
@@ -387,9 +396,11 @@ class _SpreadFeedForward(torch.autograd.Function):
 
 
 def _product(
-    x: torch.Tensor, matrix: torch.Tensor, bias: WeightSource | None,
+    x: torch.Tensor,
+    matrix: torch.Tensor,
+    bias: WeightSource | None,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     if bias is None:
         return torch.mm(x, matrix, out=out)
     return torch.addmm(bias.rows(), x, matrix, out=out)

@@ -31,9 +31,14 @@ _Sizes = tuple[int, ...]
 
 
 def switch(
-    x: torch.Tensor, from_dim: int, to_dim: int, group: dist.ProcessGroup | None, *,
-    sizes: _Sizes | None = None, to_sizes: _Sizes | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    from_dim: int,
+    to_dim: int,
+    group: dist.ProcessGroup | None,
+    *,
+    sizes: _Sizes | None = None,
+    to_sizes: _Sizes | None = None,
+) -> torch.Tensor:
     """Make ``from_dim`` whole and shard ``to_dim`` instead: one all-to-all.
 
         x         [.., sizes[r], .., S, ..]
@@ -43,14 +48,19 @@ def switch(
     ``sizes`` are as many on every rank where they are left out, ``to_sizes`` as even as can be.
     Raises SpecError for dims that are not there or the same, sizes that are not those of ``x``, and
     a group without this rank.
-    """  # fmt: skip
+    """
     return issue_switch(x, from_dim, to_dim, group, sizes=sizes, to_sizes=to_sizes).wait()
 
 
 def issue_switch(
-    x: torch.Tensor, from_dim: int, to_dim: int, group: dist.ProcessGroup | None, *,
-    sizes: _Sizes | None = None, to_sizes: _Sizes | None = None,
-) -> Switching:  # fmt: skip
+    x: torch.Tensor,
+    from_dim: int,
+    to_dim: int,
+    group: dist.ProcessGroup | None,
+    *,
+    sizes: _Sizes | None = None,
+    to_sizes: _Sizes | None = None,
+) -> Switching:
     """:func:`switch`, issued: compute something else, then ``wait()``. The backward issues where
     the forward waited, and waits where it issued."""
     own, other = _dim(x, from_dim), _dim(x, to_dim)
@@ -123,10 +133,10 @@ def split(
 ) -> torch.Tensor:
     """This rank's shard of a tensor that all ranks have alike.
 
-        x         [.., S, ..]
-        returns   [.., sizes[r], ..]   a view
-        backward  the gradient in its place, zeros elsewhere: the gradients of all ranks add up
-    """  # fmt: skip
+    x         [.., S, ..]
+    returns   [.., sizes[r], ..]   a view
+    backward  the gradient in its place, zeros elsewhere: the gradients of all ranks add up
+    """
     at = _dim(x, dim)
     if group is None:
         return x
@@ -141,10 +151,10 @@ def gather(
 ) -> torch.Tensor:
     """All ranks' shards.
 
-        x         [.., sizes[r], ..]
-        returns   [.., sum(sizes), ..]   on every rank
-        backward  the sum of all ranks' gradients of this rank's shard
-    """  # fmt: skip
+    x         [.., sizes[r], ..]
+    returns   [.., sum(sizes), ..]   on every rank
+    backward  the sum of all ranks' gradients of this rank's shard
+    """
     at = _dim(x, dim)
     if group is None:
         return x
@@ -176,7 +186,7 @@ def _ranks(group: dist.ProcessGroup) -> int:
     if dist.get_rank(group) < 0:
         raise SpecError(
             "group of ranks", got="one of other ranks", wanted=f"one with rank {dist.get_rank()}"
-        )  # fmt: skip
+        )
     return dist.get_world_size(group)
 
 
@@ -184,14 +194,16 @@ def _check_shard(x: torch.Tensor, dim: int, sizes: _Sizes, group: dist.ProcessGr
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if len(sizes) != ranks or sizes[rank] != x.shape[dim]:
         raise SpecError(
-            f"dim {dim} of {list(x.shape)}", got=f"shards {list(sizes)}",
+            f"dim {dim} of {list(x.shape)}",
+            got=f"shards {list(sizes)}",
             wanted=f"one for each of {ranks} ranks, {x.shape[dim]} places on rank {rank}",
-        )  # fmt: skip
+        )
 
 
 def _check_whole(x: torch.Tensor, dim: int, sizes: _Sizes, ranks: int) -> None:
     if len(sizes) != ranks or sum(sizes) != x.shape[dim]:
         raise SpecError(
-            f"dim {dim} of {list(x.shape)}", got=f"shards {list(sizes)}",
+            f"dim {dim} of {list(x.shape)}",
+            got=f"shards {list(sizes)}",
             wanted=f"one for each of {ranks} ranks, {x.shape[dim]} places in all",
-        )  # fmt: skip
+        )

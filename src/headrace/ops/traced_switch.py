@@ -30,9 +30,14 @@ class GroupSeat:
 
 @torch.library.custom_op("headrace::switch", mutates_args=())
 def traced_switch(
-    x: torch.Tensor, from_dim: int, to_dim: int, sizes: list[int], to_sizes: list[int],
-    handle: int, rank: int,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    from_dim: int,
+    to_dim: int,
+    sizes: list[int],
+    to_sizes: list[int],
+    handle: int,
+    rank: int,
+) -> torch.Tensor:
     """:func:`headrace.ops.switch.switch` on the group of a handle, of which this is a ``rank``.
 
     x         [.., sizes[rank], .., sum(to_sizes), ..]
@@ -42,17 +47,25 @@ def traced_switch(
     if seat is None:
         raise ModelError("switch", got="a group that is gone", wanted="one that somebody holds")
     how = Resharding(
-        from_dim=from_dim, to_dim=to_dim, sizes=tuple(sizes),
-        columns=Columns.consecutive(tuple(to_sizes)), group=seat.group,
-    )  # fmt: skip
+        from_dim=from_dim,
+        to_dim=to_dim,
+        sizes=tuple(sizes),
+        columns=Columns.consecutive(tuple(to_sizes)),
+        group=seat.group,
+    )
     return how.out(x)
 
 
 @traced_switch.register_fake
 def _(
-    x: torch.Tensor, from_dim: int, to_dim: int, sizes: list[int], to_sizes: list[int],
-    handle: int, rank: int,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    from_dim: int,
+    to_dim: int,
+    sizes: list[int],
+    to_sizes: list[int],
+    handle: int,
+    rank: int,
+) -> torch.Tensor:
     shape = list(x.shape)
     shape[from_dim], shape[to_dim] = sum(sizes), to_sizes[rank]
     return x.new_empty(shape)

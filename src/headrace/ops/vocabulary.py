@@ -43,16 +43,20 @@ def spread_embed(
 
     ``anchor`` is any tensor that requires grad: ids do not, and every member of a group must run
     the backward, tokens or not.
-    """  # fmt: skip
+    """
     return _SpreadEmbed.apply(anchor, ids, weight, first, spread)  # type: ignore[no-any-return]
 
 
 class _SpreadEmbed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, weight: WeightSource, first: int,
+        ctx: Any,
+        anchor: torch.Tensor,
+        ids: torch.Tensor,
+        weight: WeightSource,
+        first: int,
         spread: Spread,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         table, kept = weight.rows(), list[torch.Tensor]()
 
         def part(ids: torch.Tensor) -> torch.Tensor:
@@ -83,9 +87,15 @@ class _SpreadEmbed(torch.autograd.Function):
 
 
 def spread_head_loss(
-    x: torch.Tensor, labels: torch.Tensor, weight: WeightSource, first: int, scale: float,
-    spread: Spread, chunk: int = HEAD_CHUNK_TOKENS, bias: WeightSource | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    labels: torch.Tensor,
+    weight: WeightSource,
+    first: int,
+    scale: float,
+    spread: Spread,
+    chunk: int = HEAD_CHUNK_TOKENS,
+    bias: WeightSource | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of the labels, and its gradient, of a head whose words are spread over a group.
 
         x        [t_r, h]        after the last norm
@@ -101,7 +111,7 @@ def spread_head_loss(
     The losses of a group's ranks add up to that of ``head_loss``, which says more; ``chunk`` is
     how many tokens of the group have logits at a time, about, in place of the spread's chunks.
     All ranks take the sums from the same numbers in the same order, so they agree on every bit.
-    """  # fmt: skip
+    """
     spread = replace(spread, chunks=max(1, -(-spread.total // chunk)))
     matrix = weight.rows()
     offset = None if bias is None else widened(bias.rows())

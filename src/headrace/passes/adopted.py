@@ -52,10 +52,17 @@ __all__ = ["Adopted", "Door", "compile"]
 
 
 def compile(
-    model: torch.nn.Module, *, backend: str | None = None, exchange: Exchange | None = None,
-    labels: Labels | None = None, tokens: str | None = None, groups: Groups | None = None,
-    recompute: Kept | None = None, label_name: str = "labels", logits: bool = True,
-) -> Adopted:  # fmt: skip
+    model: torch.nn.Module,
+    *,
+    backend: str | None = None,
+    exchange: Exchange | None = None,
+    labels: Labels | None = None,
+    tokens: str | None = None,
+    groups: Groups | None = None,
+    recompute: Kept | None = None,
+    label_name: str = "labels",
+    logits: bool = True,
+) -> Adopted:
     """Adopt ``model``, which may be wrapped in DDP or FSDP2.
 
     ``backend``: that of torch.compile (``eager``, ``aot_eager``, ``inductor``); not compiled where
@@ -76,19 +83,34 @@ def compile(
     first batch is sharded.
     """
     return Adopted(
-        model, backend=backend, exchange=exchange, labels=labels, tokens=tokens, groups=groups,
-        recompute=recompute, label_name=label_name, logits=logits,
-    )  # fmt: skip
+        model,
+        backend=backend,
+        exchange=exchange,
+        labels=labels,
+        tokens=tokens,
+        groups=groups,
+        recompute=recompute,
+        label_name=label_name,
+        logits=logits,
+    )
 
 
 class Adopted:
     """A model with sequence parallelism."""
 
     def __init__(
-        self, model: torch.nn.Module, *, backend: str | None, exchange: Exchange | None,
-        labels: Labels | None, tokens: str | None, groups: Groups | None,
-        recompute: Kept | None, label_name: str, logits: bool,
-    ) -> None:  # fmt: skip
+        self,
+        model: torch.nn.Module,
+        *,
+        backend: str | None,
+        exchange: Exchange | None,
+        labels: Labels | None,
+        tokens: str | None,
+        groups: Groups | None,
+        recompute: Kept | None,
+        label_name: str,
+        logits: bool,
+    ) -> None:
         if exchange is not None and exchange not in EXCHANGES:
             raise SpecError("exchange", got=repr(exchange), wanted=", ".join(EXCHANGES))
         self.model = model
@@ -121,9 +143,13 @@ class Adopted:
             self._groups.prepare([some for ranks in wanted for some in group_parts(ranks)])
 
     def shard(
-        self, batch: Mapping[str, torch.Tensor], *, ranks: Members | None = None,
-        targets: int | None = None, exchange: Exchange | None = None,
-    ) -> LocalBatch:  # fmt: skip
+        self,
+        batch: Mapping[str, torch.Tensor],
+        *,
+        ranks: Members | None = None,
+        targets: int | None = None,
+        exchange: Exchange | None = None,
+    ) -> LocalBatch:
         """This rank's part of ``batch``, which all ``ranks`` (all of the world where it is None)
         have alike. Several may be sharded before the first is run.
 
@@ -144,17 +170,23 @@ class Adopted:
             self.prepare([members])
         documents = documents_of(batch, self.tokens)
         agree(
-            f"batch of ranks {members}", fingerprint(batch, (documents, members)),
+            f"batch of ranks {members}",
+            fingerprint(batch, (documents, members)),
             self._group(self._groups, members)[0],
-        )  # fmt: skip
+        )
         self.probe(batch)
         count = count_targets(batch, self.labels) if targets is None else targets
         return self.place(batch, members, targets=count, exchange=exchange)
 
     def place(
-        self, batch: Mapping[str, torch.Tensor], ranks: Members, *, targets: int | None,
-        exchange: Exchange | None = None, groups: Groups | None = None,
-    ) -> LocalBatch:  # fmt: skip
+        self,
+        batch: Mapping[str, torch.Tensor],
+        ranks: Members,
+        *,
+        targets: int | None,
+        exchange: Exchange | None = None,
+        groups: Groups | None = None,
+    ) -> LocalBatch:
         """:meth:`shard` of a batch that is known to be alike on all ``ranks`` of ``groups``, its
         labels under the name ``labels``, for a model that was probed: no rank is asked."""
         groups = groups or self._groups
@@ -166,23 +198,32 @@ class Adopted:
         width = batch[self.tokens].shape[1]
         if width < len(ranks):
             raise SpecError(
-                f"rows of {width} tokens", got=f"{len(ranks)} ranks", wanted="a token for each",
+                f"rows of {width} tokens",
+                got=f"{len(ranks)} ranks",
+                wanted="a token for each",
                 hint="shard short rows among fewer ranks",
-            )  # fmt: skip
+            )
         group, me = self._group(groups, ranks)
         chosen: Exchange = exchange or self._exchange or "ulysses"
         balanced = chosen in ("ring", "gather", "2d")
         placement = Placement(
             tokens=placed_rows(documents, len(ranks), "zigzag" if balanced else "natural"),
-            rows=len(documents), member=me, group=group, exchange=chosen, targets=targets,
+            rows=len(documents),
+            member=me,
+            group=group,
+            exchange=chosen,
+            targets=targets,
             places=places,
             subgroup=lambda some: self._group(groups, tuple(ranks[m] for m in some))[0],
-        )  # fmt: skip
+        )
         assert self._probed is not None, "shard() probes"
         inputs, labels = local_inputs(
-            batch, self.tokens, placement, self.labels,
+            batch,
+            self.tokens,
+            placement,
+            self.labels,
             first=self._probed.first if self._takes_places else None,
-        )  # fmt: skip
+        )
         self._seat.take(placement)
         self._placed[inputs[self.tokens]] = placement
         if labels is not None:
@@ -196,9 +237,11 @@ class Adopted:
         placement = self._placed.get(inputs[self.tokens]) if self.tokens in inputs else None
         if placement is None:
             raise ModelError(
-                "inputs of the model", got="others than were sharded", wanted="what shard() gave",
+                "inputs of the model",
+                got="others than were sharded",
+                wanted="what shard() gave",
                 hint="give a shard's inputs as they are; move a batch before it is sharded",
-            )  # fmt: skip
+            )
         self._seat.take(placement)
         labels = inputs.pop(self._label_name, None) if self._hugging else None
         self._expect(labels)
@@ -275,15 +318,21 @@ class Adopted:
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The cross entropy of this rank's tokens, summed, over the targets of the step.
 
-            logits   [b, s_r, V]
-            labels   [b, s_r]      as in :class:`LocalBatch`
-        """  # fmt: skip
+        logits   [b, s_r, V]
+        labels   [b, s_r]      as in :class:`LocalBatch`
+        """
         return local_loss(logits, labels, self._seat.now.targets)
 
     def attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, window: int = 0,
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool,
+        window: int = 0,
         scale: float | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """:func:`headrace.passes.heads.attention` of the batch in force, for models that call it
         themselves."""
         return attention(q, k, v, self._seat.handle, causal=causal, window=window, scale=scale)
@@ -370,18 +419,24 @@ class Adopted:
         levels = None if layers is None else self.levels(layers.modules)
         if layers is None or levels is None:
             raise ModelError(
-                f"recompute of {type(self.inner).__name__}", got="no blocks that can be seen",
+                f"recompute of {type(self.inner).__name__}",
+                got="no blocks that can be seen",
                 wanted="a ModuleList of equal blocks, each called with the result of the last",
                 hint="call hr.recomputed(block, x) in its forward",
-            )  # fmt: skip
+            )
         levels.choose([level] * len(layers))
 
     def _probe(self, batch: Mapping[str, torch.Tensor]) -> Probed:
         run = partial(self._called, self._door.probing)
         return probe(
-            self.model, run, self._seat, self._known(batch), self.tokens,
-            places=self._takes_places, firsts=self._firsts,
-        )  # fmt: skip
+            self.model,
+            run,
+            self._seat,
+            self._known(batch),
+            self.tokens,
+            places=self._takes_places,
+            firsts=self._firsts,
+        )
 
     def _known(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the model takes of a batch when it is probed."""

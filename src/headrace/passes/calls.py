@@ -118,9 +118,12 @@ class ReplacedCalls(TorchFunctionMode):
         return self._here.entered  # type: ignore[no-any-return]
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """What is replaced, and all else as it is."""
         named = kwargs or {}
         if func in _REPLACED:
@@ -169,19 +172,21 @@ class ReplacedCalls(TorchFunctionMode):
         if seen is None or not seen.follows or size in seen.others:
             raise ModelError(
                 f"places counted in {_named(frames)}",
-                got=f"{size}, which may be tokens or not", wanted="places that follow the tokens",
+                got=f"{size}, which may be tokens or not",
+                wanted="places that follow the tokens",
                 hint="give the model its places, or another number of tokens",
-            )  # fmt: skip
+            )
         return True
 
 
 def _compiled_within(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Modules that their author compiles."""
     return [
-        module for module in model.modules()
+        module
+        for module in model.modules()
         if isinstance(module, torch._dynamo.OptimizedModule)  # noqa: SLF001
         or module._compiled_call_impl is not None  # noqa: SLF001
-    ]  # fmt: skip
+    ]
 
 
 def _remove_older(model: torch.nn.Module) -> None:
@@ -229,9 +234,11 @@ def _site() -> Frames:
             break
         if file in _AGAIN:
             raise ModelError(
-                _named(found[-1:]), got="a checkpoint around a function", wanted="around a module",
+                _named(found[-1:]),
+                got="a checkpoint around a function",
+                wanted="around a module",
                 hint="put the function in a module, or give hr.compile a backend",
-            )  # fmt: skip
+            )
         if file != __file__ and not file.startswith(_TORCH):
             found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back

@@ -56,9 +56,12 @@ class OpenDoor:
 
 
 def open_door(
-    model: torch.nn.Module, inner: torch.nn.Module, seat: ModelSeat, backend: str | None,
+    model: torch.nn.Module,
+    inner: torch.nn.Module,
+    seat: ModelSeat,
+    backend: str | None,
     recompute: Kept | None,
-) -> OpenDoor:  # fmt: skip
+) -> OpenDoor:
     """The door to ``inner``, which ``model`` may wrap. Raises ModelError where there is none, and
     where blocks of transformers cannot compute again what ``recompute`` says; of other models
     they are found when it is probed."""
@@ -68,16 +71,17 @@ def open_door(
         return _calls(model, inner, seat)
     if isinstance(model, FSDPModule):
         raise ModelError(
-            "model under FSDP2", got=f"backend {backend}", wanted="none",
+            "model under FSDP2",
+            got=f"backend {backend}",
+            wanted="none",
             hint="its hooks break graphs: compile the model's blocks, then shard them",
-        )  # fmt: skip
+        )
     return _graph(model, inner, seat, backend)
 
 
 def _registry(
-    model: torch.nn.Module, inner: Any, seat: ModelSeat, backend: str | None,
-    recompute: Kept | None,
-) -> OpenDoor:  # fmt: skip
+    model: torch.nn.Module, inner: Any, seat: ModelSeat, backend: str | None, recompute: Kept | None
+) -> OpenDoor:
     give_back = take_interface(inner, seat)
     if recompute is not None:
         recompute_blocks(inner, recompute)
@@ -88,10 +92,13 @@ def _registry(
         return BlockLevels(inner, blocks) if able else None
 
     return OpenDoor(
-        name="attention registry", probing=model, install=lambda: give_back,
+        name="attention registry",
+        probing=model,
+        install=lambda: give_back,
         call=model if compiler is None else _compiled(model, compiler, fullgraph=False),
-        compiler=compiler, levels=levels,
-    )  # fmt: skip
+        compiler=compiler,
+        levels=levels,
+    )
 
 
 def _calls(model: torch.nn.Module, inner: torch.nn.Module, seat: ModelSeat) -> OpenDoor:
@@ -104,8 +111,8 @@ def _calls(model: torch.nn.Module, inner: torch.nn.Module, seat: ModelSeat) -> O
         return wrapped
 
     return OpenDoor(
-        name="calls", call=model, probing=model, install=lambda: opened.close, levels=levels,
-    )  # fmt: skip
+        name="calls", call=model, probing=model, install=lambda: opened.close, levels=levels
+    )
 
 
 def _graph(
@@ -125,10 +132,13 @@ def _graph(
         return wrapped
 
     return OpenDoor(
-        name="graph", call=_compiled(model, compiler, fullgraph=whole), compiler=compiler,
-        probing=_compiled(model, Compiler("eager", seat), fullgraph=whole), install=install,
+        name="graph",
+        call=_compiled(model, compiler, fullgraph=whole),
+        compiler=compiler,
+        probing=_compiled(model, Compiler("eager", seat), fullgraph=whole),
+        install=install,
         levels=levels,
-    )  # fmt: skip
+    )
 
 
 def _as_it_is(forward: Callable[..., Any], /, *args: Any, **named: Any) -> Any:

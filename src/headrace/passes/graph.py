@@ -122,9 +122,10 @@ def _sliced(node: Node, width: str | None) -> Cut | None:
     if not _is_table(base):
         return None
     found = [
-        cut for cut in cuts_of(index, before.dim())
+        cut
+        for cut in cuts_of(index, before.dim())
         if str(value.shape[cut.made]) == width and str(before.shape[cut.dim]) != width
-    ]  # fmt: skip
+    ]
     return found[0] if len(found) == 1 else None
 
 
@@ -137,11 +138,21 @@ def _is_table(node: Any) -> bool:
 
 
 def _numbered_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | None = None,
-    reduction: int = 1, ignore_index: int = -100, label_smoothing: float = 0.0, *, handle: int,
-) -> torch.Tensor:  # fmt: skip
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    *,
+    handle: int,
+) -> torch.Tensor:
     return cross_entropy(
-        logits, labels, weight, ignore_index=ignore_index,
-        reduction=_REDUCTIONS.get(int(reduction), "none"), label_smoothing=label_smoothing,
+        logits,
+        labels,
+        weight,
+        ignore_index=ignore_index,
+        reduction=_REDUCTIONS.get(int(reduction), "none"),
+        label_smoothing=label_smoothing,
         handle=handle,
-    )  # fmt: skip
+    )

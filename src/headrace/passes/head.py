@@ -33,10 +33,11 @@ class LossHead:
         head = find() if callable(find) else None
         if not isinstance(head, torch.nn.Linear):
             raise ModelError(
-                f"logits=False of {type(model).__name__}", got=f"{type(head).__name__} as its head",
+                f"logits=False of {type(model).__name__}",
+                got=f"{type(head).__name__} as its head",
                 wanted="a linear one (get_output_embeddings of transformers)",
                 hint="leave logits=False out, or sum the losses of chunks in its forward",
-            )  # fmt: skip
+            )
         self._head = cast("Any", head)
         self._forward = head.forward
         self._labels: torch.Tensor | None = None
@@ -61,9 +62,11 @@ class LossHead:
         if not self._trusted and not isinstance(loss, FakeTensor):
             if made is None or float(loss.detach()) != float(made):
                 raise ModelError(
-                    "logits=False", got="logits that the model changes after its head",
-                    wanted="those of its head", hint="leave it out",
-                )  # fmt: skip
+                    "logits=False",
+                    got="logits that the model changes after its head",
+                    wanted="those of its head",
+                    hint="leave it out",
+                )
             self._trusted = True
         return loss
 
@@ -81,12 +84,14 @@ class LossHead:
             scale = 1 / max(1, self._targets or 0)
             loss = _HeadLoss.apply(flat, weight, bias, labels, scale)
         else:
-            loss = torch.stack([
-                local_loss(torch.nn.functional.linear(part, weight, bias), own, self._targets)
-                for part, own in zip(
-                    flat.split(HEAD_CHUNK_TOKENS), labels.split(HEAD_CHUNK_TOKENS), strict=True
-                )
-            ]).sum()  # fmt: skip
+            loss = torch.stack(
+                [
+                    local_loss(torch.nn.functional.linear(part, weight, bias), own, self._targets)
+                    for part, own in zip(
+                        flat.split(HEAD_CHUNK_TOKENS), labels.split(HEAD_CHUNK_TOKENS), strict=True
+                    )
+                ]
+            ).sum()
         self._made = loss.detach()
         return loss.expand(*x.shape[:-1], 1)
 
@@ -96,9 +101,13 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-        labels: torch.Tensor, scale: float,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
         own, added = _Gradient(weight), None if bias is None else _Gradient(bias)
         loss, dx = head_loss(x, labels, own, scale, HEAD_CHUNK_TOKENS, added)
         ctx.save_for_backward(dx, own.grad, None if added is None else added.grad)

@@ -13,9 +13,15 @@ _SAME = 1e-12
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int, *,
-    causal: bool, window: int = 0, scale: float | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    handle: int,
+    *,
+    causal: bool,
+    window: int = 0,
+    scale: float | None = None,
+) -> torch.Tensor:
     """Attention of the local tokens over all tokens of the group that share a document.
 
         q         [b, N, s_r, D]   s_r tokens of every row on this rank
@@ -28,7 +34,7 @@ def attention(
     Under autocast it computes in autocast's type, as torch's attention does. The adjoint is that of
     attention over the whole batch: gradients of keys and values that other ranks used come back
     summed.
-    """  # fmt: skip
+    """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

@@ -22,9 +22,17 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention", "dense", "sparse"}
 
 # Arguments that are passed along to the attention and do not change it in training.
 _HARMLESS = {
-    "cache_position", "head_mask", "logits_to_keep", "num_items_in_batch", "output_attentions",
-    "output_hidden_states", "position_ids", "return_dict", "token_type_ids", "use_cache",
-}  # fmt: skip
+    "cache_position",
+    "head_mask",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "position_ids",
+    "return_dict",
+    "token_type_ids",
+    "use_cache",
+}
 
 
 class _Layer(Protocol):
@@ -49,28 +57,40 @@ def take_interface(model: Any, seat: ModelSeat) -> Callable[[], None]:
     types = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
-            f"model type {config.model_type}", got="an encoder and a decoder",
-            wanted="one stack of layers", hint="cross attention is not spread over ranks",
-        )  # fmt: skip
+            f"model type {config.model_type}",
+            got="an encoder and a decoder",
+            wanted="one stack of layers",
+            hint="cross attention is not spread over ranks",
+        )
     if strange := sorted(types - _KNOWN_LAYERS):
         raise ModelError(
-            f"layers of model type {config.model_type}", got=", ".join(strange),
+            f"layers of model type {config.model_type}",
+            got=", ".join(strange),
             wanted=", ".join(sorted(_KNOWN_LAYERS)),
             hint="their tokens meet in ways that attention over all ranks does not stand for",
-        )  # fmt: skip
+        )
     if getattr(config, "output_router_logits", False):
         raise ModelError(
-            "output_router_logits", got="true", wanted="false",
+            "output_router_logits",
+            got="true",
+            wanted="false",
             hint="the loss of the router is a mean over tokens of one rank",
-        )  # fmt: skip
+        )
     handle = seat.handle  # not the seat: the registry never forgets
     name = f"headrace_{handle}"
 
     def spread(
-        module: _Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-        is_causal: bool | None = None, sliding_window: int | None = None, **rest: Any,
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        module: _Layer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        **rest: Any,
+    ) -> tuple[torch.Tensor, None]:
         """q [b, N, s_r, D], k and v [b, G, s_r, D] to [b, s_r, N, D]."""
         _refuse(module, attention_mask, dropout, rest)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -90,22 +110,28 @@ def _refuse(
     what = f"attention of {type(module).__name__}"
     if mask is not None:
         raise ModelError(
-            what, got="a mask tensor", wanted="none: masks are declared",
+            what,
+            got="a mask tensor",
+            wanted="none: masks are declared",
             hint="documents, padding and windows are known from what shard() was given",
-        )  # fmt: skip
+        )
     if dropout > 0:
         raise ModelError(
-            what, got=f"dropout {dropout}", wanted="0",
+            what,
+            got=f"dropout {dropout}",
+            wanted="0",
             hint="set attention_dropout (attn_pdrop, attention_probs_dropout_prob) to 0",
-        )  # fmt: skip
+        )
     changes = [
         k for k, v in rest.items() if k not in _HARMLESS and v is not None and v is not False
     ]
     if changes:
         raise ModelError(
-            what, got=f"the argument {changes[0]}", wanted="none that changes the scores",
+            what,
+            got=f"the argument {changes[0]}",
+            wanted="none that changes the scores",
             hint="softcaps, sinks, biases and caches are not spread over ranks",
-        )  # fmt: skip
+        )
 
 
 def _window(module: _Layer, given: int | None, *, causal: bool) -> int:
@@ -113,15 +139,18 @@ def _window(module: _Layer, given: int | None, *, causal: bool) -> int:
     the configuration; kernels are given a token more where they look both ways."""
     config, layer = module.config, getattr(module, "layer_idx", None)
     types, width = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    slides = types[layer] == "sliding_attention" if types and layer is not None else (
-        width is not None and getattr(config, "use_sliding_window", True)
-    )  # fmt: skip
+    slides = (
+        types[layer] == "sliding_attention"
+        if types and layer is not None
+        else (width is not None and getattr(config, "use_sliding_window", True))
+    )
     if not slides:
         return 0
     if width is None or given not in ((width,) if causal else (width, width + 1)):
         raise ModelError(
-            f"attention of {type(module).__name__}", got=f"a window of {given}",
+            f"attention of {type(module).__name__}",
+            got=f"a window of {given}",
             wanted=f"sliding_window = {width} of the configuration",
             hint="its width cannot be known for sure",
-        )  # fmt: skip
+        )
     return int(width if causal else width + 1)

@@ -21,8 +21,10 @@ Labels = Literal["next", "same"]
 that of the same place."""
 
 _CONVENTIONS: dict[str, Labels] = {
-    "ForCausalLM": "next", "LMHeadModel": "next", "ForMaskedLM": "same",
-}  # fmt: skip
+    "ForCausalLM": "next",
+    "LMHeadModel": "next",
+    "ForMaskedLM": "same",
+}
 """By the end of the names of transformers' classes."""
 
 
@@ -60,10 +62,12 @@ def local_loss(logits: torch.Tensor, labels: torch.Tensor, targets: int | None) 
 
         logits   [b, s_r, V]
         labels   [b, s_r]      of the local places, IGNORED (-100) where there is no loss
-    """  # fmt: skip
+    """
     flat = logits.flatten(0, -2)
     total = cross_entropy(
-        flat.float() if flat.element_size() < 4 else flat, labels.flatten(),
-        ignore_index=IGNORED, reduction="sum",
-    )  # fmt: skip
+        flat.float() if flat.element_size() < 4 else flat,
+        labels.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
     return total / max(1, targets or 0)

@@ -81,9 +81,7 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> Layers | None:
     with the most parameters. None where there is no such list."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and _alike(m)]
     calls: dict[int, list[tuple[Any, Any]]] = {}
-    handles = [
-        layer.register_forward_hook(_noting(calls)) for found in lists for layer in found
-    ]  # fmt: skip
+    handles = [layer.register_forward_hook(_noting(calls)) for found in lists for layer in found]
     try:
         with torch.no_grad():
             run()
@@ -96,9 +94,11 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> Layers | None:
     best = max(chains, key=lambda found: sum(p.numel() for p in found.parameters()))
     ((inputs, out),) = calls[id(best[0])]
     return Layers(
-        container=best, modules=tuple(best), many=not torch.is_tensor(out),
+        container=best,
+        modules=tuple(best),
+        many=not torch.is_tensor(out),
         hidden=inputs[0].shape[-1],
-    )  # fmt: skip
+    )
 
 
 def _noting(calls: dict[int, list[tuple[Any, Any]]]) -> Callable[..., None]:

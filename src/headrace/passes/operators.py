@@ -58,9 +58,11 @@ class ModelSeat:
         """The placement in force. Raises ModelError when there is none."""
         if self._now is None:
             raise ModelError(
-                "attention of a model with sequence parallelism", got="no batch",
-                wanted="one that was sharded", hint="call shard(batch) and give what it returns",
-            )  # fmt: skip
+                "attention of a model with sequence parallelism",
+                got="no batch",
+                wanted="one that was sharded",
+                hint="call shard(batch) and give what it returns",
+            )
         return self._now
 
     @property
@@ -80,9 +82,11 @@ def _now(handle: int) -> Placement | StandIn:
     seat = _seats.get(handle)
     if seat is None:
         raise ModelError(
-            "attention of a model with sequence parallelism", got="nobody who shards its batches",
-            wanted="what compile() returned", hint="keep it as long as the model is used",
-        )  # fmt: skip
+            "attention of a model with sequence parallelism",
+            got="nobody who shards its batches",
+            wanted="what compile() returned",
+            hint="keep it as long as the model is used",
+        )
     return seat.now
 
 
@@ -102,16 +106,17 @@ def attend(
         returns    [t, N, D], what the backward keeps, its log-sum-exp, the ticket
 
     Raises ModelError where the tokens are others than those of the placement.
-    """  # fmt: skip
+    """
     now = _now(handle)
     if isinstance(now, StandIn):
         return now.attend(q, k, v)
     if q.shape[0] != now.tokens.sizes[now.member] or k.shape[0] != q.shape[0]:
         raise ModelError(
-            "attention", got=f"{q.shape[0]} queries and {k.shape[0]} keys of this rank",
+            "attention",
+            got=f"{q.shape[0]} queries and {k.shape[0]} keys of this rank",
             wanted=f"{now.tokens.sizes[now.member]} of both, as were sharded",
             hint="the model must be given all inputs that shard() returned, and no cache",
-        )  # fmt: skip
+        )
     core = now.core(_heads(q, k), causal, window, q.device)
     qkv = torch.cat([q, k, v], dim=1)
     out, saved = core.forward(qkv)
@@ -152,9 +157,15 @@ def _kept_sizes(
 
 @torch.library.custom_op("headrace::attend_backward", mutates_args=())
 def _attend_backward(
-    grad: Tensor, out: Tensor, kept: Tensor, lse: Tensor, ticket: Tensor, keys: int,
-    causal: bool, window: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    out: Tensor,
+    kept: Tensor,
+    lse: Tensor,
+    ticket: Tensor,
+    keys: int,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     now = _placements.get(int(ticket))
     if now is None:
         raise ModelError(
@@ -169,9 +180,10 @@ def _attend_backward(
     if grads.joint is None:
         return grads.q.contiguous(), grads.k.contiguous(), grads.v.contiguous()
     return (  # results of an operator share no memory
-        grads.q.clone(memory_format=whole), grads.k.clone(memory_format=whole),
+        grads.q.clone(memory_format=whole),
+        grads.k.clone(memory_format=whole),
         grads.v.clone(memory_format=whole),
-    )  # fmt: skip
+    )
 
 
 def _unpacked(
@@ -185,16 +197,23 @@ def _unpacked(
     count = inner.queries + 2 * inner.keys
     qkv, out = kept.split([rows * count * features, rows * inner.queries * features])
     return kept, (
-        qkv.view(rows, count, features), out.view(rows, inner.queries, features),
+        qkv.view(rows, count, features),
+        out.view(rows, inner.queries, features),
         lse.view(inner.queries, rows),
-    )  # fmt: skip
+    )
 
 
 @_attend_backward.register_fake
 def _(
-    grad: Tensor, out: Tensor, kept: Tensor, lse: Tensor, ticket: Tensor, keys: int,
-    causal: bool, window: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    out: Tensor,
+    kept: Tensor,
+    lse: Tensor,
+    ticket: Tensor,
+    keys: int,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     tokens, heads, features = grad.shape
     return (
         grad.new_empty(tokens, heads, features),
@@ -229,9 +248,11 @@ def positions(like: Tensor, handle: int) -> Tensor:
     found = torch.from_numpy(now.positions()).to(like)
     if len(found) != len(like):
         raise ModelError(
-            "positions that the model makes", got=f"{len(like)}", wanted=f"{len(found)}",
+            "positions that the model makes",
+            got=f"{len(like)}",
+            wanted=f"{len(found)}",
             hint="give it position_ids, or rows of the length that was sharded",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -247,9 +268,11 @@ def targets(like: Tensor, handle: int) -> Tensor:
     found = _now(handle).targets
     if found is None:
         raise ModelError(
-            "loss of the model", got="a batch without labels", wanted="labels, or their number",
+            "loss of the model",
+            got="a batch without labels",
+            wanted="labels, or their number",
             hint="say which input they are (compile: label_name), or shard(batch, targets=...)",
-        )  # fmt: skip
+        )
     return like.new_tensor(float(max(1, found)))
 
 

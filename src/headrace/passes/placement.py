@@ -51,15 +51,17 @@ def placed_rows(documents: tuple[tuple[int, ...], ...], ranks: int, order: Token
     width = sum(documents[0])
     one = TokenPlan(lengths=(width,), ranks=ranks, order=order).parts
     return TokenPlan(
-        lengths=tuple(length for row in documents for length in row), ranks=ranks,
+        lengths=tuple(length for row in documents for length in row),
+        ranks=ranks,
         given=tuple(
             tuple(
                 Rows(at * width + part.start, at * width + part.stop)
-                for at in range(len(documents)) for part in parts
+                for at in range(len(documents))
+                for part in parts
             )
             for parts in one
         ),
-    )  # fmt: skip
+    )
 
 
 def group_parts(ranks: Members) -> list[Members]:
@@ -130,19 +132,26 @@ class Placement:
         if self.exchange == "gather":
             order, back = self._order(everyone, device)
             return GatheredCore(
-                heads=heads, sizes=tokens.sizes, group=self.group,
-                blocks=seen((self.member,), everyone), order=order, back=back,
-            )  # fmt: skip
+                heads=heads,
+                sizes=tokens.sizes,
+                group=self.group,
+                blocks=seen((self.member,), everyone),
+                order=order,
+                back=back,
+            )
         mesh = RankBlocks(ranks=ranks, inner=self._inner(heads))
         block = mesh.blocks[self.member // mesh.inner]
         sizes = tuple(tokens.sizes[m] for m in block)
         order, back = self._order(block, device)
         switched = SwitchedCore(
-            heads=heads, core=PackCore(heads=heads, blocks=()), sizes=sizes,
+            heads=heads,
+            core=PackCore(heads=heads, blocks=()),
+            sizes=sizes,
             member=self.member % mesh.inner,
             group=self.group if len(block) == ranks else self.subgroup(block),
-            order=order, back=back,
-        )  # fmt: skip
+            order=order,
+            back=back,
+        )
         inner = switched.inner
         if len(block) == ranks:
             core: Core = PackCore(heads=inner, blocks=seen(everyone, everyone))
@@ -154,9 +163,14 @@ class Placement:
             )
             core = RingCore(heads=inner, ring=ring, blocks=lambda at: seen(block, mesh.blocks[at]))
         return SwitchedCore(
-            heads=heads, core=core, sizes=sizes, member=switched.member, group=switched.group,
-            order=order, back=back,
-        )  # fmt: skip
+            heads=heads,
+            core=core,
+            sizes=sizes,
+            member=switched.member,
+            group=switched.group,
+            order=order,
+            back=back,
+        )
 
     def _inner(self, heads: Heads) -> int:
         """Ranks of a block that exchange heads."""
@@ -166,9 +180,11 @@ class Placement:
         found = largest_divisor(ranks, heads.keys) or largest_divisor(ranks, heads.queries)
         if found is None:
             raise SpecError(
-                f"exchange 2d on {ranks} ranks of {heads.queries} heads", got="no block",
-                wanted="ranks that a number of heads divides", hint="use ulysses, ring or gather",
-            )  # fmt: skip
+                f"exchange 2d on {ranks} ranks of {heads.queries} heads",
+                got="no block",
+                wanted="ranks that a number of heads divides",
+                hint="use ulysses, ring or gather",
+            )
         return found
 
     def _order(

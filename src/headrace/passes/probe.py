@@ -87,9 +87,15 @@ class Probed:
 
 @torch.no_grad()
 def probe(
-    model: torch.nn.Module, run: Callable[..., Any], seat: ModelSeat,
-    batch: Mapping[str, torch.Tensor], tokens: str, *, places: bool, firsts: Sequence[int] = (0,),
-) -> Probed:  # fmt: skip
+    model: torch.nn.Module,
+    run: Callable[..., Any],
+    seat: ModelSeat,
+    batch: Mapping[str, torch.Tensor],
+    tokens: str,
+    *,
+    places: bool,
+    firsts: Sequence[int] = (0,),
+) -> Probed:
     """Run ``model`` by ``run(**inputs)`` on a few tokens of ``batch`` as it is given them, and on
     parts of them with places that begin with one of ``firsts``. Labels are given where the model
     makes its own loss. Raises ModelError, naming what it found, when it cannot be run on parts."""
@@ -138,9 +144,12 @@ def _evaluated(model: torch.nn.Module, seat: ModelSeat) -> Iterator[None]:
 
 @torch.no_grad()
 def run_few(
-    model: torch.nn.Module, run: Callable[..., Any], seat: ModelSeat,
-    batch: Mapping[str, torch.Tensor], tokens: str,
-) -> None:  # fmt: skip
+    model: torch.nn.Module,
+    run: Callable[..., Any],
+    seat: ModelSeat,
+    batch: Mapping[str, torch.Tensor],
+    tokens: str,
+) -> None:
     """Run a model once by ``run(**inputs)``, on a few tokens and with the stand-in."""
     with _evaluated(model, seat):
         _run(run, seat, _few(batch, tokens), slice(0, _TOKENS))
@@ -185,10 +194,11 @@ def _difference(whole: _Outcome, parts: Sequence[_Outcome]) -> ModelError | None
     together = torch.cat([part.logits for part in parts], dim=1)
     if whole.logits.shape != together.shape:
         return ModelError(
-            "results of parts of the tokens", got=f"{list(together.shape)}",
+            "results of parts of the tokens",
+            got=f"{list(together.shape)}",
             wanted=f"{list(whole.logits.shape)}",
             hint="the model must give one result for each token",
-        )  # fmt: skip
+        )
     single = whole.logits.dtype not in (torch.float32, torch.float64)
     limit = (5e-2 if single else 1e-4) * max(float(whole.logits.abs().max()), 1e-30)
     off = (whole.logits - together).abs().flatten(2).amax(dim=2)[0]

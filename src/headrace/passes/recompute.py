@@ -54,9 +54,10 @@ class BlockLevels:
         _enable(model, {"context_fn": self._next})
         if not all(getattr(block, "gradient_checkpointing", False) for block in blocks):
             raise ModelError(
-                f"recompute of {type(model).__name__}", got="blocks that it cannot compute again",
+                f"recompute of {type(model).__name__}",
+                got="blocks that it cannot compute again",
                 wanted="layers with gradient_checkpointing",
-            )  # fmt: skip
+            )
         self.choose(["none"] * len(blocks))
 
     def choose(self, levels: Sequence[Recompute]) -> None:
@@ -82,9 +83,10 @@ class WrappedLevels:
         for index, block in enumerate(blocks):
             own = vars(block).get("forward")
             self._hooks.callback(
-                partial(vars(block).pop, "forward") if own is None
+                partial(vars(block).pop, "forward")
+                if own is None
                 else partial(setattr, block, "forward", own)
-            )  # fmt: skip
+            )
             block.forward = partial(self._run, index, block.forward)
 
     def remove(self) -> None:
@@ -110,24 +112,28 @@ class _Block(Protocol):
 def _enable(model: Any, options: dict[str, Any]) -> None:
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ModelError(
-            f"recompute of {type(model).__name__}", got="no blocks that it knows",
-            wanted="supports_gradient_checkpointing", hint="use recompute(block, x) in its forward",
-        )  # fmt: skip
+            f"recompute of {type(model).__name__}",
+            got="no blocks that it knows",
+            wanted="supports_gradient_checkpointing",
+            hint="use recompute(block, x) in its forward",
+        )
     older = model.gradient_checkpointing_enable  # the name of before
     getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False, **options})
 
 
 _ATEN = torch.ops.aten
-_ATTENDS = frozenset({
-    torch.ops.headrace.attend.default,
-    _ATEN._scaled_dot_product_flash_attention.default,  # noqa: SLF001
-    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
-    _ATEN._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
-    _ATEN._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
-    _ATEN._scaled_dot_product_fused_attention_overrideable.default,  # noqa: SLF001
-    _ATEN._flash_attention_forward.default,  # noqa: SLF001
-    _ATEN._efficient_attention_forward.default,  # noqa: SLF001
-})  # fmt: skip
+_ATTENDS = frozenset(
+    {
+        torch.ops.headrace.attend.default,
+        _ATEN._scaled_dot_product_flash_attention.default,  # noqa: SLF001
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
+        _ATEN._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
+        _ATEN._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
+        _ATEN._scaled_dot_product_fused_attention_overrideable.default,  # noqa: SLF001
+        _ATEN._flash_attention_forward.default,  # noqa: SLF001
+        _ATEN._efficient_attention_forward.default,  # noqa: SLF001
+    }
+)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

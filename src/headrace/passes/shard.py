@@ -53,9 +53,11 @@ def require_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> None:
         one = name == "position_ids" and tuple(value.shape) == (1, width)
         if tuple(value.shape[:2]) != (rows, width) and not one:
             raise DataError(
-                f"input {name}", got=f"{list(value.shape)}", wanted=f"[{rows}, {width}, ...]",
+                f"input {name}",
+                got=f"{list(value.shape)}",
+                wanted=f"[{rows}, {width}, ...]",
                 hint="inputs have one value for each token; others are for the model itself",
-            )  # fmt: skip
+            )
 
 
 def documents_of(batch: Mapping[str, torch.Tensor], tokens: str) -> tuple[tuple[int, ...], ...]:
@@ -68,16 +70,20 @@ def documents_of(batch: Mapping[str, torch.Tensor], tokens: str) -> tuple[tuple[
     if mask is not None:
         if mask.dim() != 2:
             raise DataError(
-                "attention_mask", got=f"{list(mask.shape)}", wanted=f"{[rows, width]}, 1 or 0",
+                "attention_mask",
+                got=f"{list(mask.shape)}",
+                wanted=f"{[rows, width]}, 1 or 0",
                 hint="documents are told by position_ids that begin again at 0",
-            )  # fmt: skip
+            )
         seen = mask.cpu().numpy() != 0
         change = seen[:, 1:] != seen[:, :-1]
         if ((seen[:, 1:] & change).sum(axis=1) + seen[:, 0] > 1).any():
             raise DataError(
-                "attention_mask", got="ones on both sides of zeros",
-                wanted="one run of ones in every row", hint="only padding is masked",
-            )  # fmt: skip
+                "attention_mask",
+                got="ones on both sides of zeros",
+                wanted="one run of ones in every row",
+                hint="only padding is masked",
+            )
         begins[:, 1:] |= change
     places = batch.get("position_ids")
     if places is not None:
@@ -94,16 +100,22 @@ def declared_places(batch: Mapping[str, torch.Tensor]) -> np.ndarray | None:
         return None
     if not bool((places == places[:1]).all()):
         raise DataError(
-            "position_ids", got="rows that differ", wanted="the same in every row",
+            "position_ids",
+            got="rows that differ",
+            wanted="the same in every row",
             hint="the model does not take position_ids: it counts the tokens of all rows alike",
-        )  # fmt: skip
+        )
     return places[0].cpu().numpy()
 
 
 def local_inputs(
-    batch: Mapping[str, torch.Tensor], tokens: str, placement: Placement, kind: Labels,
-    *, first: int | None,
-) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:  # fmt: skip
+    batch: Mapping[str, torch.Tensor],
+    tokens: str,
+    placement: Placement,
+    kind: Labels,
+    *,
+    first: int | None,
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
     """(what the model is given, labels of the local places); with ``position_ids`` from ``first``
     where the model takes them."""
     rows = batch[tokens].shape[0]

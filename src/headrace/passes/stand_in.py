@@ -38,6 +38,8 @@ class StandIn:
         alike = torch.tanh((q * k[:, heads]).sum(-1, keepdim=True))
         out = v[:, heads] * (1 + alike)
         return (
-            out.contiguous(), q.new_empty(0), q.new_empty(0, dtype=wide_dtype(q.dtype)),
+            out.contiguous(),
+            q.new_empty(0),
+            q.new_empty(0, dtype=wide_dtype(q.dtype)),
             torch.zeros(1, dtype=torch.int64),
-        )  # fmt: skip
+        )

@@ -42,9 +42,15 @@ class PlanAhead(Generic[Item, Plan]):
     """
 
     def __init__(
-        self, plan: Callable[[Item], Plan], items: Iterable[Item], *, producers: int = 1,
-        depth: int = 2, tell: Callable[[str], None] | None = None, silent_s: float = 30.0,
-    ) -> None:  # fmt: skip
+        self,
+        plan: Callable[[Item], Plan],
+        items: Iterable[Item],
+        *,
+        producers: int = 1,
+        depth: int = 2,
+        tell: Callable[[str], None] | None = None,
+        silent_s: float = 30.0,
+    ) -> None:
         for name, value in (("producers", producers), ("depth", depth)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecError(name, got=repr(value), wanted="a whole number >= 1")
@@ -86,9 +92,11 @@ class PlanAhead(Generic[Item, Plan]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -163,9 +171,11 @@ class PlanAhead(Generic[Item, Plan]):
             lost.remove(number)
             del self._data[number], self._deaths[number]
             error = LaunchError(
-                f"batch {number}", got=f"{_MOST_DEATHS} producers dead over it",
-                wanted="a plan", hint=f"the last {how}",
-            )  # fmt: skip
+                f"batch {number}",
+                got=f"{_MOST_DEATHS} producers dead over it",
+                wanted="a plan",
+                hint=f"the last {how}",
+            )
             self._answers[number] = False, error
             text += ", the third: it is given up"
         self._waiting = deque(sorted([*self._waiting, *lost]))

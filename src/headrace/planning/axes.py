@@ -40,10 +40,17 @@ class _Way:
 
 
 def plan_axes(
-    stages: Sequence[MixingStage], sizes: Mapping[str, int], ranks: int, *, tensor_bytes: float,
-    transfer_s: Callable[[float], float], heads: int | None = None, entry: str | None = None,
-    exit_: str | None = None, empty: bool = False,
-) -> AxisPlan:  # fmt: skip
+    stages: Sequence[MixingStage],
+    sizes: Mapping[str, int],
+    ranks: int,
+    *,
+    tensor_bytes: float,
+    transfer_s: Callable[[float], float],
+    heads: int | None = None,
+    entry: str | None = None,
+    exit_: str | None = None,
+    empty: bool = False,
+) -> AxisPlan:
     """The quickest choice of axes for one pass.
 
     ``sizes`` are those of the axes that may be in shards. ``transfer_s(b)``: seconds in which every
@@ -83,19 +90,25 @@ def plan_axes(
                 got=f"axes {_named(sizes)} for {ranks} ranks",
                 wanted=f"another axis of at least {ranks} places",
                 hint="fewer ranks for each sample, or heads to exchange",
-            )  # fmt: skip
+            )
         ways = found
     ends = {
-        axis: _Way(way.seconds + switch_s * moved, way.sent_bytes + switch_bytes * moved,
-                   way.switches + moved, way.choices)
+        axis: _Way(
+            way.seconds + switch_s * moved,
+            way.sent_bytes + switch_bytes * moved,
+            way.switches + moved,
+            way.choices,
+        )
         for axis, way in ways.items()
         for moved in (exit_ is not None and axis != exit_,)
-    }  # fmt: skip
+    }
     best = min(ends.values(), key=lambda way: way.key)
     return AxisPlan(
-        choices=best.choices, switches=best.switches, sent_bytes=best.sent_bytes,
+        choices=best.choices,
+        switches=best.switches,
+        sent_bytes=best.sent_bytes,
         seconds=best.seconds,
-    )  # fmt: skip
+    )
 
 
 def split_batch(batch: int, places: int, ranks: int, *, fewest: int | None = None) -> int:
@@ -112,9 +125,11 @@ def split_batch(batch: int, places: int, ranks: int, *, fewest: int | None = Non
     ]
     if not found:
         raise InfeasiblePlan(
-            f"{batch} samples of {most} places", got=f"{ranks} ranks", wanted="a place for each",
+            f"{batch} samples of {most} places",
+            got=f"{ranks} ranks",
+            wanted="a place for each",
             hint="fewer ranks for each batch, or more samples in it",
-        )  # fmt: skip
+        )
     return min(found)[1]
 
 

@@ -69,10 +69,12 @@ class SortedBatch:
         falling = given[order]
         starts = np.flatnonzero(np.append(True, falling[1:] != falling[:-1]))
         return cls(
-            lengths=lengths, order=tuple(order.tolist()), tokens=falling.tolist(),
+            lengths=lengths,
+            order=tuple(order.tolist()),
+            tokens=falling.tolist(),
             run_tokens=falling[starts].tolist(),
             counts=np.diff(np.append(starts, len(falling))).astype(np.int64),
-        )  # fmt: skip
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -142,9 +144,15 @@ class PriceTable:
     """
 
     def __init__(
-        self, batch: SortedBatch, schemes: Sequence[PricedScheme], devices: int,
-        *, pull_s: float = 0.0, push_s: float = 0.0, unhidden: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        batch: SortedBatch,
+        schemes: Sequence[PricedScheme],
+        devices: int,
+        *,
+        pull_s: float = 0.0,
+        push_s: float = 0.0,
+        unhidden: float = 0.0,
+    ) -> None:
         self.batch, self.devices = batch, devices
         self.pull_s, self.push_s, self.unhidden = pull_s, push_s, unhidden
         self.schemes = sorted(schemes, key=lambda s: (s.devices, s.depth, s.scheme.tensor))

@@ -128,11 +128,16 @@ class BoundRows:
     def of(cls, table: PriceTable) -> BoundRows:
         """The rows of a table whose pipelines take what the formula says."""
         return cls(
-            ranks=table.ranks, stages=table.stages, opening=table.least_c,
-            shared=(table.stages + 1) / 2, over=0 * table.ranks,
-            alone=table.alone, work=table.work, spread=table.spread,
+            ranks=table.ranks,
+            stages=table.stages,
+            opening=table.least_c,
+            shared=(table.stages + 1) / 2,
+            over=0 * table.ranks,
+            alone=table.alone,
+            work=table.work,
+            spread=table.spread,
             counts=table.batch.counts.astype(np.float64),
-        )  # fmt: skip
+        )
 
     @classmethod
     def of_models(cls, batch: SortedBatch, models: Sequence[Least]) -> BoundRows:
@@ -142,11 +147,16 @@ class BoundRows:
         alone, work, dealt = np.stack(rows, axis=1)
         column = np.ones((len(models), 1))
         return cls(
-            ranks=np.array([[float(one.width)] for one in models]), stages=column,
-            opening=0 * column, shared=np.array([[1 / one.depth] for one in models]),
-            over=np.array([[one.over_s] for one in models]), alone=alone, work=work, spread=dealt,
+            ranks=np.array([[float(one.width)] for one in models]),
+            stages=column,
+            opening=0 * column,
+            shared=np.array([[1 / one.depth] for one in models]),
+            over=np.array([[one.over_s] for one in models]),
+            alone=alone,
+            work=work,
+            spread=dealt,
             counts=batch.counts.astype(np.float64),
-        )  # fmt: skip
+        )
 
     @classmethod
     def joined(cls, some: Sequence[BoundRows]) -> BoundRows:

@@ -37,10 +37,13 @@ def published_timeline(plan: Plan, costs: PipelineCosts | GroupCosts) -> Timelin
         for rank in ranks:
             rows[rank].append(
                 Row(
-                    rank=rank, action=action, kind="forward", start_s=start_s,
+                    rank=rank,
+                    action=action,
+                    kind="forward",
+                    start_s=start_s,
                     end_s=start_s + taken_s,
                 )
-            )  # fmt: skip
+            )
     _drain(plan, times, rows)
     return Timeline(
         source="predicted", rows=tuple(row for own in rows for row in own), devices=plan.devices

@@ -18,10 +18,15 @@ __all__ = ["random_plan", "random_strategy"]
 
 
 def random_plan(
-    lengths: Lengths, devices: int, layers: int, rng: np.random.Generator, *,
-    largest: int | None = None, working: Working | None = None,
+    lengths: Lengths,
+    devices: int,
+    layers: int,
+    rng: np.random.Generator,
+    *,
+    largest: int | None = None,
+    working: Working | None = None,
     methods: Mapping[int, Sequence[str]] | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Each sequence on a random aligned block of a random size of at most ``largest`` ranks,
     packed at random, its tokens in a random order, every layer with a random attention,
     feed-forward and recompute level; larger groups come first.
@@ -71,9 +76,14 @@ def random_plan(
 
 
 def random_strategy(
-    lengths: Lengths, devices: int, layers: int, rng: np.random.Generator, *,
-    methods: Mapping[int, Sequence[str]], most_tensor: int = 1,
-) -> Plan:  # fmt: skip
+    lengths: Lengths,
+    devices: int,
+    layers: int,
+    rng: np.random.Generator,
+    *,
+    methods: Mapping[int, Sequence[str]],
+    most_tensor: int = 1,
+) -> Plan:
     """Pipelines of random tensor (at most ``most_tensor``), context and pipeline degrees side by
     side, some ranks perhaps in none, stages of random numbers of layers; each sequence in a random
     one, packed at random, every layer with a random attention, feed-forward and recompute level.
@@ -95,7 +105,9 @@ def random_strategy(
             packs.append((chosen, [int(i)]))
     held: tuple[Working, ...] = ("replicated", "sharded")
     return Plan(
-        lengths=lengths, devices=devices, pipelines=tuple(pipelines),
+        lengths=lengths,
+        devices=devices,
+        pipelines=tuple(pipelines),
         micro_batches=tuple(
             MicroBatch(
                 pipeline=chosen,
@@ -105,9 +117,11 @@ def random_strategy(
             )
             for chosen, pack in packs
         ),
-        predicted_s=0.0, lower_bound_s=0.0, working=held[int(rng.integers(2))],
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+        working=held[int(rng.integers(2))],
         planner="random",
-    )  # fmt: skip
+    )
 
 
 def _width(pipeline: Pipeline) -> int:
@@ -115,9 +129,13 @@ def _width(pipeline: Pipeline) -> int:
 
 
 def _random_pipeline(
-    at: int, room: int, layers: int, rng: np.random.Generator,
-    methods: Mapping[int, Sequence[str]], most_tensor: int,
-) -> Pipeline:  # fmt: skip
+    at: int,
+    room: int,
+    layers: int,
+    rng: np.random.Generator,
+    methods: Mapping[int, Sequence[str]],
+    most_tensor: int,
+) -> Pipeline:
     """A pipeline on the ranks from ``at``, of at most ``room``."""
     schemes = [
         Scheme(tensor=tensor, context=width // tensor, pipeline=stages)

@@ -28,9 +28,12 @@ class Candidate:
 
 
 def reasons(
-    problem: Problem, bound: Bound, tried: Sequence[Candidate], static: Candidate | None,
+    problem: Problem,
+    bound: Bound,
+    tried: Sequence[Candidate],
+    static: Candidate | None,
     flat: Bound | None = None,
-) -> tuple[str, ...]:  # fmt: skip
+) -> tuple[str, ...]:
     """Reasons for the first of ``tried``, the quickest: what binds, how far it is above ``flat``,
     the bound of plans without stages and tensor blocks, what the best static plan and
     the next strategy would take, which layers there are and what is recomputed, and what of the

@@ -46,9 +46,13 @@ def listed_frontier(table: Table, slots: Sequence[tuple[LayerOption, ...]]) -> F
     kept = worth_keeping(seconds, caps)
     a, b, c = seconds[kept].T
     return Frontier(
-        options=table.options, a=a.copy(), b=b.copy(), c=c.copy(),
-        caps=tuple(int(cap) for cap in caps[kept]), layers=layers[kept],
-    )  # fmt: skip
+        options=table.options,
+        a=a.copy(),
+        b=b.copy(),
+        c=c.copy(),
+        caps=tuple(int(cap) for cap in caps[kept]),
+        layers=layers[kept],
+    )
 
 
 def _falling(table: Table, slot: Sequence[LayerOption]) -> Kind:
@@ -62,8 +66,14 @@ def _by_kind(kinds: Sequence[Kind], distinct: Sequence[Kind]) -> Counts:
     """Rows of one option for every layer: all counts of levels of all kinds, or coarser ones."""
     numbers = [kinds.count(kind) for kind in distinct]
     steps = max(numbers)
-    while prod(comb(min(steps, n) + len(k) - 1, len(k) - 1)
-               for n, k in zip(numbers, distinct, strict=True)) > _TRIED and steps > 1:  # fmt: skip
+    while (
+        prod(
+            comb(min(steps, n) + len(k) - 1, len(k) - 1)
+            for n, k in zip(numbers, distinct, strict=True)
+        )
+        > _TRIED
+        and steps > 1
+    ):
         steps -= 1
     blocks = [
         np.array([np.repeat(kind, counts) for counts in _counts(n, len(kind), min(steps, n))])
@@ -96,8 +106,10 @@ def _along(table: Table, kinds: Sequence[Kind]) -> Counts:
         ],
         dtype=np.int64,
     )
-    rows = [np.repeat(range(len(RECOMPUTE)), counts)
-            for counts in _counts(len(kinds), len(RECOMPUTE), len(kinds))]  # fmt: skip
+    rows = [
+        np.repeat(range(len(RECOMPUTE)), counts)
+        for counts in _counts(len(kinds), len(RECOMPUTE), len(kinds))
+    ]
     return by_level[np.array(rows), np.arange(len(kinds))]
 
 

@@ -80,8 +80,9 @@ class FormulaSearch:
             if not some or some[0].most_tokens < table.tokens[0]:
                 raise InfeasiblePlan(
                     f"sequence {self.batch.order[0]} of {table.tokens[0]:,} tokens does not fit",
-                    got=f"groups of {size}", wanted="a size that holds it",
-                )  # fmt: skip
+                    got=f"groups of {size}",
+                    wanted="a size that holds it",
+                )
             table = PriceTable(self.batch, some, table.devices)
         made = BASELINES["best-static"].schedules(table, semantics, self.seed)
         return [] if made is None else [made]
@@ -92,8 +93,9 @@ class FormulaSearch:
         if not made:
             raise InfeasiblePlan(
                 f"sequence {self.batch.order[0]} of {table.tokens[0]:,} tokens does not fit",
-                got=f"planner {name}", wanted="a group size that holds it",
-            )  # fmt: skip
+                got=f"planner {name}",
+                wanted="a group size that holds it",
+            )
         return made
 
     def _found(self, table: PriceTable, low: Bound, found: list[Assignment]) -> list[Assignment]:
@@ -129,9 +131,14 @@ class FormulaSearch:
                 drafts, high_s, known = list[Draft](), found[0].seconds, True
         if high_s > low_s * (1 + limits.enough):
             drafts += side_by_side(
-                table, low_s, high_s, seed=self.seed, limits=limits, known=known,
+                table,
+                low_s,
+                high_s,
+                seed=self.seed,
+                limits=limits,
+                known=known,
                 exchanges=not known or count <= limits.few,
-            )  # fmt: skip
+            )
         return scheduled(drafts, found, low_s, limits) if drafts or not known else found
 
     def _rivals(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> list[Assignment]:
@@ -166,37 +173,44 @@ def plan_of(schedule: Assignment, bound: Bound) -> Plan:
         number = numbers.setdefault((table.schemes[k].scheme, ranks), len(numbers))
         micro_batches += [
             MicroBatch(
-                pipeline=number, layers=LayerPlan(),
+                pipeline=number,
+                layers=LayerPlan(),
                 sequences=tuple([batch.order[i] for i in members]),
             )
             for members in packed.bins
-        ]  # fmt: skip
+        ]
     return Plan(
-        lengths=batch.lengths, devices=table.devices,
+        lengths=batch.lengths,
+        devices=table.devices,
         pipelines=tuple(Pipeline(scheme=scheme, ranks=ranks) for scheme, ranks in numbers),
-        micro_batches=tuple(micro_batches), predicted_s=schedule.seconds,
-        lower_bound_s=min(bound.seconds, schedule.seconds), semantics=schedule.semantics,
-    )  # fmt: skip
+        micro_batches=tuple(micro_batches),
+        predicted_s=schedule.seconds,
+        lower_bound_s=min(bound.seconds, schedule.seconds),
+        semantics=schedule.semantics,
+    )
 
 
 def _with_model(plan: Plan, costs: CostModel, schedule: Assignment) -> Plan:
     """The plan with the layers of a model's costs, the update's seconds and their scale."""
     schemes, rows = schedule.table.schemes, [row for own in schedule.packs for row in own.rows]
-    kinds = [k for (k, _, _), own in zip(schedule.groups, schedule.packs, strict=True)
-             for _ in own.rows]  # fmt: skip
+    kinds = [
+        k for (k, _, _), own in zip(schedule.groups, schedule.packs, strict=True) for _ in own.rows
+    ]
     micro_batches = tuple(
         replace(
-            micro, layers=schemes[k].layer_plan(row) or LayerPlan(),
+            micro,
+            layers=schemes[k].layer_plan(row) or LayerPlan(),
             order=schemes[k].order_of(row, costs),
         )
         for micro, k, row in zip(plan.micro_batches, kinds, rows, strict=True)
-    )  # fmt: skip
+    )
     update_s = costs.exchange_s.update_s
     return plan.replace(
-        micro_batches=micro_batches, working="sharded",
+        micro_batches=micro_batches,
+        working="sharded",
         predicted_s=(plan.predicted_s + update_s) * costs.scale,
         lower_bound_s=(plan.lower_bound_s + update_s) * costs.scale,
-    )  # fmt: skip
+    )
 
 
 def reasons(found: Sequence[Assignment], bound: Bound) -> tuple[str, ...]:

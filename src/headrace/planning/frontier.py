@@ -79,9 +79,13 @@ class Frontier:
         """Rows (a, b, c) of one capacity, without layer plans, as published costs have them."""
         a, b, c = np.array(rows, dtype=np.float64).T
         return cls(
-            options=(), a=a.copy(), b=b.copy(), c=c.copy(), caps=(cap,) * len(rows),
+            options=(),
+            a=a.copy(),
+            b=b.copy(),
+            c=c.copy(),
+            caps=(cap,) * len(rows),
             layers=np.zeros((len(rows), 0), dtype=np.int64),
-        )  # fmt: skip
+        )
 
     def columns(self, first: int) -> Columns:
         """The columns of the plans from ``first`` on."""

@@ -96,10 +96,16 @@ class SearchLimits:
         if sequences <= self.many:
             return self
         return replace(
-            self, levels=self.levels[:1], biases=self.biases[:1], targets=self.targets[:3],
-            dropped=self.near, least=5 * self.least, halvings=self.halvings // 2, packed=2,
+            self,
+            levels=self.levels[:1],
+            biases=self.biases[:1],
+            targets=self.targets[:3],
+            dropped=self.near,
+            least=5 * self.least,
+            halvings=self.halvings // 2,
+            packed=2,
             packed_fluid=2,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,9 +132,13 @@ class Draft:
             expected_s = max(seconds, *sent.values())
             ends = sorted(sent, key=sent.__getitem__, reverse=True)
         return cls(
-            table=table, seconds=seconds, expected_s=expected_s, groups=groups, source=source,
+            table=table,
+            seconds=seconds,
+            expected_s=expected_s,
+            groups=groups,
+            source=source,
             ends=ends,
-        )  # fmt: skip
+        )
 
     def is_late(self, limit_s: float) -> bool:
         """Whether one of the pipelines of ``ends``, packed exactly in this order with those that
@@ -150,10 +160,17 @@ class Draft:
 
 
 def side_by_side(
-    table: PriceTable, bound_s: float, high_s: float, *, seed: int, limits: SearchLimits,
-    most: Sequence[int] | None = None, deeper: bool = False, known: bool = False,
+    table: PriceTable,
+    bound_s: float,
+    high_s: float,
+    *,
+    seed: int,
+    limits: SearchLimits,
+    most: Sequence[int] | None = None,
+    deeper: bool = False,
+    known: bool = False,
     exchanges: bool = True,
-) -> Iterator[Draft]:  # fmt: skip
+) -> Iterator[Draft]:
     """Drafts of pipelines side by side that may take less than ``high_s``; ``most[k]`` limits the
     pipelines of each scheme. ``deeper``: those without stages are known already. ``known``: others
     are, which take ``high_s``: what hardly takes less is not searched. ``exchanges``: pipelines of
@@ -203,9 +220,10 @@ def _biases(single: Sequence[bool], limits: SearchLimits, deeper: bool) -> Itera
 def _homogeneous(table: PriceTable) -> list[Counts]:
     """Strategies of one scheme that hold the longest sequence, those that need the least first."""
     fits = [
-        k for k in range(len(table))
+        k
+        for k in range(len(table))
         if np.isfinite(table.alone[k, 0]) and table.width[k] <= table.devices
-    ]  # fmt: skip
+    ]
     fits.sort(key=lambda k: float(table.ranks[k, 0] * (table.spread[k] @ table.batch.counts)))
     return [
         tuple(table.devices // table.width[k] if j == k else 0 for j in range(len(table)))
@@ -254,9 +272,8 @@ def nested(
     with all where there are others. Where frontiers have many rows packing decides what fits into
     a time, so there nothing is filled but for the fewest."""
     rows = [
-        k for k in range(len(table))
-        if table.depth[k] == 1 and table.schemes[k].scheme.tensor == 1
-    ]  # fmt: skip
+        k for k in range(len(table)) if table.depth[k] == 1 and table.schemes[k].scheme.tensor == 1
+    ]
     chain = _chain(table, rows)
     few = len(table.tokens) <= limits.few and len(chain) < len(rows)
     many = len(table.tokens) > limits.fewest
@@ -270,8 +287,11 @@ def nested(
         if some is chain:
             found = least_time(
                 lambda tau, *_, **__: nesting.by_deadline(tau),  # noqa: B023
-                table.batch.values, bound_s, high_s, Effort(least=8e-3, wider=2.0, halvings=5),
-            )  # fmt: skip
+                table.batch.values,
+                bound_s,
+                high_s,
+                Effort(least=8e-3, wider=2.0, halvings=5),
+            )
             if found is not None:
                 high_s = found.seconds
                 yield Draft.of(table, found.seconds, found.result, "by deadline")

@@ -37,10 +37,11 @@ def require_lockstep(problem: Problem, longest: int, index: int) -> None:
     holds = max((one.most_tokens for one in priced), default=0)
     if holds < longest:
         raise InfeasiblePlan(
-            f"{_name(index, longest)} does not fit", got=f"{longest:,} tokens",
+            f"{_name(index, longest)} does not fit",
+            got=f"{longest:,} tokens",
             wanted=f"at most {holds:,} on any group in lockstep",
             hint=f"a context of at most {holds:,} tokens" if holds else "more devices",
-        )  # fmt: skip
+        )
 
 
 def require_strategies(
@@ -61,10 +62,11 @@ def _require_positions(problem: Problem, longest: int, index: int) -> None:
     limit = problem.model.shape.longest
     if limit is not None and longest > limit:
         raise InfeasiblePlan(
-            _name(index, longest), got=f"{longest:,} positions",
+            _name(index, longest),
+            got=f"{longest:,} positions",
             wanted=f"at most the model's {limit:,}",
             hint=f"a context of {limit:,}, or a model with more positions",
-        )  # fmt: skip
+        )
 
 
 def _name(index: int, longest: int) -> str:
@@ -97,10 +99,11 @@ def _refuse(
     needed, where, scheme = _least_bytes(problem, among, longest)
     capacity = problem.model.capacity_bytes
     raise InfeasiblePlan(
-        f"{_name(index, longest)} does not fit", got=f"{bytes_text(needed)} on {where}",
+        f"{_name(index, longest)} does not fit",
+        got=f"{bytes_text(needed)} on {where}",
         wanted=f"at most {bytes_text(capacity)} ({needed - capacity:,} bytes less)",
         hint=", or ".join(_ways_out(problem, among, scheme, needed, longest, holds)),
-    )  # fmt: skip
+    )
 
 
 def _least_bytes(problem: Problem, among: Iterable[Scheme], tokens: int) -> tuple[int, str, Scheme]:
@@ -114,9 +117,12 @@ def _least_bytes(problem: Problem, among: Iterable[Scheme], tokens: int) -> tupl
             table = LayerTable.of(problem.pricing.costs, scheme, working, plans)
             for shares in shares_of(problem.model.shape.layers, scheme.pipeline):
                 costs = StageCosts(
-                    costs=problem.pricing.costs, scheme=scheme, shares=shares, working=working,
+                    costs=problem.pricing.costs,
+                    scheme=scheme,
+                    shares=shares,
+                    working=working,
                     table=table,
-                )  # fmt: skip
+                )
                 for number, plan in enumerate(plans):
                     what = str(plan.options[0]) if len(plan.counts) == 1 else str(plan)
                     where = f"{scheme} with {what} and {working} weights"
@@ -126,14 +132,14 @@ def _least_bytes(problem: Problem, among: Iterable[Scheme], tokens: int) -> tupl
 
 
 def _ways_out(
-    problem: Problem, among: Sequence[Scheme], scheme: Scheme, needed: int, longest: int,
-    holds: int,
-) -> list[str]:  # fmt: skip
+    problem: Problem, among: Sequence[Scheme], scheme: Scheme, needed: int, longest: int, holds: int
+) -> list[str]:
     ways, pricing = list[str](), problem.pricing
     roomy = [
-        other for other in pricing.schemes()
+        other
+        for other in pricing.schemes()
         if other not in among and _most_tokens(problem, [other]) >= longest
-    ]  # fmt: skip
+    ]
     if roomy and problem.strategies:
         fewest = min(roomy, key=lambda other: (other.devices, other))
         ways.append(f"a strategy with {fewest}, which holds it")

@@ -53,25 +53,34 @@ def laid_out(schedule: Assignment, costs: CostModel, *, larger_last: bool = Fals
         pipelines.append(setup.pipeline)
     weights = {table.schemes[k].weights for k, _, _ in schedule.groups}
     plan = Plan(
-        lengths=batch.lengths, devices=table.devices,
+        lengths=batch.lengths,
+        devices=table.devices,
         working="sharded" if "sharded" in weights else "replicated",
-        pipelines=tuple(pipelines), micro_batches=tuple(micro_batches),
-        predicted_s=0.0, lower_bound_s=0.0,
-    )  # fmt: skip
+        pipelines=tuple(pipelines),
+        micro_batches=tuple(micro_batches),
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+    )
     return plan.replace(predicted_s=step_s(plan, costs))
 
 
 def micro_batches_of(
-    priced: PricedScheme, bins: Sequence[Sequence[int]], rows: Sequence[int], pipeline: int,
-    batch: SortedBatch, costs: CostModel,
-) -> Iterator[MicroBatch]:  # fmt: skip
+    priced: PricedScheme,
+    bins: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    pipeline: int,
+    batch: SortedBatch,
+    costs: CostModel,
+) -> Iterator[MicroBatch]:
     """The micro-batches of a pipeline of a plan."""
     for members, row in zip(bins, rows, strict=True):
         layers = priced.layer_plan(row) or LayerPlan()
         yield MicroBatch(
-            pipeline=pipeline, sequences=tuple([batch.order[i] for i in members]),
-            layers=layers, order=priced.order_of(row, costs),
-        )  # fmt: skip
+            pipeline=pipeline,
+            sequences=tuple([batch.order[i] for i in members]),
+            layers=layers,
+            order=priced.order_of(row, costs),
+        )
 
 
 def _ends(groups: Sequence[tuple[int, ...]]) -> list[tuple[bool, bool]]:
@@ -97,8 +106,9 @@ def _plain(
         order = [*order[1:], order[0]]
     return _Setup(
         pipeline=pipeline,
-        bins=tuple(packed.bins[j] for j in order), rows=tuple(packed.rows[j] for j in order),
-    )  # fmt: skip
+        bins=tuple(packed.bins[j] for j in order),
+        rows=tuple(packed.rows[j] for j in order),
+    )
 
 
 def _falling(packed: Packed) -> list[int]:
@@ -133,9 +143,14 @@ def _set_up(
 
 
 def _timed(
-    priced: PricedScheme, stages: StageCosts, ranks: tuple[int, ...], packed: Packed,
-    order: Sequence[int], batch: SortedBatch, costs: CostModel,
-) -> tuple[float, _Setup]:  # fmt: skip
+    priced: PricedScheme,
+    stages: StageCosts,
+    ranks: tuple[int, ...],
+    packed: Packed,
+    order: Sequence[int],
+    batch: SortedBatch,
+    costs: CostModel,
+) -> tuple[float, _Setup]:
     """(seconds, set-up) of a pipeline alone, infinite where it does not fit."""
     bins = tuple(packed.bins[j] for j in order)
     rows = _quickened(stages, bins, [packed.rows[j] for j in order], batch)
@@ -156,11 +171,14 @@ def _alone(priced: PricedScheme, setup: _Setup, batch: SortedBatch, costs: CostM
     at = {index: position for position, index in enumerate(own.order)}
     bins = [[at[place[i]] for i in members] for members in setup.bins]
     return Plan(
-        lengths=lengths, devices=costs.cluster.devices, working=priced.weights,
+        lengths=lengths,
+        devices=costs.cluster.devices,
+        working=priced.weights,
         pipelines=(setup.pipeline,),
         micro_batches=tuple(micro_batches_of(priced, bins, setup.rows, 0, own, costs)),
-        predicted_s=0.0, lower_bound_s=0.0,
-    )  # fmt: skip
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+    )
 
 
 def _quickened(

@@ -52,6 +52,7 @@ def _parsed(text: str, known: Collection[str]) -> ListedLayer:
     for method in (option.attention, option.feed_forward):
         if method not in known:
             hint = did_you_mean(method, known) or f"known are {', '.join(sorted(known))}"
-            raise SpecError(f"method of layer {text!r}", got=repr(method),
-                            wanted="one with costs", hint=hint)  # fmt: skip
+            raise SpecError(
+                f"method of layer {text!r}", got=repr(method), wanted="one with costs", hint=hint
+            )
     return ListedLayer(option=option, levelled="+" in text)

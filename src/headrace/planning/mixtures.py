@@ -73,9 +73,11 @@ class Table:
         rows = [*left.tolist(), len(self.options)]
         return Table(
             options=tuple(self.options[i] for i in left),
-            seconds=self.seconds[rows], kept=self.kept[rows], passing=self.passing[rows],
+            seconds=self.seconds[rows],
+            kept=self.kept[rows],
+            passing=self.passing[rows],
             room=self.room,
-        )  # fmt: skip
+        )
 
     def tokens(self, slope: Floats, constant: Floats) -> Floats:
         """Tokens of which ``slope * tokens + constant`` bytes fit; one thousandth of a byte is
@@ -117,10 +119,13 @@ def mixed_frontier(table: Table, layers: int) -> Frontier:
     kept = worth_keeping(seconds, caps)
     a, b, c = seconds[kept].T
     return Frontier(
-        options=table.options, a=a.copy(), b=b.copy(), c=c.copy(),
+        options=table.options,
+        a=a.copy(),
+        b=b.copy(),
+        c=c.copy(),
         caps=tuple(int(cap) for cap in caps[kept]),
         layers=_layers(tried, kept, layers),
-    )  # fmt: skip
+    )
 
 
 def _lines(lines: Sequence[Linear]) -> Floats:

@@ -110,9 +110,13 @@ class ModelSearch:
         if key not in self.tables:
             moved, shares = self.problem.model.exchange_s, self.problem.model.shape.bucket_shares
             self.tables[key] = PriceTable(
-                self.batch, schemes, self.problem.devices,
-                pull_s=moved.pull_s, push_s=moved.push_s, unhidden=sum(shares[:2]),
-            )  # fmt: skip
+                self.batch,
+                schemes,
+                self.problem.devices,
+                pull_s=moved.pull_s,
+                push_s=moved.push_s,
+                unhidden=sum(shares[:2]),
+            )
         return self.tables[key]
 
     def _close(self, low_s: float) -> bool:
@@ -154,9 +158,13 @@ class ModelSearch:
         return least_s - exposed_s(costs) - costs.exchange_s.update_s
 
     def _side_by_side(
-        self, table: PriceTable, low_s: float, most: Sequence[int] | None = None,
-        *, deeper: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        table: PriceTable,
+        low_s: float,
+        most: Sequence[int] | None = None,
+        *,
+        deeper: bool = False,
+    ) -> None:
         if not self._close(low_s):
             self.drafts += side_by_side(
                 table,
@@ -191,9 +199,11 @@ class ModelSearch:
                 continue
             # With less memory for each size they are no quicker than if ranks had one size alone.
             ones = [k for k, width in enumerate(alone.width) if width in few]
-            table = self._table(pricing.nested("sharded", few)) if (
-                ones and self._promises(rows.only(ones))
-            ) else None  # fmt: skip
+            table = (
+                self._table(pricing.nested("sharded", few))
+                if (ones and self._promises(rows.only(ones)))
+                else None
+            )
             if table is None or (replicated is not None and _rules(replicated, table)):
                 continue
             if self._promises(BoundRows.of(table)):
@@ -279,9 +289,10 @@ class ModelSearch:
         return best.replace(
             predicted_s=best.predicted_s * costs.scale,
             lower_bound_s=min(bound_s, best.predicted_s) * costs.scale,
-            planner=self._name(), seed=self.seed,
+            planner=self._name(),
+            seed=self.seed,
             why=(*reasons(problem, bound, tried, static, self.flat), *best.why),
-        )  # fmt: skip
+        )
 
     def _laid_out(self, schedule: Assignment) -> Plan:
         """The plan of a schedule, without the costs' scale."""
@@ -308,7 +319,7 @@ class ModelSearch:
             key, static = (schedule.strategy, schedule.source), schedule.source == "static"
             if static or (
                 key not in seen and len(seen) < _SIMULATED and schedule.expected_s <= limit_s
-            ):  # fmt: skip
+            ):
                 seen.add(key)
                 chosen.append(schedule)
         return chosen

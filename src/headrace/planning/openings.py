@@ -123,6 +123,8 @@ def _filled(filler: WaveFiller, estimates: Estimates, begun: Begun, time_s: floa
     limit_s = max(time_s, filler.quickest_s(begun.left[0])) * _ROUNDED
     groups, left = filler.fill(limit_s, filler.table.devices, begun.left, whole=False)
     return Begun(
-        before=[*begun.before, groups], spent_s=begun.spent_s + filler.wave_s(groups), left=left,
+        before=[*begun.before, groups],
+        spent_s=begun.spent_s + filler.wave_s(groups),
+        left=left,
         part=estimates.without(begun.part, chain.from_iterable(own for _, own in groups)),
-    )  # fmt: skip
+    )

@@ -23,9 +23,12 @@ class Packed:
 
     @classmethod
     def of(
-        cls, bins: Iterable[Sequence[int]], rows: Sequence[int], times: Sequence[float],
+        cls,
+        bins: Iterable[Sequence[int]],
+        rows: Sequence[int],
+        times: Sequence[float],
         depth: int = 1,
-    ) -> Packed:  # fmt: skip
+    ) -> Packed:
         """Micro-batches of ``times`` seconds on each of ``depth`` stages."""
         longest_s, next_s = longest_two(times)
         seconds = sum(times) + (depth - 1) * longest_s

@@ -167,15 +167,18 @@ class Pricing:
         support, whatever their memory."""
         if strategy.devices > self.problem.devices or not strategy.counts:
             raise InfeasiblePlan(
-                f"strategy {strategy}", got=f"{strategy.devices} ranks",
+                f"strategy {strategy}",
+                got=f"{strategy.devices} ranks",
                 wanted=f"1 to {self.problem.devices}",
-            )  # fmt: skip
+            )
         for scheme, _ in strategy.counts:
             if not self.slots(scheme):
                 raise InfeasiblePlan(
-                    f"{scheme} of strategy {strategy}", got="no layer option that can run in it",
-                    wanted="a scheme with costs", hint=self._lacking(scheme),
-                )  # fmt: skip
+                    f"{scheme} of strategy {strategy}",
+                    got="no layer option that can run in it",
+                    wanted="a scheme with costs",
+                    hint=self._lacking(scheme),
+                )
 
     def _lacking(self, scheme: Scheme) -> str:
         width, layers = scheme.width, self.costs.shape.layers
@@ -206,9 +209,7 @@ class Pricing:
     def _made(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
         if scheme.pipeline > 1:
             return self._staged(scheme, weights)
-        return PricedScheme(
-            scheme=scheme, frontier=self._mixed(scheme, weights), weights=weights
-        )  # fmt: skip
+        return PricedScheme(scheme=scheme, frontier=self._mixed(scheme, weights), weights=weights)
 
     def _mixed(self, scheme: Scheme, weights: Working) -> Frontier:
         """One stage: the exact layer plans, with the memory that this scheme leaves."""
@@ -250,9 +251,13 @@ class Pricing:
             return None
         a, b, c = seconds[kept].T
         frontier = Frontier(
-            options=table.options, a=a.copy(), b=b.copy(), c=c.copy(),
-            caps=tuple(best.caps[i] for i in kept), layers=table.layers[kept],
-        )  # fmt: skip
+            options=table.options,
+            a=a.copy(),
+            b=b.copy(),
+            c=c.copy(),
+            caps=tuple(best.caps[i] for i in kept),
+            layers=table.layers[kept],
+        )
         stages = replace(best, table=table.only(kept))
         return PricedScheme(scheme=scheme, frontier=frontier, weights=weights, stages=stages)
 

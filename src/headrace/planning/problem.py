@@ -83,18 +83,22 @@ class Problem:
     def __post_init__(self) -> None:
         self._check_words()
         if not isinstance(self.costs, CostModel):
-            if isinstance(self.devices, bool) or not isinstance(self.devices, int) or (
-                self.devices < 1
-            ):  # fmt: skip
+            if (
+                isinstance(self.devices, bool)
+                or not isinstance(self.devices, int)
+                or (self.devices < 1)
+            ):
                 raise SpecError("devices", got=repr(self.devices), wanted="a whole number >= 1")
             return
         if not self.devices:
             object.__setattr__(self, "devices", self.costs.cluster.devices)
         if self.devices != self.costs.cluster.devices:
             raise SpecError(
-                "devices of a problem", got=self.devices, wanted=self.costs.cluster.devices,
+                "devices of a problem",
+                got=self.devices,
+                wanted=self.costs.cluster.devices,
                 hint="costs hold for one number of devices, as the stored state is split over them",
-            )  # fmt: skip
+            )
         for p in self.sizes or ():
             if p not in self.model.group_sizes:
                 known = ", ".join(map(str, self.model.group_sizes))
@@ -113,10 +117,12 @@ class Problem:
                 raise SpecError("method", got=repr(method), wanted="one with costs", hint=hint)
         if not self.group_sizes:
             raise SpecError(
-                "choices of a problem", got=self._choices, hint=self._missing(),
+                "choices of a problem",
+                got=self._choices,
+                hint=self._missing(),
                 wanted="at least one layer option with costs"
                 + (" for every layer" if self.layers else ""),
-            )  # fmt: skip
+            )
 
     def _check_words(self) -> None:
         for name, got, known in (
@@ -124,8 +130,12 @@ class Problem:
             ("planner", self.planner, _PLANNERS),
         ):
             if got not in known:
-                raise SpecError(name, got=repr(got), wanted=" or ".join(known),
-                                hint=did_you_mean(str(got), known))  # fmt: skip
+                raise SpecError(
+                    name,
+                    got=repr(got),
+                    wanted=" or ".join(known),
+                    hint=did_you_mean(str(got), known),
+                )
         if self.static_size is not None and self.planner != "static":
             raise SpecError("static_size", got=self.static_size, wanted="planner 'static' with it")
 
@@ -230,9 +240,10 @@ class Problem:
         layer cannot be run."""
         return {
             p: tuple(dict.fromkeys(option for slot in slots for option in slot))
-            if all(slots) else ()
+            if all(slots)
+            else ()
             for p, slots in self.slots.items()
-        }  # fmt: skip
+        }
 
     @cached_property
     def slots(self) -> dict[int, tuple[tuple[LayerOption, ...], ...]]:

@@ -37,8 +37,9 @@ class Producer:
                 self.process = subprocess.Popen(
                     command(theirs.fileno(), self.note.fileno()),
                     pass_fds=(theirs.fileno(), self.note.fileno()),
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                )  # fmt: skip
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
             except OSError as error:
                 ours.close()
                 self.note.close()

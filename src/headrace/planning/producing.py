@@ -95,9 +95,11 @@ def _answer(plan: Callable[[Any], Any], number: int, item: bytes) -> Answer:
 
 
 def _receive(
-    connection: Connection, parent: int, items: SimpleQueue[tuple[int, bytes]],
+    connection: Connection,
+    parent: int,
+    items: SimpleQueue[tuple[int, bytes]],
     answers: SimpleQueue[Answer],
-) -> None:  # fmt: skip
+) -> None:
     try:
         while os.getppid() == parent:
             if connection.poll(_LOOK_S):

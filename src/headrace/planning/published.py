@@ -33,9 +33,10 @@ def priced(costs: PipelineCosts | GroupCosts, devices: int) -> tuple[PricedSchem
 def _groups(costs: GroupCosts, devices: int) -> tuple[PricedScheme, ...]:
     if costs.sizes[0] > devices:
         raise InfeasiblePlan(
-            "devices", got=devices,
+            "devices",
+            got=devices,
             wanted=f"at least {costs.sizes[0]}, the smallest group with costs",
-        )  # fmt: skip
+        )
     return tuple(
         PricedScheme(
             scheme=Scheme(context=p),
@@ -52,32 +53,41 @@ def _pipelines(costs: PipelineCosts, devices: int) -> tuple[PricedScheme, ...]:
     known = costs.known_devices
     if devices < known[0]:
         raise CostError(
-            "devices", got=devices, wanted=f"at least {known[0]}",
+            "devices",
+            got=devices,
+            wanted=f"at least {known[0]}",
             hint=f"the costs list what fits memory at {', '.join(map(str, known))} devices",
-        )  # fmt: skip
+        )
     rooms = {cost.name: cost.most_tokens(devices) or 0 for cost in costs.schemes}
     found = tuple(
         PricedScheme(
-            scheme=cost.scheme, name=cost.name, util=max(1, cost.util_length),
+            scheme=cost.scheme,
+            name=cost.name,
+            util=max(1, cost.util_length),
             frontier=Frontier.of_rows([(cost.a_s, cost.b_s, cost.c_s)], rooms[cost.name]),
         )
         for cost in costs.schemes
         if rooms[cost.name] > 0 and cost.scheme.devices <= devices
-    )  # fmt: skip
+    )
     if not found:
         least = min(costs.schemes, key=lambda c: (rooms[c.name] <= 0, c.scheme.devices))
         raise InfeasiblePlan(
-            "no scheme fits the devices", got=devices, wanted="a scheme with room for tokens",
+            "no scheme fits the devices",
+            got=devices,
+            wanted="a scheme with room for tokens",
             hint=f"{least.name} takes {least.scheme.devices} and holds "
             f"{max(0, rooms[least.name])} tokens",
-        )  # fmt: skip
+        )
     return found
 
 
 def require_held(
-    costs: PipelineCosts | GroupCosts, schemes: Sequence[PricedScheme], devices: int,
-    longest: int, index: int,
-) -> None:  # fmt: skip
+    costs: PipelineCosts | GroupCosts,
+    schemes: Sequence[PricedScheme],
+    devices: int,
+    longest: int,
+    index: int,
+) -> None:
     """Raise InfeasiblePlan when sequence ``index``, the ``longest``, fits no scheme."""
     roomiest = max(schemes, key=lambda scheme: scheme.most_tokens)
     if longest <= roomiest.most_tokens:
@@ -95,7 +105,8 @@ def require_held(
             hint=hint,
         )
     raise InfeasiblePlan(
-        f"sequence {index} fits no scheme", got=f"{longest:,} tokens",
+        f"sequence {index} fits no scheme",
+        got=f"{longest:,} tokens",
         wanted=f"at most {roomiest.most_tokens:,}",
         hint=f"{roomiest} on {devices} devices holds the most",
-    )  # fmt: skip
+    )

@@ -53,8 +53,10 @@ Make = Callable[[int, Lengths], PlannedIteration]
 def planner_names(problem: Problem) -> tuple[str, ...]:
     """Names of the planners for a problem's costs."""
     staged = isinstance(problem.published, PipelineCosts)
-    return (OWN, *(name for name, one in BASELINES.items() if name == "static"
-                   or one.staged == staged))  # fmt: skip
+    return (
+        OWN,
+        *(name for name, one in BASELINES.items() if name == "static" or one.staged == staged),
+    )
 
 
 def plan_iterations(
@@ -67,8 +69,12 @@ def plan_iterations(
     """
     known = planner_names(problem)
     if planner not in known:
-        raise SpecError("planner", got=repr(planner), wanted=f"one of {', '.join(known)}",
-                        hint=did_you_mean(planner, known))  # fmt: skip
+        raise SpecError(
+            "planner",
+            got=repr(planner),
+            wanted=f"one of {', '.join(known)}",
+            hint=did_you_mean(planner, known),
+        )
     batches = [Lengths(tokens=tuple(tokens)) for tokens in iterations]
     make = _own(problem, seed) if planner == OWN else _others(problem, batches, planner, seed)
     found = list[PlannedIteration]()
@@ -92,9 +98,11 @@ class _Named:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, InfeasiblePlan) and error.what != "devices":
             raise InfeasiblePlan(
-                f"iteration {self.number}, {error.what}", got=error.got, wanted=error.wanted,
+                f"iteration {self.number}, {error.what}",
+                got=error.got,
+                wanted=error.wanted,
                 hint=error.hint,
-            )  # fmt: skip
+            )
 
 
 def _own(problem: Problem, seed: int) -> Make:
@@ -135,17 +143,17 @@ def _others(problem: Problem, batches: Sequence[Lengths], planner: str, seed: in
             for one in made.phases
         )
         return PlannedIteration(
-            plan=_planned(made, bound, planner, seed), phases=phases, switch_s=made.switch_s,
+            plan=_planned(made, bound, planner, seed),
+            phases=phases,
+            switch_s=made.switch_s,
             strategy=" then ".join(one.names for one in made.phases) or made.names,
-        )  # fmt: skip
+        )
 
     return make
 
 
 def _planned(made: Assignment, bound: Bound, planner: str, seed: int) -> Plan:
-    return plan_of(made, bound).replace(
-        planner=planner, seed=seed, why=reasons([made], bound)[:2]
-    )  # fmt: skip
+    return plan_of(made, bound).replace(planner=planner, seed=seed, why=reasons([made], bound)[:2])
 
 
 def plans_to_json(
@@ -157,8 +165,11 @@ def plans_to_json(
         return {**head, **_pipelines(problem, found)}
     items = [
         {
-            "planner": planner, "seed": seed, "predicted_s": one.plan.predicted_s,
-            "lower_bound_s": one.plan.lower_bound_s, "why": list(one.plan.why),
+            "planner": planner,
+            "seed": seed,
+            "predicted_s": one.plan.predicted_s,
+            "lower_bound_s": one.plan.lower_bound_s,
+            "why": list(one.plan.why),
             "planning_s": one.planning_s,
             "launches": [
                 {
@@ -169,11 +180,13 @@ def plans_to_json(
             ],
         }
         for one in found
-    ]  # fmt: skip
+    ]
     return {
-        "kind": "groups", "devices": problem.devices, "semantics": problem.semantics,
+        "kind": "groups",
+        "devices": problem.devices,
+        "semantics": problem.semantics,
         "iterations": items,
-    }  # fmt: skip
+    }
 
 
 def _pipelines(problem: Problem, found: Sequence[PlannedIteration]) -> dict[str, Any]:

@@ -15,9 +15,14 @@ __all__ = ["joined", "refilled"]
 
 
 def joined(
-    table: PriceTable, k: int, spare_s: float, room: list[int],
-    need_s: float, tokens: int, count: int,
-) -> tuple[int, float]:  # fmt: skip
+    table: PriceTable,
+    k: int,
+    spare_s: float,
+    room: list[int],
+    need_s: float,
+    tokens: int,
+    count: int,
+) -> tuple[int, float]:
     """How many of ``count`` sequences of ``need_s`` seconds and ``tokens`` tokens a pipeline of
     scheme k takes that has ``spare_s`` seconds left, and what it has left then. ``room`` are the
     tokens left of its micro-batches, which change; one number where the scheme has stages or is

@@ -62,15 +62,22 @@ class Assignment:
         packs = tuple(pack(table, k, members) for k, _, members in order)
         seconds, expected = _ends(table, order, packs)
         return cls(
-            table=table, groups=order, packs=packs, seconds=seconds, expected_s=expected,
+            table=table,
+            groups=order,
+            packs=packs,
+            seconds=seconds,
+            expected_s=expected,
             source=source,
-        )  # fmt: skip
+        )
 
     @classmethod
     def of_launches(
-        cls, table: PriceTable, launches: Iterable[Group], source: str,
+        cls,
+        table: PriceTable,
+        launches: Iterable[Group],
+        source: str,
         semantics: Semantics = "free",
-    ) -> Assignment:  # fmt: skip
+    ) -> Assignment:
         """Each of ``launches``, in the order in which they are issued, is one micro-batch that
         its scheme holds. Where groups are free, those between which a group did nothing else are
         one pipeline's."""
@@ -80,9 +87,8 @@ class Assignment:
 
     @classmethod
     def of_bins(
-        cls, table: PriceTable, given: Iterable[_Bins],
-        source: str, semantics: Semantics = "free",
-    ) -> Assignment:  # fmt: skip
+        cls, table: PriceTable, given: Iterable[_Bins], source: str, semantics: Semantics = "free"
+    ) -> Assignment:
         """Pipelines, (scheme, ranks, micro-batches), whose sequences are packed already."""
         some = [(k, ranks, bins) for k, ranks, bins in given if bins]
         packs = tuple(_timed(table, k, bins) for k, _, bins in some)
@@ -92,9 +98,14 @@ class Assignment:
         else:
             seconds = expected = _in_step_s(table.devices, groups, packs)
         return cls(
-            table=table, groups=groups, packs=packs, seconds=seconds, expected_s=expected,
-            source=source, semantics=semantics,
-        )  # fmt: skip
+            table=table,
+            groups=groups,
+            packs=packs,
+            seconds=seconds,
+            expected_s=expected,
+            source=source,
+            semantics=semantics,
+        )
 
     @property
     def strategy(self) -> Strategy:

@@ -49,9 +49,12 @@ class Filler:
     there may be."""
 
     def __init__(
-        self, table: PriceTable, *, most: Sequence[int] | None = None,
+        self,
+        table: PriceTable,
+        *,
+        most: Sequence[int] | None = None,
         bias: Sequence[float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.table, self.most, self.devices = table, most, table.devices
         weights = np.ones(len(table)) if bias is None else np.array(bias)
         if most is not None:
@@ -101,9 +104,13 @@ class Filler:
         return tau < inf and self.cheapest(tau) == other.cheapest(tau)
 
     def fill(
-        self, tau: float, order: Sequence[int] | None = None, *, join_any: bool = True,
+        self,
+        tau: float,
+        order: Sequence[int] | None = None,
+        *,
+        join_any: bool = True,
         measured: bool = True,
-    ) -> Pipelines | float:  # fmt: skip
+    ) -> Pipelines | float:
         """Pipelines that end within ``tau`` by their usual rows; the part of the work from the
         first sequence on that finds no place. ``order``: positions as they are taken, longest first
         where left out, and then runs of equal ones at once. With ``join_any`` a sequence looks for
@@ -177,9 +184,11 @@ class Filler:
                     else:
                         if several:
                             full.add(k)
-                        if opening < 0 and (
-                            left[k] > 0 if left is not None else widths[k] <= free
-                        ) and need <= lines[k].usable_s(tau, need):  # fmt: skip
+                        if (
+                            opening < 0
+                            and (left[k] > 0 if left is not None else widths[k] <= free)
+                            and need <= lines[k].usable_s(tau, need)
+                        ):
                             opening = k
                             if not join_any:
                                 break

@@ -174,9 +174,10 @@ def _first_fit(tokens: Sequence[int], seconds: Seconds, cap: int, members: Seque
     """As few micro-batches as fitting the fullest first finds."""
     bins = best_fit(tokens, members, cap)
     return _Bins(
-        members=bins, times=[sum([seconds[i] for i in held]) for held in bins],
+        members=bins,
+        times=[sum([seconds[i] for i in held]) for held in bins],
         held=[sum([tokens[i] for i in held]) for held in bins],
-    )  # fmt: skip
+    )
 
 
 def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> list[list[int]]:

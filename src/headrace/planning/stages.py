@@ -69,10 +69,13 @@ class LayerTable:
             gathered = sum(stage_gather(costs, scheme, option, working))
             seconds.append((both.a, both.b, both.c + gathered))
         return cls(
-            plans=tuple(plans), options=tuple(number), layers=np.array(layers, dtype=np.int64),
-            seconds=np.array(seconds), kept=_lines([cost.kept for cost in listed]),
+            plans=tuple(plans),
+            options=tuple(number),
+            layers=np.array(layers, dtype=np.int64),
+            seconds=np.array(seconds),
+            kept=_lines([cost.kept for cost in listed]),
             passing=_lines([cost.transient for cost in listed]),
-        )  # fmt: skip
+        )
 
     def only(self, some: Counts) -> LayerTable:
         """With some plans only."""
@@ -181,10 +184,12 @@ class StageCosts:
         held, nothing = tuple(caps[order].tolist()), np.zeros(len(order))
         depth = self.scheme.pipeline
         return Least(
-            width=self.scheme.width, depth=depth, alone=_bare(a[order], b[order], c[order], held),
+            width=self.scheme.width,
+            depth=depth,
+            alone=_bare(a[order], b[order], c[order], held),
             dealt=_bare(a[order], dealt[order], nothing, held),
             over_s=float(c.min()) * (depth - 1) / depth,
-        )  # fmt: skip
+        )
 
     @property
     def in_flight(self) -> Floats:

@@ -23,9 +23,8 @@ __all__ = ["best_static", "best_statics", "static_bounds", "static_s", "static_s
 
 
 def static_schedule(
-    table: PriceTable, k: int, below_s: float = inf,
-    *, late: Callable[[float], bool] | None = None,
-) -> Assignment | None:  # fmt: skip
+    table: PriceTable, k: int, below_s: float = inf, *, late: Callable[[float], bool] | None = None
+) -> Assignment | None:
     """Every sequence on pipelines of scheme k; None when it does not hold the longest, when those
     with stages seem to take ``below_s``, or when one without takes so long that it is ``late``."""
     count = table.devices // table.width[k]

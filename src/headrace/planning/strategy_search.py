@@ -48,9 +48,13 @@ def worthwhile(table: PriceTable, tau: float) -> list[int]:
 
 
 def climbed(
-    table: PriceTable, starts: Sequence[Counts], kinds: Sequence[int], best_s: float,
-    bound_s: float, work: int,
-) -> Iterator[tuple[Filler, Searched[Pipelines]]]:  # fmt: skip
+    table: PriceTable,
+    starts: Sequence[Counts],
+    kinds: Sequence[int],
+    best_s: float,
+    bound_s: float,
+    work: int,
+) -> Iterator[tuple[Filler, Searched[Pipelines]]]:
     """Fillings that take less and less than ``best_s``, by exchanges from ``starts``, the most
     promising first; ``work`` sequences are placed at most."""
     seen, waiting = set(starts), list(starts)

@@ -104,11 +104,13 @@ def _bounded(
     found = zip(pairwise(ends_s.tolist()), *_best(some, ends_s, prices), strict=True)
     return [
         _Interval(
-            begin_s=begin_s, end_s=end_s, price=price,
+            begin_s=begin_s,
+            end_s=end_s,
+            price=price,
             bound_s=every.bound_s(begin_s, end_s, price, parts),
         )
         for (begin_s, end_s), price, parts in found
-    ]  # fmt: skip
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,9 +144,12 @@ class _Sequences:
         at = (first + np.append(first[1:], len(number)) - 1) // 2
         counts = np.add.reduceat(work, first) / np.maximum(each[at], 1e-300)
         some = replace(
-            rows, alone=rows.alone[:, at], work=rows.work[:, at], spread=rows.spread[:, at],
+            rows,
+            alone=rows.alone[:, at],
+            work=rows.work[:, at],
+            spread=rows.spread[:, at],
             counts=counts,
-        )  # fmt: skip
+        )
         return _Sequences(devices=self.devices, rows=some, room=self.room[:, at])
 
     def times(self, end_s: float) -> Floats:

@@ -86,8 +86,10 @@ class Estimates:
         low_s = max(least_s, longest_s / _LONG)
         high_s = max(low_s, min(most_s, _ABOVE * max(longest_s, even_s / fewest)))
         spans = (least_s, low_s, _APART), (low_s, high_s, _STEP), (high_s, most_s, _APART)
-        found = [start_s * step ** np.arange(ceil(log(end_s / start_s, step)))
-                 for start_s, end_s, step in spans]  # fmt: skip
+        found = [
+            start_s * step ** np.arange(ceil(log(end_s / start_s, step)))
+            for start_s, end_s, step in spans
+        ]
         return np.concatenate([*found, [most_s]])
 
     def _needs(self, times_s: Floats) -> Floats:

@@ -91,9 +91,14 @@ class WaveFiller:
         return sum([self.wave_s(wave) for wave in waves])
 
     def fill(
-        self, time_s: float, ranks: int, order: Sequence[int], *, join_any: bool = True,
+        self,
+        time_s: float,
+        ranks: int,
+        order: Sequence[int],
+        *,
+        join_any: bool = True,
         whole: bool = True,
-    ) -> tuple[Pipelines, list[int]]:  # fmt: skip
+    ) -> tuple[Pipelines, list[int]]:
         """Groups of ``ranks`` ranks in all that hold sequences taken in ``order``, each for at most
         ``time_s``, and the sequences that found no place (``whole``: ends at the first of them;
         else ``order`` rises). ``whole`` also ends where the sequences left need more device-seconds

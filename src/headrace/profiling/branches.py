@@ -89,13 +89,16 @@ def targets(a: Architecture, p: int, options: ProfileOptions) -> list[BranchTarg
         raise SpecError(f"methods on groups of {p}", got=", ".join(wanted), wanted=rules)
     levels = [level for level in RECOMPUTE[:-1] if level in {"none", *options.levels}]
     parts: tuple[tuple[Branch, list[str]], ...] = (
-        ("attention", attention), ("feed_forward", list(owners))
-    )  # fmt: skip
+        ("attention", attention),
+        ("feed_forward", list(owners)),
+    )
     return [BranchTarget(p=p, part=None, method=attention[0], level="none")] + [
         BranchTarget(p=p, part=part, method=name, level=level)
-        for part, names in parts for name in names for level in levels
+        for part, names in parts
+        for name in names
+        for level in levels
         if level == "none" or part not in FACTS[name].unlevelled
-    ]  # fmt: skip
+    ]
 
 
 def with_equal_levels(

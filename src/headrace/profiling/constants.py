@@ -71,9 +71,13 @@ class StepConstants:
         scale = 1.0
         if self._storage.bytes_held() + whole > _ROOMY * memory_bytes:
             storage = Storage(
-                self._two.two, self._groups, seed=0, dtype=storage.dtype, working_dtype=dtype,
+                self._two.two,
+                self._groups,
+                seed=0,
+                dtype=storage.dtype,
+                working_dtype=dtype,
                 device=device,
-            )  # fmt: skip
+            )
             scale = parameter_count(self._storage.architecture) / parameter_count(self._two.two)
         saved = {name: master.clone() for name, master in storage.masters.items()}
         best = self._nearly_empty_steps(storage)
@@ -107,9 +111,14 @@ class StepConstants:
         best = [float("inf")] * 2
         for _ in range(2):
             gather_s = sum(self._seconds(shard.rows) for shard in shards)
-            wholes = [torch.zeros((shard.shards[-1].stop, *shard.value.shape[1:]),
-                                  dtype=self._two.dtype, device=self._two.device)
-                      for shard in shards]  # fmt: skip
+            wholes = [
+                torch.zeros(
+                    (shard.shards[-1].stop, *shard.value.shape[1:]),
+                    dtype=self._two.dtype,
+                    device=self._two.device,
+                )
+                for shard in shards
+            ]
             scatter_s = sum(
                 self._seconds(lambda shard=shard, whole=whole: shard.add(whole))
                 for shard, whole in zip(shards, wholes, strict=True)
@@ -140,12 +149,15 @@ class StepConstants:
         pipelines = tuple(Pipeline(scheme=Scheme(), ranks=(rank,)) for rank in range(ranks))
         plan = LayerPlan.uniform(LayerOption.of(SINGLE_RANK), layers)
         return Plan(
-            lengths=Lengths(tokens=(1,) * ranks), devices=ranks, pipelines=pipelines,
+            lengths=Lengths(tokens=(1,) * ranks),
+            devices=ranks,
+            pipelines=pipelines,
             micro_batches=tuple(
                 MicroBatch(pipeline=rank, sequences=(rank,), layers=plan) for rank in range(ranks)
             ),
-            predicted_s=0.0, lower_bound_s=0.0,
-        )  # fmt: skip
+            predicted_s=0.0,
+            lower_bound_s=0.0,
+        )
 
 
 def _line(sizes: list[int], seconds: list[float]) -> tuple[float, float]:

@@ -208,9 +208,10 @@ class Modelled(LinkClock):
         peak = device.flops_per_s.get(dtype)
         if peak is None:
             raise SpecError(
-                f"products of {dtype} on {device.name}", got="no peak known",
+                f"products of {dtype} on {device.name}",
+                got="no peak known",
                 wanted=f"one of {', '.join(device.flops_per_s)}",
-            )  # fmt: skip
+            )
         share = device.attained_attention if packet in ATTENTION else device.attained_matmul
         return float(formula(*args, **kwargs, out_val=out)) / (peak * share)
 

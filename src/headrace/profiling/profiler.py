@@ -64,13 +64,16 @@ class Profiler:
         """
         started = time.perf_counter()
         sweeper = Sweeper(
-            self._groups, self._options.sweep, room_bytes=self._room_in(cluster),
+            self._groups,
+            self._options.sweep,
+            room_bytes=self._room_in(cluster),
             device=self._device,
-        )  # fmt: skip
+        )
         found = [
-            target for p in self._options.sizes
+            target
+            for p in self._options.sizes
             for target in targets(self._two.two, p, self._options)
-        ]  # fmt: skip
+        ]
         sweeper.prepare(map(self._two.sweep, found))
         self._warm_up(sweeper.clock)
         points: list[ProfilePoint] = []

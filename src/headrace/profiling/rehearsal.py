@@ -96,14 +96,19 @@ class Rehearsal:
                     gathers[p] = self._gather(two, groups, p)
         progress("rehearse", len(found), len(found))
         return Profile(
-            fingerprint=fingerprint, shape=a.shape, cluster=cluster, points=tuple(points),
-            exchange_s=self._exchange(), state_bytes=self.state_bytes,
-            working_bytes={p: self._working(p) for p in self.sizes}, gather_s=gathers,
+            fingerprint=fingerprint,
+            shape=a.shape,
+            cluster=cluster,
+            points=tuple(points),
+            exchange_s=self._exchange(),
+            state_bytes=self.state_bytes,
+            working_bytes={p: self._working(p) for p in self.sizes},
+            gather_s=gathers,
             links={p: self._link(p) for p in self.sizes if p > 1},
             element_bytes=self.dtype.itemsize,
             feed_forwards={m.name: m.owner for m in FACTS.values() if m.owner != m.name},
             measured_in_s=time.perf_counter() - started,
-        )  # fmt: skip
+        )
 
     @property
     def _options(self) -> ProfileOptions:
@@ -168,11 +173,16 @@ class Rehearsal:
             seconds = self._seconds(probe)
             kept, transient = bytes_of(probe, ByteCounter if self.device == "cpu" else DeviceBytes)
         return ProfilePoint(
-            p=target.p, option=target.text, lengths=(tokens,),
-            forward_s=seconds[0], backward_s=seconds[1],
-            kept_bytes=kept, transient_bytes=transient,
-            order=target.order(two.two), fetched=target.fetched(two.two),
-        )  # fmt: skip
+            p=target.p,
+            option=target.text,
+            lengths=(tokens,),
+            forward_s=seconds[0],
+            backward_s=seconds[1],
+            kept_bytes=kept,
+            transient_bytes=transient,
+            order=target.order(two.two),
+            fetched=target.fetched(two.two),
+        )
 
     def _seconds(self, probe: Probe) -> list[float]:
         """The least of three, on the device."""

@@ -102,9 +102,8 @@ class Sweeper:
     """
 
     def __init__(
-        self, groups: Groups, options: SweepOptions, *, room_bytes: float = inf,
-        device: str = "cpu",
-    ) -> None:  # fmt: skip
+        self, groups: Groups, options: SweepOptions, *, room_bytes: float = inf, device: str = "cpu"
+    ) -> None:
         self.not_fitting: list[NotFitting] = []
         self.clock: Clock = clock_of(device)
         self._groups, self._options = groups, options
@@ -185,12 +184,16 @@ class Sweeper:
             spent_s, repeat = spent_s + sum(local), repeat + 1
         counts = slowest(self._groups, self._count(probe, sweep)) if counting else []
         return ProfilePoint(
-            p=sweep.p, option=sweep.option, lengths=lengths,
-            forward_s=seconds[0], backward_s=seconds[1],
+            p=sweep.p,
+            option=sweep.option,
+            lengths=lengths,
+            forward_s=seconds[0],
+            backward_s=seconds[1],
             kept_bytes=int(counts[0]) if counting else None,
             transient_bytes=int(counts[1]) if counting else None,
-            order=sweep.order, fetched=sweep.fetched,
-        )  # fmt: skip
+            order=sweep.order,
+            fetched=sweep.fetched,
+        )
 
     def _count(self, probe: Probe | None, sweep: Sweep) -> list[float]:
         if probe is None:

@@ -84,9 +84,8 @@ class TwoLayers:
     """
 
     def __init__(
-        self, architecture: Architecture, *, dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-    ) -> None:  # fmt: skip
+        self, architecture: Architecture, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
         self.two = replace(architecture, layers=min(2, architecture.layers))
         self.dtype, self.device = dtype, device
         self.model = Transformer(self.two)
@@ -114,9 +113,13 @@ class TwoLayers:
             return self.probe(groups, ranks, target, lengths)
 
         return Sweep(
-            p=target.p, option=target.text, probe=probe, groups_of=partial(self.groups_of, target),
-            order=target.order(self.two), fetched=target.fetched(self.two),
-        )  # fmt: skip
+            p=target.p,
+            option=target.text,
+            probe=probe,
+            groups_of=partial(self.groups_of, target),
+            order=target.order(self.two),
+            fetched=target.fetched(self.two),
+        )
 
     def probe(
         self, groups: Groups, ranks: tuple[int, ...], target: BranchTarget, lengths: tuple[int, ...]
@@ -128,14 +131,25 @@ class TwoLayers:
             pipeline=0, sequences=tuple(range(len(lengths))), layers=layers, order=order
         )
         plan = Plan(
-            lengths=Lengths(tokens=lengths), devices=groups.ranks,
+            lengths=Lengths(tokens=lengths),
+            devices=groups.ranks,
             pipelines=(Pipeline(scheme=Scheme(context=len(ranks)), ranks=ranks),),
-            micro_batches=(micro,), predicted_s=0.0, lower_bound_s=0.0,
-        )  # fmt: skip
+            micro_batches=(micro,),
+            predicted_s=0.0,
+            lower_bound_s=0.0,
+        )
         run = MicroBatchRun.of(
-            self.model, plan, micro, self._tokens(lengths), self._weights(ranks.index(groups.rank)),
-            groups, seed=0, step=0, dtype=self.dtype, device=self.device,
-        )  # fmt: skip
+            self.model,
+            plan,
+            micro,
+            self._tokens(lengths),
+            self._weights(ranks.index(groups.rank)),
+            groups,
+            seed=0,
+            step=0,
+            dtype=self.dtype,
+            device=self.device,
+        )
         if target.part is None:
             return EndsProbe(run)
         return branch_probe(run, target.part, target.option, self.two.layers)

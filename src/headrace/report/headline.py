@@ -47,20 +47,43 @@ def cards(of: RunSummary) -> list[Card]:
     )
     waited = known(of.waited_s, lambda s: f"training waited {seconds_text(s)}", "")
     return [
-        Card(name="gain", value=known(of.against_static, lambda ratio: f"{ratio:.2f}"),
-             label="times as fast as the best static choice",
-             remark=static),
-        Card(name="speed", value=known(of.tokens_per_s, count_text), label="tokens/s",
-             remark=", ".join(filter(None, speed))),
-        Card(name="idle", value=known(of.idle, share_text), label="idle",
-             remark="ranks wait or move weights"),
-        Card(name="memory", value=known(peak, bytes_text), label="peak memory",
-             remark=", ".join(filter(None, memory))),
-        Card(name="planner", value=known(of.planning_s, seconds_text), label="to plan a step",
-             remark=waited),
-        Card(name="predictions", value=known(of.error, share_text), label="off in a typical step",
-             remark="predicted against measured"),
-    ]  # fmt: skip
+        Card(
+            name="gain",
+            value=known(of.against_static, lambda ratio: f"{ratio:.2f}"),
+            label="times as fast as the best static choice",
+            remark=static,
+        ),
+        Card(
+            name="speed",
+            value=known(of.tokens_per_s, count_text),
+            label="tokens/s",
+            remark=", ".join(filter(None, speed)),
+        ),
+        Card(
+            name="idle",
+            value=known(of.idle, share_text),
+            label="idle",
+            remark="ranks wait or move weights",
+        ),
+        Card(
+            name="memory",
+            value=known(peak, bytes_text),
+            label="peak memory",
+            remark=", ".join(filter(None, memory)),
+        ),
+        Card(
+            name="planner",
+            value=known(of.planning_s, seconds_text),
+            label="to plan a step",
+            remark=waited,
+        ),
+        Card(
+            name="predictions",
+            value=known(of.error, share_text),
+            label="off in a typical step",
+            remark="predicted against measured",
+        ),
+    ]
 
 
 def summary_text(run: Path) -> str:
@@ -71,20 +94,31 @@ def summary_text(run: Path) -> str:
     strategy, share, _ = of.strategies[0]
     first, last = of.loss
     rows = [
-        ("run", f"{facts.name}  {_count(steps, 'step')} on {_count(facts.ranks, 'rank')} "
-                f"({facts.machine.device})  {started_text(of.run)}"),
-        ("corpus", f"{corpus.name}  {corpus.documents:,} documents  {count_text(corpus.tokens)} "
-                   f"tokens  median {known(corpus.median, count_text)}  "
-                   f"p99 {known(corpus.p99, count_text)}  longest {known(corpus.max, count_text)}"),
+        (
+            "run",
+            f"{facts.name}  {_count(steps, 'step')} on {_count(facts.ranks, 'rank')} "
+            f"({facts.machine.device})  {started_text(of.run)}",
+        ),
+        (
+            "corpus",
+            f"{corpus.name}  {corpus.documents:,} documents  {count_text(corpus.tokens)} "
+            f"tokens  median {known(corpus.median, count_text)}  "
+            f"p99 {known(corpus.p99, count_text)}  longest {known(corpus.max, count_text)}",
+        ),
         ("loss", f"{first:.3f} -> {last:.3f}" if isfinite(first) else "never a number"),
-        ("plans", f"changed {_count(of.changes, 'time')}  most often {strategy} "
-                  f"({share_text(share)} of steps)  "
-                  f"gap to the bound {known(of.gap, share_text)}"),
+        (
+            "plans",
+            f"changed {_count(of.changes, 'time')}  most often {strategy} "
+            f"({share_text(share)} of steps)  "
+            f"gap to the bound {known(of.gap, share_text)}",
+        ),
         ("methods", _methods(of)),
-        *[(card.name, f"{card.value} {card.label}{card.remark and f' ({card.remark})'}")
-          for card in cards(of)],
+        *[
+            (card.name, f"{card.value} {card.label}{card.remark and f' ({card.remark})'}")
+            for card in cards(of)
+        ],
         *[("warning" if i == 0 else "", text) for i, text in enumerate(warnings(of.run))],
-    ]  # fmt: skip
+    ]
     return "\n".join(f"{name:<14}{text}" for name, text in rows)
 
 

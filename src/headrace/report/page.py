@@ -84,20 +84,32 @@ def _page(
     trust_heading: str,
 ) -> str:
     environment = Environment(
-        loader=PackageLoader("headrace.report", ""), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=PackageLoader("headrace.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["tight"] = _tight
     run = of.run
     config = [("profile", run.facts.costs.fingerprint), *config_rows(run.facts.config)]
     return environment.get_template("page.html.j2").render(
-        facts=run.facts, started=started_text(run), steps=len(run.steps), cards=cards(of),
-        warnings=warnings(run), sections=_sections(of, drawn), groups=fact_groups(run),
-        config=config, trust=trust_rows(run), trust_text=trust_text(run),
-        trust_heading=trust_heading, longest=run.longest_step, plan=run.plan,
+        facts=run.facts,
+        started=started_text(run),
+        steps=len(run.steps),
+        cards=cards(of),
+        warnings=warnings(run),
+        sections=_sections(of, drawn),
+        groups=fact_groups(run),
+        config=config,
+        trust=trust_rows(run),
+        trust_text=trust_text(run),
+        trust_heading=trust_heading,
+        longest=run.longest_step,
+        plan=run.plan,
         micro_batches=plan_rows(run.longest_step),
         bundle=converter.javascript_bundle(vl_version=_VEGA_LITE),
-    )  # fmt: skip
+    )
 
 
 def _tight(text: str) -> str:
@@ -112,11 +124,16 @@ def _sections(
     sections: dict[str, list[dict[str, Any]]] = {}
     for figure, spec in drawn:
         text = _script_text(spec)
-        sections.setdefault(figure.section, []).append({
-            "name": figure.name, "title": figure.title, "wide": figure.wide, "spec": text,
-            "caption": figure.caption(of),
-            "renderer": "svg" if len(text) < _SVG_BYTES else "canvas",
-        })  # fmt: skip
+        sections.setdefault(figure.section, []).append(
+            {
+                "name": figure.name,
+                "title": figure.title,
+                "wide": figure.wide,
+                "spec": text,
+                "caption": figure.caption(of),
+                "renderer": "svg" if len(text) < _SVG_BYTES else "canvas",
+            }
+        )
     return list(sections.items())
 
 

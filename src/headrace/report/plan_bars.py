@@ -60,17 +60,26 @@ def bars_of_plan(plan: Plan, timeline: Timeline) -> PlanBars:
         for first, last in _runs(sorted(ranks)):
             bars.append(
                 WorkBar(
-                    first=first, last=last, start_s=start_s, end_s=end_s, where=where,
-                    longest=max(own, default=0), tokens=sum(own), sequences=len(own),
+                    first=first,
+                    last=last,
+                    start_s=start_s,
+                    end_s=end_s,
+                    where=where,
+                    longest=max(own, default=0),
+                    tokens=sum(own),
+                    sequences=len(own),
                 )
-            )  # fmt: skip
+            )
     for micro in plan.micro_batches:
         where = str(plan.pipelines[micro.pipeline].scheme)
         placed.setdefault(where, []).extend(plan.tokens_of(micro))
     return PlanBars(
-        devices=plan.devices, seconds=timeline.seconds, lower_bound_s=plan.lower_bound_s,
-        bars=tuple(bars), placed=placed,
-    )  # fmt: skip
+        devices=plan.devices,
+        seconds=timeline.seconds,
+        lower_bound_s=plan.lower_bound_s,
+        bars=tuple(bars),
+        placed=placed,
+    )
 
 
 def _runs(ranks: Sequence[int]) -> list[tuple[int, int]]:

@@ -27,29 +27,55 @@ def draw_plan(plan: PlanBars, title: str) -> Drawing:
     unit = second_unit([plan.seconds])
     rows = [
         {
-            "from": bar.start_s * unit.factor, "to": bar.end_s * unit.factor, "low": bar.first,
-            "high": bar.last + 1, "where": bar.where, "longest": bar.longest or None,
-            "tokens": bar.tokens, "sequences": bar.sequences,
+            "from": bar.start_s * unit.factor,
+            "to": bar.end_s * unit.factor,
+            "low": bar.first,
+            "high": bar.last + 1,
+            "where": bar.where,
+            "longest": bar.longest or None,
+            "tokens": bar.tokens,
+            "sequences": bar.sequences,
         }
         for bar in plan.bars
-    ]  # fmt: skip
+    ]
     longest = max(length for lengths in plan.placed.values() for length in lengths)
     shortest = min(length for lengths in plan.placed.values() for length in lengths)
     color = alt.Color(
-        "longest:Q", title="longest sequence",
-        scale=alt.Scale(type="log", scheme="viridis", reverse=True,
-                        domain=[shortest, max(longest, shortest + 1)]),
-    )  # fmt: skip
+        "longest:Q",
+        title="longest sequence",
+        scale=alt.Scale(
+            type="log",
+            scheme="viridis",
+            reverse=True,
+            domain=[shortest, max(longest, shortest + 1)],
+        ),
+    )
     shown = alt.condition("datum.longest === null", alt.value(KINDS["idle"]), color)
-    x = alt.X("from:Q", title=unit.name, axis=alt.Axis(grid=False),
-              scale=alt.Scale(domain=[0, plan.seconds * unit.factor], nice=False))  # fmt: skip
-    y = alt.Y("low:Q", title="device", axis=alt.Axis(grid=False, tickMinStep=1),
-              scale=alt.Scale(domain=[0, plan.devices], nice=False, reverse=True))  # fmt: skip
+    x = alt.X(
+        "from:Q",
+        title=unit.name,
+        axis=alt.Axis(grid=False),
+        scale=alt.Scale(domain=[0, plan.seconds * unit.factor], nice=False),
+    )
+    y = alt.Y(
+        "low:Q",
+        title="device",
+        axis=alt.Axis(grid=False, tickMinStep=1),
+        scale=alt.Scale(domain=[0, plan.devices], nice=False, reverse=True),
+    )
     stroke = 0.5 if plan.devices <= 128 else 0
-    bars = alt.Chart(data(rows)).mark_rect(stroke="white", strokeWidth=stroke).encode(
-        x=x, x2="to:Q", y=y, y2="high:Q", color=shown,
-        tooltip=["where:N", "longest:Q", "tokens:Q", "sequences:Q"],
-    )  # fmt: skip
+    bars = (
+        alt.Chart(data(rows))
+        .mark_rect(stroke="white", strokeWidth=stroke)
+        .encode(
+            x=x,
+            x2="to:Q",
+            y=y,
+            y2="high:Q",
+            color=shown,
+            tooltip=["where:N", "longest:Q", "tokens:Q", "sequences:Q"],
+        )
+    )
     head = (
         f"{title}: {seconds_text(plan.seconds)}, bound {seconds_text(plan.lower_bound_s)}, gap "
         f"{percent_text(plan.gap)}"
@@ -62,12 +88,17 @@ def _map(plan: PlanBars, shortest: int, longest: int) -> alt.Chart:
     """A stroke for each sequence, by its length, on the line of where it went."""
     rows = [
         {"where": where, "length": length}
-        for where, lengths in plan.placed.items() for length in lengths
-    ]  # fmt: skip
+        for where, lengths in plan.placed.items()
+        for length in lengths
+    ]
     order = sorted(plan.placed, key=lambda where: -max(plan.placed[where]))
     high = max(longest, shortest + 1)
-    x = alt.X("length:Q", title="tokens of a sequence", axis=log_axis(shortest, high, "~s"),
-              scale=alt.Scale(type="log", domain=[shortest, high], nice=False))  # fmt: skip
+    x = alt.X(
+        "length:Q",
+        title="tokens of a sequence",
+        axis=log_axis(shortest, high, "~s"),
+        scale=alt.Scale(type="log", domain=[shortest, high], nice=False),
+    )
     y = alt.Y("where:N", title=None, sort=order)
     chart = alt.Chart(data(rows)).mark_tick(thickness=1, opacity=0.5, color=KINDS["forward"])
     return chart.encode(x=x, y=y).properties(width=FULL, height=24 * len(order))
@@ -76,11 +107,15 @@ def _map(plan: PlanBars, shortest: int, longest: int) -> alt.Chart:
 def require_place(path: Path) -> None:
     """Raise ConfigError for another ending than those of FORMATS, and for no place for a file."""
     if path.suffix not in FORMATS:
-        raise ConfigError(f"picture {path}", got=f"ending {path.suffix!r}",
-                          wanted=", ".join(FORMATS))  # fmt: skip
+        raise ConfigError(
+            f"picture {path}", got=f"ending {path.suffix!r}", wanted=", ".join(FORMATS)
+        )
     if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"picture {path}", got="a folder" if path.is_dir() else "no such folder",
-                          wanted="a file in a folder that is there")  # fmt: skip
+        raise ConfigError(
+            f"picture {path}",
+            got="a folder" if path.is_dir() else "no such folder",
+            wanted="a file in a folder that is there",
+        )
 
 
 def write_plan_picture(plan: PlanBars, title: str, path: Path) -> None:

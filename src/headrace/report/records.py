@@ -77,9 +77,10 @@ class CorpusStatistics:
         growing = all(low < high for low, high in pairwise(self.edges))
         if self.counts and not (growing and len(self.edges) == len(self.counts) + 1):
             raise SpecError(
-                "histogram", got=f"{len(self.edges)} edges for {len(self.counts)} counts",
+                "histogram",
+                got=f"{len(self.edges)} edges for {len(self.counts)} counts",
                 wanted="one edge more than counts, growing",
-            )  # fmt: skip
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,10 +220,11 @@ class RecordedStep:
             for row in timeline.rows:
                 if not (row.start_s <= row.end_s and row.rank < timeline.devices):
                     raise SpecError(
-                        timeline.source, wanted="a rank of the run that ends after it starts",
+                        timeline.source,
+                        wanted="a rank of the run that ends after it starts",
                         got=f"rank {row.rank} of {timeline.devices} from {row.start_s} to "
-                            f"{row.end_s} s",
-                    )  # fmt: skip
+                        f"{row.end_s} s",
+                    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,42 +48,57 @@ def read_run(folder: Path) -> Run:
     facts = read_object(_required(folder, "run.json"))
     if facts.values.get("format") != FORMAT:
         raise DataError(
-            f"{facts.place}, format", got=facts.values.get("format"), wanted=FORMAT,
+            f"{facts.place}, format",
+            got=facts.values.get("format"),
+            wanted=FORMAT,
             hint="the run is of another version of headrace",
-        )  # fmt: skip
+        )
     assigned: Counter[tuple[int, int]] = Counter()
     layer_plans: dict[str, LayerPlan] = {}
     steps = _steps(_required(folder, "metrics.jsonl"), assigned, layer_plans, notices, notes)
     longest = max(steps, key=lambda step: (step.longest, step.step))
     plan, recomputed = _plans(folder / "plans.jsonl", longest, len(steps), notes)
     return Run(
-        folder=folder, facts=facts.read(Facts), steps=steps, assigned=assigned,
-        recomputed=recomputed, layer_plans=layer_plans, plan=plan,
+        folder=folder,
+        facts=facts.read(Facts),
+        steps=steps,
+        assigned=assigned,
+        recomputed=recomputed,
+        layer_plans=layer_plans,
+        plan=plan,
         recorded=_recorded(folder / "timelines.jsonl", steps, notes),
-        calibration=_calibration(folder / "calibration.json", notes), notices=tuple(notices),
+        calibration=_calibration(folder / "calibration.json", notes),
+        notices=tuple(notices),
         notes=tuple(notes),
-    )  # fmt: skip
+    )
 
 
 def _required(folder: Path, name: str) -> Path:
     if not folder.is_dir():
         raise DataError(
-            "run folder", got=f"{folder}, which is no folder", wanted="the folder of a run",
+            "run folder",
+            got=f"{folder}, which is no folder",
+            wanted="the folder of a run",
             hint="headrace train CONFIG --out DIR writes one",
-        )  # fmt: skip
+        )
     path = folder / name
     if not path.is_file():
         raise DataError(
-            f"run folder {folder}", got=f"no {name}", wanted="run.json and metrics.jsonl",
+            f"run folder {folder}",
+            got=f"no {name}",
+            wanted="run.json and metrics.jsonl",
             hint=f"headrace train CONFIG --out {folder} writes them",
-        )  # fmt: skip
+        )
     return path
 
 
 def _steps(
-    path: Path, assigned: Counter[tuple[int, int]], layer_plans: dict[str, LayerPlan],
-    notices: list[str], notes: list[str],
-) -> tuple[StepMetrics, ...]:  # fmt: skip
+    path: Path,
+    assigned: Counter[tuple[int, int]],
+    layer_plans: dict[str, LayerPlan],
+    notices: list[str],
+    notes: list[str],
+) -> tuple[StepMetrics, ...]:
     """All steps in order; a step that a resumed run did again counts once, the last time."""
     steps: dict[int, StepMetrics] = {}
     again = 0
@@ -98,9 +113,11 @@ def _steps(
                 layer_plans[text] = line.checked(partial(LayerPlan.parse, text))
     if not steps:
         raise DataError(
-            str(path), got="no complete step", wanted="at least one",
+            str(path),
+            got="no complete step",
+            wanted="at least one",
             hint="the run ended before its first step",
-        )  # fmt: skip
+        )
     if again:
         notes.append(f"{path.name}: {again} steps were run again after a resume; the last counts")
     return tuple(steps[number] for number in sorted(steps))

@@ -70,7 +70,8 @@ def summed_up(run: Run) -> RunSummary:
         idle=mean([s.idle for s in steps], seconds),
         mfu=mean([s.mfu for s in steps], seconds),
         loss=(float(losses[0]), median(losses[-max(1, losses.size // 10) :]))
-        if losses.size else (nan, nan),
+        if losses.size
+        else (nan, nan),
         peak=max(((p, r) for p, r in peaks if isfinite(p)), default=(nan, 0)),
         planning_s=median(p.planning_s for p in planned),
         waited_s=median(p.waited_s for p in planned),
@@ -80,11 +81,14 @@ def summed_up(run: Run) -> RunSummary:
         best_static=best_static,
         changes=sum(one != other for one, other in pairwise(names)),
         strategies=tuple(
-            (name, count / len(run.steps),
-             median(s.step_s for s in run.steps if s.planned.strategy == name))
+            (
+                name,
+                count / len(run.steps),
+                median(s.step_s for s in run.steps if s.planned.strategy == name),
+            )
             for name, count in counted
         ),
-    )  # fmt: skip
+    )
 
 
 def _static(planned: Sequence[PlanMetrics]) -> tuple[str, list[float]]:

@@ -49,8 +49,11 @@ def _bad_predictions(run: Run) -> str:
 
 
 def _bad_fits(run: Run) -> str:
-    fits = [(f"{part} {case}", fit.worst) for part, cases in run.facts.costs.errors.items()
-            for case, fit in cases.items()]  # fmt: skip
+    fits = [
+        (f"{part} {case}", fit.worst)
+        for part, cases in run.facts.costs.errors.items()
+        for case, fit in cases.items()
+    ]
     bad = [f"{name} ({share_text(worst)})" for name, worst in fits if worst > _BADLY]
     return f"the cost model's worst errors are large: {', '.join(bad[:6])}" if bad else ""
 

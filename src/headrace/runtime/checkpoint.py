@@ -41,9 +41,15 @@ __all__ = [
 
 
 def save(
-    root: Path, step: int, shards: Sequence[StoredShard], extra: Mapping[str, Any], *, rank: int,
-    gather: Gather, keep: int = 3,
-) -> Path:  # fmt: skip
+    root: Path,
+    step: int,
+    shards: Sequence[StoredShard],
+    extra: Mapping[str, Any],
+    *,
+    rank: int,
+    gather: Gather,
+    keep: int = 3,
+) -> Path:
     """Write a checkpoint of all ranks' ``shards``, which together hold every row; its folder.
 
     All ranks call it together, with the same arguments but their own ``shards`` and ``rank``.

@@ -110,9 +110,16 @@ class BackgroundWriter:
         return self._writing is not None
 
     def begin(
-        self, root: Path, step: int, shards: Sequence[StoredShard], extra: Mapping[str, Any], *,
-        rank: int, gather: Gather, keep: int,
-    ) -> None:  # fmt: skip
+        self,
+        root: Path,
+        step: int,
+        shards: Sequence[StoredShard],
+        extra: Mapping[str, Any],
+        *,
+        rank: int,
+        gather: Gather,
+        keep: int,
+    ) -> None:
         """Begin a checkpoint, as :func:`headrace.runtime.checkpoint.save` writes it, of the
         tensors as they are now; the one before is ended first. Raises as that. Collective."""
         self.finish(gather)

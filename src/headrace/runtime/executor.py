@@ -101,9 +101,10 @@ class Executor:
         agree("hash of the plan", plan.hash, self.groups.world)
         if plan.semantics != "free" or plan.devices != self.groups.ranks:
             raise PlanMismatch(
-                "plan", got=f"{plan.semantics} for {plan.devices} ranks",
+                "plan",
+                got=f"{plan.semantics} for {plan.devices} ranks",
                 wanted=f"free for {self.groups.ranks}",
-            )  # fmt: skip
+            )
         layers = self.storage.architecture.layers
         for number, micro in enumerate(plan.micro_batches):
             if len(micro.layers.options) != layers:
@@ -137,9 +138,13 @@ class Executor:
         working = self.storage.working(plan)
         working.begin()
         state = StepState(
-            plan=plan, tokens=tokens, number=step, lr=lr, working=working,
+            plan=plan,
+            tokens=tokens,
+            number=step,
+            lr=lr,
+            working=working,
             spans=Spans(self._clock, self.groups.rank),
-        )  # fmt: skip
+        )
         for action in program.actions:
             self.action = str(action)
             self._entered(self.action)
@@ -249,10 +254,18 @@ class Executor:
                 self.storage.table, state.working, state.plan, pipeline, self.groups
             )
         run = MicroBatchRun.of(
-            self.model, state.plan, micro, state.tokens, state.views[micro.pipeline], self.groups,
-            seed=self._seed, step=state.number, dtype=self.storage.working_dtype,
-            device=self._device, checked=self._checked,
-        )  # fmt: skip
+            self.model,
+            state.plan,
+            micro,
+            state.tokens,
+            state.views[micro.pipeline],
+            self.groups,
+            seed=self._seed,
+            step=state.number,
+            dtype=self.storage.working_dtype,
+            device=self._device,
+            checked=self._checked,
+        )
         run.forward(state.arrived.pop(index, None), lambda bucket: self._await([bucket], state))
         state.losses.append(run.loss)
         state.runs[index] = run

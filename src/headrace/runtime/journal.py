@@ -98,9 +98,10 @@ def _said(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise HeadraceError(
-            f"journal {path}", got=error.strerror or "an error",
+            f"journal {path}",
+            got=error.strerror or "an error",
             hint="free some space and continue with --resume",
-        )  # fmt: skip
+        )
 
 
 def _drop_from(path: Path, first_step: int) -> None:

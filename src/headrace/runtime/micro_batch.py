@@ -29,8 +29,8 @@ __all__ = ["MicroBatchRun", "layer_states", "sources"]
 
 
 def sources(
-    table: tuple[WeightSpec, ...], working: Working, plan: Plan, pipeline: Pipeline, groups: Groups,
-) -> dict[str, Weight]:  # fmt: skip
+    table: tuple[WeightSpec, ...], working: Working, plan: Plan, pipeline: Pipeline, groups: Groups
+) -> dict[str, Weight]:
     """The weights of this rank's stage of a pipeline as its methods see them: whole where every
     member holds all rows, shards of a block of members otherwise."""
     stage = pipeline.stage_of(groups.rank, plan.layers)
@@ -48,9 +48,13 @@ def sources(
             shards = group_shards(weight, parts)
             part = shards[member - first].within(working.held[weight.name])
             views[weight.name] = Shard(
-                value=value[part], grad=grad[part], shards=shards, group=group, unit=weight.unit,
+                value=value[part],
+                grad=grad[part],
+                shards=shards,
+                group=group,
+                unit=weight.unit,
                 first=first,
-            )  # fmt: skip
+            )
         else:
             views[weight.name] = Whole(value=value, grad=grad, member=member, unit=weight.unit or 1)
     return views
@@ -109,10 +113,21 @@ class MicroBatchRun:
 
     @classmethod
     def of(
-        cls, model: Transformer, plan: Plan, micro: MicroBatch, tokens: tuple[np.ndarray, ...],
-        weights: State, groups: Groups, *, seed: int, step: int, dtype: torch.dtype,
-        device: str = "cpu", training: bool = True, checked: bool = False,
-    ) -> MicroBatchRun:  # fmt: skip
+        cls,
+        model: Transformer,
+        plan: Plan,
+        micro: MicroBatch,
+        tokens: tuple[np.ndarray, ...],
+        weights: State,
+        groups: Groups,
+        *,
+        seed: int,
+        step: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        training: bool = True,
+        checked: bool = False,
+    ) -> MicroBatchRun:
         """The run of ``micro`` in this rank's stage; ``tokens[i]`` are the ids of the batch's
         sequence i (int32), cut here to this rank's part of the pack."""
         pipeline = plan.pipelines[micro.pipeline]
@@ -133,14 +148,21 @@ class MicroBatchRun:
             return to_device(torch.from_numpy(values.astype(np.int64)), device)
 
         place = Place(
-            architecture=model.architecture, tokens=pack, member=member, dtype=dtype,
-            device=device, group=groups.get(ranks), subgroup=subgroup,
+            architecture=model.architecture,
+            tokens=pack,
+            member=member,
+            dtype=dtype,
+            device=device,
+            group=groups.get(ranks),
+            subgroup=subgroup,
             tensor=pipeline.scheme.tensor,
-        )  # fmt: skip
+        )
         dropout = DropoutKey(
-            seed=seed, step=step, samples=local(samples[pack.documents(member)]),
+            seed=seed,
+            step=step,
+            samples=local(samples[pack.documents(member)]),
             positions=local(pack.positions(member)),
-        )  # fmt: skip
+        )
         ids, labels = (np.concatenate(parts) for parts in zip(*examples, strict=True))
         return cls(
             model=model,
@@ -204,8 +226,9 @@ class MicroBatchRun:
         raise NotFinite(
             f"{what} of layer {index} ({self.layers.options[index]}) on member "
             f"{self.context.member} of {self.context.ranks}",
-            got=f"{bad:,} of {x.numel():,} values not finite", wanted="finite values",
-        )  # fmt: skip
+            got=f"{bad:,} of {x.numel():,} values not finite",
+            wanted="finite values",
+        )
 
     def backward(
         self, grad: torch.Tensor | None = None, done: Needed = lambda bucket: None

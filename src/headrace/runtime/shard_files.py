@@ -96,9 +96,8 @@ def check_file(folder: Path, file: FileInfo, *, checksum: bool) -> None:
         size = require_plain(path, most=file.bytes)
         if size < file.bytes:
             raise CheckpointError(
-                str(path), got=f"{size} bytes", wanted=f"{file.bytes}",
-                hint="the file is truncated",
-            )  # fmt: skip
+                str(path), got=f"{size} bytes", wanted=f"{file.bytes}", hint="the file is truncated"
+            )
         if checksum and _crc32(path) != file.crc32:
             raise CheckpointError(f"{path}: checksum differs", hint="the file is damaged")
     except FileNotFoundError:
@@ -148,9 +147,7 @@ def _held(path: Path, file: Any, interval: Interval, info: TensorInfo) -> Any:
     shape = [interval.rows, *info.shape[1:]]
     if (held.get_dtype(), held.get_shape()) != (info.dtype, shape):
         got = f"{held.get_dtype()} {held.get_shape()}"
-        raise CheckpointError(
-            f"{path}: {interval.key}", got=got, wanted=f"{info.dtype} {shape}"
-        )  # fmt: skip
+        raise CheckpointError(f"{path}: {interval.key}", got=got, wanted=f"{info.dtype} {shape}")
     return held
 
 

@@ -134,9 +134,10 @@ def _cover(wanted: Interval, held: Sequence[tuple[FileInfo, Interval]]) -> list[
             at = stop
     if at < wanted.stop:
         raise CheckpointError(
-            f"rows of {wanted.name}", got=f"none for row {at}",
+            f"rows of {wanted.name}",
+            got=f"none for row {at}",
             wanted=f"rows [{wanted.first_row}, {wanted.stop})",
-        )  # fmt: skip
+        )
     return pieces
 
 

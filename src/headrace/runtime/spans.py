@@ -49,10 +49,15 @@ class Spans:
             yield
             self._spans.append(
                 _Span(
-                    action=text, kind=kind, start=start, end=self._clock.mark(), tokens=tokens,
-                    ranks=ranks, waits=tuple(self._waits),
+                    action=text,
+                    kind=kind,
+                    start=start,
+                    end=self._clock.mark(),
+                    tokens=tokens,
+                    ranks=ranks,
+                    waits=tuple(self._waits),
                 )
-            )  # fmt: skip
+            )
         finally:
             self._waits = before
 
@@ -79,7 +84,12 @@ class Spans:
         start_s = self._clock.between(self._begun, span.start)
         waits = span.waits if span.kind in BUSY else ()
         return Row(
-            rank=self._rank, action=span.action, kind=span.kind, start_s=start_s,
-            end_s=start_s + self._clock.between(span.start, span.end), tokens=span.tokens,
-            ranks=span.ranks, waited_s=sum(self._clock.between(*wait) for wait in waits),
-        )  # fmt: skip
+            rank=self._rank,
+            action=span.action,
+            kind=span.kind,
+            start_s=start_s,
+            end_s=start_s + self._clock.between(span.start, span.end),
+            tokens=span.tokens,
+            ranks=span.ranks,
+            waited_s=sum(self._clock.between(*wait) for wait in waits),
+        )

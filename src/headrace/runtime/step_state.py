@@ -57,8 +57,9 @@ class StepState:
         if len(value) != message.rows:
             raise PlanMismatch(
                 f"rows of micro-batch {message.micro_batch} for rank {message.peer}",
-                got=len(value), wanted=message.rows,
-            )  # fmt: skip
+                got=len(value),
+                wanted=message.rows,
+            )
         return value
 
     def arrive(self, message: Message, value: torch.Tensor) -> None:

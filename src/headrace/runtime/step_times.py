@@ -76,10 +76,12 @@ class StepTimes:
         total_s = len(ranks) * float(ends[:, 0].max())
         idle = max(0.0, 1 - float(ends[:, 1].sum()) / total_s) if total_s > 0 else 0.0
         return cls(
-            step_s=float(own[:, 0].max()), waited_s=float(own[:, 1].max()),
-            peak_bytes=tuple(map(int, own[:, 2].tolist())), idle=idle,
+            step_s=float(own[:, 0].max()),
+            waited_s=float(own[:, 1].max()),
+            peak_bytes=tuple(map(int, own[:, 2].tolist())),
+            idle=idle,
             micro_batches=_micro_batches(np.concatenate([rank[2:] for rank in ranks])),
-        )  # fmt: skip
+        )
 
 
 def _micro_batches(works: Floats) -> dict[int, float]:
@@ -107,10 +109,16 @@ def rows_of_packed(told: bytes, rank: int) -> tuple[Row, ...]:
     lines = np.frombuffer(numbers, dtype=np.float64).reshape(-1, 5).tolist()
     return tuple(
         Row(
-            rank=rank, action=action, kind=kind, start_s=start_s, end_s=end_s, waited_s=waited_s,
-            tokens=int(tokens), ranks=int(ranks),
+            rank=rank,
+            action=action,
+            kind=kind,
+            start_s=start_s,
+            end_s=end_s,
+            waited_s=waited_s,
+            tokens=int(tokens),
+            ranks=int(ranks),
         )
         for (action, kind), (start_s, end_s, waited_s, tokens, ranks) in zip(
             json.loads(texts), lines, strict=True
         )
-    )  # fmt: skip
+    )

@@ -12,9 +12,21 @@ from headrace.errors import MissingExtra
 __all__ = ["Tracker", "make_trackers", "require_trackers"]
 
 _SCALARS = (
-    "loss", "lr", "grad_norm", "step_s", "tokens_per_s", "idle", "mfu", "predicted_s", "gap",
-    "planning_s", "waited_s", "waited", "tokens", "longest",
-)  # fmt: skip
+    "loss",
+    "lr",
+    "grad_norm",
+    "step_s",
+    "tokens_per_s",
+    "idle",
+    "mfu",
+    "predicted_s",
+    "gap",
+    "planning_s",
+    "waited_s",
+    "waited",
+    "tokens",
+    "longest",
+)
 
 
 class Tracker(Protocol):

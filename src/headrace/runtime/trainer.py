@@ -165,22 +165,33 @@ class Trainer:
                 hint="lower optimizer.lr and continue from the last checkpoint with --resume",
             )
         mine = RankTimes(
-            step_s=step_s, waited_s=waited_s, rows=result.rows,
+            step_s=step_s,
+            waited_s=waited_s,
+            rows=result.rows,
             peak_bytes=max(0, peak_bytes(self.device) - other),
-        )  # fmt: skip
+        )
         times, measured = told_to_first(mine, self.groups, drawn=number in self.drawn)
         metrics: dict[str, Any] = {
-            "step": number, "epoch": batch.epoch, "loss": result.loss,
-            "grad_norm": result.gradient_norm, "lr": self.schedule.rate(number),
+            "step": number,
+            "epoch": batch.epoch,
+            "loss": result.loss,
+            "grad_norm": result.gradient_norm,
+            "lr": self.schedule.rate(number),
             "out_of_memory": retries,
-        }  # fmt: skip
+        }
         if times is not None:
             self.planner.observe(planned.plan.predicted_s, times.step_s)
             metrics |= plan_metrics(planned, times) | {"mfu": self._utilisation(planned, times)}
         return Step(
-            number=number, metrics=metrics, plan=planned.plan, times=times, measured=measured,
-            micro_batch_s=planned.micro_batch_s, predicted=planned.predicted, facts=planned.facts,
-        )  # fmt: skip
+            number=number,
+            metrics=metrics,
+            plan=planned.plan,
+            times=times,
+            measured=measured,
+            micro_batch_s=planned.micro_batch_s,
+            predicted=planned.predicted,
+            facts=planned.facts,
+        )
 
     def _run(
         self, number: int, batch: TrainingBatch, planned: Planned
@@ -218,10 +229,15 @@ def told_to_first(
     rows too; nothing on the others. Collective."""
     times = gather_to_first(mine.to_bytes(), groups.world)
     rows = gather_to_first(packed_rows(mine.rows), groups.world) if drawn else None
-    measured = None if rows is None else Timeline(
-        source="measured", devices=groups.ranks,
-        rows=tuple(row for rank, told in enumerate(rows) for row in rows_of_packed(told, rank)),
-    )  # fmt: skip
+    measured = (
+        None
+        if rows is None
+        else Timeline(
+            source="measured",
+            devices=groups.ranks,
+            rows=tuple(row for rank, told in enumerate(rows) for row in rows_of_packed(told, rank)),
+        )
+    )
     return None if times is None else StepTimes.of(times), measured
 
 

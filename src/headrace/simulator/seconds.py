@@ -38,6 +38,10 @@ def segments_of(plan: Plan, micro: MicroBatch, stage: Stage, costs: CostModel) -
     """Seconds of (forward, backward) of a micro-batch's segments in a stage, in the order of
     ``stage.buckets``."""
     return segment_seconds(
-        costs, plan.tokens_of(micro), plan.pipelines[micro.pipeline], stage, micro.layers,
+        costs,
+        plan.tokens_of(micro),
+        plan.pipelines[micro.pipeline],
+        stage,
+        micro.layers,
         plan.working,
-    )  # fmt: skip
+    )

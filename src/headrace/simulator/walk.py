@@ -196,9 +196,13 @@ class Walk:
         return self._stages[pipeline]
 
     def _done(
-        self, action: Forward | Backward, group: list[int], start_s: float, end_s: float,
+        self,
+        action: Forward | Backward,
+        group: list[int],
+        start_s: float,
+        end_s: float,
         waited_s: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         tokens, ranks = self._tokens[action.micro_batch], len(action.group)
         for rank in group:
             text = str(self._head(rank)) if self._recorded else ""
@@ -255,19 +259,33 @@ class Walk:
         for rank in group:
             if list(self._pushes[rank]) != order:
                 raise ProgramError(
-                    f"pushes of rank {rank}", got=list(self._pushes[rank]),
+                    f"pushes of rank {rank}",
+                    got=list(self._pushes[rank]),
                     wanted=f"{order} as on rank {group[0]}",
-                )  # fmt: skip
+                )
         issued = [(bucket, max(self._pushes[rank][bucket] for rank in group)) for bucket in order]
         return list(zip(order, push_ends(self._costs, issued), strict=True))
 
     def _record(
-        self, rank: int, action: str, kind: str, start_s: float, end_s: float, tokens: int = 0,
-        ranks: int = 0, waited_s: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        rank: int,
+        action: str,
+        kind: str,
+        start_s: float,
+        end_s: float,
+        tokens: int = 0,
+        ranks: int = 0,
+        waited_s: float = 0.0,
+    ) -> None:
         if self._recorded:
             row = Row(
-                rank=rank, action=action, kind=kind, start_s=start_s, end_s=end_s, tokens=tokens,
-                ranks=ranks or self._plan.devices, waited_s=waited_s,
-            )  # fmt: skip
+                rank=rank,
+                action=action,
+                kind=kind,
+                start_s=start_s,
+                end_s=end_s,
+                tokens=tokens,
+                ranks=ranks or self._plan.devices,
+                waited_s=waited_s,
+            )
             self.rows[rank].append(row)

@@ -117,9 +117,10 @@ def _check_order_alone(program: Program, plan: Plan) -> None:
     for action in program.actions:
         if isinstance(action, Backward) and action.pushes and not is_last(plan, action):
             raise ProgramError(
-                f"rule 6, rank {program.rank}, action {action}", got="pushes within it",
+                f"rule 6, rank {program.rank}, action {action}",
+                got="pushes within it",
                 wanted="pushes after it, as one of its ranks has a later micro-batch",
-            )  # fmt: skip
+            )
 
 
 def _check_ranks(ranks: Sequence[int], plan: Plan) -> None:
@@ -133,9 +134,10 @@ def _check_ranks(ranks: Sequence[int], plan: Plan) -> None:
         left -= others
     if not sound:
         raise ProgramError(
-            "ranks of the programs", got=list(ranks),
+            "ranks of the programs",
+            got=list(ranks),
             wanted=f"0 to {world[-1]}, or ranks that no pipeline with work connects with others",
-        )  # fmt: skip
+        )
 
 
 def _parts(program: Program) -> Parts:
@@ -219,9 +221,10 @@ def _check_once(rank: int, parts: Parts, jobs: Sequence[_Job], bucket_count: int
     for action in sorted(wanted | got.keys(), key=str):
         if got[action] != (action in wanted):
             raise ProgramError(
-                f"rule 4, rank {rank}, action {action}", got=f"{got[action]} times",
+                f"rule 4, rank {rank}, action {action}",
+                got=f"{got[action]} times",
                 wanted=f"{int(action in wanted)}",
-            )  # fmt: skip
+            )
 
 
 def _check_local_order(rank: int, parts: Parts, jobs: Sequence[_Job]) -> None:
@@ -306,5 +309,6 @@ def _check_messages(parts: Mapping[int, Parts]) -> None:
             if sends != receives:
                 raise ProgramError(
                     f"rule 2, message {place} from rank {here} to rank {there}",
-                    got=f"{sends} sent, {receives} received", wanted="the same",
-                )  # fmt: skip
+                    got=f"{sends} sent, {receives} received",
+                    wanted="the same",
+                )

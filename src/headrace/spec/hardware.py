@@ -68,9 +68,8 @@ class Hardware:
             for name in (*names[1:], *usual.links[len(names) - 1 :])
         ]
         return cls(
-            device=device, inside=links[0], across=links[1],
-            devices_per_node=usual.devices_per_node,
-        )  # fmt: skip
+            device=device, inside=links[0], across=links[1], devices_per_node=usual.devices_per_node
+        )
 
     def __str__(self) -> str:
         return f"{self.device.name}+{self.inside.name}+{self.across.name}"

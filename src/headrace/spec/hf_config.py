@@ -250,9 +250,11 @@ def _check_dropout(config: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for name in names:
         if _number(config, name, 0.0) != 0:
             raise SpecError(
-                name, got=config[name], wanted="0",
+                name,
+                got=config[name],
+                wanted="0",
                 hint="model.dropout takes the place of all rates: there is none at this place",
-            )  # fmt: skip
+            )
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:

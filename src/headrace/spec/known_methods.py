@@ -104,37 +104,55 @@ def _local(a: Architecture, p: int, r: float) -> BranchUse:
 
 
 LOCAL = MethodFacts(
-    name="local", owner="local",
+    name="local",
+    owner="local",
     attention_rule=lambda a, ranks: None if ranks == 1 else f"local runs on 1 rank, not {ranks}",
     feed_forward_rule=lambda a, ranks: None if ranks == 1 else f"local runs on 1 rank, not {ranks}",
-    attention_use=_local, feed_forward_use=_gathered,
-)  # fmt: skip
+    attention_use=_local,
+    feed_forward_use=_gathered,
+)
 
 
 def _switched(a: Architecture, p: int, r: float) -> BranchUse:
     k = _kv(a)
     units = (p - 1) / p * (2 + 2 * k)
     return replace(
-        _even(a, p), core=-(-a.heads // p) / a.heads, sent=units, sent_back=units, messages=2,
-        messages_back=2, pattern="exchange", kept=4 + 2 * k, kept_attention=4 + 2 * k,
+        _even(a, p),
+        core=-(-a.heads // p) / a.heads,
+        sent=units,
+        sent_back=units,
+        messages=2,
+        messages_back=2,
+        pattern="exchange",
+        kept=4 + 2 * k,
+        kept_attention=4 + 2 * k,
         buffers=2 * (1 + 2 * k),
-    )  # fmt: skip
+    )
 
 
 ULYSSES_Z = MethodFacts(
-    name="ulysses_z", owner="ulysses_z", feed_forward_rule=_any_group,
+    name="ulysses_z",
+    owner="ulysses_z",
+    feed_forward_rule=_any_group,
     attention_rule=_one_each("ulysses_z", "query head", lambda a: a.heads),
-    unlevelled=("attention",), attention_use=_switched, feed_forward_use=_gathered,
-)  # fmt: skip
+    unlevelled=("attention",),
+    attention_use=_switched,
+    feed_forward_use=_gathered,
+)
 
 
 def _ring(a: Architecture, p: int, r: float) -> BranchUse:
     k = _kv(a)
     units = 2 * ((p - 1) / p) * p * k
     return replace(
-        _even(a, p), sent=units, sent_back=(1 + r) * units, messages=p - 1,
-        messages_back=2 * (p - 1), pattern="hop", buffers=4 * k + r * (1 + 4 * k),
-    )  # fmt: skip
+        _even(a, p),
+        sent=units,
+        sent_back=(1 + r) * units,
+        messages=p - 1,
+        messages_back=2 * (p - 1),
+        pattern="hop",
+        buffers=4 * k + r * (1 + 4 * k),
+    )
 
 
 def _keys_gathered(a: Architecture, p: int, r: float) -> BranchUse:
@@ -144,9 +162,14 @@ def _keys_gathered(a: Architecture, p: int, r: float) -> BranchUse:
 
 
 MEGATRON_CZ = MethodFacts(
-    name="megatron_cz", owner="ulysses_z", attention_rule=_any_group,
-    feed_forward_rule=_any_group, order="zigzag", attention_use=_ring, feed_forward_use=_gathered,
-)  # fmt: skip
+    name="megatron_cz",
+    owner="ulysses_z",
+    attention_rule=_any_group,
+    feed_forward_rule=_any_group,
+    order="zigzag",
+    attention_use=_ring,
+    feed_forward_use=_gathered,
+)
 MEGATRON_CZ_GATHER = replace(MEGATRON_CZ, name="megatron_cz_gather", attention_use=_keys_gathered)
 COLOSSAL_Z = replace(MEGATRON_CZ, name="colossal_z", attention_use=None, automatic=False)
 
@@ -155,32 +178,53 @@ def _shard_of_heads(a: Architecture, p: int, r: float) -> BranchUse:
     share = -(-a.kv_heads // p) / a.kv_heads
     even = _even(a, p)
     return replace(
-        even, linear=share, core=share, sent=2 * (p - 1), sent_back=3 * (p - 1), messages=2,
-        messages_back=3, kept_attention=even.kept, buffers=2 + 2 * (1 + 2 * _kv(a)),
-    )  # fmt: skip
+        even,
+        linear=share,
+        core=share,
+        sent=2 * (p - 1),
+        sent_back=3 * (p - 1),
+        messages=2,
+        messages_back=3,
+        kept_attention=even.kept,
+        buffers=2 + 2 * (1 + 2 * _kv(a)),
+    )
 
 
 def _shard_of_features(a: Architecture, p: int, r: float) -> BranchUse:
     return replace(
-        _gathered(a, p, r), sent=2 * (p - 1), sent_back=3 * (p - 1), messages=2, messages_back=3,
+        _gathered(a, p, r),
+        sent=2 * (p - 1),
+        sent_back=3 * (p - 1),
+        messages=2,
+        messages_back=3,
         buffers=2 + 2 * (a.ffn / a.hidden),
-    )  # fmt: skip
+    )
 
 
 MEGATRON_TS = MethodFacts(
-    name="megatron_ts", owner="megatron_ts", attention_rule=_a_group_each("megatron_ts"),
-    feed_forward_rule=_a_block_each("megatron_ts"), block=lambda ranks, most: ranks,
-    unlevelled=("attention",), attention_use=_shard_of_heads, feed_forward_use=_shard_of_features,
-)  # fmt: skip
+    name="megatron_ts",
+    owner="megatron_ts",
+    attention_rule=_a_group_each("megatron_ts"),
+    feed_forward_rule=_a_block_each("megatron_ts"),
+    block=lambda ranks, most: ranks,
+    unlevelled=("attention",),
+    attention_use=_shard_of_heads,
+    feed_forward_use=_shard_of_features,
+)
 
 
 def _ring_of_shards(a: Architecture, p: int, r: float) -> BranchUse:
     k = _kv(a)
     ring = _ring(a, p, r)
     return replace(
-        ring, messages=p * ring.messages, messages_back=p * ring.messages_back, kept=2.0,
-        buffers=2 * r + (2 + 8 * k + 4 * k * r) / p, launches=p, recomputes=True,
-    )  # fmt: skip
+        ring,
+        messages=p * ring.messages,
+        messages_back=p * ring.messages_back,
+        kept=2.0,
+        buffers=2 * r + (2 + 8 * k + 4 * k * r) / p,
+        launches=p,
+        recomputes=True,
+    )
 
 
 def _shards_pass(a: Architecture, p: int, r: float) -> BranchUse:
@@ -191,11 +235,16 @@ def _shards_pass(a: Architecture, p: int, r: float) -> BranchUse:
 
 
 METP = MethodFacts(
-    name="metp", owner="metp", attention_rule=_a_group_each("metp"),
-    feed_forward_rule=_a_block_each("metp"), order="zigzag",
-    unlevelled=("attention", "feed_forward"), attention_use=_ring_of_shards,
-    feed_forward_use=_shards_pass, many_kernels=True,
-)  # fmt: skip
+    name="metp",
+    owner="metp",
+    attention_rule=_a_group_each("metp"),
+    feed_forward_rule=_a_block_each("metp"),
+    order="zigzag",
+    unlevelled=("attention", "feed_forward"),
+    attention_use=_ring_of_shards,
+    feed_forward_use=_shards_pass,
+    many_kernels=True,
+)
 
 
 _Blocks = Callable[[Architecture, int, int], RankBlocks | None]
@@ -215,37 +264,52 @@ def _two_axes(name: str, blocks: _Blocks) -> Callable[..., tuple[Members, ...]]:
         found = blocks(a, ranks, tensor)
         if found is None:
             raise SpecError(
-                f"{name} in blocks of {tensor}", got=f"{a.kv_heads} key-value heads",
+                f"{name} in blocks of {tensor}",
+                got=f"{a.kv_heads} key-value heads",
                 wanted="at least a key-value head for each rank",
-            )  # fmt: skip
+            )
         return found.blocks + found.rings
 
     return groups
 
 
 ULYSSES_RING = MethodFacts(
-    name="ulysses_ring", owner="ulysses_z", feed_forward_rule=_any_group, order="zigzag",
+    name="ulysses_ring",
+    owner="ulysses_z",
+    feed_forward_rule=_any_group,
+    order="zigzag",
     attention_rule=_in_blocks("ulysses_ring", ulysses_blocks),
-    attention_groups=_two_axes("ulysses_ring", ulysses_blocks), unlevelled=("attention",),
+    attention_groups=_two_axes("ulysses_ring", ulysses_blocks),
+    unlevelled=("attention",),
     automatic=False,
-)  # fmt: skip
+)
 TENSOR_RING = MethodFacts(
-    name="tensor_ring", owner="tensor_ring", order="zigzag",
+    name="tensor_ring",
+    owner="tensor_ring",
+    order="zigzag",
     attention_rule=_in_blocks("tensor_ring", tensor_blocks),
     feed_forward_rule=_in_blocks("tensor_ring", tensor_blocks),
     attention_groups=_two_axes("tensor_ring", tensor_blocks),
     feed_forward_groups=_two_axes("tensor_ring", tensor_blocks),
     block=lambda ranks, most: largest_divisor(ranks, most) or ranks,
-    unlevelled=("attention",), automatic=False,
-)  # fmt: skip
+    unlevelled=("attention",),
+    automatic=False,
+)
 
 FACTS: dict[str, MethodFacts] = {
     facts.name: facts
     for facts in (
-        LOCAL, ULYSSES_Z, MEGATRON_TS, MEGATRON_CZ, MEGATRON_CZ_GATHER, METP, COLOSSAL_Z,
-        ULYSSES_RING, TENSOR_RING,
+        LOCAL,
+        ULYSSES_Z,
+        MEGATRON_TS,
+        MEGATRON_CZ,
+        MEGATRON_CZ_GATHER,
+        METP,
+        COLOSSAL_Z,
+        ULYSSES_RING,
+        TENSOR_RING,
     )
-}  # fmt: skip
+}
 """The facts of every method by its name."""
 
 SINGLE_RANK = LOCAL.name

@@ -35,9 +35,11 @@ class LayerOption:
         if self.recompute not in RECOMPUTE:
             hint = did_you_mean(self.recompute, RECOMPUTE)
             raise SpecError(
-                "recompute level", got=repr(self.recompute), wanted=" or ".join(RECOMPUTE),
+                "recompute level",
+                got=repr(self.recompute),
+                wanted=" or ".join(RECOMPUTE),
                 hint=hint,
-            )  # fmt: skip
+            )
 
     @classmethod
     def of(cls, method: str, recompute: Recompute = "none") -> LayerOption:

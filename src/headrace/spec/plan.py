@@ -23,9 +23,7 @@ from headrace.spec.stage import Stage, share_layers
 from headrace.spec.strategy import Strategy
 from headrace.units import percent_text, seconds_text
 
-__all__ = [
-    "MicroBatch", "Pipeline", "Plan", "Semantics", "TokenOrder", "Working", "stored_working",
-]  # fmt: skip
+__all__ = ["MicroBatch", "Pipeline", "Plan", "Semantics", "TokenOrder", "Working", "stored_working"]
 
 Semantics = Literal["free", "lockstep"]
 TokenOrder = Literal["natural", "zigzag"]
@@ -57,17 +55,19 @@ class Pipeline:
     def __post_init__(self) -> None:
         if len(self.ranks) != self.scheme.devices:
             raise SpecError(
-                f"ranks of a {self.scheme} pipeline", got=len(self.ranks),
+                f"ranks of a {self.scheme} pipeline",
+                got=len(self.ranks),
                 wanted=self.scheme.devices,
-            )  # fmt: skip
+            )
         if len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
             raise SpecError("ranks of a pipeline", got=self.ranks, wanted="distinct ranks >= 0")
         stages = self.scheme.pipeline
         if self.shares and (len(self.shares) != stages or min(self.shares) < 1):
             raise SpecError(
-                f"layers of the stages of a {self.scheme} pipeline", got=self.shares,
+                f"layers of the stages of a {self.scheme} pipeline",
+                got=self.shares,
                 wanted=f"{stages} counts >= 1",
-            )  # fmt: skip
+            )
 
     def stages(self, layers: int) -> tuple[Stage, ...]:
         """Its stages over a model of so many layers. Raises SpecError when they do not add up."""
@@ -157,18 +157,20 @@ class Plan:
         if seen != list(range(len(self.lengths))):
             missing = sorted(set(range(len(self.lengths))) - set(seen))
             raise SpecError(
-                "sequences of a plan", got=f"{len(seen)} ({len(missing)} missing)",
+                "sequences of a plan",
+                got=f"{len(seen)} ({len(missing)} missing)",
                 wanted=f"each of {len(self.lengths)} exactly once",
-            )  # fmt: skip
+            )
         for pipeline in self.pipelines:
             if max(pipeline.ranks) >= self.devices:
                 raise SpecError("rank", got=max(pipeline.ranks), wanted=f"< {self.devices}")
         for micro in self.micro_batches:
             if not 0 <= micro.pipeline < len(self.pipelines):
                 raise SpecError(
-                    "pipeline of a micro-batch", got=micro.pipeline,
+                    "pipeline of a micro-batch",
+                    got=micro.pipeline,
                     wanted=f"0 to {len(self.pipelines) - 1}",
-                )  # fmt: skip
+                )
             if not micro.sequences:
                 raise SpecError("micro-batch", got="no sequences", wanted="at least one")
         self._check_shared_ranks()
@@ -183,9 +185,11 @@ class Plan:
                 deep = max(pipeline.scheme.pipeline, self.pipelines[other].scheme.pipeline)
                 if other != index and deep > 1:
                     raise SpecError(
-                        f"rank {rank}", got=f"in pipelines {other} and {index}",
-                        wanted="one pipeline", hint="ranks of a staged pipeline work in it alone",
-                    )  # fmt: skip
+                        f"rank {rank}",
+                        got=f"in pipelines {other} and {index}",
+                        wanted="one pipeline",
+                        hint="ranks of a staged pipeline work in it alone",
+                    )
 
     @property
     def layers(self) -> int:
@@ -232,12 +236,18 @@ class Plan:
     def __str__(self) -> str:
         rows = [
             ("strategy", str(self.strategy)),
-            ("sequences", f"{len(self.lengths):,}  tokens {self.lengths.total:,}"
-                          f"  longest {self.lengths.longest:,}"),
+            (
+                "sequences",
+                f"{len(self.lengths):,}  tokens {self.lengths.total:,}"
+                f"  longest {self.lengths.longest:,}",
+            ),
             ("micro-batches", f"{len(self.micro_batches)}  weights {self.working}"),
-            ("predicted", f"{seconds_text(self.predicted_s)}  bound "
-                          f"{seconds_text(self.lower_bound_s)}  gap {percent_text(self.gap)}"),
-        ]  # fmt: skip
+            (
+                "predicted",
+                f"{seconds_text(self.predicted_s)}  bound "
+                f"{seconds_text(self.lower_bound_s)}  gap {percent_text(self.gap)}",
+            ),
+        ]
         rows += [("why" if i == 0 else "", reason) for i, reason in enumerate(self.why)]
         return "\n".join(f"{name:<14}{text}" for name, text in rows)
 
@@ -357,9 +367,11 @@ class Plan:
         shown = timeline or (self.clock(self) if self.clock is not None else None)
         if shown is None:
             raise SpecError(
-                "picture of a plan", got="no clock", wanted="a timeline",
-                hint='plan.draw(path, hr.simulate(plan, costs))',
-            )  # fmt: skip
+                "picture of a plan",
+                got="no clock",
+                wanted="a timeline",
+                hint="plan.draw(path, hr.simulate(plan, costs))",
+            )
         # The one import upwards of this room: a convenience, of what plans are drawn with.
         from headrace.report.plan_drawing import draw_plan_file
 
@@ -372,9 +384,10 @@ class Plan:
 def _check_bound(plan: Plan) -> None:
     if plan.lower_bound_s > plan.predicted_s * (1 + 1e-9):
         raise SpecError(
-            "lower bound of a plan", got=f"{plan.lower_bound_s} s",
+            "lower bound of a plan",
+            got=f"{plan.lower_bound_s} s",
             wanted=f"at most the predicted {plan.predicted_s} s",
-        )  # fmt: skip
+        )
 
 
 def _decisions(texts: dict[str, Any], numbers: NumberReader) -> dict[str, Any]:

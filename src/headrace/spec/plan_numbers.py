@@ -64,10 +64,15 @@ def numbers_of(plan: Plan, orders: Sequence[str]) -> tuple[dict[str, Any], array
     for micro in micros:
         found.extend(micro.sequences)
     texts = {
-        "sequences": len(plan.lengths), "pipelines": len(pipelines), "micro_batches": len(micros),
-        "schemes": list(schemes), "layers": list(layers.texts), "devices": plan.devices,
-        "working": plan.working, "semantics": plan.semantics,
-    }  # fmt: skip
+        "sequences": len(plan.lengths),
+        "pipelines": len(pipelines),
+        "micro_batches": len(micros),
+        "schemes": list(schemes),
+        "layers": list(layers.texts),
+        "devices": plan.devices,
+        "working": plan.working,
+        "semantics": plan.semantics,
+    }
     return texts, found
 
 

@@ -14,8 +14,13 @@ from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import TokenOrder, Working, stored_working
 
 __all__ = [
-    "ENDS", "PROFILE_FORMAT", "NotFitting", "Profile", "ProfilePoint", "stored_working_bytes",
-]  # fmt: skip
+    "ENDS",
+    "PROFILE_FORMAT",
+    "NotFitting",
+    "Profile",
+    "ProfilePoint",
+    "stored_working_bytes",
+]
 
 ENDS = "ends"
 """The option name of embedding, last norm, head and loss together."""
@@ -53,9 +58,10 @@ class ProfilePoint:
     def __post_init__(self) -> None:
         if self.order not in get_args(TokenOrder):
             raise SpecError(
-                "token order of a point", got=repr(self.order),
+                "token order of a point",
+                got=repr(self.order),
                 wanted=" or ".join(get_args(TokenOrder)),
-            )  # fmt: skip
+            )
         if not 0 <= self.fetched <= 1:
             raise SpecError("fetched share of a point", got=self.fetched, wanted="0 to 1")
 

@@ -146,9 +146,10 @@ class Exchange:
     def __post_init__(self) -> None:
         if self.send.message.peer != self.recv.message.peer:
             raise SpecError(
-                "exchange", wanted="one neighbour",
+                "exchange",
+                wanted="one neighbour",
                 got=f"ranks {self.send.message.peer} and {self.recv.message.peer}",
-            )  # fmt: skip
+            )
 
     def __str__(self) -> str:
         return f"X({self.send},{self.recv})"
@@ -224,9 +225,11 @@ def _traffic(text: str) -> Send | Recv | Exchange | None:
     if not found or (found[1] == "S") != (found[4] == ">"):
         return None
     message = Message(
-        what="a" if found[2] == "a" else "g", micro_batch=int(found[3]), peer=int(found[5]),
+        what="a" if found[2] == "a" else "g",
+        micro_batch=int(found[3]),
+        peer=int(found[5]),
         rows=int(found[6]),
-    )  # fmt: skip
+    )
     return Send(message=message) if found[1] == "S" else Recv(message=message)
 
 

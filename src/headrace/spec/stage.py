@@ -46,9 +46,10 @@ def share_layers(layers: int, stages: int) -> tuple[int, ...]:
     the first embeds and the last has the head. Raises SpecError for fewer layers than stages."""
     if layers < stages:
         raise SpecError(
-            "stages of a pipeline", got=f"{stages} for {layers} layers",
+            "stages of a pipeline",
+            got=f"{stages} for {layers} layers",
             wanted="at least one layer in each",
-        )  # fmt: skip
+        )
     each, left = divmod(layers, stages)
     # From the middle outwards; of two equally far the earlier, as the head is the heavier end.
     order = sorted(range(stages), key=lambda s: (abs(2 * s - (stages - 1)), s))

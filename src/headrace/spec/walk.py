@@ -63,10 +63,13 @@ def messages_of(action: Action) -> tuple[Posted, ...]:
         case Send(message=m) | Recv(message=m):
             return (
                 Posted(
-                    sends=isinstance(action, Send), what=m.what, micro_batch=m.micro_batch,
-                    peer=m.peer, rows=m.rows,
+                    sends=isinstance(action, Send),
+                    what=m.what,
+                    micro_batch=m.micro_batch,
+                    peer=m.peer,
+                    rows=m.rows,
                 ),
-            )  # fmt: skip
+            )
     return ()
 
 
@@ -110,10 +113,12 @@ def disordered(programs: Sequence[Program]) -> list[tuple[int, Action]]:
             if isinstance(action, Backward):
                 known = pushed.setdefault(meeting_key(action), [])
                 known += [bucket for bucket in action.pushes if bucket not in known]
-    return _stuck({
-        p.rank: [step for a in p.actions for step in _parts(a, p.rank, world, pushed)]
-        for p in programs
-    })  # fmt: skip
+    return _stuck(
+        {
+            p.rank: [step for a in p.actions for step in _parts(a, p.rank, world, pushed)]
+            for p in programs
+        }
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

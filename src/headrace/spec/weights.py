@@ -137,8 +137,14 @@ def shape_of(architecture: Architecture) -> ModelShape:
     for weight in weight_table(a):
         (whole if weight.unit is None else split)[weight.bucket] += weight.elements
     return ModelShape(
-        name=str(a), layers=a.layers, hidden=a.hidden, split_elements=tuple(split),
-        whole_elements=tuple(whole), tied_elements=a.vocabulary * a.hidden if a.tied else 0,
-        longest=a.longest, tensor_ranks=a.tensor_ranks, attention_share=a.attention_share,
+        name=str(a),
+        layers=a.layers,
+        hidden=a.hidden,
+        split_elements=tuple(split),
+        whole_elements=tuple(whole),
+        tied_elements=a.vocabulary * a.hidden if a.tied else 0,
+        longest=a.longest,
+        tensor_ranks=a.tensor_ranks,
+        attention_share=a.attention_share,
         fingerprint="; ".join(f"{name}={value}" for name, value in sorted(a.to_json().items())),
-    )  # fmt: skip
+    )

@@ -50,9 +50,11 @@ def calibration_path(config: Config, fingerprint: str) -> Path:
     planner = config.planner.model_dump(mode="json", exclude={"ahead", "memory_margin"})
     batch = config.data.model_dump(include={"context", "batch_tokens", "batch_sequences"})
     like = {
-        "planner": planner, "batch": batch, "memory": config.devices.memory,
+        "planner": planner,
+        "batch": batch,
+        "memory": config.devices.memory,
         "optimizer": config.optimizer.name,
-    }  # fmt: skip
+    }
     profile = profile_path(config, f"{fingerprint} {json.dumps(like, sort_keys=True)}")
     return profile.with_name(f"calibration-{profile.name}")
 

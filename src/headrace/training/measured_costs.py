@@ -34,9 +34,11 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
     Collective. The memory limit is not part of what is measured: it is taken from this run.
     """
     sizes, methods = considered(
-        rank.config.planner, rank.storage.architecture, rank.world.ranks,
+        rank.config.planner,
+        rank.storage.architecture,
+        rank.world.ranks,
         gpu=rank.world.device != "cpu",
-    )  # fmt: skip
+    )
     fingerprint = _fingerprint(rank, sizes, methods, _hosts(rank))
     path = profile_path(rank.config, fingerprint)
     profile = None if fresh else read_profile(path, fingerprint, rank.say)
@@ -82,14 +84,21 @@ def learnt(rank: Rank, fingerprint: str) -> Calibration:
 def _profiler(rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...]) -> Profiler:
     config = rank.config
     options = ProfileOptions(
-        sizes=sizes, longest=config.profile.longest or config.data.context, methods=methods,
-        point_s=config.profile.rung_s, levels=config.planner.recompute,
+        sizes=sizes,
+        longest=config.profile.longest or config.data.context,
+        methods=methods,
+        point_s=config.profile.rung_s,
+        levels=config.planner.recompute,
         repeats=config.profile.repeats,
-    )  # fmt: skip
+    )
     return Profiler(
-        rank.storage, rank.groups, options, dtype=rank.dtype, device=rank.world.device,
+        rank.storage,
+        rank.groups,
+        options,
+        dtype=rank.dtype,
+        device=rank.world.device,
         progress=rank.progress,
-    )  # fmt: skip
+    )
 
 
 def _hosts(rank: Rank) -> dict[str, str]:
@@ -97,9 +106,12 @@ def _hosts(rank: Rank) -> dict[str, str]:
     between machines. Collective."""
     machine, place = rank.machine, rank.world
     facts = {
-        "processor": machine["host_cpu"], "cores": machine["cores"], "torch": machine["torch"],
-        "threads": torch.get_num_threads(), "links": machine["links"],
-    } | {key: machine[key] for key in ("attention",) if key in machine}  # fmt: skip
+        "processor": machine["host_cpu"],
+        "cores": machine["cores"],
+        "torch": machine["torch"],
+        "threads": torch.get_num_threads(),
+        "links": machine["links"],
+    } | {key: machine[key] for key in ("attention",) if key in machine}
     told = [place.local_rank, place.local_ranks, facts]
     said = [json.loads(t) for t in gather_bytes(json.dumps(told).encode(), rank.groups.world)]
     sizes = [ranks for local, ranks, _ in said if local == 0]

@@ -76,10 +76,11 @@ class MemoryMargin:
             return found
         self.planner.use_margin(old)
         raise InfeasiblePlan(
-            f"memory of {bytes_text(memory)}", got=failure,
+            f"memory of {bytes_text(memory)}",
+            got=failure,
             wanted=f"enough for a plan that takes less than {bytes_text(peak_bytes)} ({none})",
             hint="other processes take it, or devices.memory is more than there is",
-        )  # fmt: skip
+        )
 
     def _fitting(self, old: float, margin: float) -> float:
         """The margin, lowered until the longest sequence fits, to ``old`` at most."""

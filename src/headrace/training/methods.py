@@ -43,9 +43,11 @@ def considered(
         smallest = min(rules)
         would_do = dict.fromkeys(n for part in BRANCHES for n in methods_for(a, smallest, part))
         raise ConfigError(
-            "planner.methods", got=", ".join(listed or methods), wanted=rules[smallest][0],
+            "planner.methods",
+            got=", ".join(listed or methods),
+            wanted=rules[smallest][0],
             hint=f"on groups of {smallest} these would do: {', '.join(would_do)}",
-        )  # fmt: skip
+        )
     return sizes, methods
 
 

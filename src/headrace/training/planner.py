@@ -68,9 +68,12 @@ class OnlinePlanner:
 
     def __post_init__(self) -> None:
         planner = ConfiguredPlanner(
-            costs=self.costs, options=self.options, seed=self.seed, semantics=self.semantics,
+            costs=self.costs,
+            options=self.options,
+            seed=self.seed,
+            semantics=self.semantics,
             stages=self.stages,
-        )  # fmt: skip
+        )
         self.steps = StepPlanner(planner=planner, compare=self.compare, drawn=self.drawn)
         self.margin = MemoryMargin(planner=planner)
         if not self.calibration.fingerprint:
@@ -104,18 +107,24 @@ class OnlinePlanner:
     def _request(self, lengths: Lengths, step: int | None = None) -> PlanRequest:
         """What is asked for a step, the next one unless told."""
         return PlanRequest(
-            lengths=lengths, step=self._step if step is None else step, ratio=self.ratio,
+            lengths=lengths,
+            step=self._step if step is None else step,
+            ratio=self.ratio,
             margin=self.margin.value,
-        )  # fmt: skip
+        )
 
     def _planned(self, found: PlannedStep) -> Planned:
         """What the trainer gets; the plan after it is the next step's."""
         self._planned_ratio = found.request.ratio
         self._step += 1
         return Planned(
-            plan=found.plan, micro_batch_s=found.micro_batch_s, predicted=found.predicted,
-            peak_bytes=found.peak_bytes, planning_s=found.planning_s, facts=found.facts,
-        )  # fmt: skip
+            plan=found.plan,
+            micro_batch_s=found.micro_batch_s,
+            predicted=found.predicted,
+            peak_bytes=found.peak_bytes,
+            planning_s=found.planning_s,
+            facts=found.facts,
+        )
 
     def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
         """A plan of the same batch that is expected to take a tenth less memory than ``failed`` did
@@ -128,9 +137,10 @@ class OnlinePlanner:
         self._step -= 1  # the same step
         request = self._request(lengths)
         found = self.margin.plan_after_failure(
-            max(predicted[r] for r in exhausted.ranks), exhausted,
+            max(predicted[r] for r in exhausted.ranks),
+            exhausted,
             lambda margin: self.steps(replace(request, margin=margin)),
-        )  # fmt: skip
+        )
         return self._planned(found)
 
     @property

@@ -127,9 +127,11 @@ def _problem(costs: _Costs) -> Problem:
             _recent.append(known)
         return known
     raise SpecError(
-        "costs of a plan", got="published costs", wanted="a problem that says how many devices",
+        "costs of a plan",
+        got="published costs",
+        wanted="a problem that says how many devices",
         hint="hr.Problem(costs=costs, devices=64)",
-    )  # fmt: skip
+    )
 
 
 def _lengths(lengths: Lengths | Iterable[int]) -> Lengths:
@@ -148,9 +150,10 @@ def make_problem(
     unknown = [p for p in options.group_sizes if p not in costs.group_sizes]
     if unknown:
         raise ConfigError(
-            "planner.group_sizes", got=unknown[0],
+            "planner.group_sizes",
+            got=unknown[0],
             wanted=f"one of {', '.join(map(str, costs.group_sizes))}",
-        )  # fmt: skip
+        )
     alone = (SINGLE_RANK,) if 1 in costs.group_sizes else ()
     # A single rank has nothing to choose between.
     open_ = options.candidates if costs.group_sizes != (1,) else ()

@@ -68,18 +68,22 @@ class Rank:
 
 
 def launch(
-    config: JobConfig, main: Callable[[World], int], each: Callable[[], None] = lambda: None,
+    config: JobConfig,
+    main: Callable[[World], int],
+    each: Callable[[], None] = lambda: None,
     inherited: Sequence[int] = (),
-) -> int:  # fmt: skip
+) -> int:
     """Run ``main(world)`` on all ranks: this process is one under torchrun, else it starts them.
     ``each`` is called time and again while ranks that were started here run; ``inherited`` are open
     files that ``main`` uses."""
     options = config.devices
     settings: dict[str, Any] = {
-        "device": _device(config), "threads": options.threads or None,
-        "timeout_s": options.timeout_s, "hang_s": options.hang_s,
+        "device": _device(config),
+        "threads": options.threads or None,
+        "timeout_s": options.timeout_s,
+        "hang_s": options.hang_s,
         "deterministic": config.run.deterministic,
-    }  # fmt: skip
+    }
     if under_torchrun():
         return join(main, **settings)
     return start(main, ranks=options.ranks, each=each, inherited=inherited, **settings)
@@ -89,9 +93,11 @@ def run_here(config: JobConfig, main: Callable[[World], int]) -> int:
     """Run ``main(world)`` as the only rank, in this process; its errors are raised."""
     options = config.devices
     lone = lone_rank(
-        device=_device(config), threads=options.threads or None, timeout_s=options.timeout_s,
+        device=_device(config),
+        threads=options.threads or None,
+        timeout_s=options.timeout_s,
         deterministic=config.run.deterministic,
-    )  # fmt: skip
+    )
     with lone as world, flash_as_before():
         return main(world)
 
@@ -103,9 +109,11 @@ def _device(config: JobConfig) -> str:
     enough = count >= needed or (count == 1 and sees_own_gpus())
     if wanted == "cuda" and not enough:
         raise ConfigError(
-            "devices.device", got=f"'cuda' with {count} devices for {needed} ranks",
-            wanted="a device for each rank", hint="lower devices.ranks, or device = 'cpu'",
-        )  # fmt: skip
+            "devices.device",
+            got=f"'cuda' with {count} devices for {needed} ranks",
+            wanted="a device for each rank",
+            hint="lower devices.ranks, or device = 'cpu'",
+        )
     if wanted == "auto":
         return "cuda" if enough else "cpu"
     return wanted
@@ -115,10 +123,11 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
     """Open the corpus, agree on it, and make this rank's storage. Collective."""
     listener = listener or Listener()
     groups = Groups(
-        connections=world.rerendezvous.connections, device=world.device,
+        connections=world.rerendezvous.connections,
+        device=world.device,
         backend=None if world.device == "cpu" else "nccl",
         node_ranks=_node_ranks(world, config.devices.node_ranks),
-    )  # fmt: skip
+    )
     dtype: torch.dtype = getattr(torch, config.devices.dtype_on(gpu=world.device != "cpu"))
     stored = dtype if dtype.itemsize >= 4 else torch.float32
     world.watcher.enter("reading and tokenising the corpus")
@@ -133,17 +142,28 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
     kind = "cpu" if world.device == "cpu" else torch.cuda.get_device_name()
     world.watcher.enter("making the weights")
     storage = Storage(
-        data.architecture, groups, seed=config.run.seed, dtype=stored, device=world.device,
-        working_dtype=dtype, options=optimizer_options(config.optimizer),
-    )  # fmt: skip
+        data.architecture,
+        groups,
+        seed=config.run.seed,
+        dtype=stored,
+        device=world.device,
+        working_dtype=dtype,
+        options=optimizer_options(config.optimizer),
+    )
     machine = machine_facts(world.device)
     if world.device != "cpu":
         machine["attention"] = take_newest_flash()
     return Rank(
-        world=world, config=config, groups=groups, data=data, storage=storage, dtype=dtype,
+        world=world,
+        config=config,
+        groups=groups,
+        data=data,
+        storage=storage,
+        dtype=dtype,
         cluster=Cluster(devices=world.ranks, memory_bytes=agreed, device=kind),
-        machine=machine, listener=listener,
-    )  # fmt: skip
+        machine=machine,
+        listener=listener,
+    )
 
 
 def _node_ranks(world: World, wanted: int) -> int | None:
@@ -152,9 +172,11 @@ def _node_ranks(world: World, wanted: int) -> int | None:
     if wanted:
         if world.ranks % wanted:
             raise ConfigError(
-                "devices.node_ranks", got=wanted, wanted=f"a divisor of the {world.ranks} ranks",
+                "devices.node_ranks",
+                got=wanted,
+                wanted=f"a divisor of the {world.ranks} ranks",
                 hint="0 takes what the launcher says",
-            )  # fmt: skip
+            )
         return wanted
     if world.device == "cpu":
         return None
@@ -170,9 +192,11 @@ def _require_room(a: Architecture, ranks: int, stored: torch.dtype, limit_bytes:
     least = parameter_count(a) * stored.itemsize // ranks
     if least > limit_bytes:
         raise InfeasiblePlan(
-            f"weights of {a}", got=f"{bytes_text(least)} on each of {ranks} ranks",
-            wanted=f"at most {bytes_text(limit_bytes)}", hint="more ranks, or a smaller model",
-        )  # fmt: skip
+            f"weights of {a}",
+            got=f"{bytes_text(least)} on each of {ranks} ranks",
+            wanted=f"at most {bytes_text(limit_bytes)}",
+            hint="more ranks, or a smaller model",
+        )
 
 
 def optimizer_options(o: OptimizerConfig) -> OptimizerOptions:

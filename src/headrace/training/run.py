@@ -101,9 +101,14 @@ class RankRun:
 
     def _online(self, costs: CostModel, known: Calibration) -> OnlinePlanner:
         return OnlinePlanner(
-            costs=costs, options=self.config.planner, seed=self.config.run.seed,
-            calibration=known, drift=Drift(), tell=self.rank.say, drawn=drawn_steps(self.config),
-        )  # fmt: skip
+            costs=costs,
+            options=self.config.planner,
+            seed=self.config.run.seed,
+            calibration=known,
+            drift=Drift(),
+            tell=self.rank.say,
+            drawn=drawn_steps(self.config),
+        )
 
     def _costs(self, saved: SavedState | None) -> tuple[CostModel, Profile | None, Calibration]:
         """The costs the run was planned with, so that it goes on with the same plans, and what was
@@ -138,19 +143,27 @@ class RankRun:
     def _loop(self, first: int, steps: int) -> None:
         rank, config, o = self.rank, self.config, self.config.optimizer
         executor = Executor(
-            rank.storage, rank.groups, seed=config.run.seed,
-            device=rank.world.device, checked=config.run.check_finite, entered=rank.enters,
+            rank.storage,
+            rank.groups,
+            seed=config.run.seed,
+            device=rank.world.device,
+            checked=config.run.check_finite,
+            entered=rank.enters,
             in_flight_bytes=_IN_FLIGHT * rank.cluster.memory_bytes,
-        )  # fmt: skip
+        )
         trainer = Trainer(
-            executor=executor, groups=rank.groups, planner=self.planner,
+            executor=executor,
+            groups=rank.groups,
+            planner=self.planner,
             schedule=Schedule(lr=o.lr, steps=steps, warmup_steps=o.warmup_steps, floor=o.floor),
             device=rank.world.device,
             peak_flops_per_s=matmul_flops_per_s(rank.world.device, rank.dtype),
-            finished=self._finished, tell=rank.say, entered=rank.enters,
+            finished=self._finished,
+            tell=rank.say,
+            entered=rank.enters,
             drawn=drawn_steps(config),
             recovery=Recovery(rerendezvous=rank.world.rerendezvous, groups=rank.groups),
-        )  # fmt: skip
+        )
         if self.online is not None and config.planner.ahead:
             self.online.plan_ahead(self._coming(steps - first), depth=config.planner.ahead)
         with Reader(rank.data.corpus, rank.data.sampler, ahead=config.data.read_ahead) as batches:
@@ -186,10 +199,15 @@ class RankRun:
         save = self.writer.begin if background and not wait else checkpoint.save
         self._kept(
             save(
-                self.checkpoints, done, self._shards(), self._state(done, sampler).to_json(),
-                rank=rank.world.rank, keep=self.config.checkpoint.keep, gather=self._gather,
+                self.checkpoints,
+                done,
+                self._shards(),
+                self._state(done, sampler).to_json(),
+                rank=rank.world.rank,
+                keep=self.config.checkpoint.keep,
+                gather=self._gather,
             )
-        )  # fmt: skip
+        )
 
     def _kept(self, folder: Path | None) -> None:
         """What was learnt stays too where a checkpoint is whole."""
@@ -199,10 +217,14 @@ class RankRun:
     def _state(self, done: int, sampler: Mapping[str, Any]) -> SavedState:
         rank = self.rank
         return SavedState(
-            step=done, updates=rank.storage.updates, ranks=rank.world.ranks, sampler=dict(sampler),
-            planner=self.planner.state(), architecture=rank.storage.architecture,
+            step=done,
+            updates=rank.storage.updates,
+            ranks=rank.world.ranks,
+            sampler=dict(sampler),
+            planner=self.planner.state(),
+            architecture=rank.storage.architecture,
             config=self.config.to_json(),
-        )  # fmt: skip
+        )
 
     def _shards(self) -> list[StoredShard]:
         storage, me = self.rank.storage, self.rank.world.rank
@@ -211,11 +233,13 @@ class RankRun:
         rows += [(key, key.partition(".")[2], state) for key, state in storage.optimizer_rows()]
         return [
             StoredShard(
-                name=key, first_row=storage.partitions[name].parts[me].start, tensor=tensor,
+                name=key,
+                first_row=storage.partitions[name].parts[me].start,
+                tensor=tensor,
                 shape=shapes[name],
             )
             for key, name, tensor in rows
-        ]  # fmt: skip
+        ]
 
     def _saved(self) -> tuple[Path | None, SavedState | None]:
         """The newest whole checkpoint and its state, its tensors loaded; nothing when none was
@@ -233,9 +257,11 @@ class RankRun:
             rank.say(f"{path} is damaged ({told[-1]}): going on from the one before")
         if told:
             raise CheckpointError(
-                f"checkpoints in {self.checkpoints}", got=told[0], wanted="one that is whole",
+                f"checkpoints in {self.checkpoints}",
+                got=told[0],
+                wanted="one that is whole",
                 hint="start anew with another --out (out=...)",
-            )  # fmt: skip
+            )
         rank.say(f"no checkpoint in {self.checkpoints} yet: starting from the first step")
         return None, None
 
@@ -246,9 +272,11 @@ class RankRun:
             state = SavedState.read(path)
             if state.architecture != wanted:
                 raise CheckpointError(
-                    f"model of {path}", got=state.architecture, wanted=wanted,
+                    f"model of {path}",
+                    got=state.architecture,
+                    wanted=wanted,
                     hint="resume with the configuration that began the run",
-                )  # fmt: skip
+                )
             checkpoint.load(path, self._shards())
         except DamagedCheckpoint as error:
             return None, str(HeadraceError(error.what, got=error.got, wanted=error.wanted))

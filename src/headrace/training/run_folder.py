@@ -90,9 +90,11 @@ def _require_writable(folder: Path) -> None:
             file.write(bytes(_LEAST_BYTES))
     except OSError as error:
         raise ConfigError(
-            f"folder {folder}", got=error.strerror, wanted="a folder that takes the run's files",
+            f"folder {folder}",
+            got=error.strerror,
+            wanted="a folder that takes the run's files",
             hint="choose another --out (out=...), or make room",
-        )  # fmt: skip
+        )
 
 
 def _chosen(config: JobConfig, out: Path | None, *, resume: bool) -> Path:
@@ -103,9 +105,11 @@ def _chosen(config: JobConfig, out: Path | None, *, resume: bool) -> Path:
         return Path(config.run.out) / f"{config.run.name}-{stamp}"
     if os.path.exists(out / "run.json"):  # False for a name that no file can have
         raise ConfigError(
-            f"folder {out}", got="a run", wanted="an empty or new folder",
+            f"folder {out}",
+            got="a run",
+            wanted="an empty or new folder",
             hint="continue it with --resume (resume=True), or choose another --out (out=...)",
-        )  # fmt: skip
+        )
     return out
 
 
@@ -113,9 +117,11 @@ def _newest(config: JobConfig) -> Path:
     found = sorted(Path(config.run.out).glob(f"{config.run.name}-*/run.json"))
     if not found:
         raise ConfigError(
-            f"runs named {config.run.name} in {config.run.out}", got="none to resume",
-            wanted="at least one", hint="name its folder with --out (out=...)",
-        )  # fmt: skip
+            f"runs named {config.run.name} in {config.run.out}",
+            got="none to resume",
+            wanted="at least one",
+            hint="name its folder with --out (out=...)",
+        )
     return found[-1].parent
 
 
@@ -144,9 +150,11 @@ def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
             if time.monotonic() > deadline:
                 file.seek(0)
                 raise ConfigError(
-                    f"folder {folder}", got=f"a run that goes on ({file.read().strip()})",
-                    wanted="one run at a time", hint="wait for its end, or stop it and resume",
-                )  # fmt: skip
+                    f"folder {folder}",
+                    got=f"a run that goes on ({file.read().strip()})",
+                    wanted="one run at a time",
+                    hint="wait for its end, or stop it and resume",
+                )
             time.sleep(0.1)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}\n")

@@ -39,9 +39,12 @@ class RunRecord:
         config = self.rank.config
         self._journal = Journal(self.folder, self.first)
         self._trackers = make_trackers(
-            self.folder, tensorboard=config.report.tensorboard, wandb=config.report.wandb,
-            name=config.run.name, config=config.to_json(),
-        )  # fmt: skip
+            self.folder,
+            tensorboard=config.report.tensorboard,
+            wandb=config.report.wandb,
+            name=config.run.name,
+            config=config.to_json(),
+        )
 
     def begin(self, fingerprint: str, profile: Profile | None) -> None:
         """Write the facts of a run that begins; ``fingerprint`` is that of its costs, ``profile``

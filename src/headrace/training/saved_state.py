@@ -95,8 +95,14 @@ class SavedState:
 
 
 _MALFORMED = (
-    HeadraceError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError,
-)  # fmt: skip
+    HeadraceError,
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    ArithmeticError,
+)
 """What parsers of JSON that was tampered with raise."""
 
 

@@ -34,20 +34,28 @@ def open_data(
     tokenizer = make_tokenizer(options.tokenizer)
     architecture = _architecture(config, folder, tokenizer.vocabulary, tokenizer.mask_id)
     source = Source(
-        kind=options.kind, paths=options.paths, patterns=options.patterns,
-        field=options.field, end_id=options.end_id, dtype=options.dtype,
-    )  # fmt: skip
+        kind=options.kind,
+        paths=options.paths,
+        patterns=options.patterns,
+        field=options.field,
+        end_id=options.end_id,
+        dtype=options.dtype,
+    )
     cache = options.cache_folder / "corpora"
     corpus = open_corpus(source, tokenizer, cache=cache, progress=progress)
     sampler = Sampler(
         corpus,
         SamplerOptions(
-            seed=config.run.seed, context=options.context, too_long=options.too_long,
-            batch_tokens=options.batch_tokens, batch_sequences=options.batch_sequences,
-            min_tokens=options.min_tokens, curriculum=options.curriculum,
+            seed=config.run.seed,
+            context=options.context,
+            too_long=options.too_long,
+            batch_tokens=options.batch_tokens,
+            batch_sequences=options.batch_sequences,
+            min_tokens=options.min_tokens,
+            curriculum=options.curriculum,
             curriculum_steps=options.curriculum_steps,
         ),
-    )  # fmt: skip
+    )
     return TrainingData(corpus=corpus, sampler=sampler, architecture=architecture)
 
 
@@ -84,9 +92,13 @@ def formula_costs(config: Config, architecture: Architecture, ranks: int) -> Cos
     memory = options.memory_bytes
     if options.hardware is not None:
         return roofline(
-            architecture, options.hardware, devices=ranks, dtype=options.planned_dtype,
-            memory_bytes=memory, memory_margin=config.planner.memory_margin,
-        )  # fmt: skip
+            architecture,
+            options.hardware,
+            devices=ranks,
+            dtype=options.planned_dtype,
+            memory_bytes=memory,
+            memory_margin=config.planner.memory_margin,
+        )
     costs = synthetic_costs(ranks, architecture=architecture, methods=FORMULA_METHODS)
     if memory is None:
         return costs

@@ -128,9 +128,11 @@ def on_ranks(config: Config, body: Callable[[Rank], Found], listener: Listener) 
         raise SystemExit(code)  # who ends a program ends it, not just what it trains
     if code:
         raise LaunchError(
-            "ranks", got=f"exit code {code}", wanted="their end",
+            "ranks",
+            got=f"exit code {code}",
+            wanted="their end",
             hint="stderr says which rank failed and where; resume=True goes on from a checkpoint",
-        )  # fmt: skip
+        )
     return heard.found[0]
 
 

@@ -22,9 +22,14 @@ class SyntheticClips:
     are places."""
 
     def __init__(
-        self, count: int, shapes: Mapping[tuple[int, int], float], *, channels: int, seed: int,
+        self,
+        count: int,
+        shapes: Mapping[tuple[int, int], float],
+        *,
+        channels: int,
+        seed: int,
         dtype: torch.dtype = torch.float32,
-    ) -> None:  # fmt: skip
+    ) -> None:
         weights = np.array(list(shapes.values()), dtype=np.float64)
         drawn = np.random.default_rng(seed).choice(
             len(weights), size=count, p=weights / weights.sum()
@@ -48,6 +53,9 @@ class SyntheticClips:
         turn = torch.tensor(math.pi / 2 * float(time) / _TIMES, dtype=torch.float64)
         noisy = turn.cos() * angle.sin() + turn.sin() * noise
         return {
-            "x": noisy.to(self._dtype), "labels": noise.to(self._dtype), "timestep": time,
-            "frames": t, "patches": s,
-        }  # fmt: skip
+            "x": noisy.to(self._dtype),
+            "labels": noise.to(self._dtype),
+            "timestep": time,
+            "frames": t,
+            "patches": s,
+        }

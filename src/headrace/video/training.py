@@ -61,9 +61,12 @@ def _attached(world: World, config: ClipsConfig, folder: Path, listener: Listene
     torch.manual_seed(config.run.seed)
     model = Transformer2D(shape).to(world.device, dtype)
     clips = SyntheticClips(
-        data.clips, dict(zip(data.sizes, data.shapes.values(), strict=True)),
-        channels=shape.channels, seed=config.run.seed, dtype=dtype,
-    )  # fmt: skip
+        data.clips,
+        dict(zip(data.sizes, data.shapes.values(), strict=True)),
+        channels=shape.channels,
+        seed=config.run.seed,
+        dtype=dtype,
+    )
     schedule = Schedule(lr=o.lr, steps=config.run.steps, warmup_steps=o.warmup_steps, floor=o.floor)
     optimizer = optimizer_options(o).make(
         [
@@ -82,16 +85,25 @@ def _attached(world: World, config: ClipsConfig, folder: Path, listener: Listene
             f"devices       {world.ranks} ranks of {world.device}\nrun           {folder}"
         )
     return attach(
-        adapt_transformer_2d(model), optimizer, clips, lengths=clips.lengths,
-        batch_tokens=data.batch_tokens, batch_sequences=data.batch_sequences,
+        adapt_transformer_2d(model),
+        optimizer,
+        clips,
+        lengths=clips.lengths,
+        batch_tokens=data.batch_tokens,
+        batch_sequences=data.batch_sequences,
         scheduler=torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: schedule.rate(step) / o.lr
         ),
-        clip=o.clip or None, steps=config.run.steps, seed=config.run.seed,
-        planner=config.planner, cache=data.cache_folder, out=folder,
+        clip=o.clip or None,
+        steps=config.run.steps,
+        seed=config.run.seed,
+        planner=config.planner,
+        cache=data.cache_folder,
+        out=folder,
         memory=None if config.devices.memory == "auto" else config.devices.memory,
-        say=listener.tell, on_step=lambda step: listener.step(step, ()),
-    )  # fmt: skip
+        say=listener.tell,
+        on_step=lambda step: listener.step(step, ()),
+    )
 
 
 def _loop(world: World, config: ClipsConfig, run: Attached, folder: Path) -> None:

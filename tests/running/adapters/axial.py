@@ -57,10 +57,11 @@ def stages(*, returns: bool, swapped: bool = False) -> list[hr.AxisStage]:
     """What each block mixes; ``swapped``: a wrong name for one of them."""
     mixed = {"i": "j", "j": "i"} if swapped else {}
     return [
-        hr.AxisStage(modules=f"blocks.*.{name}", mixes=mixed.get(name, name), dims=DIMS,
-                 returns=returns)
+        hr.AxisStage(
+            modules=f"blocks.*.{name}", mixes=mixed.get(name, name), dims=DIMS, returns=returns
+        )
         for name in AXES
-    ]  # fmt: skip
+    ]
 
 
 def table(rounds: int = 2, *, checkpointed: bool = False) -> Table:
@@ -73,11 +74,13 @@ def example(*, returns: bool = False, swapped: bool = False) -> hr.AxisExample:
     """Such a model to verify."""
     x = torch.randn(1, 5, 4, 6, 8, dtype=torch.float64)
     return hr.AxisExample(
-        model=table(), inputs={"x": x}, results=lambda out: [(out, DIMS)],
+        model=table(),
+        inputs={"x": x},
+        results=lambda out: [(out, DIMS)],
         adapted=lambda model: hr.adapt(
             model, stages=stages(returns=returns, swapped=swapped), inputs={"x": DIMS}, axis="i"
         ),
-    )  # fmt: skip
+    )
 
 
 def wrong() -> hr.AxisExample:

@@ -208,9 +208,11 @@ def of_branches() -> float:
     model, x = Branches().double(), drawn(1, 1, 4, 9, 6)
     mixed = {"i": "i", "ij": "i j", "k": "k"}
     run = hr.adapt(
-        model, inputs={"x": DIMS}, axis="i",
+        model,
+        inputs={"x": DIMS},
+        axis="i",
         stages=[hr.AxisStage(modules=n, mixes=m, dims=DIMS) for n, m in mixed.items()],
-    )  # fmt: skip
+    )
     with torch.no_grad():
         whole = run.collect(run(**run.shard({"x": x})), DIMS)
         run.detach()
@@ -237,8 +239,10 @@ class Flattened(torch.nn.Module):
 def of_hidden_axes() -> float:
     """The largest error of results of two batches."""
     model, worst = Flattened(), 0.0
-    named = [hr.AxisStage(modules=f"table.{s.modules}", mixes=s.mixes, dims=DIMS, returns=False)
-             for s in stages(returns=False)]  # fmt: skip
+    named = [
+        hr.AxisStage(modules=f"table.{s.modules}", mixes=s.mixes, dims=DIMS, returns=False)
+        for s in stages(returns=False)
+    ]
     run = hr.adapt(model, stages=named, inputs={"x": "b i p c"}, axis="i")
     for seed, places in ((1, 4), (2, 5)):
         x = drawn(seed, 1, 6, places * 6)
@@ -314,11 +318,18 @@ def compiled(how: str) -> list[float]:
         )
     for frames, patches in ((5, 6), (7, 4)):
         inputs = {
-            "x": torch.randn(1, frames, patches, 4, dtype=torch.float64,
-                             generator=torch.Generator().manual_seed(frames)),
-            "timestep": torch.tensor([3]), "frames": torch.arange(frames),
+            "x": torch.randn(
+                1,
+                frames,
+                patches,
+                4,
+                dtype=torch.float64,
+                generator=torch.Generator().manual_seed(frames),
+            ),
+            "timestep": torch.tensor([3]),
+            "frames": torch.arange(frames),
             "patches": torch.arange(patches),
-        }  # fmt: skip
+        }
         mine.zero_grad()
         plain.zero_grad()
         loss = run(**run.shard(inputs)).square().sum()
@@ -343,7 +354,7 @@ MADE: dict[str, Callable[[int], AxisExample]] = {
     "latte": lambda size: latte(samples=1),
     "table": lambda size: example(returns=False),
     "table, returning": lambda size: example(returns=True),
-}  # fmt: skip
+}
 
 
 def one_graph(name: str, backend: str) -> tuple[list[float], int]:
@@ -375,9 +386,12 @@ def one_graph(name: str, backend: str) -> tuple[list[float], int]:
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("table", "aot_eager"), *(whole(name, "aot_eager") for name in MADE),
-     whole("transformer-2d", "inductor")],
-)  # fmt: skip
+    [
+        ("table", "aot_eager"),
+        *(whole(name, "aot_eager") for name in MADE),
+        whole("transformer-2d", "inductor"),
+    ],
+)
 def test_a_model_is_one_graph(name: str, backend: str) -> None:
     """Catches graph breaks at switches, and a graph that is taken for a batch of other sizes whose
     parts here are alike."""
@@ -500,15 +514,21 @@ def said(what: str) -> str:
         if what == "no stages":
             hr.adapt(table())
         if what == "no module":
-            hr.adapt(table(), stages=[hr.AxisStage(modules="layers.*", mixes="i", dims=DIMS)],
-                     inputs={"x": DIMS}, axis="i")  # fmt: skip
+            hr.adapt(
+                table(),
+                stages=[hr.AxisStage(modules="layers.*", mixes="i", dims=DIMS)],
+                inputs={"x": DIMS},
+                axis="i",
+            )
         if what == "an axis that is not there":
             hr.AxisStage(modules="blocks.*", mixes="z", dims=DIMS)
         if what == "a compiled wrapper":
             hr.adapt(
-                DistributedDataParallel(table()), stages=stages(returns=True), inputs={"x": DIMS},
+                DistributedDataParallel(table()),
+                stages=stages(returns=True),
+                inputs={"x": DIMS},
                 axis="i",
-            ).compile()  # fmt: skip
+            ).compile()
         if what == "everything mixed":
             every = [hr.AxisStage(modules="blocks.0.i", mixes="i j k", dims=DIMS)]
             run = hr.adapt(table(), stages=every, inputs={"x": DIMS}, axis="i")
@@ -578,9 +598,11 @@ def test_dims_are_read() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda model: adapted(model).shard({"x": torch.zeros(1, 5, 4, 6, 8)}),
-     lambda model: hr.compile(model, labels="same")],
-)  # fmt: skip
+    [
+        lambda model: adapted(model).shard({"x": torch.zeros(1, 5, 4, 6, 8)}),
+        lambda model: hr.compile(model, labels="same"),
+    ],
+)
 def test_ranks_that_have_not_met_are_told(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches ranks of a launcher that each take the whole batch, without a word."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():

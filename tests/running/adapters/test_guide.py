@@ -57,10 +57,13 @@ def shown(block: int) -> float:
     example = latte()
     torch.manual_seed(3)
     names: dict[str, Any] = {
-        "latte": example.model, "video": example.inputs["hidden_states"],
-        "t": example.inputs["timestep"], "text": example.inputs["encoder_hidden_states"],
-        "target": torch.randn(2, 4, 5, 6, 6, dtype=torch.float64), "model": Model().double(),
-    }  # fmt: skip
+        "latte": example.model,
+        "video": example.inputs["hidden_states"],
+        "t": example.inputs["timestep"],
+        "text": example.inputs["encoder_hidden_states"],
+        "target": torch.randn(2, 4, 5, 6, 6, dtype=torch.float64),
+        "model": Model().double(),
+    }
     exec(README if block == 2 else BLOCKS[0], names)  # the second goes on with the first's imports
     if block != 1:
         return float(names["loss"])
@@ -96,9 +99,11 @@ def looped(folder: Path) -> float:
     clips = SyntheticClips(6, {(1, 6): 1, (4, 9): 1}, channels=4, seed=1, dtype=torch.float64)
     loop = LOOP.replace('batch_tokens="16Ki"', f'batch_tokens="16Ki", cache={str(folder)!r}')
     names: dict[str, Any] = {
-        "hr": hr, "model": model, "clips": clips,
+        "hr": hr,
+        "model": model,
+        "clips": clips,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-    }  # fmt: skip
+    }
     exec(loop, names)
     places = sum(len(c["frames"]) * len(c["patches"]) for c in map(clips.__getitem__, range(6)))
     torch.manual_seed(0)

@@ -42,10 +42,14 @@ class Everything(nn.Module):
         else:
             mask = torch.zeros(q.shape[2], k.shape[2]) if self.manner == "mask" else None
             y = f.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=self.manner == "causal",
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=self.manner == "causal",
                 enable_gqa=self.keys != self.heads,
                 scale=0.3 if self.manner == "grouped" else None,
-            )  # fmt: skip
+            )
         return x + self.out(y.transpose(1, 2).flatten(-2))
 
 
@@ -77,14 +81,22 @@ class Mixed(nn.Module):
 def adapted(model: nn.Module, returns: bool = True) -> Adapted:
     dims = "b t s c"
     return hr.adapt(
-        model, inputs={"x": dims}, axis="t", batch="b",
+        model,
+        inputs={"x": dims},
+        axis="t",
+        batch="b",
         stages=[
             hr.AxisStage(modules="layers.*.space", mixes="s", dims=dims, returns=returns),
-            hr.AxisStage(modules="layers.*.all", mixes="t s", dims="b (t s) c", returns=returns,
-                         sides={1: "(t s) c"}),
+            hr.AxisStage(
+                modules="layers.*.all",
+                mixes="t s",
+                dims="b (t s) c",
+                returns=returns,
+                sides={1: "(t s) c"},
+            ),
             hr.AxisStage(modules="layers.*.time", mixes="t", dims=dims, returns=returns),
         ],
-    )  # fmt: skip
+    )
 
 
 def errors(
@@ -98,22 +110,31 @@ def errors(
         alone.zero_grad()
         model.zero_grad()
         example = hr.AxisExample(
-            model=model, results=lambda out: [(out, "b t s c")],
+            model=model,
+            results=lambda out: [(out, "b t s c")],
             inputs={
                 "x": torch.randn(2, t, s, FEATURES, dtype=torch.float64),
                 "places": torch.randn(t * s, FEATURES, dtype=torch.float64),
             },
             adapted=lambda model: adapted(model, returns),
-        )  # fmt: skip
+        )
         found.append(example.errors(alone))
     return found
 
 
 @pytest.mark.parametrize(
     ("ranks", "returns", "checkpointed"),
-    [(1, True, False), (2, False, True), (3, True, False), (4, False, True),
-     whole(1, False, True), whole(2, True, False), whole(3, False, True), whole(4, True, False)],
-)  # fmt: skip
+    [
+        (1, True, False),
+        (2, False, True),
+        (3, True, False),
+        (4, False, True),
+        whole(1, False, True),
+        whole(2, True, False),
+        whole(3, False, True),
+        whole(4, True, False),
+    ],
+)
 def test_attention_over_all_places_equals_one_process(
     ranks: int, returns: bool, checkpointed: bool
 ) -> None:
@@ -135,8 +156,12 @@ def planned() -> tuple[list[str], list[str]]:
     """Axes and methods that a second forward of one adapted model takes."""
     torch.manual_seed(0)
     run = adapted(Mixed(2).double(), returns=False)
-    given = run.shard({"x": torch.randn(1, 6, 6, FEATURES, dtype=torch.float64),
-                       "places": torch.randn(36, FEATURES, dtype=torch.float64)})  # fmt: skip
+    given = run.shard(
+        {
+            "x": torch.randn(1, 6, 6, FEATURES, dtype=torch.float64),
+            "places": torch.randn(36, FEATURES, dtype=torch.float64),
+        }
+    )
     for _ in range(2):
         run(**given)
     chosen = run.shards.chosen  # type: ignore[union-attr]
@@ -154,8 +179,12 @@ def test_the_planner_chooses_heads_or_a_ring() -> None:
 def refused(manner: str) -> str:
     torch.manual_seed(0)
     run = adapted(Mixed(2, manner).double())
-    given = run.shard({"x": torch.randn(1, 4, 4, FEATURES, dtype=torch.float64),
-                       "places": torch.randn(16, FEATURES, dtype=torch.float64)})  # fmt: skip
+    given = run.shard(
+        {
+            "x": torch.randn(1, 4, 4, FEATURES, dtype=torch.float64),
+            "places": torch.randn(16, FEATURES, dtype=torch.float64),
+        }
+    )
     try:
         run(**given)
     except ModelError as error:
@@ -165,9 +194,13 @@ def refused(manner: str) -> str:
 
 @pytest.mark.parametrize(
     ("manner", "words"),
-    [("mask", "got a mask"), ("causal", "got causal"), ("text", "8 queries and 3 keys"),
-     ("by hand", "no call of scaled_dot_product_attention")],
-)  # fmt: skip
+    [
+        ("mask", "got a mask"),
+        ("causal", "got causal"),
+        ("text", "8 queries and 3 keys"),
+        ("by hand", "no call of scaled_dot_product_attention"),
+    ],
+)
 def test_attention_that_cannot_be_spread_is_told(manner: str, words: str) -> None:
     """Catches places that are lost without a word."""
     for said in run_ranks(2, refused, manner):

@@ -63,8 +63,12 @@ def test_the_table_of_a_profile(trained: tuple[Path, Path], capsys, monkeypatch)
     profile._print(CostModel.load(latest), Profile.from_json(json.loads(measured.read_text())))
     out = capsys.readouterr().out
     assert re.search(r"^each step: pull .* push .* update .* a rank stores ", out, re.MULTILINE)
-    for group, option in (("cp1", "attention:local"), ("cp2", "feed_forward:ulysses_z+attention"),
-                          ("cp2", "attention:metp+attention"), ("cp2", "ends")):  # fmt: skip
+    for group, option in (
+        ("cp1", "attention:local"),
+        ("cp2", "feed_forward:ulysses_z+attention"),
+        ("cp2", "attention:metp+attention"),
+        ("cp2", "ends"),
+    ):
         for part in ("forward", "backward"):
             assert re.search(rf"^{group} +{re.escape(option)} {part} .* %", out, re.MULTILINE)
 
@@ -102,8 +106,11 @@ def test_what_is_not_exact_fails(capsys) -> None:
     case = verify._Case(model="gpt", ranks=2, steps=1, seed=0, methods=("mixed",))
     good = {"mixed": {"loss": 0.0, "gradient": 1e-12}}
     wrong = {"metp": {"loss": 0.0, "gradient": 2e-10}, **good}
-    for rows, code, word in (([good], 0, "all exact"), ([good, wrong], 1, "WRONG"),
-                             ([None, good], 1, "FAILED")):  # fmt: skip
+    for rows, code, word in (
+        ([good], 0, "all exact"),
+        ([good, wrong], 1, "WRONG"),
+        ([None, good], 1, "FAILED"),
+    ):
         assert verify._print([(case, found) for found in rows], 1e-10) == code
         assert word in capsys.readouterr().out
 

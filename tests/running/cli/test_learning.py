@@ -44,10 +44,15 @@ def finished(number: int, planned: Planned, peaks: tuple[int, int], slow: float 
     }
     times = StepTimes(step_s=1.0, waited_s=0.0, peak_bytes=peaks, idle=0.0, micro_batches=found)
     return Step(
-        number=number, plan=planned.plan, measured=None, predicted=None, times=times,
-        micro_batch_s=planned.micro_batch_s, facts={},
+        number=number,
+        plan=planned.plan,
+        measured=None,
+        predicted=None,
+        times=times,
+        micro_batch_s=planned.micro_batch_s,
+        facts={},
         metrics={"peak_bytes": list(peaks), "predicted_peak_bytes": list(planned.peak_bytes)},
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -214,8 +219,16 @@ def test_the_next_run_starts_with_the_margin_learnt(job) -> None:
     assert code == 0, err
     assert margin_of(folder / "second", 6) == 0.45, "a resumed run goes on with its own"
     assert len(losses(folder / "second")) == 6
-    code, _, err = run("train", config, "--out", folder / "told", "--set", "run.steps=2",
-                       "--set", "planner.memory_margin=0.25")  # fmt: skip
+    code, _, err = run(
+        "train",
+        config,
+        "--out",
+        folder / "told",
+        "--set",
+        "run.steps=2",
+        "--set",
+        "planner.memory_margin=0.25",
+    )
     assert code == 0, err
     assert margin_of(folder / "told", 2) == 0.25
     assert "kept free" not in err

@@ -76,8 +76,9 @@ def test_only_sizes_that_plans_may_use_are_measured(
     """Would catch minutes spent on sizes that no plan is allowed, a stage's width taken for all
     ranks of its pipeline, a tensor block that counts without its sequence ranks, and a size left
     out that some strategy needs."""
-    sizes, methods = considered(_planner(candidates=["ulysses_z", "megatron_cz"], **keys), MODEL,
-                                ranks)  # fmt: skip
+    sizes, methods = considered(
+        _planner(candidates=["ulysses_z", "megatron_cz"], **keys), MODEL, ranks
+    )
     assert sizes == wanted
     assert methods == ("megatron_cz", "ulysses_z")
 
@@ -145,9 +146,17 @@ def test_a_run_uses_the_methods_of_its_list(tmp_path: Path) -> None:
     listed = ("--set", 'planner.methods=["megatron_ts+none", "metp/ulysses_z"]')
     code, _, err = run("train", config, "--out", tmp_path / "listed", *common, *listed)
     assert code == 0, err
-    code, _, err = run("train", config, "--out", tmp_path / "auto", *common,
-                       "--set", 'planner.candidates=["megatron_cz"]',
-                       "--set", "run.check_finite=true")  # fmt: skip
+    code, _, err = run(
+        "train",
+        config,
+        "--out",
+        tmp_path / "auto",
+        *common,
+        "--set",
+        'planner.candidates=["megatron_cz"]',
+        "--set",
+        "run.check_finite=true",
+    )
     assert code == 0, err
     used = {m["layers"] for row in metrics(tmp_path / "listed") for m in row["micro_batches"]}
     for text in used:
@@ -166,8 +175,16 @@ def test_a_run_uses_the_methods_of_its_list(tmp_path: Path) -> None:
 def test_a_method_that_no_group_can_run_is_told_at_once(tmp_path: Path) -> None:
     """Would catch a traceback of a rank, or training on single ranks without a word."""
     config = write_job(tmp_path, steps=3, candidates=())
-    code, out, err = run("train", config, "--out", tmp_path / "run", "--set",
-                         'planner.methods="megatron_ts"', "--set", "model.kv_heads=1")  # fmt: skip
+    code, out, err = run(
+        "train",
+        config,
+        "--out",
+        tmp_path / "run",
+        "--set",
+        'planner.methods="megatron_ts"',
+        "--set",
+        "model.kv_heads=1",
+    )
     assert (code, out) == (2, "")
     assert "planner.methods: got megatron_ts, wanted megatron_ts runs on at most 1 ranks" in err
     assert "these would do" in err

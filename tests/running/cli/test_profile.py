@@ -64,8 +64,10 @@ def test_hybrid_costs_of_a_job(tmp_path) -> None:
     assert model.fingerprint == costs.fingerprint
     assert set(model.pairs) == {1}
     assert {option.partition("+")[0] for option in model.pairs[1]} == {
-        "ends", "attention:local", "feed_forward:local",
-    }  # fmt: skip
+        "ends",
+        "attention:local",
+        "feed_forward:local",
+    }
     code, out, err = run(*command)
     assert code == 0, err
     assert "forest to" in out

@@ -38,8 +38,11 @@ candidates = ["megatron_cz", "ulysses_z"]
 
 
 LITTLE = (
-    "--set", 'planner.candidates=["megatron_cz"]', "--set", 'planner.recompute=["none", "full"]'
-)  # fmt: skip
+    "--set",
+    'planner.candidates=["megatron_cz"]',
+    "--set",
+    'planner.recompute=["none", "full"]',
+)
 """One method at two levels."""
 
 
@@ -71,9 +74,10 @@ def test_every_method_and_level_is_answered(found: dict[str, Any]) -> None:
     """Would catch a level left out, seconds of nothing, and a level that keeps more than less."""
     options = {row["option"]: row for row in found["options"]}
     assert options.keys() == {
-        method + level for method in ("megatron_cz", "ulysses_z")
+        method + level
+        for method in ("megatron_cz", "ulysses_z")
         for level in ("", "+attention", "+full")
-    }  # fmt: skip
+    }
     assert all(row["forward_s"] > 0 and row["backward_s"] > 0 for row in found["options"])
     for method in ("megatron_cz", "ulysses_z"):
         none, full = options[method], options[f"{method}+full"]
@@ -81,8 +85,10 @@ def test_every_method_and_level_is_answered(found: dict[str, Any]) -> None:
         assert full["longest"] > none["longest"]
         assert full["backward_s"] > none["backward_s"]
     assert (found["hardware"], found["dtype"], found["device"]) == (
-        "h100+nvlink4+infiniband-ndr", "bfloat16", None,
-    )  # fmt: skip
+        "h100+nvlink4+infiniband-ndr",
+        "bfloat16",
+        None,
+    )
 
 
 def test_memory_parts_are_all_of_the_memory(found: dict[str, Any]) -> None:
@@ -101,9 +107,13 @@ def test_the_costs_can_be_planned_with(folder: Path, found: dict[str, Any]) -> N
     assert costs.group_sizes == (8,)
     assert costs.capacity_bytes == found["capacity_bytes"]
     code, out, err = run(
-        "plan", _config(folder), "--costs", folder / "costs.json",
-        "--lengths", "lognormal:median=200,sigma=1,max=2048",
-    )  # fmt: skip
+        "plan",
+        _config(folder),
+        "--costs",
+        folder / "costs.json",
+        "--lengths",
+        "lognormal:median=200,sigma=1,max=2048",
+    )
     assert code == 0, err
     assert "*cp8" in out
 
@@ -129,8 +139,20 @@ def test_what_does_not_fit_is_said(folder: Path) -> None:
 @pytest.mark.long
 def test_kernels_can_really_run(folder: Path) -> None:
     """Would catch a device that is ignored: real seconds differ from one call to the next."""
-    words = (_config(folder), "--device", "cpu", "--hardware", "cpu", "--length", "64",
-             "--set", "data.context=256", "--ranks", "2", *LITTLE)  # fmt: skip
+    words = (
+        _config(folder),
+        "--device",
+        "cpu",
+        "--hardware",
+        "cpu",
+        "--length",
+        "64",
+        "--set",
+        "data.context=256",
+        "--ranks",
+        "2",
+        *LITTLE,
+    )
     first, second = _json(*words), _json(*words)
     assert first["dtype"] == "float32"
     assert first["device"] == "cpu"

@@ -28,9 +28,11 @@ def costs() -> CostModel:
 
 def online(**options: Any) -> OnlinePlanner:
     made = OnlinePlanner(
-        costs=costs(), options=PlannerConfig(name="strategies", **options), compare=False,
+        costs=costs(),
+        options=PlannerConfig(name="strategies", **options),
+        compare=False,
         drawn=range(9),
-    )  # fmt: skip
+    )
     made.check(5000)
     return made
 
@@ -66,9 +68,10 @@ def test_a_resumed_run_plans_alike(options: dict[str, Any]) -> None:
     first = hashes(begun, BATCHES[:2])
     state = json.loads(json.dumps(begun.state()))
     resumed = OnlinePlanner(
-        costs=CostModel.from_json(state["costs"]), compare=False,
+        costs=CostModel.from_json(state["costs"]),
+        compare=False,
         options=PlannerConfig(name="strategies", **options),
-    )  # fmt: skip
+    )
     resumed.restore(state)
     assert first + hashes(resumed, BATCHES[2:]) == whole
 
@@ -85,12 +88,34 @@ def test_a_strategy_that_cannot_hold_the_longest_is_refused_first() -> None:
 @pytest.mark.timeout(300)
 def test_the_example_trains_as_one_rank_does(tmp_path: Path) -> None:
     """Would catch an example that is documented and does not run, or trains another model."""
-    changes = ["--set", "run.steps=6", "--set", f"data.cache={tmp_path / 'cache'}",
-               "--set", "report.html=false", "--set", "data.paths=['package:pydantic']",
-               "--set", "data.context=1024", "--set", "data.batch_tokens=4096",
-               "--set", "profile.rung_s=0.1"]  # fmt: skip
-    alone = ["--ranks", "1", "--set", "planner.strategies=", "--set", "planner.rotate=",
-             "--set", "planner.candidates=", "--set", "planner.name=adaptive"]  # fmt: skip
+    changes = [
+        "--set",
+        "run.steps=6",
+        "--set",
+        f"data.cache={tmp_path / 'cache'}",
+        "--set",
+        "report.html=false",
+        "--set",
+        "data.paths=['package:pydantic']",
+        "--set",
+        "data.context=1024",
+        "--set",
+        "data.batch_tokens=4096",
+        "--set",
+        "profile.rung_s=0.1",
+    ]
+    alone = [
+        "--ranks",
+        "1",
+        "--set",
+        "planner.strategies=",
+        "--set",
+        "planner.rotate=",
+        "--set",
+        "planner.candidates=",
+        "--set",
+        "planner.name=adaptive",
+    ]
     for name, more in (("four", []), ("one", alone)):
         code, _, err = run(
             "train", EXAMPLE, "--out", tmp_path / name, *changes, *more, timeout_s=400
@@ -108,12 +133,28 @@ def test_a_killed_run_of_strategies_resumes_to_the_same_bits(tmp_path: Path) -> 
     """Would catch turns that begin anew after a restart, plans made ahead that go on from the
     wrong step, a checkpoint that holds only some ranks' rows, and a producer of plans or a rank
     left behind by a kill."""
-    changes = ["--set", "run.steps=9", "--set", "checkpoint.every=2",
-               "--set", f"data.cache={tmp_path / 'cache'}", "--set", "report.html=false",
-               "--set", "data.paths=['package:pydantic']", "--set", "data.context=256",
-               "--set", "data.batch_tokens=1024", "--set", "profile.rung_s=0.02",
-               "--set", "planner.recompute=['none']",
-               "--set", "planner.memory_margin=0.3"]  # fmt: skip
+    changes = [
+        "--set",
+        "run.steps=9",
+        "--set",
+        "checkpoint.every=2",
+        "--set",
+        f"data.cache={tmp_path / 'cache'}",
+        "--set",
+        "report.html=false",
+        "--set",
+        "data.paths=['package:pydantic']",
+        "--set",
+        "data.context=256",
+        "--set",
+        "data.batch_tokens=1024",
+        "--set",
+        "profile.rung_s=0.02",
+        "--set",
+        "planner.recompute=['none']",
+        "--set",
+        "planner.memory_margin=0.3",
+    ]
     code, _, err = run("train", EXAMPLE, "--out", tmp_path / "whole", *changes, timeout_s=200)
     assert code == 0, err
     process = start("train", EXAMPLE, "--out", tmp_path / "killed", *changes)

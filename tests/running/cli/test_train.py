@@ -78,8 +78,19 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(whole, tmp_path):
     config, folder, _ = whole
     copy = tmp_path / "other"
     less = ["--set", "planner.recompute=['none']"]  # a profile of all levels takes long
-    code, _, err = run("train", config, "--out", copy, "--set", "run.steps=10", "--ranks", "1",
-                       "--set", "checkpoint.every=6", *less)  # fmt: skip
+    code, _, err = run(
+        "train",
+        config,
+        "--out",
+        copy,
+        "--set",
+        "run.steps=10",
+        "--ranks",
+        "1",
+        "--set",
+        "checkpoint.every=6",
+        *less,
+    )
     assert code == 0, err
     (copy / "checkpoints" / "step-000010" / "index.json").unlink()
     less += ["--set", "planner.group_sizes=[3]"]
@@ -121,8 +132,16 @@ def test_other_signals_say_how_to_go_on(whole, tmp_path, number):
 def test_a_stopped_rank_is_named(whole, tmp_path):
     """Would catch a hang that says nothing until a collective's timeout of half an hour."""
     config, _, _ = whole
-    process = start("train", config, "--out", tmp_path / "run", "--set", "run.steps=2000",
-                    "--set", "devices.hang_s=2")  # fmt: skip
+    process = start(
+        "train",
+        config,
+        "--out",
+        tmp_path / "run",
+        "--set",
+        "run.steps=2000",
+        "--set",
+        "devices.hang_s=2",
+    )
     wait_for_step(process, tmp_path / "run", 2)
     victim = children(process)[1]
     began = time.monotonic()
@@ -166,15 +185,28 @@ def test_a_report_that_takes_long_keeps_nobody_waiting(whole, tmp_path, monkeypa
 
     monkeypatch.setattr(Watcher, "enter", entering)
     monkeypatch.setattr(TrainingRun, "report", draw)
-    code, out, err = run("train", config, "--out", tmp_path / "run", "--set", "run.steps=1",
-                         "--set", "devices.hang_s=2", "--set", "report.html=true")  # fmt: skip
+    code, out, err = run(
+        "train",
+        config,
+        "--out",
+        tmp_path / "run",
+        "--set",
+        "run.steps=1",
+        "--set",
+        "devices.hang_s=2",
+        "--set",
+        "report.html=true",
+    )
     assert code == 0, err
     assert out.strip() == str(tmp_path / "run" / "report.html")
     entered = (tmp_path / "entered").read_text().splitlines()
     assert {
-        "reading and tokenising the corpus", "making the weights",
-        "reading and planning the batch of step 0", "writing down step 0", "writing checkpoint 1",
-    } <= set(entered)  # fmt: skip
+        "reading and tokenising the corpus",
+        "making the weights",
+        "reading and planning the batch of step 0",
+        "writing down step 0",
+        "writing checkpoint 1",
+    } <= set(entered)
 
 
 def _samples(folder):
@@ -244,8 +276,11 @@ def test_other_models_and_data_train(case, tmp_path):
     lines = [json.dumps({"text": "abc " * n}) for n in range(5, 60)]
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
     (tmp_path / "g.fa").write_text("".join(f">r{n}\n{'ACGTTGCA' * n}\n" for n in range(3, 40)))
-    few = ("planner.candidates=['ulysses_z','megatron_cz']", "planner.group_sizes=[3]",
-           "planner.recompute=['none']")  # fmt: skip  # a profile of all takes long
+    few = (
+        "planner.candidates=['ulysses_z','megatron_cz']",
+        "planner.group_sizes=[3]",
+        "planner.recompute=['none']",
+    )  # a profile of all takes long
     changes = [word for change in (*OTHER[case].split(), *few) for word in ("--set", change)]
     code, _, err = run("train", config, "--out", tmp_path / "run", "--ranks", "3", *changes)
     assert code == 0, err
@@ -258,9 +293,16 @@ def test_half_precision_trains_and_resumes(tmp_path):
     """Would catch sums, masters or moments kept in bfloat16 or saved so: small updates are lost
     and a resumed run goes on with other weights."""
     config = write_job(tmp_path, steps=5)
-    changes = ["--set", "devices.dtype=bfloat16", "--set", "checkpoint.every=3",
-               "--set", "planner.candidates=['megatron_cz']",
-               "--set", "planner.recompute=['none']"]  # fmt: skip
+    changes = [
+        "--set",
+        "devices.dtype=bfloat16",
+        "--set",
+        "checkpoint.every=3",
+        "--set",
+        "planner.candidates=['megatron_cz']",
+        "--set",
+        "planner.recompute=['none']",
+    ]
     code, _, err = run("train", config, "--out", tmp_path / "half", *changes)
     assert code == 0, err
     values = losses(tmp_path / "half")

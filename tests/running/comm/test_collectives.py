@@ -147,13 +147,17 @@ def _under_way(ranks: int) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
         x = torch.randn(sum(send), 3, 2, dtype=torch.float64).transpose(1, 2)
         mine, whole = (torch.randn(n, 3, dtype=torch.float64) for n in (sizes[rank], sum(sizes)))
         one_by_one = [
-            all_to_all_rows(x, send, receive, group), all_gather_rows(mine, sizes, group),
-            reduce_scatter_rows(whole, sizes, group), all_gather_rows(2 * mine, sizes, group),
-        ]  # fmt: skip
+            all_to_all_rows(x, send, receive, group),
+            all_gather_rows(mine, sizes, group),
+            reduce_scatter_rows(whole, sizes, group),
+            all_gather_rows(2 * mine, sizes, group),
+        ]
         coming = [
-            issue_all_to_all(x, send, receive, group), issue_all_gather(mine, sizes, group),
-            issue_reduce_scatter(whole, sizes, group), issue_all_gather(2 * mine, sizes, group),
-        ]  # fmt: skip
+            issue_all_to_all(x, send, receive, group),
+            issue_all_gather(mine, sizes, group),
+            issue_reduce_scatter(whole, sizes, group),
+            issue_all_gather(2 * mine, sizes, group),
+        ]
         order = [(2, 0, 3, 1), (3, 2, 1, 0), (1, 3, 0, 2)][rank]  # each rank waits in its own
         arrived = {i: coming[i].wait() for i in order}
         out.append(([t.numpy() for t in one_by_one], [arrived[i].numpy() for i in range(4)]))
@@ -375,8 +379,11 @@ def test_the_first_rank_gets_what_all_say() -> None:
     first needs."""
     first, *others = run_ranks(3, _gathered)
     assert first == [
-        [b""] * 3, [b"", b"\0", b"\0\0"], [b"\0" * 5, b"\1" * 4, b"\2" * 3], [b"", b"", b"x"],
-    ]  # fmt: skip
+        [b""] * 3,
+        [b"", b"\0", b"\0\0"],
+        [b"\0" * 5, b"\1" * 4, b"\2" * 3],
+        [b"", b"", b"x"],
+    ]
     assert others == [[None] * 4] * 2
     assert gather_to_first(b"alone", None) == [b"alone"]
 

@@ -51,9 +51,12 @@ def free_port() -> int:
 def set_variables(rank: int, ranks: int, port: int) -> None:
     """What a launcher without an agent sets."""
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -472,8 +475,11 @@ def test_torchrun_restarts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*command, "--max-restarts=1", str(script)],
-        check=False, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["attempt 1 rank 0 3.0", "attempt 1 rank 1 3.0"]
     assert "headrace: rank 0 stops: " in done.stderr

@@ -144,9 +144,10 @@ def _wait_in_vain(world: World, groups: Groups, round_: dict[str, Any]) -> dict[
             gather_bytes(b"done", groups.world)
     except RuntimeError as error:
         return {
-            "freed_s": time.monotonic(), "broken": is_broken_connection(error),
+            "freed_s": time.monotonic(),
+            "broken": is_broken_connection(error),
             "asked": world.rerendezvous.asked(),
-        }  # fmt: skip
+        }
     return {}
 
 
@@ -169,9 +170,12 @@ def _still_right(world: World, groups: Groups, old: tuple[int, ...], number: int
     came = groups.messages.receive((2,), torch.float32, "cpu", since)
     groups.messages.settle()
     return {
-        "gone": gone, "sum": x.tolist(), "pair": rows.flatten().tolist(), "came": came.tolist(),
+        "gone": gone,
+        "sum": x.tolist(),
+        "pair": rows.flatten().tolist(),
+        "came": came.tolist(),
         "first": from_first(f"{number}/{world.rank}".encode(), groups.world).decode(),
-    }  # fmt: skip
+    }
 
 
 def _rounds(job: Job) -> Callable[[World], int]:
@@ -190,9 +194,11 @@ def _rounds(job: Job) -> Callable[[World], int]:
             met_s = time.monotonic()
             old = tuple(sorted(round_["collective"]))
             found.append(
-                waited | {"met_s": met_s} | _still_right(world, groups, old, number)
+                waited
+                | {"met_s": met_s}
+                | _still_right(world, groups, old, number)
                 | {"foreign": [talks(pair) for pair in foreign]}
-            )  # fmt: skip
+            )
         for _ in range(2):
             world.rerendezvous.meet_anew(groups)
         x = torch.ones(1)
@@ -325,12 +331,14 @@ def test_a_message_that_is_half_way_keeps_nobody() -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", BY_THEMSELVES], text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-c", BY_THEMSELVES],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env=os.environ | place | {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": path},
         )
         for place in places
-    ]  # fmt: skip
+    ]
     said = [process.communicate(timeout=50) for process in started]
     assert [process.returncode for process in started] == [0, 0], said
     asked, freed = (json.loads(out) for out, _ in said)

@@ -29,11 +29,26 @@ def nodes() -> Iterator[Nodes]:
 def torchrun(nodes: Nodes, node: int, folder: Path, *more: object) -> subprocess.Popen[str]:
     """An agent of one rank on a node, which trains in ``folder / "run"``."""
     return nodes.start(
-        node, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
-        f"--node-rank={node}", f"--master-addr={nodes.addresses[0]}", "--master-port=29531",
-        "--max-restarts=3", "-m", "headrace", "train", folder / "tiny.toml",
-        "--out", folder / "run", "--resume", *more, log=folder / f"log{node}",
-    )  # fmt: skip
+        node,
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        f"--node-rank={node}",
+        f"--master-addr={nodes.addresses[0]}",
+        "--master-port=29531",
+        "--max-restarts=3",
+        "-m",
+        "headrace",
+        "train",
+        folder / "tiny.toml",
+        "--out",
+        folder / "run",
+        "--resume",
+        *more,
+        log=folder / f"log{node}",
+    )
 
 
 def until(holds: Callable[[], object], what: str, folder: Path, limit_s: float = 90.0) -> float:

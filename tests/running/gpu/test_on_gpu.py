@@ -31,9 +31,7 @@ from headrace.spec.method import BRANCHES
 from jobs import Job
 from running.ops.test_fused import ARGUMENTS, call
 
-pytestmark = [
-    pytest.mark.gpu, pytest.mark.skipif(not count_gpus(), reason="needs a CUDA device")
-]  # fmt: skip
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not count_gpus(), reason="needs a CUDA device")]
 MODEL = Architecture(layers=2, hidden=256, heads=8, kv_heads=8, ffn=512, vocabulary=307)
 LENGTHS = (130, 1, 67, 300)
 RunJob = Callable[[Callable[[Job], int]], Job]
@@ -106,14 +104,16 @@ def test_communicators_are_aborted_and_made_anew(run_job: RunJob) -> None:
 def _plan() -> Plan:
     count = len(LENGTHS)
     return Plan(
-        lengths=Lengths.of(LENGTHS), devices=1,
+        lengths=Lengths.of(LENGTHS),
+        devices=1,
         pipelines=(Pipeline(scheme=Scheme(), ranks=(0,)),),
         micro_batches=tuple(
             MicroBatch(pipeline=0, sequences=some, layers=LayerPlan.parse(f"{MODEL.layers}*local"))
             for some in (tuple(range(count - 1)), (count - 1,))
         ),
-        predicted_s=0.0, lower_bound_s=0.0,
-    )  # fmt: skip
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+    )
 
 
 def _step(device: str, dtype: torch.dtype) -> tuple[Any, dict[str, torch.Tensor]]:

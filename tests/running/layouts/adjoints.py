@@ -14,9 +14,12 @@ __all__ = ["sides"]
 
 
 def sides(
-    link: WeightLink, weights: Sequence[WeightSpec], owners: Mapping[str, Partition],
-    readers: Mapping[str, Partition], rank: int,
-) -> tuple[float, float]:  # fmt: skip
+    link: WeightLink,
+    weights: Sequence[WeightSpec],
+    owners: Mapping[str, Partition],
+    readers: Mapping[str, Partition],
+    rank: int,
+) -> tuple[float, float]:
     """This rank's share of either product, of random x and y in fp64."""
 
     def draw(partitions: Mapping[str, Partition]) -> dict[str, torch.Tensor]:

@@ -39,13 +39,16 @@ def _plan(devices: int, *groups: tuple[int, ...], working: Working = "sharded") 
     """One micro-batch of one sequence per group."""
     layers = LayerPlan.uniform(LayerOption.of("ulysses_z"), 2)
     return Plan(
-        lengths=Lengths(tokens=(8,) * len(groups)), devices=devices,
+        lengths=Lengths(tokens=(8,) * len(groups)),
+        devices=devices,
         pipelines=tuple(Pipeline(scheme=Scheme(context=len(g)), ranks=g) for g in groups),
         micro_batches=tuple(
             MicroBatch(pipeline=i, sequences=(i,), layers=layers) for i in range(len(groups))
         ),
-        predicted_s=0.0, lower_bound_s=0.0, working=working,
-    )  # fmt: skip
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+        working=working,
+    )
 
 
 def _random_plans(count: int) -> list[Plan]:
@@ -193,9 +196,11 @@ def test_plans_of_one_layout_have_one_key() -> None:
     keys = [working_key(plan) for plan in (_plan(4, (0, 1), (2,)), _plan(4, (0, 1), (2,)))]
     assert keys[0] == keys[1]
     others = (
-        _plan(5, (0, 1), (2,)), _plan(4, (0, 1), (2,), working="replicated"), _plan(4, (0, 1)),
+        _plan(5, (0, 1), (2,)),
+        _plan(4, (0, 1), (2,), working="replicated"),
+        _plan(4, (0, 1)),
         _plan(4, (0, 1), (3,)),
-    )  # fmt: skip
+    )
     assert all(working_key(plan) != keys[0] for plan in others)
     for one, other in itertools.combinations(_random_plans(60), 2):
         if working_key(one) == working_key(other):

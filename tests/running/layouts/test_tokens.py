@@ -122,9 +122,11 @@ def test_long_documents_are_folded(pack: TokenPlan, ranks: int) -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(
-    st.integers(2, 4), st.integers(1000, 1100), st.lists(st.integers(1, 60), max_size=30),
+    st.integers(2, 4),
+    st.integers(1000, 1100),
+    st.lists(st.integers(1, 60), max_size=30),
     st.integers(0, 30),
-)  # fmt: skip
+)
 def test_folded_work_is_even(ranks: int, share: int, short: list[int], at: int) -> None:
     """Would catch a rank that waits for the one with the end of the long document: causal scores
     of each are those of the mean but for a few percent, which natural order misses by far."""

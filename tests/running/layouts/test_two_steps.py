@@ -92,9 +92,10 @@ def _moved(ranks: int, node_ranks: int) -> list[dict[str, Any]]:
         found: dict[str, Any] = {}
         for way in ("chosen", "one step"):
             (mine,) = (
-                links_over(groups, [WEIGHTS], owners, readers) if way == "chosen"
+                links_over(groups, [WEIGHTS], owners, readers)
+                if way == "chosen"
                 else bucket_links([WEIGHTS], owners, readers, rank, groups.world)
-            )  # fmt: skip
+            )
             weights, grads = _values(ranks, case), _values(ranks, case + 100)
             storage = {n: _held(owners[n].parts[rank], w[0]) for n, w in weights.items()}
             working = {
@@ -134,10 +135,13 @@ def test_two_steps_give_what_one_gives(ranks: int, node_ranks: int) -> None:
                 np.testing.assert_array_equal(
                     chosen[rank]["sums"][name], direct[rank]["sums"][name]
                 )
-        crossing = np.array([
-            np.array(crossing_rows(owners[w.name], readers[w.name], node_ranks)) * w.row_elements
-            for w in WEIGHTS
-        ]).sum(axis=0)  # fmt: skip
+        crossing = np.array(
+            [
+                np.array(crossing_rows(owners[w.name], readers[w.name], node_ranks))
+                * w.row_elements
+                for w in WEIGHTS
+            ]
+        ).sum(axis=0)
         in_two = chosen[0]["waits"]
         assert {found["waits"] for found in chosen} == {in_two}
         for k in (0, 1):  # a pull, a push

@@ -21,9 +21,15 @@ def main(folder: Path, kill_at: int) -> None:
     model = DistributedDataParallel(llama())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run = hr.attach(
-        model, optimizer, dataset(), batch_tokens=150, steps=6, cache=folder / "cache",
-        costs=costs(2), say=lambda text: None,
-    )  # fmt: skip
+        model,
+        optimizer,
+        dataset(),
+        batch_tokens=150,
+        steps=6,
+        cache=folder / "cache",
+        costs=costs(2),
+        say=lambda text: None,
+    )
     run.load(folder / "saved")
     for step in run:
         for micro in step:

@@ -40,9 +40,14 @@ def llama(layers: int = 2) -> Any:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
     return LlamaForCausalLM(config).double().train()
 
 
@@ -95,16 +100,21 @@ class Drawn:
                 pipelines.append(Pipeline(scheme=Scheme(context=p), ranks=ranks))
                 micros.append(
                     MicroBatch(
-                        pipeline=len(pipelines) - 1, sequences=held,
+                        pipeline=len(pipelines) - 1,
+                        sequences=held,
                         layers=LayerPlan(options=options),
                         order="zigzag" if method in ("ring", "gather") else "natural",
                     )
-                )  # fmt: skip
+                )
         plan = Plan(
-            lengths=lengths, devices=self.ranks, pipelines=tuple(pipelines),
-            micro_batches=tuple(micros), predicted_s=1.0, lower_bound_s=0.0,
+            lengths=lengths,
+            devices=self.ranks,
+            pipelines=tuple(pipelines),
+            micro_batches=tuple(micros),
+            predicted_s=1.0,
+            lower_bound_s=0.0,
             semantics=self.semantics,  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
         self.strategies.append(str(plan.strategy))
         nothing = Timeline(source="predicted", rows=(), devices=self.ranks)
         return Planned(plan=plan, predicted=nothing, peak_bytes=(0,) * self.ranks, planning_s=0.0)
@@ -147,9 +157,14 @@ def batches(
 
 
 def alone(
-    model: Any, optimizer: Any, drawn: list[LoopBatch], *, tokens: str = "input_ids",
-    clip: float | None = None, scheduler: Any = None,
-) -> list[float]:  # fmt: skip
+    model: Any,
+    optimizer: Any,
+    drawn: list[LoopBatch],
+    *,
+    tokens: str = "input_ids",
+    clip: float | None = None,
+    scheduler: Any = None,
+) -> list[float]:
     """The losses of one process, which runs every sample by itself."""
     found = []
     for batch in drawn:
@@ -175,21 +190,29 @@ def alone(
 def costs(ranks: int, layers: int = 2) -> CostModel:
     """Made up: longer packs on more ranks pay."""
     option = OptionCost(
-        forward=Quadratic(a=1e-9, b=1e-7, c=1e-5), backward=Quadratic(a=2e-9, b=2e-7, c=2e-5),
-        kept=Linear(slope=100.0, constant=0.0), transient=Linear(slope=100.0, constant=0.0),
-    )  # fmt: skip
+        forward=Quadratic(a=1e-9, b=1e-7, c=1e-5),
+        backward=Quadratic(a=2e-9, b=2e-7, c=2e-5),
+        kept=Linear(slope=100.0, constant=0.0),
+        transient=Linear(slope=100.0, constant=0.0),
+    )
     sizes = range(1, ranks + 1)
     names = {p: "local" if p == 1 else "ulysses" for p in sizes}
     return CostModel(
         shape=ModelShape(
-            name="made up", layers=layers, hidden=16, split_elements=(0,) * (layers + 2),
+            name="made up",
+            layers=layers,
+            hidden=16,
+            split_elements=(0,) * (layers + 2),
             whole_elements=(1,) * (layers + 2),
         ),
-        cluster=Cluster(devices=ranks, memory_bytes=1 << 30, device="cpu"), fingerprint="made=up",
-        options={p: {names[p]: option} for p in sizes}, ends=dict.fromkeys(sizes, option),
-        exchange_s=ExchangeCost(), state_bytes=0,
+        cluster=Cluster(devices=ranks, memory_bytes=1 << 30, device="cpu"),
+        fingerprint="made=up",
+        options={p: {names[p]: option} for p in sizes},
+        ends=dict.fromkeys(sizes, option),
+        exchange_s=ExchangeCost(),
+        state_bytes=0,
         working_bytes={p: {"replicated": 0, "sharded": 0} for p in sizes},
-    )  # fmt: skip
+    )
 
 
 def attached(model: Any, optimizer: Any, items: Any, folder: Any, **options: Any) -> Attached:

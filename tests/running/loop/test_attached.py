@@ -57,8 +57,9 @@ def drawn_steps(how: str, ranks: int, folder: Path, seed: int) -> tuple[list[flo
     """Losses, weights and strategies of steps with plans drawn at random."""
     model, called = wrapped(how)
     optimizer = sgd(called)
-    run = attached(called, optimizer, dataset(), folder, clip=0.5, costs=costs(ranks),
-                   logits=ranks == 3)  # fmt: skip
+    run = attached(
+        called, optimizer, dataset(), folder, clip=0.5, costs=costs(ranks), logits=ranks == 3
+    )
     run.runner.planner = drawn = Drawn(
         ranks=ranks, layers=2, seed=seed, semantics="lockstep" if how == "fsdp2" else "free"
     )
@@ -67,9 +68,20 @@ def drawn_steps(how: str, ranks: int, folder: Path, seed: int) -> tuple[list[flo
 
 @pytest.mark.parametrize(
     ("how", "ranks"),
-    [("alone", 1), ("alone", 2), ("ddp", 3), ("fsdp2", 2), whole("alone", 3), whole("alone", 4),
-     whole("ddp", 1), whole("ddp", 2), whole("ddp", 4), whole("fsdp2", 3), whole("fsdp2", 4)],
-)  # fmt: skip
+    [
+        ("alone", 1),
+        ("alone", 2),
+        ("ddp", 3),
+        ("fsdp2", 2),
+        whole("alone", 3),
+        whole("alone", 4),
+        whole("ddp", 1),
+        whole("ddp", 2),
+        whole("ddp", 4),
+        whole("fsdp2", 3),
+        whole("fsdp2", 4),
+    ],
+)
 def test_any_plans_equal_one_process(how: str, ranks: int, tmp_path: Path) -> None:
     """Catches gradients counted by ranks, means of means, lost borders, an update too many, and
     layers computed again for another group."""
@@ -160,9 +172,15 @@ def saved_and_gone_on(
     optimizer = torch.optim.AdamW(called.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     run = attached(
-        called, optimizer, dataset(), folder, scheduler=scheduler, steps=6, clip=1.0,
+        called,
+        optimizer,
+        dataset(),
+        folder,
+        scheduler=scheduler,
+        steps=6,
+        clip=1.0,
         costs=costs(ranks),
-    )  # fmt: skip
+    )
     run.load(folder / "saved")
     found = []
     for step in run:
@@ -182,10 +200,12 @@ def saved_and_gone_on(
 @pytest.mark.parametrize(
     ("before", "after", "how", "background"),
     [
-        (2, 2, "alone", True), (2, 1, "fsdp2", False), whole(1, 3, "alone", False),
+        (2, 2, "alone", True),
+        (2, 1, "fsdp2", False),
+        whole(1, 3, "alone", False),
         whole(3, 2, "fsdp2", True),
     ],
-)  # fmt: skip
+)
 def test_a_loop_goes_on(
     before: int, after: int, how: str, background: bool, tmp_path: Path
 ) -> None:
@@ -195,8 +215,9 @@ def test_a_loop_goes_on(
         before, saved_and_gone_on, before, tmp_path, 2, how, background, timeout_s=200
     )
     rest = run_ranks(after, saved_and_gone_on, after, tmp_path, None, how, timeout_s=200)
-    unbroken = run_ranks(before, saved_and_gone_on, before, tmp_path / "own", None, how,
-                         timeout_s=200)  # fmt: skip
+    unbroken = run_ranks(
+        before, saved_and_gone_on, before, tmp_path / "own", None, how, timeout_s=200
+    )
     got, wanted = first[0][0] + rest[0][0], unbroken[0][0]
     assert [row[0] for row in got] == list(range(6))
     assert [row[2:] for row in got] == [row[2:] for row in wanted]

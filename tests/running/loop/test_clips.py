@@ -38,11 +38,14 @@ def clips() -> list[dict[str, torch.Tensor]]:
 
     return [
         {
-            "x": randn(t, s, 4), "labels": randn(t, s, 4), "frames": torch.arange(t),
-            "patches": torch.arange(s), "timestep": torch.randint(0, 1000, (), generator=draw),
+            "x": randn(t, s, 4),
+            "labels": randn(t, s, 4),
+            "frames": torch.arange(t),
+            "patches": torch.arange(s),
+            "timestep": torch.randint(0, 1000, (), generator=draw),
         }
         for t, s in SHAPES
-    ]  # fmt: skip
+    ]
 
 
 def model() -> Transformer2D:
@@ -84,9 +87,15 @@ def attached(how: str, folder: Path, **options: Any) -> tuple[Attached, Any]:
             fully_shard(layer)
         fully_shard(own)
     return hr.attach(
-        hr.adapt(called), sgd(called), clips(), batch_sequences=4, shuffle=False,
-        cache=folder, say=lambda text: None, **{"ahead": 0, **options},
-    ), called  # fmt: skip
+        hr.adapt(called),
+        sgd(called),
+        clips(),
+        batch_sequences=4,
+        shuffle=False,
+        cache=folder,
+        say=lambda text: None,
+        **{"ahead": 0, **options},
+    ), called
 
 
 def trained(run: Attached, called: Any) -> list[float]:
@@ -120,9 +129,19 @@ BATCHES = [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10)]
 
 @pytest.mark.parametrize(
     ("how", "ranks"),
-    [("alone", 1), ("alone", 4), ("ddp", 3), ("fsdp2", 2), whole("alone", 2), whole("alone", 3),
-     whole("ddp", 2), whole("ddp", 4), whole("fsdp2", 3), whole("fsdp2", 4)],
-)  # fmt: skip
+    [
+        ("alone", 1),
+        ("alone", 4),
+        ("ddp", 3),
+        ("fsdp2", 2),
+        whole("alone", 2),
+        whole("alone", 3),
+        whole("ddp", 2),
+        whole("ddp", 4),
+        whole("fsdp2", 3),
+        whole("fsdp2", 4),
+    ],
+)
 def test_any_plans_equal_one_process(how: str, ranks: int, tmp_path: Path) -> None:
     """Catches clips of other shapes in one call, images on ranks without places, gradients counted
     by ranks, and ranks that wait at a layer for others with fewer packs."""
@@ -172,9 +191,16 @@ def begun_late(folder: Path) -> list[float]:
         "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=ranks
     )
     run = hr.attach(
-        spread, sgd(own), clips(), batch_sequences=4, shuffle=False, cache=folder, ahead=0,
-        say=lambda text: None, costs=costs(ranks),
-    )  # fmt: skip
+        spread,
+        sgd(own),
+        clips(),
+        batch_sequences=4,
+        shuffle=False,
+        cache=folder,
+        ahead=0,
+        say=lambda text: None,
+        costs=costs(ranks),
+    )
     return trained(run, own)
 
 
@@ -226,20 +252,34 @@ def guided(folder: Path) -> tuple[float, float]:
     own = Guided().double()
     plain = copy.deepcopy(own)
     items = [
-        {"x": torch.randn(1, 4, 8, dtype=torch.float64), "guidance": float(at), "caption": "waves",
-         "labels": torch.randn(1, 4, 8, dtype=torch.float64)}
+        {
+            "x": torch.randn(1, 4, 8, dtype=torch.float64),
+            "guidance": float(at),
+            "caption": "waves",
+            "labels": torch.randn(1, 4, 8, dtype=torch.float64),
+        }
         for at in range(2)
-    ]  # fmt: skip
-    stages = [hr.AxisStage(modules=n, mixes=m, dims="b t s c", returns=False)
-              for n, m in (("time", "t"), ("space", "s"))]  # fmt: skip
+    ]
+    stages = [
+        hr.AxisStage(modules=n, mixes=m, dims="b t s c", returns=False)
+        for n, m in (("time", "t"), ("space", "s"))
+    ]
     adapted = hr.adapt(own, stages=stages, inputs={"x": "b t s c"}, axis="t", batch="b")
     run = hr.attach(
-        adapted, sgd(own), items, batch_sequences=2, shuffle=False, cache=folder, ahead=0,
-        say=lambda text: None, costs=costs(2, layers=1),
-    )  # fmt: skip
+        adapted,
+        sgd(own),
+        items,
+        batch_sequences=2,
+        shuffle=False,
+        cache=folder,
+        ahead=0,
+        say=lambda text: None,
+        costs=costs(2, layers=1),
+    )
     whole_batch = {
-        "x": torch.cat([item["x"][None] for item in items]), "guidance": torch.tensor([0.0, 1.0])
-    }  # fmt: skip
+        "x": torch.cat([item["x"][None] for item in items]),
+        "guidance": torch.tensor([0.0, 1.0]),
+    }
     with pytest.raises(DataError, match="input guidance"):
         adapted.shard(whole_batch)
     drawn = Drawn(ranks=2, layers=1, seed=5, levels=("none",))
@@ -315,9 +355,12 @@ def test_a_mean_over_one_micro_batch_is_told(tmp_path: Path) -> None:
 @pytest.mark.apart
 @pytest.mark.parametrize(
     ("item", "words"),
-    [({"frames": torch.arange(2)}, "a field 'x'"),
-     ({"x": torch.zeros(3, 4)}, "dims b t s c"), ([1, 2], "a field 'x'")],
-)  # fmt: skip
+    [
+        ({"frames": torch.arange(2)}, "a field 'x'"),
+        ({"x": torch.zeros(3, 4)}, "dims b t s c"),
+        ([1, 2], "a field 'x'"),
+    ],
+)
 def test_items_that_are_no_clips_are_told(item: Any, words: str) -> None:
     own = model()
     with pytest.raises(DataError, match=words):

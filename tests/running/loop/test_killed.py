@@ -20,13 +20,25 @@ TESTS = Path(__file__).parents[2]
 
 def launched(folder: Path, kill_at: int) -> tuple[int, dict[int, float]]:
     """(exit code, losses by step) of the script beside this file on two ranks."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               str(Path(__file__).with_name("killed.py")), str(folder), str(kill_at)]  # fmt: skip
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(Path(__file__).with_name("killed.py")),
+        str(folder),
+        str(kill_at),
+    ]
     paths = f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=250, check=False,
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return done.returncode, {row["step"]: row["loss"] for row in rows}
 

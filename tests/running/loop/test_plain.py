@@ -43,10 +43,11 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 LOSSES: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     "its own": lambda model, micro: model(**micro.inputs)[1],
     "ours": lambda model, micro: micro.loss(model(micro.inputs["ids"])[0]),
-    "by hand": lambda model, micro: cross_entropy(
-        model(micro.inputs["ids"])[0][0], micro.labels[0], reduction="sum"
-    ) / micro.targets,
-}  # fmt: skip
+    "by hand": lambda model, micro: (
+        cross_entropy(model(micro.inputs["ids"])[0][0], micro.labels[0], reduction="sum")
+        / micro.targets
+    ),
+}
 
 
 def wrapped(how: str) -> tuple[Any, Any]:
@@ -76,21 +77,31 @@ def plain_steps(loss: str, folder: Path, how: str, ranks: int) -> tuple[list[flo
 @pytest.mark.parametrize(
     ("loss", "how", "ranks"),
     [
-        ("by hand", "ddp", 2), ("its own", "fsdp2", 3),
-        *(whole(*case) for case in (
-            ("its own", "ddp", 2), ("ours", "alone", 2), ("by hand", "alone", 1),
-            ("by hand", "fsdp2", 2), ("ours", "fsdp2", 4), ("its own", "fsdp2", 1),
-            ("its own", "alone", 3), ("its own", "alone", 4),
-        )),
+        ("by hand", "ddp", 2),
+        ("its own", "fsdp2", 3),
+        *(
+            whole(*case)
+            for case in (
+                ("its own", "ddp", 2),
+                ("ours", "alone", 2),
+                ("by hand", "alone", 1),
+                ("by hand", "fsdp2", 2),
+                ("ours", "fsdp2", 4),
+                ("its own", "fsdp2", 1),
+                ("its own", "alone", 3),
+                ("its own", "alone", 4),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_plain_module_equals_one_process(loss: str, how: str, ranks: int, tmp_path: Path) -> None:
     """Catches a model that is run without what is replaced, places of whole packs, losses that are
     means of means, blocks computed again as they are not, and gradients that a wrapper divides."""
     found = run_ranks(ranks, plain_steps, loss, tmp_path, how, ranks, timeout_s=250)
     model, steps = gpt(), len(found[0][0])
-    losses = alone(model, sgd(model), batches(items(), steps, tokens="ids", batch_tokens=150),
-                   tokens="ids")  # fmt: skip
+    losses = alone(
+        model, sgd(model), batches(items(), steps, tokens="ids", batch_tokens=150), tokens="ids"
+    )
     for got, ends in found:
         assert got == pytest.approx(losses, rel=EXACT)
         for mine, wanted in zip(ends, weights(model), strict=True):
@@ -209,9 +220,11 @@ def test_a_stream_is_taken_in_order() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 600),
+    st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    st.integers(1, 9),
+    st.integers(1, 600),
     st.integers(0, 99),
-)  # fmt: skip
+)
 def test_every_sample_once(lengths: list[int], ranks: int, budget: int, seed: int) -> None:
     """Catches samples that are dropped or doubled between the order, the plan and the ranks, ranks
     that meet in another order, and turns of lockstep that not all ranks have."""
@@ -262,8 +275,15 @@ def test_ranks_that_see_other_data_are_told(tmp_path: Path) -> None:
 def test_a_run_is_reported(tmp_path: Path) -> None:
     """Catches a folder that the report cannot read."""
     model = gpt()
-    run = attached(model, sgd(model), items(), tmp_path, labels="next", costs=costs(1, layers=2),
-                   out=tmp_path / "run")  # fmt: skip
+    run = attached(
+        model,
+        sgd(model),
+        items(),
+        tmp_path,
+        labels="next",
+        costs=costs(1, layers=2),
+        out=tmp_path / "run",
+    )
     losses = trained(run, model, LOSSES["ours"])
     page = run.report(tmp_path / "page.html")
     assert page is not None

@@ -106,9 +106,15 @@ def left_by_break(folder: Path, finishes: bool) -> list[Any]:
     rate = Remembers()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     run = attached(
-        model, optimizer, dataset(), folder, costs=costs(1), steps=4, scheduler=scheduler,
+        model,
+        optimizer,
+        dataset(),
+        folder,
+        costs=costs(1),
+        steps=4,
+        scheduler=scheduler,
         say=told.append,
-    )  # fmt: skip
+    )
     for step in run:
         for micro in step:
             micro.backward(model(**micro.inputs).loss)

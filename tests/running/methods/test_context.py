@@ -113,5 +113,6 @@ def test_a_context_says_where_it_is() -> None:
     assert (context.member, context.ranks, context.group) == (2, 3, None)
     assert context.architecture is LLAMA
     assert context.tokens is place.tokens
-    assert [replace(context, recompute=level).keeps_linear
-            for level in ("none", "attention", "full")] == [True, False, True]  # fmt: skip
+    assert [
+        replace(context, recompute=level).keeps_linear for level in ("none", "attention", "full")
+    ] == [True, False, True]

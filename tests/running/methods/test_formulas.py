@@ -36,10 +36,18 @@ MODELS = {
         layers=1, hidden=32, heads=8, kv_heads=8, ffn=128, vocabulary=5, kind="gpt", positions=64
     ),
     "bert": Architecture(
-        layers=1, hidden=32, heads=8, kv_heads=8, ffn=128, vocabulary=5, kind="bert",
-        causal=False, positions=64, mask_id=4,
+        layers=1,
+        hidden=32,
+        heads=8,
+        kv_heads=8,
+        ffn=128,
+        vocabulary=5,
+        kind="bert",
+        causal=False,
+        positions=64,
+        mask_id=4,
     ),
-}  # fmt: skip
+}
 
 
 def _costs(
@@ -48,10 +56,16 @@ def _costs(
     """Costs in fp64 of devices on which all but what is asked for takes no time."""
     link = Link(name="link", bytes_per_s=sent, latency_s=0.0, attained=1.0, source="made up")
     device = Device(
-        name="device", flops_per_s={"float64": flops}, memory_bytes=1, memory_bytes_per_s=NEVER,
-        launch_s=0.0, attained_matmul=1.0, attained_attention=1.0, attained_memory=1.0,
+        name="device",
+        flops_per_s={"float64": flops},
+        memory_bytes=1,
+        memory_bytes_per_s=NEVER,
+        launch_s=0.0,
+        attained_matmul=1.0,
+        attained_attention=1.0,
+        attained_memory=1.0,
         source="made up",
-    )  # fmt: skip
+    )
     hardware = Hardware(device=device, inside=link, across=link, devices_per_node=8)
     return roofline_costs(hardware, p, architecture, sizes=(p,), element_bytes=8)
 
@@ -82,14 +96,19 @@ def _layer(
     order = "zigzag" if option.attention in ("megatron_cz", "megatron_cz_gather") else "natural"
     pack = TokenPlan(lengths=PACK, ranks=ranks, order=order)
     place = Place(
-        architecture=a, tokens=pack, member=member, dtype=torch.float64,
+        architecture=a,
+        tokens=pack,
+        member=member,
+        dtype=torch.float64,
         group=groups.get(world) if groups else None,
         subgroup=groups.get if groups else lambda members: None,
-    )  # fmt: skip
+    )
     key = DropoutKey(
-        seed=0, step=0, samples=torch.from_numpy(pack.documents(member)),
+        seed=0,
+        step=0,
+        samples=torch.from_numpy(pack.documents(member)),
         positions=torch.from_numpy(pack.positions(member)),
-    )  # fmt: skip
+    )
     sources: dict[str, Weight] = {}
     for w in weight_table(a):
         if w.bucket != 1:
@@ -103,9 +122,12 @@ def _layer(
         shards = group_shards(w, ranks)
         part = value[shards[member].start : shards[member].stop].clone()
         sources[w.name] = Shard(
-            value=part, grad=torch.zeros_like(part), shards=shards, group=groups.get(world),
+            value=part,
+            grad=torch.zeros_like(part),
+            shards=shards,
+            group=groups.get(world),
             unit=w.unit,
-        )  # fmt: skip
+        )
     x = torch.randn(len(pack.index(member)), a.hidden, dtype=torch.float64, requires_grad=True)
     [state] = layer_states(sources, 1)
     context = Context(place=place, dropout=key)
@@ -159,10 +181,30 @@ def test_operations_and_bytes_of_every_method(every: int) -> None:
 
 
 _SHAPES = {
-    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "empty", "empty_like",
-    "empty_strided", "expand", "narrow", "new_empty", "permute", "reshape", "select", "slice",
-    "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
-}  # fmt: skip
+    "_reshape_alias",
+    "_unsafe_view",
+    "alias",
+    "as_strided",
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "expand",
+    "narrow",
+    "new_empty",
+    "permute",
+    "reshape",
+    "select",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "squeeze",
+    "t",
+    "transpose",
+    "unbind",
+    "unsqueeze",
+    "view",
+}
 
 
 class _Kernels(TorchDispatchMode):

@@ -29,9 +29,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RANKS, MEMBER, TOKENS = 8, 3, 65536
 GPT = Architecture(
-    layers=1, hidden=4096, heads=32, kv_heads=32, ffn=16384, vocabulary=100, kind="gpt",
+    layers=1,
+    hidden=4096,
+    heads=32,
+    kv_heads=32,
+    ffn=16384,
+    vocabulary=100,
+    kind="gpt",
     positions=TOKENS,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +82,13 @@ def _layer(option: LayerOption, world: dist.ProcessGroup) -> Bytes:
 
     order = FACTS[option.attention].order
     place = Place(
-        architecture=GPT, tokens=TokenPlan(lengths=(TOKENS,), ranks=RANKS, order=order),
-        member=MEMBER, group=world, dtype=torch.bfloat16, subgroup=subgroup,
-    )  # fmt: skip
+        architecture=GPT,
+        tokens=TokenPlan(lengths=(TOKENS,), ranks=RANKS, order=order),
+        member=MEMBER,
+        group=world,
+        dtype=torch.bfloat16,
+        subgroup=subgroup,
+    )
     place.order(place.everyone)  # once per pack, not per layer
     nothing = torch.zeros(TOKENS // RANKS, dtype=torch.int64)
     context = Context(
@@ -111,17 +121,23 @@ def _play(options: Sequence[LayerOption]) -> list[Bytes]:
 def layers() -> dict[str, Bytes]:
     options = [
         LayerOption.of(name, level)
-        for name in FACTS for level in RECOMPUTE
+        for name in FACTS
+        for level in RECOMPUTE
         if name != "local" and (level == "none" or FACTS[name].automatic)
-    ]  # fmt: skip
+    ]
     (played,) = run_ranks(1, _play, options, timeout_s=120)
     return {str(option): found for option, found in zip(options, played, strict=True)}
 
 
 KEPT = {
-    "ulysses_z": (15, 7), "megatron_cz": (14, 3), "megatron_cz_gather": (14, 3),
-    "megatron_ts": (14, 6), "metp": (3, 3), "ulysses_ring": (15, 7), "tensor_ring": (14, 6),
-}  # fmt: skip
+    "ulysses_z": (15, 7),
+    "megatron_cz": (14, 3),
+    "megatron_cz_gather": (14, 3),
+    "megatron_ts": (14, 6),
+    "metp": (3, 3),
+    "ulysses_ring": (15, 7),
+    "tensor_ring": (14, 6),
+}
 """Levels none and attention; see each method's docstring. Ulysses counts the heads before and
 after they are switched back, which the notes of the papers' prototypes count once."""
 
@@ -144,9 +160,12 @@ def test_score_rows_are_kept_whole(layers: dict[str, Bytes]) -> None:
 
 
 PEAKS = {
-    "ulysses_z": (17, 30.5), "megatron_cz": (16, 35), "megatron_cz_gather": (35, 82),
-    "megatron_ts": (17.5, 22), "metp": (9, 17.5),
-}  # fmt: skip
+    "ulysses_z": (17, 30.5),
+    "megatron_cz": (16, 35),
+    "megatron_cz_gather": (35, 82),
+    "megatron_ts": (17.5, 22),
+    "metp": (9, 17.5),
+}
 
 
 def test_peaks_at_eight_ranks(layers: dict[str, Bytes]) -> None:

@@ -32,9 +32,14 @@ from spread import spread, whole
 
 def _llama(hidden: int, heads: int, kv_heads: int, ffn: int, **rest: Any) -> Architecture:
     return Architecture(
-        layers=rest.pop("layers", 1), hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn,
-        vocabulary=5, **rest,
-    )  # fmt: skip
+        layers=rest.pop("layers", 1),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocabulary=5,
+        **rest,
+    )
 
 
 MODELS = {
@@ -93,7 +98,7 @@ def test_a_layer_equals_one_process(ranks: int, every: int) -> None:
         )
         for pack in (packs[(len(name) + len(level) + i) % 3], LONG)
         if pack != LONG or (order == "zigzag" and level != "full")
-    ]  # fmt: skip
+    ]
     assert not _wrong(spread(cases, every), ranks)
 
 
@@ -105,23 +110,33 @@ def test_neighbouring_layers_and_branches_may_differ(ranks: int, every: int) -> 
     causal = [n for n in _usable("gpt", ranks) if n in names]
     feed = ("ulysses_z", "megatron_ts", "metp", *(("tensor_ring",) if ranks == 4 else ()))
     cases = [
-        _case("gpt", layers=f"1*{one} 1*{other}", held=HELD[i % 2], pack=(13, 1, 9),
-             order=ORDERS[i % 3 > 0])
+        _case(
+            "gpt",
+            layers=f"1*{one} 1*{other}",
+            held=HELD[i % 2],
+            pack=(13, 1, 9),
+            order=ORDERS[i % 3 > 0],
+        )
         for i, (one, other) in enumerate(product(causal, causal))
     ] + [
-        _case("groups", layers=f"1*{one}/{other}+{level}", held=HELD[i % 2], pack=(5, 14),
-             order="zigzag")
+        _case(
+            "groups",
+            layers=f"1*{one}/{other}+{level}",
+            held=HELD[i % 2],
+            pack=(5, 14),
+            order="zigzag",
+        )
         for i, (one, other, level) in enumerate(product(_usable("groups", ranks), feed, RECOMPUTE))
-    ]  # fmt: skip
+    ]
     assert not _wrong(spread(cases, every), ranks)
 
 
 def _narrow(dtype: torch.dtype) -> list[Case]:
     return [
-        _case(model, layers=f"1*{name}", held=HELD[i % 2], pack=LONG, order="zigzag",
-             dtype=dtype)
-        for model in ("groups", "bert") for i, name in enumerate(_usable(model, 4))
-    ]  # fmt: skip
+        _case(model, layers=f"1*{name}", held=HELD[i % 2], pack=LONG, order="zigzag", dtype=dtype)
+        for model in ("groups", "bert")
+        for i, name in enumerate(_usable(model, 4))
+    ]
 
 
 @pytest.mark.parametrize("every", [2, whole(1)])
@@ -218,9 +233,12 @@ def test_bytes_on_the_wire_are_the_formula(
         if name != "tensor_ring" or held == "replicated"
     ] + [
         _case("divisible", layers=f"1*{one}/{other}", held="sharded", pack=pack)
-        for one, other in (("megatron_cz", "megatron_ts"), ("megatron_ts", "metp"),
-                           ("metp", "ulysses_z"))
-    ]  # fmt: skip
+        for one, other in (
+            ("megatron_cz", "megatron_ts"),
+            ("megatron_ts", "metp"),
+            ("metp", "ulysses_z"),
+        )
+    ]
     cases = spread(cases, every)
     results = run_ranks(ranks, run_all, cases, timeout_s=240)
     for i, case in enumerate(cases):
@@ -307,11 +325,13 @@ def _kept_units(case: Case, ranks: int) -> float:
         pack, everyone = TokenPlan(lengths=case.pack, ranks=ranks), tuple(range(ranks))
         area = [  # of the blocks that count, masked halves of squares included
             (b.q_stop - b.q_start) * (b.k_stop - b.k_start)
-            for rank in everyone for b in pack.blocks((rank,), everyone, a.causal)
-        ]  # fmt: skip
+            for rank in everyone
+            for b in pack.blocks((rank,), everyone, a.causal)
+        ]
         scores = a.heads * sum(area) / ranks
-        none, attention = (x + scores / (sum(case.pack) / ranks * a.hidden)
-                           for x in (none, attention))  # fmt: skip
+        none, attention = (
+            x + scores / (sum(case.pack) / ranks * a.hidden) for x in (none, attention)
+        )
     if option.attention == "metp":
         none = 2
     branch = none if option.recompute == "none" else attention
@@ -329,13 +349,19 @@ def test_kept_bytes_are_the_formula(
     for name, a in KEPT_MODELS.items():
         monkeypatch.setitem(MODELS, name, a)
     cases = [
-        _case(model, layers=f"1*{name}+{level}", held="sharded", pack=KEPT_PACK, order=order,
-             dtype=torch.float32)
+        _case(
+            model,
+            layers=f"1*{name}+{level}",
+            held="sharded",
+            pack=KEPT_PACK,
+            order=order,
+            dtype=torch.float32,
+        )
         for model in KEPT_MODELS
         for name, level in product(_usable(model, ranks), RECOMPUTE)
         if model == "llama" or level == "none"
         for order in (ORDERS if (name, level) == ("megatron_ts", "none") else ORDERS[:1])
-    ]  # fmt: skip
+    ]
     cases = spread(cases, every)
     kept = np.mean(run_ranks(ranks, _kept, cases, timeout_s=240), axis=0)
     wrong = [

@@ -89,9 +89,12 @@ def _shard(case: Case, dtype: torch.dtype = torch.float64) -> Shard:
     value = _cut(_draw(case)[0], case.shards[dist.get_rank()]).to(dtype, copy=True)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return Shard(
-        value=value, grad=torch.ones_like(value, dtype=wide), shards=case.shards,
-        group=dist.group.WORLD, unit=case.unit,
-    )  # fmt: skip
+        value=value,
+        grad=torch.ones_like(value, dtype=wide),
+        shards=case.shards,
+        group=dist.group.WORLD,
+        unit=case.unit,
+    )
 
 
 def _fetched(ranks: int) -> list[dict[str, Any]]:
@@ -106,10 +109,15 @@ def _fetched(ranks: int) -> list[dict[str, Any]]:
             back = wire.take()
             arriving = part.issue()
         value = shard.value.numpy().copy()
-        out.append({
-            "rows": rows.numpy(), "issued": arriving.wait().numpy(), "value": value,
-            "grad": shard.grad.numpy() - 1, "sent": (there, back),
-        })  # fmt: skip
+        out.append(
+            {
+                "rows": rows.numpy(),
+                "issued": arriving.wait().numpy(),
+                "value": value,
+                "grad": shard.grad.numpy() - 1,
+                "sent": (there, back),
+            }
+        )
     return out
 
 
@@ -144,8 +152,9 @@ def test_a_fetch_and_its_gradient_are_adjoint(ranks: int) -> None:
     results = run_ranks(ranks, _fetched, ranks)
     for i, case in enumerate(_cases(ranks)):
         grads = _draw(case)[1]
-        left = sum(float((r[i]["rows"] * grads[rank].numpy()).sum())
-                   for rank, r in enumerate(results))  # fmt: skip
+        left = sum(
+            float((r[i]["rows"] * grads[rank].numpy()).sum()) for rank, r in enumerate(results)
+        )
         right = sum(float((r[i]["value"] * r[i]["grad"]).sum()) for r in results)
         assert left == pytest.approx(right, rel=1e-12, abs=1e-12), case
 

@@ -29,16 +29,33 @@ from headrace.spec import Architecture, weight_table
 from oracles import reference_logits
 
 LLAMA = Architecture(
-    layers=2, hidden=48, heads=6, kv_heads=2, ffn=160, vocabulary=61, tied=False,
-    rope_theta=5000.0, norm_eps=1e-6, positions=128,
-)  # fmt: skip
+    layers=2,
+    hidden=48,
+    heads=6,
+    kv_heads=2,
+    ffn=160,
+    vocabulary=61,
+    tied=False,
+    rope_theta=5000.0,
+    norm_eps=1e-6,
+    positions=128,
+)
 GPT = Architecture(
     layers=2, hidden=32, heads=4, kv_heads=4, ffn=96, vocabulary=61, kind="gpt", positions=40
 )
 BERT = Architecture(
-    layers=2, hidden=32, heads=4, kv_heads=4, ffn=96, vocabulary=61, kind="bert", causal=False,
-    positions=40, norm_eps=1e-12, mask_id=17,
-)  # fmt: skip
+    layers=2,
+    hidden=32,
+    heads=4,
+    kv_heads=4,
+    ffn=96,
+    vocabulary=61,
+    kind="bert",
+    causal=False,
+    positions=40,
+    norm_eps=1e-12,
+    mask_id=17,
+)
 MODELS = {
     "llama": LLAMA,
     "llama-tied": replace(LLAMA, tied=True),
@@ -117,8 +134,9 @@ def _bert(ids: torch.Tensor, w: dict[str, torch.Tensor], a: Architecture) -> tor
         return F.layer_norm(x, x.shape[1:], w[f"{name}.weight"], w[f"{name}.bias"], a.norm_eps)
 
     at = "bert.embeddings"
-    words, positions, types = (w[f"{at}.{n}_embeddings.weight"] for n in
-                               ("word", "position", "token_type"))  # fmt: skip
+    words, positions, types = (
+        w[f"{at}.{n}_embeddings.weight"] for n in ("word", "position", "token_type")
+    )
     x = norm(words[ids] + positions[: len(ids)] + types[torch.zeros_like(ids)], at)
     for i in range(a.layers):
         at = f"bert.encoder.layer.{i}"
@@ -167,9 +185,12 @@ def test_logits_of_both_namings(a: Architecture) -> None:
 
 @given(
     kind=st.sampled_from(["llama", "gpt", "bert"]),
-    groups=st.integers(1, 4), share=st.integers(1, 4),
-    features=st.sampled_from([2, 4, 6]), ffn=st.integers(1, 200), tied=st.booleans(),
-)  # fmt: skip
+    groups=st.integers(1, 4),
+    share=st.integers(1, 4),
+    features=st.sampled_from([2, 4, 6]),
+    ffn=st.integers(1, 200),
+    tied=st.booleans(),
+)
 @settings(max_examples=40, deadline=None)
 def test_exact_inverse(
     kind: Any, groups: int, share: int, features: int, ffn: int, tied: bool
@@ -177,10 +198,18 @@ def test_exact_inverse(
     """Alone catches a shape that the two ways cut differently: odd ffn, one head, one group."""
     heads = groups * share
     a = Architecture(
-        layers=2, hidden=heads * features, heads=heads, ffn=ffn, vocabulary=5, kind=kind,
-        kv_heads=groups if kind == "llama" else heads, positions=3, tied=tied,
-        causal=kind != "bert", mask_id=0 if kind == "bert" else None,
-    )  # fmt: skip
+        layers=2,
+        hidden=heads * features,
+        heads=heads,
+        ffn=ffn,
+        vocabulary=5,
+        kind=kind,
+        kv_heads=groups if kind == "llama" else heads,
+        positions=3,
+        tied=tied,
+        causal=kind != "bert",
+        mask_id=0 if kind == "bert" else None,
+    )
     weights = random_weights(a, torch.bfloat16)
     theirs = to_hugging_face(weights, a)
     head = "cls.predictions.decoder.weight" if kind == "bert" else "lm_head.weight"
@@ -214,10 +243,12 @@ def test_the_first_berts(a: Architecture) -> None:
     weights = random_weights(a)
     theirs = to_hugging_face(weights, a)
     theirs |= {
-        "bert.pooler.dense.weight": torch.ones(1), "bert.pooler.dense.bias": torch.ones(1),
-        "cls.seq_relationship.weight": torch.ones(1), "cls.seq_relationship.bias": torch.ones(1),
+        "bert.pooler.dense.weight": torch.ones(1),
+        "bert.pooler.dense.bias": torch.ones(1),
+        "cls.seq_relationship.weight": torch.ones(1),
+        "cls.seq_relationship.bias": torch.ones(1),
         "bert.embeddings.position_ids": torch.arange(40)[None],
-    }  # fmt: skip
+    }
     if a.tied:
         theirs["cls.predictions.decoder.weight"] = weights["embed.weight"]
         theirs["cls.predictions.decoder.bias"] = weights["head.bias"]
@@ -294,24 +325,40 @@ def test_config_reads_back(a: Architecture) -> None:
 def test_config_of_old_and_bare_files() -> None:
     """Alone catches defaults other than theirs: ffn, heads, tied head, epsilon, theta."""
     gpt2 = {
-        "model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
-        "n_ctx": 1024, "vocab_size": 50257, "n_inner": None,
-    }  # fmt: skip
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "n_ctx": 1024,
+        "vocab_size": 50257,
+        "n_inner": None,
+    }
     assert architecture_of(gpt2) == Architecture.preset("gpt2", dropout=0.1)
     llama = {
-        "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9,
-        "num_hidden_layers": 1, "intermediate_size": 96, "rope_scaling": None,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 9,
+        "num_hidden_layers": 1,
+        "intermediate_size": 96,
+        "rope_scaling": None,
+    }
     expected = Architecture(
         layers=1, hidden=64, heads=4, kv_heads=4, ffn=96, vocabulary=9, tied=False, norm_eps=1e-6
     )
     assert architecture_of(llama) == expected
     assert architecture_of(llama | {"rope_theta": 5e5}).rope_theta == 5e5
     bert = {
-        "model_type": "bert", "hidden_size": 1024, "num_attention_heads": 16,
-        "num_hidden_layers": 24, "intermediate_size": 4096, "vocab_size": 30522,
-        "max_position_embeddings": 512, "architectures": ["BertForPreTraining"],
-    }  # fmt: skip
+        "model_type": "bert",
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "intermediate_size": 4096,
+        "vocab_size": 30522,
+        "max_position_embeddings": 512,
+        "architectures": ["BertForPreTraining"],
+    }
     assert architecture_of(bert) == Architecture.preset("bert-large", dropout=0.1)
     assert architecture_of(bert | {"vocab_size": 50}).mask_id == 49
     assert architecture_of(bert | {"mask_token_id": 4}).mask_id == 4

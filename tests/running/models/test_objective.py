@@ -21,9 +21,17 @@ from oracles import reference_example
 from ranks import run_ranks
 
 BERT = Architecture(
-    layers=2, hidden=16, heads=2, kv_heads=2, ffn=32, vocabulary=97, kind="bert", causal=False,
-    positions=64, mask_id=96,
-)  # fmt: skip
+    layers=2,
+    hidden=16,
+    heads=2,
+    kv_heads=2,
+    ffn=32,
+    vocabulary=97,
+    kind="bert",
+    causal=False,
+    positions=64,
+    mask_id=96,
+)
 GPT = Architecture.preset("gpt-tiny")
 BIG = 2**63 - 1
 
@@ -54,9 +62,11 @@ def test_next_tokens() -> None:
 
 
 @given(
-    seed=st.integers(0, BIG), step=st.integers(0, 10**7), sample=st.integers(0, BIG),
+    seed=st.integers(0, BIG),
+    step=st.integers(0, 10**7),
+    sample=st.integers(0, BIG),
     length=st.integers(1, 60),
-)  # fmt: skip
+)
 @settings(max_examples=60, deadline=None)
 def test_masks_are_those_of_the_formula(seed: int, step: int, sample: int, length: int) -> None:
     """Would catch wrapping that differs from arithmetic modulo 2^64, in any of the four inputs."""
@@ -95,9 +105,11 @@ def test_masks_change_with_everything_but_the_company() -> None:
     assert np.array_equal(part[0], ids[:1500])
     assert np.array_equal(part[1], labels[:1500])
     others = [
-        _masked(seed=4).example(document, 7), _masked(step=6).example(document, 7),
-        _masked().example(document, 8), _masked(seed=5, step=3).example(document, 7),
-    ]  # fmt: skip
+        _masked(seed=4).example(document, 7),
+        _masked(step=6).example(document, 7),
+        _masked().example(document, 8),
+        _masked(seed=5, step=3).example(document, 7),
+    ]
     for _, other in others:
         both = ((labels != IGNORED) & (other != IGNORED)).mean()
         assert both == pytest.approx(0.15**2, abs=0.01), "picks are independent"
@@ -105,9 +117,10 @@ def test_masks_change_with_everything_but_the_company() -> None:
 
 
 @given(
-    tokens=st.lists(st.integers(1, 40), min_size=1, max_size=12), first=st.integers(0, 10**6),
+    tokens=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    first=st.integers(0, 10**6),
     step=st.integers(0, 99),
-)  # fmt: skip
+)
 def test_every_rank_counts_the_whole_batch(tokens: list[int], first: int, step: int) -> None:
     """Would catch a count over other samples or positions than those that are picked."""
     lengths = Lengths.of(tokens, range(first, first + 3 * len(tokens), 3))
@@ -129,17 +142,23 @@ def _nothing_picked() -> tuple[float, float, bool]:
     storage = Storage(BERT, groups, seed=1, dtype=torch.float64)
     executor = Executor(storage, groups, seed=1)
     lengths = Lengths(tokens=(1,))
-    step = next(s for s in range(99) if objective_of(BERT, seed=1, step=s).example(
-        np.zeros(1, np.int32), 0)[1][0] == IGNORED)  # fmt: skip
+    step = next(
+        s
+        for s in range(99)
+        if objective_of(BERT, seed=1, step=s).example(np.zeros(1, np.int32), 0)[1][0] == IGNORED
+    )
     plan = Plan(
-        lengths=lengths, devices=1, pipelines=(Pipeline(scheme=Scheme(), ranks=(0,)),),
+        lengths=lengths,
+        devices=1,
+        pipelines=(Pipeline(scheme=Scheme(), ranks=(0,)),),
         micro_batches=(
             MicroBatch(
                 pipeline=0, sequences=(0,), layers=LayerPlan.uniform(LayerOption.of("local"), 2)
             ),
         ),
-        predicted_s=0.0, lower_bound_s=0.0,
-    )  # fmt: skip
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+    )
     result = executor.run(plan, (np.zeros(1, np.int32),), step=step, lr=0.0)
     touched = any(bool(total.any()) for total in storage.sums.values())
     return result.loss, result.gradient_norm, touched

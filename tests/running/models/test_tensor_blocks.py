@@ -84,22 +84,31 @@ def _weights(case: Case, groups: Groups) -> dict[str, Weight]:
         value = value[rows.start : rows.stop].clone()
         assert group is not None
         held[w.name] = Shard(
-            value=value, grad=torch.zeros_like(value), shards=shards, group=group, unit=w.unit,
+            value=value,
+            grad=torch.zeros_like(value),
+            shards=shards,
+            group=group,
+            unit=w.unit,
             first=first,
-        )  # fmt: skip
+        )
     return held
 
 
 def _context(case: Case, groups: Groups) -> Context:
     pack = TokenPlan(lengths=case.pack, ranks=groups.ranks, order=case.order)
     place = Place(
-        architecture=case.architecture, tokens=pack, member=groups.rank, dtype=torch.float64,
-        group=groups.get(tuple(range(groups.ranks))), subgroup=groups.get, tensor=case.tensor,
-    )  # fmt: skip
+        architecture=case.architecture,
+        tokens=pack,
+        member=groups.rank,
+        dtype=torch.float64,
+        group=groups.get(tuple(range(groups.ranks))),
+        subgroup=groups.get,
+        tensor=case.tensor,
+    )
     samples, positions = (
-        torch.from_numpy(values) for values in (pack.documents(groups.rank),
-                                                pack.positions(groups.rank))
-    )  # fmt: skip
+        torch.from_numpy(values)
+        for values in (pack.documents(groups.rank), pack.positions(groups.rank))
+    )
     return Context(
         place=place, dropout=DropoutKey(seed=0, step=0, samples=samples, positions=positions)
     )
@@ -146,9 +155,11 @@ def _check(cases: list[Case], ranks: int) -> None:
         )
         for w in weight_table(case.architecture):
             of = [part["grads"][w.name] for part in parts]
-            got = sum(of) if w.unit is None else sum(
-                np.concatenate([of[m] for m in block]) for block in case.blocks(ranks)
-            )  # fmt: skip
+            got = (
+                sum(of)
+                if w.unit is None
+                else sum(np.concatenate([of[m] for m in block]) for block in case.blocks(ranks))
+            )
             wanted = grads[w.name].numpy()
             np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-10, err_msg=f"{w.name} {case}")
 

@@ -252,9 +252,19 @@ def test_queries_and_keys_of_different_ranks(backend: Backend) -> None:
     dq, dk, dv = torch.zeros_like(out), torch.zeros_like(k), torch.zeros_like(v)
     for keys, blocks in ((slice(0, 7), first), (slice(7, 11), own)):
         attend_blocks_backward(
-            grad, q[7:], k[keys], v[keys], out, lse, blocks, dq, dk[keys], dv[keys],
-            fresh_q=False, fresh_kv=False,
-        )  # fmt: skip
+            grad,
+            q[7:],
+            k[keys],
+            v[keys],
+            out,
+            lse,
+            blocks,
+            dq,
+            dk[keys],
+            dv[keys],
+            fresh_q=False,
+            fresh_kv=False,
+        )
     _close((dq, dk, dv), (wanted[1][7:], wanted[2], wanted[3]))
 
 
@@ -347,9 +357,19 @@ def test_any_strides_in_and_out(backend: Backend) -> None:
         fused = torch.full((7, 8, 4), math.nan, dtype=torch.float64)
         dq, dk, dv = fused.split([4, 2, 2], dim=1)
         attend_blocks_backward(
-            strange(grad), strange(q), strange(k), strange(v), strange(out), strange(lse),
-            blocks, dq, dk, dv, fresh_q=True, fresh_kv=True,
-        )  # fmt: skip
+            strange(grad),
+            strange(q),
+            strange(k),
+            strange(v),
+            strange(out),
+            strange(lse),
+            blocks,
+            dq,
+            dk,
+            dv,
+            fresh_q=True,
+            fresh_kv=True,
+        )
         _close((out, dq, dk, dv), wanted)
 
 

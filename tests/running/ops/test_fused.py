@@ -49,36 +49,45 @@ ARGUMENTS: dict[str, Arguments] = {
     "rms_norm": lambda t, d: (*of_norm(t, d, draw(H)), 1e-5),
     "rms_norm_again": lambda t, d: (*of_norm(t, d, draw(H)), *stats(t, d)),
     "rms_norm_backward": lambda t, d: (
-        draw(t, H, 1, dtype=d)[..., 0], *of_norm(t, d, draw(H)), *stats(t, d), draw(t, H, dtype=d)
+        draw(t, H, 1, dtype=d)[..., 0],
+        *of_norm(t, d, draw(H)),
+        *stats(t, d),
+        draw(t, H, dtype=d),
     ),
     "layer_norm": lambda t, d: (*of_norm(t, d, draw(H), draw(H + 1)[1:]), 1e-5),
     "layer_norm_again": lambda t, d: (*of_norm(t, d, draw(H), draw(H + 1)[1:]), *stats(t, d, 2)),
     "layer_norm_backward": lambda t, d: (
-        draw(t, H, 1, dtype=d)[..., 0], *of_norm(t, d, draw(H)), *stats(t, d, 2), None
+        draw(t, H, 1, dtype=d)[..., 0],
+        *of_norm(t, d, draw(H)),
+        *stats(t, d, 2),
+        None,
     ),
     "cross_entropy": lambda t, d: (draw(t, 37, dtype=d), words(t)),
     "cross_entropy_backward": lambda t, d: (
-        draw(t, 37, dtype=d), words(t), *(x[:, 0] for x in stats(t, d, 2))
+        draw(t, 37, dtype=d),
+        words(t),
+        *(x[:, 0] for x in stats(t, d, 2)),
     ),
     "swiglu": lambda t, d: (draw(t, 2 * H, dtype=d), 4),
     "swiglu_backward": lambda t, d: (draw(t, H, dtype=d), draw(t, 2 * H, dtype=d), 4),
     "rotate_and_sort": lambda t, d: (draw(t, 2, 5, 8, dtype=d), *tables(t, 8, d), None),
     "unrotate_and_unsort": lambda t, d: (
-        *draw(t, 10, 8, dtype=d).split([6, 2, 2], dim=1), *tables(t, 8, d),
+        *draw(t, 10, 8, dtype=d).split([6, 2, 2], dim=1),
+        *tables(t, 8, d),
         torch.arange(t - 1, -1, -1),
     ),
     "log_sum_": lambda t, d: (draw(3, t), [draw(3, t, i + 1)[..., i] for i in range(3)]),
     "weigh_up_": lambda t, d: (
-        draw(t, 3, 8), draw(3, t), [draw(t, 3, 8, i, dtype=d)[..., 0] for i in (1, 2, 3)],
+        draw(t, 3, 8),
+        draw(3, t),
+        [draw(t, 3, 8, i, dtype=d)[..., 0] for i in (1, 2, 3)],
         [draw(3, t, i)[..., 0] for i in (1, 2, 3)],
     ),
     "add_up_": lambda t, d: (draw(t, 3, 8, dtype=d), parts(t, d)),
     "add_to_": lambda t, d: (draw(t, 3, 8, dtype=d), parts(t, d)),
     "sum_onto_": lambda t, d: (draw(t, H, dtype=d), draw(3, t, H, dtype=d), draw(t, H, dtype=d)),
-    "put_up_": lambda t, d: (
-        draw(t, 3, 8, dtype=d), torch.arange(t - 1, -1, -1), parts(t, d)
-    ),
-}  # fmt: skip
+    "put_up_": lambda t, d: (draw(t, 3, 8, dtype=d), torch.arange(t - 1, -1, -1), parts(t, d)),
+}
 
 
 def results(made: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -143,8 +152,9 @@ def test_all_compile_once_for_any_number_of_tokens(backend: str) -> None:
         for tokens in (11, 13, 17):  # none of them the size of another dim
             for one, other in zip(
                 call(compiled, name, tokens, torch.float32),
-                call(fused, name, tokens, torch.float32), strict=True,
-            ):  # fmt: skip
+                call(fused, name, tokens, torch.float32),
+                strict=True,
+            ):
                 torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
         assert times == 1, name
 
@@ -168,8 +178,10 @@ def test_many_kinds_of_sizes() -> None:
 
 def test_autograd_goes_through_plain_operators() -> None:
     """Catches gradients that end at an operator: they would be missing, and nobody told."""
-    args = [x.to("meta") if isinstance(x, torch.Tensor) else x
-            for x in ARGUMENTS["swiglu"](T, torch.float32)]  # fmt: skip
+    args = [
+        x.to("meta") if isinstance(x, torch.Tensor) else x
+        for x in ARGUMENTS["swiglu"](T, torch.float32)
+    ]
     args[0].requires_grad_()
     assert FUSED["swiglu"](*args).grad_fn is not None
     with torch.no_grad():

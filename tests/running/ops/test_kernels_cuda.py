@@ -76,9 +76,22 @@ class Answers(TorchDispatchMode):
         return out, lse, q.new_empty(2), q.new_empty(()), q.new_empty(0)
 
     def _flash_backward(
-        self, grad, q, k, v, out, lse, q_starts, k_starts, q_most, k_most, dropout, causal,
-        seed, offset,
-    ):  # fmt: skip
+        self,
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        q_starts,
+        k_starts,
+        q_most,
+        k_most,
+        dropout,
+        causal,
+        seed,
+        offset,
+    ):
         assert dropout == 0.0
         self._check(q, k, v, q_starts, k_starts, q_most, k_most)
         assert all(x.is_contiguous() for x in (grad, out, lse))
@@ -105,9 +118,24 @@ class Answers(TorchDispatchMode):
         return out, lse, q.new_empty(()), q.new_empty(()), q_most, k_most
 
     def _efficient_backward(
-        self, grad, q, k, v, bias, out, q_starts, k_starts, q_most, k_most, lse,
-        dropout, seed, offset, mask, bias_grad,
-    ):  # fmt: skip
+        self,
+        grad,
+        q,
+        k,
+        v,
+        bias,
+        out,
+        q_starts,
+        k_starts,
+        q_most,
+        k_most,
+        lse,
+        dropout,
+        seed,
+        offset,
+        mask,
+        bias_grad,
+    ):
         assert (bias, dropout, bias_grad) == (None, 0.0, False)
         assert q.shape[2] == k.shape[2], "no grouped heads"
         self._check(q[0], k[0], v[0], q_starts, k_starts, q_most, k_most)
@@ -121,9 +149,16 @@ class Answers(TorchDispatchMode):
             rows = at.stop - at.start
             assert lse[i, :, rows:].isposinf().all(), "padding must weigh nothing"
             dq[0, at], dk[0, of], dv[0, of] = ONE.backward(
-                grad[0, at], q[0, at], k[0, of], v[0, of], out[0, at], lse[i, :, :rows],
-                (), (), bool(mask),
-            )  # fmt: skip
+                grad[0, at],
+                q[0, at],
+                k[0, of],
+                v[0, of],
+                out[0, at],
+                lse[i, :, :rows],
+                (),
+                (),
+                bool(mask),
+            )
         return dq, dk, dv, q.new_empty(())
 
     def _check(self, q, k, v, q_starts, k_starts, q_most, k_most) -> None:

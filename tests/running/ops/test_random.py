@@ -108,8 +108,9 @@ def test_the_mask_is_a_token_s_own() -> None:
     samples, positions = torch.randint(10**12, (50,)), torch.randint(4000, (50,))
     whole = keep_mask(FEATURES, 0.3, _key(samples, positions), 9)
     order = torch.randperm(50)
-    assert torch.equal(keep_mask(FEATURES, 0.3, _key(samples[order], positions[order]), 9),
-                       whole[order])  # fmt: skip
+    assert torch.equal(
+        keep_mask(FEATURES, 0.3, _key(samples[order], positions[order]), 9), whole[order]
+    )
     for part in (slice(0, 1), slice(20, 20), slice(31, 50)):
         key = _key(samples[part], positions[part])
         assert torch.equal(keep_mask(FEATURES, 0.3, key, 9), whole[part])

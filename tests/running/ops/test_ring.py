@@ -96,11 +96,13 @@ def _core(case: Case, tokens: TokenPlan, member: int, group: Any) -> Core:
     everyone = tuple(range(tokens.ranks))
     order = tokens.held(everyone).order
     return GatheredCore(
-        heads=case.heads, sizes=tokens.sizes, group=group,
+        heads=case.heads,
+        sizes=tokens.sizes,
+        group=group,
         blocks=tokens.blocks((member,), everyone, case.causal),
         order=None if order is None else torch.from_numpy(order),
         back=None if order is None else torch.from_numpy(np.argsort(order)),
-    )  # fmt: skip
+    )
 
 
 def _group() -> Any:
@@ -116,9 +118,11 @@ def _run(case: Case) -> dict[str, Any]:
         forward = wire.take()
         out.backward(grad)
     return {
-        "out": out.detach().numpy(), "dqkv": qkv.grad.numpy(), "sent": (forward, wire.take()),
+        "out": out.detach().numpy(),
+        "dqkv": qkv.grad.numpy(),
+        "sent": (forward, wire.take()),
         "places": tokens.index(member),
-    }  # fmt: skip
+    }
 
 
 def _run_all(cases: list[Case]) -> list[dict[str, Any]]:
@@ -140,9 +144,18 @@ HELD = (None, 0, 2)
 
 @pytest.mark.parametrize(
     ("ranks", "held", "every"),
-    [(1, None, 1), (1, 0, 4), (2, None, 2), (2, 2, 4), (3, None, 4), (3, 0, 4), (4, None, 6),
-     (4, 2, 6), *(whole(ranks, held, 1) for ranks, held in product((1, 2, 3, 4), HELD))],
-)  # fmt: skip
+    [
+        (1, None, 1),
+        (1, 0, 4),
+        (2, None, 2),
+        (2, 2, 4),
+        (3, None, 4),
+        (3, 0, 4),
+        (4, None, 6),
+        (4, 2, 6),
+        *(whole(ranks, held, 1) for ranks, held in product((1, 2, 3, 4), HELD)),
+    ],
+)
 def test_heads_and_gradients_equal_one_process(ranks: int, held: int | None, every: int) -> None:
     """Would catch a block attended with another rank's keys, softmaxes over parts of the keys that
     are not merged, gradients that travel a hop too far, ranks without tokens that leave the ring,

@@ -71,7 +71,11 @@ def test_a_single_part_is_the_sum() -> None:
 def test_segments() -> None:
     """Would catch rows between parts, before them and after them left out."""
     assert segments([(2, 5), (4, 7)], 9) == [
-        (0, 2, []), (2, 4, [0]), (4, 5, [0, 1]), (5, 7, [1]), (7, 9, [])
-    ]  # fmt: skip
+        (0, 2, []),
+        (2, 4, [0]),
+        (4, 5, [0, 1]),
+        (5, 7, [1]),
+        (7, 9, []),
+    ]
     assert segments([], 3) == [(0, 3, [])]
     assert segments([], 0) == []

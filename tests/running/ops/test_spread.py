@@ -122,11 +122,18 @@ def _draw(case: Case) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(case.total)
     first, second = case.features
     shapes = {
-        "x": (case.total, H), "dx": (case.total, H), "dz": (case.total, H),
+        "x": (case.total, H),
+        "dx": (case.total, H),
+        "dz": (case.total, H),
         "y": (case.total, second),
-        "dy": (case.total, first), "in": (first, H), "in_bias": (first,), "out": (second, H),
-        "out_bias": (H,), "norm": (H,), "norm_bias": (H,),
-    }  # fmt: skip
+        "dy": (case.total, first),
+        "in": (first, H),
+        "in_bias": (first,),
+        "out": (second, H),
+        "out_bias": (H,),
+        "norm": (H,),
+        "norm_bias": (H,),
+    }
     return {
         name: torch.randn(*shape, generator=generator, dtype=torch.float64)
         for name, shape in shapes.items()
@@ -184,14 +191,19 @@ def _run(case: Case) -> dict[str, Any]:
     first, second = (slice(rows.start, rows.stop) for rows in case.shards(rank))
     x, y = t["x"][case.mine(rank)].requires_grad_(), t["y"][:, second].requires_grad_()
     weights = {
-        "in": _source(t["in"][first]), "in_bias": _source(t["in_bias"][first]),
-        "out": _source(t["out"][second]), "out_bias": _source(t["out_bias"]),
-        "norm": _source(t["norm"]), "norm_bias": _source(t["norm_bias"]),
-    }  # fmt: skip
+        "in": _source(t["in"][first]),
+        "in_bias": _source(t["in_bias"][first]),
+        "out": _source(t["out"][second]),
+        "out_bias": _source(t["out_bias"]),
+        "norm": _source(t["norm"]),
+        "norm_bias": _source(t["norm_bias"]),
+    }
     spread = Spread(
-        sizes=case.sizes, group=dist.group.WORLD if ranks > 1 else None, chunks=case.chunks,
+        sizes=case.sizes,
+        group=dist.group.WORLD if ranks > 1 else None,
+        chunks=case.chunks,
         places=case.places if case.moved else None,
-    )  # fmt: skip
+    )
     in_bias, out_bias = (weights[n] if case.biased else None for n in ("in_bias", "out_bias"))
     norm, grad = _norm(case, weights), t["dz"][case.mine(rank)]
     with TrafficCounter() as wire:
@@ -207,9 +219,13 @@ def _run(case: Case) -> dict[str, Any]:
             out = linear_scatter(rows, weights["out"], out_bias, onto, spread, in_pack=in_pack)
         else:
             parts = FeedForward(
-                norm=norm, matrix_in=weights["in"], bias_in=in_bias, activation=case.activation,
-                matrix_out=weights["out"], bias_out=out_bias,
-            )  # fmt: skip
+                norm=norm,
+                matrix_in=weights["in"],
+                bias_in=in_bias,
+                activation=case.activation,
+                matrix_out=weights["out"],
+                bias_out=out_bias,
+            )
             out, passed = spread_feed_forward(x, parts, spread)
         forward = wire.take()
         if case.summed and case.kind != "scatter":
@@ -219,9 +235,10 @@ def _run(case: Case) -> dict[str, Any]:
     grads = {name: weight.grad - 1 for name, weight in weights.items()}
     grads |= {n: v.grad for n, v in (("x", x), ("y", y)) if v.grad is not None}
     return {
-        "result": out.detach().numpy(), **{n: g.numpy() for n, g in grads.items()},
+        "result": out.detach().numpy(),
+        **{n: g.numpy() for n, g in grads.items()},
         "sent": (forward, wire.take()),
-    }  # fmt: skip
+    }
 
 
 def _run_all(cases: list[Case]) -> list[dict[str, Any]]:
@@ -342,9 +359,13 @@ def _passing(chunks: list[int]) -> list[dict[str, float]]:
     for count in chunks:
         spread = Spread(sizes=(TOKENS,) * ranks, group=group, chunks=count)
         parts = FeedForward(
-            norm=None, matrix_in=source(NARROW, WIDE), bias_in=None, bias_out=None,
-            activation=Gelu(approximate="tanh"), matrix_out=source(NARROW, WIDE),
-        )  # fmt: skip
+            norm=None,
+            matrix_in=source(NARROW, WIDE),
+            bias_in=None,
+            bias_out=None,
+            activation=Gelu(approximate="tanh"),
+            matrix_out=source(NARROW, WIDE),
+        )
         x = torch.randn(TOKENS, WIDE, dtype=torch.float64, requires_grad=True)
         passing = {}
         for name in ("gather", "feed"):

@@ -51,9 +51,10 @@ def switched(ranks: int) -> float:
             mine = part(weight, other, to_sizes, rank)
             (got * mine).sum().backward()
             worst = max(
-                worst, far(got, part(whole, other, to_sizes, rank)),
+                worst,
+                far(got, part(whole, other, to_sizes, rank)),
                 far(x.grad, part(weight, own, sizes, rank)),
-            )  # fmt: skip
+            )
     return worst
 
 
@@ -89,9 +90,11 @@ def split_and_gathered(ranks: int) -> list[float]:
             (joined * weights[rank]).sum().backward()
             summed = sum(weights[1:], weights[0])
             errors = [
-                far(shard, part(whole, dim, sizes, rank)), far(x.grad, grads), far(joined, whole),
+                far(shard, part(whole, dim, sizes, rank)),
+                far(x.grad, grads),
+                far(joined, whole),
                 far(y.grad, part(summed, dim, sizes, rank)),
-            ]  # fmt: skip
+            ]
             worst = [max(pair) for pair in zip(worst, errors, strict=True)]
     return worst
 

@@ -92,10 +92,13 @@ def _draw(case: Case) -> dict[str, torch.Tensor]:
     labels = torch.randint(case.words, (total,), generator=generator)
     labels[::3] = IGNORED
     return {
-        "ids": torch.randint(case.words, (total,), generator=generator), "labels": labels,
-        "more": randn(total, H), "embed": randn(case.words, H), "head": randn(case.words, H),
+        "ids": torch.randint(case.words, (total,), generator=generator),
+        "labels": labels,
+        "more": randn(total, H),
+        "embed": randn(case.words, H),
+        "head": randn(case.words, H),
         "bias": randn(case.words),
-    }  # fmt: skip
+    }
 
 
 def _one_process(case: Case) -> dict[str, Any]:
@@ -133,9 +136,15 @@ def _run(case: Case, groups: Groups) -> dict[str, Any]:
         sent = [wire.take()]
         x = (y + t["more"][mine]).detach()
         loss, dx = spread_head_loss(
-            x, t["labels"][mine], w["embed" if case.tied else "head"], rows.start, SCALE, spread,
-            case.chunk, w["bias"] if case.biased else None,
-        )  # fmt: skip
+            x,
+            t["labels"][mine],
+            w["embed" if case.tied else "head"],
+            rows.start,
+            SCALE,
+            spread,
+            case.chunk,
+            w["bias"] if case.biased else None,
+        )
         sent.append(wire.take())
         y.backward(dx)
         sent.append(wire.take())
@@ -187,7 +196,7 @@ def _check(results: Results, tolerance: float) -> None:
             got = _together(case, name, [part[name] for part in parts])
             np.testing.assert_allclose(
                 got, wanted, rtol=0, atol=tolerance, err_msg=f"{name} {case}"
-            )  # fmt: skip
+            )
 
 
 def test_results_and_every_gradient_equal_one_process(results: Results) -> None:
@@ -215,12 +224,14 @@ def test_blocks_are_replicas() -> None:
     instead of the block, and a loss or a gradient that crosses blocks."""
     sizes = ((3, 4, 2, 5), (1, 0, 0, 3), (0, 0, 2, 2))
     _check(
-        _results([
-            Case(sizes=s, words=words, chunks=2, chunk=3, tied=tied, biased=not tied, blocks=2)
-            for s, words, tied in product(sizes, (7, 1), (True, False))
-        ]),
+        _results(
+            [
+                Case(sizes=s, words=words, chunks=2, chunk=3, tied=tied, biased=not tied, blocks=2)
+                for s, words, tied in product(sizes, (7, 1), (True, False))
+            ]
+        ),
         1e-12,
-    )  # fmt: skip
+    )
 
 
 def test_large_logits_do_not_overflow() -> None:

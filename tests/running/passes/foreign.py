@@ -125,9 +125,13 @@ class Gpt(nn.Module):
     logits and the mean loss of labels that were shifted before (or, ``shifts``, are here)."""
 
     def __init__(
-        self, blocks: list[Any], *, places: str = "counted", checkpointed: bool = False,
+        self,
+        blocks: list[Any],
+        *,
+        places: str = "counted",
+        checkpointed: bool = False,
         shifts: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         features = blocks[0].norm.normalized_shape[0]
         self.token = nn.Embedding(VOCABULARY, features)
@@ -158,10 +162,16 @@ class Gpt(nn.Module):
 
 
 def gpt(
-    heads: int = 4, keys: int = 4, *, kind: type[Attention] = Attention,
-    other: type[nn.Module] | None = None, causal: bool = True, layers: int = 2,
-    attends: str = "", **options: object,
-) -> Gpt:  # fmt: skip
+    heads: int = 4,
+    keys: int = 4,
+    *,
+    kind: type[Attention] = Attention,
+    other: type[nn.Module] | None = None,
+    causal: bool = True,
+    layers: int = 2,
+    attends: str = "",
+    **options: object,
+) -> Gpt:
     """Blocks in fp64."""
     torch.manual_seed(0)
     made: Any = partial(kind, heads, keys, causal=causal)

@@ -116,9 +116,12 @@ def test_more_heads(ranks: int, heads: int, keys: int, backend: str | None) -> N
 
 
 WRITTEN = [
-    {"places": "sliced"}, {"checkpointed": True, "causal": False}, {"causal": False},
-    {"attends": "module"}, {"places": "by hand"},
-]  # fmt: skip
+    {"places": "sliced"},
+    {"checkpointed": True, "causal": False},
+    {"causal": False},
+    {"attends": "module"},
+    {"places": "by hand"},
+]
 
 
 @pytest.mark.parametrize(
@@ -180,10 +183,14 @@ def test_one_compiled_graph_serves_them_too() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"recompute": "full"}, whole({"recompute": "attention"}), whole({}),
-     whole({"backend": "eager"})],
+    [
+        {"recompute": "full"},
+        whole({"recompute": "attention"}),
+        whole({}),
+        whole({"backend": "eager"}),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_backward_after_the_next_forward(options: dict[str, Any]) -> None:
     """Catches a backward that takes the batch in force for its own, and one that computes again
     with it."""
@@ -222,12 +229,16 @@ def held(how: str, model: Gpt) -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("ranks", "how", "options"),
     [
-        (2, "ddp", {}), (3, "fsdp2", {"recompute": "attention"}),
-        whole(2, "fsdp2, blocks compiled", {}), whole(2, "blocks compiled by aot", {}),
-        whole(4, "fsdp2", {}), whole(1, "fsdp2", {"recompute": "full"}),
-        whole(2, "ddp", {"backend": "eager"}), whole(2, "fsdp2, checkpointed", {}),
+        (2, "ddp", {}),
+        (3, "fsdp2", {"recompute": "attention"}),
+        whole(2, "fsdp2, blocks compiled", {}),
+        whole(2, "blocks compiled by aot", {}),
+        whole(4, "fsdp2", {}),
+        whole(1, "fsdp2", {"recompute": "full"}),
+        whole(2, "ddp", {"backend": "eager"}),
+        whole(2, "fsdp2, checkpointed", {}),
     ],
-)  # fmt: skip
+)
 def test_under_wrappers(ranks: int, how: str, options: dict[str, Any]) -> None:
     """Catches gradients that are as many times too large, or too small, as there are ranks, weights
     that are gathered at other times on other ranks, and blocks whose attention is not replaced."""

@@ -23,9 +23,13 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 def losses(folder: Path, *command: str) -> list[float]:
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=280, check=False,
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
         env=os.environ | {"XDG_CACHE_HOME": str(folder)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line)["loss"] for line in done.stdout.splitlines()]
 

@@ -50,10 +50,16 @@ def test_verified(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["exact"]
     assert {case["batch"] for case in found["cases"]} == {
-        "rows", "packed", "padded", "half ignored",
-    }  # fmt: skip
-    kept = {case["recompute"]: case["kept_bytes"] for case in found["cases"]
-            if (case["batch"], case["exchange"]) == ("rows", "ulysses")}  # fmt: skip
+        "rows",
+        "packed",
+        "padded",
+        "half ignored",
+    }
+    kept = {
+        case["recompute"]: case["kept_bytes"]
+        for case in found["cases"]
+        if (case["batch"], case["exchange"]) == ("rows", "ulysses")
+    }
     assert kept["full"] < kept["attention"] < kept["none"]
 
 
@@ -80,10 +86,13 @@ def losses_alone(kind: str, how: str, backend: str | None) -> list[float]:
 @pytest.mark.parametrize(
     ("ranks", "kind", "how", "backend"),
     [
-        (2, "llama", "fsdp2", None), (3, "bert", "ddp", None), whole(1, "gpt2", "alone", None),
-        whole(2, "llama", "alone", "aot_eager"), whole(4, "qwen3", "ddp", None),
+        (2, "llama", "fsdp2", None),
+        (3, "bert", "ddp", None),
+        whole(1, "gpt2", "alone", None),
+        whole(2, "llama", "alone", "aot_eager"),
+        whole(4, "qwen3", "ddp", None),
     ],
-)  # fmt: skip
+)
 def test_losses_without_logits(ranks: int, kind: str, how: str, backend: str | None) -> None:
     """Catches chunks that are left out or weighed otherwise, a head whose weights are gathered at
     another time, and logits that are gone where no loss is made."""
@@ -122,8 +131,9 @@ def test_two_forwards_before_a_backward() -> None:
     def work() -> float:
         run = hr.compile(foreign_model("llama", 0).double(), recompute="full")
         plain = hr.compile(foreign_model("llama", 0).double())
-        batches = [drawn(1, 12, 0) | {"position_ids": torch.arange(12)[None] % part}
-                   for part in (4, 12)]  # fmt: skip
+        batches = [
+            drawn(1, 12, 0) | {"position_ids": torch.arange(12)[None] % part} for part in (4, 12)
+        ]
         grads = []
         for model in (run, plain):
             shards = [model.shard(batch) for batch in batches]
@@ -164,8 +174,11 @@ def test_compiled(capsys: pytest.CaptureFixture[str]) -> None:
     cases = json.loads(capsys.readouterr().out)["cases"]
     plain = [case for case in cases if case["recompute"] == "none"]
     assert plain[-1]["compiles"] <= 3
-    kept = {case["recompute"]: case["kept_bytes"] for case in cases
-            if (case["batch"], case["exchange"]) == ("rows", "ulysses")}  # fmt: skip
+    kept = {
+        case["recompute"]: case["kept_bytes"]
+        for case in cases
+        if (case["batch"], case["exchange"]) == ("rows", "ulysses")
+    }
     assert kept["full"] < kept["attention"] < kept["none"]
 
 
@@ -173,15 +186,32 @@ def test_compiled(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.timeout(600)
 def test_inductor() -> None:
     """Catches strides that a compiler takes on trust, and a vocabulary smaller than is drawn."""
-    assert main(["verify", "running.passes.foreign:gpt", "--ranks", "2", "--backend", "inductor",
-                 "--tolerance", "1e-12"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "verify",
+                "running.passes.foreign:gpt",
+                "--ranks",
+                "2",
+                "--backend",
+                "inductor",
+                "--tolerance",
+                "1e-12",
+            ]
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [("gemma2", "softcap"), ("llama4_text", "chunked_attention"),
-     ("qwen3_next", "linear_attention"), ("bloom", "no attention that was replaced")],
-)  # fmt: skip
+    [
+        ("gemma2", "softcap"),
+        ("llama4_text", "chunked_attention"),
+        ("qwen3_next", "linear_attention"),
+        ("bloom", "no attention that was replaced"),
+    ],
+)
 def test_refused(kind: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches models whose tokens meet in ways that are not known, run all the same."""
     assert main(["verify", kind, "--ranks", "1"]) == 2

@@ -46,9 +46,11 @@ def _profiled(
     storage, told = Storage(model, groups, seed=2), []
     before = {name: master.clone() for name, master in storage.masters.items()}
     profiler = Profiler(
-        storage, groups, ProfileOptions(sizes=sizes, longest=LONGEST, repeats=1, methods=methods),
+        storage,
+        groups,
+        ProfileOptions(sizes=sizes, longest=LONGEST, repeats=1, methods=methods),
         progress=lambda what, done, of: told.append((what, done, of)),
-    )  # fmt: skip
+    )
     cluster = Cluster(devices=groups.ranks, memory_bytes=2**30)
     profile = profiler.profile("fingerprint", cluster)
     same = all(torch.equal(before[n], m) for n, m in storage.masters.items())

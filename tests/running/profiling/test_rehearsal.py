@@ -123,10 +123,11 @@ def test_a_profile_of_shapes_is_a_profile(shapes: Profile) -> None:
 def test_a_device_twice_as_slow_takes_longer(shapes: Profile) -> None:
     """Would catch a clock that does not look at the hardware."""
     device = replace(
-        H100.device, launch_s=2 * H100.device.launch_s,
+        H100.device,
+        launch_s=2 * H100.device.launch_s,
         memory_bytes_per_s=H100.device.memory_bytes_per_s / 2,
         flops_per_s={k: v / 2 for k, v in H100.device.flops_per_s.items()},
-    )  # fmt: skip
+    )
     link = replace(
         H100.inside, latency_s=2 * H100.inside.latency_s, bytes_per_s=H100.inside.bytes_per_s / 2
     )
@@ -145,9 +146,12 @@ def _clocked() -> dict[str, float]:
     dist.destroy_process_group()
     link = replace(H100.inside, latency_s=1.0, bytes_per_s=1e3, attained=1.0)
     device = replace(
-        H100.device, launch_s=0.0, memory_bytes_per_s=1e30, attained_matmul=0.5,
+        H100.device,
+        launch_s=0.0,
+        memory_bytes_per_s=1e30,
+        attained_matmul=0.5,
         flops_per_s={"float32": 1e3},
-    )  # fmt: skip
+    )
     found = {}
     with fake_world(0, 2) as groups:
         world = groups.world
@@ -195,9 +199,13 @@ def _modelled_flops() -> tuple[float, float]:
     """FLOPs of all sweeps by the clock (nothing else takes time) and by torch's counter."""
     dist.destroy_process_group()
     device = replace(
-        H100.device, launch_s=0.0, memory_bytes_per_s=1e30, attained_matmul=1.0,
-        attained_attention=1.0, flops_per_s={"float32": 1.0},
-    )  # fmt: skip
+        H100.device,
+        launch_s=0.0,
+        memory_bytes_per_s=1e30,
+        attained_matmul=1.0,
+        attained_attention=1.0,
+        flops_per_s={"float32": 1.0},
+    )
     link = replace(H100.inside, latency_s=0.0, bytes_per_s=1e30)
     with fake_world(1, 2) as groups:
         two, everyone = TwoLayers(MODEL), (0, 1)
@@ -241,8 +249,10 @@ def test_real_work_and_modelled_messages_add_up() -> None:
 
 def _no_peak() -> str:
     try:
-        _profile(dtype=torch.float16, hardware=replace(
-            H100, device=replace(H100.device, flops_per_s={"bfloat16": 1e12})))  # fmt: skip
+        _profile(
+            dtype=torch.float16,
+            hardware=replace(H100, device=replace(H100.device, flops_per_s={"bfloat16": 1e12})),
+        )
     except SpecError as error:
         return str(error)
     return ""
@@ -259,9 +269,14 @@ def _kernels(hardware: str) -> set[str]:
     """Operators of a layer that is rehearsed for some hardware."""
     dist.destroy_process_group()
     rehearsal = Rehearsal(
-        architecture=MODEL, hardware=Hardware.parse(hardware), ranks=2, sizes=(2,), longest=64,
-        methods=("ulysses_z",), levels=("none",),
-    )  # fmt: skip
+        architecture=MODEL,
+        hardware=Hardware.parse(hardware),
+        ranks=2,
+        sizes=(2,),
+        longest=64,
+        methods=("ulysses_z",),
+        levels=("none",),
+    )
     with Operators() as seen:
         rehearsal.profile("rehearsed", Cluster(devices=2, memory_bytes=2**30, device=hardware))
     return seen.names
@@ -307,18 +322,23 @@ def _waits(slower: float) -> tuple[list[float], list[float], list[float]]:
     dist.destroy_process_group()
     slow = replace(H100.inside, latency_s=0.05)
     rehearsal = Rehearsal(
-        architecture=MODEL, hardware=replace(H100, inside=slow), ranks=2, sizes=(2,), longest=64,
+        architecture=MODEL,
+        hardware=replace(H100, inside=slow),
+        ranks=2,
+        sizes=(2,),
+        longest=64,
         device="cpu",
-    )  # fmt: skip
+    )
     target = BranchTarget(p=2, part="attention", method="ulysses_z", level="none")
     with fake_world(0, 2) as groups:
         two = TwoLayers(MODEL)
         groups.prepare(two.groups_of(target, (0, 1)))
         probe = two.probe(groups, (0, 1), target, (64,))
         return (
-            rehearsal.alone_and_waiting(probe), rehearsal._seconds(probe),
+            rehearsal.alone_and_waiting(probe),
+            rehearsal._seconds(probe),
             rehearsal._under(Stalls(rehearsal.hardware, "cpu", slower), probe),
-        )  # fmt: skip
+        )
 
 
 def test_links_are_added_to_what_runs_alone() -> None:

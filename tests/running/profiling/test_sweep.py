@@ -98,16 +98,23 @@ def test_memory_is_not_exceeded() -> None:
 def test_a_foreign_model_is_priced_and_planned(swept: list[list[ProfilePoint]]) -> None:
     """Would catch costs or plans that ask a model for heads, features or a vocabulary."""
     shape = ModelShape(
-        name="mixers", layers=3, hidden=WIDTH, split_elements=(0, 1024, 1024, 1024, 0),
-        whole_elements=(0, 80, 80, 80, 0), longest=4096,
-    )  # fmt: skip
+        name="mixers",
+        layers=3,
+        hidden=WIDTH,
+        split_elements=(0, 1024, 1024, 1024, 0),
+        whole_elements=(0, 80, 80, 80, 0),
+        longest=4096,
+    )
     layers = [point for point in swept[0] if point.p == 1]
     profile = Profile(
-        fingerprint="made=here", shape=shape, cluster=Cluster(devices=2, memory_bytes=10**7),
+        fingerprint="made=here",
+        shape=shape,
+        cluster=Cluster(devices=2, memory_bytes=10**7),
         points=tuple(_named(point, name) for name in ("mixer1", ENDS) for point in layers),
-        exchange_s={"pull_s": 0.0, "push_s": 0.0, "update_s": 0.0}, state_bytes=20_000,
+        exchange_s={"pull_s": 0.0, "push_s": 0.0, "update_s": 0.0},
+        state_bytes=20_000,
         working_bytes={1: {"replicated": 10_000, "sharded": 10_000}},
-    )  # fmt: skip
+    )
     costs = costs_from_profile(Profile.from_json(profile.to_json()))
     made = plan(Problem(costs=costs, devices=2), Lengths.of([500, 200, 200, 100]))
     assert made.predicted_s > 0

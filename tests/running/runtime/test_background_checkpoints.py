@@ -18,9 +18,14 @@ from running.runtime.test_checkpoint import alone, blanks, model, shards_of, tog
 
 
 def begun(
-    writer: BackgroundWriter, root: Path, step: int, shards: list[StoredShard], rank: int = 0,
-    gather: Callable[[bytes], list[bytes]] = alone, keep: int = 3,
-) -> None:  # fmt: skip
+    writer: BackgroundWriter,
+    root: Path,
+    step: int,
+    shards: list[StoredShard],
+    rank: int = 0,
+    gather: Callable[[bytes], list[bytes]] = alone,
+    keep: int = 3,
+) -> None:
     writer.begin(root, step, shards, {"step": step}, rank=rank, gather=gather, keep=keep)
 
 
@@ -124,5 +129,6 @@ def test_old_ones_go_when_new_ones_are_there(tmp_path: Path) -> None:
         assert kept == [f"step-{n:06d}" for n in range(max(1, step - 2), step)]
     writer.finish(alone)
     assert [path.name for path in checkpoint.newest_first(tmp_path)] == [
-        "step-000004", "step-000003",
-    ]  # fmt: skip
+        "step-000004",
+        "step-000003",
+    ]

@@ -591,8 +591,10 @@ def test_another_model(saved: Path) -> None:
         with pytest.raises(CheckpointError, match=r"w: got F32 \(64, 8\), wanted F") as caught:
             checkpoint.load(saved, [whole("w", tensor)])
         assert "another model" in str(caught.value)
-    for load in (lambda: checkpoint.load(saved, [whole("x.bia", torch.zeros(5))]),
-                 lambda: checkpoint.read_whole(saved, "x.bia")):  # fmt: skip
+    for load in (
+        lambda: checkpoint.load(saved, [whole("x.bia", torch.zeros(5))]),
+        lambda: checkpoint.read_whole(saved, "x.bia"),
+    ):
         with pytest.raises(CheckpointError, match=r"no tensor 'x.bia' .*did you mean 'x.bias'"):
             load()
 

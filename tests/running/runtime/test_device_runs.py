@@ -42,9 +42,12 @@ def _steps(
                 lengths, ranks, MODEL.layers, rng, methods=methods, most_tensor=2
             )
             executor = executor or Executor(
-                Storage(MODEL, groups, seed=0), groups, seed=0, clock=DeviceClock(posted),
+                Storage(MODEL, groups, seed=0),
+                groups,
+                seed=0,
+                clock=DeviceClock(posted),
                 in_flight_bytes=in_flight_bytes,
-            )  # fmt: skip
+            )
             executor.run(plan, documents, step=step, lr=1e-3)
     return posted.events
 

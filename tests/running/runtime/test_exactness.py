@@ -32,9 +32,18 @@ def _one_thread():
 
 LLAMA = Architecture(layers=3, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=61)
 BERT = Architecture(
-    layers=2, hidden=32, heads=4, kv_heads=4, ffn=64, vocabulary=61, kind="bert", causal=False,
-    positions=40, norm_eps=1e-12, mask_id=60,
-)  # fmt: skip
+    layers=2,
+    hidden=32,
+    heads=4,
+    kv_heads=4,
+    ffn=64,
+    vocabulary=61,
+    kind="bert",
+    causal=False,
+    positions=40,
+    norm_eps=1e-12,
+    mask_id=60,
+)
 MODELS = {
     "llama": LLAMA,
     "llama-mqa-untied": Architecture(
@@ -78,9 +87,14 @@ def _whole(results, part, name, a, ranks):
 
 
 ALWAYS = {
-    "llama": (1, 2, 3, 4), "llama-mqa-untied": (1, 3), "llama-mha": (2, 4), "gpt": (1, 4),
-    "bidirectional": (3,), "bert": (1, 4), "bert-untied": (2, 3),
-}  # fmt: skip
+    "llama": (1, 2, 3, 4),
+    "llama-mqa-untied": (1, 3),
+    "llama-mha": (2, 4),
+    "gpt": (1, 4),
+    "bidirectional": (3,),
+    "bert": (1, 4),
+    "bert-untied": (2, 3),
+}
 """Ranks that a model has in every run; the others under ``slow``."""
 
 
@@ -112,10 +126,17 @@ def test_gradients_equal_one_process(model, ranks):
 
 @pytest.mark.parametrize(
     ("a", "ranks"),
-    [(LLAMA, 1), whole(LLAMA, 2), (LLAMA, 3), whole(LLAMA, 4), whole(BERT, 1), whole(BERT, 2),
-     (BERT, 3)],
+    [
+        (LLAMA, 1),
+        whole(LLAMA, 2),
+        (LLAMA, 3),
+        whole(LLAMA, 4),
+        whole(BERT, 1),
+        whole(BERT, 2),
+        (BERT, 3),
+    ],
     ids=lambda value: getattr(value, "kind", str(value)),
-)  # fmt: skip
+)
 def test_ten_steps_equal_one_process(a, ranks):
     """Would catch state that a plan leaves behind: stale partial sums, an update per group; and
     masks of one step that are those of another."""
@@ -127,8 +148,10 @@ def test_ten_steps_equal_one_process(a, ranks):
     plain = [w for w in reference.values() if w.dim() == 1]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
-        lr=0.01, betas=(options.beta1, options.beta2), eps=options.eps,
-    )  # fmt: skip
+        lr=0.01,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+    )
     rng = np.random.default_rng(5)
     for step in range(10):
         documents = random_documents(rng, a.vocabulary, int(rng.integers(1, 9)), 37)
@@ -163,8 +186,9 @@ def _dropped(a, ranks):
     a = replace(a, dropout=0.2)
     results = run_ranks(ranks, _steps, a, torch.float64, 3, 2, AdamW(clip=0.0))
     losses = [step[0] for step in results[0][0]]
-    last = {w.name: _whole(results, lambda r: r[0][-1][1], w.name, a, ranks)
-            for w in weight_table(a)}  # fmt: skip
+    last = {
+        w.name: _whole(results, lambda r: r[0][-1][1], w.name, a, ranks) for w in weight_table(a)
+    }
     return losses, last
 
 

@@ -34,14 +34,17 @@ def _plan(devices: int, lengths: tuple[int, ...], *groups: tuple[int, ...], **re
     """Sequence i alone in a micro-batch on group i, wherever that group is."""
     pipelines = tuple(dict.fromkeys(groups))
     return Plan(
-        lengths=Lengths(tokens=lengths), devices=devices,
+        lengths=Lengths(tokens=lengths),
+        devices=devices,
         pipelines=tuple(Pipeline(scheme=Scheme(context=len(g)), ranks=g) for g in pipelines),
         micro_batches=tuple(
             MicroBatch(pipeline=pipelines.index(g), sequences=(i,), layers=LAYERS)
             for i, g in enumerate(groups)
         ),
-        predicted_s=0.0, lower_bound_s=0.0, **rest,
-    )  # fmt: skip
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+        **rest,
+    )
 
 
 def _documents(lengths: tuple[int, ...], seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -166,10 +169,14 @@ def test_sequences_that_are_not_as_long_as_planned_are_refused() -> None:
     """Would catch tokens that are cut off, and a loss divided by the planned count."""
     (told,) = run_ranks(1, _wrong_lengths)
     assert told == [
-        "tokens of sequence 1: got 4, wanted 5", "tokens of sequence 0: got 7, wanted 6",
-        "tokens of sequence 0: got 5, wanted 6", "tokens of sequence 1: got none, wanted 5",
-        "tokens of sequence 2: got 1, wanted none", "tokens of sequence 0: got none, wanted 6", "0",
-    ]  # fmt: skip
+        "tokens of sequence 1: got 4, wanted 5",
+        "tokens of sequence 0: got 7, wanted 6",
+        "tokens of sequence 0: got 5, wanted 6",
+        "tokens of sequence 1: got none, wanted 5",
+        "tokens of sequence 2: got 1, wanted none",
+        "tokens of sequence 0: got none, wanted 6",
+        "0",
+    ]
 
 
 def test_a_plan_of_another_kind_on_one_rank_is_refused_everywhere() -> None:
@@ -239,16 +246,24 @@ def test_every_action_is_told_and_measured() -> None:
         pulls = [(rank, f"P{b}", "pull", 0, 3) for b in range(count)]
         pushes = [(rank, f"G{b}", "push", 0, 3) for b in reversed(range(count))]
         work = {
-            0: [("0F0[0,1]", "forward", 8, 2), ("0B0[0,1]", "backward", 8, 2),
-                ("0F1[0]", "forward", 3, 1), ("0B1[0]{3,2,1,0}", "backward", 3, 1)],
+            0: [
+                ("0F0[0,1]", "forward", 8, 2),
+                ("0B0[0,1]", "backward", 8, 2),
+                ("0F1[0]", "forward", 3, 1),
+                ("0B1[0]{3,2,1,0}", "backward", 3, 1),
+            ],
             1: [("0F0[0,1]", "forward", 8, 2), ("0B0[0,1]", "backward", 8, 2)],
             2: [],
-        }[rank]  # fmt: skip
+        }[rank]
         assert result["rows"] == [
-            *pulls, *((rank, *row) for row in work), *pushes, (rank, "U", "update", 0, 3)
-        ]  # fmt: skip
-        times = [t for t, row in zip(result["times"], result["rows"], strict=True)
-                 if row[2] != "pull"]  # fmt: skip
+            *pulls,
+            *((rank, *row) for row in work),
+            *pushes,
+            (rank, "U", "update", 0, 3),
+        ]
+        times = [
+            t for t, row in zip(result["times"], result["rows"], strict=True) if row[2] != "pull"
+        ]
         ends = [0.0, *(end for _, end in times)]
         for before, (start, end) in zip(ends, times, strict=False):
             assert before <= start <= end

@@ -26,10 +26,15 @@ LENGTHS = (37, 3, 20, 11, 1, 29, 8, 2, 17)
 HANG_S = 1.0
 # Ranks 0 and 1 are two stages, 2 and 3 a tensor block.
 WHERE = {
-    "pull": (2, "P1"), "send": (0, "Sa0>1*"), "exchange": (1, "X(Sg0>0*"),
-    "receive": (1, "Ra0<0*"), "forward": (3, "0F"), "backward": (0, "0B0[0]"),
-    "push": (1, "G1"), "update": (3, "U"),
-}  # fmt: skip
+    "pull": (2, "P1"),
+    "send": (0, "Sa0>1*"),
+    "exchange": (1, "X(Sg0>0*"),
+    "receive": (1, "Ra0<0*"),
+    "forward": (3, "0F"),
+    "backward": (0, "0B0[0]"),
+    "push": (1, "G1"),
+    "update": (3, "U"),
+}
 
 
 def _main(job: Job, victim: int, where: str, number: signal.Signals) -> Callable[[World], int]:
@@ -65,8 +70,11 @@ def _struck(run_job: RunJob, name: str, number: signal.Signals) -> Job:
         lambda job: start(_main(job, victim, where, number), ranks=4, hang_s=HANG_S, timeout_s=60)
     )
     began = float(job.read("struck"))
-    job.until(lambda: all(_said(job, rank) for rank in {0, 1, 2, 3} - {victim}),
-              "the last words of all survivors", 5.0)  # fmt: skip
+    job.until(
+        lambda: all(_said(job, rank) for rank in {0, 1, 2, 3} - {victim}),
+        "the last words of all survivors",
+        5.0,
+    )
     assert time.monotonic() - began < 15.0
     return job
 

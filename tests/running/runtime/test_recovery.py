@@ -45,10 +45,17 @@ LENGTHS = (37, 3, 20, 11, 1, 29, 8, 2, 17)
 FIRST, SECOND = "1*pp2 + 1*tp2", "2*cp2"
 # What each of the ranks 0 to 3 of the first strategy can be in.
 PLANTED = {
-    "pull": (2, "P1"), "send": (0, "Sa0"), "exchange": (1, "X("), "receive": (1, "Ra0"),
-    "forward": (1, "1F"), "tensor forward": (3, "0F"), "backward": (0, "0B"), "push": (1, "G1"),
-    "last backward": (2, "{"), "update": (3, "U"),
-}  # fmt: skip
+    "pull": (2, "P1"),
+    "send": (0, "Sa0"),
+    "exchange": (1, "X("),
+    "receive": (1, "Ra0"),
+    "forward": (1, "1F"),
+    "tensor forward": (3, "0F"),
+    "backward": (0, "0B"),
+    "push": (1, "G1"),
+    "last backward": (2, "{"),
+    "update": (3, "U"),
+}
 
 
 @dataclass
@@ -95,9 +102,13 @@ def _batches(count: int) -> Iterator[Batch]:
 
 
 def _train(
-    world: World, faults: dict[int, tuple[int, str]], always: bool = False,
-    node_ranks: int | None = None, backend: str = "gloo", checked: bool = False,
-) -> Any:  # fmt: skip
+    world: World,
+    faults: dict[int, tuple[int, str]],
+    always: bool = False,
+    node_ranks: int | None = None,
+    backend: str = "gloo",
+    checked: bool = False,
+) -> Any:
     """Steps 0, 1, ...; in step n the rank ``faults[n][0]`` runs out of memory once, where its
     action has ``faults[n][1]`` in it."""
     rerendezvous = world.rerendezvous if backend == "gloo" else _met_over(backend, world)
@@ -116,9 +127,12 @@ def _train(
             raise torch.OutOfMemoryError("planted")
 
     executor = Executor(
-        storage, groups, seed=3, entered=entered if faults[0][1] else lambda action: None,
+        storage,
+        groups,
+        seed=3,
+        entered=entered if faults[0][1] else lambda action: None,
         checked=checked,
-    )  # fmt: skip
+    )
     seen: list[Any] = []
 
     def finished(step: Any, batch: Any) -> None:
@@ -126,9 +140,13 @@ def _train(
         seen.append((step.metrics["loss"], step.metrics["out_of_memory"], str(step.plan.strategy)))
 
     trainer = Trainer(
-        executor=executor, groups=groups, planner=planned, schedule=Schedule(lr=0.01, steps=steps),
-        finished=finished, recovery=Recovery(rerendezvous=rerendezvous, groups=groups),
-    )  # fmt: skip
+        executor=executor,
+        groups=groups,
+        planner=planned,
+        schedule=Schedule(lr=0.01, steps=steps),
+        finished=finished,
+        recovery=Recovery(rerendezvous=rerendezvous, groups=groups),
+    )
     trainer.train(_batches(steps), 0, steps)
     weights = {n: m.numpy().tolist() for n, m in storage.masters.items()}
     return {"seen": seen, "told": planned.told, "weights": weights, "updates": storage.updates}
@@ -142,19 +160,27 @@ def _met_over(backend: str, world: World) -> Rerendezvous:
     backend = "kernels"
     dist.destroy_process_group()
     found = Rerendezvous(
-        store=dist.PrefixStore(backend, world.rerendezvous._store), rank=world.rank,
-        ranks=world.ranks, timeout_s=world.timeout_s, watcher=world.watcher, backend=backend,
+        store=dist.PrefixStore(backend, world.rerendezvous._store),
+        rank=world.rank,
+        ranks=world.ranks,
+        timeout_s=world.timeout_s,
+        watcher=world.watcher,
+        backend=backend,
         store_port=world.rerendezvous.connections._spared,
-    )  # fmt: skip
+    )
     found.meet()
     return found
 
 
 def _main(
-    folder: Path, faults: dict[int, tuple[int, str]], always: bool = False,
-    node_ranks: int | None = None, backend: str = "gloo",
-    planted: Callable[[World], None] = lambda world: None, checked: bool = False,
-) -> Callable[[World], int]:  # fmt: skip
+    folder: Path,
+    faults: dict[int, tuple[int, str]],
+    always: bool = False,
+    node_ranks: int | None = None,
+    backend: str = "gloo",
+    planted: Callable[[World], None] = lambda world: None,
+    checked: bool = False,
+) -> Callable[[World], int]:
     def main(world: World) -> int:
         planted(world)
         found = _train(world, faults, always, node_ranks, backend, checked)
@@ -274,10 +300,11 @@ def _with_nan(world: World) -> None:
 @pytest.mark.parametrize(
     ("planted", "backend", "checked"),
     [
-        (_while_one_is_late, "gloo", False), (_while_one_is_late, "kernels", False),
+        (_while_one_is_late, "gloo", False),
+        (_while_one_is_late, "kernels", False),
         (_with_nan, "kernels", True),
     ],
-)  # fmt: skip
+)
 def test_what_else_happens_meanwhile(
     planted: Callable[[World], None], backend: str, checked: bool, run_job: RunJob, tmp_path: Path
 ) -> None:
@@ -332,10 +359,12 @@ def _once(world: World) -> int:
 
     executor = Executor(storage, groups, seed=3, entered=entered)
     trainer = Trainer(
-        executor=executor, groups=groups, planner=Planner(most=1),
+        executor=executor,
+        groups=groups,
+        planner=Planner(most=1),
         schedule=Schedule(lr=0.01, steps=1),
         recovery=Recovery(rerendezvous=world.rerendezvous, groups=groups),
-    )  # fmt: skip
+    )
     trainer.train(_batches(1), 0, 1)
     return 0
 

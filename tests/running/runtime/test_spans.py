@@ -57,10 +57,12 @@ def test_waits_of_the_device_are_its_own() -> None:
         stream.work.append(8.0)
     assert stream.waited_for == []
     assert spans.rows() == (
-        _row("P2", "pull", 0.0, 0.25), _row("P0", "pull", 1.25, 3.25),
-        _row("P1", "pull", 3.25, 5.25), _row("0F0", "forward", 0.25, 9.25, 4.0),
+        _row("P2", "pull", 0.0, 0.25),
+        _row("P0", "pull", 1.25, 3.25),
+        _row("P1", "pull", 3.25, 5.25),
+        _row("0F0", "forward", 0.25, 9.25, 4.0),
         _row("0B0", "backward", 9.25, 17.25),
-    )  # fmt: skip
+    )
 
 
 def test_the_action_that_does_not_end_is_named() -> None:
@@ -89,9 +91,10 @@ def _step(overlap: bool) -> tuple[list[str], list[str], tuple[Row, ...]]:
     """What was entered, each with how often the host had waited; the actions; the rows."""
     clock, entered = Seconds(), list[str]()
     executor = _executor(
-        overlap=overlap, clock=clock,
+        overlap=overlap,
+        clock=clock,
         entered=lambda action: entered.append(f"{action} {len(clock.waited_for)}"),
-    )  # fmt: skip
+    )
     plan = _plan(2, (5, 4, 3), (0, 1), (0,), (1,))
     result = executor.run(plan, _documents((5, 4, 3)), step=0, lr=0.0)
     program = compile_plan(plan, bucket_count(LLAMA), overlap=overlap)[executor.groups.rank]

@@ -38,13 +38,16 @@ def _plan(devices: int, *groups: tuple[int, ...], working: Working = "replicated
     """One micro-batch of one sequence per group."""
     layers = LayerPlan.uniform(LayerOption.of("ulysses_z"), 2)
     return Plan(
-        lengths=Lengths(tokens=(8,) * len(groups)), devices=devices,
+        lengths=Lengths(tokens=(8,) * len(groups)),
+        devices=devices,
         pipelines=tuple(Pipeline(scheme=Scheme(context=len(g)), ranks=g) for g in groups),
         micro_batches=tuple(
             MicroBatch(pipeline=i, sequences=(i,), layers=layers) for i in range(len(groups))
         ),
-        predicted_s=0.0, lower_bound_s=0.0, working=working,
-    )  # fmt: skip
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+        working=working,
+    )
 
 
 PLANS = {
@@ -205,8 +208,9 @@ def _masters() -> tuple[dict[str, np.ndarray], int, int]:
     storage = Storage(ODD, Groups(), seed=3, dtype=torch.float64)
     storage.update(0.1)  # so that the optimizer has its state
     state = sum(t.numel() * t.element_size() for _, t in storage.optimizer_rows())
-    held = sum(t.numel() * t.element_size()
-               for t in (*storage.masters.values(), *storage.sums.values()))  # fmt: skip
+    held = sum(
+        t.numel() * t.element_size() for t in (*storage.masters.values(), *storage.sums.values())
+    )
     fresh = Storage(ODD, Groups(), seed=3, dtype=torch.float64)
     masters = {n: m.numpy() for n, m in fresh.masters.items()}
     return masters, storage.bytes_held(), held + state
@@ -329,12 +333,17 @@ def test_listing_the_state_does_not_spoil_the_first_update() -> None:
 
 
 OTHERS = [
-    ("sgd", {"momentum": 0.9}), ("sgd", {"momentum": 0.9, "dampening": 0.5}),
-    ("sgd", {"momentum": 0.9, "nesterov": True}), ("adam", {"betas": (0.5, 0.7)}),
-    ("adam", {"amsgrad": True}), ("adamax", {}), ("radam", {}),
-    ("adagrad", {"initial_accumulator_value": 0.5}), ("adadelta", {}),
+    ("sgd", {"momentum": 0.9}),
+    ("sgd", {"momentum": 0.9, "dampening": 0.5}),
+    ("sgd", {"momentum": 0.9, "nesterov": True}),
+    ("adam", {"betas": (0.5, 0.7)}),
+    ("adam", {"amsgrad": True}),
+    ("adamax", {}),
+    ("radam", {}),
+    ("adagrad", {"initial_accumulator_value": 0.5}),
+    ("adadelta", {}),
     ("rmsprop", {"momentum": 0.5, "centered": True}),
-]  # fmt: skip
+]
 
 
 def _three_updates(
@@ -374,8 +383,9 @@ def test_any_elementwise_optimizer_is_torch_s(
             {"params": [w for w in weights.values() if w.dim() > 1], "weight_decay": 0.1},
             {"params": [w for w in weights.values() if w.dim() == 1], "weight_decay": 0.0},
         ],
-        lr=0.05, **options,
-    )  # fmt: skip
+        lr=0.05,
+        **options,
+    )
     for step in range(3):
         for w in weight_table(ODD):
             generator = torch.Generator().manual_seed(w.elements)

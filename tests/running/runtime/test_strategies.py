@@ -32,9 +32,17 @@ GPT = Architecture(
     layers=3, hidden=32, heads=4, kv_heads=4, ffn=48, vocabulary=61, kind="gpt", positions=40
 )
 BERT = Architecture(
-    layers=3, hidden=32, heads=4, kv_heads=4, ffn=48, vocabulary=61, kind="bert", causal=False,
-    positions=40, mask_id=60,
-)  # fmt: skip
+    layers=3,
+    hidden=32,
+    heads=4,
+    kv_heads=4,
+    ffn=48,
+    vocabulary=61,
+    kind="bert",
+    causal=False,
+    positions=40,
+    mask_id=60,
+)
 LENGTHS = (37, 3, 20, 11, 1, 29, 8, 2, 17)
 
 
@@ -44,8 +52,10 @@ def _documents(a: Architecture, lengths: tuple[int, ...]) -> tuple[np.ndarray, .
 
 
 def _gradients(storage: Storage) -> dict[str, np.ndarray]:
-    return {name: s.float().numpy().copy() if s.dtype == torch.bfloat16 else s.numpy().copy()
-            for name, s in storage.sums.items()}  # fmt: skip
+    return {
+        name: s.float().numpy().copy() if s.dtype == torch.bfloat16 else s.numpy().copy()
+        for name, s in storage.sums.items()
+    }
 
 
 def _one_step_each(
@@ -74,9 +84,12 @@ def _whole(
 
 
 def _compare(
-    results: list[Any], a: Architecture, plans: list[Plan], tolerance: float,
+    results: list[Any],
+    a: Architecture,
+    plans: list[Plan],
+    tolerance: float,
     node_ranks: int | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """``results[rank][number]`` of (loss, gradient rows) against one process."""
     weights = full_weights(a, 3, torch.float64)
     for number, plan in enumerate(plans):
@@ -88,9 +101,12 @@ def _compare(
             got = _whole([rank[number][1] for rank in results], name, a, node_ranks)
             scale = max(float(wanted.abs().max()), 1e-3)
             np.testing.assert_allclose(
-                got, wanted.numpy(), rtol=0, atol=tolerance * scale,
+                got,
+                wanted.numpy(),
+                rtol=0,
+                atol=tolerance * scale,
                 err_msg=f"{plan.strategy} {plan.working} {name}",
-            )  # fmt: skip
+            )
 
 
 @pytest.mark.parametrize("ranks", [n if n in (3, 4) else whole(n) for n in NAMED])
@@ -98,8 +114,10 @@ def test_named_strategies_equal_one_process(ranks: int) -> None:
     """Would catch a message that goes to the wrong member, a bucket pulled by a stage that does
     not need it or not by one that does, and what one strategy leaves for the next."""
     held = ("replicated", "sharded")
-    plans = [laid_out(text, LLAMA, LENGTHS, ranks, working=held[i % 2])
-             for i, text in enumerate(NAMED[ranks])]  # fmt: skip
+    plans = [
+        laid_out(text, LLAMA, LENGTHS, ranks, working=held[i % 2])
+        for i, text in enumerate(NAMED[ranks])
+    ]
     _compare(run_ranks(ranks, _one_step_each, LLAMA, plans, torch.float64), LLAMA, plans, 1e-10)
 
 
@@ -109,8 +127,9 @@ def test_strategies_on_nodes_equal_one_process(ranks: int, node_ranks: int) -> N
     is left out of a sum, and rows of the storage layout of nodes that are taken for others'."""
     held = ("replicated", "sharded")
     texts = (*NAMED[ranks], f"{ranks}*cp1", f"1*cp{ranks}")
-    plans = [laid_out(text, LLAMA, LENGTHS, ranks, working=held[i % 2])
-             for i, text in enumerate(texts)]  # fmt: skip
+    plans = [
+        laid_out(text, LLAMA, LENGTHS, ranks, working=held[i % 2]) for i, text in enumerate(texts)
+    ]
     results = run_ranks(ranks, _one_step_each, LLAMA, plans, torch.float64, node_ranks)
     _compare(results, LLAMA, plans, 1e-10, node_ranks)
 
@@ -178,8 +197,10 @@ def _steps_of_one(a: Architecture, ranks: int, seed: int, steps: int, lr: float)
     o = AdamW()
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
-        lr=lr, betas=(o.beta1, o.beta2), eps=1e-3,
-    )  # fmt: skip
+        lr=lr,
+        betas=(o.beta1, o.beta2),
+        eps=1e-3,
+    )
     losses = []
     for step, (_, documents) in enumerate(_drawn(a, ranks, seed, steps)):
         current = {n: w.detach() for n, w in reference.items()}
@@ -293,9 +314,13 @@ def test_without_overlap_it_is_the_same() -> None:
 def _mixed(plan: Plan, node_ranks: int | None) -> Any:
     groups = Groups(node_ranks=node_ranks)
     storage = Storage(
-        LLAMA, groups, seed=3, dtype=torch.float32, working_dtype=torch.bfloat16,
+        LLAMA,
+        groups,
+        seed=3,
+        dtype=torch.float32,
+        working_dtype=torch.bfloat16,
         options=AdamW(clip=0.0),
-    )  # fmt: skip
+    )
     executor = Executor(storage, groups, seed=3)
     documents = _documents(LLAMA, plan.lengths.tokens)
     loss = executor.run(plan, documents, step=0, lr=0.0).loss

@@ -29,9 +29,13 @@ class Stop(Exception):
 def world(device: str, **more: Any) -> Any:
     """As much of a world as is asked for."""
     return SimpleNamespace(
-        device=device, timeout_s=7.0, ranks=2, local_ranks=2,
-        rerendezvous=SimpleNamespace(connections=None), **more,
-    )  # fmt: skip
+        device=device,
+        timeout_s=7.0,
+        ranks=2,
+        local_ranks=2,
+        rerendezvous=SimpleNamespace(connections=None),
+        **more,
+    )
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cuda:0", "nccl"), ("cpu", None)])
@@ -76,8 +80,14 @@ def test_a_device_for_each_rank_of_this_machine(
 ) -> None:
     """Catches devices counted against ranks of other machines, and a rank's own taken for one that
     all share."""
-    for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-                 "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"):  # fmt: skip
+    for name in (
+        "TORCHELASTIC_RUN_ID",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "SLURM_GPUS_PER_TASK",
+        "SLURM_TRES_PER_TASK",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -41,18 +41,24 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def online(
-    told: list[str] | None = None, saved: Any = None, memory_bytes: int = MEMORY,
-    drawn: Container[int] = (0, 1), **options: Any,
-) -> OnlinePlanner:  # fmt: skip
+    told: list[str] | None = None,
+    saved: Any = None,
+    memory_bytes: int = MEMORY,
+    drawn: Container[int] = (0, 1),
+    **options: Any,
+) -> OnlinePlanner:
     """A planner of four ranks, checked as a run does; gone on from ``saved``."""
     costs = synthetic_costs(
         4, architecture=MODEL, methods=FORMULA_METHODS, memory_bytes=memory_bytes
     )
     made = OnlinePlanner(
         costs=CostModel.from_json(saved["costs"]) if saved else costs.replace(memory_margin=0.1),
-        options=PlannerConfig(**options), compare=False, seed=7, drawn=drawn,
+        options=PlannerConfig(**options),
+        compare=False,
+        seed=7,
+        drawn=drawn,
         tell=(told if told is not None else []).append,
-    )  # fmt: skip
+    )
     if saved:
         made.restore(saved)
     made.check(800)
@@ -173,10 +179,15 @@ def finished(number: int, planned: Planned, peak: int) -> Step:
     """The planned step as predicted, but for the peak of rank 1."""
     peaks = [0, peak, 0, 0]
     return Step(
-        number=number, plan=planned.plan, measured=None, predicted=None, times=None,
+        number=number,
+        plan=planned.plan,
+        measured=None,
+        predicted=None,
+        times=None,
         micro_batch_s=planned.micro_batch_s,
-        metrics={"peak_bytes": peaks, "predicted_peak_bytes": list(planned.peak_bytes)}, facts={},
-    )  # fmt: skip
+        metrics={"peak_bytes": peaks, "predicted_peak_bytes": list(planned.peak_bytes)},
+        facts={},
+    )
 
 
 def test_a_raised_margin_throws_away_what_was_planned_ahead() -> None:
@@ -359,9 +370,12 @@ def test_producers_need_no_torch(kind: str) -> None:
     ]
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_TORCH.format(path=sys.path)],
-        input=pickle.dumps((made, asked)), capture_output=True, timeout=60, check=False,
+        input=pickle.dumps((made, asked)),
+        capture_output=True,
+        timeout=60,
+        check=False,
         cwd=Path(__file__).parent,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr.decode()
     here = [made(some) for some in asked]
     assert [Plan.from_json(value) for value in pickle.loads(done.stdout)] == [f.plan for f in here]

@@ -47,21 +47,40 @@ def _model(kind: str) -> Any:
     torch.manual_seed(5)
     if kind == "llama":
         config = transformers.LlamaConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=80, vocab_size=rows, rms_norm_eps=1e-3, rope_theta=777.0,
-            max_position_embeddings=4096, initializer_range=0.3, tie_word_embeddings=False,
-        )  # fmt: skip
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=80,
+            vocab_size=rows,
+            rms_norm_eps=1e-3,
+            rope_theta=777.0,
+            max_position_embeddings=4096,
+            initializer_range=0.3,
+            tie_word_embeddings=False,
+        )
         return transformers.LlamaForCausalLM(config)
     if kind == "gpt2":
         config = transformers.GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=rows,
-            layer_norm_epsilon=1e-3, initializer_range=0.3,
-        )  # fmt: skip
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=64,
+            vocab_size=rows,
+            layer_norm_epsilon=1e-3,
+            initializer_range=0.3,
+        )
         return transformers.GPT2LMHeadModel(config)
     config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80,
-        vocab_size=rows, max_position_embeddings=64, layer_norm_eps=1e-3, initializer_range=0.3,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=80,
+        vocab_size=rows,
+        max_position_embeddings=64,
+        layer_norm_eps=1e-3,
+        initializer_range=0.3,
+    )
     return transformers.BertForMaskedLM(config)
 
 
@@ -92,9 +111,15 @@ def _their_loss(model: Any, kind: str, config: hr.Config) -> float:
     masked = 1 if kind == "bert" else None
     shape = {"kind": "bert", "causal": False, "positions": 64} if masked else {}
     a = hr.Architecture(
-        layers=1, hidden=8, heads=1, kv_heads=1, ffn=8, vocabulary=len(WORDS) + SPARE,
-        mask_id=masked, **shape,
-    )  # fmt: skip
+        layers=1,
+        hidden=8,
+        heads=1,
+        kv_heads=1,
+        ffn=8,
+        vocabulary=len(WORDS) + SPARE,
+        mask_id=masked,
+        **shape,
+    )
     objective = objective_of(a, seed=config.run.seed, step=0)
     for sample, ids in enumerate(tokenizer.encode_batch(list(TEXTS))):
         read, labels = map(torch.from_numpy, objective.example(ids, sample))
@@ -148,9 +173,13 @@ def _generates_alike(run: hr.TrainingRun, out: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     start = torch.tensor([2, 3, 4])
     got = model.generate(
-        start[None], max_new_tokens=12, do_sample=False, eos_token_id=None,
-        pad_token_id=0, attention_mask=torch.ones(1, 3, dtype=torch.long),
-    )  # fmt: skip
+        start[None],
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        attention_mask=torch.ones(1, 3, dtype=torch.long),
+    )
     ids = start
     for _ in range(12):
         ids = torch.cat([ids, plain_logits(ids, [len(ids)], weights, a)[-1:].argmax(1)])

@@ -34,8 +34,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """A run of six steps on one rank with checkpoints after 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("resume")
     path = write_job(folder, steps=6, candidates=["megatron_cz"])
-    config = Config.load(path, "devices.ranks=1", "checkpoint.every=2", "checkpoint.keep=9",
-                         "profile.longest=128", "planner.recompute=['none']")  # fmt: skip
+    config = Config.load(
+        path,
+        "devices.ranks=1",
+        "checkpoint.every=2",
+        "checkpoint.keep=9",
+        "profile.longest=128",
+        "planner.recompute=['none']",
+    )
     return config, hr.train(config, out=folder / "run", tell=silent)
 
 

@@ -70,9 +70,10 @@ def test_a_model_that_nobody_can_store(make: Make, tmp_path: Path) -> None:
     """Catches torch's traceback about memory that it cannot have."""
     with pytest.raises(InfeasiblePlan, match=r"weights of .* more ranks, or a smaller model"):
         hr.train(
-            make("model.hidden=1000000", "model.heads=4"), out=tmp_path / "run",
+            make("model.hidden=1000000", "model.heads=4"),
+            out=tmp_path / "run",
             tell=lambda line: None,
-        )  # fmt: skip
+        )
 
 
 def test_a_cache_that_takes_no_costs_stops_nothing(make: Make, tmp_path: Path) -> None:
@@ -159,9 +160,15 @@ def test_links_are_devices_that_are_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    ["devices.memory=1GiB", "optimizer.name=sgd", "data.batch_tokens=3000", "data.context=128",
-     "planner.group_sizes=[1]", "planner.working=replicated"],
-)  # fmt: skip
+    [
+        "devices.memory=1GiB",
+        "optimizer.name=sgd",
+        "data.batch_tokens=3000",
+        "data.context=128",
+        "planner.group_sizes=[1]",
+        "planner.working=replicated",
+    ],
+)
 def test_a_margin_is_learnt_for_one_configuration(make: Make, change: str) -> None:
     """Catches a margin that peaks of another planner, optimizer, budget or memory have raised."""
     costs = synthetic_costs(1, architecture=Architecture.preset("llama-tiny"))

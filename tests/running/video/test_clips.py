@@ -19,10 +19,16 @@ from running.cli.jobs import losses, metrics, run
 EXAMPLE = Path(__file__).parents[3] / "examples" / "video.toml"
 
 SMALL = (
-    'data.shapes={ "1x6" = 3, "4x6" = 2, "6x9" = 1 }', "data.batch_tokens=150", "data.clips=60",
-    "model.hidden=16", "model.heads=2", "model.channels=2", "devices.dtype=float64",
-    "devices.threads=1", "report.html=false",
-)  # fmt: skip
+    'data.shapes={ "1x6" = 3, "4x6" = 2, "6x9" = 1 }',
+    "data.batch_tokens=150",
+    "data.clips=60",
+    "model.hidden=16",
+    "model.heads=2",
+    "model.channels=2",
+    "devices.dtype=float64",
+    "devices.threads=1",
+    "report.html=false",
+)
 
 
 def flags(folder: Path, *more: str) -> list[str]:
@@ -71,13 +77,17 @@ def test_clips_follow_from_their_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [("planner.smoothing=0.1", "planner.smoothing says nothing about clips"),
-     ("data.shapes={ '3' = 1 }", "FRAMESxPATCHES"),
-     ("data.shapes={ '3x4' = 0 }", "greater than 0"),
-     ("data.batch_sequences=3", "either batch_tokens or batch_sequences"),
-     ("model.layers=", "layers: wanted a value"), ("planner.name=strategies", "no stages"),
-     ("devices.dtype=bfloat16", "float32 or float64"), ("data.paths=['x']", "unknown key")],
-)  # fmt: skip
+    [
+        ("planner.smoothing=0.1", "planner.smoothing says nothing about clips"),
+        ("data.shapes={ '3' = 1 }", "FRAMESxPATCHES"),
+        ("data.shapes={ '3x4' = 0 }", "greater than 0"),
+        ("data.batch_sequences=3", "either batch_tokens or batch_sequences"),
+        ("model.layers=", "layers: wanted a value"),
+        ("planner.name=strategies", "no stages"),
+        ("devices.dtype=bfloat16", "float32 or float64"),
+        ("data.paths=['x']", "unknown key"),
+    ],
+)
 def test_mistakes_are_told(change: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_any(EXAMPLE, [change])
@@ -92,6 +102,12 @@ def test_what_is_not_of_tokens_is_told() -> None:
 
 
 def test_presets_are_the_papers() -> None:
-    config = ClipsConfig.load(EXAMPLE, "model.preset=720m", "model.layers=", "model.hidden=",
-                              "model.heads=", "model.channels=")  # fmt: skip
+    config = ClipsConfig.load(
+        EXAMPLE,
+        "model.preset=720m",
+        "model.layers=",
+        "model.hidden=",
+        "model.heads=",
+        "model.channels=",
+    )
     assert (shape_of(config).layers, shape_of(config).hidden) == (28, 1152)

@@ -47,7 +47,7 @@ class Calibration:
             value of option o = sum_i w_i s_io (e_i - common) / sum_i w_i s_io    s_io its share
 
         The only micro-batch of a step cannot be told from the common factor.
-        """  # fmt: skip
+        """
         weights = [residual.predicted_s * len(residual.ranks) for residual in residuals]
         if not weights:
             return
@@ -91,11 +91,12 @@ class Calibration:
             if not isinstance(fingerprint, str):
                 raise TypeError("a fingerprint that is no text")
             return cls(
-                fingerprint=fingerprint, whole=Estimate(**value["whole"]),
+                fingerprint=fingerprint,
+                whole=Estimate(**value["whole"]),
                 options={str(key): Estimate(**known) for key, known in value["options"].items()},
                 ranks={int(rank): Estimate(**known) for rank, known in value["ranks"].items()},
                 peaks=Peaks(usual=Estimate(**peaks["usual"]), largest=peaks["largest"]),
-            )  # fmt: skip
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CostError("calibration", got=f"{type(error).__name__}: {error}")
 

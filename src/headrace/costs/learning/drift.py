@@ -109,9 +109,10 @@ class Drift:
                 again[rank] = since
         self._slow = (self._slow | set(slower)) - set(again)
         found = (
-            self._slower(slower), _again(again),
+            self._slower(slower),
+            _again(again),
             self._together(step, common_factor(residuals) + math.log(scale)),
-        )  # fmt: skip
+        )
         return tuple(text for text in found if text)
 
     def _slower(self, ranks: Mapping[int, int]) -> str:
@@ -142,9 +143,11 @@ class Drift:
 
 
 def _again(ranks: Mapping[int, int]) -> str:
-    return f"{_named(ranks)} been as fast as the others since step {min(ranks.values())}" if (
-        ranks
-    ) else ""  # fmt: skip
+    return (
+        f"{_named(ranks)} been as fast as the others since step {min(ranks.values())}"
+        if (ranks)
+        else ""
+    )
 
 
 def _named(ranks: Mapping[int, int]) -> str:

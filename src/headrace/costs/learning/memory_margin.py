@@ -47,16 +47,17 @@ class Estimate:
     def after(self, value: float, within: float = 0.0) -> Estimate:
         """With one more ``value``, itself a mean of values of variance ``within``.
 
-            a         = max(1 - keep, 1 / count)
-            mean'     = mean + a (value - mean)
-            variance' = (1 - a) (variance + a (value - mean)^2) + a within
-        """  # fmt: skip
+        a         = max(1 - keep, 1 / count)
+        mean'     = mean + a (value - mean)
+        variance' = (1 - a) (variance + a (value - mean)^2) + a within
+        """
         a = max(1 - KEEP, 1 / (self.count + 1))
         away = value - self.mean
         return Estimate(
-            count=self.count + 1, mean=self.mean + a * away,
+            count=self.count + 1,
+            mean=self.mean + a * away,
             variance=(1 - a) * (self.variance + a * away * away) + a * within,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ class Peaks:
         all: what a process needs anyway would look like a large error of a small prediction.
         ``prior`` holds until something was learnt, and is a lower bound for the first 20 steps
         worth learning from.
-        """  # fmt: skip
+        """
         if self.usual.count == 0:
             return prior
         found = _margin_for(self.high)

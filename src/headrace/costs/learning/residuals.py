@@ -44,12 +44,14 @@ def micro_batch_residuals(
     shares = _Shares(plan, costs)
     return tuple(
         Residual(
-            ranks=plan.pipelines[micro.pipeline].ranks, predicted_s=predicted[index],
-            measured_s=measured[index], shares=shares.of(micro),
+            ranks=plan.pipelines[micro.pipeline].ranks,
+            predicted_s=predicted[index],
+            measured_s=measured[index],
+            shares=shares.of(micro),
         )
         for index, micro in enumerate(plan.micro_batches)
         if predicted[index] > 0 and measured.get(index, 0.0) > 0
-    )  # fmt: skip
+    )
 
 
 class _Shares:
@@ -84,9 +86,10 @@ class _Shares:
                 gather = sum(self._costs.gather_seconds(width, option, self._plan.working))
                 lines = cost.forward, cost.backward
                 known[f"cp{width} {option}"] = (
-                    count * sum(line.a for line in lines), count * sum(line.b for line in lines),
+                    count * sum(line.a for line in lines),
+                    count * sum(line.b for line in lines),
                     count * (sum(line.c for line in lines) + gather),
-                )  # fmt: skip
+                )
         return known
 
 

@@ -52,8 +52,11 @@ Target = Literal["forward_s", "backward_s", "kept_bytes", "transient_bytes"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 LEAST_LENGTHS: dict[Target, int] = {
-    "forward_s": 3, "backward_s": 3, "kept_bytes": 2, "transient_bytes": 2,
-}  # fmt: skip
+    "forward_s": 3,
+    "backward_s": 3,
+    "kept_bytes": 2,
+    "transient_bytes": 2,
+}
 """Different lengths that a fit takes: seconds bend, bytes do not."""
 
 
@@ -80,10 +83,11 @@ def _check_lengths(what: str, lengths: Sequence[int], target: Target) -> None:
     wanted, longest = LEAST_LENGTHS[target], max(lengths, default=256)
     if len(set(lengths)) < wanted:
         raise CostError(
-            what, got=f"{len(set(lengths))} lengths of single documents",
+            what,
+            got=f"{len(set(lengths))} lengths of single documents",
             wanted=f"at least {wanted}",
             hint=f"measure documents of {2 * longest:,} and {4 * longest:,} tokens too",
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,13 +210,17 @@ class HybridModel:
         """Where every pair switches."""
         return [
             Boundary(
-                p=p, option=option, target=target, longest=pair.longest,
-                degree=pair.polynomial.degree, jump=pair.jump,
+                p=p,
+                option=option,
+                target=target,
+                longest=pair.longest,
+                degree=pair.polynomial.degree,
+                jump=pair.jump,
             )
             for p, options in self.pairs.items()
             for option, targets in options.items()
             for target, pair in targets.items()
-        ]  # fmt: skip
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that :meth:`from_json` reads back."""
@@ -277,9 +285,12 @@ def fit_hybrid(
                 steps = None if steps_of is None else steps_of(p, option, target)
                 of_option[target] = fit_pair(lengths, values, steps)
     return HybridModel(
-        shape=profile.shape, fingerprint=profile.fingerprint, pairs=pairs,
-        feed_forwards=profile.feed_forwards, element_bytes=profile.element_bytes,
-    )  # fmt: skip
+        shape=profile.shape,
+        fingerprint=profile.fingerprint,
+        pairs=pairs,
+        feed_forwards=profile.feed_forwards,
+        element_bytes=profile.element_bytes,
+    )
 
 
 def fit_pair(lengths: Sequence[int], values: Sequence[float], steps: Steps | None = None) -> Pair:

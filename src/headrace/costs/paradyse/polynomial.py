@@ -104,9 +104,11 @@ def fit_polynomial(
     if len(set(lengths)) < 2:
         longest = max(lengths, default=256)
         raise CostError(
-            "fit of a polynomial", got=f"{len(set(lengths))} different lengths",
-            wanted="at least two", hint=f"measure a document of {2 * longest:,} tokens too",
-        )  # fmt: skip
+            "fit of a polynomial",
+            got=f"{len(set(lengths))} different lengths",
+            wanted="at least two",
+            hint=f"measure a document of {2 * longest:,} tokens too",
+        )
     x, y = np.asarray(lengths, dtype=np.float64), np.asarray(values, dtype=np.float64)
     floor = np.maximum(y, max(float(y.max()) / 1000, 1e-12))
     best, least = _mean(x, y, floor), math.inf

@@ -139,9 +139,12 @@ def _attention(g: _Group, facts: MethodFacts) -> _Branch:
     weights = 2 * a.hidden * a.hidden * (1 + k)
     projected = (1 + 2 * k) / (2 + 2 * k)
     return _Branch(
-        use=use, linear=g.gemms(weights, use.linear), core=g.core(use.core),
-        first=g.gemms(weights * projected, use.linear), touched=(7 + 4 * k, 10 + 4 * k, 4 + 4 * k),
-    )  # fmt: skip
+        use=use,
+        linear=g.gemms(weights, use.linear),
+        core=g.core(use.core),
+        first=g.gemms(weights * projected, use.linear),
+        touched=(7 + 4 * k, 10 + 4 * k, 4 + 4 * k),
+    )
 
 
 def _feed_forward(g: _Group, facts: MethodFacts) -> _Branch:
@@ -152,15 +155,21 @@ def _feed_forward(g: _Group, facts: MethodFacts) -> _Branch:
     active = matrices * wide
     linear = g.gemms(matrices * a.hidden * a.ffn, use.linear)
     return _Branch(
-        use=use, linear=linear, first=linear * ((matrices - 1) / matrices),
+        use=use,
+        linear=linear,
+        first=linear * ((matrices - 1) / matrices),
         touched=(5 + active, 8 + (5 if a.gated else 3) * wide, 2 + active),
-    )  # fmt: skip
+    )
 
 
 def _layer(
-    g: _Group, method: MethodFacts, owner: MethodFacts, attention: _Branch, follower: _Branch,
+    g: _Group,
+    method: MethodFacts,
+    owner: MethodFacts,
+    attention: _Branch,
+    follower: _Branch,
     level: Recompute,
-) -> OptionCost:  # fmt: skip
+) -> OptionCost:
     forward, backward = Quadratic(), Quadratic()
     kept, most, buffers = 0.0, 0.0, 0.0
     for part in (attention, follower):
@@ -184,8 +193,10 @@ def _layer(
     kept = 1.0 if level == "full" else kept
     share, shards = g.a.attention_share, g.a.tensor_ranks
     return OptionCost(
-        forward=forward, backward=backward,
-        kept=Linear(slope=kept * g.unit), transient=Linear(slope=(buffers + most - kept) * g.unit),
+        forward=forward,
+        backward=backward,
+        kept=Linear(slope=kept * g.unit),
+        transient=Linear(slope=(buffers + most - kept) * g.unit),
         order=method.order if g.a.causal else "natural",
         fetched=share * method.fetched(g.p, shards) + (1 - share) * owner.fetched(g.p, shards),
-    )  # fmt: skip
+    )

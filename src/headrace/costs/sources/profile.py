@@ -193,8 +193,10 @@ def _agreed_on(points: Sequence[ProfilePoint], name: str) -> Any:
     if len(values) > 1:
         raise CostError(
             f"{name} of {points[0].option} on cp{points[0].p}",
-            got=", ".join(map(str, sorted(values))), wanted="one", hint="profile again",
-        )  # fmt: skip
+            got=", ".join(map(str, sorted(values))),
+            wanted="one",
+            hint="profile again",
+        )
     return values.pop()
 
 
@@ -202,9 +204,11 @@ def _exchange(profile: Profile) -> ExchangeCost:
     wanted = {"pull_s", "push_s", "update_s"}
     if set(profile.exchange_s) != wanted:
         raise CostError(
-            "constants of a profile", got=", ".join(profile.exchange_s),
-            wanted=", ".join(sorted(wanted)), hint="profile again",
-        )  # fmt: skip
+            "constants of a profile",
+            got=", ".join(profile.exchange_s),
+            wanted=", ".join(sorted(wanted)),
+            hint="profile again",
+        )
     return ExchangeCost(**profile.exchange_s)
 
 
@@ -280,7 +284,9 @@ def _bytes_line(points: Sequence[ProfilePoint], name: str) -> Linear:
     if len(counted) < 2:
         longest = max([tokens for tokens, _ in counted], default=sum(points[0].lengths))
         raise CostError(
-            f"{name} of {points[0].option}", got=f"{len(counted)} points", wanted=">= 2",
+            f"{name} of {points[0].option}",
+            got=f"{len(counted)} points",
+            wanted=">= 2",
             hint=f"measure a pack of {2 * longest:,} tokens too",
-        )  # fmt: skip
+        )
     return fit_linear([tokens for tokens, _ in counted], [value for _, value in counted])[0]

@@ -58,7 +58,8 @@ def roofline_costs(
     return formula_model(
         architecture,
         Cluster(
-            devices=devices, memory_bytes=memory_bytes or hardware.device.memory_bytes,
+            devices=devices,
+            memory_bytes=memory_bytes or hardware.device.memory_bytes,
             device=hardware.device.name,
         ),
         speeds_of(hardware, element_bytes),
@@ -67,7 +68,7 @@ def roofline_costs(
         ),
         sizes=sizes,
         methods=FORMULA_METHODS if methods is None else methods,
-    )  # fmt: skip
+    )
 
 
 def speeds_of(hardware: Hardware, element_bytes: int = 2) -> Speeds:

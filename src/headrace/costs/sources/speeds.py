@@ -45,9 +45,13 @@ class Speeds:
 
     def __post_init__(self) -> None:
         rates = (
-            self.flops_per_s, self.link_bytes_per_s, self.memory_bytes_per_s,
-            self.touched_bytes_per_s, self.core_flops_per_s, self.across_bytes_per_s or 1.0,
-        )  # fmt: skip
+            self.flops_per_s,
+            self.link_bytes_per_s,
+            self.memory_bytes_per_s,
+            self.touched_bytes_per_s,
+            self.core_flops_per_s,
+            self.across_bytes_per_s or 1.0,
+        )
         if not min(rates) > 0:
             raise CostError("speeds", got=self, wanted="> 0")
         times = (self.launch_s, self.latency_s, self.across_latency_s)

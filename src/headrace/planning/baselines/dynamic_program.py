@@ -37,9 +37,13 @@ _FRACTIONS = 4  # of a device
 
 
 def proposed(
-    table: PriceTable, lengths: Sequence[int], *, relaxed: bool, bins: int = _BINS,
+    table: PriceTable,
+    lengths: Sequence[int],
+    *,
+    relaxed: bool,
+    bins: int = _BINS,
     units: int = _UNITS,
-) -> list[Counts]:  # fmt: skip
+) -> list[Counts]:
     """The different strategies S[N][l] of a table's schemes for all l of a data set, in the order
     of l; ``bins`` ranges of lengths, devices in at most ``units`` steps, relaxed ones of at least a
     quarter of a device."""
@@ -71,10 +75,12 @@ class _Program:
         rows = [
             scheme.frontier.rows[row] for scheme, row in zip(table.schemes, table.rows, strict=True)
         ]
-        self.work = np.stack([
-            np.concatenate([[0.0], np.cumsum((a * values + b) * values + c)])[at]
-            for a, b, c in rows
-        ])  # fmt: skip
+        self.work = np.stack(
+            [
+                np.concatenate([[0.0], np.cumsum((a * values + b) * values + c)])[at]
+                for a, b, c in rows
+            ]
+        )
         self.units = min(units, table.devices * (_FRACTIONS if relaxed else 1))
         self.step = table.devices / self.units
         self.widths = np.array(table.width, dtype=np.float64)

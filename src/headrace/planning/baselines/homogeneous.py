@@ -20,9 +20,14 @@ from headrace.planning.schedule import Assignment, placed
 from headrace.planning.static import static_schedule
 
 __all__ = [
-    "BatchPlanner", "best_scheme", "by_length", "max_length", "roomiest_first", "static",
+    "BatchPlanner",
+    "best_scheme",
+    "by_length",
+    "max_length",
+    "roomiest_first",
+    "static",
     "token_balance",
-]  # fmt: skip
+]
 
 BatchPlanner = Callable[[int, PriceTable], Assignment]
 """What plans batch number i."""

@@ -18,8 +18,9 @@ __all__ = ["block", "fitting", "in_turn", "interleaved", "static_launches"]
 def fitting(table: PriceTable) -> int | None:
     """The scheme of the fewest devices that holds the longest sequence; None where none does."""
     holds = np.isfinite(table.alone[:, 0]).tolist()
-    return next((k for k, width in enumerate(table.width) if holds[k] and width <= table.devices),
-                None)  # fmt: skip
+    return next(
+        (k for k, width in enumerate(table.width) if holds[k] and width <= table.devices), None
+    )
 
 
 def block(width: int, number: int) -> tuple[int, ...]:
@@ -44,9 +45,8 @@ def interleaved(table: PriceTable, k: int, taken: Sequence[Sequence[list[int]]])
 
 
 def static_launches(
-    table: PriceTable, k: int, semantics: Semantics, *,
-    late: Callable[[float], bool] | None = None,
-) -> Assignment | None:  # fmt: skip
+    table: PriceTable, k: int, semantics: Semantics, *, late: Callable[[float], bool] | None = None
+) -> Assignment | None:
     """The static schedule of scheme k; in lockstep launch by launch, the longest of each group
     first. None where it takes so long that it is ``late``."""
     found = static_schedule(table, k, late=late)

@@ -16,7 +16,7 @@ from headrace.planning.baselines.homogeneous import (
     max_length,
     static,
     token_balance,
-)  # fmt: skip
+)
 from headrace.planning.baselines.hydraulis import hydraulis
 from headrace.planning.baselines.launched import fitting, static_launches
 from headrace.planning.baselines.megatron import dp_balanced, hybrid
@@ -141,8 +141,10 @@ def _alone(
 
 BASELINES: Mapping[str, Baseline] = {
     "static": Baseline(
-        schedules=_static, least_s=lambda t: _fitting_s(t) if is_groups(t) else _best_static_s(t),
-        staged=True, prepare=lambda tables, *_: static(tables),
+        schedules=_static,
+        least_s=lambda t: _fitting_s(t) if is_groups(t) else _best_static_s(t),
+        staged=True,
+        prepare=lambda tables, *_: static(tables),
         meaning="one scheme: the smallest group that fits the longest sequence (DeepSpeed-like), "
         "or the pipelines that are best for all batches",
     ),
@@ -150,47 +152,64 @@ BASELINES: Mapping[str, Baseline] = {
         schedules=_best_static, least_s=_best_static_s, meaning="one group size, the best of all"
     ),
     "karmarkar-karp": Baseline(
-        schedules=_launched("karmarkar-karp", by_weight), least_s=_fitting_s,
+        schedules=_launched("karmarkar-karp", by_weight),
+        least_s=_fitting_s,
         meaning="one group size, sequences balanced by a fixed formula (verl-like)",
     ),
     "dp-balanced": Baseline(
-        schedules=_launched("dp-balanced", dp_balanced), least_s=_fitting_s,
+        schedules=_launched("dp-balanced", dp_balanced),
+        least_s=_fitting_s,
         meaning="one group size, greedy packs dealt out in turn (Megatron-like)",
     ),
     "hybrid-cp": Baseline(
-        schedules=_launched("hybrid-cp", hybrid), least_s=_hybrid_s,
+        schedules=_launched("hybrid-cp", hybrid),
+        least_s=_hybrid_s,
         meaning="every sequence alone on the fewest ranks that hold it (Megatron-like)",
     ),
     "bucket": Baseline(
-        schedules=_launched("bucket", bucket), least_s=_fitting_s, one_size=True,
+        schedules=_launched("bucket", bucket),
+        least_s=_fitting_s,
+        one_size=True,
         meaning="one group size, smaller batches of longer sequences (bucket parallel)",
     ),
     "packed": Baseline(
-        schedules=_launched("packed", packed), least_s=_fitting_s, one_size=True,
+        schedules=_launched("packed", packed),
+        least_s=_fitting_s,
+        one_size=True,
         meaning="one group size, packs as full as memory allows (packed parallel)",
     ),
     "dcp": Baseline(
-        schedules=_launched("dcp", accumulated), least_s=accumulated_s,
+        schedules=_launched("dcp", accumulated),
+        least_s=accumulated_s,
         meaning="a size per bucket, accumulation steps to end together (Data-Centric Parallel)",
     ),
     "max-length": Baseline(
-        schedules=_alone(lambda tables, _: max_length(tables)), least_s=_best_static_s,
-        staged=True, prepare=lambda tables, *_: max_length(tables),
+        schedules=_alone(lambda tables, _: max_length(tables)),
+        least_s=_best_static_s,
+        staged=True,
+        prepare=lambda tables, *_: max_length(tables),
         meaning="one scheme, packs as long as the longest sequence (Megatron-LM)",
     ),
     "token-balance": Baseline(
-        schedules=_alone(lambda tables, _: token_balance(tables)), least_s=_best_static_s,
-        staged=True, brief=True, prepare=lambda tables, *_: token_balance(tables),
+        schedules=_alone(lambda tables, _: token_balance(tables)),
+        least_s=_best_static_s,
+        staged=True,
+        brief=True,
+        prepare=lambda tables, *_: token_balance(tables),
         meaning="one scheme, the same tokens for every pipeline",
     ),
     "hydraulis": Baseline(
-        schedules=_alone(hydraulis), least_s=_nothing_s,
-        staged=True, prepare=lambda tables, seed, _: hydraulis(tables, seed),
+        schedules=_alone(hydraulis),
+        least_s=_nothing_s,
+        staged=True,
+        prepare=lambda tables, seed, _: hydraulis(tables, seed),
         meaning="strategies by a dynamic program, sequences by greedy trials (Hydraulis)",
     ),
     "switching": Baseline(
-        schedules=_alone(lambda tables, _: switching(tables)), least_s=_nothing_s,
-        staged=True, prepare=lambda tables, _, parameters: switching(tables, parameters),
+        schedules=_alone(lambda tables, _: switching(tables)),
+        least_s=_nothing_s,
+        staged=True,
+        prepare=lambda tables, _, parameters: switching(tables, parameters),
         meaning="up to three homogeneous strategies in turn, by length (HotSPa-like)",
     ),
-}  # fmt: skip
+}

@@ -102,7 +102,12 @@ def _joined(table: PriceTable, made: Sequence[Assignment], change_s: float) -> A
     changes_s = change_s * (len(made) - 1)
     seconds = sum(phase.seconds for phase in made) + changes_s
     return Assignment(
-        table=table, groups=tuple(groups), packs=tuple(packs), source="switching",
-        seconds=seconds, expected_s=seconds,
-        phases=tuple(made) if len(made) > 1 else (), switch_s=changes_s,
-    )  # fmt: skip
+        table=table,
+        groups=tuple(groups),
+        packs=tuple(packs),
+        source="switching",
+        seconds=seconds,
+        expected_s=seconds,
+        phases=tuple(made) if len(made) > 1 else (),
+        switch_s=changes_s,
+    )

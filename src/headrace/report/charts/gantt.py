@@ -22,9 +22,7 @@ BARS = 10_000
 """Bars that a figure holds at most; beyond, rows are aggregated."""
 
 _RANKS = 128
-_ORDER = {
-    "idle": 0, "message": 1, "pull": 2, "push": 3, "update": 4, "forward": 5, "backward": 6,
-}  # fmt: skip
+_ORDER = {"idle": 0, "message": 1, "pull": 2, "push": 3, "update": 4, "forward": 5, "backward": 6}
 _MESSAGES = ("send", "recv", "exchange")
 
 
@@ -96,9 +94,12 @@ def _idle_bar(timeline: Timeline, rank: int, factor: float) -> dict[str, Any]:
 
 def _bar(row: Row, factor: float) -> dict[str, Any]:
     bar = {
-        "rank": row.rank, "kind": _kind(row), "action": row.action,
-        "from": _short(row.start_s * factor), "to": _short(row.end_s * factor),
-    }  # fmt: skip
+        "rank": row.rank,
+        "kind": _kind(row),
+        "action": row.action,
+        "from": _short(row.start_s * factor),
+        "to": _short(row.end_s * factor),
+    }
     return bar | ({"tokens": row.tokens, "ranks": row.ranks} if row.tokens else {})
 
 
@@ -129,10 +130,16 @@ def _joined(rank: int, winners: Any, width: float) -> list[Row]:
     kinds = list(_ORDER)
     edges = [0, *(np.flatnonzero(np.diff(winners)) + 1).tolist(), len(winners)]
     return [
-        Row(rank=rank, action=f"mostly {kinds[winners[low]]}", kind=kinds[winners[low]],
-            start_s=low * width, end_s=high * width)
-        for low, high in pairwise(edges) if winners[low]
-    ]  # fmt: skip
+        Row(
+            rank=rank,
+            action=f"mostly {kinds[winners[low]]}",
+            kind=kinds[winners[low]],
+            start_s=low * width,
+            end_s=high * width,
+        )
+        for low, high in pairwise(edges)
+        if winners[low]
+    ]
 
 
 def _panel(rows: list[dict[str, Any]], title: str, seen: set[str]) -> alt.Chart:

@@ -62,11 +62,12 @@ class _Palette:
         """The same colours and legend in both figures."""
         colors = [*theme.OPTIONS[: len(self.names)], *([theme.OTHERS] if self.others else [])]
         return alt.Color(
-            "option:N", scale=alt.Scale(domain=self.shown, range=colors),
+            "option:N",
+            scale=alt.Scale(domain=self.shown, range=colors),
             legend=theme.legend(
                 symbolType="square", symbolStrokeWidth=0, columns=self.columns, labelLimit=_LEGEND
             ),
-        )  # fmt: skip
+        )
 
     @property
     def columns(self) -> int:
@@ -86,16 +87,29 @@ def layer_options(run: Run) -> theme.Drawing:
     """A bar per layer: the shares of the tokens that passed it by layer option."""
     palette = _Palette.of(run)
     rows = [
-        {"layer": layer, "option": name, "tokens": tokens, "share": high - low,
-         "low": low, "high": high}
+        {
+            "layer": layer,
+            "option": name,
+            "tokens": tokens,
+            "share": high - low,
+            "low": low,
+            "high": high,
+        }
         for layer, counts in enumerate(layer_use(run).tokens)
         for name, tokens, low, high in palette.stacked(counts)
-    ]  # fmt: skip
+    ]
     x = alt.X("layer:O", axis=alt.Axis(labelAngle=0, labelOverlap=True, grid=False, ticks=False))
-    chart = alt.Chart(theme.data(rows)).mark_bar().encode(
-        x=x, y=_share("tokens"), y2="high:Q", color=palette.color(),
-        tooltip=["layer:O", "option:N", alt.Tooltip("tokens:Q", format=","), _SHARE],
-    )  # fmt: skip
+    chart = (
+        alt.Chart(theme.data(rows))
+        .mark_bar()
+        .encode(
+            x=x,
+            y=_share("tokens"),
+            y2="high:Q",
+            color=palette.color(),
+            tooltip=["layer:O", "option:N", alt.Tooltip("tokens:Q", format=","), _SHARE],
+        )
+    )
     return theme.half(chart, palette.height)
 
 
@@ -104,11 +118,20 @@ def options_over_steps(run: Run) -> theme.Drawing:
     layer option."""
     palette = _Palette.of(run)
     rows = [
-        {"from": span.first, "to": span.last, "left": span.first - 0.5, "right": span.last + 0.5,
-         "option": name, "count": count, "share": high - low, "low": low, "high": high}
+        {
+            "from": span.first,
+            "to": span.last,
+            "left": span.first - 0.5,
+            "right": span.last + 0.5,
+            "option": name,
+            "count": count,
+            "share": high - low,
+            "low": low,
+            "high": high,
+        }
         for span in spans(run, _SPANS)
         for name, count, low, high in palette.stacked(span.token_layers)
-    ]  # fmt: skip
+    ]
     ends = [run.steps[0].step - 0.5, run.steps[-1].step + 0.5]
     ticks = [step.step for step in run.steps] if len(run.steps) <= _TICKS else alt.Undefined
     axis = alt.Axis(format=",d", values=ticks, tickMinStep=1, grid=False)
@@ -117,10 +140,19 @@ def options_over_steps(run: Run) -> theme.Drawing:
     few = len(run.steps) <= _SPANS // 4
     bars = alt.Chart(theme.data(rows)).mark_rect(stroke="white", strokeWidth=1 if few else 0)
     chart = bars.encode(
-        x=x, x2="right:Q", y=_share("token-layers"), y2="high:Q", color=palette.color(),
-        tooltip=["from:Q", "to:Q", "option:N",
-                 alt.Tooltip("count:Q", title="token-layers", format=","), _SHARE],
-    )  # fmt: skip
+        x=x,
+        x2="right:Q",
+        y=_share("token-layers"),
+        y2="high:Q",
+        color=palette.color(),
+        tooltip=[
+            "from:Q",
+            "to:Q",
+            "option:N",
+            alt.Tooltip("count:Q", title="token-layers", format=","),
+            _SHARE,
+        ],
+    )
     return theme.half(chart, palette.height)
 
 

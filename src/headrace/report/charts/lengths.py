@@ -26,11 +26,12 @@ def length_histogram(run: Run) -> theme.Drawing:
     names = {"documents": _DOCUMENTS, "tokens": _TOKENS}
     color = theme.named_color(names, theme.legend("share of all", symbolType="square"))
     tooltip = [
-        alt.Tooltip("from:Q", format=",.0f"), alt.Tooltip("to:Q", format=",.0f"),
+        alt.Tooltip("from:Q", format=",.0f"),
+        alt.Tooltip("to:Q", format=",.0f"),
         alt.Tooltip("count:Q", title="documents", format=","),
         alt.Tooltip("documents:Q", title="share of documents", format=".1%"),
         alt.Tooltip("tokens:Q", title="share of tokens", format=".1%"),
-    ]  # fmt: skip
+    ]
     base = alt.Chart(theme.data(rows)).encode(x=alt.X("from:Q", **axis), tooltip=tooltip)
     y = alt.Y("documents:Q", title=None, axis=alt.Axis(format=".0%"))
     bars = (
@@ -68,10 +69,16 @@ def _bins(corpus: CorpusStatistics) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for i, count in enumerate(corpus.counts):
         low, high = max(corpus.edges[i], 1.0), max(corpus.edges[i + 1], 1.0)
-        rows.append({
-            "from": low, "to": high, "middle": (low * high) ** 0.5, "count": count,
-            "documents": count / total, "tokens": tokens[i],
-        })  # fmt: skip
+        rows.append(
+            {
+                "from": low,
+                "to": high,
+                "middle": (low * high) ** 0.5,
+                "count": count,
+                "documents": count / total,
+                "tokens": tokens[i],
+            }
+        )
     filled = [i for i, row in enumerate(rows) if row["count"]]
     return rows[filled[0] : filled[-1] + 1]
 
@@ -81,8 +88,9 @@ def _rules(corpus: CorpusStatistics, axis: dict[str, Any]) -> list[alt.Chart]:
     marks = [("median", corpus.median), ("p90", corpus.p90), ("p99", corpus.p99)]
     rows: list[dict[str, Any]] = [
         {"at": at, "text": f"{name} {count_text(at)}", "color": theme.MUTED}
-        for name, at in marks if isfinite(at) and at >= 1
-    ]  # fmt: skip
+        for name, at in marks
+        if isfinite(at) and at >= 1
+    ]
     if isfinite(corpus.context):
         text = f"context {count_text(corpus.context)}"
         rows.append({"at": corpus.context, "text": text, "color": theme.WARNING})
@@ -113,9 +121,14 @@ def placement_map(run: Run) -> theme.Drawing:
 def _bin_axis(bins: list[int], *, labels: bool) -> alt.X:
     names = [bin_label(b) for b in bins]
     axis = alt.Axis(
-        labelAngle=0, labelOverlap=True, grid=False, domain=False, ticks=False, labels=labels,
+        labelAngle=0,
+        labelOverlap=True,
+        grid=False,
+        domain=False,
+        ticks=False,
+        labels=labels,
         title=_LENGTHS if labels else None,
-    )  # fmt: skip
+    )
     return alt.X("length:O", sort=names, scale=alt.Scale(domain=names), axis=axis)
 
 
@@ -135,22 +148,38 @@ def _cells(run: Run, bins: list[int], x: alt.X) -> theme.Drawing:
     sizes = sorted({ranks for _, ranks in run.assigned})
     totals = {b: sum(n for (at, _), n in run.assigned.items() if at == b) for b in bins}
     rows = [
-        {"length": bin_label(b), "ranks": size, "sequences": run.assigned.get((b, size), 0),
-         "share": run.assigned.get((b, size), 0) / totals[b]}
-        for b in bins for size in sizes if totals[b]
-    ]  # fmt: skip
+        {
+            "length": bin_label(b),
+            "ranks": size,
+            "sequences": run.assigned.get((b, size), 0),
+            "share": run.assigned.get((b, size), 0) / totals[b],
+        }
+        for b in bins
+        for size in sizes
+        if totals[b]
+    ]
     height = max(34, min(60, 200 // max(1, len(sizes)))) * len(sizes)
-    base = alt.Chart(theme.data(rows)).encode(
-        x=x, y=alt.Y("ranks:O", sort="descending", title="ranks", axis=_plain()),
-        tooltip=["length:O", "ranks:O", alt.Tooltip("sequences:Q", format=","),
-                 alt.Tooltip("share:Q", format=".1%")],
-    ).properties(width=_PLOT, height=height)  # fmt: skip
+    base = (
+        alt.Chart(theme.data(rows))
+        .encode(
+            x=x,
+            y=alt.Y("ranks:O", sort="descending", title="ranks", axis=_plain()),
+            tooltip=[
+                "length:O",
+                "ranks:O",
+                alt.Tooltip("sequences:Q", format=","),
+                alt.Tooltip("share:Q", format=".1%"),
+            ],
+        )
+        .properties(width=_PLOT, height=height)
+    )
     fill = alt.Color(
-        "share:Q", scale=alt.Scale(domain=[0, 1], range=["#f3f6f9", "#2a788e", "#440154"]),
+        "share:Q",
+        scale=alt.Scale(domain=[0, 1], range=["#f3f6f9", "#2a788e", "#440154"]),
         legend=theme.legend(
             "share of the sequences of that length", format=".0%", gradientLength=140
         ),
-    )  # fmt: skip
+    )
     text = (
         base.mark_text(fontSize=11)
         .transform_filter("datum.share >= 0.005")
@@ -172,16 +201,28 @@ def _plain() -> alt.Axis:
 
 def _recompute_strip(run: Run, bins: list[int], x: alt.X) -> alt.Chart:
     rows = [
-        {"length": bin_label(b), "recompute": level, "layers": run.recomputed.get((b, level), 0),
-         "order": order}
-        for b in bins for order, level in enumerate(theme.RECOMPUTE)
-    ]  # fmt: skip
-    return alt.Chart(theme.data(rows)).mark_bar(stroke="white", strokeWidth=1).encode(
-        x=x, y=alt.Y("layers:Q", stack="normalize", title="layers", axis=_share_axis()),
-        order="order:Q",
-        color=alt.Color(
-            "recompute:N", scale=theme.named_scale(theme.RECOMPUTE),
-            legend=theme.legend("recompute in backward"),
-        ),
-        tooltip=["length:O", "recompute:N", alt.Tooltip("layers:Q", format=",")],
-    ).properties(width=_PLOT, height=56)  # fmt: skip
+        {
+            "length": bin_label(b),
+            "recompute": level,
+            "layers": run.recomputed.get((b, level), 0),
+            "order": order,
+        }
+        for b in bins
+        for order, level in enumerate(theme.RECOMPUTE)
+    ]
+    return (
+        alt.Chart(theme.data(rows))
+        .mark_bar(stroke="white", strokeWidth=1)
+        .encode(
+            x=x,
+            y=alt.Y("layers:Q", stack="normalize", title="layers", axis=_share_axis()),
+            order="order:Q",
+            color=alt.Color(
+                "recompute:N",
+                scale=theme.named_scale(theme.RECOMPUTE),
+                legend=theme.legend("recompute in backward"),
+            ),
+            tooltip=["length:O", "recompute:N", alt.Tooltip("layers:Q", format=",")],
+        )
+        .properties(width=_PLOT, height=56)
+    )

@@ -40,10 +40,16 @@ def predicted_against_measured(run: Run) -> theme.Drawing:
     )
     diagonal = ground.mark_line(color=theme.MUTED, strokeWidth=1.2).encode(y=y)
     shown = theme.legend("largest group, ranks")
-    dots = alt.Chart(theme.data(rows)).mark_circle(size=44, opacity=0.75).encode(
-        x=x, y=y, tooltip=_DOT_TOOLTIP,
-        color=alt.Color("group:O", scale=theme.group_scale(group_sizes(run)), legend=shown),
-    )  # fmt: skip
+    dots = (
+        alt.Chart(theme.data(rows))
+        .mark_circle(size=44, opacity=0.75)
+        .encode(
+            x=x,
+            y=y,
+            tooltip=_DOT_TOOLTIP,
+            color=alt.Color("group:O", scale=theme.group_scale(group_sizes(run)), legend=shown),
+        )
+    )
     layers = theme.layered(band, diagonal, dots)
     return theme.half(layers)
 
@@ -59,10 +65,13 @@ _DOT_TOOLTIP = [
 
 def _dot(step: StepMetrics, factor: float) -> dict[str, Any]:
     return {
-        "step": step.step, "strategy": step.planned.strategy, "group": step.largest_group,
+        "step": step.step,
+        "strategy": step.planned.strategy,
+        "group": step.largest_group,
         "predicted": float(f"{step.planned.predicted_s * factor:.5g}"),
-        "measured": float(f"{step.step_s * factor:.5g}"), "longest": step.longest,
-    }  # fmt: skip
+        "measured": float(f"{step.step_s * factor:.5g}"),
+        "longest": step.longest,
+    }
 
 
 def group_sizes(run: Run) -> set[int]:
@@ -88,9 +97,10 @@ def memory_by_rank(run: Run) -> theme.Drawing:
     )
     base = alt.Chart().encode(
         x=alt.X("rank:O", axis=alt.Axis(labelAngle=0, labelOverlap=True, grid=False)),
-        y=alt.Y("peak:Q", title=unit.name, scale=scale), color=color,
+        y=alt.Y("peak:Q", title=unit.name, scale=scale),
+        color=color,
         tooltip=["rank:O", alt.Tooltip("peak:Q", title=f"peak, {unit.name}", format=".4~g")],
-    )  # fmt: skip
+    )
     width = max(3, min(46, 0.7 * (theme.HALF - 60) / max(1, len(measured))))
     bars = base.transform_calculate(name="'measured peak'").mark_bar()
     ticks = base.transform_calculate(name="'predicted peak'").mark_tick(thickness=3, size=width)
@@ -137,10 +147,11 @@ def cost_fit(run: Run) -> theme.Drawing:
     known = [value for value in values if isfinite(value) and value > 0] or [1.0]
     low, high = min(known) / 1.3, max(known) * 1.3
     y = alt.Y(
-        "predicted:Q", title=unit.name,
+        "predicted:Q",
+        title=unit.name,
         scale=alt.Scale(type="log", domain=[low, high], nice=False),
         axis=theme.log_axis(low, high, _PLAIN),
-    )  # fmt: skip
+    )
     colors = theme.group_scale(group_sizes(run))
     width = theme.FULL // max(2, len(parts)) - 68
     columns = [
@@ -156,21 +167,27 @@ def _fit_row(point: CostPoint, factor: float) -> dict[str, Any]:
     method, _, recompute = point.option.partition("+")
     longest = point.longest or point.tokens
     return {
-        "p": point.p, "part": point.part, "method": method, "recompute": recompute or "none",
-        "tokens": point.tokens, "longest": longest, "single": longest == point.tokens,
+        "p": point.p,
+        "part": point.part,
+        "method": method,
+        "recompute": recompute or "none",
+        "tokens": point.tokens,
+        "longest": longest,
+        "single": longest == point.tokens,
         "measured": point.measured_s * factor,
         "predicted": point.predicted_s * factor,
-    }  # fmt: skip
+    }
 
 
 def _fit_panel(rows: list[dict[str, Any]], y: alt.Y, colors: alt.Scale) -> alt.LayerChart:
     tokens = [row["tokens"] for row in rows]
     low, high = min(tokens) / 1.15, max(tokens) * 1.15
     x = alt.X(
-        "tokens:Q", title="tokens of the pack",
+        "tokens:Q",
+        title="tokens of the pack",
         scale=alt.Scale(type="log", domain=[low, high], nice=False),
         axis=theme.log_axis(low, high, "~s"),
-    )  # fmt: skip
+    )
     dash = alt.StrokeDash(
         "recompute:N", sort=list(theme.RECOMPUTE), legend=theme.legend("recompute", padding=8)
     )

@@ -117,10 +117,10 @@ def loss_curve(run: Run) -> theme.Drawing:
     lost = [{"step": s.step} for s in every([s for s in run.steps if not isfinite(s.loss)])]
     if lost:
         layers.append(
-            alt.Chart(theme.data(lost)).mark_tick(color=theme.WARNING, thickness=2, size=14).encode(
-                x=_step_axis(), y=alt.YValue("height"), tooltip=["step:Q"],
-            )
-        )  # fmt: skip
+            alt.Chart(theme.data(lost))
+            .mark_tick(color=theme.WARNING, thickness=2, size=14)
+            .encode(x=_step_axis(), y=alt.YValue("height"), tooltip=["step:Q"])
+        )
     return theme.half(theme.layered(*layers))
 
 
@@ -150,10 +150,11 @@ def throughput(run: Run) -> theme.Drawing:
     width = theme.HALF - 70
     return theme.styled(
         alt.vconcat(
-            top.properties(width=width, height=168), low.properties(width=width, height=64),
+            top.properties(width=width, height=168),
+            low.properties(width=width, height=64),
             spacing=8,
         ).resolve_scale(x="shared")
-    )  # fmt: skip
+    )
 
 
 def ratio_over_steps(run: Run) -> theme.Drawing:
@@ -163,13 +164,17 @@ def ratio_over_steps(run: Run) -> theme.Drawing:
     known = finite(step.ratio for step in run.warm)
     low = max(0.25, min(0.8, float(known.min()) * 0.95)) if known.size else 0.8
     high = min(4.0, max(1.25, float(known.max()) * 1.05)) if known.size else 1.25
-    ticks = [t for t in (0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4)
-             if low <= t <= high]  # fmt: skip
+    ticks = [
+        t
+        for t in (0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4)
+        if low <= t <= high
+    ]
     y = alt.Y(
-        "value:Q", title="predicted / measured",
+        "value:Q",
+        title="predicted / measured",
         axis=alt.Axis(values=ticks, tickCount=60, format="~g"),
         scale=alt.Scale(type="log", domain=[low, high], clamp=True, nice=False),
-    )  # fmt: skip
+    )
     span = {"step": run.steps[0].step, "end": run.steps[-1].step, "low": 0.9, "high": 1.1}
     ground = alt.Chart(theme.data([span]))
     band = ground.mark_rect(color=theme.PREDICTED, opacity=0.12).encode(
@@ -192,12 +197,17 @@ def gap_to_bound(run: Run) -> theme.Drawing:
         "plan that ran": _rows(run, lambda s: above(s.planned.predicted_s, s)),
         "best static plan": _rows(run, lambda s: above(s.planned.best_static_s, s)),
     }
-    rows = [{**row, "plan": name} for name, group in groups.items() for row in group
-            if row["value"] is not None]  # fmt: skip
+    rows = [
+        {**row, "plan": name}
+        for name, group in groups.items()
+        for row in group
+        if row["value"] is not None
+    ]
     color = alt.Color(
-        "plan:N", scale=alt.Scale(domain=list(groups), range=[theme.PREDICTED, theme.STATIC]),
+        "plan:N",
+        scale=alt.Scale(domain=list(groups), range=[theme.PREDICTED, theme.STATIC]),
         legend=theme.legend(symbolType="circle", symbolOpacity=1),
-    )  # fmt: skip
+    )
     base = alt.Chart(theme.data(rows)).encode(x=_step_axis(), color=color)
     most = max((float(row["value"]) for row in rows), default=0.0)
     y = alt.Y("value:Q", title="above the lower bound", axis=_percent(6), scale=_from_zero(most))
@@ -217,19 +227,27 @@ def strategies_over_steps(run: Run) -> theme.Drawing:
     unit = theme.second_unit(step.step_s for step in run.steps)
     rows: list[dict[str, Any]] = [
         {
-            "step": step.step, "took": step.step_s * unit.factor,
+            "step": step.step,
+            "took": step.step_s * unit.factor,
             "strategy": step.planned.strategy,
             "shown": step.planned.strategy if step.planned.strategy in named else "others",
         }
         for step in every(run.steps)
-    ]  # fmt: skip
+    ]
     shown = [*named, *(["others"] if several else [])]
     colors = [*theme.OPTIONS[: len(named)], *([theme.OTHERS] if several else [])]
-    chart = alt.Chart(theme.data(rows)).mark_circle(size=40 if len(rows) <= 300 else 8).encode(
-        x=_step_axis(),
-        y=alt.Y("took:Q", title=f"{unit.name} of the step", scale=alt.Scale(zero=True)),
-        color=alt.Color("shown:N", scale=alt.Scale(domain=shown, range=colors),
-                        legend=theme.legend(columns=2, labelLimit=260)),
-        tooltip=["step:Q", "strategy:N", alt.Tooltip("took:Q", title=unit.name, format=".3~g")],
-    )  # fmt: skip
+    chart = (
+        alt.Chart(theme.data(rows))
+        .mark_circle(size=40 if len(rows) <= 300 else 8)
+        .encode(
+            x=_step_axis(),
+            y=alt.Y("took:Q", title=f"{unit.name} of the step", scale=alt.Scale(zero=True)),
+            color=alt.Color(
+                "shown:N",
+                scale=alt.Scale(domain=shown, range=colors),
+                legend=theme.legend(columns=2, labelLimit=260),
+            ),
+            tooltip=["step:Q", "strategy:N", alt.Tooltip("took:Q", title=unit.name, format=".3~g")],
+        )
+    )
     return theme.half(chart)

@@ -68,9 +68,7 @@ KINDS = {
     "idle": "#e4e7eb",
 }
 RECOMPUTE = {"none": "#cfe3f1", "attention": "#56B4E9", "full": "#0072B2"}
-OPTIONS = (
-    "#332288", "#88CCEE", "#DDCC77", "#CC6677", "#117733", "#AA4499", "#44AA99", "#661100",
-)  # fmt: skip
+OPTIONS = ("#332288", "#88CCEE", "#DDCC77", "#CC6677", "#117733", "#AA4499", "#44AA99", "#661100")
 OTHERS = "#dfe3e8"
 _VIRIDIS = ("#7ad151", "#22a884", "#2a788e", "#414487", "#440154")
 _FONT = "system-ui, 'Segoe UI', 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
@@ -175,16 +173,30 @@ def styled(chart: Drawing) -> Drawing:
         chart.configure(font=_FONT, background="white", padding=4)
         .configure_view(stroke=None)
         .configure_axis(
-            labelFontSize=12, titleFontSize=12, titleFontWeight="normal", labelColor=INK,
-            titleColor=MUTED, gridColor=GRID, domainColor="#cbd2d9", tickColor="#cbd2d9",
-            labelFlush=False, titlePadding=8, tickCount=6,
+            labelFontSize=12,
+            titleFontSize=12,
+            titleFontWeight="normal",
+            labelColor=INK,
+            titleColor=MUTED,
+            gridColor=GRID,
+            domainColor="#cbd2d9",
+            tickColor="#cbd2d9",
+            labelFlush=False,
+            titlePadding=8,
+            tickCount=6,
         )
         .configure_legend(
-            labelFontSize=12, titleFontSize=12, titleFontWeight="normal", labelColor=INK,
-            titleColor=MUTED, symbolSize=110, columnPadding=16, titleLimit=400,
+            labelFontSize=12,
+            titleFontSize=12,
+            titleFontWeight="normal",
+            labelColor=INK,
+            titleColor=MUTED,
+            symbolSize=110,
+            columnPadding=16,
+            titleLimit=400,
             symbolOpacity=1,
         )
         .configure_title(
-            fontSize=13, fontWeight=600, color=INK, anchor="start", frame="group", offset=6,
+            fontSize=13, fontWeight=600, color=INK, anchor="start", frame="group", offset=6
         )
-    )  # fmt: skip
+    )
