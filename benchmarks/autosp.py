@@ -34,10 +34,10 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace as hr
+from headrace.adopt.block_recompute import recompute_blocks
 from headrace.cli.display import tell
 from headrace.comm.launch import World, start
-from headrace.passes.recompute import recompute_blocks
-from headrace.runtime.machine import machine_facts
+from headrace.native.machine import machine_facts
 from headrace.units import bytes_text, seconds_text
 
 LEVELS = ("none", "attention", "full")

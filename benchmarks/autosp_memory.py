@@ -56,8 +56,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import headrace as hr
 from headrace.cli.display import tell
 from headrace.comm.fake_world import fake_world
-from headrace.runtime.counted import ByteCounter, tensors_in
-from headrace.runtime.machine import machine_facts
+from headrace.native.counted import ByteCounter, tensors_in
+from headrace.native.machine import machine_facts
 from headrace.units import GIB, MIB
 
 Row = dict[str, Any]

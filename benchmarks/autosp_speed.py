@@ -43,10 +43,10 @@ from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 import headrace as hr
+from headrace.adopt.gradients import add_up
 from headrace.cli.display import tell
 from headrace.comm.launch import World, start
-from headrace.passes.gradients import add_up
-from headrace.runtime.machine import machine_facts
+from headrace.native.machine import machine_facts
 from headrace.units import seconds_text
 
 SHAPE = {"layers": 4, "hidden": 512, "ffn": 1408, "heads": 8, "keys": 4, "vocabulary": 2048}

@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headrace.runtime.machine import machine_facts
+from headrace.native.machine import machine_facts
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "heterogeneous.toml"
 SIDES = {

@@ -15,7 +15,7 @@ from shared_forest import SharedForest, fit_shared_forest
 from headrace.costs import CostModel, Speeds, synthetic_costs
 from headrace.costs.paradyse.hybrid import TARGETS, HybridModel, fit_hybrid, fit_pair, measured
 from headrace.costs.sources.formulas import FORMULA_METHODS
-from headrace.costs.sources.profile import costs_from_profile, points_by_option
+from headrace.costs.sources.measured import costs_from_profile, points_by_option
 from headrace.spec.architecture import Architecture
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.profile import ENDS, Profile, ProfilePoint

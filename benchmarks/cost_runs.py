@@ -16,16 +16,16 @@ from headrace.cli.display import tell
 from headrace.comm.collectives import gather_floats
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
+from headrace.native.counted import ByteCounter
+from headrace.native.executor import Executor
+from headrace.native.storage import Storage
 from headrace.profiling.branches import ProfileOptions
 from headrace.profiling.profiler import Profiler
-from headrace.runtime.counted import ByteCounter
-from headrace.runtime.executor import Executor
-from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Cluster, Lengths, Plan
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, TokenOrder
 from headrace.spec.profile import Profile
-from headrace.spec.scheme import Scheme
+from headrace.spec.strategy import Scheme
 from headrace.units import GIB, seconds_text
 
 __all__ = ["ladder_of", "runs_on"]

@@ -40,9 +40,9 @@ from shared_forest import SharedForest
 
 from headrace.cli.display import tell
 from headrace.costs.paradyse import TARGETS, fit_hybrid, need_scikit_learn
-from headrace.costs.sources.profile import costs_from_profile, fit_parts
+from headrace.costs.sources.measured import costs_from_profile, fit_parts
 from headrace.errors import HeadraceError
-from headrace.runtime.machine import machine_facts
+from headrace.native.machine import machine_facts
 from headrace.spec import Architecture
 from headrace.spec.profile import Profile
 from headrace.units import bytes_text, percent_text, seconds_text

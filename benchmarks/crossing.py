@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.errors import SpecError
-from headrace.layouts.layout import storage_partitions, working_partitions
+from headrace.layouts.partition import storage_partitions, working_partitions
 from headrace.layouts.two_steps import crossing_rows, taken
 from headrace.spec import Architecture, LayerOption, LayerPlan, Lengths, MicroBatch, Pipeline, Plan
+from headrace.spec.architecture import weight_table
 from headrace.spec.hardware import Hardware
-from headrace.spec.scheme import Scheme
-from headrace.spec.weights import weight_table
+from headrace.spec.strategy import Scheme
 
 _LAYOUTS = {"whole": 1, "cut by 4": 4, "cut by 8": 8}
 _BYTES = 2  # bf16 on the wire

@@ -289,7 +289,7 @@ def main(arguments: Sequence[str]) -> int:
         show(real)
         rows += real
     if o.json:
-        from headrace.runtime.machine import machine_facts
+        from headrace.native.machine import machine_facts
 
         o.json.write_text(json.dumps({"machine": machine_facts("cpu"), "rows": rows}, indent=1))
     return 0

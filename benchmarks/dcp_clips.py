@@ -12,7 +12,7 @@ again keeps the inputs of its two blocks.
 from __future__ import annotations
 
 from headrace.costs import CostModel
-from headrace.costs.option import ExchangeCost, OptionCost
+from headrace.costs.cost_model import ExchangeCost, OptionCost
 from headrace.costs.quadratic import Linear, Quadratic
 from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware

@@ -40,8 +40,8 @@ from rich.table import Table
 from headrace.cli.display import tell
 from headrace.comm.launch import World, start
 from headrace.models.transformer_2d import SHAPES_2D, Shape2D, Transformer2D
-from headrace.runtime.counted import ByteCounter, TrafficCounter
-from headrace.runtime.machine import machine_facts
+from headrace.native.counted import ByteCounter, TrafficCounter
+from headrace.native.machine import machine_facts
 from headrace.spec.hardware import Hardware
 
 Row = dict[str, Any]

@@ -22,12 +22,12 @@ import torch.distributed as dist
 import torch.nn.functional as f
 
 import headrace as hr
+from headrace.adopt.placement import Placement, placed_rows
 from headrace.comm.collectives import all_gather_rows, reduce_scatter_rows
-from headrace.layouts.intervals import split_sizes
+from headrace.layouts.partition import split_sizes
 from headrace.models.transformer_2d import Block2D, Transformer2D, attend_over
 from headrace.ops.core import Heads, attended
 from headrace.ops.switch import gather, split, switch
-from headrace.passes.placement import Placement, placed_rows
 
 __all__ = ["METHODS", "Prepared", "prepare"]
 

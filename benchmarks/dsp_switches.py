@@ -12,10 +12,8 @@ import torch.distributed as dist
 from measured import settled
 
 from headrace.comm.collectives import all_to_all_rows
-from headrace.layouts.intervals import split_sizes
-from headrace.ops.columns import to_columns, to_tokens
-from headrace.ops.resharding import Columns
-from headrace.ops.switch import switch
+from headrace.layouts.partition import split_sizes
+from headrace.ops.switch import Columns, switch, to_columns, to_tokens
 
 __all__ = ["heads_rows", "padded", "plain_columns", "plain_tokens", "switch_rows"]
 

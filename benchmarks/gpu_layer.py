@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.comm.fake_world import fake_world
+from headrace.native.counted import ByteCounter, DeviceBytes
+from headrace.native.machine import is_out_of_memory, machine_facts, matmul_flops_per_s
+from headrace.native.spans import clock_of
 from headrace.profiling.branches import BranchTarget
 from headrace.profiling.probe import ChainProbe, Probe, bytes_of, seconds_of
 from headrace.profiling.two_layers import TwoLayers
-from headrace.runtime.clocks import clock_of
-from headrace.runtime.counted import ByteCounter, DeviceBytes
-from headrace.runtime.machine import is_out_of_memory, machine_facts, matmul_flops_per_s
 from headrace.spec import Architecture
 from headrace.spec.known_methods import FACTS
 from headrace.spec.method import BRANCHES

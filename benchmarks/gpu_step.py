@@ -25,7 +25,7 @@ from rich.table import Table
 
 import headrace as hr
 from headrace.config import Config
-from headrace.runtime.machine import machine_facts
+from headrace.native.machine import machine_facts
 
 ONE_GPU = Path(__file__).parents[1] / "examples" / "one-gpu.toml"
 FIRST = 3

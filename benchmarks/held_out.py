@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from headrace.costs.paradyse.hybrid import LEAST_LENGTHS, TARGETS, Target, fit_pair, measured
 from headrace.costs.quadratic import FitError, fit_linear, fit_quadratic
-from headrace.costs.sources.profile import points_by_option
+from headrace.costs.sources.measured import points_by_option
 from headrace.errors import CostError
 from headrace.spec.profile import Profile
 

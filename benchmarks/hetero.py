@@ -34,7 +34,7 @@ from rich.table import Table
 
 from headrace.cli.display import tell
 from headrace.errors import HeadraceError
-from headrace.runtime.machine import machine_facts
+from headrace.native.machine import machine_facts
 
 
 @dataclass(frozen=True, slots=True)

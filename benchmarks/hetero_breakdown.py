@@ -56,11 +56,9 @@ from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.layouts import Partition, Rows, group_shards, link, split_rows, storage_partition
 from headrace.planning import Problem
 from headrace.planning.published_files import OWN, plan_iterations
-from headrace.spec.architecture import Architecture
+from headrace.spec.architecture import Architecture, WeightSpec, buckets
 from headrace.spec.plan import Pipeline
-from headrace.spec.scheme import Scheme
-from headrace.spec.stage import Stage
-from headrace.spec.weights import WeightSpec, buckets
+from headrace.spec.strategy import Scheme, Stage
 
 __all__ = ["Links", "Moved", "breakdown", "breakdown_tables", "exposed_s", "moved", "placed"]
 

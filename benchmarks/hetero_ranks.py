@@ -30,11 +30,11 @@ from headrace.comm.collectives import gather_floats
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
 from headrace.costs import CostModel
-from headrace.costs.sources.profile import costs_from_profile
+from headrace.costs.sources.measured import costs_from_profile
+from headrace.native.executor import Executor
+from headrace.native.storage import Storage
 from headrace.planning import Problem, plan
 from headrace.profiling.profiler import ProfileOptions, Profiler
-from headrace.runtime.executor import Executor
-from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy
 from headrace.spec.measurement import Row
 from headrace.units import percent_text, seconds_text

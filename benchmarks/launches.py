@@ -35,11 +35,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.comm.fake_world import fake_world
 from headrace.methods.weights import Whole
+from headrace.native.counted import tensors_in
 from headrace.ops.fused import FUSED
 from headrace.ops.loss import head_loss
 from headrace.profiling.branches import BranchTarget
 from headrace.profiling.two_layers import TwoLayers
-from headrace.runtime.counted import tensors_in
 from headrace.spec import Architecture
 from headrace.spec.known_methods import FACTS
 from headrace.spec.method import BRANCHES, Recompute

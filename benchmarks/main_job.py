@@ -37,16 +37,15 @@ from headrace.comm.launch import World, start
 from headrace.config import Config
 from headrace.config.model import PlannerConfig
 from headrace.data import Batch, Reader
+from headrace.engine.measured_costs import measured_costs
+from headrace.engine.rank import Rank, open_rank
+from headrace.engine.run_planner import OnlinePlanner
 from headrace.errors import InfeasiblePlan
-from headrace.layouts.layout import storage_partition, working_partition
-from headrace.layouts.link import link, received_rows
+from headrace.layouts.partition import link, received_rows, storage_partition, working_partition
 from headrace.models.plain import plain_logits, whole_weights
-from headrace.runtime.executor import Executor
-from headrace.runtime.storage import Storage
+from headrace.native.executor import Executor
+from headrace.native.storage import Storage
 from headrace.spec import Architecture, Plan, weight_table
-from headrace.training.measured_costs import measured_costs
-from headrace.training.planner import OnlinePlanner
-from headrace.training.rank import Rank, open_rank
 
 REPEATS = 2
 """Each batch is timed so often with each contender; the faster time counts."""
@@ -348,7 +347,7 @@ def main() -> None:
     sides = on_ranks(o.ranks, o.config, o.changes, compare, o.batches)
     alone = on_ranks(1, o.config, o.changes, overhead, max(2, o.batches // 2))
     moved = on_ranks(o.ranks, o.config, [*o.changes, *ONE_METHOD], moved_bytes, 1)
-    from headrace.runtime.machine import machine_facts
+    from headrace.native.machine import machine_facts
 
     facts = machine_facts("cpu")
     best = sides["seconds"]["adaptive"]

@@ -22,7 +22,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from headrace.comm.collectives import gather_floats
-from headrace.runtime.counted import ByteCounter, TrafficCounter
+from headrace.native.counted import ByteCounter, TrafficCounter
 
 __all__ = ["Costs", "Counted", "Side", "Storages", "Traffic", "seconds", "settled"]
 

@@ -16,19 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch_sides import Model, context_on, gradients, sharded, tensor_parallel
 
 from headrace.comm.mesh import Groups
-from headrace.layouts.layout import group_shards
-from headrace.layouts.tokens import TokenPlan
+from headrace.layouts.partition import group_shards
+from headrace.layouts.token_plan import TokenPlan
 from headrace.methods import Context, Place, Shard, Whole
 from headrace.methods.weights import Weight
 from headrace.models.transformer import Transformer
+from headrace.native.micro_batch import layer_states
 from headrace.ops.random import DropoutKey
-from headrace.runtime.micro_batch import layer_states
 from headrace.spec import Architecture, weight_table
+from headrace.spec.architecture import WeightSpec
 from headrace.spec.known_methods import FACTS, LOCAL, subgroups
 from headrace.spec.method import LayerOption
 from headrace.spec.method_facts import MethodFacts
 from headrace.spec.plan import TokenOrder
-from headrace.spec.weights import WeightSpec
 
 __all__ = ["TOLERANCE", "Truth", "checked", "reference", "sides_of"]
 

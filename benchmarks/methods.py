@@ -44,7 +44,7 @@ from rich.table import Table
 from headrace.cli.display import tell
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
-from headrace.runtime.machine import machine_facts
+from headrace.native.machine import machine_facts
 from headrace.spec import Architecture
 from headrace.units import MIB
 

@@ -36,16 +36,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.cli.display import tell
 from headrace.comm.fake_world import fake_world
 from headrace.comm.mesh import Groups
-from headrace.runtime.executor import Executor
-from headrace.runtime.machine import machine_facts
-from headrace.runtime.step_times import RankTimes, StepTimes
-from headrace.runtime.storage import Storage, Working
+from headrace.native.executor import Executor
+from headrace.native.machine import machine_facts
+from headrace.native.storage import Storage, Working
 from headrace.spec import Architecture, Lengths, Plan
 from headrace.spec.measurement import Row
 from headrace.spec.method import LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline
 from headrace.spec.program import Backward, Forward
-from headrace.spec.scheme import Scheme
+from headrace.spec.step import RankTimes, StepTimes
+from headrace.spec.strategy import Scheme
 
 KINDS = (("tp8-pp2", 2, "megatron_ts"), ("tp4-cp2", 4, "tensor_ring"), ("cp1", 4, "local"))
 """Scheme, its part of the ranks (one in so many), method of its layers."""

@@ -59,8 +59,8 @@ from headrace.planning import Problem, plan
 from headrace.planning.baselines.dynamic_program import proposed
 from headrace.planning.baselines.hydraulis import greedy
 from headrace.planning.batch import PriceTable
-from headrace.planning.frontier import Frontier
 from headrace.planning.packing import pack
+from headrace.planning.priced import Frontier
 from headrace.planning.published_files import OWN, plan_iterations, planner_names
 from headrace.planning.schedule import Assignment, placed
 from headrace.planning.strategy_search import Counts

@@ -34,16 +34,16 @@ from headrace.cli.display import tell
 from headrace.comm.fake_world import fake_groups
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
+from headrace.native.counted import ByteCounter
+from headrace.native.machine import machine_facts
+from headrace.native.spans import HostClock
+from headrace.native.storage import Storage
 from headrace.profiling.branches import BranchTarget, ProfileOptions, targets
 from headrace.profiling.constants import StepConstants
 from headrace.profiling.link_clock import Timed
 from headrace.profiling.probe import bytes_of, seconds_of
 from headrace.profiling.sweep import slowest
 from headrace.profiling.two_layers import TwoLayers
-from headrace.runtime.clocks import HostClock
-from headrace.runtime.counted import ByteCounter
-from headrace.runtime.machine import machine_facts
-from headrace.runtime.storage import Storage
 from headrace.spec import Architecture
 from headrace.spec.hardware import Hardware
 from headrace.spec.known_methods import automatic_methods

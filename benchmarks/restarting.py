@@ -29,8 +29,8 @@ def main(ranks: int, architecture: str) -> int:
     from headrace.comm.collectives import gather_floats
     from headrace.comm.launch import start
     from headrace.comm.mesh import Groups
-    from headrace.runtime.executor import Executor
-    from headrace.runtime.storage import Storage
+    from headrace.native.executor import Executor
+    from headrace.native.storage import Storage
     from headrace.spec import Architecture
 
     headrace_s = time.monotonic()

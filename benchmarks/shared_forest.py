@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from headrace.costs.paradyse.hybrid import TARGETS, Target, measured
 from headrace.costs.paradyse.steps import Steps
-from headrace.costs.sources.profile import points_by_option
+from headrace.costs.sources.measured import points_by_option
 from headrace.errors import CostError, did_you_mean
 from headrace.spec.model_shape import ModelShape
 from headrace.spec.profile import Profile

@@ -47,14 +47,14 @@ from headrace.comm.collectives import gather_floats
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
 from headrace.methods import branch
-from headrace.runtime.executor import Executor
-from headrace.runtime.machine import machine_facts
-from headrace.runtime.storage import Storage
+from headrace.native.executor import Executor
+from headrace.native.machine import machine_facts
+from headrace.native.storage import Storage
 from headrace.spec import Architecture, Lengths, Plan
 from headrace.spec.known_methods import FACTS, subgroups
 from headrace.spec.method import BRANCHES, LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline
-from headrace.spec.scheme import Scheme
+from headrace.spec.strategy import Scheme
 
 VOCABULARY = 512
 

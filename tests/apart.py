@@ -26,10 +26,10 @@ _PRELOADED = [
     "torch._dynamo",
     "torch.distributed.tensor",
     "torch._export",
-    "headrace.loop.attached",
-    "headrace.training.train",
+    "headrace.engine.attached",
+    "headrace.engine.train",
     "transformers.models.llama.modeling_llama",
-    "running.loop.loops",
+    "running.engine.loops",
 ]
 """What most of them import, or torch for them: once."""
 

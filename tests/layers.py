@@ -11,19 +11,19 @@ import torch.nn.functional as F
 
 import oracles
 from headrace.comm.mesh import Groups
-from headrace.layouts.layout import group_shards
-from headrace.layouts.tokens import TokenPlan
+from headrace.layouts.partition import group_shards
+from headrace.layouts.token_plan import TokenPlan
 from headrace.methods import Context, Place, Shard, Whole
 from headrace.methods.weights import Weight
 from headrace.models.transformer import Transformer
+from headrace.native.counted import TrafficCounter
+from headrace.native.micro_batch import layer_states
 from headrace.ops.random import DropoutKey
-from headrace.runtime.counted import TrafficCounter
-from headrace.runtime.micro_batch import layer_states
 from headrace.spec import Architecture, weight_table
+from headrace.spec.architecture import WeightSpec
 from headrace.spec.known_methods import subgroups
 from headrace.spec.method import LayerPlan
 from headrace.spec.plan import TokenOrder
-from headrace.spec.weights import WeightSpec
 
 __all__ = [
     "Case",

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from headrace.layouts.intervals import Rows
+from headrace.layouts.partition import Rows
 from headrace.models.initial import initial_rows
 from headrace.spec import Architecture, weight_table
 

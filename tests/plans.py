@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from headrace.planning.drawn import random_plan
 from headrace.spec import LayerPlan, Lengths, MicroBatch, Pipeline, Plan, Scheme
+from headrace.spec.random_plans import random_plan
 
 __all__ = ["random_documents", "random_pipelines", "random_plan", "random_staged_plan"]
 

@@ -97,6 +97,6 @@ def test_a_room_on_no_floor_is_refused(script: ModuleType, copy: Path) -> None:
 
 def test_modules_that_import_each_other_are_refused(script: ModuleType, copy: Path) -> None:
     """Catches two planners that need each other, which no levels can show."""
-    plant(copy, "planning/frontier.py", "from headrace.planning import generators")
+    plant(copy, "planning/priced.py", "from headrace.planning import generators")
     with pytest.raises(ValueError, match="import each other"):
         script.House.of(copy)

@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 import headrace as hr
-from headrace.planning.pricing import Pricing
+from headrace.planning.problem import Pricing
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs/guides/library.md").read_text()
@@ -139,10 +139,10 @@ def test_plans_show_and_draw_themselves(costs: hr.CostModel, tmp_path: Path) -> 
     plan.save(tmp_path / "plan.json")
     loaded = hr.Plan.load(tmp_path / "plan.json")
     with pytest.raises(hr.errors.SpecError, match=r"hr\.simulate"):
-        loaded.draw(tmp_path / "plan.json")
+        hr.draw(loaded, tmp_path / "plan.json")
     pytest.importorskip("altair")
-    loaded.draw(tmp_path / "picture.json", hr.simulate(loaded, costs))
-    plan.draw(tmp_path / "own.json")
+    hr.draw(loaded, tmp_path / "picture.json", hr.simulate(loaded, costs))
+    hr.draw(plan, tmp_path / "own.json")
     drawn, own = ((tmp_path / name).read_text() for name in ("picture.json", "own.json"))
     assert drawn == own
     (tmp_path / "torn.json").write_text("{")
@@ -241,7 +241,7 @@ def test_ranks_in_new_processes_train_alike(folder: Path, monkeypatch) -> None:
     """Catches a run that a process which may not fork (it has begun CUDA, or computed on several
     threads as a rank) cannot start, or in which callbacks and errors stay in the ranks."""
     from headrace.comm.launch import start
-    from headrace.training import rank
+    from headrace.engine import rank
 
     path, seen = folder / "my.toml", list[float]()
     config, small = hr.Config.load(path), hr.Config.load(path, "devices.memory=64KiB")
@@ -257,9 +257,9 @@ def test_ranks_in_new_processes_train_alike(folder: Path, monkeypatch) -> None:
 def test_costs_are_measured_or_cached(folder: Path) -> None:
     """Catches a profile of another set-up, or measured twice."""
     config = hr.Config.load(folder / "my.toml", "devices.ranks=1")
-    first = hr.costs.profile(config)
+    first = hr.profile(config)
     assert first.cluster.devices == 1
-    assert first.options == hr.costs.profile(config).options
+    assert first.options == hr.profile(config).options
     assert hr.plan([100, 20], first).devices == 1
 
 
@@ -267,7 +267,7 @@ def test_training_without_torch_says_what_to_install() -> None:
     """Catches a ModuleNotFoundError where an extra is missing."""
     code = NO_TORCH + (
         "import headrace as hr\n"
-        "for what in (lambda: hr.train, lambda: hr.costs.profile(None)):\n"
+        "for what in (lambda: hr.train, lambda: hr.profile(None)):\n"
         "    try: what()\n"
         "    except hr.errors.MissingExtra as error: print(error)\n"
     )

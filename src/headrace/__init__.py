@@ -8,7 +8,7 @@ at the lengths and decides which devices work on which sequences, and how.
     print(hr.plan(lengths, costs))
     run = hr.train(hr.Config.load("my.toml"), on_step=lambda step: print(step.loss))
 
-All names are imported when first asked for; only ``train`` and ``costs.profile`` need torch.
+All names are imported when first asked for; planning needs no torch.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace import costs, errors, lengths
-    from headrace.adapters.adapt import adapt
-    from headrace.adapters.examples import AxisExample
-    from headrace.adapters.stages import AxisStage
+    from headrace.adopt.axis_examples import AxisExample
+    from headrace.adopt.axis_stages import AxisStage
+    from headrace.adopt.block_recompute import recomputed
+    from headrace.adopt.known_models import adapt
+    from headrace.adopt.tokens import compile
     from headrace.config import Config
     from headrace.costs import CostModel
-    from headrace.loop.attach import attach
-    from headrace.passes.adopted import compile
-    from headrace.passes.recompute import recomputed
+    from headrace.engine.attach import attach
+    from headrace.engine.plans import baselines, draw, plan, simulate
+    from headrace.engine.run_folder import TrainingRun
+    from headrace.engine.train import profile, train
     from headrace.planning import Problem
-    from headrace.simulator import draw, peak_bytes
+    from headrace.simulator import peak_bytes
     from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy, Timeline
-    from headrace.training.planning import baselines, plan, simulate
-    from headrace.training.run_folder import TrainingRun
-    from headrace.training.train import train
 
 __all__ = [
     "Architecture",
@@ -57,6 +57,7 @@ __all__ = [
     "lengths",
     "peak_bytes",
     "plan",
+    "profile",
     "recomputed",
     "simulate",
     "train",
@@ -65,20 +66,20 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "headrace.adapters.adapt": ("adapt",),
-    "headrace.adapters.examples": ("AxisExample",),
-    "headrace.adapters.stages": ("AxisStage",),
+    "headrace.adopt.known_models": ("adapt",),
+    "headrace.adopt.axis_examples": ("AxisExample",),
+    "headrace.adopt.axis_stages": ("AxisStage",),
     "headrace.config": ("Config",),
     "headrace.costs": ("CostModel",),
-    "headrace.loop.attach": ("attach",),
-    "headrace.passes.adopted": ("compile",),
-    "headrace.passes.recompute": ("recomputed",),
+    "headrace.engine.attach": ("attach",),
+    "headrace.adopt.tokens": ("compile",),
+    "headrace.adopt.block_recompute": ("recomputed",),
     "headrace.planning": ("Problem",),
-    "headrace.simulator": ("draw", "peak_bytes"),
+    "headrace.simulator": ("peak_bytes",),
     "headrace.spec": ("Architecture", "Cluster", "Lengths", "Plan", "Strategy", "Timeline"),
-    "headrace.training.planning": ("baselines", "plan", "simulate"),
-    "headrace.training.run_folder": ("TrainingRun",),
-    "headrace.training.train": ("train",),
+    "headrace.engine.plans": ("baselines", "draw", "plan", "simulate"),
+    "headrace.engine.run_folder": ("TrainingRun",),
+    "headrace.engine.train": ("profile", "train"),
 }
 _MODULES = ("costs", "errors", "lengths")
 

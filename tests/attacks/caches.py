@@ -16,18 +16,18 @@ from attacks.attack import Attack, Case, Outcome, refusal_of
 from attacks.damage import damage_file, replaced
 from headrace.config import Config
 from headrace.costs import CostModel, synthetic_costs
-from headrace.costs.learning.calibration import Calibration
+from headrace.costs.calibration import Calibration
 from headrace.costs.saving import save_whole, sealed
 from headrace.data import Corpus, Source, make_tokenizer, open_corpus
-from headrace.errors import HeadraceError
-from headrace.training.cost_cache import (
+from headrace.engine.cost_cache import (
     calibration_path,
     newest_costs,
     profile_path,
     read_profile,
     remember_costs,
 )
-from headrace.training.setup import architecture_of
+from headrace.engine.setup import architecture_of
+from headrace.errors import HeadraceError
 from profiles import made_up
 
 __all__ = ["CACHES"]

@@ -16,11 +16,10 @@ import torch
 import headrace.cli
 from attacks.attack import Attack, Case, Outcome, refusal_of
 from attacks.damage import damage_file, replaced
+from headrace.engine.checkpoints import Checkpoint, Checkpoints, SavedState
 from headrace.errors import CheckpointError, HeadraceError
-from headrace.runtime import checkpoint
-from headrace.runtime.checkpoint import StoredShard
-from headrace.training.checkpoints import Checkpoint, Checkpoints
-from headrace.training.saved_state import SavedState
+from headrace.native import checkpoint
+from headrace.native.checkpoint import StoredShard
 from jobs import Command
 from running.cli.jobs import write_job
 

@@ -14,11 +14,11 @@ from attacks.attack import Attack, Case, Outcome
 from faults import late, parted, refusal
 from headrace.costs import CostModel
 from headrace.errors import ProgramError
-from headrace.planning.drawn import random_plan
 from headrace.simulator import simulate
 from headrace.spec import Exchange, Forward, Lengths, Plan, Program, Recv, Send, compile_plan
 from headrace.spec.method import RECOMPUTE, LayerOption
 from headrace.spec.program import Action, Backward
+from headrace.spec.random_plans import random_plan
 from plans import random_staged_plan
 from references.soundness import sound
 from simulator.unit_world import unit_costs

@@ -15,12 +15,12 @@ from attacks.attack import Attack, Case, Outcome
 from attacks.crew import Crews, Work
 from attacks.models import methods_by_width, random_model
 from headrace.comm.mesh import Groups
-from headrace.layouts.layout import storage_partition
-from headrace.planning.drawn import random_plan, random_strategy
-from headrace.runtime.executor import Executor
-from headrace.runtime.optimizers import AdamW
-from headrace.runtime.storage import Storage
+from headrace.layouts.partition import storage_partition
+from headrace.native.executor import Executor
+from headrace.native.optimizers import AdamW
+from headrace.native.storage import Storage
 from headrace.spec import Architecture, Lengths, Plan, weight_table
+from headrace.spec.random_plans import random_plan, random_strategy
 from oracles import full_weights, reference_step
 from plans import random_documents
 

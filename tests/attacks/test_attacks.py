@@ -31,9 +31,9 @@ from attacks.runner import Runner
 from attacks.tally import Tally
 from headrace.comm.mesh import Groups
 from headrace.errors import ProgramError
-from headrace.runtime import checkpoint
-from headrace.runtime.checkpoint import StoredShard
-from headrace.runtime.shard_files import check_file
+from headrace.native import checkpoint
+from headrace.native.checkpoint import StoredShard
+from headrace.native.shard_files import check_file
 from headrace.spec import Plan, Program, check_programs
 from jobs import Command
 from spread import whole

@@ -13,7 +13,7 @@ from held_out import MODELS
 
 from benchmarks.scripts import Ran, run
 from headrace.costs.paradyse import TARGETS
-from headrace.costs.sources.profile import costs_from_profile
+from headrace.costs.sources.measured import costs_from_profile
 from headrace.spec.profile import ENDS
 from profiles import LENGTHS, made_up
 

@@ -9,8 +9,7 @@ from typing import Any
 import crossing
 import pytest
 
-from headrace.spec.architecture import Architecture
-from headrace.spec.weights import parameter_count
+from headrace.spec.architecture import Architecture, parameter_count
 
 
 def test_whole_weights_cross_once_a_node(tmp_path: Path) -> None:

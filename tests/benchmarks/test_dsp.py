@@ -13,10 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.layouts.intervals import split_sizes
-from headrace.ops.columns import to_columns
-from headrace.ops.resharding import Columns
-from headrace.ops.switch import switch
+from headrace.layouts.partition import split_sizes
+from headrace.ops.switch import Columns, switch, to_columns
 from ranks import run_ranks
 from spread import whole
 

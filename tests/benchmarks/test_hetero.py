@@ -19,7 +19,7 @@ from benchmarks.scripts import run
 from headrace.costs.pipeline_costs import PipelineCosts, SchemeCost
 from headrace.planning import Problem
 from headrace.spec import Architecture, Scheme
-from headrace.spec.weights import parameter_count
+from headrace.spec.architecture import parameter_count
 
 TINY = Architecture(layers=2, hidden=8, heads=4, kv_heads=4, ffn=256, vocabulary=16, tied=False)
 NORMS = (2 * 2 + 1) * 8

@@ -11,9 +11,9 @@ from headrace.cli import main
 from headrace.config import Config
 from headrace.costs import synthetic_costs
 from headrace.data import make_tokenizer
+from headrace.engine.cost_cache import remember_costs
+from headrace.engine.setup import formula_costs
 from headrace.spec import Architecture, Plan
-from headrace.training.cost_cache import remember_costs
-from headrace.training.setup import formula_costs
 
 CONFIG = """
 [data]

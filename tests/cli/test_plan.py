@@ -14,8 +14,8 @@ import pytest
 from headrace.cli import main
 from headrace.config import Config
 from headrace.costs import CostModel, synthetic_costs
+from headrace.engine.cost_cache import remember_costs
 from headrace.spec import Architecture, Plan
-from headrace.training.cost_cache import remember_costs
 
 CONFIG = """
 [run]

@@ -14,7 +14,7 @@ from headrace.costs import Linear, OptionCost, synthetic_costs
 from headrace.costs.cost_model import MOST_TOKENS
 from headrace.costs.limits import limits_of
 from headrace.costs.paradyse import fit_hybrid
-from headrace.costs.sources.profile import fit_parts
+from headrace.costs.sources.measured import fit_parts
 from headrace.spec.profile import ENDS
 from headrace.units import GIB
 from profiles import LENGTHS, OPTIONS, made_up

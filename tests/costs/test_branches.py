@@ -9,8 +9,7 @@ from itertools import product
 import pytest
 
 from headrace.costs import CostModel, Linear, OptionCost, Quadratic
-from headrace.costs.sources.branches import composed, recomputed
-from headrace.costs.sources.profile import costs_from_profile, reconciled
+from headrace.costs.sources.measured import composed, costs_from_profile, recomputed, reconciled
 from headrace.errors import CostError
 from headrace.spec import Architecture, Cluster, LayerOption
 from headrace.spec.profile import ENDS, Profile, ProfilePoint

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from headrace.costs.learning.calibration import Calibration
-from headrace.costs.learning.memory_margin import (
+from headrace.costs.calibration import (
     LEAST_MARGIN,
     MOST_MARGIN,
+    Calibration,
     Estimate,
     Peaks,
+    Residual,
     raised_margin,
 )
-from headrace.costs.learning.residuals import Residual
 from headrace.costs.saving import sealed
 from headrace.errors import CostError
 

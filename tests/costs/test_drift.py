@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from headrace.costs.learning.drift import Drift
-from headrace.costs.learning.residuals import Residual
+from headrace.costs.calibration import Residual
+from headrace.costs.drift import Drift
 
 
 def run(steps: int, factor, *, ranks: int = 4, noise: float = 0.1, seed: int = 0, scale=None):

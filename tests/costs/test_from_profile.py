@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.costs import CostModel, Linear, OptionCost, Quadratic
-from headrace.costs.sources.profile import (
+from headrace.costs.sources.measured import (
     costs_from_profile,
     fit_parts,
     not_fitting_notes,

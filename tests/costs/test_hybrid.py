@@ -12,7 +12,7 @@ import pytest
 
 from headrace.costs.paradyse import TARGETS, HybridModel, fit_hybrid, fit_pair, fit_polynomial
 from headrace.costs.paradyse.hybrid import measured
-from headrace.costs.sources.profile import costs_from_profile
+from headrace.costs.sources.measured import costs_from_profile
 from headrace.errors import CostError
 from headrace.spec.method import RECOMPUTE, LayerOption
 from headrace.spec.profile import ENDS

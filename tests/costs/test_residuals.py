@@ -7,7 +7,7 @@ import math
 import pytest
 
 from headrace.costs import synthetic_costs
-from headrace.costs.learning.residuals import (
+from headrace.costs.calibration import (
     Residual,
     common_factor,
     micro_batch_residuals,

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from headrace.config import Config
 from headrace.costs import synthetic_costs
 from headrace.costs.saving import save_whole, sealed, unsealed
-from headrace.training.cost_cache import (
+from headrace.engine.cost_cache import (
     newest_costs,
     profile_path,
     read_profile,
     remember_costs,
 )
-from headrace.training.setup import architecture_of
+from headrace.engine.setup import architecture_of
 from profiles import made_up
 
 VALUE = {"format": 1, "points": [{"forward_s": 0.25, "p": 2}, 1e-9], "name": "Mühle", "none": None}

@@ -11,8 +11,7 @@ from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import BoundRows, lower_bound
-from headrace.planning.frontier import Frontier
-from headrace.planning.priced import PricedScheme
+from headrace.planning.priced import Frontier, PricedScheme
 from headrace.planning.schedule import Assignment
 from headrace.spec import Lengths, Scheme
 from planning.group_worlds import clock_s

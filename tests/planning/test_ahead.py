@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.comm.workers import PlanAhead
 from headrace.costs.group_costs import GroupCosts
 from headrace.errors import InfeasiblePlan, LaunchError, SpecError
 from headrace.planning import Problem, plan
-from headrace.planning.ahead import PlanAhead
 from headrace.spec import Lengths
 from planning.ahead_work import (
     dies_on_even_first,
@@ -215,7 +215,7 @@ def test_a_killed_owner_leaves_no_producer() -> None:
     program = (
         f"import sys, time; sys.path[:] = {sys.path!r}\n"
         "from planning.ahead_work import hangs\n"
-        "from headrace.planning.ahead import PlanAhead\n"
+        "from headrace.comm.workers import PlanAhead\n"
         "ahead = PlanAhead(hangs, range(3), producers=2, depth=3)\n"
         "print(*[p.process.pid for p in ahead._team], flush=True)\n"
         "time.sleep(600)\n"

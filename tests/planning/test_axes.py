@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import InfeasiblePlan, SpecError
-from headrace.planning.axes import plan_axes, split_batch
-from headrace.spec.axes import AxisChoice, AxisPlan, MixingStage
+from headrace.spec.axes import AxisChoice, AxisPlan, MixingStage, plan_axes, split_batch
 
 GB_S = 1e9
 

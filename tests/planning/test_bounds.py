@@ -12,10 +12,10 @@ from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import BoundRows, allows, lower_bound, step_bound_s
-from headrace.planning.drawn import random_plan, random_strategy
-from headrace.planning.infeasible import require_fit
+from headrace.planning.explain import require_fit
 from headrace.simulator import peak_bytes, step_s
 from headrace.spec import Architecture, Lengths, MicroBatch, Pipeline, Plan, Scheme
+from headrace.spec.random_plans import random_plan, random_strategy
 from headrace.units import GIB
 from planning.brute_force import optimum_s
 from planning.worlds import batches, worlds

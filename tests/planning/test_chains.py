@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from headrace.costs import CostModel
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem
-from headrace.planning.batch import PriceTable, SortedBatch
-from headrace.planning.chains import Chains
+from headrace.planning.batch import Chains, PriceTable, SortedBatch
+from headrace.planning.explain import require_fit
 from headrace.planning.generators import Draft, SearchLimits, nested, side_by_side
-from headrace.planning.infeasible import require_fit
 from headrace.planning.schedule import Assignment
 from headrace.spec import Lengths
 from planning.tables import bound_s

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import SpecError
-from headrace.planning.drawn import random_plan
 from headrace.spec import Lengths, Plan
 from headrace.spec.method import RECOMPUTE
+from headrace.spec.random_plans import random_plan
 
 lengths = st.lists(st.integers(1, 999), min_size=1, max_size=25).map(Lengths.of)
 seeds = st.integers(0, 2**32)

@@ -16,8 +16,7 @@ from headrace.planning.nested import Nesting
 from headrace.planning.search import Effort, least_time
 from headrace.planning.side_by_side import _LOOKS as LOOKS
 from headrace.planning.side_by_side import Filler
-from headrace.planning.wave_counts import Estimates
-from headrace.planning.wave_filling import WaveFiller
+from headrace.planning.waves import Estimates, WaveFiller
 from headrace.spec import Lengths
 from planning.pipeline_worlds import published
 from planning.tables import bound_s, flexsp, group_table, pipeline_table

@@ -6,12 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.costs import Speeds, synthetic_costs
-from headrace.planning.batch import PriceTable, SortedBatch
-from headrace.planning.frontier import Frontier
+from headrace.planning.batch import Packed, PriceTable, SortedBatch
 from headrace.planning.layers import layer_frontier
-from headrace.planning.packed import Packed
 from headrace.planning.packing import pack as pack_group
-from headrace.planning.priced import PricedScheme
+from headrace.planning.priced import Frontier, PricedScheme
 from headrace.spec import Lengths, Scheme
 from headrace.units import GIB
 from planning.brute_force import partitions

@@ -19,9 +19,8 @@ from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem, plan
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import BoundRows, lower_bound
-from headrace.planning.dealing import deal
+from headrace.planning.dealing import deal, joined
 from headrace.planning.generators import SearchLimits, scheduled, side_by_side
-from headrace.planning.runs import joined
 from headrace.planning.side_by_side import Filler, Pipelines
 from headrace.planning.staged_packing import Line
 from headrace.spec import Lengths

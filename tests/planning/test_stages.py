@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.costs import synthetic_costs
-from headrace.planning.stages import LayerTable, StageCosts, shares_of
+from headrace.planning.priced import LayerTable, StageCosts, shares_of
 from headrace.simulator import peak_bytes
 from headrace.spec import LayerOption, LayerPlan, Lengths, MicroBatch, Pipeline, Plan, Scheme
 

@@ -14,8 +14,7 @@ from headrace.costs.group_costs import GroupCosts
 from headrace.planning.batch import PriceTable
 from headrace.planning.schedule import Assignment, launch_s
 from headrace.planning.wave_bounds import wave_bound_s
-from headrace.planning.wave_filling import WaveFiller, sorted_into_waves
-from headrace.planning.waves import waves
+from headrace.planning.waves import WaveFiller, sorted_into_waves, waves
 from planning.group_worlds import batches, best_by_force, world_costs
 from planning.tables import bound_s, checked_s, fixture, flexsp, group_table
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.comm.waiting import Transfer
-from headrace.runtime.clocks import HostClock
+from headrace.native.spans import HostClock
 
 __all__ = ["HOST", "Event", "Posted", "of_the_host", "played"]
 

@@ -19,7 +19,7 @@ from headrace.planning.clock import published_timeline
 from headrace.report.plan_bars import PlanBars, bars_of_plan
 from headrace.simulator import simulate, without_waits
 from headrace.spec import Lengths, Plan
-from headrace.spec.compiler import compile_plan
+from headrace.spec.program import compile_plan
 
 PIPELINES = PipelineCosts.from_json(
     {

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.costs.learning.calibration import Calibration
-from headrace.costs.learning.residuals import Residual
+from headrace.costs.calibration import Calibration, Residual
 from headrace.report import summary_text
 from headrace.report.facts import trust_rows, trust_text
 from headrace.report.run_folder import read_run

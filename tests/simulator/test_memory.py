@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.costs.stages import held_bytes
+from headrace.costs.cost_model import held_bytes
 from headrace.simulator import peak_bytes
 from headrace.spec import Pipeline, Scheme
 from headrace.spec.plan import Working

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.costs import CostModel, ExchangeCost, synthetic_costs
-from headrace.costs.stages import message_s
-from headrace.planning.drawn import random_strategy
+from headrace.costs.cost_model import message_s
 from headrace.simulator import micro_batch_seconds, step_s
 from headrace.spec import Lengths, Plan, Row, Timeline, compile_plan
 from headrace.spec.program import Backward, Forward, parse_action
+from headrace.spec.random_plans import random_strategy
 from headrace.spec.walk import messages_of
 from simulator.unit_world import (
     arrivals_of,

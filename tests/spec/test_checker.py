@@ -16,7 +16,7 @@ from headrace.spec import (
     check_programs,
     compile_plan,
 )
-from headrace.spec.compiler import connected
+from headrace.spec.program import connected
 
 BUCKETS = 3
 

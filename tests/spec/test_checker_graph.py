@@ -21,7 +21,7 @@ from headrace.spec import (
     Send,
     compile_plan,
 )
-from headrace.spec.compiler import connected
+from headrace.spec.program import connected
 from plans import random_plan, random_staged_plan
 from references.soundness import sound
 

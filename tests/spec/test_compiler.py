@@ -28,8 +28,7 @@ from headrace.spec import (
     compile_plan,
     compile_rank,
 )
-from headrace.spec.compiler import is_last, rows_of
-from headrace.spec.program import pushes_of
+from headrace.spec.program import is_last, pushes_of, rows_of
 from headrace.spec.walk import messages_of
 from plans import random_plan, random_staged_plan
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import SpecError
-from headrace.spec.hardware import DEVICES, LINKS, Hardware, Link
-from headrace.spec.hardware_presets import USUAL
+from headrace.spec.hardware import DEVICES, LINKS, USUAL, Hardware, Link
 from headrace.units import GIB
 
 devices = st.sampled_from(sorted(DEVICES))

@@ -8,8 +8,8 @@ import pytest
 
 from headrace.errors import SpecError
 from headrace.spec import Architecture
+from headrace.spec.architecture import WeightSpec, weight_table
 from headrace.spec.model_shape import ModelShape
-from headrace.spec.weights import WeightSpec, weight_table
 
 MODELS = {
     name: Architecture.preset(name) for name in ("llama-tiny", "gpt-tiny", "bert-tiny", "llama-8b")

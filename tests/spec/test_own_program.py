@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from headrace.errors import ProgramError
-from headrace.planning.drawn import random_plan
 from headrace.spec import (
     LayerPlan,
     Lengths,
@@ -17,10 +16,9 @@ from headrace.spec import (
     check_programs,
     compile_plan,
 )
-from headrace.spec.checker import check_alone
-from headrace.spec.compiler import compile_rank
-from headrace.spec.own_program import OwnPrograms
-from headrace.spec.program import Program
+from headrace.spec.checker import OwnPrograms, check_alone
+from headrace.spec.program import Program, compile_rank
+from headrace.spec.random_plans import random_plan
 from plans import random_staged_plan
 
 BUCKETS = 4

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import SpecError
-from headrace.spec.stage import Stage, share_layers
+from headrace.spec.strategy import Stage, share_layers
 
 
 @st.composite

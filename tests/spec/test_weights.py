@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.spec import Architecture, weight_table
-from headrace.spec.weights import bucket_count, buckets, parameter_count
+from headrace.spec.architecture import bucket_count, buckets, parameter_count
 
 
 @st.composite

@@ -218,7 +218,7 @@ def report(run: Path, *, out: Path | None = None, text: Switch = False) -> int:
         Print a summary instead.
     """
     from headrace.cli.display import tell
-    from headrace.training.run_folder import TrainingRun
+    from headrace.engine.run_folder import TrainingRun
 
     found = TrainingRun(run)
     if text:
@@ -280,7 +280,7 @@ def export(run: Path, *, out: Path) -> int:
     out
         Folder for model.safetensors, config.json and the files of the tokenizer.
     """
-    from headrace.training.checkpoints import Checkpoints
+    from headrace.engine.checkpoints import Checkpoints
 
     print(Checkpoints(folder=run).latest().export(out))
     return 0

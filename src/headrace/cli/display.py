@@ -17,11 +17,11 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from headrace.training.listener import Listener, tell
+from headrace.engine.listener import Listener, tell
 from headrace.units import count_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
-    from headrace.runtime.trainer import Step
+    from headrace.spec.step import Step
 
 __all__ = ["Terminal", "out_console", "step_line", "tell"]
 

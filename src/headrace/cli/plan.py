@@ -15,6 +15,11 @@ from headrace.cli.plan_picture import draw_picture, require_picture
 from headrace.config import Config
 from headrace.costs import CostModel
 from headrace.data import draw_batches, parse_distribution
+from headrace.engine.cost_cache import costs_at_hand
+from headrace.engine.listener import ProgressLines
+from headrace.engine.plans import ConfiguredPlanner, programs_of
+from headrace.engine.plans import simulate as run_clock
+from headrace.engine.setup import architecture_of, open_data
 from headrace.errors import ConfigError
 from headrace.report.plan_bars import bars_of_plan
 from headrace.simulator import draw, peak_bytes
@@ -22,11 +27,6 @@ from headrace.simulator import simulate as run_programs
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
 from headrace.spec.plan import Plan
-from headrace.training.cost_cache import costs_at_hand
-from headrace.training.listener import ProgressLines
-from headrace.training.planning import ConfiguredPlanner, programs_of
-from headrace.training.planning import simulate as run_clock
-from headrace.training.setup import architecture_of, open_data
 from headrace.units import bytes_text, counted, seconds_text
 
 __all__ = ["plan", "simulate"]

@@ -13,10 +13,10 @@ from headrace.comm.launch import World
 from headrace.config import Config
 from headrace.costs import CostModel
 from headrace.costs.paradyse import HybridModel, fit_hybrid, need_scikit_learn
-from headrace.costs.sources.profile import fit_parts, not_fitting_notes
+from headrace.costs.sources.measured import fit_parts, not_fitting_notes
+from headrace.engine.measured_costs import measured_costs
+from headrace.engine.rank import launch, open_rank
 from headrace.spec.profile import Profile
-from headrace.training.measured_costs import measured_costs
-from headrace.training.rank import launch, open_rank
 from headrace.units import bytes_text, seconds_text
 
 __all__ = ["profile"]

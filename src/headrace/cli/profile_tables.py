@@ -11,7 +11,7 @@ from headrace.costs import CostModel
 from headrace.costs.cost_model import MOST_TOKENS
 from headrace.costs.limits import Limits, limits_of
 from headrace.costs.paradyse import HybridModel, Target
-from headrace.costs.sources.profile import FittedPart
+from headrace.costs.sources.measured import FittedPart
 from headrace.spec.plan import Working
 from headrace.units import bytes_text, percent_text, seconds_text
 

@@ -17,17 +17,17 @@ from headrace.cli.flags import RehearseFlags, overrides
 from headrace.config import Config
 from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.limits import MemoryParts, memory_parts
-from headrace.costs.sources.profile import costs_from_profile
+from headrace.costs.sources.measured import costs_from_profile
+from headrace.engine.considered_methods import considered
+from headrace.engine.listener import ProgressLines
+from headrace.engine.plans import make_problem, plan
+from headrace.engine.setup import architecture_of
 from headrace.errors import ConfigError, InfeasiblePlan
 from headrace.profiling.rehearsal import Rehearsal
 from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import Plan, Working
-from headrace.training.listener import ProgressLines
-from headrace.training.methods import considered
-from headrace.training.planning import make_problem, plan
-from headrace.training.setup import architecture_of
 from headrace.units import bytes_text, parse_count, seconds_text
 
 __all__ = ["rehearse"]

@@ -11,11 +11,11 @@ from headrace.comm.watcher import STOPPED
 from headrace.config import Config
 from headrace.config.clips import ClipsConfig
 from headrace.config.model import JobConfig
-from headrace.runtime import checkpoint
-from headrace.runtime.trackers import require_trackers
-from headrace.training.rank import launch, open_rank
-from headrace.training.run_folder import TrainingRun, choose_folder
-from headrace.training.train import train_rank
+from headrace.engine.rank import launch, open_rank
+from headrace.engine.run_folder import TrainingRun, choose_folder
+from headrace.engine.trackers import require_trackers
+from headrace.engine.train import train_rank
+from headrace.native import checkpoint
 
 __all__ = ["train"]
 
@@ -24,7 +24,7 @@ def train(config: Config | ClipsConfig, *, out: Path | None, resume: bool, again
     """Train; prints the path of the report (or of the run's folder) to stdout. ``again`` is the
     command that goes on with it."""
     if isinstance(config, ClipsConfig):
-        from headrace.video.training import shape_of, train_clips
+        from headrace.engine.video import shape_of, train_clips
 
         shape_of(config)  # what is wrong there is said at once
     folder = choose_folder(config, out, resume=resume)

@@ -20,19 +20,19 @@ from headrace.cli.flags import VerifyFlags
 from headrace.comm.collectives import all_gather_rows
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
+from headrace.engine.checkpoints import Checkpoints
+from headrace.engine.considered_methods import methods_by_size
 from headrace.errors import CheckpointError, ConfigError
 from headrace.models.objective import objective_of
 from headrace.models.plain import plain_loss, whole_weights
-from headrace.planning.drawn import random_plan, random_strategy
-from headrace.runtime.executor import Executor
-from headrace.runtime.optimizers import AdamW
-from headrace.runtime.storage import Storage
+from headrace.native.executor import Executor
+from headrace.native.optimizers import AdamW
+from headrace.native.storage import Storage
 from headrace.spec.architecture import Architecture
 from headrace.spec.known_methods import FACTS, SINGLE_RANK, facts_of
 from headrace.spec.lengths import Lengths
 from headrace.spec.plan import Plan
-from headrace.training.checkpoints import Checkpoints
-from headrace.training.methods import methods_by_size
+from headrace.spec.random_plans import random_plan, random_strategy
 
 __all__ = ["verify"]
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
-from headrace.adapters.examples import EXAMPLES, AxisExample
+from headrace.adopt.axis_examples import EXAMPLES, AxisExample
 from headrace.cli.foreign_models import made
 from headrace.cli.verify_model import on_all
 

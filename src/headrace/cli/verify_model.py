@@ -17,16 +17,16 @@ from rich.table import Table
 from torch.nn.functional import cross_entropy
 
 import headrace
+from headrace.adopt.labels import predicted
+from headrace.adopt.placement import Exchange
+from headrace.adopt.token_probe import logits_of
+from headrace.adopt.tokens import Adopted
 from headrace.cli.display import tell
 from headrace.cli.foreign_models import foreign_model
 from headrace.comm.launch import World, start
 from headrace.errors import HeadraceError, ModelError
+from headrace.native.counted import ByteCounter, SavedBytes
 from headrace.ops.loss import IGNORED
-from headrace.passes.adopted import Adopted
-from headrace.passes.labels import predicted
-from headrace.passes.placement import Exchange
-from headrace.passes.probe import logits_of
-from headrace.runtime.counted import ByteCounter, SavedBytes
 from headrace.units import bytes_text
 
 __all__ = ["on_all", "verify_model"]

@@ -20,17 +20,13 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from headrace.comm.children import bury, caught, fork, stopping, supervise
-from headrace.comm.executed import execute
-from headrace.comm.exit import end
 from headrace.comm.gpus import VARIABLES, cuda_begun
-from headrace.comm.lifeline import Lifeline
-from headrace.comm.meeting import Comer, take_seat
-from headrace.comm.network import interface_of, route
+from headrace.comm.meeting import Comer, interface_of, reach_store, route, take_seat
+from headrace.comm.processes import bury, caught, end, execute, fork, stopping, supervise
 from headrace.comm.ranks import RankPlace, Settings, World, here, run_rank
 from headrace.comm.status import StatusBoard
-from headrace.comm.store import reach_store
 from headrace.comm.variables import number, under_torchrun, variable
+from headrace.comm.watcher import Lifeline
 from headrace.errors import LaunchError
 
 __all__ = [

@@ -20,16 +20,28 @@ from __future__ import annotations
 import ipaddress
 import json
 import secrets
+import socket
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from headrace.errors import LaunchError
 from headrace.units import seconds_text
 
-__all__ = ["Comer", "Seat", "take_seat"]
+__all__ = [
+    "Comer",
+    "Seat",
+    "interface_of",
+    "reach_store",
+    "route",
+    "take_seat",
+]
 
 _POLL_S = 0.02
 
@@ -140,3 +152,79 @@ def _missing(store: dist.Store, ranks: int) -> str:
 
 def _loops(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def reach_store(host: str, port: int, *, serve: bool, limit_s: float) -> dist.TCPStore:
+    """A client of the store at ``host:port``, which this process keeps itself if ``serve``.
+
+    Raises LaunchError when the port is taken, or when no store answers within ``limit_s``.
+    """
+    where = f"store of the job at {host}:{port}"
+    if serve:
+        try:
+            return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+        except (RuntimeError, ValueError) as error:
+            got = "the port in use" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
+            raise LaunchError(where, got=got, wanted="a free port", hint="set MASTER_PORT")
+    deadline = time.monotonic() + limit_s
+    _knock(host, port, where, deadline)
+    store = _enter(host, port, limit_s=max(0.1, deadline - time.monotonic()))
+    if store is None:
+        raise LaunchError(
+            where,
+            got="no answer, or none of a store",
+            wanted="the store that torchrun keeps",
+            hint="another program may listen on MASTER_PORT: set a free one",
+        )
+    return store
+
+
+def _knock(host: str, port: int, where: str, deadline: float) -> None:
+    """Return once somebody listens: torch's own attempt prints pages when nobody does."""
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=1).close()
+            return
+        except (OSError, OverflowError) as error:
+            if isinstance(error, OverflowError) or time.monotonic() > deadline:
+                raise LaunchError(
+                    where,
+                    got=error,
+                    wanted="a connection",
+                    hint="MASTER_ADDR and MASTER_PORT must be those of the first machine",
+                )
+        time.sleep(0.1)
+
+
+def _enter(host: str, port: int, limit_s: float) -> dist.TCPStore | None:
+    """A client, made in a thread: its constructor waits forever for whoever listens there but is
+    no store."""
+    made: list[dist.TCPStore] = []
+
+    def make() -> None:
+        with suppress(RuntimeError):  # somebody answered, in another language
+            made.append(
+                dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
+            )
+
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return made[0] if made else None
+
+
+def route(host: str, port: int) -> tuple[str, str]:
+    """The addresses at both ends of the way to ``host``: this machine's and that one's. Nothing is
+    sent. Raises OSError when there is no way."""
+    kind, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0]), str(probe.getpeername()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface with this address; None when it is not this machine's."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in found):
+            return name
+    return None

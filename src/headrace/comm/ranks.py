@@ -13,14 +13,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from headrace.comm.exit import say, say_traceback
 from headrace.comm.gpus import begin_gpu
-from headrace.comm.lifeline import Lifeline
+from headrace.comm.processes import say, say_traceback
 from headrace.comm.rerendezvous import Rerendezvous
 from headrace.comm.sockets import hurry
 from headrace.comm.status import StatusBoard
 from headrace.comm.waiting import Freed
-from headrace.comm.watcher import Watcher
+from headrace.comm.watcher import Lifeline, Watcher
 from headrace.errors import HeadraceError, LaunchError
 
 __all__ = ["RankPlace", "Settings", "World", "here", "is_broken_connection", "run_rank"]

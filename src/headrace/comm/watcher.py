@@ -13,19 +13,143 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from headrace.comm.clock import AwakeClock
-from headrace.comm.exit import end, say
-from headrace.comm.lifeline import Lifeline
+from headrace.comm.processes import end, say
+from headrace.comm.sockets import make_impatient
 from headrace.comm.status import Beat, Death, StatusBoard
+from headrace.errors import LaunchError
 from headrace.units import seconds_text
 
-__all__ = ["STOPPED", "Watcher"]
+__all__ = [
+    "AwakeClock",
+    "Lifeline",
+    "STOPPED",
+    "Watcher",
+]
+
+_CONNECT_S = 30.0
+
+
+class Lifeline:
+    """This rank's end of two connections: the rank after connects to ``port``, and this one
+    connects to the rank before."""
+
+    def __init__(self) -> None:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        # Nobody accepts: the system does, and breaks what waits here when this process ends.
+        self._door = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
+        self._before: socket.socket | None = None
+
+    @property
+    def port(self) -> int:
+        """Where the rank after this one connects."""
+        return int(self._door.getsockname()[1])
+
+    def hold(self, before: tuple[str, int]) -> None:
+        """Connect to the rank before. Raises LaunchError when it cannot be reached."""
+        try:
+            self._before = socket.create_connection(before, timeout=_CONNECT_S)
+        except OSError as error:
+            raise LaunchError(
+                f"rank before this one at {before[0]}:{before[1]}",
+                got=error,
+                wanted="a connection",
+                hint="machines of a job must reach each other on all ports",
+            )
+        make_impatient(self._before)
+        self._before.setblocking(False)
+
+    @property
+    def sockets(self) -> tuple[socket.socket, ...]:
+        """What becomes readable when the rank before is gone."""
+        return () if self._before is None else (self._before,)
+
+    def what_broke(self) -> str:
+        """What became of the rank before, after "rank N"; empty while it is there."""
+        if self._before is None:
+            return ""
+        try:
+            self._before.recv(1)
+            why = "ended without a word"
+        except BlockingIOError:
+            return ""
+        except ConnectionError:
+            why = "ended without a word"
+        except OSError:
+            why = "cannot be reached any more"
+        self._before.close()
+        self._before = None
+        return why
+
+    def close(self) -> None:
+        """Let go of both."""
+        for held in (self._door, *self.sockets):
+            held.close()
+
+
+_ASLEEP_S = 1.0  # a tick this late means that this process was stopped, or starved
+
+
+class AwakeClock:
+    """Seconds in which this process ran: time in which it was stopped itself (Ctrl-Z, a suspended
+    machine) or another thread held Python's lock does not count.
+
+    ``too_long(seconds)`` is called when :meth:`answered` was not for ``limit_s`` of them.
+    """
+
+    def __init__(
+        self, *, tick_s: float, limit_s: float, too_long: Callable[[float], object]
+    ) -> None:
+        self._tick_s, self._limit_s, self._too_long = tick_s, limit_s, too_long
+        self._tick = (0.0, time.monotonic())  # seconds asleep until then, and the last tick
+        self._answered_s = self.seconds()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="clock", daemon=True)
+
+    def start(self) -> None:
+        """Begin to tick."""
+        self._tick = (0.0, time.monotonic())
+        self.answered()
+        self._thread.start()
+
+    def seconds(self) -> float:
+        """Seconds awake, from some beginning."""
+        now_s = time.monotonic()
+        return now_s - self._asleep(now_s)
+
+    def answered(self) -> None:
+        """What is waited for has come; it is waited for anew."""
+        self._answered_s = self.seconds()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since it last came."""
+        return self.seconds() - self._answered_s
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._tick_s):
+            now_s = time.monotonic()
+            self._tick = (self._asleep(now_s), now_s)
+            if self.waited_s > self._limit_s:
+                self._too_long(self.waited_s)
+
+    def _asleep(self, now_s: float) -> float:
+        asleep_s, last_s = self._tick
+        late_s = now_s - last_s - self._tick_s
+        return asleep_s + (late_s if late_s > _ASLEEP_S else 0.0)
+
 
 STOPPED = 75
 """Exit code of a rank that stops because another failed (``EX_TEMPFAIL``: try again)."""

@@ -3,14 +3,12 @@
 As ``hr.costs`` it gives them: :func:`roofline`, :func:`profile`, :func:`load`, :func:`published`.
 """
 
-from headrace.costs.cost_model import CostModel
+from headrace.costs.cost_model import CostModel, ExchangeCost, OptionCost
 from headrace.costs.fingerprint import fingerprint_difference, fingerprint_of
 from headrace.costs.library import load, profile, published, roofline
-from headrace.costs.option import ExchangeCost, OptionCost
 from headrace.costs.quadratic import FitError, Linear, Quadratic, fit_linear, fit_quadratic
-from headrace.costs.sources.formulas import FORMULA_METHODS
+from headrace.costs.sources.formulas import FORMULA_METHODS, Speeds
 from headrace.costs.sources.roofline import roofline_costs
-from headrace.costs.sources.speeds import Speeds
 from headrace.costs.sources.synthetic import group_sizes_of, synthetic_costs
 
 __all__ = [

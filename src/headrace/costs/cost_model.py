@@ -8,24 +8,112 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.costs.fingerprint import fingerprint_difference
-from headrace.costs.option import ExchangeCost, OptionCost
-from headrace.costs.quadratic import Linear
+from headrace.costs.quadratic import Linear, Quadratic
 from headrace.costs.saving import save_whole
 from headrace.errors import CostError, HeadraceError
 from headrace.spec.architecture import stored_shape
 from headrace.spec.cluster import Cluster
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.model_shape import ModelShape
-from headrace.spec.plan import TokenOrder, Working
+from headrace.spec.plan import Pipeline, TokenOrder, Working
 from headrace.spec.profile import stored_working_bytes
+from headrace.spec.strategy import Scheme, Stage
 
-__all__ = ["FORMAT", "MOST_TOKENS", "CostModel"]
+__all__ = [
+    "CostModel",
+    "ExchangeCost",
+    "FORMAT",
+    "MOST_TOKENS",
+    "OptionCost",
+    "held_bytes",
+    "kept_line",
+    "message_s",
+    "moments",
+    "segment_rows",
+    "segment_seconds",
+    "stage_gather",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionCost:
+    """One layer (or the ends of the model) of one option on one group size.
+
+    ``forward``, ``backward``: seconds, recomputation included in the backward. ``kept``: bytes a
+    rank keeps from forward to backward, ``transient``: bytes it needs only while the layer runs
+    forward or backward; both as functions of the pack's tokens (of the whole group).
+    ``order`` is the token order for which the seconds hold. ``fetched`` is the share of the
+    layer's weights that a rank fetches where they are held sharded.
+    """
+
+    forward: Quadratic
+    backward: Quadratic
+    kept: Linear
+    transient: Linear
+    order: TokenOrder = "natural"
+    fetched: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.order not in get_args(TokenOrder):
+            wanted = " or ".join(get_args(TokenOrder))
+            raise CostError("token order of an option", got=repr(self.order), wanted=wanted)
+        if not 0 <= self.fetched <= 1:
+            raise CostError("fetched share of an option", got=self.fetched, wanted="0 to 1")
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that :meth:`from_json` reads back."""
+        return {
+            "forward": self.forward.to_json(),
+            "backward": self.backward.to_json(),
+            "kept": self.kept.to_json(),
+            "transient": self.transient.to_json(),
+            "order": self.order,
+            "fetched": self.fetched,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> OptionCost:
+        """The inverse of :meth:`to_json`. Costs of old had one token order and always fetched."""
+        (fa, fb, fc), (ba, bb, bc) = value["forward"], value["backward"]
+        (kept, kept_constant), (transient, transient_constant) = value["kept"], value["transient"]
+        return cls(
+            forward=Quadratic(a=fa, b=fb, c=fc),
+            backward=Quadratic(a=ba, b=bb, c=bc),
+            kept=Linear(slope=kept, constant=kept_constant),
+            transient=Linear(slope=transient, constant=transient_constant),
+            order=value.get("order", "natural"),
+            fetched=value.get("fetched", 1.0),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeCost:
+    """Seconds every step pays once, whatever its plan: pull of the weights before the first
+    forward, push of the gradients after the last backward, update of the weights."""
+
+    pull_s: float = 0.0
+    push_s: float = 0.0
+    update_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not math.isfinite(value) or value < 0:
+                raise CostError(f"exchange.{name}", got=value, wanted="finite seconds >= 0")
+
+    @property
+    def total_s(self) -> float:
+        """Sum of the three."""
+        return self.pull_s + self.push_s + self.update_s
+
 
 FORMAT = 3
 MOST_TOKENS = 2**40
@@ -336,3 +424,136 @@ class CostModel:
 
 def _plus(slope: float, constant: float, line: Linear) -> Linear:
     return Linear(slope=slope + line.slope, constant=constant + line.constant)
+
+
+Floats = NDArray[np.float64]
+
+
+def stage_gather(
+    costs: CostModel, scheme: Scheme, option: LayerOption, working: Working
+) -> tuple[float, float]:
+    """What fetching weights adds to one layer's (forward, backward).
+
+    A tensor block that holds a layer together lacks nothing for methods that work with shards as
+    they lie; others fetch the rest, at most what a group of the whole width would.
+    """
+    width = scheme.width
+    parts = scheme.parts(sharded=working == "sharded")
+    if parts == 1 or width not in costs.options:
+        return 0.0, 0.0
+    if parts < width and costs.option(width, option).fetched < 1:
+        return 0.0, 0.0
+    return costs.gather_seconds(width, option, "sharded")
+
+
+def segment_seconds(
+    costs: CostModel,
+    tokens: Sequence[int],
+    pipeline: Pipeline,
+    stage: Stage,
+    layers: LayerPlan,
+    working: Working,
+) -> tuple[tuple[float, float], ...]:
+    """Seconds of (forward, backward) of every segment of a stage for a pack of ``tokens``, in the
+    order of ``stage.buckets``. The ends are charged where the head is.
+
+    Raises CostError when the costs lack the width or an option.
+    """
+    width, found = len(stage.ranks), list[tuple[float, float]]()
+    squares, total = sum(n * n for n in tokens), sum(tokens)
+    of_option: dict[LayerOption, tuple[float, float]] = {}
+    for bucket in stage.buckets:
+        if bucket == 0:
+            found.append((0.0, 0.0))
+        elif bucket > stage.stop:
+            ends = costs.ends[width]
+            pair = ends.forward.of_sums(squares, total), ends.backward.of_sums(squares, total)
+            found.append((pair[0] * costs.scale, pair[1] * costs.scale))
+        else:
+            option = layers.options[bucket - 1]
+            if option not in of_option:
+                cost = costs.option(width, option)
+                gather = stage_gather(costs, pipeline.scheme, option, working)
+                of_option[option] = (
+                    (cost.forward.of_sums(squares, total) + gather[0]) * costs.scale,
+                    (cost.backward.of_sums(squares, total) + gather[1]) * costs.scale,
+                )
+            found.append(of_option[option])
+    return tuple(found)
+
+
+def segment_rows(
+    costs: CostModel, scheme: Scheme, layers: LayerPlan, working: Working
+) -> tuple[Floats, Floats]:
+    """Coefficients (a, b, c) of the seconds of (forward, backward) of every segment of a pipeline
+    of one stage [buckets, 3], as :func:`segment_seconds` has them."""
+    width = scheme.width
+    rows = {0: [(0.0, 0.0, 0.0)], 1: [(0.0, 0.0, 0.0)]}
+    for option, count in layers.counts:
+        cost = costs.option(width, option)
+        gather = stage_gather(costs, scheme, option, working)
+        for way, (line, more) in enumerate(zip((cost.forward, cost.backward), gather, strict=True)):
+            rows[way] += [(line.a, line.b, line.c + more)] * count
+    ends = costs.ends[width]
+    for way, line in enumerate((ends.forward, ends.backward)):
+        rows[way].append((line.a, line.b, line.c))
+    return np.array(rows[0]) * costs.scale, np.array(rows[1]) * costs.scale
+
+
+def message_s(costs: CostModel, rows: int) -> float:
+    """Seconds of a message of ``rows`` rows to a neighbouring stage.
+
+    Between ranks what the pull of a step moves in its seconds: (N - 1) / N of all weights to each
+    rank; 0 where costs know of no exchange.
+    """
+    n, shape = costs.cluster.devices, costs.shape
+    elements = shape.elements * (n - 1) / n
+    if n == 1 or elements == 0:
+        return 0.0
+    return costs.exchange_s.pull_s * costs.scale * rows * shape.hidden / elements
+
+
+def held_bytes(costs: CostModel, pipeline: Pipeline, working: Working) -> tuple[int, ...]:
+    """Bytes of working weights and their gradients on a rank of each stage.
+
+    Where storage and working layout may be one, as on a single rank, the costs say so: what
+    replicated weights take is the measure.
+    """
+    scheme = pipeline.scheme
+    width, parts = scheme.width, scheme.parts(sharded=working == "sharded")
+    if scheme.pipeline == 1 and parts in (1, width):
+        return (costs.working_bytes[width]["replicated" if parts == 1 else "sharded"],)
+    replicated = costs.working_bytes[width]["replicated"]
+    return tuple(
+        round(replicated * costs.shape.held_share(stage.buckets, parts))
+        for stage in pipeline.stages(costs.shape.layers)
+    )
+
+
+def kept_line(costs: CostModel, stage: Stage, layers: LayerPlan) -> Linear:
+    """Bytes that a stage keeps of a micro-batch from its forward to its backward, over tokens."""
+    width = len(stage.ranks)
+    lines = [costs.option(width, o).kept for o in layers.options[stage.start : stage.stop]]
+    if stage.last:
+        lines.append(costs.ends[width].kept)
+    return Linear(
+        slope=sum(line.slope for line in lines), constant=sum(line.constant for line in lines)
+    )
+
+
+def moments(costs: CostModel, stage: Stage, layers: LayerPlan) -> list[Linear]:
+    """Bytes of a micro-batch's activations at every moment that can be its peak in a stage: what
+    is kept so far and what the current segment needs in passing."""
+    width = len(stage.ranks)
+    first = costs.ends[width].kept if stage.last else Linear()
+    slope, constant, found = first.slope, first.constant, list[Linear]()
+    for option in layers.options[stage.start : stage.stop]:
+        cost = costs.option(width, option)
+        slope, constant = slope + cost.kept.slope, constant + cost.kept.constant
+        found.append(
+            Linear(slope=slope + cost.transient.slope, constant=constant + cost.transient.constant)
+        )
+    if stage.last:
+        passing = costs.ends[width].transient
+        found.append(Linear(slope=slope + passing.slope, constant=constant + passing.constant))
+    return found

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 from headrace.costs.cost_model import CostModel
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.costs.sources.roofline import roofline_costs
-from headrace.errors import CostError, MissingExtra, did_you_mean
+from headrace.errors import CostError, did_you_mean
 from headrace.spec.architecture import Architecture
 from headrace.spec.hardware import Hardware
-
-if TYPE_CHECKING:
-    from headrace.config import Config
 
 __all__ = ["load", "memory_margin_of", "profile", "published", "roofline"]
 
@@ -49,19 +46,9 @@ def roofline(
     ).replace(memory_margin=margin)
 
 
-def profile(config: Config, *, fresh: bool = False) -> CostModel:
-    """Measure what a layer costs on the ranks of a configuration, or read the cached profile;
-    ``fresh`` measures again.
-
-    One rank is this process, several are started as by ``hr.train``. Raises MissingExtra without
-    torch.
-    """
-    # The one import upwards of this room: measuring takes ranks, and those a run's set-up.
-    try:
-        from headrace.training.train import profile as measured
-    except ModuleNotFoundError as error:
-        raise MissingExtra(error.name or "torch", extra="train", needed_for="hr.costs.profile")
-    return measured(config, fresh=fresh)
+def profile(config: object, *, fresh: bool = False) -> NoReturn:
+    """Renamed: raises CostError, which says that ``hr.profile(config)`` measures costs."""
+    raise CostError("hr.costs.profile", got="its former name", wanted="hr.profile(config)")
 
 
 def load(path: str | Path) -> CostModel | PipelineCosts | GroupCosts:

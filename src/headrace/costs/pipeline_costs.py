@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import CostError, HeadraceError
-from headrace.spec.scheme import Scheme
+from headrace.spec.strategy import Scheme
 
 __all__ = ["PipelineCosts", "SchemeCost"]
 

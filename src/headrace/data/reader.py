@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Self
 
-from headrace.data.batch import Batch
 from headrace.data.corpus import Corpus
-from headrace.data.sampler import Sampler
+from headrace.data.sampler import Batch, Sampler
 
 __all__ = ["Reader"]
 

@@ -4,19 +4,283 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import ceil
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.batch import Batch, Sample
-from headrace.data.order import EpochOrder, SamplerOptions, order_epoch
-from headrace.data.pieces import cut
-from headrace.errors import DataError
+from headrace.errors import ConfigError, DataError, did_you_mean
 from headrace.spec.lengths import Lengths
 
-__all__ = ["MeasuredDocuments", "Sampler"]
+__all__ = [
+    "Batch",
+    "Curriculum",
+    "EpochOrder",
+    "MeasuredDocuments",
+    "Pieces",
+    "Sample",
+    "Sampler",
+    "SamplerOptions",
+    "TooLong",
+    "cut",
+    "order_epoch",
+]
+
+TooLong = Literal["truncate", "split", "refuse"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pieces:
+    """All samples, ``[samples]`` each: ``lengths[i]`` tokens of document ``documents[i]``."""
+
+    documents: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def cut(lengths: NDArray[np.int64], *, context: int | None, too_long: TooLong) -> Pieces:
+    """The samples of documents of these lengths.
+
+    Documents longer than ``context`` tokens are truncated to it, or split into pieces of it and
+    a rest; ``refuse`` raises DataError for them. Each later piece begins with the last token of the
+    one before: so every token but the document's first is predicted once, and no rest is a single
+    token. Unless documents are split, sample i is document i.
+    """
+    documents = np.arange(len(lengths), dtype=np.int64)
+    starts = np.zeros_like(documents)
+    if context is None or not (lengths > context).any():
+        return Pieces(documents=documents, starts=starts, lengths=lengths)
+    if too_long == "refuse":
+        raise _refused(lengths, context)
+    if too_long == "truncate":
+        return Pieces(documents=documents, starts=starts, lengths=np.minimum(lengths, context))
+    stride = max(1, context - 1)
+    counts = np.maximum(-(-(lengths - 1) // stride), 1)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    starts = (np.arange(len(first)) - first) * stride
+    documents = np.repeat(documents, counts)
+    rest = np.minimum(lengths[documents] - starts, context)
+    return Pieces(documents=documents, starts=starts, lengths=rest)
+
+
+def _refused(lengths: NDArray[np.int64], context: int) -> DataError:
+    longer = np.flatnonzero(lengths > context)
+    worst = int(longer[np.argmax(lengths[longer])])
+    others = f" and {len(longer) - 1:,} more that are too long" if len(longer) > 1 else ""
+    return DataError(
+        f"document {worst}{others}",
+        got=f"{lengths[worst]:,} tokens",
+        wanted=f"at most {context:,}, the context",
+        hint="choose 'truncate' or 'split' for documents that are too long, or a longer context",
+    )
+
+
+Curriculum = Literal["none", "short-to-long"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerOptions:
+    """How batches are drawn.
+
+    Exactly one of ``batch_tokens``, a budget that only a single longer sample may exceed, and
+    ``batch_sequences``, a count. ``context`` is the most tokens of a sample, None for no limit,
+    ``too_long`` what becomes of longer documents. Samples of fewer than ``min_tokens`` are
+    dropped: a single token has nothing to predict. With ``short-to-long``, step s of the first
+    ``curriculum_steps`` draws from the shortest (s + 1) / curriculum_steps of the samples, or from
+    as many as fill the batch. Without ``shuffle`` samples come in the order of the documents.
+    Raises ConfigError for a value out of range.
+    """
+
+    batch_tokens: int | None = None
+    batch_sequences: int | None = None
+    context: int | None = None
+    too_long: TooLong = "truncate"
+    curriculum: Curriculum = "none"
+    curriculum_steps: int = 0
+    min_tokens: int = 2
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.batch_tokens is None) == (self.batch_sequences is None):
+            got = "both" if self.batch_tokens is not None else "neither"
+            raise ConfigError("batch_tokens and batch_sequences", got=got, wanted="one of them")
+        for name in ("batch_tokens", "batch_sequences", "context", "min_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"data.{name}", got=value, wanted=">= 1")
+        if self.context is not None and self.context < self.min_tokens:
+            raise ConfigError(
+                "data.min_tokens",
+                got=self.min_tokens,
+                wanted=f"at most data.context, {self.context}",
+            )
+        if not 0 <= self.seed < 1 << 64:
+            raise ConfigError("data.seed", got=self.seed, wanted="0 <= seed < 2^64")
+        for name, words in (("too_long", get_args(TooLong)), ("curriculum", get_args(Curriculum))):
+            value = getattr(self, name)
+            if value not in words:
+                hint = did_you_mean(str(value), words)
+                wanted = f"one of {', '.join(words)}"
+                raise ConfigError(f"data.{name}", got=repr(value), wanted=wanted, hint=hint)
+        if (self.curriculum_steps > 0) != (self.curriculum != "none"):
+            got = f"{self.curriculum_steps} with curriculum {self.curriculum!r}"
+            raise ConfigError("data.curriculum_steps", got=got, wanted=">= 1 with one, else 0")
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that :meth:`from_json` reads back."""
+        value = asdict(self)
+        if self.shuffle:  # states of old know of no other order
+            del value["shuffle"]
+        return value
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> SamplerOptions:
+        """The inverse of :meth:`to_json`."""
+        return cls(**value)
+
+    def full(self, *, sequences: int, tokens: int, following: int) -> bool:
+        """Whether a batch of so many sequences and tokens cannot take the following sample."""
+        if self.batch_tokens is None:
+            return sequences == self.batch_sequences
+        return sequences > 0 and tokens + following > self.batch_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpochOrder:
+    """Batch b of the epoch is samples ``ids[bounds[b] : bounds[b + 1]]``."""
+
+    ids: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+    @property
+    def batches(self) -> int:
+        """Batches of the epoch."""
+        return len(self.bounds) - 1
+
+    def batch(self, index: int) -> NDArray[np.int64]:
+        """The samples of one batch."""
+        return self.ids[self.bounds[index] : self.bounds[index + 1]]
+
+
+def order_epoch(
+    ids: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    options: SamplerOptions,
+    *,
+    epoch: int,
+    first_step: int,
+) -> EpochOrder:
+    """Permute samples ``ids`` of these ``lengths`` and cut them into batches.
+
+    ``first_step`` is the training step of the first batch: a curriculum may span epochs. Every
+    sample is in exactly one batch; the last batch of an epoch may be small.
+    """
+    key = np.array([options.seed, epoch], dtype=np.uint64)  # a list would pass through a float
+    bits = np.random.Philox(key=key)
+    drawn = np.argsort(bits.random_raw(len(ids)), kind="stable")
+    order = drawn if options.shuffle else np.arange(len(ids))
+    early: list[list[int]] = []
+    if first_step < options.curriculum_steps:
+        chances = bits.random_raw(len(ids))
+        early = _curriculum(lengths[order], options, first_step=first_step, chances=chances)
+        taken = np.array([place for batch in early for place in batch], dtype=np.int64)
+        rest = np.ones(len(order), dtype=bool)
+        rest[taken] = False
+        order = np.concatenate([order[taken], order[rest]])
+    bounds = [0, *np.cumsum([len(batch) for batch in early], dtype=np.int64).tolist()]
+    _cut(lengths[order], options, bounds)
+    return EpochOrder(ids=ids[order], bounds=np.array(bounds, dtype=np.int64))
+
+
+def _cut(lengths: NDArray[np.int64], options: SamplerOptions, bounds: list[int]) -> None:
+    """Append the ends of the batches that follow ``bounds[-1]``, each as full as order allows."""
+    ends, budget = np.cumsum(lengths), options.batch_tokens
+    while (start := bounds[-1]) < len(lengths):
+        if budget is None:
+            stop = start + (options.batch_sequences or 1)
+        else:
+            before = int(ends[start - 1]) if start else 0
+            stop = int(np.searchsorted(ends, before + budget, side="right"))
+        bounds.append(min(max(stop, start + 1), len(lengths)))
+
+
+def _curriculum(
+    lengths: NDArray[np.int64],
+    options: SamplerOptions,
+    *,
+    first_step: int,
+    chances: NDArray[np.uint64],
+) -> list[list[int]]:
+    """The batches of the curriculum's steps, as places in ``lengths``.
+
+    Samples are released from short to long, early when the pool runs dry, and each is drawn from
+    all of the pool alike; ``chances`` are the random numbers for that. (To take the pool in the
+    order of the permutation would favour what was released last.)
+    """
+    sizes, by_length = lengths.tolist(), np.argsort(lengths, kind="stable").tolist()
+    numbers = iter(chances.tolist())
+    pool: list[int] = []
+    batches: list[list[int]] = []
+    released, held = 0, -1  # held: drawn, but the batch was full
+    for step in range(first_step, options.curriculum_steps):
+        share = max(released, ceil(len(sizes) * (step + 1) / options.curriculum_steps))
+        pool += by_length[released:share]
+        released = share
+        batch: list[int] = []
+        tokens = 0
+        while held >= 0 or pool or released < len(sizes):
+            if held < 0:
+                if not pool:
+                    pool.append(by_length[released])
+                    released += 1
+                held = _draw(pool, next(numbers))
+            if options.full(sequences=len(batch), tokens=tokens, following=sizes[held]):
+                break
+            batch.append(held)
+            tokens, held = tokens + sizes[held], -1
+        if not batch:
+            break
+        batches.append(batch)
+    return batches
+
+
+def _draw(pool: list[int], number: int) -> int:
+    """Take one of the pool, chosen by a random number of 64 bits."""
+    at = (number * len(pool)) >> 64
+    pool[at], pool[-1] = pool[-1], pool[at]
+    return pool.pop()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """``length`` tokens of a document from token ``start`` on."""
+
+    document: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The samples of one optimizer step, in the order of ``lengths``.
+
+    ``lengths.ids`` are the samples' numbers in the sampler's table. ``state_after`` is the state
+    of the sampler once this batch is trained: what a checkpoint keeps, however far ahead batches
+    were drawn. ``tokens[i] [length]`` int32 are the ids, empty until a reader has read them.
+    """
+
+    step: int
+    epoch: int
+    lengths: Lengths
+    samples: tuple[Sample, ...]
+    state_after: dict[str, Any] = field(repr=False)
+    tokens: tuple[NDArray[np.int32], ...] = field(default=(), repr=False, compare=False)
 
 
 class MeasuredDocuments(Protocol):
@@ -144,7 +408,7 @@ class Sampler:
         naming what differs, and for a state that is damaged.
         """
         self._check(state)
-        at = Position(**{field.name: state[field.name] for field in fields(Position)})
+        at = Position(**{each.name: state[each.name] for each in fields(Position)})
         order = self._order_at(at)
         if at.batch >= order.batches:
             wanted = f"fewer than {order.batches}, all of epoch {at.epoch}"
@@ -156,10 +420,10 @@ class Sampler:
         if missing := own.keys() - state.keys():
             wanted = f"an entry {' and one '.join(sorted(missing))}"
             raise DataError("state of the data", got=f"{len(state)} entries", wanted=wanted)
-        for field in fields(Position):
-            value = state[field.name]
+        for each in fields(Position):
+            value = state[each.name]
             if type(value) is not int or value < 0:
-                what = f"{field.name} in the state of the data"
+                what = f"{each.name} in the state of the data"
                 raise DataError(what, got=repr(value), wanted="an int >= 0")
         if state["corpus"] != own["corpus"]:
             raise DataError(

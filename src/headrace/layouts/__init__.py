@@ -1,13 +1,19 @@
 """Layouts of weights as row intervals, and the links between them."""
 
-from headrace.layouts.intervals import Partition, Rows, split_rows, split_sizes
-from headrace.layouts.layout import (
+from headrace.layouts.partition import (
+    Partition,
+    Rows,
+    Slice,
     group_shards,
+    link,
+    received_rows,
+    sent_rows,
+    split_rows,
+    split_sizes,
     storage_partition,
     working_partition,
     works_whole,
 )
-from headrace.layouts.link import Slice, link, received_rows, sent_rows
 from headrace.layouts.transfer import BucketLink, Pending
 
 __all__ = [

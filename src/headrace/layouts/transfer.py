@@ -15,10 +15,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from headrace.comm.waiting import Transfer
-from headrace.layouts.intervals import Partition
-from headrace.layouts.link import rows_between
+from headrace.layouts.partition import Partition, rows_between
 from headrace.layouts.peer_rows import ReadRows, ServedRows, Tensors
-from headrace.spec.weights import WeightSpec
+from headrace.spec.architecture import WeightSpec
 
 __all__ = ["BucketLink", "Pending", "bucket_links"]
 

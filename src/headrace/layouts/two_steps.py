@@ -11,8 +11,8 @@ some rank of node n reads:
            across   (n, l) -> owners (m, l): sums of the nodes, added
 
 Storage layouts put the rows of owners (., l) side by side
-(:func:`headrace.layouts.layout.storage_partition`), so what a rank holds between the steps is one
-interval I_l ∩ H_n, and either step is a link of its own. Sums are added in the order of ranks
+(:func:`headrace.layouts.partition.storage_partition`), so what a rank holds between the steps is
+one interval I_l ∩ H_n, and either step is a link of its own. Sums are added in the order of ranks
 inside, of nodes across: the same bits each time. Between nodes a sum travels in the wire's type.
 
 On a device the second step is issued on a stream of its own, which waits for the first; on a CPU
@@ -36,10 +36,10 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm.mesh import Groups, NodeGroups
-from headrace.layouts.intervals import Partition, Rows, hull
+from headrace.layouts.partition import Partition, Rows, hull
 from headrace.layouts.peer_rows import Tensors
 from headrace.layouts.transfer import BucketLink, Pending, bucket_links
-from headrace.spec.weights import WeightSpec
+from headrace.spec.architecture import WeightSpec
 
 __all__ = ["WeightLink", "crossing_rows", "links_over", "taken"]
 

@@ -29,16 +29,16 @@ import torch
 
 from headrace.methods.block import added, gathered_feed_forward, output, queries_keys_values
 from headrace.methods.context import Context
-from headrace.methods.head_split import local_heads, split_heads
 from headrace.methods.megatron_ts import Tensor
 from headrace.methods.method import Method
+from headrace.methods.switched import local_heads, split_heads
 from headrace.methods.weights import State
-from headrace.ops.columns import reordered, switch, switch_back
 from headrace.ops.core import Heads, attended
 from headrace.ops.ring import Ring, RingCore
+from headrace.ops.switch import reordered, switch_heads, switch_heads_back
 from headrace.spec.blocks import Block
 from headrace.spec.known_methods import TENSOR_RING, ULYSSES_RING
-from headrace.spec.rank_blocks import RankBlocks, tensor_blocks, ulysses_blocks
+from headrace.spec.method_facts import RankBlocks, tensor_blocks, ulysses_blocks
 
 __all__ = ["METHODS"]
 
@@ -68,7 +68,7 @@ def ulysses_ring(x: torch.Tensor, state: State, context: Context) -> torch.Tenso
     sizes, group = tuple(context.tokens.sizes[m] for m in block), place.subgroup(block)
     split = split_heads(a.heads, a.kv_heads, mesh.inner)
     qkv, x = queries_keys_values(x, state, context)
-    qkv = switch(qkv, sizes, split.columns, group)
+    qkv = switch_heads(qkv, sizes, split.columns, group)
     order = place.order(block)
     if order is not None:
         qkv = reordered(qkv, *order)
@@ -76,7 +76,7 @@ def ulysses_ring(x: torch.Tensor, state: State, context: Context) -> torch.Tenso
     out = attended(_ring_core(context, mesh, heads), qkv)
     if order is not None:
         out = reordered(out, order[1], order[0])
-    out = output(switch_back(out, sizes, split.queries, group), state, context)
+    out = output(switch_heads_back(out, sizes, split.queries, group), state, context)
     return added(x, out, "attention", context)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from headrace.layouts.tokens import TokenPlan
-from headrace.ops.index import to_device
+from headrace.layouts.token_plan import TokenPlan
+from headrace.ops.fused import to_device
 from headrace.ops.random import DropoutKey
 from headrace.ops.rotary import rotary_tables
 from headrace.ops.spread import Spread

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from headrace.comm.collectives import Arriving
-from headrace.layouts.intervals import Rows
+from headrace.layouts.partition import Rows
 from headrace.methods.block import activation_of, added, first_norm
 from headrace.methods.context import Context
 from headrace.methods.megatron_cz import ring_of
@@ -38,8 +38,8 @@ from headrace.methods.method import Method
 from headrace.methods.weights import Part, State
 from headrace.ops.activation import Activation
 from headrace.ops.core import Heads, wide_dtype
+from headrace.ops.linear import add_product, total
 from headrace.ops.norm import Norm
-from headrace.ops.products import add_product, total
 from headrace.ops.ring import RingCore
 from headrace.ops.rotary import Rotation
 from headrace.spec.blocks import Block

@@ -5,7 +5,7 @@ Over R ranks, with T tokens, n query and g key-value heads of d features:
     q, k, v   [T/R, n + 2g, d]     local tokens, all heads
     switch    [T, (n + 2g)/R, d]   all tokens, this rank's heads
     attend    [T, n/R, d]          whole documents, local heads
-    switch_back  [T/R, n, d]
+    switch_heads_back  [T/R, n, d]
 
 Activations sent per rank, forward (backward the same), V = (R - 1)/R: V (2 h + 2 g d) T / R
 elements when R divides T, n and g. Key-value heads are replicated when ranks outnumber them, and
@@ -20,11 +20,11 @@ import torch
 
 from headrace.methods.block import added, gathered_feed_forward, output, queries_keys_values
 from headrace.methods.context import Context
-from headrace.methods.head_split import local_heads, split_heads
 from headrace.methods.method import Method
+from headrace.methods.switched import local_heads, split_heads
 from headrace.methods.weights import State
-from headrace.ops.columns import reordered, switch, switch_back
 from headrace.ops.core import PackCore, attended
+from headrace.ops.switch import reordered, switch_heads, switch_heads_back
 from headrace.spec.known_methods import ULYSSES_Z
 
 __all__ = ["METHODS", "attention"]
@@ -37,7 +37,7 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     a, place, sizes = context.architecture, context.place, context.tokens.sizes
     split = split_heads(a.heads, a.kv_heads, context.ranks)
     qkv, x = queries_keys_values(x, state, context)
-    qkv = switch(qkv, sizes, split.columns, context.group)
+    qkv = switch_heads(qkv, sizes, split.columns, context.group)
     order = place.order(place.everyone)
     if order is not None:
         qkv = reordered(qkv, *order)
@@ -46,7 +46,7 @@ def attention(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
     out = attended(PackCore(heads=heads, blocks=blocks), qkv)
     if order is not None:
         out = reordered(out, order[1], order[0])
-    out = switch_back(out, sizes, split.queries, context.group)
+    out = switch_heads_back(out, sizes, split.queries, context.group)
     return added(x, output(out, state, context), "attention", context)
 
 

@@ -24,9 +24,8 @@ from headrace.comm.collectives import (
     issue_all_to_all,
     reduce_scatter_rows,
 )
-from headrace.layouts.intervals import Rows, split_rows
-from headrace.ops.linear import WeightSource
-from headrace.ops.products import add_product, product
+from headrace.layouts.partition import Rows, split_rows
+from headrace.ops.linear import WeightSource, add_product, product
 
 __all__ = ["Part", "Shard", "State", "Weight", "Whole"]
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.errors import CheckpointError, did_you_mean
 from headrace.models.hf_rules import EMBEDDING, HEAD, HEAD_BIASES, PREFIX, rules_of
-from headrace.spec.architecture import Architecture
+from headrace.spec.architecture import Architecture, weight_table
 from headrace.spec.hf_config import (
     CONFIG,
     architecture_of,
@@ -29,7 +29,6 @@ from headrace.spec.hf_config import (
     read_architecture,
     read_object,
 )
-from headrace.spec.weights import weight_table
 
 __all__ = [
     "architecture_of",

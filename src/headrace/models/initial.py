@@ -7,9 +7,8 @@ import zlib
 import numpy as np
 import torch
 
-from headrace.layouts.intervals import Rows
-from headrace.spec.architecture import Architecture
-from headrace.spec.weights import WeightSpec
+from headrace.layouts.partition import Rows
+from headrace.spec.architecture import Architecture, WeightSpec
 
 __all__ = ["initial_rows"]
 

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
-from headrace.layouts.intervals import Rows
+from headrace.layouts.partition import Rows
 from headrace.models.initial import initial_rows
-from headrace.spec.architecture import Architecture
-from headrace.spec.weights import weight_table
+from headrace.spec.architecture import Architecture, weight_table
 
 __all__ = ["plain_logits", "plain_loss", "whole_weights"]
 

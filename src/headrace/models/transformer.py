@@ -15,7 +15,7 @@ import torch
 
 from headrace.comm.collectives import all_gather_rows
 from headrace.errors import SpecError
-from headrace.layouts.intervals import Rows
+from headrace.layouts.partition import Rows
 from headrace.methods.block import dropout_rate, normalise
 from headrace.methods.context import Context
 from headrace.methods.registry import branch

@@ -24,8 +24,15 @@ from headrace.errors import SpecError
 from headrace.ops.fused import fused, widened
 from headrace.ops.kernels import Backend, CpuFlash, Pair, Plain, Triple, wide
 from headrace.ops.kernels_cuda import CudaEfficient, CudaFlash
-from headrace.ops.row_sums import HELD, RowSum, adds_at_once, segments
-from headrace.ops.runs import KernelRun, MarkedRows, runs_of
+from headrace.ops.row_sums import (
+    HELD,
+    KernelRun,
+    MarkedRows,
+    RowSum,
+    adds_at_once,
+    runs_of,
+    segments,
+)
 from headrace.spec.blocks import Block, document_blocks
 
 __all__ = [

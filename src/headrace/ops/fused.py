@@ -10,17 +10,26 @@ Triton, an old compiler) the plain operators run, which is said once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 
-__all__ = ["FUSED", "Fused", "fused", "widened"]
+__all__ = [
+    "FUSED",
+    "Fused",
+    "fused",
+    "index_tensor",
+    "kept",
+    "to_device",
+    "widened",
+]
 
 FUSED: dict[str, Fused] = {}
 """By name."""
 
-_MOST = 64
+_MOST_GRAPHS = 64
 """Kinds of sizes, strides and types for which a function is compiled."""
 
 _LIBRARY = torch.library.Library("headrace", "FRAGMENT")
@@ -67,7 +76,7 @@ class Fused:
                 return self._compiled(*args)
             except torch._dynamo.exc.FailOnRecompileLimitHit:  # noqa: SLF001
                 # Sizes that happen to be the same, or 1, are compiled for apart: there may be many.
-                with torch._dynamo.config.patch(recompile_limit=_MOST):  # noqa: SLF001
+                with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):  # noqa: SLF001
                     return self._compiled(*args)
         except (
             torch._dynamo.exc.TorchDynamoException,  # noqa: SLF001
@@ -95,3 +104,34 @@ def fused(
 def widened(x: torch.Tensor) -> torch.Tensor:
     """A tensor in the type in which sums are taken."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+_MOST_KEPT = 256
+_made: dict[Hashable, torch.Tensor] = {}
+
+
+def index_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The values, int64, on ``device``."""
+    key = (tuple(values), device)
+    return kept(key, lambda: to_device(torch.tensor(key[0], dtype=torch.int64), device))
+
+
+def kept(key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What ``make`` gives, which must depend on ``key`` alone; nobody may write to it. The last
+    ones made are kept, but for tensors without contents, which are of the mode that made them."""
+    if detect_fake_mode() is not None:
+        return make()
+    found = _made.get(key)
+    if found is None:
+        with torch.inference_mode(mode=False):
+            found = _made[key] = make()
+        if len(_made) > _MOST_KEPT:
+            _made.pop(next(iter(_made)), None)
+    return found
+
+
+def to_device(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """A tensor of the host on ``device``, without waiting for what that has to do before."""
+    if torch.device(device).type == "cuda" and detect_fake_mode() is None:
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)

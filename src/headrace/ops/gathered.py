@@ -34,7 +34,7 @@ from headrace.comm.collectives import (
 )
 from headrace.ops.attention import add_gradients, attend_blocks
 from headrace.ops.core import Gradients, Heads, Saved, sum_dtype
-from headrace.ops.index import kept, to_device
+from headrace.ops.fused import kept, to_device
 from headrace.ops.row_sums import RowSum, adds_at_once
 from headrace.spec.blocks import Block
 

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 import torch
 import torch.nn.attention
 
-from headrace.ops.index import kept, to_device
+from headrace.ops.fused import kept, to_device
 from headrace.ops.kernels import Pair, Triple, dense, fold, spread
 
 __all__ = ["CudaEfficient", "CudaFlash", "flash_as_before", "take_newest_flash"]

@@ -29,9 +29,8 @@ from headrace.comm.collectives import (
 )
 from headrace.ops.activation import Activation
 from headrace.ops.fused import fused, widened
-from headrace.ops.linear import WeightSource
+from headrace.ops.linear import WeightSource, total
 from headrace.ops.norm import Norm
-from headrace.ops.products import total
 from headrace.ops.row_sums import adds_at_once
 
 __all__ = ["FeedForward", "Spread", "gather_linear", "linear_scatter", "spread_feed_forward"]

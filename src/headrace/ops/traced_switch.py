@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import ModelError
-from headrace.ops.resharding import Columns, Resharding
+from headrace.ops.switch import Columns, Resharding
 
 __all__ = ["GroupSeat", "traced_switch"]
 

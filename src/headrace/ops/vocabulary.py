@@ -18,11 +18,9 @@ import torch.distributed as dist
 
 from headrace.comm.collectives import all_gather_rows
 from headrace.ops.core import wide_dtype
-from headrace.ops.cross_entropy import label_terms, logits_gradient, logits_of
 from headrace.ops.fused import widened
-from headrace.ops.linear import WeightSource
-from headrace.ops.loss import IGNORED
-from headrace.ops.products import add_wide_product
+from headrace.ops.linear import WeightSource, add_wide_product
+from headrace.ops.loss import IGNORED, label_terms, logits_gradient, logits_of
 from headrace.ops.spread import Spread
 from headrace.spec.model_shape import HEAD_CHUNK_TOKENS
 

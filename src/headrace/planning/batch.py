@@ -32,14 +32,89 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.planning.chains import Chains, Times
-from headrace.planning.frontier import Columns, Frontier
-from headrace.planning.packed import Packed
-from headrace.planning.priced import PricedScheme
+from headrace.planning.priced import Columns, Frontier, PricedScheme
 from headrace.planning.staged_packing import Line
 from headrace.spec import Lengths
 
-__all__ = ["PriceTable", "SortedBatch", "prices"]
+__all__ = [
+    "Chains",
+    "Packed",
+    "PriceTable",
+    "SortedBatch",
+    "Times",
+    "longest_two",
+    "prices",
+]
+
+Times = tuple[float, float, float]
+"""Of a pipeline the seconds before which it does not start, as weights are on their way; those that
+it computes; and those from then until its gradients are sent."""
+
+
+class Chains:
+    """Pipelines in their order, each on some ranks. ``before[g]`` are those that pipeline g waits
+    for, ``last_of`` is the last one of every rank that has one, and ``last`` has these once."""
+
+    def __init__(self, ranks: Iterable[Sequence[int]]) -> None:
+        self.last_of: dict[int, int] = {}
+        self.before: list[list[int]] = []
+        for g, own in enumerate(ranks):
+            self.before.append([h for h in set(map(self.last_of.get, own)) if h is not None])
+            self.last_of.update(dict.fromkeys(own, g))
+        self.last = sorted(set(self.last_of.values()))
+
+    def free_s(self, times: Iterable[Times]) -> list[float]:
+        """When each pipeline has nothing left to compute."""
+        free = list[float]()
+        for (there_s, seconds, _), before in zip(times, self.before, strict=True):
+            start_s = there_s
+            for h in before:  # by hand, as ``max`` of a list takes longer than of one or two
+                if free[h] > start_s:
+                    start_s = free[h]
+            free.append(start_s + seconds)
+        return free
+
+    def sent_s(self, times: Sequence[Times]) -> dict[int, float]:
+        """When each of the ``last`` has its gradients sent."""
+        free = self.free_s(times)
+        return {g: free[g] + times[g][2] for g in self.last}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Micro-batches of one pipeline: positions in the batch, each with a row of the frontier and
+    its seconds on one stage, and the pipeline's seconds. The longest takes ``longest_s`` and the
+    next ``next_s``, which is the same where there is one."""
+
+    seconds: float
+    bins: tuple[tuple[int, ...], ...]
+    rows: tuple[int, ...]
+    times: tuple[float, ...]
+    longest_s: float
+    next_s: float
+
+    @classmethod
+    def of(
+        cls,
+        bins: Iterable[Sequence[int]],
+        rows: Sequence[int],
+        times: Sequence[float],
+        depth: int = 1,
+    ) -> Packed:
+        """Micro-batches of ``times`` seconds on each of ``depth`` stages."""
+        longest_s, next_s = longest_two(times)
+        seconds = sum(times) + (depth - 1) * longest_s
+        packs = tuple(map(tuple, bins))
+        return cls(seconds, packs, tuple(rows), tuple(times), longest_s, next_s)
+
+
+def longest_two(times: Sequence[float]) -> tuple[float, float]:
+    """The longest of some seconds, and the next, which is the same where there is one."""
+    if len(times) == 1:
+        return times[0], times[0]
+    rising = sorted(times)
+    return rising[-1], rising[-2]
+
 
 Floats = NDArray[np.float64]
 Value = TypeVar("Value")

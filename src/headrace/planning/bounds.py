@@ -78,7 +78,7 @@ from numpy.typing import NDArray
 
 from headrace.costs import CostModel
 from headrace.planning.batch import PriceTable, SortedBatch
-from headrace.planning.stages import Least
+from headrace.planning.priced import Least
 from headrace.simulator import exposed_s
 
 __all__ = ["Bound", "BoundRows", "allows", "lower_bound", "step_bound_s"]

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.costs.cost_model import MOST_TOKENS
-from headrace.planning.frontier import Frontier, worth_keeping
 from headrace.planning.mixtures import Table
+from headrace.planning.priced import Frontier, worth_keeping
 from headrace.spec import LayerOption
 from headrace.spec.method import RECOMPUTE
 

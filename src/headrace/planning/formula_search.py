@@ -12,8 +12,8 @@ from headrace.errors import InfeasiblePlan
 from headrace.planning.baselines import BASELINES
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import Bound, BoundRows, lower_bound
+from headrace.planning.explain import require_lockstep
 from headrace.planning.generators import Draft, SearchLimits, nested, scheduled, side_by_side
-from headrace.planning.infeasible import require_lockstep
 from headrace.planning.problem import Problem
 from headrace.planning.published import require_held
 from headrace.planning.schedule import Assignment

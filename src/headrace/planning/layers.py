@@ -17,7 +17,7 @@ Solved for all packs at once: the mixtures of at most three options make one fro
 size. It is exact for mixtures of three while no more than sixty thousand are to be tried and no
 more than a thousand compared (three recompute levels and 40 layers, eight options and 6 layers);
 beyond that :mod:`headrace.planning.mixtures` says what is tried and
-:mod:`headrace.planning.frontier` what is kept. Measured on one core with 45 options of 32 layers,
+:mod:`headrace.planning.priced` what is kept. Measured on one core with 45 options of 32 layers,
 their costs made up but as uneven as measured ones (30 are not beaten by another): 0.04 to 0.1 s,
 and over random packs 0.05 % slower on average than the best mixture of three, 1.3 % at worst.
 
@@ -30,8 +30,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from headrace.costs import CostModel
-from headrace.planning.frontier import Frontier
 from headrace.planning.mixtures import Table, mixed_frontier
+from headrace.planning.priced import Frontier
 from headrace.spec import LayerOption, LayerPlan
 from headrace.spec.plan import Working
 

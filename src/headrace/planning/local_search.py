@@ -11,9 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Sequence
 
-from headrace.planning.batch import PriceTable
-from headrace.planning.chains import Times
-from headrace.planning.packed import Packed
+from headrace.planning.batch import Packed, PriceTable, Times
 from headrace.planning.packing import pack
 from headrace.planning.schedule import Assignment, Group
 

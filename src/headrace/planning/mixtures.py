@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from headrace.costs import CostModel, Linear
 from headrace.costs.cost_model import MOST_TOKENS
-from headrace.planning.frontier import Frontier, worth_keeping
+from headrace.planning.priced import Frontier, worth_keeping
 from headrace.spec import LayerOption
 from headrace.spec.plan import Working
 

@@ -13,16 +13,12 @@ from headrace.costs.cost_model import MOST_TOKENS
 from headrace.planning.baselines import BASELINES
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import Bound, BoundRows, allows, lower_bound, step_bound_s
-from headrace.planning.explain import Candidate, reasons
-from headrace.planning.frontier import Frontier, worth_keeping
+from headrace.planning.explain import Candidate, reasons, require_fit, require_strategies
 from headrace.planning.generators import Draft, SearchLimits, nested, scheduled, side_by_side
-from headrace.planning.infeasible import require_fit, require_strategies
-from headrace.planning.layout import laid_out
-from headrace.planning.priced import PricedScheme
+from headrace.planning.priced import Frontier, Least, PricedScheme, worth_keeping
 from headrace.planning.problem import Problem
-from headrace.planning.schedule import Assignment, expected_s
+from headrace.planning.schedule import Assignment, expected_s, laid_out
 from headrace.planning.smoothing import smoothed
-from headrace.planning.stages import Least
 from headrace.planning.static import best_statics, static_schedule
 from headrace.simulator import exposed_s
 from headrace.spec import Plan, Strategy

@@ -22,9 +22,8 @@ from functools import partial
 from heapq import heapreplace
 from math import inf
 
-from headrace.planning.batch import PriceTable
-from headrace.planning.frontier import Frontier
-from headrace.planning.packed import Packed, longest_two
+from headrace.planning.batch import Packed, PriceTable, longest_two
+from headrace.planning.priced import Frontier
 from headrace.planning.staged_packing import Line, best_fit, pack_stages
 
 __all__ = ["likely", "pack"]

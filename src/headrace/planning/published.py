@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import CostError, InfeasiblePlan
-from headrace.planning.frontier import Frontier
-from headrace.planning.priced import PricedScheme
+from headrace.planning.priced import Frontier, PricedScheme
 from headrace.spec import Scheme
 
 __all__ = ["priced", "require_held"]

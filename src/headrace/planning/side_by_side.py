@@ -27,8 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.dealing import Pipelines, deal
-from headrace.planning.runs import joined
+from headrace.planning.dealing import Pipelines, deal, joined
 from headrace.planning.staged_packing import Line
 
 __all__ = ["Filler", "Pipelines"]

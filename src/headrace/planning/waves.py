@@ -6,12 +6,12 @@ Constraint  a group is one micro-batch: it holds at most its scheme's tokens.
 Objective   minimise the sum over the waves of their slowest launch.
 
 Solve. Waves that grow shorter come first where some sequences are far longer than the rest
-(:mod:`headrace.planning.openings`). For the rest, of V waves the least time D is sought in which
-groups of V N ranks can be filled (:mod:`headrace.planning.wave_filling`), from an estimate upwards
+(:mod:`headrace.planning.waves`). For the rest, of V waves the least time D is sought in which
+groups of V N ranks can be filled (:mod:`headrace.planning.waves`), from an estimate upwards
 and then by halving; short sequences are dealt out again so that the groups end together, and the
 groups are sorted into waves by their seconds. Which V: few waves pay few constants, but leave the
 longest sequence more of the world and memory less room; the best by estimate
-(:mod:`headrace.planning.wave_counts`) are tried, as long as one could beat the best that is known:
+(:mod:`headrace.planning.waves`) are tried, as long as one could beat the best that is known:
 those of all openings close to their estimates, and far above only where none of them succeeds. What
 the best opening leaves is tried in other orders too where sequences are few, until too many fail or
 the effort is spent: so many sequences placed, never so much time.
@@ -19,19 +19,518 @@ the effort is spent: so many sequences placed, never so much time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import chain
+from math import ceil, inf, isfinite, log
+from operator import neg
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.planning.batch import PriceTable
-from headrace.planning.openings import FEW, Begun, openings
-from headrace.planning.schedule import Assignment
+from headrace.planning.schedule import Assignment, launch_s
 from headrace.planning.side_by_side import Pipelines
-from headrace.planning.wave_counts import Estimates, WaveCount
-from headrace.planning.wave_filling import Wave, WaveFiller, sorted_into_waves
 
-__all__ = ["waves"]
+__all__ = [
+    "Begun",
+    "Estimates",
+    "FEW",
+    "Opening",
+    "Wave",
+    "WaveCount",
+    "WaveFiller",
+    "openings",
+    "sorted_into_waves",
+    "waves",
+]
+
+Floats = NDArray[np.float64]
+
+Wave = Pipelines
+
+_FULL = 2e-3  # of the time or the tokens: a group with less left is not looked at again
+_ROUNDING = 1e-9
+_SHORT = 1 / 16  # of the time: sequences that are dealt out again to level the groups
+
+
+class WaveFiller:
+    """Fills groups of the table's schemes ``kinds``, each of one stage. ``cheapest[i]`` are those
+    that hold sequence i, by rising area. By kind and sequence: ``alone`` are the seconds of a
+    launch of its own, ``bare`` the device-seconds without the constant ``opening``, ``part`` the
+    ranks whose tokens it takes. By sequence: ``needs`` are the device-seconds that it takes at
+    least, ``least`` those with its share of a constant."""
+
+    def __init__(self, table: PriceTable, kinds: Sequence[int]) -> None:
+        self.table, self.kinds = table, list(kinds)
+        self.seconds = {k: table.seconds(k) for k in self.kinds}
+        self.room = {k: self._room(k) for k in self.kinds}
+        each, area = table.batch.each, (table.ranks * table.spread)[self.kinds]
+        self.least = each(area.min(axis=0))
+        rows = map(table.priced_arrays, self.kinds)
+        seconds, room = (np.array(own) for own in zip(*rows, strict=True))
+        ranks, self.opening = table.ranks[self.kinds], np.array([[table.c[k]] for k in self.kinds])
+        caps = np.array([[table.cap[k]] for k in self.kinds], dtype=np.float64)
+        part = ranks * room / caps
+        part[np.isinf(seconds)] = np.inf
+        self.alone, self.bare, self.part = (
+            each(seconds + self.opening),
+            each(ranks * seconds),
+            each(part),
+        )
+        self.needs: list[float] = self.bare.min(axis=0).tolist()
+        fits = np.isfinite(area).sum(axis=0).tolist()
+        order = np.array(self.kinds)[area.argsort(axis=0, kind="stable")].T.tolist()
+        self.cheapest = table.batch.listed(
+            [
+                some[:count] if count < len(some) else some
+                for some, count in zip(order, fits, strict=True)
+            ]
+        )
+
+    def _room(self, k: int) -> list[int]:
+        """Tokens that each sequence takes of a launch of scheme k: more than a launch has where k
+        does not hold the sequence. Of a scheme of several rows the table has the usual row's."""
+        room, seconds, beyond = self.table.room(k), self.seconds[k], self.table.cap[k] + 1
+        if not self.table.fluid[k] or isfinite(seconds[0]):
+            return room
+        pairs = zip(room, seconds, strict=True)
+        return [tokens if isfinite(own) else beyond for tokens, own in pairs]
+
+    def alone_s(self, k: int, i: int) -> float:
+        """Seconds of a launch of one sequence, by the usual row."""
+        return self.seconds[k][i] + self.table.c[k]
+
+    def quickest_s(self, i: int) -> float:
+        """The least seconds of a launch of one sequence, by the usual rows."""
+        return min([self.alone_s(k, i) for k in self.cheapest[i]])
+
+    def wave_s(self, wave: Wave) -> float:
+        """Seconds of a wave: its slowest launch."""
+        return max([launch_s(self.table, k, members) for k, members in wave])
+
+    def waves_s(self, waves: Sequence[Wave]) -> float:
+        """Seconds of waves one after the other."""
+        return sum([self.wave_s(wave) for wave in waves])
+
+    def fill(
+        self,
+        time_s: float,
+        ranks: int,
+        order: Sequence[int],
+        *,
+        join_any: bool = True,
+        whole: bool = True,
+    ) -> tuple[Pipelines, list[int]]:
+        """Groups of ``ranks`` ranks in all that hold sequences taken in ``order``, each for at most
+        ``time_s``, and the sequences that found no place (``whole``: ends at the first of them;
+        else ``order`` rises). ``whole`` also ends where the sequences left need more device-seconds
+        than are left.
+        With ``join_any`` a sequence looks for room in groups of every scheme before it opens one,
+        else scheme by scheme."""
+        table, cheapest = self.table, self.cheapest
+        rows, widths, caps = range(len(table)), table.width, table.cap
+        seconds_of = [self.seconds.get(k, []) for k in rows]
+        room_of = [self.room.get(k, []) for k in rows]
+        room_s = [time_s - c for c in table.c]
+        few_s, few = [_FULL * s for s in room_s], [_FULL * cap for cap in caps]
+        rooms: list[list[tuple[float, int]]] = [[] for _ in rows]  # (seconds left, group), rising
+        # Groups without the tokens for the sequence before, those with the most first.
+        parked: list[list[tuple[int, float, int]]] = [[] for _ in rows]
+        groups: Pipelines = []
+        spare, left = list[int](), list[int]()  # tokens left of every group; sequences left
+        narrowest, n = min(widths[k] for k in self.kinds), 0
+        least = self.needs
+        spare_s = ranks * time_s - sum([least[i] for i in order]) if whole else inf
+        given_up_s = -_ROUNDING * ranks * time_s
+        while n < len(order):
+            if spare_s < given_up_s:
+                return groups, [*order[n:]]
+            i, found, at = order[n], -1, -1
+            n += 1
+            for k in cheapest[i]:
+                need, length, room, park = seconds_of[k][i], room_of[k][i], rooms[k], parked[k]
+                if need > room_s[k]:
+                    continue
+                while park and -park[0][0] >= length:
+                    _, rest_s, g = heappop(park)
+                    insort(room, (rest_s, g))
+                if room:
+                    at, size = bisect_left(room, (need, -1)), len(room)
+                    while at < size and spare[room[at][1]] < length:
+                        rest_s, g = room.pop(at)
+                        heappush(park, (-spare[g], rest_s, g))
+                        size -= 1
+                    if at < size:
+                        found = k
+                        break
+                if found < 0 and widths[k] <= ranks:
+                    found = k
+                    if not join_any:
+                        break
+                at = -1
+            if found < 0:
+                first = n - 1
+                if whole:
+                    n = len(order)
+                elif ranks < narrowest:
+                    n = max(n, bisect_left(order, self._next(rooms, parked), n))
+                left += order[first:n]
+                continue
+            k, room = found, rooms[found]
+            if 0 <= at < len(room):
+                rest_s, g = room.pop(at)
+            else:
+                rest_s, g, at = room_s[k], len(groups), len(room)
+                ranks -= widths[k]
+                spare_s -= table.c[k] * widths[k]
+                groups.append((k, []))
+                spare.append(caps[k])
+            seconds, tokens, park, space = seconds_of[k], room_of[k], parked[k], spare[g]
+            members, below_s = groups[g][1], room[at - 1][0] if at else -1.0
+            while True:
+                rest_s -= seconds[i]
+                space -= tokens[i]
+                spare_s -= seconds[i] * widths[k] - least[i]
+                members.append(i)
+                if space <= few[k] or rest_s <= few_s[k]:
+                    spare_s -= rest_s * widths[k]
+                    break
+                # The next one goes to the same group where it looks for one of this scheme first,
+                # and no other is fuller and holds it.
+                i, going = order[n] if n < len(order) else -1, False
+                if i >= 0 and below_s < seconds[i] <= rest_s and cheapest[i][0] == k:
+                    going = tokens[i] <= space and not (park and -park[0][0] >= tokens[i])
+                if not going:
+                    insort(room, (rest_s, g))
+                    break
+                n += 1
+            spare[g] = space
+        return groups, left
+
+    def _next(
+        self,
+        rooms: Sequence[list[tuple[float, int]]],
+        parked: Sequence[list[tuple[int, float, int]]],
+    ) -> int:
+        """The first position that may still find a place in some group."""
+        found = len(self.table.tokens)
+        for k in self.kinds:
+            if parked[k]:
+                found = bisect_left(self.room[k], parked[k][0][0], hi=found, key=neg)
+            if rooms[k]:
+                found = bisect_left(self.seconds[k], -rooms[k][-1][0], hi=found, key=neg)
+        return found
+
+    def levelled(self, groups: Pipelines, ranks: int) -> Pipelines:
+        """The same groups, and groups of one of what is left of ``ranks``, with the short sequences
+        dealt out again: longest first, each to the group that ends first and has room for it."""
+        table, top_s = self.table, self.wave_s(groups)
+        kept, loose = Pipelines(), list[int]()
+        for k, members in groups:
+            seconds = self.seconds[k]
+            stay = [i for i in members if seconds[i] > _SHORT * top_s] or [min(members)]
+            kept.append((k, stay))
+            loose += set(members).difference(stay)
+        if table.width[self.kinds[0]] == 1:
+            idle = ranks - sum(table.width[k] for k, _ in groups)
+            kept += [(self.kinds[0], []) for _ in range(idle)]
+        spare = [table.cap[k] - sum([self.room[k][i] for i in members]) for k, members in kept]
+        heap = [
+            (table.c[k] + sum([self.seconds[k][i] for i in members]), g)
+            for g, (k, members) in enumerate(kept)
+        ]
+        heapify(heap)
+        for i in sorted(loose):
+            full: list[tuple[float, int]] = []
+            while heap and spare[heap[0][1]] < self.room[kept[heap[0][1]][0]][i]:
+                full.append(heappop(heap))
+            if not heap:
+                return groups
+            at, g = heap[0]
+            k, members = kept[g]
+            members.append(i)
+            spare[g] -= self.room[k][i]
+            heapreplace(heap, (at + self.seconds[k][i], g))
+            for entry in full:
+                heappush(heap, entry)
+        return [group for group in kept if group[1]]
+
+
+def sorted_into_waves(
+    filler: WaveFiller, groups: Pipelines, count: int
+) -> tuple[float, list[Wave]] | None:
+    """The groups in ``count`` waves, longest first, and the seconds of these; None when they do not
+    fit."""
+    widths, devices = filler.table.width, filler.table.devices
+    narrowest = min(widths[k] for k in filler.kinds)
+    timed = [(launch_s(filler.table, *group), group) for group in groups]
+    by_time = sorted(timed, key=lambda item: (-item[0], item[1][1][0]))
+    by_size = sorted(timed, key=lambda item: (-item[1][0], -item[0], item[1][1][0]))
+    for order in (by_time, by_size):
+        rooms, first = [devices] * count, 0
+        waves: list[Wave] = [[] for _ in range(count)]
+        ends = [0.0] * count
+        for seconds, group in order:
+            while first < count and rooms[first] < narrowest:
+                first += 1
+            width = widths[group[0]]
+            at = next((w for w in range(first, count) if rooms[w] >= width), None)
+            if at is None:
+                break
+            rooms[at] -= width
+            ends[at] = max(ends[at], seconds)
+            waves[at].append(group)
+        else:
+            used = sorted((w for w in range(count) if waves[w]), key=lambda w: -ends[w])
+            return sum(ends), [waves[w] for w in used]
+    return None
+
+
+_LONG = 8  # times the longest time that one wave may need
+_EXACT = 128  # sequences, the longest; of the others every so many are alike
+_ALIKE = 24
+_CHUNKS = 32  # of such, at most
+_GRID_STEP = 1.05  # from one time of the grid to the next
+_FINE_UP_TO = 1.5  # times what the fewest waves last: up to there the grid is that fine
+_READ = 0.99  # of what is read between two times, for what is least
+_APART = 1.5  # from one time to the next elsewhere, where waves hardly are
+_RESOLUTION = 1e-5  # of the longest time: what is shorter is not told apart
+_NEVER = 1e18  # rank-waves, for what does not end in time
+_MORE = np.array([1.0, 1.12, 1.3, 1.6, 2.0, 2.5])  # times the fewest waves that hold the tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaveCount:
+    """A number of waves; the seconds of each are hardly below ``least_s``, and about ``guess_s``
+    where no launch holds sequences of different kinds."""
+
+    count: int
+    least_s: float
+    guess_s: float
+
+
+class Estimates:
+    """About how many waves any part of a batch takes, and how long. A part is an array: how many
+    sequences of each sample it has; ``all`` is the whole batch."""
+
+    def __init__(self, filler: WaveFiller) -> None:
+        self.devices, count = filler.table.devices, len(filler.table.tokens)
+        head = min(_EXACT, count)
+        alike = max(_ALIKE, -(-(count - head) // _CHUNKS))
+        sample = np.arange(count)
+        sample[head:] = head + (sample[head:] - head) // alike
+        self.sample: list[int] = sample.tolist()
+        self.all = np.bincount(sample).astype(np.float64)
+        ends = np.cumsum(self.all).astype(np.int64)
+        at = ends - 1 - (self.all / 2).astype(np.int64)  # the middle of each
+        self._times, bare, part = (
+            np.minimum(rows[:, at], _NEVER) for rows in (filler.alone, filler.bare, filler.part)
+        )
+        self._bare, self._part, self._opening = bare, part, filler.opening
+        self.opening_s = float(filler.opening.max())
+        self.times, self.bare, self.part = (own.min(axis=0) for own in (self._times, bare, part))
+        self.grid = self._grid()
+        # In times that are too short for a sequence it counts as in the least that is not: that the
+        # longest must end is asked for apart, and a jump could not be read between two times.
+        limits = np.maximum(self.grid[:, None], self.times)
+        needs = self._needs(limits)
+        self.mixed: Floats = needs.min(axis=1)
+        self.apart: Floats = np.maximum(needs, part).min(axis=1)
+
+    def _grid(self) -> Floats:
+        """Times, rising; close to one another where waves of most of the batch will be."""
+        fewest = float(self._counts(self.all[None])[0].min())
+        longest_s = max(float(self.times.max()), 1e-300)
+        even_s = float(self.bare @ self.all) / self.devices + self.opening_s
+        most_s = _LONG * max(longest_s, even_s)
+        least_s = max(float(self.times.min()), most_s * _RESOLUTION)
+        low_s = max(least_s, longest_s / _LONG)
+        high_s = max(low_s, min(most_s, _FINE_UP_TO * max(longest_s, even_s / fewest)))
+        spans = (least_s, low_s, _APART), (low_s, high_s, _GRID_STEP), (high_s, most_s, _APART)
+        found = [
+            start_s * step ** np.arange(ceil(log(end_s / start_s, step)))
+            for start_s, end_s, step in spans
+        ]
+        return np.concatenate([*found, [most_s]])
+
+    def _needs(self, times_s: Floats) -> Floats:
+        """The rank-waves that one of each sample takes of the seconds of waves of some times
+        [times, samples or 1], by kind [times, kinds, samples]."""
+        limits = times_s[:, None]
+        needs: Floats = self._bare / np.maximum(limits - self._opening, 1e-280)
+        np.putmask(needs, self._times > limits * (1 + 1e-9), _NEVER)
+        return needs
+
+    def without(self, some: Floats, placed: Iterable[int]) -> Floats:
+        """A part without some of its sequences."""
+        left = some.copy()
+        for i in placed:
+            left[self.sample[i]] -= 1
+        return left
+
+    def launches_s(self, some: Floats, heads: int) -> Floats:
+        """The seconds, rising, that launches of one of the ``heads`` longest sequences of a part
+        take on every scheme, where the longest ends."""
+        times = self._times[:, some.nonzero()[0][:heads]]
+        found = set(times[(times >= times[:, 0].min()) & (times < _NEVER)].tolist())
+        return np.array(sorted(found))
+
+    def after(self, some: Floats, times_s: Floats) -> Floats:
+        """About what waves of each time, which take the longest sequences first, leave of a part
+        [times, samples]."""
+        wanted = np.maximum(self._needs(times_s[:, None]), self._part).min(axis=1) * some
+        over = np.maximum(np.cumsum(wanted, axis=1) - self.devices, 0.0)
+        left: Floats = some * np.minimum(over / np.maximum(wanted, 1e-300), 1.0)
+        return left
+
+    def likely(self, parts: Floats) -> tuple[Floats, Floats]:
+        """The most promising numbers of waves for parts [parts, samples], and about how long each
+        would be; of nothing no waves."""
+        counts, least_s = self._counts(parts)
+        ranks = counts * self.devices
+        needs = (self.apart @ parts.T).T
+        found = [_crossing(self.grid, need, own) for need, own in zip(needs, ranks, strict=True)]
+        guesses = np.maximum(least_s[:, None], found)
+        each, best = np.arange(len(parts)), (guesses * counts).argmin(axis=1)
+        some = parts.any(axis=1)
+        return counts[each, best] * some, guesses[each, best] * some
+
+    def worth_trying(self, some: Floats) -> list[WaveCount]:
+        """Numbers of waves for a part, the most promising first."""
+        counts, (floor_s,) = self._counts(some[None])
+        ranks = counts[0] * self.devices
+        least = np.maximum(floor_s, _READ * _crossing(self.grid, self.mixed @ some, ranks))
+        guesses = np.maximum(least, _crossing(self.grid, self.apart @ some, ranks))
+        rows = zip(counts[0].tolist(), least.tolist(), guesses.tolist(), strict=True)
+        found = {
+            int(count): WaveCount(count=int(count), least_s=least_s, guess_s=guess_s)
+            for count, least_s, guess_s in rows
+        }
+        return sorted(found.values(), key=lambda one: (one.guess_s * one.count, one.count))
+
+    def _counts(self, parts: Floats) -> tuple[Floats, Floats]:
+        """Numbers of waves for parts [parts, numbers], and what a wave of them lasts at least."""
+        fewest = np.maximum(1, np.ceil(parts @ self.part / self.devices * (1 - 1e-9)))[:, None]
+        counts = np.concatenate([np.round(fewest * _MORE), fewest + 1, fewest + 2], axis=1)
+        even_s = parts @ self.bare / self.devices + self.opening_s
+        longest_s = self.times[(parts > 0).argmax(axis=1)]
+        return counts, np.maximum(longest_s, even_s / counts.max(axis=1))
+
+
+def _crossing(grid: Floats, need: Floats, ranks: Floats) -> Floats:
+    """The times at which a falling need, about linear in 1 / D, comes down to each of ``ranks``."""
+    falling = np.minimum.accumulate(need)[::-1]
+    return 1 / np.interp(ranks, falling, 1 / grid[::-1])
+
+
+_WIDE = 2  # openings that are made longer
+_LONGEST = 10  # waves
+_HEADS = 2, 4  # of the longest sequences, at least and at most: a wave lasts as long as one takes
+_RANKS_EACH = 16  # for each of those: a wave of few ranks holds few of the longest
+_SHORTEST = 0.2  # times the time of waves of one time: shorter waves cost ranks for nothing
+_LEFT_BEHIND = 1.02  # times the best estimate: such openings are not made longer
+_FILLED = 2  # waves that may come next, for each opening
+FEW = 300  # sequences: of fewer, all waves that may come next are filled
+_ESTIMATED = 100  # sequences placed while an estimate is made
+_ROUNDED = 1 + 1e-9
+
+# What is promised for waves that are not filled yet may be this much above the best estimate, and
+# more where a rank has few sequences: then estimates are too low, as whole sequences leave gaps.
+_ABOVE = 0.002
+_ABOVE_EACH = 0.12  # times ranks for each sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """First waves and their seconds, and the sequences that are left, longest first; as a part of
+    all, for the estimates."""
+
+    before: list[Wave]
+    spent_s: float
+    left: list[int]
+    part: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """Where a plan ``begun``; of what is left about the seconds of a wave; and the estimated
+    seconds of it all."""
+
+    begun: Begun
+    wave_s: float
+    estimate_s: float
+
+
+def openings(filler: WaveFiller, estimates: Estimates, effort: int) -> list[Opening]:
+    """Openings for all sequences, the most promising first, as long as ``effort``, in sequences
+    placed, lasts; the one without waves is among them."""
+    every = list(range(len(filler.table.tokens)))
+    start = Begun(before=[], spent_s=0.0, left=every, part=estimates.all)
+    found = wide = _estimated(estimates, [start])
+    best_s = found[0].estimate_s
+    for _ in range(_LONGEST):
+        longer = dict[tuple[float, int], Begun]()
+        for opening in wide:
+            for time_s in _promising(estimates, opening, best_s):
+                more = _filled(filler, estimates, opening.begun, time_s)
+                effort -= len(opening.begun.left) - len(more.left) + _ESTIMATED
+                longer.setdefault((round(more.spent_s, 9), len(more.left)), more)
+        if not longer or effort <= 0:
+            break
+        some = sorted(_estimated(estimates, longer.values()), key=lambda one: one.estimate_s)
+        found = found + some
+        best_s = min(best_s, some[0].estimate_s)
+        wide = [one for one in some[:_WIDE] if _may_win(filler, one, best_s)]
+    return sorted(found, key=lambda one: (one.estimate_s, len(one.begun.before)))
+
+
+def _may_win(filler: WaveFiller, opening: Opening, best_s: float) -> bool:
+    """Whether a longer opening may be better than the best."""
+    begun, estimate_s = opening.begun, opening.estimate_s
+    least_s = begun.spent_s + float(filler.least[begun.left].sum()) / filler.table.devices
+    return bool(begun.left) and estimate_s <= best_s * _LEFT_BEHIND and least_s < best_s
+
+
+def _estimated(estimates: Estimates, some: Collection[Begun]) -> list[Opening]:
+    counts, waves_s = estimates.likely(np.stack([begun.part for begun in some]))
+    rows = zip(some, counts.tolist(), waves_s.tolist(), strict=True)
+    return [
+        Opening(begun=begun, wave_s=wave_s, estimate_s=begun.spent_s + count * wave_s)
+        for begun, count, wave_s in rows
+    ]
+
+
+def _promising(estimates: Estimates, opening: Opening, best_s: float) -> list[float]:
+    """The seconds of waves that may come next: those that one of the longest sequences left takes
+    and in which the longest ends, if estimates promise a plan that is not far from the best."""
+    begun = opening.begun
+    heads = min(max(estimates.devices // _RANKS_EACH, _HEADS[0]), _HEADS[1])
+    times_s = estimates.launches_s(begun.part, heads)
+    times_s = times_s[times_s > opening.wave_s * _SHORTEST]
+    if len(times_s) > _FILLED and len(begun.left) >= FEW:
+        counts, waves_s = estimates.likely(estimates.after(begun.part, times_s))
+        promised_s = begun.spent_s + times_s + counts * waves_s
+        limit_s = best_s * (1 + _ABOVE + _ABOVE_EACH * estimates.devices / len(begun.left))
+        best = promised_s.argsort(kind="stable")[:_FILLED]
+        times_s = times_s[best[promised_s[best] <= limit_s]]
+    found: list[float] = times_s.tolist()
+    return found
+
+
+def _filled(filler: WaveFiller, estimates: Estimates, begun: Begun, time_s: float) -> Begun:
+    """One wave more, of ``time_s`` or as long as the longest sequence takes."""
+    limit_s = max(time_s, filler.quickest_s(begun.left[0])) * _ROUNDED
+    groups, left = filler.fill(limit_s, filler.table.devices, begun.left, whole=False)
+    return Begun(
+        before=[*begun.before, groups],
+        spent_s=begun.spent_s + filler.wave_s(groups),
+        left=left,
+        part=estimates.without(begun.part, chain.from_iterable(own for _, own in groups)),
+    )
+
 
 Span = tuple[float, float]
 

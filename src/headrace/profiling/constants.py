@@ -10,19 +10,18 @@ import torch
 
 from headrace.comm.collectives import all_to_all_rows
 from headrace.comm.mesh import Groups
-from headrace.layouts.layout import group_shards
+from headrace.layouts.partition import group_shards
+from headrace.native.executor import Executor
+from headrace.native.spans import Clock
+from headrace.native.storage import Storage
 from headrace.profiling.sweep import block, slowest
 from headrace.profiling.two_layers import TwoLayers
-from headrace.runtime.clocks import Clock
-from headrace.runtime.executor import Executor
-from headrace.runtime.storage import Storage
-from headrace.spec.architecture import Architecture
+from headrace.spec.architecture import Architecture, parameter_count, weight_table
 from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.lengths import Lengths
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
-from headrace.spec.scheme import Scheme
-from headrace.spec.weights import parameter_count, weight_table
+from headrace.spec.strategy import Scheme
 
 __all__ = ["StepConstants", "working_bytes"]
 

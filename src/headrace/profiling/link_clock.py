@@ -31,9 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from headrace.errors import SpecError
+from headrace.native.counted import sent_bytes, tensors_in
 from headrace.ops.flops import ATTENTION, FLOPS
 from headrace.ops.fused import FUSED
-from headrace.runtime.counted import sent_bytes, tensors_in
 from headrace.spec.hardware import Hardware, Link
 
 __all__ = ["LinkClock", "Modelled", "Timed"]

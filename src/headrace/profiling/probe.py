@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from headrace.runtime.clocks import Clock, HostClock
-from headrace.runtime.counted import ByteCounter, DeviceBytes, SavedBytes
+from headrace.native.counted import ByteCounter, DeviceBytes, SavedBytes
+from headrace.native.spans import Clock, HostClock
 
 __all__ = ["ChainProbe", "Counter", "Passed", "Probe", "bytes_of", "observe", "seconds_of"]
 

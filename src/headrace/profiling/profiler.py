@@ -19,13 +19,13 @@ import torch
 
 from headrace.comm.mesh import Groups
 from headrace.errors import InfeasiblePlan
+from headrace.native.spans import Clock
+from headrace.native.storage import Storage
 from headrace.profiling.branches import BranchTarget, ProfileOptions, targets, with_equal_levels
 from headrace.profiling.constants import StepConstants, working_bytes
 from headrace.profiling.probe import seconds_of
 from headrace.profiling.sweep import Sweeper, slowest
 from headrace.profiling.two_layers import TwoLayers
-from headrace.runtime.clocks import Clock
-from headrace.runtime.storage import Storage
 from headrace.spec.cluster import Cluster
 from headrace.spec.known_methods import FACTS, SINGLE_RANK
 from headrace.spec.method import BRANCHES

@@ -24,21 +24,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headrace.comm.fake_world import fake_world
 from headrace.comm.mesh import Groups
+from headrace.native.counted import ByteCounter, DeviceBytes
+from headrace.native.spans import clock_of
 from headrace.profiling.branches import BranchTarget, ProfileOptions, targets, with_equal_levels
 from headrace.profiling.constants import working_bytes
 from headrace.profiling.link_clock import LinkClock, Modelled, Stalls, Timed
 from headrace.profiling.probe import Probe, bytes_of, observe, seconds_of
 from headrace.profiling.two_layers import TwoLayers
-from headrace.runtime.clocks import clock_of
-from headrace.runtime.counted import ByteCounter, DeviceBytes
-from headrace.spec.architecture import Architecture
+from headrace.spec.architecture import Architecture, parameter_count
 from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware
 from headrace.spec.known_methods import FACTS, automatic_methods
 from headrace.spec.method import RECOMPUTE, Recompute
 from headrace.spec.plan import Working
 from headrace.spec.profile import Profile, ProfilePoint
-from headrace.spec.weights import parameter_count
 
 __all__ = ["Rehearsal"]
 

@@ -20,10 +20,10 @@ from math import inf
 from headrace.comm.collectives import gather_floats
 from headrace.comm.fake_world import fake_groups
 from headrace.comm.mesh import Groups
+from headrace.native.counted import ByteCounter, DeviceBytes
+from headrace.native.machine import is_out_of_memory
+from headrace.native.spans import Clock, clock_of
 from headrace.profiling.probe import Counter, Probe, bytes_of, seconds_of
-from headrace.runtime.clocks import Clock, clock_of
-from headrace.runtime.counted import ByteCounter, DeviceBytes
-from headrace.runtime.machine import is_out_of_memory
 from headrace.spec.plan import TokenOrder
 from headrace.spec.profile import NotFitting, ProfilePoint
 

@@ -13,20 +13,19 @@ import numpy as np
 import torch
 
 from headrace.comm.mesh import Groups
-from headrace.layouts.layout import group_shards
+from headrace.layouts.partition import group_shards
 from headrace.methods.weights import Shard, Weight, Whole
 from headrace.models.transformer import Transformer
+from headrace.native.micro_batch import MicroBatchRun
 from headrace.profiling.branches import BranchTarget
 from headrace.profiling.probe import ChainProbe, Passed, Probe
 from headrace.profiling.sweep import Sweep
-from headrace.runtime.micro_batch import MicroBatchRun
-from headrace.spec.architecture import Architecture
+from headrace.spec.architecture import Architecture, buckets, weight_table
 from headrace.spec.known_methods import subgroups
 from headrace.spec.lengths import Lengths
 from headrace.spec.method import Branch, LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
-from headrace.spec.scheme import Scheme
-from headrace.spec.weights import buckets, weight_table
+from headrace.spec.strategy import Scheme
 
 __all__ = ["EndsProbe", "TwoLayers", "branch_probe"]
 

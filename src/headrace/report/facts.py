@@ -8,7 +8,7 @@ from datetime import datetime
 from math import isfinite
 from typing import Any
 
-from headrace.costs.learning.memory_margin import Estimate
+from headrace.costs.calibration import Estimate
 from headrace.report.records import Run, StepMetrics
 from headrace.report.summary import known, share_text
 from headrace.units import bytes_text, count_text, seconds_text

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import AliasPath, BeforeValidator, Field
 
-from headrace.costs.learning.calibration import Calibration
+from headrace.costs.calibration import Calibration
 from headrace.errors import SpecError
 from headrace.report.stored import Amount, Count, Number, Ranks
 from headrace.spec import Architecture, LayerPlan, Plan, Timeline

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from headrace.costs.learning.calibration import Calibration
+from headrace.costs.calibration import Calibration
 from headrace.errors import CostError, DataError
 from headrace.report.records import Facts, RecordedStep, Run, StepMetrics
 from headrace.report.stored import Object, read_lines, read_object

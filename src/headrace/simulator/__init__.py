@@ -1,12 +1,14 @@
 """The clock beside the executor: the same programs with predicted seconds and bytes."""
 
-from headrace.simulator.clock import micro_batch_seconds, step_s
-from headrace.simulator.draw import draw
-from headrace.simulator.exchange import exposed_s
+from headrace.simulator.drawing import draw, exposed_exchange_s, without_waits
 from headrace.simulator.memory import peak_bytes
-from headrace.simulator.seconds import check_costs
-from headrace.simulator.simulate import simulate
-from headrace.simulator.waits import exposed_exchange_s, without_waits
+from headrace.simulator.step_clock import (
+    check_costs,
+    exposed_s,
+    micro_batch_seconds,
+    simulate,
+    step_s,
+)
 
 __all__ = [
     "check_costs",

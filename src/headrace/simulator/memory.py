@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from headrace.costs.cost_model import CostModel
-from headrace.costs.stages import held_bytes, kept_line, moments
-from headrace.simulator.seconds import check_costs
-from headrace.spec.compiler import compile_rank
+from headrace.costs.cost_model import CostModel, held_bytes, kept_line, moments
+from headrace.simulator.step_clock import check_costs
 from headrace.spec.plan import Pipeline, Plan
-from headrace.spec.program import Backward, Forward
+from headrace.spec.program import Backward, Forward, compile_rank
 
 __all__ = ["peak_bytes"]
 

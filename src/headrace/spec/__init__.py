@@ -1,9 +1,8 @@
 """Frozen values: what flows between the side that plans and the side that runs."""
 
-from headrace.spec.architecture import Architecture
+from headrace.spec.architecture import Architecture, WeightSpec, weight_table
 from headrace.spec.checker import check_programs
 from headrace.spec.cluster import Cluster
-from headrace.spec.compiler import compile_plan, compile_rank
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Row, Timeline
 from headrace.spec.method import LayerOption, LayerPlan
@@ -20,11 +19,10 @@ from headrace.spec.program import (
     Recv,
     Send,
     Update,
+    compile_plan,
+    compile_rank,
 )
-from headrace.spec.scheme import Scheme
-from headrace.spec.stage import Stage
-from headrace.spec.strategy import Strategy
-from headrace.spec.weights import WeightSpec, weight_table
+from headrace.spec.strategy import Scheme, Stage, Strategy
 
 __all__ = [
     "Action",

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.errors import SpecError
+from headrace.errors import InfeasiblePlan, SpecError
 
-__all__ = ["AxisChoice", "AxisMove", "AxisPlan", "MixingStage"]
+__all__ = [
+    "AxisChoice",
+    "AxisMove",
+    "AxisPlan",
+    "MixingStage",
+    "plan_axes",
+    "split_batch",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,3 +65,143 @@ class AxisPlan:
     switches: int
     sent_bytes: float
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """The best way to a stage with an axis."""
+
+    seconds: float
+    sent_bytes: float
+    switches: int
+    choices: tuple[AxisChoice, ...]
+
+    @property
+    def key(self) -> tuple[float, float, int]:
+        return self.seconds, self.sent_bytes, self.switches
+
+
+def plan_axes(
+    stages: Sequence[MixingStage],
+    sizes: Mapping[str, int],
+    ranks: int,
+    *,
+    tensor_bytes: float,
+    transfer_s: Callable[[float], float],
+    heads: int | None = None,
+    entry: str | None = None,
+    exit_: str | None = None,
+    empty: bool = False,
+) -> AxisPlan:
+    """The quickest choice of axes for one pass.
+
+    ``sizes`` are those of the axes that may be in shards. ``transfer_s(b)``: seconds in which every
+    rank sends b bytes. ``heads`` limits Ulysses, which is not chosen for more ranks; without heads
+    no stage may mix its own axis. ``entry`` is the axis of the input, free where it is None, and
+    ``exit_`` that in which the result is wanted. With ``empty`` ranks may be without places.
+
+    Raises SpecError for axes that have no size, and InfeasiblePlan, naming the stage, when there is
+    no axis for it.
+    """
+    _check(stages, sizes, (entry, exit_))
+    axes = [axis for axis, size in sizes.items() if empty or size >= ranks]
+    switch_bytes = tensor_bytes * (ranks - 1) / ranks**2
+    switch_s = transfer_s(switch_bytes) if ranks > 1 else 0.0
+    start = [entry] if entry is not None else axes
+    ways = {axis: _Way(0.0, 0.0, 0, ()) for axis in start}
+    for number, stage in enumerate(stages):
+        found: dict[str, _Way] = {}
+        for axis in axes:
+            for choice in _choices(stage, axis, ranks, heads):
+                sent = _bytes_within(choice, tensor_bytes, ranks)
+                share = -(-sizes[axis] // ranks) / sizes[axis]
+                within_s = stage.work_s * share + (transfer_s(sent) if sent else 0.0)
+                for before, way in ways.items():
+                    moved = before != axis
+                    new = _Way(
+                        way.seconds + within_s + switch_s * moved,
+                        way.sent_bytes + sent + switch_bytes * moved,
+                        way.switches + moved,
+                        (*way.choices, choice),
+                    )
+                    if axis not in found or new.key < found[axis].key:
+                        found[axis] = new
+        if not found:
+            raise InfeasiblePlan(
+                f"stage {number}, which mixes {', '.join(stage.mixes)}",
+                got=f"axes {_named(sizes)} for {ranks} ranks",
+                wanted=f"another axis of at least {ranks} places",
+                hint="fewer ranks for each sample, or heads to exchange",
+            )
+        ways = found
+    ends = {
+        axis: _Way(
+            way.seconds + switch_s * moved,
+            way.sent_bytes + switch_bytes * moved,
+            way.switches + moved,
+            way.choices,
+        )
+        for axis, way in ways.items()
+        for moved in (exit_ is not None and axis != exit_,)
+    }
+    best = min(ends.values(), key=lambda way: way.key)
+    return AxisPlan(
+        choices=best.choices,
+        switches=best.switches,
+        sent_bytes=best.sent_bytes,
+        seconds=best.seconds,
+    )
+
+
+def split_batch(batch: int, places: int, ranks: int, *, fewest: int | None = None) -> int:
+    """Parts of the batch that work apart, so that an axis with few ``places`` serves many ranks
+    (images have one frame): the number b of the divisors of ``ranks`` with b <= ``batch`` and
+    ranks / b <= ``places`` whose busiest rank has the least, the smallest of equals. ``fewest`` are
+    places of the shortest axis that will be in shards, those of this one where it is None. Raises
+    InfeasiblePlan where some rank would have nothing."""
+    most = places if fewest is None else min(fewest, places)
+    found = [
+        (-(-batch // parts) * -(-places // (ranks // parts)), parts)
+        for parts in range(1, ranks + 1)
+        if ranks % parts == 0 and parts <= batch and ranks // parts <= most
+    ]
+    if not found:
+        raise InfeasiblePlan(
+            f"{batch} samples of {most} places",
+            got=f"{ranks} ranks",
+            wanted="a place for each",
+            hint="fewer ranks for each batch, or more samples in it",
+        )
+    return min(found)[1]
+
+
+def _choices(stage: MixingStage, axis: str, ranks: int, heads: int | None) -> list[AxisChoice]:
+    if axis not in stage.mixes or ranks == 1:
+        return [AxisChoice(axis=axis)]
+    if heads is None:
+        return []
+    found = [AxisChoice(axis=axis, method="ring")]
+    return [AxisChoice(axis=axis, method="ulysses"), *found] if heads >= ranks else found
+
+
+def _bytes_within(choice: AxisChoice, tensor_bytes: float, ranks: int) -> float:
+    if choice.method == "ulysses":
+        return 4 * tensor_bytes * (ranks - 1) / ranks**2
+    return 2 * tensor_bytes * (ranks - 1) / ranks if choice.method == "ring" else 0.0
+
+
+def _check(
+    stages: Sequence[MixingStage], sizes: Mapping[str, int], ends: tuple[str | None, ...]
+) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise SpecError(f"axis {name}", got=size, wanted="at least one place")
+    for axis in ends:
+        if axis is not None and axis not in sizes:
+            raise SpecError("axis", got=axis, wanted=f"one of {', '.join(sizes)}")
+    if not stages:
+        raise SpecError("stages", got="none", wanted="at least one")
+
+
+def _named(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())

@@ -24,11 +24,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from headrace.errors import ProgramError
-from headrace.spec.compiler import connected, is_last, rows_of
-from headrace.spec.plan import Plan
+from headrace.spec.plan import Pipeline, Plan
 from headrace.spec.program import (
     Action,
     Backward,
@@ -41,11 +41,19 @@ from headrace.spec.program import (
     Recv,
     Send,
     Update,
+    compile_rank,
+    connected,
+    is_last,
+    rows_of,
 )
-from headrace.spec.stage import Stage
+from headrace.spec.strategy import Stage
 from headrace.spec.walk import disordered, waiting
 
-__all__ = ["check_alone", "check_programs"]
+__all__ = [
+    "OwnPrograms",
+    "check_alone",
+    "check_programs",
+]
 
 Parts = Sequence[tuple[Action, Action]]
 """The parts of all actions of a program, each with the action it stands in."""
@@ -67,7 +75,7 @@ class _Job:
 def check_programs(programs: Sequence[Program], plan: Plan, bucket_count: int) -> None:
     """Raise ProgramError at the first rule that ``programs`` break for ``plan``, over a model of
     ``bucket_count`` - 2 layers. Those of all ranks, in order, or of some that are connected with no
-    others (:func:`~headrace.spec.compiler.connected`)."""
+    others (:func:`~headrace.spec.program.connected`)."""
     ranks = [program.rank for program in programs]
     _check_ranks(ranks, plan)
     jobs = _jobs(plan, ranks, bucket_count - 2)
@@ -312,3 +320,40 @@ def _check_messages(parts: Mapping[int, Parts]) -> None:
                     got=f"{sends} sent, {receives} received",
                     wanted="the same",
                 )
+
+
+@dataclass(slots=True, kw_only=True)
+class OwnPrograms:
+    """The programs of ``rank`` over a model of ``bucket_count`` weight buckets."""
+
+    rank: int
+    bucket_count: int
+    overlap: bool = True
+    _checked: set[tuple[Any, ...]] = field(init=False, default_factory=set)
+
+    def of(self, plan: Plan) -> Program:
+        """The program of ``plan``. Raises ProgramError when it, or one of those it depends on,
+        breaks a rule; SpecError when a pipeline has more stages than the model has layers."""
+        mine = compile_rank(plan, self.rank, self.bucket_count, overlap=self.overlap)
+        pipelines = [i for i, p in enumerate(plan.pipelines) if self.rank in p.ranks]
+        count = sum(micro.pipeline in pipelines for micro in plan.micro_batches)
+        staged = [p for i in pipelines if (p := plan.pipelines[i]).scheme.pipeline > 1 and count]
+        within = any(isinstance(action, Backward) and action.pushes for action in mine.actions)
+        kind = (count, within, *((p.scheme, p.shares) for p in staged))
+        if kind not in self._checked:
+            self._check(mine, plan, staged)
+            self._checked.add(kind)
+        return mine
+
+    def _check(self, mine: Program, plan: Plan, staged: list[Pipeline]) -> None:
+        if not staged:
+            check_alone(mine, plan, self.bucket_count)
+            return
+        members = sorted(staged[0].ranks)
+        programs = [
+            mine
+            if rank == self.rank
+            else compile_rank(plan, rank, self.bucket_count, overlap=self.overlap)
+            for rank in members
+        ]
+        check_programs(programs, plan, self.bucket_count)

@@ -1,20 +1,315 @@
 """Nodes of devices: which link a group of ranks talks over, and hardware by its name.
 
 Ranks of one node reach each other over the link ``inside``, groups that span nodes over the link
-``across``. Named devices and links stand in :mod:`headrace.spec.hardware_presets`.
+``across``. Named devices and links stand in :mod:`headrace.spec.hardware`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from headrace.errors import SpecError, did_you_mean
-from headrace.spec.device import Device, Link
-from headrace.spec.hardware_presets import DEVICES, LINKS, USUAL
+from headrace.units import GIB, MIB
 
-__all__ = ["DEVICES", "LINKS", "Device", "Hardware", "Link"]
+__all__ = [
+    "DEVICES",
+    "Device",
+    "Hardware",
+    "LINKS",
+    "Link",
+    "USUAL",
+    "Usual",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device, as one rank uses it.
+
+    ``flops_per_s`` are peaks by the name of torch's dtype (``bfloat16``, ``float32``, ...),
+    ``memory_bytes`` what a process can have, ``memory_bytes_per_s`` the peak of reads and writes
+    together, ``launch_s`` the seconds to launch one kernel. ``attained_matmul``,
+    ``attained_attention`` and ``attained_memory`` are the fractions of the peaks that large
+    matrix products, attention kernels and element-wise kernels reach. ``source`` says where the
+    numbers are from.
+    """
+
+    name: str
+    flops_per_s: Mapping[str, float]
+    memory_bytes: int
+    memory_bytes_per_s: float
+    launch_s: float
+    attained_matmul: float
+    attained_attention: float
+    attained_memory: float
+    source: str
+
+    def __post_init__(self) -> None:
+        if not self.flops_per_s or not min(self.flops_per_s.values()) > 0:
+            raise SpecError(f"FLOPs of {self.name}", got=dict(self.flops_per_s), wanted="> 0")
+        if self.memory_bytes < 1 or not self.memory_bytes_per_s > 0:
+            got = f"{self.memory_bytes} bytes at {self.memory_bytes_per_s} a second"
+            raise SpecError(f"memory of {self.name}", got=got, wanted="> 0")
+        if not self.launch_s >= 0:
+            raise SpecError(f"launch of {self.name}", got=self.launch_s, wanted="seconds >= 0")
+        for field in fields(self):
+            if field.name.startswith("attained"):
+                _check_attained(self.name, field.name, getattr(self, field.name))
+
+    def peak(self, dtype: str) -> float:
+        """FLOPs per second of a dtype. Raises SpecError when the data sheet has none."""
+        if dtype not in self.flops_per_s:
+            known = f"known are {', '.join(self.flops_per_s)}"
+            raise SpecError(f"FLOPs of {self.name}", got=repr(dtype), hint=known)
+        return self.flops_per_s[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What a device sends over.
+
+    ``bytes_per_s`` is the peak of one device in one direction, ``latency_s`` the seconds before
+    the first byte of a message or of a collective, ``attained`` the fraction of the peak that
+    large messages reach. ``source`` says where the numbers are from.
+    """
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    attained: float
+    source: str
+
+    def __post_init__(self) -> None:
+        if not (self.bytes_per_s > 0 and self.latency_s >= 0):
+            got = f"{self.bytes_per_s} bytes a second after {self.latency_s} s"
+            raise SpecError(f"link {self.name}", got=got, wanted="> 0 after >= 0 s")
+        _check_attained(self.name, "attained", self.attained)
+
+    def seconds(self, sent_bytes: float, messages: int = 1) -> float:
+        """Seconds in which a device sends ``sent_bytes`` in all, in ``messages`` one after the
+        other."""
+        return messages * self.latency_s + sent_bytes / (self.bytes_per_s * self.attained)
+
+
+def _check_attained(name: str, what: str, fraction: float) -> None:
+    if not 0 < fraction <= 1:
+        wanted = "a fraction of the peak, 0 < fraction <= 1"
+        raise SpecError(f"{what} of {name}", got=fraction, wanted=wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usual:
+    """What a device is usually built into: links inside a node and across nodes, devices of one."""
+
+    links: tuple[str, str]
+    devices_per_node: int
+
+
+def _nvidia(
+    name: str,
+    flops: float,
+    plain: float,
+    memory_bytes: int,
+    memory_bytes_per_s: float,
+    attained_attention: float,
+    source: str,
+) -> Device:
+    """``flops`` of the tensor cores in 16 bits, ``plain`` in fp32 without TF32 and in fp64."""
+    return Device(
+        name=name,
+        memory_bytes=memory_bytes,
+        memory_bytes_per_s=memory_bytes_per_s,
+        flops_per_s={"bfloat16": flops, "float16": flops, "float32": plain, "float64": plain},
+        launch_s=5e-6,
+        attained_matmul=0.7,
+        attained_attention=attained_attention,
+        attained_memory=0.8,
+        source=source,
+    )
+
+
+_DEVICES = (
+    _nvidia(
+        "a100-80g",
+        312e12,
+        19.5e12,
+        81_252 * MIB,
+        2.039e12,
+        0.59,
+        "NVIDIA A100 data sheet (SXM 80 GB); memory as torch reports it",
+    ),
+    _nvidia(
+        "a100-40g",
+        312e12,
+        19.5e12,
+        40_536 * MIB,
+        1.555e12,
+        0.59,
+        "NVIDIA A100 data sheet (SXM 40 GB); memory as torch reports it",
+    ),
+    _nvidia(
+        "a800",
+        312e12,
+        19.5e12,
+        81_252 * MIB,
+        2.039e12,
+        0.59,
+        "NVIDIA A800 data sheet (SXM 80 GB); memory as torch reports it",
+    ),
+    _nvidia(
+        "h100",
+        989e12,
+        67e12,
+        81_000 * MIB,
+        3.35e12,
+        0.4,
+        "NVIDIA H100 data sheet (SXM 80 GB, dense); memory as torch reports it, rounded",
+    ),
+    _nvidia("h200", 989e12, 67e12, 141 * 10**9, 4.8e12, 0.4, "NVIDIA H200 data sheet (SXM, dense)"),
+    _nvidia(
+        "gh200",
+        990e12,
+        67e12,
+        96 * 10**9,
+        4.0e12,
+        0.4,
+        "NVIDIA GH200 data sheet (96 GB HBM3, dense); the CPU's memory is not counted",
+    ),
+    Device(
+        name="mi250",
+        flops_per_s={"bfloat16": 181e12, "float16": 181e12, "float32": 45.3e12, "float64": 45.3e12},
+        memory_bytes=64 * GIB,
+        memory_bytes_per_s=1.638e12,
+        launch_s=8e-6,
+        attained_matmul=0.6,
+        attained_attention=0.35,
+        attained_memory=0.75,
+        source="AMD Instinct MI250 data sheet, matrix peaks; one of its two dies (a GCD), as torch "
+        "shows it",
+    ),
+    Device(
+        name="cpu",
+        flops_per_s={"bfloat16": 236e9, "float32": 118e9, "float64": 59e9},
+        memory_bytes=4 * GIB,
+        memory_bytes_per_s=48e9,
+        launch_s=4e-6,
+        attained_matmul=0.85,
+        attained_attention=0.5,
+        attained_memory=0.65,
+        source="measured: one core of a two-core x86 server with AVX-512 at 3.7 GHz, one thread, "
+        "torch's own products, attention, copies and calls; memory: half of a small machine",
+    ),
+)
+
+DEVICES: dict[str, Device] = {device.name: device for device in _DEVICES}
+
+_NVLINK = "data sheet: half of the sum of both directions; NCCL's usual share of it and latency"
+_PORT = "line rate of one port for each device; NCCL's usual share of it and latency"
+
+_LINKS = (
+    Link(
+        name="nvlink3",
+        bytes_per_s=300e9,
+        latency_s=15e-6,
+        attained=0.75,
+        source=f"NVIDIA A100 {_NVLINK}",
+    ),
+    Link(
+        name="nvlink-a800",
+        bytes_per_s=200e9,
+        latency_s=15e-6,
+        attained=0.8,
+        source=f"NVIDIA A800 {_NVLINK}",
+    ),
+    Link(
+        name="nvlink4",
+        bytes_per_s=450e9,
+        latency_s=15e-6,
+        attained=0.8,
+        source=f"NVIDIA H100 {_NVLINK}",
+    ),
+    Link(
+        name="nvlink-c2c",
+        bytes_per_s=450e9,
+        latency_s=5e-6,
+        attained=0.8,
+        source="NVIDIA GH200 data sheet, CPU to GPU: half of the sum of both directions",
+    ),
+    Link(
+        name="xgmi",
+        bytes_per_s=50e9,
+        latency_s=25e-6,
+        attained=0.75,
+        source="AMD Instinct MI250 data sheet: one Infinity Fabric link, the slowest of a ring",
+    ),
+    Link(
+        name="pcie4",
+        bytes_per_s=31.5e9,
+        latency_s=20e-6,
+        attained=0.65,
+        source="PCI Express 4.0, 16 lanes; usual share without switches between the devices",
+    ),
+    Link(
+        name="pcie5",
+        bytes_per_s=63e9,
+        latency_s=20e-6,
+        attained=0.65,
+        source="PCI Express 5.0, 16 lanes; usual share without switches between the devices",
+    ),
+    Link(
+        name="infiniband-hdr",
+        bytes_per_s=25e9,
+        latency_s=30e-6,
+        attained=0.85,
+        source=f"InfiniBand HDR, 200 Gb/s: {_PORT}",
+    ),
+    Link(
+        name="infiniband-ndr",
+        bytes_per_s=50e9,
+        latency_s=30e-6,
+        attained=0.85,
+        source=f"InfiniBand NDR, 400 Gb/s: {_PORT}",
+    ),
+    Link(
+        name="ethernet-100g",
+        bytes_per_s=12.5e9,
+        latency_s=50e-6,
+        attained=0.7,
+        source=f"Ethernet, 100 Gb/s: {_PORT}",
+    ),
+    Link(
+        name="ethernet-400g",
+        bytes_per_s=50e9,
+        latency_s=50e-6,
+        attained=0.7,
+        source=f"Ethernet, 400 Gb/s: {_PORT}",
+    ),
+    Link(
+        name="shared-memory",
+        bytes_per_s=3.2e9,
+        latency_s=200e-6,
+        attained=0.5,
+        source="measured: gloo between two processes on a two-core x86 server, all-to-all and "
+        "all-reduce of 2 to 32 MiB",
+    ),
+)
+
+LINKS: dict[str, Link] = {link.name: link for link in _LINKS}
+
+USUAL: dict[str, Usual] = {
+    "a100-80g": Usual(links=("nvlink3", "infiniband-hdr"), devices_per_node=8),
+    "a100-40g": Usual(links=("nvlink3", "infiniband-hdr"), devices_per_node=8),
+    "a800": Usual(links=("nvlink-a800", "infiniband-hdr"), devices_per_node=8),
+    "h100": Usual(links=("nvlink4", "infiniband-ndr"), devices_per_node=8),
+    "h200": Usual(links=("nvlink4", "infiniband-ndr"), devices_per_node=8),
+    "gh200": Usual(links=("nvlink4", "infiniband-ndr"), devices_per_node=4),
+    "mi250": Usual(links=("xgmi", "infiniband-hdr"), devices_per_node=8),
+    "cpu": Usual(links=("shared-memory", "ethernet-100g"), devices_per_node=2),
+}
+"""By the device's name."""
+
 
 _Preset = TypeVar("_Preset", Device, Link)
 

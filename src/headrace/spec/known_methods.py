@@ -35,8 +35,16 @@ from dataclasses import replace
 from headrace.errors import SpecError, did_you_mean
 from headrace.spec.architecture import Architecture
 from headrace.spec.method import Branch, LayerOption
-from headrace.spec.method_facts import BranchUse, Members, MethodFacts, SupportRule
-from headrace.spec.rank_blocks import RankBlocks, largest_divisor, tensor_blocks, ulysses_blocks
+from headrace.spec.method_facts import (
+    BranchUse,
+    Members,
+    MethodFacts,
+    RankBlocks,
+    SupportRule,
+    largest_divisor,
+    tensor_blocks,
+    ulysses_blocks,
+)
 
 __all__ = [
     "COLOSSAL_Z",

@@ -5,25 +5,100 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from headrace.errors import SpecError
 from headrace.notebook import table_html
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
 from headrace.spec.method import LayerPlan
-from headrace.spec.plan_numbers import NumberReader, numbers_of
-from headrace.spec.scheme import Scheme
-from headrace.spec.stage import Stage, share_layers
-from headrace.spec.strategy import Strategy
+from headrace.spec.strategy import Scheme, Stage, Strategy, share_layers
 from headrace.units import percent_text, seconds_text
 
-__all__ = ["MicroBatch", "Pipeline", "Plan", "Semantics", "TokenOrder", "Working", "stored_working"]
+__all__ = [
+    "MicroBatch",
+    "NumberReader",
+    "Pipeline",
+    "Plan",
+    "Semantics",
+    "TokenOrder",
+    "Working",
+    "numbers_of",
+    "stored_working",
+]
+
+
+@dataclass(slots=True)
+class NumberReader:
+    """Takes numbers one after the other. Raises ValueError when there are too few."""
+
+    numbers: Sequence[int]
+    at: int = 0
+
+    def take(self, count: int) -> Sequence[int]:
+        """The next ``count`` numbers."""
+        self.at += count
+        if count < 0 or self.at > len(self.numbers):
+            raise ValueError(f"{len(self.numbers)} numbers are too few")
+        return self.numbers[self.at - count : self.at]
+
+    def parts(self, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """As many of the next numbers as each size says."""
+        ends = list(accumulate(sizes, initial=0))
+        taken = tuple(self.take(ends[-1]))
+        return (taken[start:end] for start, end in pairwise(ends))
+
+
+def numbers_of(plan: Plan, orders: Sequence[str]) -> tuple[dict[str, Any], array[int]]:
+    """What of ``plan`` is no number, as JSON, and its numbers as int64."""
+    schemes, layers = dict[str, int](), _Layers()
+    pipelines, micros = plan.pipelines, plan.micro_batches
+    found = array("q", plan.lengths.tokens)
+    found.extend(plan.lengths.ids)
+    found.extend(schemes.setdefault(str(p.scheme), len(schemes)) for p in pipelines)
+    found.extend(len(p.shares) for p in pipelines)
+    for pipeline in pipelines:
+        found.extend(pipeline.ranks)
+    for pipeline in pipelines:
+        found.extend(pipeline.shares)
+    found.extend(m.pipeline for m in micros)
+    found.extend(layers.place(m.layers) for m in micros)
+    found.extend(orders.index(m.order) for m in micros)
+    found.extend(len(m.sequences) for m in micros)
+    for micro in micros:
+        found.extend(micro.sequences)
+    texts = {
+        "sequences": len(plan.lengths),
+        "pipelines": len(pipelines),
+        "micro_batches": len(micros),
+        "schemes": list(schemes),
+        "layers": list(layers.texts),
+        "devices": plan.devices,
+        "working": plan.working,
+        "semantics": plan.semantics,
+    }
+    return texts, found
+
+
+class _Layers:
+    """Layer plans by their text. By identity first: the texts of all micro-batches' layers take
+    longer than the few repetitions."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, int] = {}
+        self._known: dict[int, int] = {}
+
+    def place(self, layers: LayerPlan) -> int:
+        """Where the text of ``layers`` stands."""
+        if id(layers) not in self._known:
+            self._known[id(layers)] = self.texts.setdefault(str(layers), len(self.texts))
+        return self._known[id(layers)]
+
 
 Semantics = Literal["free", "lockstep"]
 TokenOrder = Literal["natural", "zigzag"]
@@ -357,25 +432,9 @@ class Plan:
             raise SpecError(f"plan {path}", got=f"no JSON ({error})")
         return cls.from_json(value)
 
-    def draw(self, path: str | Path, timeline: Timeline | None = None) -> None:
-        """Draw devices over time, and lengths by scheme, to a .svg, .png or .json (Vega-Lite) file.
-
-        A plan that was loaded has no clock and needs the ``timeline`` that it is simulated with.
-        Raises SpecError without either, ConfigError for a file of another kind, MissingExtra
-        without the packages of the extra ``report``.
-        """
-        shown = timeline or (self.clock(self) if self.clock is not None else None)
-        if shown is None:
-            raise SpecError(
-                "picture of a plan",
-                got="no clock",
-                wanted="a timeline",
-                hint="plan.draw(path, hr.simulate(plan, costs))",
-            )
-        # The one import upwards of this room: a convenience, of what plans are drawn with.
-        from headrace.report.plan_drawing import draw_plan_file
-
-        draw_plan_file(self, shown, Path(path))
+    def draw(self, path: str | Path, timeline: Timeline | None = None) -> NoReturn:
+        """Renamed: raises SpecError, which says that ``hr.draw(plan, path)`` draws a plan."""
+        raise SpecError("plan.draw", got="its former name", wanted="hr.draw(plan, path)")
 
     def _repr_html_(self) -> str:
         return table_html(str(self))

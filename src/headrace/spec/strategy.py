@@ -2,14 +2,68 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.errors import SpecError
-from headrace.spec.scheme import Scheme
 
-__all__ = ["Strategy"]
+__all__ = [
+    "Scheme",
+    "Stage",
+    "Strategy",
+    "share_layers",
+]
+
+_PART = re.compile(r"^(tp|cp|pp)([1-9][0-9]*)$")
+_FIELDS = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Scheme:
+    """Degrees of one pipeline, written ``tp4-cp2-pp2``; degrees of one are left out, and a
+    pipeline of a single device is ``cp1`` (Hydraulis, "parallel scheme")."""
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        for name in _FIELDS.values():
+            if getattr(self, name) < 1:
+                raise SpecError(f"{name} degree", got=getattr(self, name), wanted=">= 1")
+
+    @property
+    def devices(self) -> int:
+        """Devices of one pipeline."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def width(self) -> int:
+        """Ranks of one stage."""
+        return self.tensor * self.context
+
+    def parts(self, *, sharded: bool) -> int:
+        """Parts into which the ranks of a stage cut the rows of a weight: the tensor degree, whose
+        blocks of neighbours are replicas of each other, or all its ranks."""
+        return self.width if sharded else self.tensor
+
+    def __str__(self) -> str:
+        degrees = {"tp": self.tensor, "cp": self.context, "pp": self.pipeline}
+        text = "-".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
+        return text or "cp1"
+
+    @classmethod
+    def parse(cls, text: str) -> Scheme:
+        """The inverse of ``str``; degrees of one may be written out, order is free."""
+        fields: dict[str, int] = {}
+        for part in text.strip().split("-"):
+            found = _PART.match(part)
+            if not found or _FIELDS[found[1]] in fields:
+                raise SpecError("scheme", got=repr(text), wanted="tpN, cpN, ppN joined by '-'")
+            fields[_FIELDS[found[1]]] = int(found[2])
+        return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +112,51 @@ class Strategy:
                 raise SpecError("strategy", got=repr(term), wanted="COUNT*SCHEME + ...")
             schemes += [Scheme.parse(scheme)] * int(count)
         return cls.of(schemes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Stage ``index`` of ``count``: the layers [start, stop) of a model on ``ranks``.
+
+    ``ranks`` rise: member m of the stage is ``ranks[m]``. The first stage embeds, the last one
+    has the head.
+    """
+
+    index: int
+    count: int
+    ranks: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def first(self) -> bool:
+        """Whether it embeds."""
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it has the head and the loss."""
+        return self.index == self.count - 1
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The weight buckets of its segments, in the order of the forward: 0 the embedding,
+        i + 1 layer i, then what follows the last layer."""
+        ends = 1 if self.last else 0
+        return (0,) * self.first + tuple(range(self.start + 1, self.stop + 1 + ends))
+
+
+def share_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as even as can be; what is left over goes to stages in the middle, as
+    the first embeds and the last has the head. Raises SpecError for fewer layers than stages."""
+    if layers < stages:
+        raise SpecError(
+            "stages of a pipeline",
+            got=f"{stages} for {layers} layers",
+            wanted="at least one layer in each",
+        )
+    each, left = divmod(layers, stages)
+    # From the middle outwards; of two equally far the earlier, as the head is the heavier end.
+    order = sorted(range(stages), key=lambda s: (abs(2 * s - (stages - 1)), s))
+    extra = set(order[:left])
+    return tuple(each + (stage in extra) for stage in range(stages))

@@ -12,15 +12,14 @@ import pytest
 from headrace.config import Config
 from headrace.config.model import PlannerConfig
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
-from headrace.costs.learning.calibration import Calibration
-from headrace.costs.learning.drift import Drift
+from headrace.costs.calibration import Calibration
+from headrace.costs.drift import Drift
+from headrace.engine.cost_cache import calibration_path
+from headrace.engine.run_planner import OnlinePlanner
 from headrace.errors import InfeasiblePlan
-from headrace.runtime.step_times import StepTimes
-from headrace.runtime.trainer import Planned, Step
 from headrace.spec import Lengths
 from headrace.spec.architecture import Architecture
-from headrace.training.cost_cache import calibration_path
-from headrace.training.planner import OnlinePlanner
+from headrace.spec.step import Planned, Step, StepTimes
 from running.cli.jobs import losses, metrics, run, write_job
 
 MODEL = Architecture.preset("llama-tiny", hidden=64, layers=4, heads=4, kv_heads=2, ffn=128)

@@ -10,12 +10,12 @@ import pytest
 
 from headrace.config.model import PlannerConfig
 from headrace.costs import FORMULA_METHODS, synthetic_costs
+from headrace.engine.considered_methods import considered, methods_by_size
+from headrace.engine.run_planner import OnlinePlanner
 from headrace.errors import ConfigError, SpecError
 from headrace.spec import Architecture, Lengths
 from headrace.spec.known_methods import FACTS
 from headrace.spec.method import LayerPlan
-from headrace.training.methods import considered, methods_by_size
-from headrace.training.planner import OnlinePlanner
 from running.cli.jobs import metrics, run, write_job
 
 MODEL = Architecture(layers=4, hidden=64, heads=8, kv_heads=2, ffn=192, vocabulary=50)

@@ -12,7 +12,7 @@ import pytest
 from headrace.cli import main
 from headrace.costs import CostModel
 from headrace.costs.paradyse import HybridModel, fit_hybrid
-from headrace.costs.sources.profile import costs_from_profile
+from headrace.costs.sources.measured import costs_from_profile
 from profiles import made_up
 from running.cli.jobs import run, write_job
 

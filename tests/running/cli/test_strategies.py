@@ -12,9 +12,9 @@ import pytest
 
 from headrace.config.planner import PlannerConfig
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
+from headrace.engine.run_planner import OnlinePlanner
 from headrace.errors import InfeasiblePlan
 from headrace.spec import Lengths
-from headrace.training.planner import OnlinePlanner
 from running.cli.jobs import children, losses, metrics, run, start, wait_for_step
 
 TEXTS = ("1*tp2 + 2*cp1", "1*pp2 + 1*cp2", "1*tp2-pp2")

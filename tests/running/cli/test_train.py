@@ -17,8 +17,8 @@ import torch
 
 import spread
 from headrace.comm.watcher import Watcher
-from headrace.runtime import checkpoint
-from headrace.training.run_folder import TrainingRun
+from headrace.engine.run_folder import TrainingRun
+from headrace.native import checkpoint
 from running.cli.jobs import children, losses, metrics, run, start, wait_for_step, write_job
 
 

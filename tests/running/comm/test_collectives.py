@@ -27,7 +27,7 @@ from headrace.comm.collectives import (
 )
 from headrace.comm.fake_world import fake_world
 from headrace.errors import PlanMismatch
-from headrace.runtime.counted import TrafficCounter
+from headrace.native.counted import TrafficCounter
 from ranks import run_ranks
 
 SIZES = {1: [(3,)], 2: [(2, 2), (3, 1), (0, 4), (0, 0)], 3: [(2, 2, 2), (3, 0, 1), (0, 0, 5)]}

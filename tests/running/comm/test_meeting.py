@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from headrace.comm.meeting import Comer, Seat, take_seat
-from headrace.comm.network import interface_of, route
+from headrace.comm.meeting import Comer, Seat, interface_of, route, take_seat
 from headrace.errors import LaunchError
 
 RANKS = 4

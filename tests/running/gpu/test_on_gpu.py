@@ -17,14 +17,14 @@ from headrace.comm.fake_world import fake_world
 from headrace.comm.gpus import count_gpus
 from headrace.comm.launch import World, start
 from headrace.comm.mesh import Groups
+from headrace.native import checkpoint
+from headrace.native.checkpoint import BackgroundWriter
+from headrace.native.executor import Executor
+from headrace.native.shard_files import StoredShard
+from headrace.native.storage import Storage
 from headrace.ops.fused import FUSED
 from headrace.profiling.branches import BranchTarget
 from headrace.profiling.two_layers import TwoLayers
-from headrace.runtime import checkpoint
-from headrace.runtime.checkpoint_writing import BackgroundWriter
-from headrace.runtime.executor import Executor
-from headrace.runtime.shards import StoredShard
-from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, LayerPlan, Lengths, MicroBatch, Pipeline, Plan, Scheme
 from headrace.spec.known_methods import FACTS, automatic_methods
 from headrace.spec.method import BRANCHES

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from headrace.layouts.intervals import Partition
+from headrace.layouts.partition import Partition
 from headrace.layouts.two_steps import WeightLink
-from headrace.spec.weights import WeightSpec
+from headrace.spec.architecture import WeightSpec
 
 __all__ = ["sides"]
 

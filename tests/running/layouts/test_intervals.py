@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import SpecError
-from headrace.layouts.intervals import Partition, Rows, covers_once, split_rows, split_sizes
+from headrace.layouts.partition import Partition, Rows, covers_once, split_rows, split_sizes
 
 rows = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda p: Rows(min(p), max(p)))
 

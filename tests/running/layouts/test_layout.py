@@ -8,9 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headrace.layouts.intervals import Partition, Rows
-from headrace.layouts.layout import (
+from headrace.layouts.partition import (
+    Partition,
+    Rows,
     group_shards,
+    link,
+    received_rows,
+    sent_rows,
     storage_partition,
     storage_partitions,
     working_key,
@@ -18,13 +22,11 @@ from headrace.layouts.layout import (
     working_partitions,
     works_whole,
 )
-from headrace.layouts.link import link, received_rows, sent_rows
 from headrace.spec import Architecture, Lengths, weight_table
+from headrace.spec.architecture import WeightSpec
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
-from headrace.spec.scheme import Scheme
-from headrace.spec.strategy import Strategy
-from headrace.spec.weights import WeightSpec
+from headrace.spec.strategy import Scheme, Strategy
 from plans import random_plan
 from strategies import NAMED, laid_out
 

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.layouts.intervals import Partition, Rows, split_rows
-from headrace.layouts.link import link, received_rows, rows_between, sent_rows
+from headrace.layouts.partition import (
+    Partition,
+    Rows,
+    link,
+    received_rows,
+    rows_between,
+    sent_rows,
+    split_rows,
+)
 
 
 @st.composite

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import SpecError
-from headrace.layouts.tokens import TokenPlan
+from headrace.layouts.token_plan import TokenPlan
 from headrace.spec.blocks import Block, document_blocks, scores_of
 from headrace.spec.plan import TokenOrder
 

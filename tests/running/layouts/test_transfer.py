@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.layouts.intervals import Partition, Rows
-from headrace.layouts.link import link, received_rows, sent_rows
+from headrace.layouts.partition import Partition, Rows, link, received_rows, sent_rows
 from headrace.layouts.transfer import bucket_links
-from headrace.spec.weights import WeightSpec
+from headrace.spec.architecture import WeightSpec
 from ranks import run_ranks
 from running.layouts.adjoints import sides
 

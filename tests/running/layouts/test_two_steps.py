@@ -11,13 +11,12 @@ import torch.distributed as dist
 
 from headrace.comm.mesh import Groups
 from headrace.errors import LaunchError, PlanMismatch
-from headrace.layouts.intervals import Partition, Rows, hull
-from headrace.layouts.layout import storage_partition
+from headrace.layouts.partition import Partition, Rows, hull, storage_partition
 from headrace.layouts.transfer import bucket_links
 from headrace.layouts.two_steps import crossing_rows, links_over
-from headrace.runtime.storage import Storage
+from headrace.native.storage import Storage
 from headrace.spec import Architecture
-from headrace.spec.weights import WeightSpec, bucket_count
+from headrace.spec.architecture import WeightSpec, bucket_count
 from ranks import run_ranks
 from running.layouts.adjoints import sides
 from spread import whole

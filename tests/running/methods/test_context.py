@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.layouts.tokens import TokenPlan
+from headrace.layouts.token_plan import TokenPlan
 from headrace.methods.context import Context, Place
 from headrace.ops.random import DropoutKey
 from headrace.ops.rotary import rotary_tables

@@ -12,18 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.comm.mesh import Groups
 from headrace.costs import FORMULA_METHODS, CostModel, roofline_costs
 from headrace.costs.sources.roofline import KERNELS
-from headrace.layouts.layout import group_shards
-from headrace.layouts.tokens import TokenPlan
+from headrace.layouts.partition import group_shards
+from headrace.layouts.token_plan import TokenPlan
 from headrace.methods import Context, Place, Shard, Whole
 from headrace.methods.weights import Weight
 from headrace.models.transformer import Transformer
+from headrace.native.counted import TrafficCounter
+from headrace.native.micro_batch import layer_states
 from headrace.ops.flops import flop_counter
 from headrace.ops.random import DropoutKey
-from headrace.runtime.counted import TrafficCounter
-from headrace.runtime.micro_batch import layer_states
 from headrace.spec import Architecture, LayerOption, weight_table
-from headrace.spec.device import Device, Link
-from headrace.spec.hardware import Hardware
+from headrace.spec.hardware import Device, Hardware, Link
 from headrace.spec.method import RECOMPUTE
 from ranks import run_ranks
 from spread import spread, whole

@@ -13,13 +13,13 @@ import torch.distributed.tensor  # before the fake mode, which its import would 
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from headrace.layouts.layout import group_shards
-from headrace.layouts.tokens import TokenPlan
+from headrace.layouts.partition import group_shards
+from headrace.layouts.token_plan import TokenPlan
 from headrace.methods import Context, Place, Shard, Whole
 from headrace.methods.weights import Weight
 from headrace.models.transformer import Transformer
+from headrace.native.counted import ByteCounter
 from headrace.ops.random import DropoutKey
-from headrace.runtime.counted import ByteCounter
 from headrace.spec import Architecture, weight_table
 from headrace.spec.known_methods import FACTS
 from headrace.spec.method import RECOMPUTE, LayerOption

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from headrace.comm.mesh import Groups
 from headrace.errors import SpecError
-from headrace.layouts.layout import group_shards
-from headrace.layouts.tokens import TokenPlan
+from headrace.layouts.partition import group_shards
+from headrace.layouts.token_plan import TokenPlan
 from headrace.methods import METHODS, Shard, Whole, branch
-from headrace.methods.head_split import split_heads
-from headrace.runtime.counted import ByteCounter
+from headrace.methods.switched import split_heads
+from headrace.native.counted import ByteCounter
 from headrace.spec import Architecture
+from headrace.spec.architecture import WeightSpec
 from headrace.spec.known_methods import FACTS, methods_for, subgroups
 from headrace.spec.method import BRANCHES, RECOMPUTE
 from headrace.spec.plan import TokenOrder
-from headrace.spec.weights import WeightSpec
 from layers import Case, context_of, drawn, reference, run_all, sources_of, through, together
 from ranks import run_ranks
 from spread import spread, whole

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.layouts.intervals import Rows, split_rows
+from headrace.layouts.partition import Rows, split_rows
 from headrace.methods.weights import Part, Shard, Whole
-from headrace.runtime.counted import TrafficCounter
+from headrace.native.counted import TrafficCounter
 from ranks import run_ranks
 
 COLUMNS = 3

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from headrace.comm.mesh import Groups
 from headrace.models.objective import Masked, NextToken, objective_of
+from headrace.native.executor import Executor
+from headrace.native.storage import Storage
 from headrace.ops.loss import IGNORED
-from headrace.runtime.executor import Executor
-from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Lengths
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
-from headrace.spec.scheme import Scheme
+from headrace.spec.strategy import Scheme
 from oracles import reference_example
 from ranks import run_ranks
 

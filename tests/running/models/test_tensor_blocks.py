@@ -11,14 +11,14 @@ import torch
 
 from headrace.comm.mesh import Groups
 from headrace.errors import SpecError
-from headrace.layouts.layout import group_shards
-from headrace.layouts.tokens import TokenPlan
+from headrace.layouts.partition import group_shards
+from headrace.layouts.token_plan import TokenPlan
 from headrace.methods.context import Context, Place
 from headrace.methods.weights import Shard, Weight, Whole
 from headrace.models.objective import objective_of
 from headrace.models.transformer import Transformer
+from headrace.native.micro_batch import layer_states
 from headrace.ops.random import DropoutKey
-from headrace.runtime.micro_batch import layer_states
 from headrace.spec import Architecture, Lengths, weight_table
 from headrace.spec.known_methods import subgroups
 from headrace.spec.method import LayerPlan

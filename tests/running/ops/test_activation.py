@@ -7,8 +7,8 @@ from typing import Literal
 import pytest
 import torch
 
+from headrace.native.counted import ByteCounter
 from headrace.ops.activation import Activation, Gelu, SwiGLU, activated
-from headrace.runtime.counted import ByteCounter
 
 
 def _by_feature(x: torch.Tensor, block: int) -> torch.Tensor:

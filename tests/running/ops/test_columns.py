@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import SpecError
-from headrace.ops.columns import reordered, switch, switch_back
-from headrace.ops.resharding import Columns
-from headrace.runtime.counted import TrafficCounter
+from headrace.native.counted import TrafficCounter
+from headrace.ops.switch import Columns, reordered, switch_heads, switch_heads_back
 from ranks import run_ranks
 
 FEATURES = 2
@@ -68,8 +67,8 @@ def _switched(ranks: int) -> list[dict[str, Any]]:
         x = _mine(sizes, rank, tokens).clone().requires_grad_()
         y = heads[rank].clone().requires_grad_()
         with TrafficCounter() as wire:
-            to_heads = switch(x, sizes, columns, group)
-        to_tokens = switch_back(y, sizes, columns, group)
+            to_heads = switch_heads(x, sizes, columns, group)
+        to_tokens = switch_heads_back(y, sizes, columns, group)
         # The transposes are asked for with what the other direction is drawn from.
         to_heads.backward(heads[rank])
         to_tokens.backward(_mine(sizes, rank, tokens))
@@ -132,11 +131,11 @@ def _refused() -> list[str]:
     sizes, columns = (3, 1), Columns(total=4, of=((0, 1, 2), (3,)))
     rank, group, out = dist.get_rank(), dist.group.WORLD, []
     for call, shape in (
-        (switch, (sizes[rank] + 1, 4, 2)),
-        (switch, (sizes[rank], 3, 2)),
-        (switch, (sizes[rank], 8)),
-        (switch_back, (5, len(columns.of[rank]), 2)),
-        (switch_back, (4, 4, 2)),
+        (switch_heads, (sizes[rank] + 1, 4, 2)),
+        (switch_heads, (sizes[rank], 3, 2)),
+        (switch_heads, (sizes[rank], 8)),
+        (switch_heads_back, (5, len(columns.of[rank]), 2)),
+        (switch_heads_back, (4, 4, 2)),
     ):
         try:
             call(torch.zeros(shape), sizes, columns, group)
@@ -159,11 +158,11 @@ def test_one_rank_takes_its_columns_without_a_group() -> None:
     """Would catch a copy where nothing changes, and an order ignored where something does."""
     x = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
     same = Columns(total=4, of=((0, 1, 2, 3),))
-    assert switch(x, (3,), same, None) is x
-    assert switch_back(x, (3,), same, None) is x
+    assert switch_heads(x, (3,), same, None) is x
+    assert switch_heads_back(x, (3,), same, None) is x
     other = Columns(total=4, of=((2, 0),))
-    assert torch.equal(switch(x, (3,), other, None), x[:, [2, 0]])
-    torch.autograd.gradcheck(lambda x: switch(x, (3,), other, None), x)
+    assert torch.equal(switch_heads(x, (3,), other, None), x[:, [2, 0]])
+    torch.autograd.gradcheck(lambda x: switch_heads(x, (3,), other, None), x)
 
 
 def test_rows_in_another_order_and_back() -> None:

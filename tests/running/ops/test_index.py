@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from headrace.ops import index
-from headrace.ops.index import index_tensor, kept, to_device
+from headrace.ops import fused as index
+from headrace.ops.fused import index_tensor, kept, to_device
 
 CPU = torch.device("cpu")
 

@@ -15,10 +15,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.comm.gpus import count_gpus
+from headrace.native.counted import ByteCounter
 from headrace.ops.attention import BACKENDS, Partial, attend_blocks, attend_blocks_backward
 from headrace.ops.kernels import Backend, Plain
 from headrace.ops.kernels_cuda import CudaEfficient, CudaFlash, flash_as_before, take_newest_flash
-from headrace.runtime.counted import ByteCounter
 from headrace.spec.blocks import Block, document_blocks
 
 aten = torch.ops.aten

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from headrace.native.counted import ByteCounter
 from headrace.ops.linear import embed, linear, linear_inputs, normed_linear
 from headrace.ops.norm import LayerNorm, Norm, RMSNorm, normalised
-from headrace.runtime.counted import ByteCounter
 
 
 @dataclass

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace.methods.weights import Whole
+from headrace.native.counted import ByteCounter
 from headrace.ops.loss import IGNORED, head_loss
-from headrace.runtime.counted import ByteCounter
 
 
 def _draw(tokens: int, dtype: torch.dtype = torch.float64, features: int = 6, words: int = 11):

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace.methods.weights import Whole
+from headrace.native.counted import ByteCounter
 from headrace.ops.norm import LayerNorm, Norm, RMSNorm, normalised
-from headrace.runtime.counted import ByteCounter
 
 EPS = 1e-3
 KINDS = ["rms", "layer"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headrace.ops.flops import flop_counter
-from headrace.ops.products import add_product, add_wide_product, product, total
+from headrace.ops.linear import add_product, add_wide_product, product, total
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

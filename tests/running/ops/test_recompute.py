@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from headrace.methods.weights import Whole
+from headrace.native.counted import ByteCounter
 from headrace.ops.linear import linear
 from headrace.ops.random import DropoutKey, dropout
 from headrace.ops.recompute import region
-from headrace.runtime.counted import ByteCounter
 
 
 def _function(weight: Whole, calls: list[int]):

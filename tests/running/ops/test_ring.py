@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm.collectives import Arriving
-from headrace.layouts.tokens import TokenPlan
+from headrace.layouts.token_plan import TokenPlan
+from headrace.native.counted import ByteCounter, TrafficCounter
 from headrace.ops import attention, core, gathered, row_sums
 from headrace.ops.core import Core, Heads, PackCore, attended, attended_again
 from headrace.ops.gathered import GatheredCore
 from headrace.ops.ring import Ring, RingCore
 from headrace.ops.rotary import Turned, turned
 from headrace.ops.score_rows import ScoreRowsCore
-from headrace.runtime.counted import ByteCounter, TrafficCounter
 from headrace.spec.blocks import Block
 from headrace.spec.plan import TokenOrder
 from oracles import reference_attention

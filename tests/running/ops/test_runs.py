@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.ops.runs import MarkedRows, runs_of
+from headrace.ops.row_sums import MarkedRows, runs_of
 from headrace.spec.blocks import Block, document_blocks
 
 SPANS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted), max_size=12)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.testing._internal.distributed.fake_pg  # registers the back end
 
-from headrace.layouts.intervals import Rows, split_rows
+from headrace.layouts.partition import Rows, split_rows
 from headrace.methods.weights import Whole
+from headrace.native.counted import ByteCounter, TrafficCounter
 from headrace.ops import spread as spread_module
 from headrace.ops.activation import Activation, Gelu, SwiGLU
 from headrace.ops.norm import LayerNorm, Norm, RMSNorm
@@ -25,7 +26,6 @@ from headrace.ops.spread import (
     linear_scatter,
     spread_feed_forward,
 )
-from headrace.runtime.counted import ByteCounter, TrafficCounter
 from ranks import run_ranks
 from spread import spread as spread_of
 from spread import whole

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import SpecError
-from headrace.layouts.intervals import split_sizes
+from headrace.layouts.partition import split_sizes
+from headrace.native.counted import TrafficCounter
 from headrace.ops.switch import gather, issue_switch, split, switch
-from headrace.runtime.counted import TrafficCounter
 from ranks import run_ranks
 
 SHAPES = ((4, 6), (1, 1), (3, 5), (2, 7, 3), (5, 1, 4, 2), (1, 8, 8, 3), (3, 1, 7, 1, 5))

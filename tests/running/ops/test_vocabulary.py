@@ -14,12 +14,12 @@ import torch.nn.functional as F
 import torch.testing._internal.distributed.fake_pg  # registers the back end
 
 from headrace.comm.mesh import Groups
-from headrace.layouts.intervals import Rows, split_rows
+from headrace.layouts.partition import Rows, split_rows
 from headrace.methods.weights import Whole
+from headrace.native.counted import ByteCounter, TrafficCounter
 from headrace.ops.loss import IGNORED, head_loss
 from headrace.ops.spread import Spread
 from headrace.ops.vocabulary import spread_embed, spread_head_loss
-from headrace.runtime.counted import ByteCounter, TrafficCounter
 from ranks import run_ranks
 from spread import spread as spread_of
 from spread import whole

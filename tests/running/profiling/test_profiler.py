@@ -12,19 +12,19 @@ import torch
 
 from headrace.comm.collectives import gather_floats
 from headrace.comm.mesh import Groups
-from headrace.costs.sources.profile import costs_from_profile
+from headrace.costs.sources.measured import costs_from_profile
 from headrace.errors import InfeasiblePlan
 from headrace.methods import branch
+from headrace.native.counted import ByteCounter
+from headrace.native.executor import Executor
+from headrace.native.storage import Storage
 from headrace.profiling.branches import ProfileOptions
 from headrace.profiling.profiler import Profiler
 from headrace.profiling.two_layers import TwoLayers
-from headrace.runtime.counted import ByteCounter
-from headrace.runtime.executor import Executor
-from headrace.runtime.storage import Storage
 from headrace.spec import Architecture, Cluster, Lengths
+from headrace.spec.architecture import parameter_count
 from headrace.spec.method import RECOMPUTE, LayerOption
 from headrace.spec.profile import ENDS, Profile, ProfilePoint
-from headrace.spec.weights import parameter_count
 from plans import random_documents, random_plan
 from ranks import run_ranks
 

@@ -13,20 +13,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.comm.collectives import issue_all_to_all
 from headrace.comm.fake_world import fake_world
 from headrace.comm.mesh import Groups
-from headrace.costs.sources.profile import costs_from_profile
+from headrace.costs.sources.measured import costs_from_profile
 from headrace.errors import SpecError
+from headrace.native.counted import ByteCounter, TrafficCounter
 from headrace.ops.flops import flop_counter
-from headrace.ops.products import add_product
+from headrace.ops.linear import add_product
 from headrace.profiling.branches import BranchTarget, ProfileOptions, targets
 from headrace.profiling.link_clock import Modelled, Stalls, Timed
 from headrace.profiling.probe import bytes_of
 from headrace.profiling.rehearsal import Rehearsal
 from headrace.profiling.two_layers import TwoLayers
-from headrace.runtime.counted import ByteCounter, TrafficCounter
 from headrace.spec import Architecture, Cluster
+from headrace.spec.architecture import parameter_count
 from headrace.spec.hardware import Hardware
 from headrace.spec.profile import Profile
-from headrace.spec.weights import parameter_count
 from ranks import run_ranks
 from spread import whole
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headrace.comm.mesh import Groups
-from headrace.costs.sources.profile import costs_from_profile
+from headrace.costs.sources.measured import costs_from_profile
 from headrace.planning import Problem, plan
 from headrace.profiling.probe import ChainProbe, Probe
 from headrace.profiling.sweep import Sweep, Sweeper, SweepOptions

@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from headrace.costs.paradyse.polynomial import Polynomial, fit_polynomial
 from headrace.costs.paradyse.steps import Steps, fit_steps, need_scikit_learn
-from headrace.costs.sources.profile import points_by_option
+from headrace.costs.sources.measured import points_by_option
 from headrace.errors import CostError, HeadraceError
 from headrace.spec.architecture import stored_shape
 from headrace.spec.method import LayerOption
@@ -170,7 +170,7 @@ class HybridModel:
 
     def layer(self, p: int, option: LayerOption, target: Target, tokens: ArrayLike) -> Floats:
         """The same of a layer: measured whole, or else put together from its branches by the
-        rules of :mod:`headrace.costs.sources.branches`."""
+        rules of :mod:`headrace.costs.sources.measured`."""
         if str(option) in self.pairs.get(p, {}):
             return self.predict(p, str(option), target, tokens)
         if option.recompute == "full":

@@ -26,16 +26,109 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf, isfinite
 
-from headrace.costs.option import OptionCost
+from headrace.costs.cost_model import CostModel, ExchangeCost, OptionCost
 from headrace.costs.quadratic import Linear, Quadratic
-from headrace.costs.sources.speeds import Speeds
-from headrace.spec.architecture import Architecture
+from headrace.errors import CostError, did_you_mean
+from headrace.spec.architecture import Architecture, parameter_count
+from headrace.spec.cluster import Cluster
 from headrace.spec.known_methods import DEFAULT, FACTS, SINGLE_RANK
 from headrace.spec.method import RECOMPUTE, LayerOption, Recompute
 from headrace.spec.method_facts import BranchUse, MethodFacts, TrafficPattern
+from headrace.spec.model_shape import HEAD_CHUNK_TOKENS
 
-__all__ = ["FORMULA_METHODS", "feed_forwards_of", "layer_options"]
+__all__ = [
+    "FORMULA_METHODS",
+    "Speeds",
+    "feed_forwards_of",
+    "formula_model",
+    "group_sizes_of",
+    "layer_options",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """The constants of a device, by default of a made-up one; all are attained, not peaks.
+
+    ``flops_per_s`` are those of matrix products and, without ``attention_flops_per_s``, of
+    attention. ``link_bytes_per_s`` is what a device sends in one direction, ``latency_s`` the
+    seconds to start a collective or a hop. ``memory_bytes_per_s`` bounds the optimizer,
+    ``touched_bytes_per_s`` norms, rotations, activations, residual sums and the loss (by default
+    they are free). ``launch_s`` is the seconds to launch one layer's forward, ``element_bytes``
+    the size of an element of activations and working weights.
+
+    Ranks of one node, ``devices_per_node`` of them, talk over that link; groups that span nodes
+    also over one of ``across_bytes_per_s`` and ``across_latency_s``.
+
+    ``counted`` attention has the operations that kernels run: the scores up to and on the
+    diagonal, and five products in the backward for two in the forward. Otherwise it has those that
+    are usually called useful: half the square, and four for two.
+    """
+
+    flops_per_s: float = 1e14
+    link_bytes_per_s: float = 1e11
+    memory_bytes_per_s: float = 1e12
+    launch_s: float = 50e-6
+    latency_s: float = 15e-6
+    element_bytes: int = 2
+    attention_flops_per_s: float | None = None
+    touched_bytes_per_s: float = inf
+    across_bytes_per_s: float | None = None
+    across_latency_s: float = 0.0
+    devices_per_node: int | None = None
+    counted: bool = False
+
+    def __post_init__(self) -> None:
+        rates = (
+            self.flops_per_s,
+            self.link_bytes_per_s,
+            self.memory_bytes_per_s,
+            self.touched_bytes_per_s,
+            self.core_flops_per_s,
+            self.across_bytes_per_s or 1.0,
+        )
+        if not min(rates) > 0:
+            raise CostError("speeds", got=self, wanted="> 0")
+        times = (self.launch_s, self.latency_s, self.across_latency_s)
+        if not (min(times) >= 0 and isfinite(sum(times))) or self.element_bytes < 1:
+            raise CostError("speeds", got=self, wanted="times >= 0 and at least a byte")
+        if (self.devices_per_node is None) != (self.across_bytes_per_s is None):
+            raise CostError("speeds", got=self, wanted="a link across for nodes, and nodes for it")
+
+    @property
+    def core_flops_per_s(self) -> float:
+        """FLOPs per second of attention."""
+        given = self.attention_flops_per_s
+        return self.flops_per_s if given is None else given
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of an element of what is summed over ranks: fp32, or wider where elements are."""
+        return max(4, self.element_bytes)
+
+    def sending(self, p: int, pattern: TrafficPattern) -> tuple[float, float]:
+        """Seconds per byte that a rank of a group of p sends, and seconds to start.
+
+        A group spans as few nodes as hold it, evenly. Of a gather each byte crosses to a node once
+        and is spread inside it; of an all-to-all what is for ranks of other nodes crosses; hops
+        are as slow as the one between two nodes.
+        """
+        inside = 1 / self.link_bytes_per_s
+        if self.devices_per_node is None or self.across_bytes_per_s is None:
+            return inside, self.latency_s
+        nodes = -(-p // self.devices_per_node)
+        if nodes == 1:
+            return inside, self.latency_s
+        crossing = {
+            "gather": (nodes - 1) / (p - 1),
+            "exchange": (p - p / nodes) / (p - 1),
+            "hop": 1.0,
+        }[pattern]
+        each = crossing / self.across_bytes_per_s + (1 - crossing) * inside
+        return each, self.across_latency_s
+
 
 FORMULA_METHODS = tuple(facts.name for facts in FACTS.values() if facts.attention_use is not None)
 """Methods with formulas."""
@@ -199,4 +292,114 @@ def _layer(
         transient=Linear(slope=(buffers + most - kept) * g.unit),
         order=method.order if g.a.causal else "natural",
         fetched=share * method.fetched(g.p, shards) + (1 - share) * owner.fetched(g.p, shards),
+    )
+
+
+_ROOMY = 1 / 8
+"""The part of the memory that the logits of a chunk may take, to be counted whatever the tokens."""
+
+_OPTIMIZER_BYTES = 16  # fp32 master weight, gradient and two moments
+
+
+def group_sizes_of(devices: int) -> tuple[int, ...]:
+    """Group sizes worth costs on ``devices`` ranks: all up to 8, then powers of two and all."""
+    sizes = {p for p in range(1, devices + 1) if p <= 8 or p & (p - 1) == 0} | {devices}
+    return tuple(sorted(sizes))
+
+
+def formula_model(
+    architecture: Architecture,
+    cluster: Cluster,
+    speeds: Speeds,
+    *,
+    fingerprint: str,
+    sizes: Iterable[int] | None = None,
+    methods: tuple[str, ...] | None = None,
+) -> CostModel:
+    """Costs of an architecture on a cluster of these speeds.
+
+    ``sizes`` defaults to :func:`group_sizes_of`; ``methods`` as
+    :func:`headrace.costs.sources.formulas.layer_options` takes them. Raises CostError for a method
+    without formulas, and when no size has an option.
+    """
+    for method in methods or ():
+        if method not in FORMULA_METHODS:
+            known = f"known are {', '.join(FORMULA_METHODS)}"
+            hint = did_you_mean(method, FORMULA_METHODS) or known
+            raise CostError("formulas of a method", got=repr(method), hint=hint)
+    a, s, devices = architecture, speeds, cluster.devices
+    wanted = sizes or group_sizes_of(devices)
+    options = {p: found for p in wanted if (found := layer_options(a, s, p, methods))}
+    weights = parameter_count(a)
+    return CostModel(
+        shape=a.shape,
+        cluster=cluster,
+        fingerprint=fingerprint,
+        options=options,
+        ends={p: _ends(a, s, p, cluster.memory_bytes) for p in options},
+        exchange_s=_exchange(s, weights, devices),
+        state_bytes=_OPTIMIZER_BYTES * weights // devices,
+        working_bytes={
+            p: {
+                "replicated": weights * (s.element_bytes + s.sum_bytes),
+                "sharded": _sharded_bytes(a, s, weights, p),
+            }
+            for p in options
+        },
+        gather_s={p: _gather_s(a, s, p) for p in options if p > 1},
+        feed_forwards=feed_forwards_of(methods or ()),
+    )
+
+
+def _layer_weights(a: Architecture) -> int:
+    kv = a.kv_heads * a.head_features
+    return 2 * a.hidden * (a.hidden + kv) + (3 if a.gated else 2) * a.hidden * a.ffn
+
+
+def _sharded_bytes(a: Architecture, s: Speeds, weights: int, p: int) -> int:
+    """A p-th of weights and gradients, and one gathered layer with its gradient."""
+    each = s.element_bytes + s.sum_bytes
+    if p == 1:
+        return weights * each
+    return -(-weights // p) * each + _layer_weights(a) * each
+
+
+def _gather_s(a: Architecture, s: Speeds, p: int) -> tuple[float, float]:
+    """Forward gathers a layer; backward gathers it again and scatters its fp32 gradient."""
+    each, start = s.sending(p, "gather")
+    rows = _layer_weights(a) * (p - 1) / p * each
+    return rows * s.element_bytes + start, rows * (s.element_bytes + s.sum_bytes) + 2 * start
+
+
+def _exchange(s: Speeds, weights: int, devices: int) -> ExchangeCost:
+    """Over all devices; nothing moves on one. Where nodes are not full rows cross once a device."""
+    node = s.devices_per_node or devices
+    pattern: TrafficPattern = "gather" if devices <= node or devices % node == 0 else "exchange"
+    each, _ = s.sending(devices, pattern) if devices > 1 else (0.0, 0.0)
+    moved_s = weights * s.element_bytes * (devices - 1) / devices * each
+    return ExchangeCost(
+        pull_s=moved_s,
+        push_s=moved_s,
+        update_s=2 * _OPTIMIZER_BYTES * weights / devices / s.memory_bytes_per_s,
+    )
+
+
+def _ends(a: Architecture, s: Speeds, p: int, memory_bytes: int) -> OptionCost:
+    """Embedding, last norm, head and loss of whole tokens on each rank. Logits are of the type of
+    activations, read forward, read and written backward; they and their gradient live together,
+    those of a pack's tokens, but of no more than a chunk: either is a bound, and the chunk is
+    taken where it leaves most of the memory."""
+    dense = a.hidden if a.masked else 0
+    head = Quadratic(b=2 * a.hidden * (a.vocabulary + dense) * a.head_share / p / s.flops_per_s)
+    words = a.vocabulary * s.element_bytes
+    most = 2 * HEAD_CHUNK_TOKENS * words
+    roomy = most <= _ROOMY * memory_bytes
+    unit, logits = a.hidden * s.element_bytes / p, words * a.head_share / p
+    there = Quadratic(b=(4 * unit + logits) / s.touched_bytes_per_s)
+    back = Quadratic(b=(7 * unit + 2 * logits) / s.touched_bytes_per_s)
+    return OptionCost(
+        forward=head + there + Quadratic(c=s.launch_s),
+        backward=head * 2 + back + Quadratic(c=2 * s.launch_s),
+        kept=Linear(slope=unit),
+        transient=Linear(constant=most) if roomy else Linear(slope=2 * logits),
     )

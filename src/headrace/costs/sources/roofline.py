@@ -21,9 +21,7 @@ from __future__ import annotations
 
 from headrace.costs.cost_model import CostModel
 from headrace.costs.fingerprint import fingerprint_of
-from headrace.costs.sources.formula_model import formula_model
-from headrace.costs.sources.formulas import FORMULA_METHODS
-from headrace.costs.sources.speeds import Speeds
+from headrace.costs.sources.formulas import FORMULA_METHODS, Speeds, formula_model
 from headrace.errors import CostError
 from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from headrace.costs.cost_model import CostModel
 from headrace.costs.fingerprint import fingerprint_of
-from headrace.costs.sources.formula_model import formula_model, group_sizes_of
-from headrace.costs.sources.speeds import Speeds
+from headrace.costs.sources.formulas import Speeds, formula_model, group_sizes_of
 from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster
 from headrace.units import GIB

@@ -13,8 +13,7 @@ from math import inf
 
 from headrace.errors import InfeasiblePlan
 from headrace.planning.baselines.homogeneous import BatchPlanner, best_scheme
-from headrace.planning.batch import PriceTable, SortedBatch
-from headrace.planning.packed import Packed
+from headrace.planning.batch import Packed, PriceTable, SortedBatch
 from headrace.planning.schedule import Assignment, Group
 from headrace.planning.static import static_schedule
 from headrace.spec import Lengths

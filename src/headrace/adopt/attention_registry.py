@@ -1,0 +1,203 @@
+"""The door of transformers: its public registry of attention functions.
+
+A model that asks the registry is given one function, under a name of its own and without a mask
+function: so no dense mask is made, and what a layer wants it says in arguments. Everything that
+changes the result and is not known here is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import pad
+
+from headrace.adopt.operators import ModelSeat, attend
+from headrace.errors import ModelError
+
+__all__ = [
+    "asks_registry",
+    "attention",
+    "take_interface",
+]
+
+_SAME = 1e-12
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    handle: int,
+    *,
+    causal: bool,
+    window: int = 0,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention of the local tokens over all tokens of the group that share a document.
+
+        q         [b, N, s_r, D]   s_r tokens of every row on this rank
+        k         [b, G, s_r, D]   G divides N
+        v         [b, G, s_r, E]   E at most D
+        window    tokens that a query sees with itself (on either side, where not causal), 0 for all
+        scale     of the scores, 1 / sqrt(D) where it is None
+        returns   [b, N, s_r, E]
+
+    Under autocast it computes in autocast's type, as torch's attention does. The adjoint is that of
+    attention over the whole batch: gradients of keys and values that other ranks used come back
+    summed.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    rows, heads, tokens, features = q.shape
+    wanted = features**-0.5 if scale is None else scale
+    factor = wanted / features**-0.5
+    # Compilers take a module's numbers for symbols, which cannot be compared.
+    if torch.compiler.is_compiling() or abs(factor - 1) > _SAME:
+        q = q * factor
+    own = v.shape[-1]
+    if own < features:
+        v = pad(v, (0, features - own))
+    flat = [x.transpose(1, 2).reshape(rows * tokens, x.shape[1], features) for x in (q, k, v)]
+    out = attend(*flat, handle, causal, window)[0]
+    return out.view(rows, tokens, heads, features)[..., :own].transpose(1, 2)
+
+
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "dense", "sparse"}
+
+# Arguments that are passed along to the attention and do not change it in training.
+_HARMLESS = {
+    "cache_position",
+    "head_mask",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "position_ids",
+    "return_dict",
+    "token_type_ids",
+    "use_cache",
+}
+
+
+class _Layer(Protocol):
+    """What an attention module is asked."""
+
+    config: Any
+    is_causal: bool
+
+
+def asks_registry(model: torch.nn.Module) -> bool:
+    """Whether a model takes its attention from the registry of transformers."""
+    can = getattr(model, "_can_set_attn_implementation", None)
+    return callable(can) and hasattr(model, "set_attn_implementation") and bool(can())
+
+
+def take_interface(model: Any, seat: ModelSeat) -> Callable[[], None]:
+    """Have ``model`` ask for this function; returns what has it ask for its own again. Raises
+    ModelError for layers that mix tokens in ways it does not know."""
+    from transformers import AttentionInterface
+
+    config = model.config
+    types = set(getattr(config, "layer_types", None) or ())
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"model type {config.model_type}",
+            got="an encoder and a decoder",
+            wanted="one stack of layers",
+            hint="cross attention is not spread over ranks",
+        )
+    if strange := sorted(types - _KNOWN_LAYERS):
+        raise ModelError(
+            f"layers of model type {config.model_type}",
+            got=", ".join(strange),
+            wanted=", ".join(sorted(_KNOWN_LAYERS)),
+            hint="their tokens meet in ways that attention over all ranks does not stand for",
+        )
+    if getattr(config, "output_router_logits", False):
+        raise ModelError(
+            "output_router_logits",
+            got="true",
+            wanted="false",
+            hint="the loss of the router is a mean over tokens of one rank",
+        )
+    handle = seat.handle  # not the seat: the registry never forgets
+    name = f"headrace_{handle}"
+
+    def spread(
+        module: _Layer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        **rest: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """q [b, N, s_r, D], k and v [b, G, s_r, D] to [b, s_r, N, D]."""
+        _refuse(module, attention_mask, dropout, rest)
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        window = _window(module, sliding_window, causal=causal)
+        out = attention(query, key, value, handle, causal=causal, window=window, scale=scaling)
+        return out.transpose(1, 2), None
+
+    AttentionInterface.register(name, spread)
+    before: str = config._attn_implementation  # noqa: SLF001
+    model.set_attn_implementation(name)
+    return lambda: model.set_attn_implementation(before)
+
+
+def _refuse(
+    module: _Layer, mask: torch.Tensor | None, dropout: float, rest: dict[str, Any]
+) -> None:
+    what = f"attention of {type(module).__name__}"
+    if mask is not None:
+        raise ModelError(
+            what,
+            got="a mask tensor",
+            wanted="none: masks are declared",
+            hint="documents, padding and windows are known from what shard() was given",
+        )
+    if dropout > 0:
+        raise ModelError(
+            what,
+            got=f"dropout {dropout}",
+            wanted="0",
+            hint="set attention_dropout (attn_pdrop, attention_probs_dropout_prob) to 0",
+        )
+    changes = [
+        k for k, v in rest.items() if k not in _HARMLESS and v is not None and v is not False
+    ]
+    if changes:
+        raise ModelError(
+            what,
+            got=f"the argument {changes[0]}",
+            wanted="none that changes the scores",
+            hint="softcaps, sinks, biases and caches are not spread over ranks",
+        )
+
+
+def _window(module: _Layer, given: int | None, *, causal: bool) -> int:
+    """Tokens that a query sees with itself on one side, 0 for all. Masks of transformers follow
+    the configuration; kernels are given a token more where they look both ways."""
+    config, layer = module.config, getattr(module, "layer_idx", None)
+    types, width = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    slides = (
+        types[layer] == "sliding_attention"
+        if types and layer is not None
+        else (width is not None and getattr(config, "use_sliding_window", True))
+    )
+    if not slides:
+        return 0
+    if width is None or given not in ((width,) if causal else (width, width + 1)):
+        raise ModelError(
+            f"attention of {type(module).__name__}",
+            got=f"a window of {given}",
+            wanted=f"sliding_window = {width} of the configuration",
+            hint="its width cannot be known for sure",
+        )
+    return int(width if causal else width + 1)

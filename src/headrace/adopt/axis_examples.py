@@ -1,0 +1,207 @@
+"""Small models with axes, to verify that shards of them are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from headrace.adopt.axes import Adapted
+from headrace.adopt.axis_shards import Dims
+from headrace.adopt.known_models import adapt
+from headrace.errors import MissingExtra
+from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
+
+__all__ = ["EXAMPLES", "AxisExample", "latte", "timesformer", "transformer_2d", "wan"]
+
+Results = Callable[[Any], Sequence[tuple[torch.Tensor, str]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AxisExample:
+    """A model, inputs for it, and what makes it run on shards.
+
+    ``results`` gives the tensors of a result with their dims; those without places of the axis are
+    alike on all ranks. ``single``: it computes some of it in single precision, whatever it is
+    given.
+    """
+
+    model: torch.nn.Module
+    inputs: Mapping[str, Any]
+    results: Results
+    adapted: Callable[[torch.nn.Module], Adapted] = field(default=adapt)
+    single: bool = False
+
+    def errors(self, alone: torch.nn.Module) -> tuple[float, float]:
+        """How far loss and gradients on all ranks are from those of ``alone``, the same model on
+        one: of the loss, and of the whole gradient by its norm. The loss is a sum of all values
+        with weights that are drawn. Collective."""
+        whole = self.results(alone(**self.inputs))
+        draw = torch.Generator().manual_seed(len(whole))
+        weights = [torch.randn(x.shape, generator=draw, dtype=x.dtype) for x, _ in whole]
+        parts = [(x * w).sum() for (x, _), w in zip(whole, weights, strict=True)]
+        wanted = torch.stack(parts).sum()
+        wanted.backward()
+        run = self.adapted(self.model)
+        out = run(**run.shard(self.inputs))
+        loss = torch.zeros(())
+        for (x, dims), weight in zip(self.results(out), weights, strict=True):
+            part = (x * run.local(weight, dims)).sum()
+            loss = loss + (part if run.axis in Dims.parse(dims) else part / run.mates)
+        run.backward(loss)
+        total = float(run.add_up(loss))
+        run.detach()
+        return abs(total / float(wanted.detach()) - 1), _distance(self.model, alone)
+
+
+def _distance(mine: torch.nn.Module, other: torch.nn.Module) -> float:
+    """Of two gradients, over the norm of the second."""
+    off, norm = 0.0, 0.0
+    for ours, theirs in zip(mine.parameters(), other.parameters(), strict=True):
+        a = torch.zeros_like(ours) if ours.grad is None else ours.grad
+        b = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+        off += float((a - b).square().sum())
+        norm += float(b.square().sum())
+    return float((off / norm) ** 0.5)
+
+
+def latte(
+    frames: int = 5, side: int = 6, samples: int = 2, *, checkpoints: bool = False
+) -> AxisExample:
+    """A small Latte of diffusers in fp64. Raises MissingExtra without it."""
+    try:
+        from diffusers.models.transformers.latte_transformer_3d import LatteTransformer3DModel
+    except ImportError:
+        raise MissingExtra("diffusers", extra="video", needed_for="Latte") from None
+    torch.manual_seed(0)
+    model: Any = LatteTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        cross_attention_dim=16,
+        caption_channels=12,
+        sample_size=side,
+        patch_size=2,
+        video_length=frames,
+        attention_bias=True,
+        norm_type="ada_norm_single",
+        norm_elementwise_affine=False,
+    )
+    model = model.double().train()
+    if checkpoints:
+        model.enable_gradient_checkpointing()
+    video = torch.randn(samples, 4, frames, side, side, dtype=torch.float64)
+    return AxisExample(
+        model=model,
+        inputs={
+            "hidden_states": video,
+            "timestep": torch.randint(0, 1000, (samples,)),
+            "encoder_hidden_states": torch.randn(samples, 3, 12, dtype=torch.float64),
+        },
+        results=lambda out: [(out.sample, "b c t y x")],
+    )
+
+
+def timesformer(
+    frames: int = 5, side: int = 20, samples: int = 2, *, checkpoints: bool = False
+) -> AxisExample:
+    """A small TimeSformer of transformers in fp64. Raises MissingExtra without it."""
+    try:
+        from transformers import TimesformerConfig, TimesformerModel
+    except ImportError:
+        raise MissingExtra("transformers", extra="video", needed_for="TimeSformer") from None
+    torch.manual_seed(0)
+    config = TimesformerConfig(
+        image_size=side,
+        patch_size=4,
+        num_frames=frames,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+    )
+    model: Any = TimesformerModel(config).double().train()
+    if checkpoints:
+        model.activation_checkpointing_enable()
+    clip = torch.randn(samples, frames, 3, side, side, dtype=torch.float64)
+    return AxisExample(
+        model=model,
+        inputs={"pixel_values": clip},
+        results=lambda out: [
+            (out.last_hidden_state[:, 1:], "b (h w t) d"),
+            (out.last_hidden_state[:, :1], "b k d"),
+        ],
+    )
+
+
+def wan(
+    frames: int = 5, side: int = 6, samples: int = 2, *, checkpoints: bool = False
+) -> AxisExample:
+    """A small Wan of diffusers, which takes norms in single precision. Raises MissingExtra without
+    it."""
+    try:
+        from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+    except ImportError:
+        raise MissingExtra("diffusers", extra="video", needed_for="Wan") from None
+    torch.manual_seed(0)
+    model: Any = WanTransformer3DModel(
+        num_attention_heads=3,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        ffn_dim=24,
+        text_dim=12,
+        freq_dim=16,
+        rope_max_seq_len=32,
+    )
+    model = model.double().train()
+    if checkpoints:
+        model.enable_gradient_checkpointing()
+    return AxisExample(
+        model=model,
+        single=True,
+        inputs={
+            "hidden_states": torch.randn(samples, 4, frames, side, side, dtype=torch.float64),
+            "timestep": torch.randint(0, 1000, (samples,)),
+            "encoder_hidden_states": torch.randn(samples, 3, 12, dtype=torch.float64),
+        },
+        results=lambda out: [(out.sample, "b c t y x")],
+    )
+
+
+def transformer_2d(frames: int = 5, patches: int = 6, samples: int = 2) -> AxisExample:
+    """A small Transformer-2D in fp64."""
+    torch.manual_seed(0)
+    model = Transformer2D(SHAPES_2D["tiny"]).double()
+    return AxisExample(
+        model=model,
+        inputs={
+            "x": torch.randn(samples, frames, patches, 4, dtype=torch.float64),
+            "timestep": torch.randint(0, 1000, (samples,)),
+            "frames": torch.arange(frames),
+            "patches": torch.arange(patches),
+        },
+        results=lambda out: [(out, "b t s c")],
+    )
+
+
+EXAMPLES: dict[str, dict[str, Callable[[], AxisExample]]] = {
+    name: {"5 frames": make, "one frame, 4 samples": partial(make, frames=1, samples=4)}
+    for name, make in (
+        ("latte", latte),
+        ("timesformer", timesformer),
+        ("transformer-2d", transformer_2d),
+        ("wan", wan),
+    )
+}
+"""By their names on the command line, several of each."""
+
+EXAMPLES["latte"]["4 frames, recomputed"] = partial(latte, frames=4, checkpoints=True)
+EXAMPLES["timesformer"]["4 frames, recomputed"] = partial(timesformer, frames=4, checkpoints=True)
+EXAMPLES["wan"]["4 frames, recomputed"] = partial(wan, frames=4, checkpoints=True)

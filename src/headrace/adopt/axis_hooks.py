@@ -1,0 +1,524 @@
+"""A model's way through its stages: which axis is in shards, and where it is switched.
+
+Hooks on the modules of stages switch before one that mixes the axis in shards. The order of stages
+is learnt in the first forward; from then on axes are those of :func:`plan_axes`. What a model's own
+checkpoints compute again finds the shards that it was first computed on, and switches outside of
+what is recomputed repeat no traffic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from headrace.adopt.axis_shards import AxisShards, Dims
+from headrace.adopt.axis_stages import AxisStage, modules_of
+from headrace.adopt.joint_attention import JointAttention
+from headrace.adopt.operators import ModelSeat
+from headrace.errors import ModelError
+from headrace.ops.traced_switch import GroupSeat, traced_switch
+from headrace.spec.axes import AxisChoice, MixingStage, plan_axes
+from headrace.spec.method_facts import Members
+
+__all__ = [
+    "Leg",
+    "Passage",
+    "StageLegs",
+    "route",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """A switch of a tensor of ``dims``, of ``here`` places on this rank before."""
+
+    dims: Dims
+    here: Mapping[str, int]
+    from_dim: int
+    to_dim: int
+    sizes: tuple[int, ...]
+    to_sizes: tuple[int, ...]
+    handle: int
+    rank: int
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor afterwards."""
+        opened = self.dims.opened(x, self.here)
+        moved = traced_switch(
+            opened, self.from_dim, self.to_dim, self.sizes, self.to_sizes, self.handle, self.rank
+        )
+        return self.dims.closed(moved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLegs:
+    """What happens around a stage. ``cuts`` are the other arguments of which this rank needs a
+    part: the dims, places of all names, the dim that is cut, where from, and how many."""
+
+    enter: Leg | None = None
+    leave: Leg | None = None
+    cuts: Mapping[int | str, tuple[Dims, Mapping[str, int], int, int, int]] = field(
+        default_factory=dict
+    )
+
+    def entered(self, args: Any, named: Any) -> tuple[Any, Any]:
+        """The arguments of the stage."""
+        given = {**dict(enumerate(args)), **named}
+        key = next(iter(given))
+        if self.enter is not None:
+            given[key] = self.enter.of(given[key])
+        for side, (dims, totals, at, start, count) in self.cuts.items():
+            value = given.get(side)
+            if isinstance(value, torch.Tensor):
+                given[side] = _cut(value, dims, totals, at, start, count)
+        return tuple([given[at] for at in range(len(args))]), {k: given[k] for k in named}
+
+    def left(self, out: Any) -> Any:
+        """The results of the stage."""
+        if self.leave is None:
+            return out
+        if isinstance(out, tuple):
+            return (self.leave.of(out[0]), *out[1:])
+        return self.leave.of(out)
+
+
+def _cut(
+    x: torch.Tensor, dims: Dims, totals: Mapping[str, int], at: int, start: int, count: int
+) -> torch.Tensor:
+    """This rank's part of an argument that has all places; one that has not stays as it is."""
+    name = dims.flat[at]
+    inside = next(i for i, names in enumerate(dims.names) if name in names)
+    known = math.prod([totals[n] for n in dims.names[inside] if n in totals])
+    if x.shape[inside] % known:
+        return x
+    return dims.closed(dims.opened(x, totals).narrow(at, start, count))
+
+
+def _leg(shards: AxisShards, dims: Dims, axis: str, seat: GroupSeat) -> Leg:
+    """The switch to another axis, which is in shards afterwards."""
+    found = Leg(
+        dims=dims,
+        here=shards.here(),
+        from_dim=dims.dim_of(shards.axis),
+        to_dim=dims.dim_of(axis),
+        sizes=shards.sizes(shards.axis),
+        to_sizes=shards.sizes(axis),
+        handle=seat.handle,
+        rank=seat.rank,
+    )
+    shards.axis = axis
+    return found
+
+
+def _cuts(
+    stage: AxisStage, shards: AxisShards
+) -> dict[int | str, tuple[Dims, Mapping[str, int], int, int, int]]:
+    """Those of a stage while its axis is in shards."""
+    sizes = shards.sizes(shards.axis)
+    found: dict[int | str, tuple[Dims, Mapping[str, int], int, int, int]] = {}
+    for side, text in stage.sides.items():
+        dims = Dims.parse(text)
+        if shards.axis in dims:
+            at = dims.dim_of(shards.axis)
+            found[side] = (
+                dims,
+                dict(shards.totals),
+                at,
+                sum(sizes[: shards.rank]),
+                sizes[shards.rank],
+            )
+    return found
+
+
+def route(
+    stages: Sequence[tuple[AxisStage, str]], shards: AxisShards, seat: GroupSeat
+) -> list[StageLegs]:
+    """The legs of stages in their order, each with the axis that is in shards during it."""
+    begun, found = shards.axis, list[StageLegs]()
+    for stage, axis in stages:
+        before = shards.axis
+        enter = None if axis == before else _leg(shards, stage.layout, axis, seat)
+        own = _cuts(stage, shards)
+        leave = None
+        if stage.returns and shards.axis != before:
+            leave = _leg(shards, stage.layout, before, seat)
+        found.append(StageLegs(enter=enter, leave=leave, cuts=own))
+    shards.axis = begun
+    return found
+
+
+_LINK_BYTES_S = 1e11
+"""Only ratios count where all links are alike."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """Where a tensor was met: on which shards, with which axis, before which module of a stage."""
+
+    shards: AxisShards
+    axis: str
+    position: int
+    module: torch.nn.Module | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Learnt:
+    """What the last forward on some ranks has shown: the axes that its stages mixed, their modules,
+    and heads of attention over all places. Ranks that work together have seen the same."""
+
+    order: tuple[tuple[str, ...], ...] = ()
+    modules: tuple[torch.nn.Module, ...] = ()
+    heads: int | None = None
+
+
+class Passage:
+    """The hooks of ``model``, and the ``shards`` at work. A forward begins with ``axis``."""
+
+    def __init__(self, model: torch.nn.Module, stages: Sequence[AxisStage], axis: str) -> None:
+        self.model, self.axis = model, axis
+        self.stages = modules_of(model, tuple(stages))
+        self.axes = {axis, *(name for stage in stages for name in stage.mixed)}
+        self.shards: AxisShards | None = None
+        self._told: AxisShards | None = None
+        self._learnt: dict[Members, _Learnt] = {}
+        self._plans: dict[Any, tuple[AxisChoice, ...]] = {}
+        self._seat = ModelSeat()
+        self._quiet = False
+        self._known: MutableMapping[torch.Tensor, _Place] = WeakIdKeyDictionary()
+        self._entered = list[str]()
+        self._hooks, self._outside = ExitStack(), ExitStack()
+        self.traced, self.legs = False, dict[int, StageLegs]()
+        self.last_axis = axis
+        self._called = list[torch.nn.Module]()
+        self._group_seat: GroupSeat | None = None
+        self._hooks.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+        self._hooks.callback(model.register_forward_hook(self._end, always_call=True).remove)
+        for number, (module, stage) in enumerate(self.stages.items()):
+            if self.axes <= set(stage.mixed):
+                self._hooks.callback(partial(setattr, module, "forward", module.forward))
+                module.forward = partial(self._jointly, stage, module, module.forward)
+            enter = module.register_forward_pre_hook(
+                partial(self._enter, number, stage), with_kwargs=True
+            )
+            leave = module.register_forward_hook(partial(self._leave, number, stage))
+            self._hooks.callback(enter.remove)
+            self._hooks.callback(leave.remove)
+
+    @property
+    def _known_of(self) -> _Learnt:
+        """Of the ranks at work. What other ranks have shown this one does not count, as not all of
+        these have seen it: they would choose other axes."""
+        return self._learnt.get(self.at_work.members, _Learnt())
+
+    @property
+    def at_work(self) -> AxisShards:
+        """The shards that the model works on. Raises ModelError where there are none."""
+        if self.shards is None:
+            raise ModelError("shards", got="none", wanted="a call of shard() before")
+        return self.shards
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        self._hooks.close()
+
+    def forget(self) -> None:
+        """What was learnt of stages: not all ranks may have seen the last forward."""
+        self._learnt.clear()
+
+    def __deepcopy__(self, memo: Any) -> Passage:
+        """The same: copies of the model keep its hooks, which leave them alone."""
+        return self
+
+    def on(
+        self,
+        module: torch.nn.Module,
+        before: Any = None,
+        after: Any = None,
+        *,
+        always: bool = False,
+    ) -> Callable[[], None]:
+        """More hooks, of those who know the model: ``before(args, named)`` gives them anew,
+        ``after(args, result)`` the result; ``always`` after a forward that failed, too. Returns
+        what takes them away."""
+        own = ExitStack()
+        if before is not None:
+
+            def enter(at: Any, args: Any, named: Any) -> Any:
+                return before(args, named) if at is module else (args, named)
+
+            own.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        if after is not None:
+
+            def leave(at: Any, args: Any, out: Any) -> Any:
+                return after(args, out) if at is module else out
+
+            own.callback(module.register_forward_hook(leave, always_call=always).remove)
+        self._hooks.callback(own.close)
+        return own.close
+
+    def know(self, x: torch.Tensor, shards: AxisShards) -> None:
+        """``x`` is an input on ``shards``."""
+        self._known[x] = _Place(shards, self.axis, 0)
+
+    def shards_of(self, given: Sequence[Any]) -> AxisShards | None:
+        """Those of inputs; None where they are not known."""
+        tensors = (x for x in given if isinstance(x, torch.Tensor))
+        places = (self._known.get(x) for x in tensors)
+        return next((place.shards for place in places if place is not None), None)
+
+    def take(self, shards: AxisShards) -> None:
+        """Work on shards from here on: the next forward, whatever wrappers made of its inputs, or
+        stages that are called by hand."""
+        self._told = self.shards = shards
+        shards.begin(self.axis)
+        self._entered.clear()  # a forward that failed left some
+        self._called.clear()
+        self.legs = self._legs() if self.traced else {}
+
+    def _legs(self) -> dict[int, StageLegs]:
+        """The switches of the next forward by the numbers of its stages; none while their order is
+        not known. Raises ModelError for stages that cannot be traced."""
+        shards, modules = self.at_work, self._known_of.modules
+        if not modules:
+            return {}
+        if shards.group is None:
+            return {number: StageLegs() for number in range(len(self.stages))}
+        found = [self.stages[module] for module in modules]
+        several = len(set(modules)) < len(modules)
+        if several or any(self.axes <= set(stage.mixed) for stage in found):
+            raise ModelError(
+                "compiled model",
+                wanted="stages that can be traced",
+                got="a stage that runs twice" if several else "a stage that mixes all axes",
+                hint="compile its blocks: block.compile()",
+            )
+        if missing := self.axes - shards.totals.keys():
+            raise ModelError(
+                "compiled model",
+                got=f"inputs that do not tell axis {min(missing)}",
+                wanted="places of all axes",
+                hint="hr.adapt(model, sizes=...)",
+            )
+        if self._group_seat is None or self._group_seat.group is not shards.group:
+            self._group_seat = GroupSeat(shards.group)
+        axis, wanted = shards.axis, list[tuple[AxisStage, str]]()
+        for at, stage in enumerate(found):
+            during = self._chosen(stage, at, shards).axis if axis in stage.mixed else axis
+            wanted.append((stage, during))
+            axis = axis if stage.returns else during
+        numbers = {module: number for number, module in enumerate(self.stages)}
+        legs = route(wanted, shards, self._group_seat)
+        self.last_axis = axis
+        return dict(zip((numbers[module] for module in modules), legs, strict=True))
+
+    def _begin(self, module: Any, args: Any, named: Any) -> None:
+        if module is self.model and not (torch.compiler.is_compiling() and self.legs):
+            self._begun(args, named)
+
+    # Compilers break their graphs here: what is in shards is known when a stage runs.
+    @torch.compiler.disable
+    def _begun(self, args: Any, named: Any) -> None:
+        shards = self.shards_of((*args, *named.values())) or self._told
+        if shards is None:
+            raise ModelError(
+                "inputs of the model", got="others than were sharded", wanted="what shard() gave"
+            )
+        self.take(shards)
+        self._told = None
+        self._outside.enter_context(self._recomputing(shards))
+
+    def _end(self, module: Any, _: Any, out: Any) -> None:
+        if module is self.model and not (torch.compiler.is_compiling() and self.legs):
+            self._ended(failed=out is None)
+
+    @torch.compiler.disable
+    def _ended(self, *, failed: bool) -> None:
+        self._outside.close()
+        if self.shards is not None and not failed:
+            self._learnt[self.shards.members] = replace(
+                self._known_of, order=tuple(self.shards.passed), modules=tuple(self._called)
+            )
+
+    def _enter(self, number: int, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
+        if module not in self.stages:  # of a copy of the model
+            return args, named
+        if torch.compiler.is_compiling() and self.legs:
+            return self.legs[number].entered(args, named)
+        return self._entered_now(stage, module, args, named)
+
+    @torch.compiler.disable
+    def _entered_now(self, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
+        if self._quiet:
+            return args, named
+        given = {**dict(enumerate(args)), **named}
+        key = next(iter(given), None)
+        first = given.get(key)
+        if not isinstance(first, torch.Tensor):
+            raise ModelError(
+                f"stage {stage.modules}",
+                got=f"{type(first).__name__} as its first argument",
+                wanted=f"a tensor of dims {stage.dims}",
+            )
+        place = self._known.get(first)
+        if place is not None and place.module is module:  # what a checkpoint computes again
+            self.shards = place.shards
+            place.shards.axis, place.shards.position = place.axis, place.position
+        shards = self.at_work
+        at = shards.pass_stage(stage.mixed)
+        if at == len(self._called):
+            self._called.append(module)
+        self._known[first] = _Place(shards, shards.axis, at, module)
+        self._entered.append(shards.axis)
+        if shards.group is not None and shards.axis in stage.mixed:
+            shards.learn(first, stage.layout, self.axes)
+            axis = self._next(stage, at).axis
+            if axis != shards.axis:
+                given[key] = shards.switched(first, stage.layout, axis)
+        for side, text in stage.sides.items():
+            if isinstance(given.get(side), torch.Tensor):
+                given[side] = shards.cut(given[side], Dims.parse(text))
+        return tuple(given[at] for at in range(len(args))), {k: given[k] for k in named}
+
+    def _leave(self, number: int, stage: AxisStage, module: Any, _: Any, out: Any) -> Any:
+        if module not in self.stages:
+            return out
+        if torch.compiler.is_compiling() and self.legs:
+            return self.legs[number].left(out)
+        return self._left_now(stage, out)
+
+    @torch.compiler.disable
+    def _left_now(self, stage: AxisStage, out: Any) -> Any:
+        if self._quiet:
+            return out
+        shards, before = self.at_work, self._entered.pop()
+        if not stage.returns or shards.axis == before or shards.group is None:
+            return out
+        first, *rest = out if isinstance(out, tuple) else (out,)
+        first = shards.switched(first, stage.layout, before)
+        return (first, *rest) if isinstance(out, tuple) else first
+
+    def _jointly(
+        self, stage: AxisStage, module: Any, forward: Callable[..., Any], *args: Any, **named: Any
+    ) -> Any:
+        """The forward of a stage that mixes all axes, where one of them is in shards."""
+        shards = self.shards
+        if shards is None or shards.group is None or module not in self.stages:
+            return forward(*args, **named)
+        chosen = shards.chosen.get(shards.position - 1)
+        method = None if chosen is None or chosen.method == "none" else chosen.method
+        joint = JointAttention(shards, stage.mixed, self._seat, stage.modules, method)
+        with joint:
+            out = forward(*args, **named)
+        if not joint.calls:
+            raise ModelError(
+                f"stage {stage.modules}",
+                got="no call of scaled_dot_product_attention",
+                wanted="attention that can be spread over ranks",
+            )
+        self._learnt[shards.members] = replace(self._known_of, heads=joint.heads)
+        return out
+
+    def _next(self, stage: AxisStage, at: int) -> AxisChoice:
+        """What is in shards from this stage on: as planned from the order that stages had before;
+        at first, and where stages return, the axis of most places."""
+        shards = self.at_work
+        known = shards.chosen.get(at)
+        if known is None or (known.axis in stage.mixed and known.method == "none"):
+            shards.chosen[at] = self._chosen(stage, at, shards)
+        return shards.chosen[at]
+
+    def _chosen(self, stage: AxisStage, at: int, shards: AxisShards) -> AxisChoice:
+        everything = self.axes <= set(stage.mixed)
+        told = self.axes <= shards.totals.keys()
+        known = self._known_of
+        planned = known.heads or not everything
+        if told and planned and not stage.returns and known.order[at : at + 1] == (stage.mixed,):
+            key = known.order, known.heads, tuple(shards.totals.items()), shards.ranks
+            if key not in self._plans:
+                self._plans[key] = self._planned()
+            return self._plans[key][at]
+        if everything:
+            return AxisChoice(axis=shards.axis)  # until its heads are known
+        free = [n for n in stage.layout.flat if n in self.axes and n not in stage.mixed]
+        if not free:
+            raise ModelError(
+                f"stage {stage.modules}",
+                got=f"dims {stage.dims}, of which it mixes every axis",
+                wanted="an axis that it does not mix",
+            )
+        return AxisChoice(axis=max(free, key=lambda name: shards.totals.get(name, 0)))
+
+    def _planned(self) -> tuple[AxisChoice, ...]:
+        shards = self.at_work
+        sizes = {name: n for name, n in shards.totals.items() if name in self.axes}
+        plan = plan_axes(
+            [MixingStage(mixes=mixed) for mixed in self._known_of.order],
+            sizes,
+            shards.ranks,
+            tensor_bytes=1.0,
+            transfer_s=lambda sent: sent / _LINK_BYTES_S,
+            entry=self.axis,
+            exit_=self.axis,
+            heads=self._known_of.heads,
+        )
+        return plan.choices
+
+    @contextmanager
+    def _recomputing(self, shards: AxisShards) -> Iterator[None]:
+        """Have checkpoints of the model's own switch outside of what they compute again."""
+        name = "_gradient_checkpointing_func"
+        found = [module for module in self.model.modules() if name in module.__dict__]
+        kept = [getattr(module, name) for module in found]
+        for module, function in zip(found, kept, strict=True):
+            setattr(module, name, partial(self._recomputed, shards, function))
+        try:
+            yield
+        finally:
+            for module, function in zip(found, kept, strict=True):
+                setattr(module, name, function)
+
+    def _recomputed(
+        self,
+        shards: AxisShards,
+        recompute: Callable[..., Any],
+        function: Any,
+        *args: Any,
+        **named: Any,
+    ) -> Any:
+        stage = self.stages.get(function) if isinstance(function, torch.nn.Module) else None
+        if stage is None:
+            return recompute(partial(self._again, shards, shards.axis, function), *args, **named)
+        args, _ = self._entered_now(stage, function, args, {})
+        there = shards, shards.axis, shards.position
+        out = recompute(partial(self._silent, there, function), *args, **named)
+        return self._left_now(stage, out)
+
+    def _silent(
+        self, there: tuple[AxisShards, str, int], function: Callable[..., Any], *args: Any
+    ) -> Any:
+        """Without switches, at first and again."""
+        shards, axis, position = there
+        before, self._quiet, last = self._quiet, True, shards.position
+        shards.position = position
+        try:
+            return self._again(shards, axis, function, *args)
+        finally:
+            self._quiet, shards.position = before, last
+
+    def _again(
+        self, shards: AxisShards, axis: str, function: Callable[..., Any], *args: Any
+    ) -> Any:
+        """On the shards that it was first computed on: others may be at work by now."""
+        before, last = self.shards, shards.axis
+        self.shards, shards.axis = shards, axis
+        try:
+            return function(*args)
+        finally:
+            self.shards, shards.axis = before, last

@@ -1,0 +1,227 @@
+"""Which places of which axis this rank has, for one batch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headrace.errors import DataError, InfeasiblePlan, SpecError
+from headrace.layouts.partition import split_sizes
+from headrace.ops.switch import gather, split, switch
+from headrace.spec.axes import AxisChoice, AxisMove
+from headrace.spec.method_facts import Members
+
+__all__ = [
+    "AxisShards",
+    "Dims",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """The names in each dim of a tensor."""
+
+    names: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Dims:
+        """Read a text. Raises SpecError for names that stand twice, and brackets in brackets."""
+        return _parsed(text)
+
+    @property
+    def flat(self) -> tuple[str, ...]:
+        """All names, one after the other."""
+        return tuple(name for names in self.names for name in names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.flat
+
+    def __str__(self) -> str:
+        texts = (names[0] if len(names) == 1 else f"({' '.join(names)})" for names in self.names)
+        return " ".join(texts)
+
+    def opened(self, x: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
+        """``x`` with a dim for each name, ``sizes`` being those of the axes here. Raises DataError
+        for a tensor of other dims or sizes."""
+        if x.dim() != len(self.names):
+            self._refuse(x, sizes)
+        shape: list[int] = []
+        for size, names in zip(x.shape, self.names, strict=True):
+            known = math.prod([sizes[name] for name in names if name in sizes])
+            open_ = [name for name in names if name not in sizes]
+            rest = size // known if known else 0
+            if len(open_) > 1 or rest * known != size or (not open_ and known != size):
+                self._refuse(x, sizes)
+            shape += [sizes.get(name, rest) for name in names]
+        return x.reshape(shape)
+
+    def closed(self, x: torch.Tensor) -> torch.Tensor:
+        """The other way, from a dim for each name."""
+        shape: list[int] = []
+        at = 0
+        for names in self.names:
+            shape.append(math.prod(x.shape[at : at + len(names)]))
+            at += len(names)
+        return x.reshape(shape)
+
+    def dim_of(self, name: str) -> int:
+        """The dim of an axis once they are opened. Raises SpecError where it is not there."""
+        if name not in self:
+            raise SpecError("axis of a tensor", got=name, wanted=f"one of {self}")
+        return self.flat.index(name)
+
+    def _refuse(self, x: torch.Tensor, sizes: Mapping[str, int]) -> None:
+        known = ", ".join(f"{name} {sizes[name]}" for name in self.flat if name in sizes)
+        raise DataError(
+            f"tensor of dims {self}",
+            got=f"{list(x.shape)}",
+            wanted=f"{len(self.names)} dims, {known} on this rank",
+        )
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> Dims:
+    names: list[tuple[str, ...]] = []
+    pieces: Sequence[str] = re.findall(r"\([^()]*\)|[^\s()]+|[()]", text)
+    for piece in pieces:
+        inside = piece[1:-1].split() if piece.startswith("(") else [piece]
+        if not inside or not all(re.fullmatch(r"\w+", name) for name in inside):
+            raise SpecError("dims", got=repr(text), wanted="names, flattened ones in brackets")
+        names.append(tuple(inside))
+    found = Dims(tuple(names))
+    if len(set(found.flat)) != len(found.flat) or not names:
+        raise SpecError("dims", got=repr(text), wanted="names, each once")
+    return found
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class AxisShards:
+    """The places of ``axis`` are over the ranks of ``group``; other names are whole. Ranks of
+    ``across`` have other samples, ``members`` are all that work on the batch.
+
+    ``totals`` are the places of each name that is known, for the samples of this group; ``samples``
+    are the first one, how many, and of how many. ``passed`` are the axes that the stages of the
+    forward mixed, ``position`` the number of the next one; ``chosen`` are the axes that they were
+    given, by number. ``joint`` keeps what attention over all places needs;
+    ``moves`` are the exchanges of the forward.
+    """
+
+    axis: str
+    totals: dict[str, int]
+    group: dist.ProcessGroup | None
+    across: dist.ProcessGroup | None = None
+    members: Members = (0,)
+    samples: tuple[int, int, int] = (0, 1, 1)
+    passed: list[tuple[str, ...]] = field(default_factory=list)
+    position: int = 0
+    chosen: dict[int, AxisChoice] = field(default_factory=dict)
+    joint: dict[Any, Any] = field(default_factory=dict)
+    moves: list[AxisMove] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> int:
+        """Of the group."""
+        return dist.get_world_size(self.group) if self.group is not None else 1
+
+    @property
+    def rank(self) -> int:
+        """This one, in the group."""
+        return dist.get_rank(self.group) if self.group is not None else 0
+
+    def sizes(self, axis: str) -> tuple[int, ...]:
+        """The places of each rank while an axis is in shards."""
+        return split_sizes(self.totals[axis], self.ranks)
+
+    def joint_sizes(self, mixed: tuple[str, ...]) -> tuple[int, ...]:
+        """The places of each rank on several axes together, one of them in shards."""
+        others = math.prod(self.totals[name] for name in mixed if name != self.axis)
+        return tuple(size * others for size in self.sizes(self.axis))
+
+    def begin(self, axis: str) -> None:
+        """A forward begins."""
+        self.axis, self.position = axis, 0
+        self.chosen = dict[int, AxisChoice]()
+        self.passed, self.moves = list[tuple[str, ...]](), list[AxisMove]()
+
+    def pass_stage(self, mixed: tuple[str, ...]) -> int:
+        """The number of a stage that begins, now or again."""
+        if self.position == len(self.passed):
+            self.passed.append(mixed)
+        self.position += 1
+        return self.position - 1
+
+    def here(self) -> dict[str, int]:
+        """The places of every name on this rank."""
+        return self.totals | {self.axis: self.sizes(self.axis)[self.rank]}
+
+    def local(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
+        """This rank's part of a tensor that is whole."""
+        if self.axis not in dims or self.group is None:
+            return x
+        whole = dims.opened(x, self.totals)
+        at = dims.dim_of(self.axis)
+        return dims.closed(split(whole, at, self.group, sizes=self.sizes(self.axis)))
+
+    def whole(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
+        """A tensor of which each rank has its part, on all of them."""
+        if self.axis not in dims or self.group is None:
+            return x
+        part = dims.opened(x, self.here())
+        at = dims.dim_of(self.axis)
+        return dims.closed(gather(part, at, self.group, sizes=self.sizes(self.axis)))
+
+    def learn(self, x: torch.Tensor, dims: Dims, axes: Collection[str]) -> None:
+        """Take down how many places those of ``axes`` have that are whole in a tensor."""
+        sizes = zip(dims.flat, dims.opened(x, self.here()).shape, strict=True)
+        self.totals |= {name: n for name, n in sizes if name in axes and name != self.axis}
+
+    def switched(self, x: torch.Tensor, dims: Dims, axis: str) -> torch.Tensor:
+        """Another axis in shards from here on. Raises InfeasiblePlan where ranks would be left
+        without places."""
+        part = dims.opened(x, self.here())
+        self.totals[axis] = part.shape[dims.dim_of(axis)]
+        if self.totals[axis] < self.ranks:
+            raise InfeasiblePlan(
+                f"axis {axis}",
+                got=f"{self.totals[axis]} places for {self.ranks} ranks",
+                wanted="a place for each",
+                hint="fewer ranks for each sample",
+            )
+        stays = self.sizes(axis)[self.rank] / self.totals[axis]
+        self.moves.append(
+            AxisMove(before=self.axis, after=axis, sent_bytes=round(part.nbytes * (1 - stays)))
+        )
+        moved = switch(
+            part,
+            dims.dim_of(self.axis),
+            dims.dim_of(axis),
+            self.group,
+            sizes=self.sizes(self.axis),
+            to_sizes=self.sizes(axis),
+        )
+        self.axis = axis
+        return dims.closed(moved)
+
+    def cut(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
+        """What a stage needs of another argument: this rank's places where it has all of them.
+        Raises DataError for one that has neither all nor these."""
+        if self.axis not in dims or self.group is None:
+            return x
+        for sizes, done in ((self.here(), True), (self.totals, False)):
+            try:
+                opened = dims.opened(x, sizes)
+            except DataError:
+                continue
+            return dims.closed(opened) if done else self.local(x, dims)
+        raise DataError(
+            f"argument of dims {dims}",
+            got=f"{list(x.shape)}",
+            wanted=f"{self.here()[self.axis]} or {self.totals[self.axis]} places of {self.axis}",
+        )

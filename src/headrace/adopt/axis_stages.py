@@ -1,0 +1,79 @@
+"""Stages of a model as its author's reader names them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from headrace.adopt.axis_shards import Dims
+from headrace.errors import ModelError, SpecError
+
+__all__ = ["AxisStage", "modules_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisStage:
+    """Modules in which places of an axis see each other.
+
+    Fields::
+
+        modules   their names, ``*`` for a part of any name: ``blocks.*.temporal``
+        mixes     the axes whose places see each other in them: ``t``, or several: ``t s``
+        dims      of their first argument and first result: ``(b s) t c``
+        sides     dims of other arguments that have places of axes, by number or name: what is
+                  whole there is cut to this rank's places
+        returns   whether the axis that was in shards before is so again afterwards, for models
+                  whose code between stages asks for it; else it stays as it is until a stage
+                  mixes it
+    """
+
+    modules: str
+    mixes: str
+    dims: str
+    sides: Mapping[int | str, str] = field(default_factory=dict)
+    returns: bool = True
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        for name in self.mixed:
+            if name not in layout:
+                raise SpecError(
+                    f"stage {self.modules}", got=f"mixes {name}", wanted=f"an axis of {self.dims}"
+                )
+        for text in self.sides.values():
+            Dims.parse(text)
+
+    @property
+    def mixed(self) -> tuple[str, ...]:
+        """The axes that it mixes."""
+        return tuple(self.mixes.split())
+
+    @property
+    def layout(self) -> Dims:
+        """The dims."""
+        return Dims.parse(self.dims)
+
+
+def modules_of(
+    model: torch.nn.Module, stages: tuple[AxisStage, ...]
+) -> dict[torch.nn.Module, AxisStage]:
+    """The stage of each module. Raises ModelError for names that no module has, and for modules of
+    two stages."""
+    found: dict[torch.nn.Module, AxisStage] = {}
+    for stage in stages:
+        wanted = re.compile(re.escape(stage.modules).replace(r"\*", r"[^.]+"))
+        named = [m for name, m in model.named_modules() if wanted.fullmatch(name)]
+        if not named:
+            raise ModelError(
+                f"stage {stage.modules}",
+                got="no module of that name",
+                wanted=f"some of {', '.join(name for name, _ in model.named_children())}",
+            )
+        for module in named:
+            if module in found:
+                raise ModelError(f"module {type(module).__name__}", got="two stages", wanted="one")
+            found[module] = stage
+    return found

@@ -1,0 +1,144 @@
+"""Recompute for long sequences: blocks keep their attention and compute the rest again.
+
+The work of linear parts grows with the tokens, that of attention with their square: of long
+sequences all but attention is computed again for next to nothing, O(1 / s) of the work (AutoSP),
+and its memory is that of one block. What attention kept stays, so no traffic is repeated.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import headrace.adopt.operators  # noqa: F401  registers attend
+from headrace.errors import ModelError
+from headrace.spec.method import Recompute
+
+__all__ = ["BlockLevels", "Kept", "WrappedLevels", "recompute_blocks", "recomputed"]
+
+Kept = Literal["attention", "full"]
+"""Recompute level of a block, as that of a layer: all but attention, or everything."""
+
+
+def recomputed(function: Callable[..., Any], *inputs: Any, level: Kept = "attention") -> Any:
+    """``function(*inputs)``, of which the backward computes again what ``level`` says."""
+    if level == "full":
+        return checkpoint(function, *inputs, use_reentrant=False)
+    return checkpoint(function, *inputs, use_reentrant=False, context_fn=_contexts)
+
+
+def recompute_blocks(model: Any, level: Kept) -> None:
+    """Have a model of transformers compute its blocks again. Raises ModelError for models that do
+    not know their blocks."""
+    _enable(model, {} if level == "full" else {"context_fn": _contexts})
+
+
+class BlockLevels:
+    """Chooses before each forward of a model of transformers what each of its ``blocks`` computes
+    again. Raises ModelError for models that do not know their blocks, and for blocks that it does
+    not know as such."""
+
+    def __init__(self, model: Any, blocks: Sequence[torch.nn.Module]) -> None:
+        self._blocks = [cast(_Block, block) for block in blocks]
+        self._coming: deque[Recompute] = deque()
+        _enable(model, {"context_fn": self._next})
+        if not all(getattr(block, "gradient_checkpointing", False) for block in blocks):
+            raise ModelError(
+                f"recompute of {type(model).__name__}",
+                got="blocks that it cannot compute again",
+                wanted="layers with gradient_checkpointing",
+            )
+        self.choose(["none"] * len(blocks))
+
+    def choose(self, levels: Sequence[Recompute]) -> None:
+        """The level of each block in the next forward."""
+        for block, level in zip(self._blocks, levels, strict=True):
+            block.gradient_checkpointing = level != "none"
+        self._coming = deque(level for level in levels if level != "none")
+
+    def _next(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What a block that is about to run is computed again under."""
+        level = self._coming.popleft() if self._coming else "full"
+        return _contexts() if level == "attention" else (nullcontext(), nullcontext())
+
+
+class WrappedLevels:
+    """The same for any ``blocks``, whose forwards are run under checkpoints until :meth:`remove`.
+    ``around(forward, ...)`` calls a forward in a checkpoint, where it is computed again too."""
+
+    def __init__(self, blocks: Sequence[torch.nn.Module], around: Callable[..., Any]) -> None:
+        self._around = around
+        self._levels: list[Recompute] = ["none"] * len(blocks)
+        self._hooks = ExitStack()
+        for index, block in enumerate(blocks):
+            own = vars(block).get("forward")
+            self._hooks.callback(
+                partial(vars(block).pop, "forward")
+                if own is None
+                else partial(setattr, block, "forward", own)
+            )
+            block.forward = partial(self._run, index, block.forward)
+
+    def remove(self) -> None:
+        """Leave the blocks as they were."""
+        self._hooks.close()
+
+    def choose(self, levels: Sequence[Recompute]) -> None:
+        """The level of each block in the next forward."""
+        self._levels = list(levels)
+
+    def _run(self, index: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        level = self._levels[index]
+        if level == "none" or not torch.is_grad_enabled():
+            return forward(*args, **named)
+        # Names are bound here: checkpoint has some of its own.
+        return recomputed(partial(self._around, forward, **named), *args, level=level)
+
+
+class _Block(Protocol):
+    gradient_checkpointing: bool
+
+
+def _enable(model: Any, options: dict[str, Any]) -> None:
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise ModelError(
+            f"recompute of {type(model).__name__}",
+            got="no blocks that it knows",
+            wanted="supports_gradient_checkpointing",
+            hint="use recompute(block, x) in its forward",
+        )
+    older = model.gradient_checkpointing_enable  # the name of before
+    getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False, **options})
+
+
+_ATEN = torch.ops.aten
+_ATTENDS = frozenset(
+    {
+        torch.ops.headrace.attend.default,
+        _ATEN._scaled_dot_product_flash_attention.default,  # noqa: SLF001
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
+        _ATEN._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
+        _ATEN._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
+        _ATEN._scaled_dot_product_fused_attention_overrideable.default,  # noqa: SLF001
+        _ATEN._flash_attention_forward.default,  # noqa: SLF001
+        _ATEN._efficient_attention_forward.default,  # noqa: SLF001
+    }
+)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    attends = operator in _ATTENDS
+    return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_contexts = partial(create_selective_checkpoint_contexts, _policy)

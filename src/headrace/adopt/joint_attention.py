@@ -1,0 +1,120 @@
+"""Attention over all places at once, of which each rank has some: heads for places, or a ring.
+
+Inside a stage that mixes the axis in shards, calls of ``scaled_dot_product_attention`` meet the
+other ranks' places. Nothing is masked there, so the order of places does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from headrace.adopt.attention_registry import attention
+from headrace.adopt.axis_shards import AxisShards
+from headrace.adopt.operators import ModelSeat
+from headrace.adopt.placement import Placement
+from headrace.errors import ModelError
+from headrace.layouts.partition import Rows
+from headrace.layouts.token_plan import TokenPlan
+from headrace.spec.axes import AxisMove
+
+__all__ = ["JointAttention", "JointMethod"]
+
+JointMethod = Literal["ulysses", "ring"]
+
+
+class JointAttention(TorchFunctionMode):
+    """In force during one call of a stage, ``what``, that mixes the axes ``mixed`` with shards of
+    one of them. ``calls`` of attention were met, the last of so many ``heads``."""
+
+    def __init__(
+        self,
+        shards: AxisShards,
+        mixed: tuple[str, ...],
+        seat: ModelSeat,
+        what: str,
+        method: JointMethod | None,
+    ) -> None:
+        super().__init__()
+        self._shards, self._mixed, self._seat, self._what = shards, mixed, seat, what
+        self._method = method
+        self.calls, self.heads = 0, 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Attention anew, all else as it is."""
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self._attended(*args, **(kwargs or {}))
+
+    def _attended(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if attn_mask is not None or dropout_p or is_causal:
+            got = "a mask" if attn_mask is not None else "dropout" if dropout_p else "causal"
+            raise ModelError(
+                f"attention of stage {self._what}",
+                got=got,
+                wanted="all places that see each other",
+                hint="hr.compile spreads causal attention and packed documents",
+            )
+        sizes = self._shards.joint_sizes(self._mixed)
+        here = sizes[self._shards.rank]
+        if query.shape[-2] != here or key.shape[-2] != here:
+            raise ModelError(
+                f"attention of stage {self._what}",
+                got=f"{query.shape[-2]} queries and {key.shape[-2]} keys",
+                wanted=f"the {here} places of this rank, of both",
+                hint="name the module of the attention over places alone as the stage",
+            )
+        self.calls, self.heads = self.calls + 1, query.shape[-3]
+        rows = query.shape[:-3].numel()
+        method = self._method or ("ulysses" if self.heads >= len(sizes) else "ring")
+        axis = self._shards.axis
+        self._shards.moves.append(AxisMove(before=axis, after=axis, method=method))
+        self._seat.take(_placement(self._shards, sizes, rows, method))
+        q, k, v = (x.reshape(rows, *x.shape[-3:]) for x in (query, key, value))
+        out = attention(q, k, v, self._seat.handle, causal=False, scale=scale)
+        return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _placement(
+    shards: AxisShards, sizes: tuple[int, ...], rows: int, method: JointMethod
+) -> Placement:
+    """Where the places of ``rows`` rows are."""
+    key = sizes, rows, method
+    if key not in shards.joint:
+        total, ends = sum(sizes), list(accumulate(sizes, initial=0))
+        given = tuple(
+            tuple(Rows(row * total + start, row * total + stop) for row in range(rows))
+            for start, stop in pairwise(ends)
+        )
+        tokens = TokenPlan(lengths=(total,) * rows, ranks=len(sizes), given=given)
+        shards.joint[key] = Placement(
+            tokens=tokens,
+            rows=rows,
+            member=shards.rank,
+            group=shards.group,
+            exchange=method,
+            targets=None,
+        )
+    return shards.joint[key]

@@ -1,0 +1,251 @@
+"""Which adapter a model has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from headrace.adopt.axes import Adapted, Sizes
+from headrace.adopt.axis_shards import Dims
+from headrace.adopt.axis_stages import AxisStage
+from headrace.comm.mesh import Groups
+from headrace.errors import ModelError
+
+__all__ = [
+    "KNOWN",
+    "adapt",
+    "adapt_latte",
+    "adapt_timesformer",
+    "adapt_transformer_2d",
+    "adapt_wan",
+]
+
+_LATTE_STAGES = (
+    AxisStage(modules="transformer_blocks.*", mixes="s", dims="(b t) s d"),
+    AxisStage(
+        modules="temporal_transformer_blocks.*", mixes="t", dims="(b s) t d", sides={4: "(b s) e"}
+    ),
+)
+
+_LATTE_INPUTS = {"hidden_states": "b c t y x", "timestep": "b", "encoder_hidden_states": "b n e"}
+
+
+def adapt_latte(model: Any, *, groups: Groups | None = None) -> Adapted:
+    """Latte on shards; its inputs go by their names."""
+    inner: Any = getattr(model, "module", model)
+    side = inner.config.patch_size
+
+    def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        *_, height, width = inputs["hidden_states"].shape
+        return {"s": (height // side) * (width // side)}
+
+    run = Adapted(
+        model,
+        stages=_LATTE_STAGES,
+        inputs=_LATTE_INPUTS,
+        axis="t",
+        batch="b",
+        sizes=sizes,
+        groups=groups,
+    )
+    kept = list[torch.Tensor]()
+
+    def before(args: Any, named: dict[str, Any]) -> Any:
+        kept.append(inner.temp_pos_embed)
+        inner.temp_pos_embed = torch.zeros_like(kept[-1][:, :1])
+        return args, named
+
+    def after(_: Any, out: Any) -> Any:
+        inner.temp_pos_embed = kept.pop()
+        return out
+
+    def first_temporal(args: Any, named: dict[str, Any]) -> Any:
+        x, *rest = args
+        if x.shape[1] > 1:
+            x = x + (kept[-1] if kept else inner.temp_pos_embed).to(x.dtype)
+        return (x, *rest), named
+
+    run.on(inner, before, after, always=True)
+    run.on(inner.temporal_transformer_blocks[0], first_temporal)
+    return run
+
+
+_PATCHES, _CLIP = Dims.parse("(b t) (h w) d"), Dims.parse("(b t) k d")
+_EMBEDDED = Dims.parse("b (h w t) d")
+
+
+def adapt_timesformer(model: Any, *, groups: Groups | None = None) -> Adapted:
+    """TimeSformer on shards; its result [B, 1 + patches of this rank, d] begins with the clip's
+    token, which all ranks have alike. Raises ModelError for attention that is not divided."""
+    inner = getattr(model, "module", model)
+    config = inner.config
+    if config.attention_type != "divided_space_time":
+        raise ModelError(
+            "TimeSformer", got=f"attention {config.attention_type}", wanted="divided_space_time"
+        )
+
+    def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        return {"h": inputs["pixel_values"].shape[3] // config.patch_size}
+
+    prefix = "timesformer." if hasattr(inner, "timesformer") else ""
+    body = getattr(inner, "timesformer", inner)
+    over_time = AxisStage(
+        modules=f"{prefix}encoder.layer.*.temporal_attention", mixes="t", dims="(b h w) t d"
+    )
+    run = Adapted(
+        model,
+        stages=[over_time],
+        inputs={"pixel_values": "b t c y x"},
+        axis="h",
+        batch="b",
+        sizes=sizes,
+        groups=groups,
+    )
+
+    def embedded(_: Any, out: torch.Tensor) -> torch.Tensor:
+        clip, patches = out[:, :1], out[:, 1:]
+        assert run.shards is not None, "sharded"
+        return torch.cat([clip, run.shards.local(patches, _EMBEDDED)], dim=1)
+
+    def to_frames(args: Any, named: dict[str, Any]) -> Any:
+        x, *rest = args
+        shards = run.shards
+        assert shards is not None, "sharded"
+        if shards.group is None:
+            return args, named
+        patches = shards.switched(x[:, 1:], _PATCHES, "t")
+        return (torch.cat([shards.cut(x[:, :1], _CLIP), patches], dim=1), *rest), named
+
+    def to_rows(_: Any, out: Any) -> Any:
+        x, *rest = out
+        shards = run.shards
+        assert shards is not None, "sharded"
+        if shards.group is None:
+            return out
+        clip = shards.whole(x[:, :1], _CLIP)
+        return (torch.cat([clip, shards.switched(x[:, 1:], _PATCHES, "h")], dim=1), *rest)
+
+    run.traceable = False  # hooks of its own switch
+    run.on(body.embeddings, after=embedded)
+    for layer in body.encoder.layer:
+        run.on(layer.attention, to_frames, to_rows)
+    return run
+
+
+_TRANSFORMER_2D_STAGES = (
+    AxisStage(modules="layers.*.spatial", mixes="s", dims="b t s h", returns=False),
+    AxisStage(modules="layers.*.temporal", mixes="t", dims="b t s h", returns=False),
+)
+_TRANSFORMER_2D_INPUTS = {"x": "b t s c", "timestep": "b", "frames": "t", "patches": "s"}
+
+
+def adapt_transformer_2d(model: torch.nn.Module, *, groups: Groups | None = None) -> Adapted:
+    """Transformer-2D on shards, frames first."""
+    return Adapted(
+        model,
+        stages=_TRANSFORMER_2D_STAGES,
+        inputs=_TRANSFORMER_2D_INPUTS,
+        axis="t",
+        batch="b",
+        groups=groups,
+    )
+
+
+_WAN_ATTENTION = AxisStage(modules="blocks.*.attn1", mixes="t s", dims="b (t s) d")
+_WAN_INPUTS = {
+    "hidden_states": "b c t y x",
+    "timestep": "b",
+    "encoder_hidden_states": "b n e",
+    "encoder_hidden_states_image": "b m f",
+}
+_ROTARY = Dims.parse("k (t s) j d")
+
+
+def adapt_wan(model: Any, *, groups: Groups | None = None) -> Adapted:
+    """Wan on shards; its inputs go by their names. Raises ModelError for patches of several
+    frames."""
+    inner = getattr(model, "module", model)
+    deep, high, wide = inner.config.patch_size
+    if deep != 1:
+        raise ModelError("patches of Wan", got=f"{deep} frames", wanted="one frame")
+
+    def sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        *_, height, width = inputs["hidden_states"].shape
+        return {"s": (height // high) * (width // wide)}
+
+    run = Adapted(
+        model,
+        stages=[_WAN_ATTENTION],
+        inputs=_WAN_INPUTS,
+        axis="t",
+        batch="b",
+        sizes=sizes,
+        groups=groups,
+    )
+
+    def all_frames(args: Any, named: dict[str, Any]) -> Any:
+        (x,) = args
+        assert run.shards is not None, "sharded"
+        b, c, _, *side = x.shape
+        return (x.new_zeros(()).expand(b, c, run.shards.totals["t"], *side),), named
+
+    def own_frames(_: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        assert run.shards is not None, "sharded"
+        return tuple(run.shards.local(x, _ROTARY) for x in out)
+
+    run.on(inner.rope, all_frames, own_frames)
+    return run
+
+
+KNOWN: Mapping[str, Callable[..., Adapted]] = {
+    "LatteTransformer3DModel": adapt_latte,
+    "TimesformerForVideoClassification": adapt_timesformer,
+    "TimesformerModel": adapt_timesformer,
+    "Transformer2D": adapt_transformer_2d,
+    "WanTransformer3DModel": adapt_wan,
+}
+"""Adapters by the names of models' classes."""
+
+
+def adapt(
+    model: torch.nn.Module,
+    *,
+    stages: Sequence[AxisStage] = (),
+    inputs: Mapping[str, str] | None = None,
+    axis: str | None = None,
+    batch: str | None = None,
+    sizes: Sizes = None,
+    groups: Groups | None = None,
+) -> Adapted:
+    """Run a multi-dimensional model on shards of its axes, unchanged (DSP). Arguments::
+
+        model    diffusers' Latte or Wan, or transformers' TimeSformer, which need nothing else, or
+                 one whose stages are named; alone, under DDP or FSDP2
+        stages   the modules in which places of an axis see each other
+        inputs   dims of the inputs with places of axes, by name: ``{"x": "b t s c"}``
+        axis     in shards where no stage says otherwise
+        batch    the name of the samples, which are worked on apart where there are more ranks than
+                 places of the axis
+        sizes    places of axes that the model makes of its inputs, by name
+
+    Raises ModelError for models that are not known and have no stages, and for stages whose modules
+    are not there.
+    """
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    known = KNOWN.get(type(inner).__name__.removeprefix("FSDP"))
+    if known is not None and not stages:
+        return known(model, groups=groups)
+    if not stages or inputs is None or axis is None:
+        raise ModelError(
+            f"axes of {type(inner).__name__}",
+            got="a model without an adapter",
+            wanted=f"one of {', '.join(KNOWN)}, or stages, inputs and axis",
+            hint='hr.adapt(model, stages=[hr.AxisStage(modules="blocks.*.temporal", mixes="t", '
+            'dims="(b s) t c"), ...], inputs={"x": "b t s c"}, axis="t")',
+        )
+    return Adapted(
+        model, stages=stages, inputs=inputs, axis=axis, batch=batch, sizes=sizes, groups=groups
+    )

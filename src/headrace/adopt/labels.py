@@ -1,0 +1,200 @@
+"""Labels of tokens, and the loss of those that a rank has.
+
+Shape legend: a batch of b rows of S tokens; s_r of every row on rank r; V tokens in a vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy
+
+from headrace.errors import ModelError
+from headrace.ops.fused import widened
+from headrace.ops.loss import IGNORED, head_loss
+from headrace.spec.model_shape import HEAD_CHUNK_TOKENS
+
+__all__ = [
+    "Labels",
+    "LossHead",
+    "convention_of",
+    "count_targets",
+    "local_loss",
+    "predicted",
+]
+
+Labels = Literal["next", "same"]
+"""Whether a model predicts the label of the next place, as causal models of transformers do, or
+that of the same place."""
+
+_CONVENTIONS: dict[str, Labels] = {
+    "ForCausalLM": "next",
+    "LMHeadModel": "next",
+    "ForMaskedLM": "same",
+}
+"""By the end of the names of transformers' classes."""
+
+
+def convention_of(model: torch.nn.Module) -> Labels:
+    """What a model of transformers predicts. Raises ModelError where its name does not tell."""
+    name = type(model).__name__
+    for end, kind in _CONVENTIONS.items():
+        if name.endswith(end):
+            return kind
+    raise ModelError(
+        f"loss of {name}",
+        got="unknown labels",
+        wanted=f"a model named ...{', ...'.join(_CONVENTIONS)}",
+        hint="give labels='next' or 'same' if its logits are of tokens",
+    )
+
+
+def predicted(labels: torch.Tensor, kind: Labels) -> torch.Tensor:
+    """The label that each place predicts [b, S]."""
+    if kind == "same":
+        return labels
+    last = labels.new_full((labels.shape[0], 1), IGNORED)
+    return torch.cat([labels[:, 1:], last], dim=1)
+
+
+def count_targets(batch: Mapping[str, torch.Tensor], kind: Labels) -> int | None:
+    """Tokens of a batch that have a loss; None where it has no labels."""
+    labels = batch.get("labels")
+    return None if labels is None else int((predicted(labels, kind) != IGNORED).sum())
+
+
+def local_loss(logits: torch.Tensor, labels: torch.Tensor, targets: int | None) -> torch.Tensor:
+    """The cross entropy of this rank's tokens, summed, over the ``targets`` of the step; in single
+    precision at least.
+
+        logits   [b, s_r, V]
+        labels   [b, s_r]      of the local places, IGNORED (-100) where there is no loss
+    """
+    flat = logits.flatten(0, -2)
+    total = cross_entropy(
+        flat.float() if flat.element_size() < 4 else flat,
+        labels.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
+    return total / max(1, targets or 0)
+
+
+class LossHead:
+    """The head of ``model``, which makes the loss where one is expected. Raises ModelError for
+    models without a linear head."""
+
+    def __init__(self, model: Any) -> None:
+        find = getattr(model, "get_output_embeddings", None)
+        head = find() if callable(find) else None
+        if not isinstance(head, torch.nn.Linear):
+            raise ModelError(
+                f"logits=False of {type(model).__name__}",
+                got=f"{type(head).__name__} as its head",
+                wanted="a linear one (get_output_embeddings of transformers)",
+                hint="leave logits=False out, or sum the losses of chunks in its forward",
+            )
+        self._head = cast("Any", head)
+        self._forward = head.forward
+        self._labels: torch.Tensor | None = None
+        self._targets: int | None = None
+        self._made: torch.Tensor | None = None
+        self._trusted = False
+        self._head.forward = self._instead
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        self._head.forward = self._forward
+
+    def expect(self, labels: torch.Tensor | None, targets: int | None) -> None:
+        """Make the loss of ``labels`` [b, s_r] in the next forward; logits where they are None."""
+        self._labels, self._targets, self._made = labels, targets, None
+
+    def take(self, logits: torch.Tensor) -> torch.Tensor:
+        """The loss that stands in the place of ``logits``. Raises ModelError where the model did
+        something to them."""
+        loss, made = logits.flatten()[0], self._made
+        self._labels = self._made = None
+        if not self._trusted and not isinstance(loss, FakeTensor):
+            if made is None or float(loss.detach()) != float(made):
+                raise ModelError(
+                    "logits=False",
+                    got="logits that the model changes after its head",
+                    wanted="those of its head",
+                    hint="leave it out",
+                )
+            self._trusted = True
+        return loss
+
+    @torch.compiler.disable
+    def _instead(self, x: torch.Tensor) -> torch.Tensor:
+        """x [b, s_r, h] to logits [b, s_r, V], or to the loss [b, s_r, 1] everywhere."""
+        if self._labels is None:
+            return self._forward(x)
+        weight, bias = self._head.weight, self._head.bias
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+        flat, labels = x.flatten(0, -2), self._labels.flatten()
+        if torch.is_grad_enabled():
+            scale = 1 / max(1, self._targets or 0)
+            loss = _HeadLoss.apply(flat, weight, bias, labels, scale)
+        else:
+            loss = torch.stack(
+                [
+                    local_loss(torch.nn.functional.linear(part, weight, bias), own, self._targets)
+                    for part, own in zip(
+                        flat.split(HEAD_CHUNK_TOKENS), labels.split(HEAD_CHUNK_TOKENS), strict=True
+                    )
+                ]
+            ).sum()
+        self._made = loss.detach()
+        return loss.expand(*x.shape[:-1], 1)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The loss with its gradients, which are made in the same pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        own, added = _Gradient(weight), None if bias is None else _Gradient(bias)
+        loss, dx = head_loss(x, labels, own, scale, HEAD_CHUNK_TOKENS, added)
+        ctx.save_for_backward(dx, own.grad, None if added is None else added.grad)
+        return loss.to(torch.promote_types(x.dtype, torch.float32))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grads = [None if x is None else (x * grad).to(x.dtype) for x in ctx.saved_tensors]
+        return *grads, None, None
+
+
+class _Gradient:
+    """A weight whose gradient is kept aside."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight.detach()
+        self.grad = torch.empty(0)
+
+    def rows(self) -> torch.Tensor:
+        return self._weight
+
+    def sums(self) -> torch.Tensor:
+        return torch.zeros_like(self._weight, dtype=widened(self._weight[:0]).dtype)
+
+    def add(self, grad: torch.Tensor) -> None:
+        self.grad = grad.to(self._weight.dtype)
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        self.add(left.t() @ right)

@@ -1,0 +1,318 @@
+"""Registered operators: what a traced model calls, one for eager and compiled models alike.
+
+Shape legend: t tokens of this rank, N query and G key-value heads, D features of a head.
+
+A graph knows a model by one integer, its *handle*; where the tokens are is looked up when an
+operator runs. So one graph serves all lengths, group sizes and exchanges: results are of the shape
+of the local queries, and what the backward keeps has a size that is known only then.
+
+    attend(q, k, v, handle, causal, window) -> out, kept, lse, ticket
+    positions(like, handle)     [s] int64   the places of the local tokens in their rows
+    targets(like, handle)       []          tokens of the step that have a loss
+
+``ticket`` is the serial number of the placement: a backward finds the one of its forward, however
+many batches came in between.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from headrace.adopt.placement import Placement
+from headrace.errors import ModelError
+from headrace.methods.switched import SwitchedCore
+from headrace.ops.core import Core, Heads, wide_dtype
+
+__all__ = [
+    "ModelSeat",
+    "StandIn",
+    "attend",
+    "positions",
+    "targets",
+]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StandIn:
+    """``places`` [s] are those of the tokens in their rows; ``calls`` counts."""
+
+    places: np.ndarray
+    targets: int
+    calls: int = 0
+
+    def positions(self) -> np.ndarray:
+        """[s] int64: the place of each token in its row."""
+        return self.places
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of q [t, N, D] and k, v [t, G, D] the values, weighted by how alike q and k are, in the
+        shapes of :func:`headrace.adopt.operators.attend`. It has no backward."""
+        self.calls += 1
+        heads = torch.arange(q.shape[1], device=q.device) * k.shape[1] // q.shape[1]
+        alike = torch.tanh((q * k[:, heads]).sum(-1, keepdim=True))
+        out = v[:, heads] * (1 + alike)
+        return (
+            out.contiguous(),
+            q.new_empty(0),
+            q.new_empty(0, dtype=wide_dtype(q.dtype)),
+            torch.zeros(1, dtype=torch.int64),
+        )
+
+
+# A registered operator takes tensors and numbers only, so what it needs is found by a number.
+_seats: WeakValueDictionary[int, ModelSeat] = WeakValueDictionary()
+_placements: WeakValueDictionary[int, Placement] = WeakValueDictionary()
+
+_handles = count(1)
+
+_RECENT = 32
+"""Batches of one model whose backward may still come, where a compiler made it: eager graphs keep
+theirs."""
+
+
+class ModelSeat:
+    """One adopted model: its ``handle``, and where the tokens are that it works on now."""
+
+    def __init__(self) -> None:
+        self.handle = next(_handles)
+        self._now: Placement | StandIn | None = None
+        self._recent: deque[Placement] = deque(maxlen=_RECENT)
+        _seats[self.handle] = self
+
+    @property
+    def now(self) -> Placement | StandIn:
+        """The placement in force. Raises ModelError when there is none."""
+        if self._now is None:
+            raise ModelError(
+                "attention of a model with sequence parallelism",
+                got="no batch",
+                wanted="one that was sharded",
+                hint="call shard(batch) and give what it returns",
+            )
+        return self._now
+
+    @property
+    def held(self) -> Placement | StandIn | None:
+        """The placement in force, if there is one."""
+        return self._now
+
+    def take(self, now: Placement | StandIn | None) -> None:
+        """Work on another batch from here on."""
+        self._now = now
+        if isinstance(now, Placement):
+            _placements[now.serial] = now
+            self._recent.append(now)
+
+
+def _now(handle: int) -> Placement | StandIn:
+    seat = _seats.get(handle)
+    if seat is None:
+        raise ModelError(
+            "attention of a model with sequence parallelism",
+            got="nobody who shards its batches",
+            wanted="what compile() returned",
+            hint="keep it as long as the model is used",
+        )
+    return seat.now
+
+
+def _heads(q: Tensor, k: Tensor) -> Heads:
+    return Heads(queries=q.shape[1], keys=k.shape[1])
+
+
+@torch.library.custom_op("headrace::attend", mutates_args=())
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """softmax(q k^T / sqrt(D)) v over all tokens of the group that a query sees.
+
+        q          [t, N, D]   rows of the local tokens, in the order of the placement
+        k, v       [t, G, D]
+        window     tokens that a query sees with itself, 0 for all
+        returns    [t, N, D], what the backward keeps, its log-sum-exp, the ticket
+
+    Raises ModelError where the tokens are others than those of the placement.
+    """
+    now = _now(handle)
+    if isinstance(now, StandIn):
+        return now.attend(q, k, v)
+    if q.shape[0] != now.tokens.sizes[now.member] or k.shape[0] != q.shape[0]:
+        raise ModelError(
+            "attention",
+            got=f"{q.shape[0]} queries and {k.shape[0]} keys of this rank",
+            wanted=f"{now.tokens.sizes[now.member]} of both, as were sharded",
+            hint="the model must be given all inputs that shard() returned, and no cache",
+        )
+    core = now.core(_heads(q, k), causal, window, q.device)
+    qkv = torch.cat([q, k, v], dim=1)
+    out, saved = core.forward(qkv)
+    *parts, lse = saved if isinstance(core, SwitchedCore) else (qkv, *saved)
+    kept = torch.cat([part.reshape(-1) for part in parts])
+    return out.contiguous(), kept, lse.reshape(-1).clone(), torch.tensor([now.serial])
+
+
+@attend.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kept, lse = _kept_sizes(q, k, handle, causal=causal, window=window)
+    return (
+        torch.empty_like(q, memory_format=torch.contiguous_format),
+        q.new_empty(kept),
+        q.new_empty(lse, dtype=wide_dtype(q.dtype)),
+        torch.empty(1, dtype=torch.int64, device="cpu"),
+    )
+
+
+def _kept_sizes(
+    q: Tensor, k: Tensor, handle: int, *, causal: bool, window: int
+) -> tuple[int | torch.SymInt, int | torch.SymInt]:
+    """Elements that the backward keeps, and their log-sum-exp: symbols in a graph, which serves all
+    placements; those of the placement in force where nothing is traced, as in a rehearsal."""
+    context = torch.library.get_ctx()
+    if context._shape_env is not None:  # noqa: SLF001
+        return context.new_dynamic_size(), context.new_dynamic_size()
+    heads, now = _heads(q, k), _now(handle)
+    core = None if isinstance(now, StandIn) else now.core(heads, causal, window, q.device)
+    if not isinstance(core, SwitchedCore):
+        return len(q) * (heads.queries + 2 * heads.keys) * q.shape[2], heads.queries * len(q)
+    inner, features = core.inner, q.shape[2]
+    kept = core.rows * (2 * inner.queries + 2 * inner.keys) * features
+    return kept, inner.queries * core.rows
+
+
+@torch.library.custom_op("headrace::attend_backward", mutates_args=())
+def _attend_backward(
+    grad: Tensor,
+    out: Tensor,
+    kept: Tensor,
+    lse: Tensor,
+    ticket: Tensor,
+    keys: int,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    now = _placements.get(int(ticket))
+    if now is None:
+        raise ModelError(
+            "backward", got="a batch that is gone", wanted="one whose shard is still held"
+        )
+    heads = Heads(queries=grad.shape[1], keys=keys)
+    core = now.core(heads, causal, window, grad.device)
+    features = grad.shape[2]
+    qkv, saved = _unpacked(core, heads, kept, lse, grad.shape[0], features)
+    grads = core.backward(grad.contiguous(), qkv, out, saved)
+    whole = torch.contiguous_format
+    if grads.joint is None:
+        return grads.q.contiguous(), grads.k.contiguous(), grads.v.contiguous()
+    return (  # results of an operator share no memory
+        grads.q.clone(memory_format=whole),
+        grads.k.clone(memory_format=whole),
+        grads.v.clone(memory_format=whole),
+    )
+
+
+def _unpacked(
+    core: Core, heads: Heads, kept: Tensor, lse: Tensor, rows: int, features: int
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What a core kept, in its own shapes: (qkv, saved)."""
+    if not isinstance(core, SwitchedCore):
+        count = heads.queries + 2 * heads.keys
+        return kept.view(rows, count, features), (lse.view(heads.queries, rows),)
+    inner, rows = core.inner, core.rows
+    count = inner.queries + 2 * inner.keys
+    qkv, out = kept.split([rows * count * features, rows * inner.queries * features])
+    return kept, (
+        qkv.view(rows, count, features),
+        out.view(rows, inner.queries, features),
+        lse.view(inner.queries, rows),
+    )
+
+
+@_attend_backward.register_fake
+def _(
+    grad: Tensor,
+    out: Tensor,
+    kept: Tensor,
+    lse: Tensor,
+    ticket: Tensor,
+    keys: int,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, heads, features = grad.shape
+    return (
+        grad.new_empty(tokens, heads, features),
+        grad.new_empty(tokens, keys, features),
+        grad.new_empty(tokens, keys, features),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, k, _, _, causal, window = inputs
+    ctx.save_for_backward(*output)
+    ctx.rest = k.shape[1], causal, window
+    if not torch.compiler.is_compiling() and not isinstance(output[3], FakeTensor):
+        ctx.placement = _placements.get(int(output[3]))
+    ctx.set_materialize_grads(False)
+
+
+def _adjoint(ctx: Any, grad: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
+    return (*_attend_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None)
+
+
+attend.register_autograd(_adjoint, setup_context=_keep)
+
+
+@torch.library.custom_op("headrace::positions", mutates_args=())
+def positions(like: Tensor, handle: int) -> Tensor:
+    """The places of the local tokens in their rows, in the type of ``like`` [s], which counts them
+    from 0. Raises ModelError when there are as many as neither one row nor all of them."""
+    now = _now(handle)
+    found = torch.from_numpy(now.positions()).to(like)
+    if len(found) != len(like):
+        raise ModelError(
+            "positions that the model makes",
+            got=f"{len(like)}",
+            wanted=f"{len(found)}",
+            hint="give it position_ids, or rows of the length that was sharded",
+        )
+    return found
+
+
+@positions.register_fake
+def _(like: Tensor, handle: int) -> Tensor:
+    return torch.empty_like(like)
+
+
+@torch.library.custom_op("headrace::targets", mutates_args=())
+def targets(like: Tensor, handle: int) -> Tensor:
+    """Tokens of the step that have a loss, at least 1, as a number in the type of ``like``. Raises
+    ModelError where a batch came without labels."""
+    found = _now(handle).targets
+    if found is None:
+        raise ModelError(
+            "loss of the model",
+            got="a batch without labels",
+            wanted="labels, or their number",
+            hint="say which input they are (compile: label_name), or shard(batch, targets=...)",
+        )
+    return like.new_tensor(float(max(1, found)))
+
+
+@targets.register_fake
+def _(like: Tensor, handle: int) -> Tensor:
+    return like.new_empty(())

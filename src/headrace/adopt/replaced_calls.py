@@ -1,0 +1,433 @@
+"""The door of calls: what knows of other tokens is replaced while a model's Python runs.
+
+A mode of torch sees the functions that the model's modules call, and no others. It sees them again
+where a checkpoint computes modules again, as that calls them too; nothing is traced, so hooks of
+wrappers (FSDP2) and Python that no graph can hold are no matter.
+
+A graph tells a size that is the number of tokens from one that is the same by chance; numbers do
+not. So calls that count tokens are known by their places in the code: those whose sizes followed
+the tokens through all lengths of the probe.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from headrace.adopt.attention_registry import attention
+from headrace.adopt.operators import ModelSeat, StandIn, positions, targets
+from headrace.errors import ModelError
+
+__all__ = [
+    "Cut",
+    "ReplacedCalls",
+    "cross_entropy",
+    "cuts_of",
+    "multi_head_attention",
+    "rows_of",
+    "scaled_dot_product_attention",
+]
+
+
+class Cut(NamedTuple):
+    """The part ``at`` of an index, which takes the first rows of ``dim``: of ``made``, in the
+    result."""
+
+    at: int
+    dim: int
+    made: int
+
+
+def cuts_of(index: Any, dims: int) -> list[Cut]:
+    """What an index of a tensor of ``dims`` dims cuts to its first rows: none where it does more
+    than to cut and pick."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(part, (torch.Tensor, list, bool)) for part in parts):
+        return []
+    taken = sum(part is not None and part is not Ellipsis for part in parts)
+    found, dim, made = list[Cut](), 0, 0
+    for at, part in enumerate(parts):
+        if part is Ellipsis:
+            dim, made = dim + dims - taken, made + dims - taken
+        elif part is None:
+            made += 1
+        elif not isinstance(part, slice):
+            dim += 1
+        else:
+            if part.stop is not None and part.start in (None, 0) and part.step in (None, 1):
+                found.append(Cut(at=at, dim=dim, made=made))
+            dim, made = dim + 1, made + 1
+    return found
+
+
+def rows_of(
+    table: torch.Tensor, index: Any, *, at: int, dim: int, made: int, handle: int
+) -> torch.Tensor:
+    """``table[index]`` with the rows of the local tokens in place of as many first ones: those of a
+    :class:`Cut`."""
+    counted = torch.arange(table[index].shape[made], device=table.device)
+    parts = index if isinstance(index, tuple) else (index,)
+    rest = tuple(slice(None) if i == at else part for i, part in enumerate(parts))
+    return table.index_select(dim, positions(counted, handle))[rest]
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    handle: int,
+) -> torch.Tensor:
+    """Attention of the local tokens over the group: q [b, N, s_r, D], k and v [b, G, s_r, D].
+    Raises ModelError for masks, dropout and tokens of other places."""
+    what = "scaled_dot_product_attention"
+    if attn_mask is not None:
+        raise ModelError(
+            what,
+            got="attn_mask",
+            wanted="is_causal, or no mask",
+            hint="a mask of this rank's tokens says nothing of those of others",
+        )
+    if dropout_p > 0:
+        raise ModelError(what, got=f"dropout_p {dropout_p}", wanted="0")
+    if query.dim() != 4 or key.shape[2] != query.shape[2]:
+        raise ModelError(
+            what,
+            got=f"queries {list(query.shape)}, keys {list(key.shape)}",
+            wanted="[rows, heads, tokens, features] of the same tokens",
+        )
+    return attention(query, key, value, handle, causal=is_causal, scale=scale)
+
+
+def multi_head_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    features: int,
+    heads: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    bias_k: torch.Tensor | None,
+    bias_v: torch.Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_weight: torch.Tensor,
+    out_bias: torch.Tensor | None,
+    training: bool = True,
+    key_padding_mask: torch.Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: torch.Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: torch.Tensor | None = None,
+    k_proj_weight: torch.Tensor | None = None,
+    v_proj_weight: torch.Tensor | None = None,
+    static_k: torch.Tensor | None = None,
+    static_v: torch.Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+    *,
+    handle: int,
+) -> tuple[torch.Tensor, None]:
+    """What torch's MultiheadAttention calls, of the local tokens: all three inputs [s_r, b, N D].
+    As there, a mask is dropped where ``is_causal`` says what it is. Raises ModelError for what
+    changes the scores, and where the weights are wanted."""
+    odd = {
+        "bias_k": bias_k,
+        "bias_v": bias_v,
+        "add_zero_attn": add_zero_attn or None,
+        "key_padding_mask": key_padding_mask,
+        "need_weights": need_weights or None,
+        "attn_mask": None if is_causal else attn_mask,
+        "static_k": static_k,
+        "static_v": static_v,
+        "dropout": (training and dropout_p) or None,
+    }
+    if found := [name for name, value in odd.items() if value is not None]:
+        raise ModelError(
+            "MultiheadAttention",
+            got=found[0],
+            wanted="need_weights=False, is_causal or no mask",
+            hint="padding and documents are known from what shard() was given",
+        )
+    if query.dim() != 3 or query.shape != key.shape:
+        raise ModelError(
+            "MultiheadAttention",
+            got=f"queries {list(query.shape)}, keys {list(key.shape)}",
+            wanted="rows of the same tokens",
+        )
+    separate = (q_proj_weight, k_proj_weight, v_proj_weight)
+    weights = separate if weight is None else weight.chunk(3)
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    q, k, v = (
+        functional.linear(x, part, own).unflatten(2, (heads, -1)).permute(1, 2, 0, 3)
+        for x, part, own in zip((query, key, value), weights, biases, strict=True)
+        if part is not None
+    )
+    out = attention(q, k, v, handle, causal=is_causal).permute(2, 0, 1, 3).flatten(2)
+    return functional.linear(out, out_weight, out_bias), None
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    handle: int,
+) -> torch.Tensor:
+    """Of a mean the part of the local tokens: their sum, divided by the targets of the step. Raises
+    ModelError for means that are weighted by classes."""
+    if size_average is not None or reduce is not None:
+        raise ModelError("cross_entropy", got="size_average or reduce", wanted="reduction")
+    if reduction != "mean":
+        return functional.cross_entropy(
+            logits,
+            labels,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+    if weight is not None:
+        raise ModelError(
+            "cross_entropy", got="weights of classes and a mean", wanted="no weights, or a sum"
+        )
+    total = functional.cross_entropy(
+        logits, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+    )
+    return total / targets(total.detach(), handle)
+
+
+_REPLACED: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    functional.scaled_dot_product_attention: scaled_dot_product_attention,
+    functional.multi_head_attention_forward: multi_head_attention,
+    functional.cross_entropy: cross_entropy,
+}
+
+_FRAMES = 8
+"""Functions by which a call is known, at most: models count tokens in functions of their own."""
+
+_TORCH = str(Path(torch.__file__).parent)
+_MODULES = torch.nn.modules.module.__file__
+_AGAIN = (torch.utils.checkpoint.__file__, torch.autograd.function.__file__)
+
+Frames = tuple[tuple[CodeType, int], ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Seen:
+    """How a call's size and the tokens went together: the numbers of tokens that it followed, and
+    the sizes that it had when there were other numbers of tokens."""
+
+    followed: set[int] = field(default_factory=set)
+    others: set[int] = field(default_factory=set)
+
+    @property
+    def follows(self) -> bool:
+        return len(self.followed) > 1
+
+
+class ReplacedCalls(TorchFunctionMode):
+    """In force while modules of ``model`` run that its author wrote, until :meth:`remove`."""
+
+    def __init__(self, model: torch.nn.Module, seat: ModelSeat) -> None:
+        super().__init__()
+        self._seat, self._model = seat, model
+        _remove_older(model)
+        self._sites: dict[tuple[Frames, int], _Seen] = {}
+        self._tables: set[int] | None = None
+        self._here = threading.local()
+        self._hooks = ExitStack()
+        within = {id(x) for part in _compiled_within(model) for x in part.modules()}
+        for module in model.modules():
+            if id(module) not in within and _calls_functions(module):
+                enter = module.register_forward_pre_hook(self._enter, prepend=True)
+                leave = module.register_forward_hook(self._leave, always_call=True)
+                self._hooks.callback(enter.remove)
+                self._hooks.callback(leave.remove)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        self._hooks.close()
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        """``function(*args, **named)``, a forward that a checkpoint calls: this is in force there
+        too, where it is computed again."""
+        self._enter()
+        try:
+            return function(*args, **named)
+        finally:
+            self._leave()
+
+    def _enter(self, *_: Any) -> None:
+        # Backward begins without the modes of its forward, whatever this thread is inside of.
+        enters = self not in _get_current_function_mode_stack()
+        self._entered().append(enters)
+        if enters:
+            self._tables = None
+            self.__enter__()
+
+    def _leave(self, *_: Any) -> None:
+        if self._entered().pop():
+            self.__exit__(None, None, None)
+
+    def _entered(self) -> list[bool]:
+        """Of each module that is running on this thread, whether it put this in force."""
+        if not hasattr(self._here, "entered"):
+            self._here.entered = []
+        return self._here.entered  # type: ignore[no-any-return]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What is replaced, and all else as it is."""
+        named = kwargs or {}
+        if func in _REPLACED:
+            if not torch.compiler.is_compiling():
+                _site()
+            return _REPLACED[func](*args, **named, handle=self._seat.handle)
+        if torch.compiler.is_compiling():
+            return func(*args, **named)
+        out = func(*args, **named)
+        if func is torch.arange and _begins_at_zero(*args, **named):
+            return self._counted(out)
+        if func is torch.Tensor.__getitem__ and args[0].grad_fn is None:  # what is held has none
+            return self._cut(out, args[0], args[1])
+        return out
+
+    def _cut(self, out: torch.Tensor, table: torch.Tensor, index: Any) -> torch.Tensor:
+        cuts = cuts_of(index, table.dim())
+        if not cuts or not self._is_held(table):
+            return out
+        follow = [cut for cut in cuts if self._follows(out.shape[cut.made], part=cut.at)]
+        if len(follow) != 1:
+            return out
+        return rows_of(table, index, **follow[0]._asdict(), handle=self._seat.handle)
+
+    def _is_held(self, table: torch.Tensor) -> bool:
+        """Whether a module holds a tensor, in this call of the model's outermost module."""
+        if self._tables is None:
+            self._tables = set(map(id, _tables(self._model)))
+        return id(table) in self._tables
+
+    def _counted(self, out: torch.Tensor) -> torch.Tensor:
+        return positions(out, self._seat.handle) if self._follows(len(out)) else out
+
+    def _follows(self, size: int, part: int = 0) -> bool:
+        """Whether the size of the call that is being made, or of a ``part`` of its index, is the
+        number of tokens. Raises ModelError where that cannot be told."""
+        now = self._seat.now
+        tokens, frames = len(now.positions()), _site()
+        seen = self._sites.get((frames, part))
+        if isinstance(now, StandIn):
+            seen = self._sites.setdefault((frames, part), _Seen())
+            (seen.followed if size == tokens else seen.others).add(size)
+            return size == tokens
+        if size != tokens or (seen is not None and not seen.follows and size in seen.others):
+            return False
+        if seen is None or not seen.follows or size in seen.others:
+            raise ModelError(
+                f"places counted in {_named(frames)}",
+                got=f"{size}, which may be tokens or not",
+                wanted="places that follow the tokens",
+                hint="give the model its places, or another number of tokens",
+            )
+        return True
+
+
+def _compiled_within(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules that their author compiles."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, torch._dynamo.OptimizedModule)  # noqa: SLF001
+        or module._compiled_call_impl is not None  # noqa: SLF001
+    ]
+
+
+def _remove_older(model: torch.nn.Module) -> None:
+    """A model is replaced once."""
+    for module in model.modules():
+        for hook in list(module._forward_pre_hooks.values()):  # noqa: SLF001
+            older = getattr(hook, "__self__", None)
+            if isinstance(older, ReplacedCalls):
+                older.remove()
+
+
+def _calls_functions(module: torch.nn.Module) -> bool:
+    """Whether a module's forward may call what is replaced: one that is not torch's own, or has
+    parts, or a loss."""
+    own = not type(module).__module__.startswith("torch.nn.modules")
+    return own or any(True for _ in module.children()) or isinstance(module, _LOSSES)
+
+
+_LOSSES = (torch.nn.CrossEntropyLoss,)
+
+
+def _tables(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that modules hold."""
+    for module in model.modules():
+        yield from module._parameters.values()  # type: ignore[misc]  # noqa: SLF001
+        yield from module._buffers.values()  # type: ignore[misc]  # noqa: SLF001
+        yield from (x for x in vars(module).values() if isinstance(x, torch.Tensor))
+
+
+def _begins_at_zero(*args: Any, **named: Any) -> bool:
+    """Whether an arange of such arguments counts 0, 1, 2, ..."""
+    starts = len(args) > 1 or (args and "end" in named)
+    start = named.get("start", args[0] if starts else 0)
+    return bool(start == 0 and named.get("step", args[2] if len(args) > 2 else 1) == 1)
+
+
+def _site() -> Frames:
+    """Where the call is made that is being replaced: in which functions of its module's forward,
+    however that was called. Raises ModelError where a checkpoint, or a function with a backward of
+    its own, runs functions that are no module: what they do again would not be replaced."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    found = list[tuple[CodeType, int]]()
+    while frame is not None and (file := frame.f_code.co_filename) != _MODULES:
+        if frame.f_code is ReplacedCalls.run.__code__:
+            break
+        if file in _AGAIN:
+            raise ModelError(
+                _named(found[-1:]),
+                got="a checkpoint around a function",
+                wanted="around a module",
+                hint="put the function in a module, or give hr.compile a backend",
+            )
+        if file != __file__ and not file.startswith(_TORCH):
+            found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found[:_FRAMES])
+
+
+def _named(frames: Sequence[tuple[CodeType, int]]) -> str:
+    """The first function of a site, and where it is written."""
+    if not frames:
+        return "a function of torch"
+    code, _ = frames[0]
+    return f"{code.co_qualname}, {code.co_filename}:{code.co_firstlineno}"

@@ -1,0 +1,316 @@
+"""The launcher's side: ranks are forked, watched until they end, and none is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import pickle
+import pickletools
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from headrace.comm.status import Death, StatusBoard
+from headrace.errors import LaunchError
+
+__all__ = [
+    "bury",
+    "caught",
+    "end",
+    "execute",
+    "flush",
+    "fork",
+    "live",
+    "say",
+    "say_traceback",
+    "stopping",
+    "supervise",
+]
+
+
+def say(text: str) -> None:
+    """One line ``headrace: text`` on stderr, in one write. Needs no lock: any thread may call."""
+    with suppress(OSError):  # stderr may be closed; the exit code still tells
+        os.write(2, f"headrace: {text}\n".encode(errors="replace"))
+
+
+def say_traceback(rank: int, error: BaseException) -> None:
+    """The traceback of ``error``, every line marked with its rank, in one write."""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    with suppress(OSError):
+        os.write(2, "".join(f"rank {rank}| {line}\n" for line in lines).encode(errors="replace"))
+
+
+def flush(limit_s: float = 0.5) -> None:
+    """Write out what Python still buffers, giving up after ``limit_s``: another thread may hold
+    the buffer in a write that never ends."""
+    thread = threading.Thread(target=_flush, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or its reader is gone
+            stream.flush()
+
+
+def end(code: int) -> None:
+    """End the process with ``code`` now, from any thread, whatever its other threads wait for."""
+    try:
+        flush()
+    finally:
+        os._exit(code)
+
+
+_POLL_S = 0.02
+_GRACE_S = 2.0  # for the last words of the others
+_PR_SET_PDEATHSIG = 1
+
+
+def stopping() -> tuple[signal.Signals, ...]:
+    """What people, schedulers and terminals send to end a job (Slurm may warn by SIGUSR1); without
+    SIGHUP where it is ignored, which is what nohup does."""
+    found = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return found
+    return (*found, signal.SIGHUP)
+
+
+@contextmanager
+def caught(*signals: signal.Signals) -> Iterator[list[int]]:
+    """A list to which these signals are appended while the context lasts, instead of their usual
+    effect. Handlers are set even where a shell started us with the signal ignored."""
+    heard: list[int] = []
+    before = {number: signal.getsignal(number) for number in signals}
+    for number in signals:
+        signal.signal(number, lambda got, _: heard.append(got))
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def fork(ranks: int, body: Callable[[int], int]) -> dict[int, int]:
+    """Fork ``ranks`` children that each run ``body(rank)`` and end with its code; returns their
+    process ids by rank. Children ignore SIGINT and SIGHUP, and die with this process, however it
+    dies."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    children: dict[int, int] = {}
+    for rank in range(ranks):
+        try:
+            pid = os.fork()
+        except OSError as error:
+            bury(children)
+            raise LaunchError(f"rank {rank}", got=error, wanted="a process", hint="fewer ranks")
+        if pid == 0:
+            gc.freeze()  # a collection would write to, and so copy, every page of what was imported
+            live(parent, rank, body)
+        children[rank] = pid
+    return children
+
+
+def live(parent: int, rank: int, body: Callable[[int], int]) -> None:
+    """The life of a child of ``parent``; never returns into the code that began it."""
+    code = 1
+    try:
+        for number in (signal.SIGINT, signal.SIGHUP):  # the terminal sends it to all of us
+            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == parent:  # else it died before the line above
+            code = body(rank)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        end(code)
+
+
+def supervise(
+    children: dict[int, int],
+    board: StatusBoard,
+    heard: list[int],
+    each: Callable[[], None] = lambda: None,
+) -> int:
+    """Wait for all children; returns the exit code of the job.
+
+    The first failure is put on the board, so that the others stop by themselves; those that have
+    not after two seconds are killed. A signal in ``heard`` ends them all, a second one at once.
+    ``each`` is called in every round, and once more when all have ended.
+    """
+    running, ranks = dict(children), len(children)
+    kill_at, told = float("inf"), False
+    while running:
+        for rank, status in _reap(running):
+            if (death := _autopsy(rank, status, board)) and not heard:
+                kill_at = min(kill_at, time.monotonic() + _GRACE_S)
+                if board.declare(death) == death:
+                    say(str(death))
+        if heard and not told:
+            told, kill_at = True, time.monotonic() + _GRACE_S
+            say(f"stopped by {signal.Signals(heard[0]).name}: {board.everyone(ranks)}")
+            _signal_all(running, signal.SIGTERM)
+        if len(heard) > 1 or time.monotonic() > kill_at:
+            _signal_all(running, signal.SIGKILL)
+        each()
+        time.sleep(_POLL_S)
+    each()
+    if heard:
+        return 128 + heard[0]
+    death = board.death()
+    return death.code if death else 0
+
+
+def bury(children: dict[int, int]) -> None:
+    """Kill and reap whichever of the children are still there."""
+    for pid in children.values():
+        with suppress(ProcessLookupError, ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _reap(running: dict[int, int]) -> list[tuple[int, int]]:
+    """Rank and wait status of the children that have ended since; takes them out."""
+    ended = []
+    for rank, pid in list(running.items()):
+        got, status = os.waitpid(pid, os.WNOHANG)  # ours only: the caller may have others
+        if got:
+            ended.append((rank, status))
+            del running[rank]
+    return ended
+
+
+def _signal_all(running: dict[int, int], number: signal.Signals) -> None:
+    for pid in running.values():
+        os.kill(pid, number)  # not reaped yet, so the number is still its own
+
+
+def _autopsy(rank: int, status: int, board: StatusBoard) -> Death | None:
+    """How a rank failed; None when it ended well."""
+    code = os.waitstatus_to_exitcode(status)
+    if code == 0:
+        beat = board.last(rank)
+        if beat and beat.left:
+            return None
+    if code < 0:
+        named = -code < signal.SIGRTMIN
+        name = signal.Signals(-code).name if named else f"signal {-code}"
+        how, code = f"was killed by {name}", 128 - code
+    else:
+        how, code = f"left with code {code}" if code else "left before its end", code or 1
+    return Death(rank=rank, how=f"{how} ({board.where(rank)})", code=code)
+
+
+_RANK = f"""
+import sys
+sys.path[:] = sys.argv[4:]  # before anything of the working folder is taken for a module
+import signal
+for number in {int(signal.SIGINT)}, {int(signal.SIGHUP)}:  # the terminal sends them to all of us
+    signal.signal(number, signal.SIG_IGN)
+from headrace.comm.processes import begin
+begin(*map(int, sys.argv[1:4]))
+"""
+
+
+def execute(
+    ranks: int, body: Callable[[int], int], inherited: Sequence[int] = ()
+) -> dict[int, int]:
+    """Start ``ranks`` new processes that each run ``body(rank)`` and end with its code, as
+    :func:`headrace.comm.processes.fork` does; they have the open files ``inherited``.
+
+    Raises LaunchError for a ``body`` that cannot be sent: it must be of a module, not a closure.
+    """
+    data = _pickled(body)
+    children: dict[int, int] = {}
+    try:
+        memory = os.memfd_create("ranks")
+        try:
+            _write(memory, data)
+            with _open_in_children((memory, *inherited)):
+                for rank in range(ranks):
+                    children[rank] = _spawned(memory, rank)
+        finally:
+            os.close(memory)
+    except BaseException as error:
+        bury(children)
+        if not isinstance(error, OSError):
+            raise
+        hint = "fewer ranks" if error.errno in (errno.EAGAIN, errno.ENOMEM) else None
+        raise LaunchError(f"rank {len(children)}", got=error, wanted="a process", hint=hint)
+    return children
+
+
+def _spawned(memory: int, rank: int) -> int:
+    """The process of a rank."""
+    folders = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]
+    words = [*map(str, (memory, rank, os.getpid())), *folders]
+    return os.posix_spawn(sys.executable, [sys.executable, "-c", _RANK, *words], dict(os.environ))
+
+
+def begin(memory: int, rank: int, parent: int) -> None:
+    """What a new process does first and last: the body's part of ``rank``."""
+
+    def body(rank: int) -> int:
+        size = os.fstat(memory).st_size
+        try:
+            work: Callable[[int], int] = pickle.loads(os.pread(memory, size, 0))
+        except (ImportError, AttributeError) as error:
+            say(f"rank {rank}: the function to run cannot be imported in a new process ({error})")
+            return 1
+        os.close(memory)
+        return work(rank)
+
+    live(parent, rank, body)
+
+
+def _pickled(body: Callable[[int], int]) -> bytes:
+    try:
+        data = pickle.dumps(body)
+    except Exception as error:  # of any class that is asked for its state
+        raise _unsendable(str(error)) from None
+    if _names_main(data):
+        raise _unsendable("of __main__")
+    return data
+
+
+def _unsendable(why: str) -> LaunchError:
+    return LaunchError(
+        "main function of ranks",
+        got=f"one that cannot be sent to a new process ({why})",
+        wanted="a function of an importable module: as CUDA or threads of torch have begun here, "
+        "ranks cannot be forked",
+        hint="start ranks before they begin, or with torchrun",
+    )
+
+
+def _names_main(data: bytes) -> bool:
+    """Whether something is of the program itself, which is another one in a new process."""
+    return any(value == "__main__" for _, value, _ in pickletools.genops(data))
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+@contextmanager
+def _open_in_children(files: Sequence[int]) -> Iterator[None]:
+    before = [os.get_inheritable(file) for file in files]
+    try:
+        for file in files:
+            os.set_inheritable(file, True)
+        yield
+    finally:
+        for file, inheritable in zip(files, before, strict=True):
+            os.set_inheritable(file, inheritable)

@@ -1,0 +1,382 @@
+"""Plans the coming batches in other processes, while the current one trains.
+
+Plans come in the order of the batches and depend on nothing but the batch, so they are the same
+whatever the number of producers, and whichever of them dies. A producer is a process of its own
+that imports the planning side only; one that dies is replaced, and what it had to plan is planned
+again. One that is waited for and gives no sign of life is killed: it may be frozen, or swapped out.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
+from struct import Struct
+from tempfile import TemporaryFile
+from threading import Thread
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+from weakref import finalize
+
+from headrace.errors import LaunchError, SpecError
+
+__all__ = [
+    "ALIVE",
+    "Answer",
+    "PlanAhead",
+    "Producer",
+    "command",
+    "noted",
+    "serve",
+]
+
+Answer = tuple[int, bool, bytes]
+"""(number of the item, whether it was planned, the pickled plan or error)"""
+
+ALIVE: Answer = (-1, True, b"")
+"""A sign of life."""
+
+_NUMBER = Struct("q")
+_POLL_S = 1.0  # between two looks whether the parent is still there
+
+
+def command(fd: int, note: int) -> list[str]:
+    """The command line of a producer that talks over the file descriptor ``fd`` and notes what it
+    plans in that of a file, ``note``. It does not import the main program, as multiprocessing
+    would, and with it torch."""
+    text = (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"from headrace.comm.workers import serve; serve({fd}, {note}, {os.getpid()})"
+    )
+    return [sys.executable, "-c", text]
+
+
+def noted(note: int) -> int:
+    """The number of the item that a producer began last, -1 for none."""
+    data = os.pread(note, _NUMBER.size, 0)
+    return int(_NUMBER.unpack(data)[0]) if len(data) == _NUMBER.size else -1
+
+
+def serve(fd: int, note: int, parent: int) -> None:
+    """Plan what comes over ``fd``: first the pickled function, then (number, pickled item)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all of us
+    connection = Connection(fd)
+    plan = _received_function(connection)
+    items: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+    answers: SimpleQueue[Answer] = SimpleQueue()
+    Thread(target=_receive, args=(connection, parent, items, answers), daemon=True).start()
+    Thread(target=_send, args=(connection, answers), daemon=True).start()
+    while True:
+        number, item = items.get()
+        os.pwrite(note, _NUMBER.pack(number), 0)
+        answers.put(_answer(plan, number, item))
+
+
+def _received_function(connection: Connection) -> Callable[[Any], Any]:
+    """The function, or one that raises why it cannot be had."""
+    try:
+        data = connection.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(0)
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+
+    def unknown(_: Any) -> Any:
+        raise ImportError(f"the function cannot be loaded where plans are made ({text})")
+
+    return unknown
+
+
+def _answer(plan: Callable[[Any], Any], number: int, item: bytes) -> Answer:
+    try:
+        return number, True, pickle.dumps(plan(pickle.loads(item)))
+    except Exception as error:
+        data = b""
+        with suppress(Exception):  # some errors cannot be pickled, or not read back
+            data = pickle.dumps(error)
+            pickle.loads(data)
+            return number, False, data
+        return number, False, pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _receive(
+    connection: Connection,
+    parent: int,
+    items: SimpleQueue[tuple[int, bytes]],
+    answers: SimpleQueue[Answer],
+) -> None:
+    try:
+        while os.getppid() == parent:
+            if connection.poll(_POLL_S):
+                items.put(connection.recv())
+            elif answers.empty():
+                answers.put(ALIVE)
+    except (EOFError, OSError):
+        pass
+    os._exit(0)
+
+
+def _send(connection: Connection, answers: SimpleQueue[Answer]) -> None:
+    try:
+        while True:
+            connection.send(answers.get())
+    except OSError:
+        os._exit(0)
+
+
+_GRACE_S = 2.0
+
+
+class Producer:
+    """One process, and the numbers of the items that it has and has not answered, oldest first;
+    ``heard_s`` is when it last said something, or was started.
+    """
+
+    def __init__(self, function: bytes) -> None:
+        ours, theirs = Pipe()
+        self.note = TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as the process
+        self.connection: Connection[Any, Any] = ours
+        self.numbers: deque[int] = deque()
+        self.heard_s = time.monotonic()
+        self._silent = ""
+        with theirs:
+            try:
+                self.process = subprocess.Popen(
+                    command(theirs.fileno(), self.note.fileno()),
+                    pass_fds=(theirs.fileno(), self.note.fileno()),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+            except OSError as error:
+                ours.close()
+                self.note.close()
+                raise LaunchError("producer of plans", got=error.strerror, wanted="a process")
+        with suppress(OSError):  # dead already: noticed when its answer is waited for
+            self.connection.send_bytes(function)
+
+    def end(self) -> None:
+        """End the process and wait until it is gone."""
+        self.connection.close()
+        try:
+            self.process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.note.close()
+
+    def heard(self) -> None:
+        """Note that the process has just sent something."""
+        self.heard_s = time.monotonic()
+
+    def stop(self, why: str) -> None:
+        """Kill the process, which may be frozen, because of ``why``."""
+        self._silent = why
+        self.process.kill()
+
+    def buried(self) -> tuple[int, str]:
+        """For a process that is dying: the number that it was planning, -1 for none of those it has
+        not answered; and how it ended, in words."""
+        last = noted(self.note.fileno())
+        self.end()
+        code = self.process.returncode
+        if self._silent:
+            how = self._silent
+        elif code >= 0:
+            how = f"left with code {code}"
+        else:
+            known = -code in {number.value for number in signal.Signals}
+            how = f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
+        return last if last in self.numbers else -1, how
+
+
+Item = TypeVar("Item")
+Plan = TypeVar("Plan")
+
+_MOST_DEATHS = 3  # over one batch: then it is the batch
+_LOOK_S = 1.0  # between two looks who has been silent
+
+
+class PlanAhead(Generic[Item, Plan]):
+    """An iterator over ``plan(item)`` of all ``items``, in order, made by ``producers`` processes.
+
+    At most ``depth`` items are in work or waiting to be taken; ``items`` is read no further ahead.
+    ``plan`` and the items must be picklable, ``plan`` from a module that can be imported. An error
+    of a plan, or of ``items``, is raised at its turn; the plans after it still come. ``tell`` gets
+    one line when a producer has died. A batch over which three have died raises LaunchError. A
+    producer that is silent for ``silent_s`` seconds of waiting is killed.
+    Use it as a context, or :meth:`close` it; no process outlives it.
+    """
+
+    def __init__(
+        self,
+        plan: Callable[[Item], Plan],
+        items: Iterable[Item],
+        *,
+        producers: int = 1,
+        depth: int = 2,
+        tell: Callable[[str], None] | None = None,
+        silent_s: float = 30.0,
+    ) -> None:
+        for name, value in (("producers", producers), ("depth", depth)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SpecError(name, got=repr(value), wanted="a whole number >= 1")
+        self._function = _pickled("the function that plans", plan)
+        self._items: Iterator[Item] | None = iter(items)
+        self._depth, self._tell, self._silent_s = depth, tell, silent_s
+        self._turn, self._read = 0, 0
+        self._data: dict[int, bytes] = {}  # of items that are not answered
+        self._waiting: deque[int] = deque()  # of them, those that no producer has
+        self._answers: dict[int, tuple[bool, Any]] = {}
+        self._deaths: dict[int, int] = {}
+        self._most = min(producers, depth)
+        self._team: list[Producer] = []
+        self._finalizer = finalize(self, _disband, self._team)
+        self._hand_out()
+
+    def __iter__(self) -> Iterator[Plan]:
+        return self
+
+    def __next__(self) -> Plan:
+        self._hand_out()
+        since_s = time.monotonic()
+        while self._turn not in self._answers:
+            if self._turn == self._read:
+                self.close()
+                raise StopIteration
+            self._receive(_LOOK_S)
+            self._stop_silent(since_s)
+            self._hand_out()
+        planned, value = self._answers.pop(self._turn)
+        self._turn += 1
+        self._receive(0)
+        self._hand_out()
+        if not planned:
+            raise value
+        return value
+
+    def __enter__(self) -> PlanAhead[Item, Plan]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all producers; plans that were not taken are lost."""
+        self._items = None
+        self._waiting.clear()
+        self._read = self._turn
+        self._answers.clear()
+        self._finalizer()
+
+    def _hand_out(self) -> None:
+        """Read items as far as the depth goes, and give them to whoever has the fewest."""
+        while self._items is not None and self._read < self._turn + self._depth:
+            try:
+                self._data[self._read] = _pickled(f"batch {self._read}", next(self._items))
+            except StopIteration:
+                self._items = None
+                break
+            except Exception as error:  # at its turn
+                self._answers[self._read] = False, error
+            else:
+                self._waiting.append(self._read)
+            self._read += 1
+        while self._waiting:
+            free = len(self._team) == self._most or any(not p.numbers for p in self._team)
+            if not free:
+                self._team.append(Producer(self._function))
+            number = self._waiting.popleft()
+            producer = min(self._team, key=lambda some: len(some.numbers))
+            producer.numbers.append(number)
+            with suppress(OSError):  # dead: noticed when its answer is waited for
+                producer.connection.send((number, self._data[number]))
+
+    def _receive(self, limit_s: float) -> None:
+        """Take the answers that have come; wait for one, or for a death, up to ``limit_s``."""
+        ready = wait([some.connection for some in self._team], limit_s)
+        for producer in [some for some in self._team if some.connection in ready]:
+            try:
+                while producer.connection.poll():
+                    number, planned, data = producer.connection.recv()
+                    producer.heard()
+                    if number < 0:
+                        continue
+                    producer.numbers.remove(number)
+                    del self._data[number]
+                    self._deaths.pop(number, None)
+                    self._answers[number] = _loaded(planned, data)
+            except (EOFError, OSError):
+                self._replace(producer)
+
+    def _stop_silent(self, since_s: float) -> None:
+        """Kill producers that have said nothing for too long, of the time since ``since_s``: before
+        nobody listened."""
+        for producer in [some for some in self._team if some.numbers]:
+            if time.monotonic() - max(since_s, producer.heard_s) > self._silent_s:
+                producer.stop(f"gave no sign of life for {self._silent_s:g} s")
+
+    def _replace(self, producer: Producer) -> None:
+        """Put what a dead producer had back; the next to hand out starts another."""
+        last, how = producer.buried()
+        lost = list(producer.numbers)
+        self._team.remove(producer)
+        text = f"producer of plans (process {producer.process.pid}) {how}"
+        if last in self._data:
+            self._deaths[last] = self._deaths.get(last, 0) + 1
+            text += f" while planning batch {last}"
+        elif lost:
+            # It never began: whatever is first in line counts, or producers that cannot start
+            # would be replaced for ever.
+            self._deaths[lost[0]] = self._deaths.get(lost[0], 0) + 1
+        for number in [number for number in lost if self._deaths.get(number, 0) == _MOST_DEATHS]:
+            lost.remove(number)
+            del self._data[number], self._deaths[number]
+            error = LaunchError(
+                f"batch {number}",
+                got=f"{_MOST_DEATHS} producers dead over it",
+                wanted="a plan",
+                hint=f"the last {how}",
+            )
+            self._answers[number] = False, error
+            text += ", the third: it is given up"
+        self._waiting = deque(sorted([*self._waiting, *lost]))
+        if self._tell is not None:
+            self._tell(text + ("; another takes over" if lost else ""))
+
+
+def _pickled(what: str, value: object) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise SpecError(what, got=f"{type(error).__name__}: {error}", wanted="what can be pickled")
+
+
+def _loaded(planned: bool, data: bytes) -> tuple[bool, Any]:
+    try:
+        return planned, pickle.loads(data)
+    except Exception as error:  # at its turn
+        return False, error
+
+
+def _disband(team: list[Producer]) -> None:
+    for producer in team:
+        producer.connection.close()  # all at once, so that they end at the same time
+    for producer in team:
+        producer.end()
+    team.clear()

@@ -1,0 +1,394 @@
+"""Calibration: what steps that ran say about the costs they were planned with.
+
+No plan follows from it but through the memory margin: a factor for each option, learnt while
+training, would make the plans of a run depend on the load of its machine.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.costs.cost_model import CostModel
+from headrace.costs.saving import save_whole, sealed, unsealed
+from headrace.errors import CostError
+from headrace.spec.method import LayerPlan
+from headrace.spec.plan import MicroBatch, Plan
+
+__all__ = [
+    "Calibration",
+    "Estimate",
+    "LEAST_MARGIN",
+    "MOST_MARGIN",
+    "Peaks",
+    "Residual",
+    "common_factor",
+    "micro_batch_residuals",
+    "raised_margin",
+    "rank_differences",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """One micro-batch: seconds of its forward and backward together, predicted and measured.
+
+    ``shares`` are the parts of the predicted seconds of its layers by option key,
+    ``cp2 megatron_cz+full``; they sum to one.
+    """
+
+    ranks: tuple[int, ...]
+    predicted_s: float
+    measured_s: float
+    shares: Mapping[str, float]
+
+    @property
+    def log(self) -> float:
+        """The logarithm of measured over predicted."""
+        return math.log(self.measured_s / self.predicted_s)
+
+
+def micro_batch_residuals(
+    plan: Plan, predicted: Sequence[float], measured: Mapping[int, float], costs: CostModel
+) -> tuple[Residual, ...]:
+    """The residuals of a step's micro-batches, in the plan's order: seconds of their forwards and
+    backwards without waiting, ``predicted`` for each and ``measured`` for those that ran. One that
+    took no time is left out.
+    """
+    shares = _Shares(plan, costs)
+    return tuple(
+        Residual(
+            ranks=plan.pipelines[micro.pipeline].ranks,
+            predicted_s=predicted[index],
+            measured_s=measured[index],
+            shares=shares.of(micro),
+        )
+        for index, micro in enumerate(plan.micro_batches)
+        if predicted[index] > 0 and measured.get(index, 0.0) > 0
+    )
+
+
+class _Shares:
+    """The parts of options in predicted layer seconds: the coefficients of each once for every
+    layer plan and width."""
+
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
+        self._plan, self._costs = plan, costs
+        self._known: dict[tuple[int, int], dict[str, tuple[float, float, float]]] = {}
+
+    def of(self, micro: MicroBatch) -> dict[str, float]:
+        """The shares of a micro-batch by option key; they sum to one."""
+        width = self._plan.pipelines[micro.pipeline].scheme.width
+        lengths = self._plan.tokens_of(micro)
+        squares, tokens = sum(n * n for n in lengths), sum(lengths)
+        seconds = {
+            key: a * squares + b * tokens + c
+            for key, (a, b, c) in self._rows(width, micro.layers).items()
+        }
+        total = sum(seconds.values())
+        return {key: s / total if total > 0 else 1 / len(seconds) for key, s in seconds.items()}
+
+    def _rows(self, width: int, layers: LayerPlan) -> dict[str, tuple[float, float, float]]:
+        """Coefficients of the seconds of all layers of each option. By the identity of their plan:
+        hashing all layers of all micro-batches takes longer."""
+        known = self._known.get((width, id(layers)))
+        if known is None:
+            known = dict[str, tuple[float, float, float]]()
+            self._known[width, id(layers)] = known
+            for option, count in Counter(layers.options).items():
+                cost = self._costs.option(width, option)
+                gather = sum(self._costs.gather_seconds(width, option, self._plan.working))
+                lines = cost.forward, cost.backward
+                known[f"cp{width} {option}"] = (
+                    count * sum(line.a for line in lines),
+                    count * sum(line.b for line in lines),
+                    count * (sum(line.c for line in lines) + gather),
+                )
+        return known
+
+
+def rank_differences(residuals: Sequence[Residual]) -> dict[int, float]:
+    """How much slower each rank was than the others: the difference of logarithms between its
+    measured over predicted seconds and the (lower) median of the other ranks'.
+
+    Each rank is judged by its micro-batches in the smallest groups it worked in, and against others
+    in groups of that size, so that a group size which is predicted badly says nothing about a rank.
+    Ranks of one group cannot be told apart: a slow one makes all of them slow. A rank without work,
+    or alone in groups of its size, is left out.
+    """
+    by_size: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    smallest: dict[int, int] = {}
+    for (rank, size), value in _by_rank(residuals).items():
+        by_size[size].append((rank, value))
+        smallest[rank] = min(size, smallest.get(rank, size))
+    found = {}
+    for size, values in by_size.items():
+        ordered = sorted(value for _, value in values)
+        for rank, value in values:
+            if smallest[rank] == size and len(ordered) > 1:
+                found[rank] = value - _median_of_others(ordered, value)
+    return found
+
+
+def _median_of_others(ordered: Sequence[float], value: float) -> float:
+    """The lower median of ``ordered`` without one ``value``."""
+    middle = (len(ordered) - 2) // 2
+    return ordered[middle if middle < bisect_left(ordered, value) else middle + 1]
+
+
+def _by_rank(residuals: Sequence[Residual]) -> dict[tuple[int, int], float]:
+    """The logarithm of measured over predicted of each rank and group size it worked in."""
+    sums: dict[tuple[int, int], tuple[float, float]] = {}
+    for residual in residuals:
+        for rank in residual.ranks:
+            key = rank, len(residual.ranks)
+            measured_s, predicted_s = sums.get(key, (0.0, 0.0))
+            sums[key] = measured_s + residual.measured_s, predicted_s + residual.predicted_s
+    return {key: math.log(measured / predicted) for key, (measured, predicted) in sums.items()}
+
+
+def common_factor(residuals: Sequence[Residual]) -> float:
+    """The logarithm of measured over predicted of the whole step: the lower median over its ranks,
+    so that one slow rank of two does not look like a slow machine. 0 without residuals."""
+    sums: dict[int, tuple[float, float]] = {}
+    for residual in residuals:
+        for rank in residual.ranks:
+            measured_s, predicted_s = sums.get(rank, (0.0, 0.0))
+            sums[rank] = measured_s + residual.measured_s, predicted_s + residual.predicted_s
+    ordered = sorted(math.log(measured / predicted) for measured, predicted in sums.values())
+    return ordered[(len(ordered) - 1) // 2] if ordered else 0.0
+
+
+LEAST_MARGIN, MOST_MARGIN = 0.05, 0.6
+
+_SAFETY = 1.1  # what peaks may exceed the largest that was learnt by
+_SPREADS = 3.0  # that a peak may lie above the mean
+_ENOUGH = 20  # steps with peaks worth learning from, before less than the prior is believed
+_NOTICEABLE = 0.25  # of the memory: smaller peaks count as this much
+_GRID = 20  # margins are multiples of 1 / _GRID, so that runs alike start with the same one
+
+KEEP = 0.98
+"""Of what was known, at each value: one counts half after 34 others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean and a variance that forget: of ``count`` values, the last some fifty matter."""
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 0:
+            raise CostError("count of an estimate", got=repr(self.count), wanted="an int >= 0")
+        for name, value in (("mean", self.mean), ("variance", self.variance)):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise CostError(f"{name} of an estimate", got=repr(value), wanted="a number")
+            if not math.isfinite(value) or (name == "variance" and value < 0):
+                raise CostError(f"{name} of an estimate", got=value, wanted="finite, variance >= 0")
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation."""
+        return math.sqrt(self.variance)
+
+    def after(self, value: float, within: float = 0.0) -> Estimate:
+        """With one more ``value``, itself a mean of values of variance ``within``.
+
+        a         = max(1 - keep, 1 / count)
+        mean'     = mean + a (value - mean)
+        variance' = (1 - a) (variance + a (value - mean)^2) + a within
+        """
+        a = max(1 - KEEP, 1 / (self.count + 1))
+        away = value - self.mean
+        return Estimate(
+            count=self.count + 1,
+            mean=self.mean + a * away,
+            variance=(1 - a) * (self.variance + a * away * away) + a * within,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """Measured over predicted peak bytes, of the worst rank of each step that says something:
+    what is ``usual``, and the ``largest``, whose distance to the usual is forgotten at the same
+    pace."""
+
+    usual: Estimate = field(default_factory=Estimate)
+    largest: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.largest, bool) or not isinstance(self.largest, int | float):
+            raise CostError("largest ratio of peaks", got=repr(self.largest), wanted="a number")
+        if not math.isfinite(self.largest) or self.largest < 0:
+            raise CostError("largest ratio of peaks", got=self.largest, wanted="finite, >= 0")
+
+    def after(self, predicted: Sequence[int], measured: Sequence[int], memory_bytes: int) -> Peaks:
+        """With the peak bytes of all ranks of one more step; the worst rank counts."""
+        ratios = [
+            _ratio(p, m, memory_bytes)
+            for p, m in zip(predicted, measured, strict=True)
+            if max(p, m) > _NOTICEABLE * memory_bytes
+        ]
+        if not ratios:
+            return self
+        usual = self.usual.after(max(ratios))
+        faded = usual.mean + KEEP * (self.largest - usual.mean)
+        return Peaks(usual=usual, largest=max(*ratios, faded))
+
+    @property
+    def high(self) -> float:
+        """What ratios seldom exceed: max(largest, mean + 3 spreads)."""
+        return max(self.largest, self.usual.mean + _SPREADS * self.usual.spread)
+
+    def margin(self, prior: float) -> float:
+        """The fraction of a rank's memory that plans leave free.
+
+            margin = 1 - 1 / (1.1 high)    high = max(largest, mean + 3 spreads) of the ratios
+                                           measured over predicted peak of the worst rank of a step
+
+        rounded up to a multiple of 0.05, and at least 0.05, at most 0.6: then a predicted peak of
+        (1 - margin) memory times ``high`` and a safety of 1.1 stays within the memory. Peaks below
+        a quarter of the memory count as a quarter, and steps that stay below altogether not at
+        all: what a process needs anyway would look like a large error of a small prediction.
+        ``prior`` holds until something was learnt, and is a lower bound for the first 20 steps
+        worth learning from.
+        """
+        if self.usual.count == 0:
+            return prior
+        found = _margin_for(self.high)
+        return found if self.usual.count >= _ENOUGH else max(prior, found)
+
+
+def raised_margin(
+    margin: float, predicted: Sequence[int], measured: Sequence[int], memory_bytes: int
+) -> float:
+    """The margin after a step, given the peak bytes of all ranks: ``margin`` unless a peak came
+    nearer to the memory than the safety of :meth:`Peaks.margin` allows, above
+    memory / 1.1; then at least what that peak's ratio asks for.
+
+    It follows from this step alone, so that a resumed run goes on with the margin in force.
+    """
+    for p, m in zip(predicted, measured, strict=True):
+        if m > memory_bytes / _SAFETY:
+            margin = max(margin, _margin_for(_ratio(p, m, memory_bytes)))
+    return margin
+
+
+def _ratio(predicted: int, measured: int, memory_bytes: int) -> float:
+    least = _NOTICEABLE * memory_bytes
+    return max(measured, least) / max(predicted, least)
+
+
+def _margin_for(ratio: float) -> float:
+    margin = min(MOST_MARGIN, max(LEAST_MARGIN, 1 - 1 / (_SAFETY * max(ratio, 1 / _SAFETY))))
+    return math.ceil(margin * _GRID - 1e-9) / _GRID
+
+
+FORMAT = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Calibration:
+    """What was learnt about the costs of one ``fingerprint``.
+
+    ``whole`` estimates the factor common to all micro-batches of a step, the logarithm of measured
+    over predicted seconds. ``options[key]`` estimates the same of micro-batches with layers of an
+    option, ``cp2 megatron_cz+full``, after that factor is removed; of a micro-batch with several
+    options each has the share of its predicted layer seconds. ``ranks[r]`` estimates how much
+    slower rank r is than the others, ``peaks`` the peak bytes.
+    """
+
+    fingerprint: str
+    whole: Estimate = field(default_factory=Estimate)
+    options: dict[str, Estimate] = field(default_factory=dict)
+    ranks: dict[int, Estimate] = field(default_factory=dict)
+    peaks: Peaks = field(default_factory=Peaks)
+
+    def observe(self, residuals: Sequence[Residual]) -> None:
+        """Take the micro-batches of one step.
+
+            common = sum_i w_i e_i / sum_i w_i    e_i = log(measured_i / predicted_i)
+                                                  w_i = predicted_i x ranks_i
+            value of option o = sum_i w_i s_io (e_i - common) / sum_i w_i s_io    s_io its share
+
+        The only micro-batch of a step cannot be told from the common factor.
+        """
+        weights = [residual.predicted_s * len(residual.ranks) for residual in residuals]
+        if not weights:
+            return
+        logs = [residual.log for residual in residuals]
+        common = sum(w * e for w, e in zip(weights, logs, strict=True)) / sum(weights)
+        self.whole = self.whole.after(common)
+        if len(residuals) < 2:
+            return
+        values: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for residual, weight, log in zip(residuals, weights, logs, strict=True):
+            for key, share in residual.shares.items():
+                if share > 0:
+                    values[key].append((weight * share, log - common))
+        for key, weighted in values.items():
+            total = sum(w for w, _ in weighted)
+            mean = sum(w * e for w, e in weighted) / total
+            within = sum(w * (e - mean) ** 2 for w, e in weighted) / total
+            self.options[key] = self.options.get(key, Estimate()).after(mean, within)
+        for rank, difference in rank_differences(residuals).items():
+            self.ranks[rank] = self.ranks.get(rank, Estimate()).after(difference)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that :meth:`from_json` reads back."""
+        return {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "whole": asdict(self.whole),
+            "options": {key: asdict(estimate) for key, estimate in self.options.items()},
+            "ranks": {str(rank): asdict(estimate) for rank, estimate in self.ranks.items()},
+            "peaks": asdict(self.peaks),
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Calibration:
+        """The inverse of :meth:`to_json`. Raises CostError when the value is malformed."""
+        if not isinstance(value, Mapping) or value.get("format") != FORMAT:
+            got = value.get("format") if isinstance(value, Mapping) else type(value).__name__
+            raise CostError("format of a calibration", got=got, wanted=FORMAT)
+        try:
+            fingerprint, peaks = value["fingerprint"], value["peaks"]
+            if not isinstance(fingerprint, str):
+                raise TypeError("a fingerprint that is no text")
+            return cls(
+                fingerprint=fingerprint,
+                whole=Estimate(**value["whole"]),
+                options={str(key): Estimate(**known) for key, known in value["options"].items()},
+                ranks={int(rank): Estimate(**known) for rank, known in value["ranks"].items()},
+                peaks=Peaks(usual=Estimate(**peaks["usual"]), largest=peaks["largest"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CostError("calibration", got=f"{type(error).__name__}: {error}")
+
+    def save(self, path: Path) -> None:
+        """Write the JSON form to ``path``: whole, or not at all. Raises CostError when it cannot
+        be written."""
+        save_whole(path, sealed(self.to_json()), "calibration")
+
+    @classmethod
+    def load(cls, path: Path, *, fingerprint: str) -> Calibration:
+        """Read what :meth:`save` wrote; a calibration that knows nothing when there is no file.
+        Raises CostError when it is damaged or belongs to other costs."""
+        try:
+            found = cls.from_json(unsealed(path.read_text()))
+        except FileNotFoundError:
+            return cls(fingerprint=fingerprint)
+        except (OSError, ValueError) as error:
+            raise CostError(f"calibration {path}", got=f"nothing readable ({error})")
+        if found.fingerprint != fingerprint:
+            raise CostError(
+                f"calibration {path}", got=found.fingerprint[:60], wanted=fingerprint[:60]
+            )
+        return found

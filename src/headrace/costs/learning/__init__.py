@@ -1,1 +1,0 @@
-"""What measured steps say about the costs they were planned with."""

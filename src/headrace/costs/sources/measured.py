@@ -1,0 +1,374 @@
+"""From measurements to a cost model: a quadratic per part, a line per kind of memory.
+
+A profile may hold whole layers, branches of layers (:mod:`headrace.costs.sources.measured` puts
+them together), or both; what was measured as a whole counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from headrace.costs.cost_model import CostModel, ExchangeCost, OptionCost
+from headrace.costs.quadratic import FitError, Linear, Quadratic, fit_linear, fit_quadratic
+from headrace.errors import CostError
+from headrace.spec.method import RECOMPUTE, Branch, LayerOption, Recompute
+from headrace.spec.model_shape import ModelShape
+from headrace.spec.profile import ENDS, Profile, ProfilePoint
+from headrace.units import percent_text
+
+__all__ = [
+    "Branches",
+    "FittedPart",
+    "composed",
+    "costs_from_profile",
+    "fit_parts",
+    "not_fitting_notes",
+    "points_by_option",
+    "recomputed",
+    "reconciled",
+]
+
+Branches = Mapping[Branch, Mapping[str, OptionCost]]
+"""Costs of the branches of one group size by ``METHOD[+LEVEL]``."""
+
+
+def composed(
+    branches: Branches,
+    feed_forwards: Mapping[str, str],
+    shape: ModelShape,
+    p: int,
+    element_bytes: int,
+) -> dict[str, OptionCost]:
+    """The layer options of a group size by their names: all pairs of branches of one level, and
+    ``full`` of each pair that was measured without recomputing.
+
+    ``feed_forwards`` names for a method the one whose feed-forward it uses. Raises CostError when
+    a branch is missing or claims the level ``full``.
+    """
+    attentions, followers = (_by_level(branches, name, p) for name in ("attention", "feed_forward"))
+    share = shape.attention_share
+    found: dict[str, OptionCost] = {}
+    for (method, level), attention in attentions.items():
+        for (other, other_level), follower in followers.items():
+            if level != other_level:
+                continue
+            own = feed_forwards.get(method, method) == feed_forwards.get(other, other)
+            option = LayerOption(
+                attention=method, feed_forward=method if own else other, recompute=level
+            )
+            found[str(option)] = _joined(attention, follower, share)
+            if level == "none":
+                again = replace(option, recompute="full")
+                found[str(again)] = recomputed(found[str(option)], shape.hidden, p, element_bytes)
+    return found
+
+
+def recomputed(none: OptionCost, hidden: int, p: int, element_bytes: int) -> OptionCost:
+    """The level ``full`` of a layer from what it costs without recomputing anything."""
+    row = hidden * element_bytes
+    kept = Linear(slope=row / p, constant=0.0 if p == 1 else row)
+    return replace(
+        none,
+        backward=none.backward + none.forward,
+        kept=kept,
+        transient=Linear(
+            slope=max(0.0, none.kept.slope - kept.slope) + none.transient.slope,
+            constant=max(0.0, none.kept.constant - kept.constant) + none.transient.constant,
+        ),
+    )
+
+
+def _by_level(branches: Branches, name: Branch, p: int) -> dict[tuple[str, Recompute], OptionCost]:
+    found: dict[tuple[str, Recompute], OptionCost] = {}
+    for text, cost in branches.get(name, {}).items():
+        option = LayerOption.parse(text)
+        if option.attention != option.feed_forward or option.recompute == "full":
+            wanted = f"METHOD[+LEVEL], of the levels {' and '.join(RECOMPUTE[:-1])}"
+            raise CostError(f"{name} of cp{p}", got=text, wanted=wanted, hint="profile again")
+        found[option.attention, option.recompute] = cost
+    if not found:
+        raise CostError(f"profile of cp{p}", got=f"no {name}", hint="profile again")
+    return found
+
+
+def _joined(attention: OptionCost, follower: OptionCost, share: float) -> OptionCost:
+    kept, other = attention.kept, follower.kept
+    passing, behind = attention.transient, follower.transient
+    return OptionCost(
+        forward=attention.forward + follower.forward,
+        backward=attention.backward + follower.backward,
+        kept=Linear(slope=kept.slope + other.slope, constant=kept.constant + other.constant),
+        transient=Linear(
+            slope=max(passing.slope, behind.slope),
+            constant=max(passing.constant, behind.constant),
+        ),
+        order=attention.order,
+        fetched=share * attention.fetched + (1 - share) * follower.fetched,
+    )
+
+
+Part = Literal["forward", "backward"]
+
+_FALL = 0.1
+"""The share by which a longer document must be below a shorter one to be noted."""
+
+
+_MOST_MARGIN = 0.9
+"""More than this is never kept free, whatever failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedPart:
+    """The fit of one part of one layer option (or the ends) on groups of ``p`` ranks."""
+
+    p: int
+    option: str
+    part: Part
+    curve: Quadratic
+    error: FitError
+    points: tuple[ProfilePoint, ...]
+
+    def measured_s(self, point: ProfilePoint) -> float:
+        """What was measured of this part at a point."""
+        return point.forward_s if self.part == "forward" else point.backward_s
+
+    @property
+    def kept(self) -> Linear:
+        """Bytes kept, as counted at the points. Raises CostError for too few."""
+        return _bytes_line(self.points, "kept_bytes")
+
+    @property
+    def transient(self) -> Linear:
+        """Bytes needed in passing, likewise."""
+        return _bytes_line(self.points, "transient_bytes")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where measurements fall as documents grow, at most one note for each thing measured.
+
+        They count as all others: a fit cannot know which of two is wrong, but a reader should.
+        Bytes are noted with the forward.
+        """
+        found = [_falls("seconds", [(x, self.measured_s(x)) for x in self.points])]
+        if self.part == "forward":
+            found += [
+                _falls("bytes kept", [(x, x.kept_bytes) for x in self.points]),
+                _falls("bytes in passing", [(x, x.transient_bytes) for x in self.points]),
+            ]
+        return tuple(f"cp{self.p} {self.option} {self.part}: {note}" for note in found if note)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """One JSON object per point: what was measured and what the fit says."""
+        return [
+            {
+                "p": self.p,
+                "option": self.option,
+                "part": self.part,
+                "tokens": sum(point.lengths),
+                "longest": max(point.lengths),
+                "measured_s": self.measured_s(point),
+                "predicted_s": self.curve(point.lengths),
+            }
+            for point in self.points
+        ]
+
+
+def _falls(what: str, values: Sequence[tuple[ProfilePoint, float | None]]) -> str:
+    """A note on single documents that measured at least a tenth less than a shorter one."""
+    alone = [(x.lengths[0], v) for x, v in values if len(x.lengths) == 1 and v is not None]
+    lengths, most, share = list[int](), 0.0, 0.0
+    for length, value in sorted(alone):
+        if value < most * (1 - _FALL):
+            lengths.append(length)
+            share = max(share, 1 - value / most)
+        most = max(most, value)
+    if not lengths:
+        return ""
+    named = ", ".join(f"{length:,}" for length in lengths[:4])
+    rest = f" and {len(lengths) - 4} other lengths" if len(lengths) > 4 else ""
+    return f"{what} of {named}{rest} tokens up to {percent_text(share)} below a shorter document"
+
+
+def costs_from_profile(profile: Profile) -> CostModel:
+    """The cost model of a profile: every option's forward and backward by a relative least
+    squares quadratic (Hydraulis, appendix C), its bytes by lines.
+
+    Raises CostError when a ladder has too few points, naming lengths to add, or when the branches
+    of a group size do not belong together.
+    """
+    curves = {(f.p, f.option, f.part): f.curve for f in fit_parts(profile)}
+    costs: dict[int, dict[str, OptionCost]] = {}
+    for (p, option), points in points_by_option(profile).items():
+        if (p, ENDS, "forward") not in curves:
+            raise CostError(f"profile of cp{p}", got=f"no {ENDS}", hint="profile again")
+        costs.setdefault(p, {})[option] = OptionCost(
+            forward=curves[p, option, "forward"],
+            backward=curves[p, option, "backward"],
+            kept=_bytes_line(points, "kept_bytes"),
+            transient=_bytes_line(points, "transient_bytes"),
+            order=_agreed_on(points, "order"),
+            fetched=_agreed_on(points, "fetched"),
+        )
+    return CostModel(
+        shape=profile.shape,
+        cluster=profile.cluster,
+        fingerprint=profile.fingerprint,
+        options={p: _options(profile, p, by) for p, by in costs.items()},
+        ends={p: by[ENDS] for p, by in costs.items()},
+        exchange_s=_exchange(profile),
+        state_bytes=profile.state_bytes,
+        working_bytes=profile.working_bytes,
+        gather_s=profile.gather_s,
+        feed_forwards=profile.feed_forwards,
+        memory_margin=_margin(profile, costs),
+    )
+
+
+def not_fitting_notes(profile: Profile) -> list[str]:
+    """A sentence for each ladder that ended where memory ran out."""
+    return [
+        f"cp{pack.p} {pack.option}: two layers of {pack.tokens:,} tokens do not fit"
+        for pack in profile.not_fitting
+    ]
+
+
+def _margin(profile: Profile, costs: Mapping[int, Mapping[str, OptionCost]]) -> float:
+    """The part of the memory to keep free for the costs to agree with what did not fit.
+
+    A pack of T tokens at which memory ran out needs 2 kept(T) + transient(T) by its lines; where
+    that is a share s < 1 of the memory beside what is stored, 1 - s of it was not to be had.
+    """
+    room = profile.cluster.memory_bytes - profile.state_bytes
+    shares = [1.0]
+    for pack in profile.not_fitting:
+        cost = costs.get(pack.p, {}).get(pack.option)
+        if cost is not None and room > 0:
+            shares.append((2 * cost.kept(pack.tokens) + cost.transient(pack.tokens)) / room)
+    return min(1 - min(shares), _MOST_MARGIN)
+
+
+def _options(profile: Profile, p: int, costs: Mapping[str, OptionCost]) -> dict[str, OptionCost]:
+    """The layer options of a group size: those measured whole, before those put together."""
+    whole: dict[str, OptionCost] = {}
+    branches: dict[Branch, dict[str, OptionCost]] = {}
+    for point in profile.points:
+        if point.p != p or point.option == ENDS:
+            continue
+        if point.branch is None:
+            whole[point.option] = costs[point.option]
+        else:
+            branch, text = point.branch
+            branches.setdefault(branch, {})[text] = costs[point.option]
+    if not branches:
+        return whole
+    return {
+        **composed(branches, profile.feed_forwards, profile.shape, p, profile.element_bytes),
+        **whole,
+    }
+
+
+def _agreed_on(points: Sequence[ProfilePoint], name: str) -> Any:
+    """What all points of a ladder say alike. Raises CostError when they do not."""
+    values = {getattr(point, name) for point in points}
+    if len(values) > 1:
+        raise CostError(
+            f"{name} of {points[0].option} on cp{points[0].p}",
+            got=", ".join(map(str, sorted(values))),
+            wanted="one",
+            hint="profile again",
+        )
+    return values.pop()
+
+
+def _exchange(profile: Profile) -> ExchangeCost:
+    wanted = {"pull_s", "push_s", "update_s"}
+    if set(profile.exchange_s) != wanted:
+        raise CostError(
+            "constants of a profile",
+            got=", ".join(profile.exchange_s),
+            wanted=", ".join(sorted(wanted)),
+            hint="profile again",
+        )
+    return ExchangeCost(**profile.exchange_s)
+
+
+def fit_parts(profile: Profile) -> list[FittedPart]:
+    """Every curve of a profile with its error."""
+    fits = []
+    for (p, option), points in points_by_option(profile).items():
+        packs = [point.lengths for point in points]
+        parts: tuple[Part, Part] = ("forward", "backward")
+        for part in parts:
+            seconds = [max(1e-9, getattr(point, f"{part}_s")) for point in points]
+            try:
+                curve, error = fit_quadratic(packs, seconds)
+            except CostError as problem:
+                raise CostError(f"profile of cp{p} {option}, {part}: {problem}")
+            fits.append(
+                FittedPart(
+                    p=p, option=option, part=part, curve=curve, error=error, points=tuple(points)
+                )
+            )
+    return fits
+
+
+def reconciled(points: Sequence[ProfilePoint]) -> list[ProfilePoint]:
+    """Points in which the recompute levels of one method, or of one branch, agree on what they
+    share.
+
+    Levels run the same forward, ``full`` runs it again before the backward of ``none``, and
+    ``attention`` runs a part of it again (DCP, Eq. 4 and 5). A busy machine only ever adds time,
+    so of what several levels measured of the same work on the same pack the least counts; without
+    this, noise makes the thriftiest level look like the fastest.
+    """
+    found: dict[tuple[int, str, tuple[int, ...]], dict[str, ProfilePoint]] = {}
+    for point in points:
+        method, _, level = point.option.partition("+")
+        found.setdefault((point.p, method, point.lengths), {})[level or "none"] = point
+    return [_agreed(point, found) for point in points]
+
+
+def _agreed(
+    point: ProfilePoint, found: Mapping[tuple[int, str, tuple[int, ...]], dict[str, ProfilePoint]]
+) -> ProfilePoint:
+    method, _, level = point.option.partition("+")
+    levels = found[point.p, method, point.lengths]
+    forward = min(other.forward_s for other in levels.values())
+    alone = [
+        other.backward_s - (forward if name == "full" else 0.0)
+        for name, other in levels.items()
+        if name in ("none", "full")
+    ]
+    least = min((x for x in alone if x > 0), default=point.backward_s)
+    backward = {
+        "full": least + forward,
+        "attention": min(max(point.backward_s, least), least + forward),
+    }.get(level, least)
+    return replace(point, forward_s=forward, backward_s=backward)
+
+
+def points_by_option(profile: Profile) -> dict[tuple[int, str], list[ProfilePoint]]:
+    """The points of every (group size, option), reconciled, in the order of their measurement."""
+    found: dict[tuple[int, str], list[ProfilePoint]] = {}
+    for point in reconciled(profile.points):
+        found.setdefault((point.p, point.option), []).append(point)
+    return found
+
+
+def _bytes_line(points: Sequence[ProfilePoint], name: str) -> Linear:
+    counted = [
+        (sum(point.lengths), value)
+        for point in points
+        if (value := getattr(point, name)) is not None
+    ]
+    if len(counted) < 2:
+        longest = max([tokens for tokens, _ in counted], default=sum(points[0].lengths))
+        raise CostError(
+            f"{name} of {points[0].option}",
+            got=f"{len(counted)} points",
+            wanted=">= 2",
+            hint=f"measure a pack of {2 * longest:,} tokens too",
+        )
+    return fit_linear([tokens for tokens, _ in counted], [value for _, value in counted])[0]

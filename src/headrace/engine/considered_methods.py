@@ -1,0 +1,97 @@
+"""Which methods a run considers, and on which group sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from headrace.config.model import PlannerConfig
+from headrace.costs import group_sizes_of
+from headrace.engine.plans import listed_methods
+from headrace.errors import ConfigError
+from headrace.spec.architecture import Architecture
+from headrace.spec.known_methods import (
+    SINGLE_RANK,
+    automatic_methods,
+    facts_of,
+    methods_for,
+)
+from headrace.spec.method import BRANCHES, Branch, LayerOption
+from headrace.spec.strategy import Strategy
+
+__all__ = ["considered", "methods_by_size"]
+
+_Names = Mapping[Branch, set[str]]
+
+
+def considered(
+    options: PlannerConfig, a: Architecture, ranks: int, *, gpu: bool = False
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The group sizes and the methods that a run of ``ranks``, perhaps GPUs, has to measure.
+
+    Where methods are fixed a size must run all of them, else one for each branch. Raises SpecError
+    for an unknown method, ConfigError when no group of more than one rank can run what is fixed.
+    """
+    listed = listed_methods(options)
+    names = _listed(listed) if listed else _open(options, gpu=gpu)
+    methods = tuple(sorted(set().union(*names.values())))
+    if methods == (SINGLE_RANK,):
+        return (1,), methods
+    wanted = _sizes(options, ranks)
+    rules = {p: _broken(names, a, p, fixed=bool(listed)) for p in wanted}
+    sizes = (1, *(p for p, broken in rules.items() if not broken))
+    if rules and len(sizes) == 1:
+        smallest = min(rules)
+        would_do = dict.fromkeys(n for part in BRANCHES for n in methods_for(a, smallest, part))
+        raise ConfigError(
+            "planner.methods",
+            got=", ".join(listed or methods),
+            wanted=rules[smallest][0],
+            hint=f"on groups of {smallest} these would do: {', '.join(would_do)}",
+        )
+    return sizes, methods
+
+
+def _sizes(options: PlannerConfig, ranks: int) -> tuple[int, ...]:
+    """Sizes above one that plans may use: those that are named, or the widths of the stages of the
+    strategies that are."""
+    named = set(options.group_sizes)
+    for text in () if named else options.strategies:
+        named |= {s.width for s, _ in Strategy.parse(text).counts}
+    sizes = sorted(named) if named else group_sizes_of(ranks)
+    return tuple(p for p in sizes if 1 < p <= ranks)
+
+
+def methods_by_size(names: tuple[str, ...], a: Architecture, ranks: int) -> dict[int, list[str]]:
+    """For every group size the methods of ``names`` that run both branches on it; one rank alone
+    is always ``local``."""
+    found = {
+        p: [name for name in names if facts_of(name).supports(a, p) is None]
+        for p in range(2, ranks + 1)
+    }
+    return {1: [SINGLE_RANK]} | {p: some for p, some in found.items() if some}
+
+
+def _open(options: PlannerConfig, *, gpu: bool) -> _Names:
+    names = options.candidates or automatic_methods(gpu=gpu)
+    found = {facts_of(name).name for name in names}
+    return {part: found for part in BRANCHES}
+
+
+def _listed(texts: tuple[str, ...]) -> _Names:
+    layers = [LayerOption.parse(text) for text in texts]
+    for option in layers:
+        facts_of(option.attention), facts_of(option.feed_forward)
+    return {
+        "attention": {option.attention for option in layers},
+        "feed_forward": {option.feed_forward for option in layers},
+    }
+
+
+def _broken(names: _Names, a: Architecture, p: int, *, fixed: bool) -> list[str]:
+    """The rules that keep a group of ``p`` from running a branch of what is named."""
+    rules: list[str] = []
+    for part, some in names.items():
+        found = [rule for name in sorted(some) if (rule := facts_of(name).rule(part, a, p))]
+        if found and (fixed or len(found) == len(some)):
+            rules += found
+    return rules

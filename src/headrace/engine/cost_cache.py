@@ -1,0 +1,143 @@
+"""Costs kept between runs: measured profiles and what runs learnt about them; no torch here.
+
+Files stand in the folder ``profiles`` of ``data.cache``, named by what was measured:
+``HASH.json`` is a profile, ``calibration-HASH.json`` what runs of one configuration learnt about
+its costs, ``latest-HASH.json`` the costs last used for a model on a number of ranks. All have a
+checksum, and what is damaged counts as not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from headrace.config import Config
+from headrace.costs import CostModel, fingerprint_difference
+from headrace.costs.calibration import Calibration
+from headrace.costs.library import memory_margin_of
+from headrace.costs.saving import save_whole, sealed, unsealed
+from headrace.engine.setup import formula_costs
+from headrace.errors import CostError, SpecError
+from headrace.spec.architecture import Architecture
+from headrace.spec.model_shape import ModelShape
+from headrace.spec.profile import Profile
+
+__all__ = [
+    "calibration_path",
+    "costs_at_hand",
+    "newest_costs",
+    "profile_path",
+    "read_profile",
+    "remember_costs",
+]
+
+
+def profile_path(config: Config, fingerprint: str) -> Path:
+    """The cached profile of a fingerprint."""
+    name = hashlib.sha256(fingerprint.encode()).hexdigest()[:24]
+    return _folder(config) / f"{name}.json"
+
+
+def calibration_path(config: Config, fingerprint: str) -> Path:
+    """What runs like this one learnt about the costs of a fingerprint, beside its cached profile.
+
+    Peaks depend on what fills the memory, so a run of another planner, optimizer, budget or memory
+    learns for itself.
+    """
+    planner = config.planner.model_dump(mode="json", exclude={"ahead", "memory_margin"})
+    batch = config.data.model_dump(include={"context", "batch_tokens", "batch_sequences"})
+    like = {
+        "planner": planner,
+        "batch": batch,
+        "memory": config.devices.memory,
+        "optimizer": config.optimizer.name,
+    }
+    profile = profile_path(config, f"{fingerprint} {json.dumps(like, sort_keys=True)}")
+    return profile.with_name(f"calibration-{profile.name}")
+
+
+def read_profile(path: Path, fingerprint: str, tell: Callable[[str], object]) -> Profile | None:
+    """The profile in a file; None where there is none, or one of another set-up. A damaged file is
+    told and counts as none."""
+    try:
+        profile = Profile.from_json(unsealed(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, SpecError) as error:
+        tell(f"profile {path} is not readable and is measured again ({error})")
+        return None
+    return profile if profile.fingerprint == fingerprint else None
+
+
+def newest_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel | None:
+    """The costs last measured for this model on as many ranks, on this machine, with the memory
+    and the margin of this configuration; None if never."""
+    try:
+        text = _latest(config, architecture.shape, ranks).read_text()
+        costs = CostModel.from_json(unsealed(text))
+    except (OSError, ValueError, CostError):
+        return None
+    memory = config.devices.memory_bytes or costs.cluster.memory_bytes
+    margin = config.planner.memory_margin
+    if margin is None:
+        margin = _learnt_margin(config, costs)
+    cluster = replace(costs.cluster, memory_bytes=memory)
+    return costs.replace(cluster=cluster, memory_margin=margin)
+
+
+def _learnt_margin(config: Config, costs: CostModel) -> float:
+    """What runs of this configuration learnt to leave free, else what a first one begins with."""
+    prior = memory_margin_of(costs.cluster.device)
+    path = calibration_path(config, costs.fingerprint)
+    try:
+        return Calibration.load(path, fingerprint=costs.fingerprint).peaks.margin(prior)
+    except CostError:
+        return prior
+
+
+def remember_costs(config: Config, costs: CostModel) -> None:
+    """Keep costs where :func:`newest_costs` finds them. Raises CostError when it cannot."""
+    path = _latest(config, costs.shape, costs.cluster.devices)
+    save_whole(path, sealed(costs.to_json()), "profile")
+
+
+def costs_at_hand(
+    config: Config, architecture: Architecture, path: Path | None = None
+) -> tuple[CostModel, str]:
+    """The costs to plan a configuration with, and a remark where they were not measured.
+
+    Those in the file ``path``; else the roofline of devices.hardware; else the ones last measured
+    here; else a formula. Raises CostError for a file of another model or number of ranks.
+    """
+    ranks = config.devices.ranks
+    if path is not None:
+        costs = CostModel.load(path)
+        theirs, ours = costs.shape, architecture.shape
+        if theirs != ours:
+            other = fingerprint_difference(theirs.fingerprint, ours.fingerprint)
+            raise CostError(f"costs {path}", got=f"a model {theirs} ({other})", wanted=ours)
+        if costs.cluster.devices != ranks:
+            raise CostError(f"costs {path}", got=f"{costs.cluster.devices} ranks", wanted=ranks)
+        return costs, ""
+    if config.devices.hardware is not None:
+        what = f"roofline of {config.devices.hardware} in {config.devices.planned_dtype}"
+        remark = f"costs: {what}, by data sheets and formulas, not measured"
+        return formula_costs(config, architecture, ranks), remark
+    measured = newest_costs(config, architecture, ranks)
+    if measured is not None:
+        return measured, ""
+    remark = "costs by formula, not measured: headrace profile measures them on these devices"
+    return formula_costs(config, architecture, ranks), remark
+
+
+def _folder(config: Config) -> Path:
+    return config.data.cache_folder / "profiles"
+
+
+def _latest(config: Config, shape: ModelShape, ranks: int) -> Path:
+    model = json.dumps(shape.to_json(), sort_keys=True)
+    digest = hashlib.sha256(f"{model} {ranks}".encode()).hexdigest()[:16]
+    return _folder(config) / f"latest-{digest}.json"

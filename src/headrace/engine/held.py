@@ -1,0 +1,105 @@
+"""How a user's model holds its weights, and what follows for plans and gradients.
+
+replicated  every rank has all weights, alone or under DDP: groups run whatever they have, and
+            gradients are added up once at the end of the step (plans are ``free``)
+sharded     FSDP2 gathers weights from all ranks at every layer and scatters gradients over them:
+            all ranks run as many micro-batches as any other (plans are ``lockstep``)
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from headrace.adopt.gradients import add_up
+from headrace.errors import ModelError
+from headrace.spec.plan import Semantics
+
+__all__ = ["HeldWeights", "bytes_now", "state_bytes"]
+
+_STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Adam": 2, "AdamW": 2, "RAdam": 2, "Adamax": 2}
+"""Tensors of a parameter's size that optimizers keep, by the names of their classes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeldWeights:
+    """The weights of ``model``, which may be wrapped; ``inner`` is the user's own module."""
+
+    model: torch.nn.Module
+    inner: torch.nn.Module
+    ranks: int
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, ranks: int) -> HeldWeights:
+        """Look at a model. Raises ModelError for wrappers that are not known."""
+        for module in model.modules():
+            if isinstance(module, Fsdp1):
+                raise ModelError(
+                    "model under FullyShardedDataParallel",
+                    got="FSDP1",
+                    wanted="fully_shard (FSDP2), DDP, or no wrapper",
+                )
+        own = model.module if isinstance(model, DistributedDataParallel) else model
+        return cls(model=model, inner=own, ranks=ranks)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 holds them."""
+        return isinstance(self.model, FSDPModule)
+
+    @property
+    def semantics(self) -> Semantics:
+        """Of the plans that can be run."""
+        return "lockstep" if self.sharded else "free"
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Around the micro-batches of a step."""
+        if isinstance(self.model, DistributedDataParallel):
+            return self.model.no_sync()
+        return nullcontext()
+
+    def add_up(self) -> None:
+        """Gradients of all ranks' micro-batches, where FSDP2 has not added them. Collective."""
+        if not self.sharded and self.ranks > 1:
+            add_up(self.trained)
+
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """Parameters with gradients."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def norm(self, most: float) -> torch.Tensor:
+        """The norm of the whole gradient, which is scaled down to ``most`` where that is less."""
+        norm = torch.nn.utils.clip_grad_norm_(self.trained, most)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def bytes_now(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """What this rank holds of weights, gradients that are there, and the optimizer's state."""
+    parameters = list(model.parameters())
+    grads = [p.grad for p in parameters if p.grad is not None]
+    states = [x for s in optimizer.state.values() for x in s.values() if torch.is_tensor(x)]
+    return sum(_local(x).nbytes for x in (*parameters, *model.buffers(), *grads, *states))
+
+
+def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """What this rank always holds: weights, gradients, and the optimizer's state, as it is or as
+    its first step will make it."""
+    absent = sum(_local(p).nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
+    held = bytes_now(model, optimizer) + absent
+    if optimizer.state:
+        return held
+    usual = _STATES.get(type(optimizer).__name__, 2)
+    usual += any(group.get("momentum") for group in optimizer.param_groups)
+    return held + usual * sum(_local(p).nbytes for p in model.parameters() if p.requires_grad)
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x

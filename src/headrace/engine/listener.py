@@ -1,0 +1,88 @@
+"""What a run says, and who hears it; no torch here."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from headrace.units import seconds_text
+
+if TYPE_CHECKING:
+    from headrace.spec.step import Step
+
+__all__ = ["Listener", "ProgressLines", "tell"]
+
+_QUIET_S = 2.0
+"""Work shorter than this shows no progress."""
+
+
+def tell(text: str) -> None:
+    """Write one line to stderr."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+class ProgressLines:
+    """Progress of preparations (indexing, profiling), in lines once they take over two seconds.
+
+    Called as ``progress(what, done, of)``.
+    """
+
+    def __init__(self, tell: Callable[[str], object] = tell) -> None:
+        self._tell = tell
+        self._started = time.perf_counter()
+        self._said = 0.0
+        self._what = ""
+
+    def __call__(self, what: str, done: int, of: int) -> None:
+        """Note that ``done`` of ``of`` parts of ``what`` are done."""
+        now = time.perf_counter()
+        topic = what.split(" ", maxsplit=1)[0]
+        if topic != self._what:
+            self._started, self._said, self._what = now, 0.0, topic
+        spent = now - self._started
+        if spent < _QUIET_S or (now - self._said < _QUIET_S and done < of):
+            return
+        self._said = now
+        left = spent / done * (of - done) if done else float("nan")
+        eta = f", {seconds_text(left)} left" if left > 0 else ""
+        self._tell(f"{what}: {done}/{of} after {seconds_text(spent)}{eta}")
+
+
+class Listener:
+    """Hears what the first rank of a run says: lines go to ``tell``, finished steps to ``on_step``.
+
+    Other front ends override its methods.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_step: Callable[[Step], object] | None = None,
+        tell: Callable[[str], object] = tell,
+    ) -> None:
+        self._on_step, self._tell = on_step, tell
+        self._progress = ProgressLines(tell)
+
+    def tell(self, text: str) -> None:
+        """A line that is no step."""
+        self._tell(text)
+
+    def progress(self, what: str, done: int, of: int) -> None:
+        """``done`` of ``of`` parts of a preparation are done."""
+        self._progress(what, done, of)
+
+    def begin(self, first: int, steps: int) -> None:
+        """The steps ``first`` to ``steps - 1`` begin."""
+
+    def step(self, step: Step, notices: Sequence[str]) -> None:
+        """A step is finished; ``notices`` are sentences that a user should read."""
+        if self._on_step is not None:
+            self._on_step(step)
+        for notice in notices:
+            self.tell(notice)
+
+    def end(self) -> None:
+        """No step follows."""

@@ -1,0 +1,262 @@
+"""The planner of a loop: the profile of the user's model, measured or kept, and plans from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headrace.adopt.model_layers import find_layers
+from headrace.comm.collectives import agree, gather_bytes, gather_floats
+from headrace.comm.mesh import Groups
+from headrace.config.model import PlannerConfig
+from headrace.costs import CostModel, fingerprint_of
+from headrace.costs.library import memory_margin_of
+from headrace.costs.saving import save_whole
+from headrace.costs.sources.measured import costs_from_profile
+from headrace.engine.broadcast import BroadcastPlanner
+from headrace.engine.cost_cache import read_profile
+from headrace.engine.held import HeldWeights, state_bytes
+from headrace.engine.loop_costs import LoopProfiler, ModelProbes, shape_of, sizes_for
+from headrace.engine.run_planner import OnlinePlanner
+from headrace.engine.spread_model import Item, LoopModel
+from headrace.errors import CostError, InfeasiblePlan
+from headrace.native.machine import available_bytes, machine_facts
+from headrace.native.spans import clock_of
+from headrace.profiling.probe import seconds_of
+from headrace.profiling.sweep import block
+from headrace.spec.cluster import Cluster
+from headrace.spec.known_methods import SINGLE_RANK
+from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.profile import Profile
+from headrace.spec.step import Step
+from headrace.units import bytes_text, seconds_text
+
+__all__ = ["LoopSetup", "ModelCosts", "measured", "planner_of"]
+
+_SHARE = 0.8
+"""Of the free memory that a loop uses unless told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoopSetup:
+    """What costs and plans of a loop follow from: a ``document`` has at most so many tokens, a pack
+    that is measured at most the ``longest``."""
+
+    model: LoopModel
+    held: HeldWeights
+    optimizer: torch.optim.Optimizer
+    groups: Groups
+    device: str
+    options: PlannerConfig
+    document: int
+    longest: int
+    memory_bytes: int | None
+    seed: int
+    cache: Path
+    costs: CostModel | None
+    say: Callable[[str], None]
+    heard: Callable[[Step], object]
+    progress: Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelCosts:
+    """A model's probes, and what was measured with them, unless costs were given."""
+
+    probes: ModelProbes
+    profile: Profile | None
+    costs: CostModel
+
+
+def measured(setup: LoopSetup, sample: Item) -> ModelCosts:
+    """The costs of a model on these ranks: those given, a kept profile, or a new one; what torch
+    draws afterwards is the same. Collective. Raises CostError for given ones of another number of
+    ranks or layers."""
+    with torch.random.fork_rng([] if setup.device == "cpu" else [setup.device]):
+        return _measured(setup, sample)
+
+
+def _measured(setup: LoopSetup, sample: Item) -> ModelCosts:
+    probes = _probes(setup, sample)
+    if setup.costs is not None:
+        return ModelCosts(probes=probes, profile=None, costs=_given(setup, probes, setup.costs))
+    fingerprint = _fingerprint(setup, probes)
+    kept = hashlib.sha256(fingerprint.encode()).hexdigest()[:24]
+    path = setup.cache / "profiles" / f"loop-{kept}.json"
+    profile = read_profile(path, fingerprint, setup.say)
+    have = all(row[0] for row in gather_floats([float(profile is not None)], setup.groups.world))
+    cluster = _cluster(setup)
+    state = _largest(setup, state_bytes(setup.held.model, setup.optimizer))
+    if not have or profile is None:
+        profile = _profile(setup, probes, cluster, state, fingerprint)
+        if setup.groups.rank == 0:
+            _keep(path, profile, setup.say)
+    agree("profile", json.dumps(profile.to_json()), setup.groups.world)
+    costs = costs_from_profile(profile)
+    if not have and probes.layers is not None:
+        setup.say(_extrapolated(setup, probes, costs.replace(cluster=cluster)))
+    margin = setup.options.memory_margin
+    if margin is None:
+        margin = max(costs.memory_margin, memory_margin_of(cluster.device))
+    costs = costs.replace(cluster=cluster, memory_margin=margin, state_bytes=state)
+    return ModelCosts(probes=probes, profile=profile, costs=costs)
+
+
+def _extrapolated(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> str:
+    """How well two layers stand for the model: a whole forward and backward beside what they
+    predict, of a pack that fits for sure. Collective."""
+    p = costs.group_sizes[0]
+    plain = LayerPlan.uniform(
+        LayerOption.of(SINGLE_RANK if p == 1 else setup.model.exchanges[0]), costs.shape.layers
+    )
+    tokens = min(setup.longest, costs.max_tokens(p, plain) // 2)
+    mine, measured_s = block(setup.groups, p), 0.0
+    if tokens >= p and mine is not None:
+        probe = probes.complete(setup.groups, mine, (tokens,), setup.model.exchanges[0])
+        clock = clock_of(setup.device)
+        measured_s = min(sum(seconds_of(probe, clock)) for _ in range(2))
+    measured_s = max(row[0] for row in gather_floats([measured_s], setup.groups.world))
+    for parameter in setup.held.trained:
+        parameter.grad = None
+    if not measured_s:
+        return "two layers are not compared with the whole model: it fits no pack of them"
+    lengths = probes.documents(tokens)
+    predicted_s = sum(costs.micro_batch_s(lengths, p, plain))
+    return (
+        f"the whole model takes {seconds_text(measured_s)} for {tokens:,} tokens, two layers "
+        f"foretell {seconds_text(predicted_s)} ({predicted_s / measured_s - 1:+.0%})"
+    )
+
+
+def _given(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> CostModel:
+    ranks, layers = setup.groups.ranks, len(probes.layers) if probes.layers else 1
+    if (costs.cluster.devices, costs.shape.layers) != (ranks, layers):
+        raise CostError(
+            "costs of a loop",
+            got=f"{costs.cluster.devices} ranks, {costs.shape.layers} layers",
+            wanted=f"{ranks} ranks, {layers} layers",
+        )
+    return costs
+
+
+def planner_of(setup: LoopSetup, costs: CostModel, drawn: Container[int] = ()) -> BroadcastPlanner:
+    """The planner of all ranks: the first decides. Of ``drawn`` steps it predicts all rows."""
+    online = None
+    if setup.groups.rank == 0:
+        online = OnlinePlanner(
+            costs=costs,
+            options=setup.options,
+            seed=setup.seed,
+            stages=False,
+            drawn=drawn,
+            semantics=setup.held.semantics,
+            tell=setup.say,
+        )
+    return BroadcastPlanner(groups=setup.groups, planner=online)
+
+
+def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
+    """What the model can be measured by: its layers, if it shows them, and what they compute again,
+    if it can be told."""
+    model, inner = setup.model, setup.held.inner
+    probes = ModelProbes(
+        model=model,
+        layers=None,
+        levels=None,
+        sample=sample,
+        device=setup.device,
+        document=setup.document,
+    )
+    if model.whole:
+        return probes
+    me, length = (setup.groups.rank,), model.length(sample)
+    shard = probes.shard(setup.groups, me, (length,), model.exchanges[0])
+    probes.layers = find_layers(inner, lambda: inner(**shard.inputs))
+    if probes.layers is not None and set(setup.options.recompute) - {"none"}:
+        probes.levels = model.levels(probes.layers.modules)
+    return probes
+
+
+def _profile(
+    setup: LoopSetup, probes: ModelProbes, cluster: Cluster, state: int, fingerprint: str
+) -> Profile:
+    if state >= cluster.memory_bytes:
+        raise InfeasiblePlan(
+            "memory of a rank",
+            got=f"{bytes_text(state)} for weights, gradients and optimizer",
+            wanted=f"less than {bytes_text(cluster.memory_bytes)}",
+            hint="more memory, or weights sharded by FSDP2",
+        )
+    setup.say(f"measuring the model on {cluster.devices} ranks of {cluster.device}")
+    profiler = LoopProfiler(
+        probes=probes,
+        held=setup.held,
+        groups=setup.groups,
+        exchanges=setup.model.exchanges,
+        sizes=setup.options.group_sizes or sizes_for(setup.groups.ranks, setup.held.semantics),
+        longest=setup.longest,
+        cluster=cluster,
+        state_bytes=state,
+        device=setup.device,
+        progress=setup.progress,
+    )
+    profile = profiler.profile(fingerprint, shape_of(setup.held.inner, probes))
+    setup.say(
+        f"measured {len(profile.points)} points in {seconds_text(profile.measured_in_s)}, "
+        + ("the model as a whole" if probes.layers is None else f"{len(probes.layers)} layers")
+    )
+    return profile
+
+
+def _keep(path: Path, profile: Profile, say: Callable[[str], None]) -> None:
+    try:
+        save_whole(path, json.dumps(profile.to_json()), "profile")
+    except CostError as error:
+        say(f"costs are not kept for other runs ({error})")
+
+
+def _cluster(setup: LoopSetup) -> Cluster:
+    """The ranks, and the memory that each may use: as told, or a share of what is free."""
+    here = platform.node().encode()
+    mates = gather_bytes(here, setup.groups.world).count(here)
+    free = available_bytes(setup.device)
+    limit = setup.memory_bytes or int(_SHARE * (free / mates if setup.device == "cpu" else free))
+    agreed = min(int(row[0]) for row in gather_floats([float(limit)], setup.groups.world))
+    kind = "cpu" if setup.device == "cpu" else torch.cuda.get_device_name()
+    return Cluster(devices=setup.groups.ranks, memory_bytes=agreed, device=kind)
+
+
+def _largest(setup: LoopSetup, value: int) -> int:
+    return max(int(row[0]) for row in gather_floats([float(value)], setup.groups.world))
+
+
+def _fingerprint(setup: LoopSetup, probes: ModelProbes) -> str:
+    """Everything that changes what is measured. Collective: machines may differ."""
+    machine, inner = machine_facts(setup.device), setup.held.inner
+    digest = hashlib.sha256()
+    for name, parameter in inner.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype};".encode())
+    facts = f"{platform.node()} {machine['host_cpu']} {machine['cores']} {machine['device']}"
+    hosts = gather_bytes(facts.encode(), setup.groups.world)
+    return fingerprint_of(
+        model=f"{type(inner).__name__} {digest.hexdigest()[:16]}",
+        weights=f"{type(setup.held.model).__name__} {setup.held.semantics}",
+        hosts=hashlib.sha256(b"\n".join(sorted(hosts))).hexdigest()[:16],
+        torch=machine["torch"],
+        threads=torch.get_num_threads(),
+        ranks=setup.groups.ranks,
+        device=setup.device,
+        exchanges=",".join(setup.model.exchanges),
+        longest=setup.longest,
+        document=setup.document,
+        sizes=",".join(map(str, setup.options.group_sizes)),
+        levels=",".join(setup.options.recompute) if probes.levels else "none",
+        training=inner.training,
+        dtype=str(torch.get_default_dtype()),
+    )

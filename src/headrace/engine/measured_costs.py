@@ -1,0 +1,140 @@
+"""The costs that a run is planned with: measured on its ranks, or read from the cache."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from headrace.comm.collectives import agree, gather_bytes, gather_floats
+from headrace.costs import CostModel, fingerprint_of
+from headrace.costs.calibration import Calibration
+from headrace.costs.library import memory_margin_of
+from headrace.costs.saving import save_whole, sealed
+from headrace.costs.sources.measured import costs_from_profile
+from headrace.engine.considered_methods import considered
+from headrace.engine.cost_cache import (
+    calibration_path,
+    profile_path,
+    read_profile,
+    remember_costs,
+)
+from headrace.engine.rank import Rank
+from headrace.errors import CostError
+from headrace.profiling.profiler import ProfileOptions, Profiler
+from headrace.spec.profile import Profile
+from headrace.units import seconds_text
+
+__all__ = ["learnt", "measured_costs"]
+
+
+def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profile]:
+    """The cached profile of this set-up, or a new one; the same on every rank.
+
+    Collective. The memory limit is not part of what is measured: it is taken from this run.
+    """
+    sizes, methods = considered(
+        rank.config.planner,
+        rank.storage.architecture,
+        rank.world.ranks,
+        gpu=rank.world.device != "cpu",
+    )
+    fingerprint = _fingerprint(rank, sizes, methods, _hosts(rank))
+    path = profile_path(rank.config, fingerprint)
+    profile = None if fresh else read_profile(path, fingerprint, rank.say)
+    have = all(row[0] for row in gather_floats([float(profile is not None)], rank.groups.world))
+    if not have or profile is None:
+        rank.enters("measuring costs")
+        rank.say(f"measuring costs on {rank.world.ranks} ranks of {rank.cluster.device}")
+        profile = _profiler(rank, sizes, methods).profile(fingerprint, rank.cluster)
+        rank.say(f"measured {len(profile.points)} points in {seconds_text(profile.measured_in_s)}")
+    text = json.dumps(profile.to_json())
+    agree("profile", text, rank.groups.world)
+    costs = costs_from_profile(profile)
+    margin = rank.config.planner.memory_margin
+    if margin is None:
+        margin = max(costs.memory_margin, memory_margin_of(rank.cluster.device))
+    costs = costs.replace(cluster=rank.cluster, memory_margin=margin)
+    if rank.first:
+        try:
+            if not have:
+                save_whole(path, sealed(profile.to_json()), "profile")
+            remember_costs(rank.config, costs)
+        except CostError as error:
+            rank.say(f"costs are not kept for other runs ({error})")
+    return costs, profile
+
+
+def learnt(rank: Rank, fingerprint: str) -> Calibration:
+    """What earlier runs learnt about the costs of a fingerprint, as the first rank's file says.
+
+    Collective. A damaged file is told and counts as none.
+    """
+    found = Calibration(fingerprint=fingerprint)
+    if rank.first:
+        try:
+            path = calibration_path(rank.config, fingerprint)
+            found = Calibration.load(path, fingerprint=fingerprint)
+        except CostError as error:
+            rank.say(f"what earlier runs learnt is not readable and is learnt again ({error})")
+    payload = json.dumps(found.to_json()).encode()
+    return Calibration.from_json(json.loads(gather_bytes(payload, rank.groups.world)[0]))
+
+
+def _profiler(rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...]) -> Profiler:
+    config = rank.config
+    options = ProfileOptions(
+        sizes=sizes,
+        longest=config.profile.longest or config.data.context,
+        methods=methods,
+        point_s=config.profile.rung_s,
+        levels=config.planner.recompute,
+        repeats=config.profile.repeats,
+    )
+    return Profiler(
+        rank.storage,
+        rank.groups,
+        options,
+        dtype=rank.dtype,
+        device=rank.world.device,
+        progress=rank.progress,
+    )
+
+
+def _hosts(rank: Rank) -> dict[str, str]:
+    """The machines of all ranks, the same text on each: how many ranks each has, and what differs
+    between machines. Collective."""
+    machine, place = rank.machine, rank.world
+    facts = {
+        "processor": machine["host_cpu"],
+        "cores": machine["cores"],
+        "torch": machine["torch"],
+        "threads": torch.get_num_threads(),
+        "links": machine["links"],
+    } | {key: machine[key] for key in ("attention",) if key in machine}
+    told = [place.local_rank, place.local_ranks, facts]
+    said = [json.loads(t) for t in gather_bytes(json.dumps(told).encode(), rank.groups.world)]
+    sizes = [ranks for local, ranks, _ in said if local == 0]
+    hosts = {key: " + ".join(sorted({str(one[key]) for *_, one in said})) for key in facts}
+    if len(sizes) == 1:
+        del hosts["links"]  # nothing leaves the machine
+    return hosts | {"nodes": "+".join(map(str, sizes))}
+
+
+def _fingerprint(
+    rank: Rank, sizes: tuple[int, ...], methods: tuple[str, ...], hosts: dict[str, str]
+) -> str:
+    config = rank.config
+    return fingerprint_of(
+        **hosts,
+        model=rank.storage.architecture,
+        ranks=rank.world.ranks,
+        device=rank.cluster.device,
+        dtype=str(rank.dtype).removeprefix("torch."),
+        longest=config.profile.longest or config.data.context,
+        rung_s=config.profile.rung_s,
+        levels=",".join(config.planner.recompute),
+        methods=",".join(methods),
+        sizes=",".join(map(str, sizes)),
+        **({"node_ranks": nodes} if (nodes := rank.groups.node_ranks) else {}),
+    )

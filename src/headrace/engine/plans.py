@@ -1,0 +1,334 @@
+"""Where plans are asked for: no other module of this room calls a planner. No torch here.
+
+:func:`plan` and :func:`baselines` serve a Python session, :class:`ConfiguredPlanner` the batches
+of a run or a command.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, overload
+
+from headrace.config.model import PlannerConfig
+from headrace.costs import CostModel
+from headrace.costs.group_costs import GroupCosts
+from headrace.costs.pipeline_costs import PipelineCosts
+from headrace.errors import ConfigError, InfeasiblePlan, SpecError
+from headrace.planning import Problem
+from headrace.planning import plan as plan_batch
+from headrace.planning.clock import published_timeline
+from headrace.report.plan_drawing import draw_plan_file
+from headrace.simulator import draw as timeline_text
+from headrace.simulator import simulate as run_programs
+from headrace.spec.checker import check_programs
+from headrace.spec.known_methods import SINGLE_RANK
+from headrace.spec.lengths import Lengths
+from headrace.spec.measurement import Timeline
+from headrace.spec.plan import Plan, Semantics
+from headrace.spec.program import Program, compile_plan
+from headrace.spec.strategy import Strategy
+
+__all__ = [
+    "ConfiguredPlanner",
+    "baselines",
+    "best_static",
+    "draw",
+    "listed_methods",
+    "make_problem",
+    "plan",
+    "programs_of",
+    "simulate",
+]
+
+_Costs = CostModel | PipelineCosts | GroupCosts | Problem
+"""What a plan can be asked of: costs, or a problem that restricts the choices."""
+
+_recent: deque[Problem] = deque(maxlen=4)
+"""The last problems that were posed by their costs alone: their schemes are priced once, not for
+every batch."""
+
+
+def plan(
+    lengths: Lengths | Iterable[int], costs: _Costs, *, seed: int = 0, previous: Plan | None = None
+) -> Plan:
+    """The quickest plan found for one batch of sequences of ``lengths`` tokens.
+
+    Deterministic in ``lengths``, ``costs``, ``seed`` and ``previous``, the plan of the step before
+    (its layers are kept where the problem smooths). The plan carries a lower bound, says why, and
+    knows its clock, so that it can be drawn. Raises InfeasiblePlan when a sequence fits nowhere,
+    saying by how much and what would help.
+    """
+    problem = _problem(costs)
+    found = plan_batch(problem, _lengths(lengths), seed=seed, previous=previous)
+    return _timed(found, problem)
+
+
+def baselines(lengths: Lengths | Iterable[int], costs: _Costs) -> dict[str, Plan]:
+    """Plans with groups of one size, as configured by hand: one for each size on which the longest
+    sequence fits, by name (``static-cp8``), smallest first."""
+    problem = _problem(costs)
+    return {
+        made.planner: _timed(made, problem) for made in _static_plans(problem, _lengths(lengths))
+    }
+
+
+def simulate(plan: Plan, costs: _Costs) -> Timeline:
+    """Run the checked programs of a plan on a clock: what every rank does, and when; of published
+    costs, which know no layers, its micro-batches by their formula.
+
+    Raises CostError when the costs lack what the plan uses, ProgramError when the programs would
+    deadlock or leave something out.
+    """
+    given = costs.costs if isinstance(costs, Problem) else costs
+    if not isinstance(given, CostModel):
+        return published_timeline(plan, given)
+    return run_programs(programs_of(plan, given), plan, given)
+
+
+@overload
+def draw(what: Timeline, *, width: int = 80) -> str: ...
+
+
+@overload
+def draw(what: Plan, path: str | Path, timeline: Timeline | None = None) -> None: ...
+
+
+def draw(
+    what: Plan | Timeline,
+    path: str | Path | None = None,
+    timeline: Timeline | None = None,
+    *,
+    width: int = 80,
+) -> str | None:
+    """Draw a plan into a file, or a timeline as text.
+
+    Args:
+        what: A plan, or the timeline of one.
+        path: The file of a plan's picture, by its ending ``.svg``, ``.png`` or ``.json``
+            (Vega-Lite): devices over time, and which lengths went to which scheme.
+        timeline: What the plan is simulated with; needed for a plan that was loaded from a file,
+            as such a plan has no clock.
+        width: Columns of the text of a timeline.
+
+    Returns:
+        The text of a timeline, a line for each rank; nothing for a plan.
+
+    Raises:
+        SpecError: For a plan without ``path``, and for one without a clock or a timeline.
+        ConfigError: For a file of another kind, or one that cannot be written.
+        MissingExtra: Without the packages of the extra ``report``.
+
+    Example:
+        >>> hr.draw(plan, "plan.svg")
+        >>> print(hr.draw(hr.simulate(plan, costs)))
+    """
+    if isinstance(what, Timeline):
+        return timeline_text(what, width)
+    if path is None:
+        raise SpecError("picture of a plan", got="no file", wanted="hr.draw(plan, path)")
+    shown = timeline or (what.clock(what) if what.clock is not None else None)
+    if shown is None:
+        raise SpecError(
+            "picture of a plan",
+            got="no clock",
+            wanted="a timeline",
+            hint="hr.draw(plan, path, hr.simulate(plan, costs))",
+        )
+    return draw_plan_file(what, shown, Path(path))
+
+
+def programs_of(plan: Plan, costs: CostModel) -> tuple[Program, ...]:
+    """The programs of all ranks, checked."""
+    count = costs.shape.bucket_count
+    programs = compile_plan(plan, count)
+    check_programs(programs, plan, count)
+    return programs
+
+
+def best_static(problem: Problem, lengths: Lengths) -> Plan | None:
+    """The fastest plan of one group size; None when no single size fits."""
+    return _held(problem.replace(planner="static"), lengths)
+
+
+def _of_size(problem: Problem, p: int) -> Problem:
+    return problem.replace(planner="static", static_size=p)
+
+
+def _held(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
+    """The plan, whatever strategies the problem lists; None when the batch fits nowhere."""
+    try:
+        return plan_batch(problem.replace(strategies=()), lengths, seed=seed)
+    except InfeasiblePlan:
+        return None
+
+
+def _static_plans(problem: Problem, lengths: Lengths) -> list[Plan]:
+    made = (_held(_of_size(problem, p), lengths) for p in problem.static_sizes)
+    return [plan for plan in made if plan is not None]
+
+
+def _problem(costs: _Costs) -> Problem:
+    if isinstance(costs, Problem):
+        return costs
+    if isinstance(costs, CostModel):
+        known = next((one for one in tuple(_recent) if one.costs is costs), None)
+        if known is None:
+            known = Problem(costs=costs)
+            _recent.append(known)
+        return known
+    raise SpecError(
+        "costs of a plan",
+        got="published costs",
+        wanted="a problem that says how many devices",
+        hint="hr.Problem(costs=costs, devices=64)",
+    )
+
+
+def _lengths(lengths: Lengths | Iterable[int]) -> Lengths:
+    return lengths if isinstance(lengths, Lengths) else Lengths.of(lengths)
+
+
+def _timed(made: Plan, problem: Problem) -> Plan:
+    """The plan with the clock that draws it."""
+    return made.replace(clock=partial(simulate, costs=problem.costs))
+
+
+def make_problem(
+    costs: CostModel, options: PlannerConfig, *, semantics: Semantics = "free", stages: bool = True
+) -> Problem:
+    """The problem that a configuration poses with these costs."""
+    unknown = [p for p in options.group_sizes if p not in costs.group_sizes]
+    if unknown:
+        raise ConfigError(
+            "planner.group_sizes",
+            got=unknown[0],
+            wanted=f"one of {', '.join(map(str, costs.group_sizes))}",
+        )
+    alone = (SINGLE_RANK,) if 1 in costs.group_sizes else ()
+    # A single rank has nothing to choose between.
+    open_ = options.candidates if costs.group_sizes != (1,) else ()
+    return Problem(
+        costs=costs,
+        semantics=semantics,
+        stages=stages,
+        planner=options.name,
+        static_size=options.static_size if options.name == "static" else None,
+        strategies=tuple(map(Strategy.parse, options.strategies)),
+        sizes=options.group_sizes or None,
+        methods=(*alone, *open_) if open_ else None,
+        layers=listed_methods(options),
+        recompute=options.recompute,
+        smoothing=options.smoothing,
+        holding=("replicated", "sharded") if options.working == "auto" else (options.working,),
+    )
+
+
+def listed_methods(options: PlannerConfig) -> tuple[str, ...] | None:
+    """The methods that a configuration fixes, one for all layers or one for each; None where the
+    choice is the planner's."""
+    if options.methods == "auto":
+        return None
+    return (options.methods,) if isinstance(options.methods, str) else options.methods
+
+
+@dataclass(slots=True, kw_only=True)
+class ConfiguredPlanner:
+    """Makes the plans that a configuration asks for, batch by batch.
+
+    ``previous`` is the plan of the step before, where plans are smoothed.
+    """
+
+    costs: CostModel
+    options: PlannerConfig
+    seed: int = 0
+    semantics: Semantics = "free"
+    stages: bool = True
+    previous: Plan | None = None
+    steps: int = 0
+    _problem: Problem | None = field(init=False, default=None)
+
+    @property
+    def problem(self) -> Problem:
+        """The problem with these costs."""
+        if self._problem is None:
+            self._problem = make_problem(
+                self.costs, self.options, semantics=self.semantics, stages=self.stages
+            )
+        return self._problem
+
+    def plan(self, lengths: Lengths, *, step: int = 0, scale: float | None = None) -> Plan:
+        """The plan of the batch of a step, its seconds times ``scale`` (that of the costs when left
+        out). Where strategies take turns, step i has the i-th. Raises InfeasiblePlan when nothing
+        fits."""
+        problem = self._scaled(scale)
+        if self.options.rotate and problem.strategies:
+            turn = problem.strategies[step % len(problem.strategies)]
+            problem = problem.replace(strategies=(turn,))
+        made = plan_batch(problem, lengths, seed=self.seed, previous=self.previous)
+        if self.options.smoothing:
+            self.previous = made
+        return made
+
+    def best_static(self, lengths: Lengths, *, scale: float | None = None) -> Plan | None:
+        """The fastest plan of one group size, its seconds times ``scale``."""
+        return best_static(self._scaled(scale), lengths)
+
+    def static_s(self, lengths: Lengths, *, scale: float | None = None) -> dict[str, float]:
+        """Predicted seconds with one group size for the whole batch, by scheme (``cp2``), for the
+        sizes that use all devices and hold the batch."""
+        problem = self._scaled(scale)
+        sizes = [p for p in problem.static_sizes if problem.devices % p == 0]
+        made = {p: _held(_of_size(problem, p), lengths) for p in sizes}
+        return {f"cp{p}": plan.predicted_s for p, plan in made.items() if plan is not None}
+
+    def rivals(self, lengths: Lengths) -> Mapping[str, Plan]:
+        """Plans of others with the same costs, by what they are called: the best static one, bucket
+        and packed parallel; those that hold the batch."""
+        made = {
+            name: _held(self.problem.replace(planner=name, static_size=None), lengths, self.seed)
+            for name in ("bucket", "packed")
+        }
+        found = {"best static": self.best_static(lengths)} | made
+        return {name: plan for name, plan in found.items() if plan is not None}
+
+    def _scaled(self, scale: float | None) -> Problem:
+        return self.problem if scale is None else self.problem.rescaled(scale)
+
+    def require(self, longest: int) -> None:
+        """Raise InfeasiblePlan when a sequence of ``longest`` tokens fits nowhere, or not every
+        strategy where they take turns."""
+        turns = len(self.options.strategies) if self.options.rotate else 1
+        for step in range(max(1, turns)):
+            copy.copy(self).plan(Lengths(tokens=(longest,)), step=step)
+
+    def fits(self, longest: int, margin: float) -> bool:
+        """Whether a sequence would fit with another memory margin."""
+        other = copy.copy(self)
+        other.use_margin(margin)
+        try:
+            other.require(longest)
+        except InfeasiblePlan:
+            return False
+        return True
+
+    def use_margin(self, margin: float) -> None:
+        """Leave this fraction of the memory free from now on."""
+        if margin != self.costs.memory_margin:
+            self.costs = self.costs.replace(memory_margin=margin)
+            self._problem = None
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to plan alike, besides costs and seed."""
+        before = {"before": self.previous.to_json()} if self.previous else {}
+        return {**before, "steps": self.steps}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on as an earlier run would have."""
+        if "before" in state:
+            self.previous = Plan.from_json(state["before"])
+        self.steps = int(state.get("steps", 0))

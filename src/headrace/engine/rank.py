@@ -1,0 +1,207 @@
+"""What every rank of a job does first: device, memory, corpus, storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headrace.comm.collectives import agree, gather_floats
+from headrace.comm.gpus import count_gpus
+from headrace.comm.launch import World, join, lone_rank, start
+from headrace.comm.mesh import Groups
+from headrace.comm.variables import ranks_here, sees_own_gpus, under_torchrun
+from headrace.config import Config
+from headrace.config.model import JobConfig, OptimizerConfig
+from headrace.engine.listener import Listener
+from headrace.engine.setup import TrainingData, open_data
+from headrace.errors import ConfigError, InfeasiblePlan
+from headrace.native.machine import available_bytes, machine_facts
+from headrace.native.optimizers import AdamW, Elementwise, OptimizerOptions
+from headrace.native.storage import Storage
+from headrace.ops.kernels_cuda import flash_as_before, take_newest_flash
+from headrace.spec.architecture import Architecture, parameter_count
+from headrace.spec.cluster import Cluster
+from headrace.units import bytes_text
+
+__all__ = ["Rank", "launch", "open_rank", "optimizer_options", "run_here"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One rank, ready to work."""
+
+    world: World
+    config: Config
+    groups: Groups
+    data: TrainingData
+    storage: Storage
+    cluster: Cluster
+    dtype: torch.dtype
+    machine: dict[str, Any]
+    listener: Listener
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that speaks and writes."""
+        return self.world.rank == 0
+
+    def say(self, text: str) -> None:
+        """One line to the listener, from the first rank."""
+        if self.first:
+            self.listener.tell(text)
+
+    def enters(self, action: str) -> None:
+        """This rank begins ``action``: what the others are told should it die or hang in it. On a
+        device, whose collectives nobody waits for on the host, it has a limit."""
+        gpu = self.world.device != "cpu"
+        self.world.watcher.enter(action, self.world.timeout_s if gpu else None)
+
+    def progress(self, what: str, done: int, of: int) -> None:
+        """``done`` of ``of`` parts of a preparation are done, as the first rank says."""
+        if self.first:
+            self.listener.progress(what, done, of)
+
+
+def launch(
+    config: JobConfig,
+    main: Callable[[World], int],
+    each: Callable[[], None] = lambda: None,
+    inherited: Sequence[int] = (),
+) -> int:
+    """Run ``main(world)`` on all ranks: this process is one under torchrun, else it starts them.
+    ``each`` is called time and again while ranks that were started here run; ``inherited`` are open
+    files that ``main`` uses."""
+    options = config.devices
+    settings: dict[str, Any] = {
+        "device": _device(config),
+        "threads": options.threads or None,
+        "timeout_s": options.timeout_s,
+        "hang_s": options.hang_s,
+        "deterministic": config.run.deterministic,
+    }
+    if under_torchrun():
+        return join(main, **settings)
+    return start(main, ranks=options.ranks, each=each, inherited=inherited, **settings)
+
+
+def run_here(config: JobConfig, main: Callable[[World], int]) -> int:
+    """Run ``main(world)`` as the only rank, in this process; its errors are raised."""
+    options = config.devices
+    lone = lone_rank(
+        device=_device(config),
+        threads=options.threads or None,
+        timeout_s=options.timeout_s,
+        deterministic=config.run.deterministic,
+    )
+    with lone as world, flash_as_before():
+        return main(world)
+
+
+def _device(config: JobConfig) -> str:
+    wanted = config.devices.device
+    count = count_gpus() if wanted != "cpu" else 0
+    needed = ranks_here(config.devices.ranks)
+    enough = count >= needed or (count == 1 and sees_own_gpus())
+    if wanted == "cuda" and not enough:
+        raise ConfigError(
+            "devices.device",
+            got=f"'cuda' with {count} devices for {needed} ranks",
+            wanted="a device for each rank",
+            hint="lower devices.ranks, or device = 'cpu'",
+        )
+    if wanted == "auto":
+        return "cuda" if enough else "cpu"
+    return wanted
+
+
+def open_rank(world: World, config: Config, listener: Listener | None = None) -> Rank:
+    """Open the corpus, agree on it, and make this rank's storage. Collective."""
+    listener = listener or Listener()
+    groups = Groups(
+        connections=world.rerendezvous.connections,
+        device=world.device,
+        backend=None if world.device == "cpu" else "nccl",
+        node_ranks=_node_ranks(world, config.devices.node_ranks),
+    )
+    dtype: torch.dtype = getattr(torch, config.devices.dtype_on(gpu=world.device != "cpu"))
+    stored = dtype if dtype.itemsize >= 4 else torch.float32
+    world.watcher.enter("reading and tokenising the corpus")
+    data = open_data(config, listener.progress if world.rank == 0 else None)
+    agree("fingerprint of the corpus", data.corpus.fingerprint, groups.world)
+    free = available_bytes(world.device) if world.device == "cpu" else 0
+    limit = config.devices.memory_bytes or int(
+        0.8 * (free / world.local_ranks if free else available_bytes(world.device))
+    )
+    agreed = int(min(row[0] for row in gather_floats([float(limit)], groups.world)))
+    _require_room(data.architecture, world.ranks, stored, agreed)
+    kind = "cpu" if world.device == "cpu" else torch.cuda.get_device_name()
+    world.watcher.enter("making the weights")
+    storage = Storage(
+        data.architecture,
+        groups,
+        seed=config.run.seed,
+        dtype=stored,
+        device=world.device,
+        working_dtype=dtype,
+        options=optimizer_options(config.optimizer),
+    )
+    machine = machine_facts(world.device)
+    if world.device != "cpu":
+        machine["attention"] = take_newest_flash()
+    return Rank(
+        world=world,
+        config=config,
+        groups=groups,
+        data=data,
+        storage=storage,
+        dtype=dtype,
+        cluster=Cluster(devices=world.ranks, memory_bytes=agreed, device=kind),
+        machine=machine,
+        listener=listener,
+    )
+
+
+def _node_ranks(world: World, wanted: int) -> int | None:
+    """Ranks of each node, where weights go to nodes first: as many as ``wanted``, or on devices as
+    the launcher says, if it is as many on each and they follow each other. Collective."""
+    if wanted:
+        if world.ranks % wanted:
+            raise ConfigError(
+                "devices.node_ranks",
+                got=wanted,
+                wanted=f"a divisor of the {world.ranks} ranks",
+                hint="0 takes what the launcher says",
+            )
+        return wanted
+    if world.device == "cpu":
+        return None
+    places = gather_floats([world.local_rank, world.local_ranks], dist.group.WORLD)
+    each = world.local_ranks
+    alike = all(place == [rank % each, each] for rank, place in enumerate(places))
+    return each if alike and world.ranks % each == 0 else None
+
+
+def _require_room(a: Architecture, ranks: int, stored: torch.dtype, limit_bytes: int) -> None:
+    """Raise InfeasiblePlan where no storage can be made: the planner, which would say what each
+    rank needs besides, is asked later."""
+    least = parameter_count(a) * stored.itemsize // ranks
+    if least > limit_bytes:
+        raise InfeasiblePlan(
+            f"weights of {a}",
+            got=f"{bytes_text(least)} on each of {ranks} ranks",
+            wanted=f"at most {bytes_text(limit_bytes)}",
+            hint="more ranks, or a smaller model",
+        )
+
+
+def optimizer_options(o: OptimizerConfig) -> OptimizerOptions:
+    """The optimizer of a configuration."""
+    if o.name == "adamw":
+        given = {"beta1": o.beta1, "beta2": o.beta2, "eps": o.eps}
+        own = {key: value for key, value in given.items() if value is not None}
+        return AdamW(lr=o.lr, decay=o.decay, clip=o.clip, **own)
+    return Elementwise(name=o.name, lr=o.lr, decay=o.decay, clip=o.clip, options=o.options)

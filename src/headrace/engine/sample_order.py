@@ -1,0 +1,397 @@
+"""The order of samples: drawn at random from a data set, or as a stream gives them.
+
+Both cut batches by a budget of tokens, take every sample exactly once an epoch, and go on where a
+state was taken, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.adopt.labels import Labels, predicted
+from headrace.data.sampler import Sampler, SamplerOptions
+from headrace.data.summary import summarise_lengths
+from headrace.engine.spread_model import Item, SampleReader
+from headrace.errors import DataError
+from headrace.spec.lengths import Lengths
+
+__all__ = [
+    "DrawnOrder",
+    "LengthSource",
+    "LoopBatch",
+    "SampleOrder",
+    "Samples",
+    "StreamOrder",
+    "TokenReader",
+    "is_numbers",
+    "packed",
+    "sample_of",
+]
+
+LengthSource = Sequence[int] | NDArray[Any] | str | Callable[[Any], int] | None
+"""Lengths in tokens: a number for each item, the name of a column, a function of an item, or
+nothing, where every item is read once to count its tokens."""
+
+_COLUMNS = ("length", "lengths", "num_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Samples:
+    """A map-style data set whose items have ``lengths`` [n] tokens; what a sampler asks of a
+    corpus, and :meth:`read`."""
+
+    dataset: Any
+    lengths: NDArray[np.int64]
+    reader: SampleReader
+    name: str
+    fingerprint: str
+
+    @classmethod
+    def of(cls, dataset: Any, lengths: LengthSource, reader: SampleReader) -> Samples:
+        """Look at a data set. Raises DataError for one without items or with lengths that cannot
+        be its own."""
+        count = len(dataset)
+        found = np.asarray(_lengths(dataset, lengths, reader), dtype=np.int64).reshape(-1)
+        if not count or len(found) != count:
+            raise DataError(
+                "lengths of the data set",
+                got=f"{len(found):,} of {count:,} items",
+                wanted="one for each item, in tokens",
+            )
+        if found.min() < 1:
+            at = int(found.argmin())
+            raise DataError(f"length of item {at}", got=int(found[at]), wanted=">= 1 token")
+        digest = hashlib.sha256(found.tobytes()).hexdigest()
+        return cls(
+            dataset=dataset,
+            lengths=found,
+            reader=reader,
+            name=type(dataset).__name__,
+            fingerprint=digest,
+        )
+
+    def read(self, index: int) -> Item:
+        """One sample. Raises DataError when it is not as long as was said."""
+        item = self.reader.read(self.dataset[index], f"item {index}")
+        have, told = self.reader.length(item), int(self.lengths[index])
+        if have != told:
+            raise DataError(
+                f"item {index} of {self.name}",
+                got=f"{have} tokens",
+                wanted=f"{told}, as its length says",
+                hint="lengths count the tokens of an item without padding",
+            )
+        return item
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenReader:
+    """Reads items with token numbers in the field ``tokens``, and labels of a ``kind``."""
+
+    tokens: str
+    kind: Labels
+    label_name: str = "labels"
+
+    def read(self, item: Any, what: str) -> Item:
+        """Its tokens and labels."""
+        if isinstance(item, Mapping) and self.label_name in item and self.label_name != "labels":
+            item = {("labels" if k == self.label_name else k): v for k, v in item.items()}
+        return sample_of(item, self.tokens, self.kind, what)
+
+    def length(self, sample: Item) -> int:
+        """Its tokens."""
+        return len(sample[self.tokens])
+
+
+def sample_of(item: Any, tokens: str, kind: Labels, what: str) -> Item:
+    """An item of a data set as tensors [n, ...] without padding: a mapping, (tokens, labels), or
+    tokens. Labels, the tokens themselves where there are none, are moved to the places that predict
+    them. Raises DataError for other things."""
+    if not isinstance(item, Mapping):
+        pair = item if isinstance(item, tuple) else (item,)
+        item = dict(zip((tokens, "labels"), pair, strict=False))
+    if tokens not in item:
+        raise DataError(
+            what,
+            got=f"fields {', '.join(map(str, item)) or 'none'}",
+            wanted=f"a field {tokens!r}",
+            hint="say which field has the token numbers: tokens=...",
+        )
+    found = {name: torch.as_tensor(value) for name, value in item.items() if is_numbers(value)}
+    count = len(found[tokens]) if found[tokens].dim() == 1 else 0
+    if not count:
+        raise DataError(
+            f"{tokens} of {what}", got=f"shape {list(found[tokens].shape)}", wanted="[n], n >= 1"
+        )
+    found = {name: x for name, x in found.items() if x.dim() and len(x) == count}
+    mask = found.pop("attention_mask", None)
+    if mask is not None:
+        found = {name: x[mask != 0] for name, x in found.items()}
+    labels = found.pop("labels", found[tokens]).long()
+    found["labels"] = predicted(labels[None], kind)[0]
+    return found
+
+
+def packed(samples: Sequence[Item]) -> Item:
+    """Samples in one row [1, t, ...], with places that begin again at 0 with each."""
+    row = {name: torch.cat([sample[name] for sample in samples])[None] for name in samples[0]}
+    if "position_ids" not in row:
+        counts = [torch.arange(len(sample["labels"])) for sample in samples]
+        row["position_ids"] = torch.cat(counts)[None]
+    return row
+
+
+def _lengths(dataset: Any, lengths: LengthSource, reader: SampleReader) -> Any:
+    if lengths is None:
+        names = getattr(dataset, "column_names", None) or ()
+        lengths = next((name for name in _COLUMNS if name in names), None)
+    if isinstance(lengths, str):
+        try:
+            return list(dataset[lengths])
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise DataError(
+                "lengths of the data set", got=f"no column {lengths!r}", wanted="a column of it"
+            )
+    if callable(lengths):
+        return [lengths(dataset[i]) for i in range(len(dataset))]
+    if lengths is not None:
+        return lengths
+    return [reader.length(reader.read(dataset[i], f"item {i}")) for i in range(len(dataset))]
+
+
+def is_numbers(value: Any) -> bool:
+    """Whether a field of an item is a tensor, or several numbers."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return True
+    plain = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+    return plain and isinstance(value[0], int | float | bool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoopBatch:
+    """The samples of one optimizer step. ``read(i)`` gives the i-th; ``state_after`` is where the
+    order stands once they are trained, ``epoch`` the pass that they belong to."""
+
+    lengths: Lengths
+    epoch: int
+    read: Callable[[int], Item] = field(repr=False)
+    state_after: Mapping[str, Any] = field(repr=False)
+
+
+class SampleOrder(Protocol):
+    """Draws batches for ever."""
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that the next batch belongs to."""
+        ...
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest sample, where it is known."""
+        ...
+
+    @property
+    def total(self) -> int:
+        """Tokens of all samples, where it is known; else more than any batch has."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """What all ranks must see alike."""
+        ...
+
+    def next_batch(self) -> LoopBatch:
+        """The samples of the next step."""
+        ...
+
+    def coming(self, epochs: int | None) -> Iterator[Lengths] | None:
+        """The lengths of all batches that follow, of the first ``epochs`` where that is a number,
+        without taking them; None where nobody knows."""
+        ...
+
+    def first(self) -> Item:
+        """Some sample, to look at."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of the data before it is read, for reports."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Where the order stands, as JSON."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken. Raises DataError for that of other data."""
+        ...
+
+
+class DrawnOrder:
+    """Batches of a map-style data set, drawn without replacement."""
+
+    def __init__(self, samples: Samples, options: SamplerOptions) -> None:
+        self.samples = samples
+        self._sampler = Sampler(samples, options)
+
+    @property
+    def epoch(self) -> int:
+        """The pass of the next batch."""
+        return int(self._sampler.state()["epoch"])
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest sample."""
+        return int(self.samples.lengths.max())
+
+    @property
+    def total(self) -> int:
+        """Tokens of all samples."""
+        return int(self.samples.lengths.sum())
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the lengths."""
+        return self.samples.fingerprint
+
+    def next_batch(self) -> LoopBatch:
+        """The samples of the next step."""
+        batch = self._sampler.next_batch()
+        items = [sample.document for sample in batch.samples]
+        return LoopBatch(
+            lengths=batch.lengths,
+            epoch=batch.epoch,
+            state_after=batch.state_after,
+            read=lambda i: self.samples.read(items[i]),
+        )
+
+    def coming(self, epochs: int | None) -> Iterator[Lengths]:
+        """From a sampler of its own."""
+        sampler = self._sampler.copy()
+        while epochs is None or int(sampler.state()["epoch"]) < epochs:
+            yield sampler.next_batch().lengths
+
+    def facts(self) -> dict[str, Any]:
+        """How long the samples are."""
+        found = summarise_lengths(self.samples.lengths, name=self.samples.name).facts()
+        return found | {"fingerprint": self.samples.fingerprint, "context": self.longest}
+
+    def first(self) -> Item:
+        """The longest sample."""
+        return self.samples.read(int(self.samples.lengths.argmax()))
+
+    def state(self) -> dict[str, Any]:
+        """Where the order stands."""
+        return self._sampler.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken."""
+        self._sampler.restore(state)
+
+
+class StreamOrder:
+    """Batches of an iterable data set, in the order in which it gives its items; it is begun anew
+    for every epoch, and must then give the same on all ranks."""
+
+    def __init__(self, dataset: Iterable[Any], reader: SampleReader, *, batch_tokens: int) -> None:
+        self._dataset, self._reader = dataset, reader
+        self._budget = batch_tokens
+        self._place = {"epoch": 0, "items": 0}
+        self._items: Iterator[Any] = iter(dataset)
+        self._held: Item | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The pass of the next batch."""
+        self._look()
+        return self._place["epoch"]
+
+    @property
+    def longest(self) -> int | None:
+        """Nobody knows."""
+        return None
+
+    @property
+    def total(self) -> int:
+        """A budget."""
+        return self._budget
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the first item."""
+        shown = {name: x.flatten()[:64].tolist() for name, x in sorted(self.first().items())}
+        return f"{self._reader.length(self.first())} tokens {shown}"
+
+    def next_batch(self) -> LoopBatch:
+        """The items that follow, as many as the budget holds, one at least."""
+        epoch, items, total = self.epoch, list[Item](), 0
+        while (item := self._held) is not None:
+            count = self._reader.length(item)
+            if items and total + count > self._budget:
+                break
+            items.append(item)
+            total, self._held = total + count, None
+            self._place["items"] += 1
+            self._held = self._read()
+        if self._held is None:
+            self._place = {"epoch": epoch + 1, "items": 0}
+            self._items = iter(self._dataset)
+        return LoopBatch(
+            lengths=Lengths.of(map(self._reader.length, items)),
+            epoch=epoch,
+            read=lambda i: items[i],
+            state_after=self.state(),
+        )
+
+    def coming(self, epochs: int | None) -> None:
+        """Nobody knows."""
+
+    def facts(self) -> dict[str, Any]:
+        """Its kind."""
+        return {"name": type(self._dataset).__name__}
+
+    def first(self) -> Item:
+        """The next item."""
+        self._look()
+        assert self._held is not None, "looked"
+        return self._held
+
+    def state(self) -> dict[str, Any]:
+        """How many items of which epoch are taken."""
+        return dict(self._place)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Pass over what was taken."""
+        place = {key: state.get(key) for key in ("epoch", "items")}
+        if any(type(value) is not int or value < 0 for value in place.values()):
+            raise DataError("state of the data", got=dict(state), wanted="that of a stream")
+        self._place = {"epoch": int(place["epoch"] or 0), "items": int(place["items"] or 0)}
+        self._items, self._held = iter(self._dataset), None
+        for at in range(self._place["items"]):
+            if next(self._items, self) is self:
+                raise DataError(
+                    "stream of samples",
+                    got=f"{at} items",
+                    wanted=f"more than {at}",
+                    hint="it gave more when the state was taken",
+                )
+
+    def _look(self) -> None:
+        """Have the next item at hand."""
+        if self._held is None:
+            self._held = self._read()
+        if self._held is None:
+            raise DataError("stream of samples", got="no item", wanted="at least one")
+
+    def _read(self) -> Item | None:
+        at = f"item {self._place['items']} of the stream"
+        for item in self._items:
+            return self._reader.read(item, at)
+        return None

@@ -1,0 +1,233 @@
+"""Training from Python and from the command line: the same run, with another way to end.
+
+From Python a run on one rank stays in this process; on several each is a process of its own, forked
+or new, and sends what the listener hears through a pipe, so that callbacks run in the calling
+process, and errors come back as exceptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headrace.comm.collectives import gather_bytes
+from headrace.comm.launch import World
+from headrace.comm.processes import stopping
+from headrace.comm.variables import under_torchrun
+from headrace.config import Config
+from headrace.costs import CostModel
+from headrace.engine.listener import Listener, tell
+from headrace.engine.measured_costs import measured_costs
+from headrace.engine.rank import Rank, launch, open_rank, run_here
+from headrace.engine.run import RankRun
+from headrace.engine.run_folder import TrainingRun, choose_folder, lock_wait_s, locked
+from headrace.engine.trackers import require_trackers
+from headrace.errors import HeadraceError, LaunchError
+from headrace.spec.step import Step
+
+__all__ = ["on_ranks", "profile", "train", "train_rank"]
+
+Found = TypeVar("Found")
+
+_INTERRUPTED = 130
+
+
+def train(
+    config: Config,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    on_step: Callable[[Step], object] | None = None,
+    tell: Callable[[str], object] = tell,
+) -> TrainingRun:
+    """Train as a configuration says; returns the run, with its losses, checkpoints and report.
+
+    On one rank it runs in this process; on several it starts its own ranks; under torchrun this
+    process is one of them. ``on_step`` gets each finished step (``step.loss``, ``step.seconds``,
+    ``step.plan``), ``tell`` lines for people (stderr by default), both in this process, and of
+    torchrun's ranks on the first. ``out`` is the run's folder, a new one under ``run.out`` when
+    left out; ``resume`` goes on from its last checkpoint, on any number of ranks. ``report.html``
+    is for the command line: call ``run.report()``.
+
+    Call it from the main thread; where CUDA was begun, several ranks take some seconds more to
+    start. Raises KeyboardInterrupt on Ctrl-C, SystemExit with the shell's code on another signal
+    that ends a job (SIGTERM, SIGHUP, SIGUSR1), errors of headrace's tree as a rank raised them, and
+    LaunchError when a rank died; then ``resume`` goes on.
+    """
+    folder = choose_folder(config, None if out is None else Path(out), resume=resume)
+    require_trackers(tensorboard=config.report.tensorboard, wandb=config.report.wandb)
+    body = _Training(folder=folder, resume=resume)
+    return TrainingRun(on_ranks(config, body, Listener(on_step=on_step, tell=tell)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Training:
+    """Trains on a rank; returns the run's folder."""
+
+    folder: Path
+    resume: bool
+
+    def __call__(self, rank: Rank) -> Path:
+        return train_rank(rank, self.folder, resume=self.resume).folder
+
+
+def train_rank(rank: Rank, folder: Path, *, resume: bool) -> RankRun:
+    """Train as one rank, in the first rank's ``folder``. Collective."""
+    # Under torchrun each rank named a folder by its own clock.
+    agreed = gather_bytes(str(folder).encode(), rank.groups.world)[0].decode()
+    run = RankRun(rank=rank, folder=Path(agreed))
+    wait_s = lock_wait_s(rank.world.attempt)
+    with locked(run.folder, wait_s=wait_s) if rank.first else nullcontext():
+        run.train(resume=resume)
+    return run
+
+
+def profile(config: Config, *, fresh: bool = False) -> CostModel:
+    """Measure what a layer costs on the ranks of a configuration, or read the cached profile;
+    ``fresh`` measures again. Ranks are started as by :func:`train`."""
+    return on_ranks(config, _Profiling(fresh=fresh), Listener())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Profiling:
+    """Measures on a rank; returns the costs."""
+
+    fresh: bool
+
+    def __call__(self, rank: Rank) -> CostModel:
+        return measured_costs(rank, fresh=self.fresh)[0]
+
+
+def on_ranks(config: Config, body: Callable[[Rank], Found], listener: Listener) -> Found:
+    """Run ``body``, a value of a module, on all ranks of a configuration; returns what it returns
+    on the first.
+
+    ``listener`` hears the first rank, in this process. Raises as :func:`train` does.
+    """
+    if under_torchrun() or config.devices.ranks == 1:
+        return _in_this_process(config, body, listener)
+    pipes = [Pipe(duplex=False) for _ in range(config.devices.ranks)]
+    heard = _Heard(listener=listener, ends=[receiver for receiver, _ in pipes])
+    ends = tuple(sender.fileno() for _, sender in pipes)
+    try:
+        code = launch(config, _Sending(config=config, body=body, ends=ends), heard, ends)
+    finally:
+        for pipe in pipes:
+            for end in pipe:
+                end.close()
+    if heard.error is not None:
+        raise heard.error
+    if code == _INTERRUPTED:
+        raise KeyboardInterrupt
+    if code - 128 in stopping():
+        raise SystemExit(code)  # who ends a program ends it, not just what it trains
+    if code:
+        raise LaunchError(
+            "ranks",
+            got=f"exit code {code}",
+            wanted="their end",
+            hint="stderr says which rank failed and where; resume=True goes on from a checkpoint",
+        )
+    return heard.found[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sending:
+    """Runs ``body`` on a rank, which sends through its own of the open ``ends`` of pipes."""
+
+    config: Config
+    body: Callable[[Rank], Any]
+    ends: tuple[int, ...]
+
+    def __call__(self, world: World) -> int:
+        sender = Connection(self.ends[world.rank], readable=False)
+        with _errors_sent(sender):
+            found = self.body(open_rank(world, self.config, _Sender(sender)))
+            if world.rank == 0:
+                sender.send(("found", (found,)))
+        return 0
+
+
+def _in_this_process(config: Config, body: Callable[[Rank], Found], listener: Listener) -> Found:
+    found: list[Found] = []
+
+    def main(world: World) -> int:
+        found.append(body(open_rank(world, config, listener)))
+        return 0
+
+    if under_torchrun():
+        launch(config, main)
+    else:
+        run_here(config, main)
+    return found[0]
+
+
+class _Sender(Listener):
+    """Sends on what a rank says, to be heard in the process that started it."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._send = connection.send
+
+    def tell(self, text: str) -> None:
+        self._send(("tell", (text,)))
+
+    def progress(self, what: str, done: int, of: int) -> None:
+        self._send(("progress", (what, done, of)))
+
+    def begin(self, first: int, steps: int) -> None:
+        self._send(("begin", (first, steps)))
+
+    def step(self, step: Step, notices: Sequence[str]) -> None:
+        self._send(("step", (step, tuple(notices))))
+
+    def end(self) -> None:
+        self._send(("end", ()))
+
+
+@contextmanager
+def _errors_sent(sender: Connection) -> Iterator[None]:
+    """Errors for the user are sent, and raised here too: the others have to be told."""
+    try:
+        yield
+    except HeadraceError as error:
+        parts = {"got": error.got, "wanted": error.wanted}
+        texts = {name: None if part is None else str(part) for name, part in parts.items()}
+        sender.send(("error", (type(error), error.what, {**texts, "hint": error.hint})))
+        raise
+
+
+class _Heard:
+    """Hears the ranks' ends of their pipes; called time and again while they run."""
+
+    def __init__(self, *, listener: Listener, ends: list[Connection]) -> None:
+        self._listener, self._ends = listener, ends
+        self.found: list[Any] = []
+        self.error: HeadraceError | None = None
+
+    def __call__(self) -> None:
+        while ready := wait(self._ends, timeout=0):
+            for end in ready:
+                assert isinstance(end, Connection)
+                self._hear(end)
+
+    def _hear(self, end: Connection) -> None:
+        try:
+            name, arguments = end.recv()
+        except EOFError:
+            self._ends.remove(end)
+            return
+        if name == "found":
+            self.found = list(arguments)
+        elif name == "error":
+            kind, what, parts = arguments
+            error = kind.__new__(kind)
+            HeadraceError.__init__(error, what, **parts)
+            self.error = self.error or error
+        else:
+            getattr(self._listener, name)(*arguments)

@@ -1,0 +1,121 @@
+"""One rank's part of a run over clips: a loop of one's own, planned step by step."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from headrace.adopt.known_models import adapt_transformer_2d
+from headrace.comm.collectives import gather_bytes
+from headrace.comm.mesh import Groups
+from headrace.comm.ranks import World
+from headrace.config.clips import ClipsConfig
+from headrace.engine.attach import attach
+from headrace.engine.attached import Attached
+from headrace.engine.clips import SyntheticClips
+from headrace.engine.listener import Listener
+from headrace.engine.rank import optimizer_options
+from headrace.engine.run_folder import lock_wait_s, locked
+from headrace.models.transformer_2d import SHAPES_2D, Shape2D, Transformer2D
+from headrace.native.optimizers import Schedule
+from headrace.units import count_text
+
+__all__ = ["shape_of", "train_clips"]
+
+
+def shape_of(config: ClipsConfig) -> Shape2D:
+    """The model's sizes. Raises SpecError for those that contradict each other."""
+    names = ("layers", "hidden", "heads", "channels")
+    given = {n: v for n in names if (v := getattr(config.model, n)) is not None}
+    base = SHAPES_2D.get(config.model.preset or "")
+    return Shape2D(**({n: getattr(base, n) for n in names} if base else {}) | given)
+
+
+def train_clips(
+    world: World, config: ClipsConfig, folder: Path, listener: Listener, *, resume: bool
+) -> None:
+    """Train as one rank, in the first rank's ``folder``. Collective."""
+    groups, first = Groups(device=world.device), world.rank == 0
+    shared = Path(gather_bytes(str(folder).encode(), groups.world)[0].decode())
+    wait_s = lock_wait_s(world.attempt)
+    with locked(shared, wait_s=wait_s) if first else nullcontext():
+        world.watcher.enter("measuring")
+        run = _attached(world, config, shared, listener)
+        if resume and not run.load(shared / "checkpoints") and first:
+            listener.tell("no checkpoint yet: starting from the first step")
+        if first:
+            listener.begin(run.number, config.run.steps)
+        try:
+            _loop(world, config, run, shared)
+        finally:
+            run.detach()
+            if first:
+                listener.end()
+
+
+def _attached(world: World, config: ClipsConfig, folder: Path, listener: Listener) -> Attached:
+    dtype = torch.float64 if config.devices.dtype == "float64" else torch.float32
+    shape, data, o = shape_of(config), config.data, config.optimizer
+    torch.manual_seed(config.run.seed)
+    model = Transformer2D(shape).to(world.device, dtype)
+    clips = SyntheticClips(
+        data.clips,
+        dict(zip(data.sizes, data.shapes.values(), strict=True)),
+        channels=shape.channels,
+        seed=config.run.seed,
+        dtype=dtype,
+    )
+    schedule = Schedule(lr=o.lr, steps=config.run.steps, warmup_steps=o.warmup_steps, floor=o.floor)
+    optimizer = optimizer_options(o).make(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": o.decay},
+            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ]
+    )
+    if world.rank == 0:
+        parameters = sum(p.numel() for p in model.parameters())
+        listener.tell(
+            f"data          {len(clips):,} synthetic clips of {len(data.shapes)} shapes, "
+            f"{count_text(int(clips.lengths.mean()))} places in the mean, at most "
+            f"{count_text(int(clips.lengths.max()))}\n"
+            f"model         Transformer-2D, {shape.layers} layers of {shape.hidden} features, "
+            f"{count_text(parameters)} parameters\n"
+            f"devices       {world.ranks} ranks of {world.device}\nrun           {folder}"
+        )
+    return attach(
+        adapt_transformer_2d(model),
+        optimizer,
+        clips,
+        lengths=clips.lengths,
+        batch_tokens=data.batch_tokens,
+        batch_sequences=data.batch_sequences,
+        scheduler=torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: schedule.rate(step) / o.lr
+        ),
+        clip=o.clip or None,
+        steps=config.run.steps,
+        seed=config.run.seed,
+        planner=config.planner,
+        cache=data.cache_folder,
+        out=folder,
+        memory=None if config.devices.memory == "auto" else config.devices.memory,
+        say=listener.tell,
+        on_step=lambda step: listener.step(step, ()),
+    )
+
+
+def _loop(world: World, config: ClipsConfig, run: Attached, folder: Path) -> None:
+    channels, every = shape_of(config).channels, config.checkpoint.every
+    model = run.model
+    for step in run:
+        world.watcher.enter(f"step {step.number}")
+        for micro in step:
+            with micro:
+                error = model(**micro.inputs) - micro.labels
+                micro.backward(error.square().sum() / (micro.targets * channels))
+        done = run.number
+        if done == config.run.steps or (every and done % every == 0):
+            world.watcher.enter(f"writing checkpoint {done}")
+            run.save(folder / "checkpoints", keep=config.checkpoint.keep)

@@ -1,0 +1,298 @@
+"""Token plans: which rank of a group holds which tokens of a pack.
+
+Every rank holds as many tokens as any other, but for one: shares of memory and of linear work are
+even, and collectives are. There are two orders:
+
+    natural  the pack cut into contiguous parts; documents may straddle ranks
+    zigzag   a long document is cut into 2 R pieces of which rank r holds the r-th from the front
+             and from the back, so that causal work is even; short documents stay whole on the
+             rank with the most room left, and what fits nowhere is cut
+
+Every method honours the plan of its micro-batch, so a change of method between two layers moves
+nothing. The rows of a rank stand in the order of the pack.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+
+from headrace.errors import SpecError
+from headrace.layouts.partition import Rows, split_rows, split_sizes
+from headrace.spec.blocks import Band, Block, band_blocks, joined
+from headrace.spec.plan import TokenOrder
+
+__all__ = ["Held", "TokenPlan"]
+
+_SHORTEST_PIECE = 64
+"""Documents are cut for balance only where each piece keeps this many tokens: kernels lose more
+on shorter ones than even ranks gain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Tokens [start, stop) of the pack, all of one document, held in rows from ``row``."""
+
+    document: int
+    start: int
+    stop: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What some ranks hold together, in the order of the pack.
+
+    ``order`` [T] takes their rows, one rank after the other, into that order; None where they are
+    in order already.
+    """
+
+    intervals: tuple[Rows, ...]
+    pieces: tuple[_Piece, ...]
+    order: np.ndarray | None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held."""
+        return sum(len(part) for part in self.intervals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPlan:
+    """A pack of documents of ``lengths`` tokens over ``ranks`` ranks; ``given`` are the intervals
+    of each rank where they follow no order of these."""
+
+    lengths: tuple[int, ...]
+    ranks: int
+    order: TokenOrder = "natural"
+    given: tuple[tuple[Rows, ...], ...] | None = None
+    _held: dict[tuple[int, ...], Held] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _blocks: dict[tuple[tuple[int, ...], tuple[int, ...], Band], tuple[Block, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or min(self.lengths, default=1) < 1:
+            raise SpecError(
+                "token plan",
+                got=f"{self.ranks} ranks, lengths {self.lengths[:8]}",
+                wanted="at least one rank and tokens in every document",
+            )
+
+    @property
+    def total(self) -> int:
+        """Tokens of the pack."""
+        return sum(self.lengths)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Rows, ...], ...]:
+        """The tokens of each rank: disjoint intervals of the pack, first first."""
+        if self.given is not None:
+            return tuple(map(_merged, self.given))
+        if self.order == "natural" or self.ranks == 1:
+            return tuple((part,) if len(part) else () for part in self._even)
+        return tuple(map(_merged, _zigzag(self.lengths, self._starts, self.sizes)))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens on each rank."""
+        if self.given is not None:
+            return tuple(sum(map(len, parts)) for parts in self.given)
+        return tuple(len(part) for part in self._even)
+
+    def index(self, rank: int) -> np.ndarray:
+        """[t] int64: each local token's place in the pack."""
+        return _places(self.parts[rank])
+
+    def positions(self, rank: int) -> np.ndarray:
+        """[t] int64: each local token's position in its own document."""
+        return self.pack_positions[self.index(rank)]
+
+    @cached_property
+    def pack_positions(self) -> np.ndarray:
+        """[T] int64: each token's position in its own document, in the order of the pack."""
+        pieces = [np.arange(length, dtype=np.int64) for length in self.lengths]
+        return np.concatenate([np.zeros(0, np.int64), *pieces])
+
+    def documents(self, rank: int) -> np.ndarray:
+        """[t] int64: each local token's document, counted within the pack."""
+        of = np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths)
+        return of[self.index(rank)]
+
+    def take(self, rank: int, values: np.ndarray) -> np.ndarray:
+        """The local part of one value per token of the pack."""
+        return values[self.index(rank)]
+
+    def held(self, members: tuple[int, ...]) -> Held:
+        """What ``members`` hold together."""
+        if members not in self._held:
+            self._held[members] = self._hold(members)
+        return self._held[members]
+
+    def blocks(
+        self,
+        queries: tuple[int, ...],
+        keys: tuple[int, ...],
+        causal: bool,
+        window: int | None = None,
+    ) -> tuple[Block, ...]:
+        """The scores that count between the tokens of some ranks and of some ranks, as blocks
+        whose rows are those of :meth:`held`; squares before rectangles.
+
+        ``keys`` must be the same ranks, others, or contain them. ``window``: as in :class:`Band`.
+        """
+        band = Band.of(causal=causal, window=window)
+        key = (queries, keys, band)
+        if key not in self._blocks:
+            held = self.held(queries), self.held(keys)
+            self._blocks[key] = _blocks(*held, causal) if window is None else _banded(*held, band)
+        return self._blocks[key]
+
+    def scores(self, rank: int, causal: bool) -> int:
+        """Scores that count of one rank's queries: its share of attention's work."""
+        everyone = tuple(range(self.ranks))
+        return sum(block.scores for block in self.blocks((rank,), everyone, causal))
+
+    @cached_property
+    def _even(self) -> tuple[Rows, ...]:
+        return split_rows(self.total, self.ranks)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [0, *accumulate(self.lengths)]
+
+    def _hold(self, members: tuple[int, ...]) -> Held:
+        places = np.concatenate([np.zeros(0, np.int64), *map(self.index, members)])
+        ordered = bool((np.diff(places) > 0).all())
+        intervals = _merged([part for member in members for part in self.parts[member]])
+        return Held(
+            intervals=tuple(intervals),
+            pieces=tuple(_pieces(intervals, self._starts)),
+            order=None if ordered else np.argsort(places, kind="stable"),
+        )
+
+
+def _zigzag(
+    lengths: Sequence[int], starts: Sequence[int], sizes: Sequence[int]
+) -> list[list[Rows]]:
+    """The intervals of each rank, in any order."""
+    ranks, room = len(sizes), list(sizes)
+    parts: list[list[Rows]] = [[] for _ in sizes]
+
+    def give(rank: int, start: int, count: int) -> None:
+        parts[rank].append(Rows(start, start + count))
+        room[rank] -= count
+
+    shortest = 2 * ranks * _SHORTEST_PIECE
+    for document in (i for i, length in enumerate(lengths) if length >= shortest):
+        _fold(starts[document], _shares(lengths[document], room), give)
+    cut: list[int] = []
+    short = [i for i, length in enumerate(lengths) if length < shortest]
+    for document in sorted(short, key=lambda i: -lengths[i]):
+        rank = max(range(ranks), key=lambda r: room[r])
+        if lengths[document] <= room[rank]:
+            give(rank, starts[document], lengths[document])
+        else:
+            cut.append(document)
+    for document in cut:
+        start, stop = starts[document], starts[document + 1]
+        for rank in range(ranks):
+            count = min(room[rank], stop - start)
+            if count:
+                give(rank, start, count)
+                start += count
+    return parts
+
+
+def _shares(length: int, room: Sequence[int]) -> list[int]:
+    """Tokens of a long document for each rank: even, the odd ones where most room is left."""
+    shares = [0] * len(room)
+    odd = split_sizes(length, len(room))
+    for rank, share in zip(sorted(range(len(room)), key=lambda r: -room[r]), odd, strict=True):
+        shares[rank] = share
+    return shares
+
+
+def _fold(start: int, shares: Sequence[int], give: Callable[[int, int, int], None]) -> None:
+    """Pieces from the front in the order of the ranks, from the back in the same."""
+    fronts = [-(-share // 2) for share in shares]
+    for rank, front in enumerate(fronts):
+        give(rank, start, front)
+        start += front
+    for rank in reversed(range(len(shares))):
+        give(rank, start, shares[rank] - fronts[rank])
+        start += shares[rank] - fronts[rank]
+
+
+def _merged(parts: Sequence[Rows]) -> tuple[Rows, ...]:
+    """Intervals sorted, neighbours joined, empty ones dropped."""
+    merged: list[Rows] = []
+    for part in sorted((p for p in parts if len(p)), key=lambda p: p.start):
+        if merged and merged[-1].stop == part.start:
+            merged[-1] = Rows(merged[-1].start, part.stop)
+        else:
+            merged.append(part)
+    return tuple(merged)
+
+
+def _places(parts: Sequence[Rows]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(p.start, p.stop) for p in parts)])
+
+
+def _pieces(intervals: Sequence[Rows], starts: Sequence[int]) -> list[_Piece]:
+    """The intervals cut at the borders of documents."""
+    pieces: list[_Piece] = []
+    row = 0
+    for part in intervals:
+        start = part.start
+        document = bisect_right(starts, start) - 1
+        while start < part.stop:
+            stop = min(part.stop, starts[document + 1])
+            pieces.append(_Piece(document=document, start=start, stop=stop, row=row))
+            row, start, document = row + stop - start, stop, document + 1
+    return pieces
+
+
+def _banded(queries: Held, keys: Held, band: Band) -> tuple[Block, ...]:
+    of_document: dict[int, list[_Piece]] = {}
+    for piece in keys.pieces:
+        of_document.setdefault(piece.document, []).append(piece)
+    found: list[Block] = []
+    for q in queries.pieces:
+        for k in of_document.get(q.document, ()):
+            down, right = q.row - q.start, k.row - k.start
+            found += [
+                Block(b[0] + down, b[1] + down, b[2] + right, b[3] + right, b.causal, b.turned)
+                for b in band_blocks(band, (q.start, q.stop), (k.start, k.stop))
+            ]
+    return tuple(sorted(found, key=lambda block: (not block.causal, block.turned)))
+
+
+def _blocks(queries: Held, keys: Held, causal: bool) -> tuple[Block, ...]:
+    of_document: dict[int, list[_Piece]] = {}
+    for piece in keys.pieces:
+        of_document.setdefault(piece.document, []).append(piece)
+    squares: list[Block] = []
+    full: list[Block] = []
+    for q in queries.pieces:
+        rows = (q.row, q.row + q.stop - q.start)
+        for k in of_document.get(q.document, ()):
+            if not causal:
+                full.append(Block(*rows, k.row, k.row + k.stop - k.start, False))
+                continue
+            before = min(k.stop, q.start) - k.start
+            if before > 0:
+                full.append(Block(*rows, k.row, k.row + before, False))
+            if k.start < q.stop and q.start < k.stop:
+                assert k.start <= q.start, "keys contain the queries' ranks"
+                assert q.stop <= k.stop, "keys contain the queries' ranks"
+                own = k.row + q.start - k.start
+                squares.append(Block(*rows, own, own + q.stop - q.start, True))
+    return (*squares, *joined(full))

@@ -1,0 +1,525 @@
+"""Checkpoints: one safetensors file per rank, and a table of the rows in them.
+
+    root/step-000120/rank00000.safetensors ... index.json
+
+Files hold no pickle, and any number of ranks loads what any other number has saved. All ranks
+must see the same folder. What is damaged is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+
+from headrace.errors import CheckpointError, DamagedCheckpoint, SpecError
+from headrace.native.shard_files import (
+    DTYPES,
+    INDEX,
+    FileInfo,
+    FilePiece,
+    Index,
+    StoredShard,
+    check_file,
+    check_header,
+    fsync_folder,
+    join_tables,
+    read_pieces,
+    require_json,
+    table_of,
+    write_shards,
+    write_text,
+)
+
+__all__ = [
+    "BackgroundWriter",
+    "Gather",
+    "StoredShard",
+    "Writing",
+    "facts",
+    "latest",
+    "load",
+    "names",
+    "newest_first",
+    "part_of",
+    "prepare",
+    "previous",
+    "prune",
+    "put_in_place",
+    "read_all",
+    "read_whole",
+    "require_json",
+    "save",
+    "step_folder",
+    "step_of",
+    "verify",
+    "whole_folders",
+]
+
+_STEP = re.compile(r"step-([0-9]{6,})(\.old|\.part)?")
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies once it is whole."""
+    return root / f"step-{step:06d}"
+
+
+def part_of(folder: Path) -> Path:
+    """Where a checkpoint lies while it is written or deleted."""
+    return folder.with_name(folder.name.removesuffix(".old") + ".part")
+
+
+def step_of(folder: Path) -> int | None:
+    """The step of a folder of a checkpoint; None when its name is of another kind."""
+    found = _STEP.fullmatch(folder.name)
+    return int(found[1]) if found else None
+
+
+def whole_folders(root: Path) -> dict[int, Path]:
+    """All whole checkpoints by step. Raises CheckpointError when ``root`` cannot be read."""
+    whole: dict[int, Path] = {}
+    try:
+        # In this order "step-000120" replaces "step-000120.old".
+        for folder in sorted(root.iterdir() if root.exists() else [], reverse=True):
+            step = step_of(folder)
+            if step is not None and folder.suffix != ".part" and (folder / INDEX).exists():
+                whole[step] = folder
+    except NotADirectoryError:
+        return {}
+    except OSError as error:
+        raise CheckpointError(str(root), got=error.strerror, wanted="a readable folder")
+    return whole
+
+
+def latest(root: Path) -> Path | None:
+    """The folder of the highest step that was written whole; None when there is none.
+
+    Raises CheckpointError when ``root`` cannot be read.
+    """
+    whole = whole_folders(Path(root))
+    return whole[max(whole)] if whole else None
+
+
+def prepare(folder: Path) -> None:
+    """Clear away or restore what crashes left, and make an empty folder to write aside in."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    ours = [path for path in folder.parent.iterdir() if step_of(path) is not None]
+    for part in (path for path in ours if path.suffix == ".part"):
+        shutil.rmtree(part)
+    for old in (path for path in ours if path.suffix == ".old"):
+        place = old.with_suffix("")
+        if (place / INDEX).exists():
+            _discard(old)
+        elif not place.exists():
+            old.rename(place)
+    part_of(folder).mkdir()
+
+
+def put_in_place(folder: Path) -> None:
+    """Give what was written aside its name, in place of what had that name before."""
+    part, old = part_of(folder), folder.with_suffix(".old")
+    fsync_folder(part)
+    replaces = folder.exists()
+    if replaces:
+        folder.rename(old)
+    try:
+        part.rename(folder)
+    except OSError:
+        if replaces:
+            old.rename(folder)
+        raise
+    fsync_folder(folder.parent)
+    if replaces:
+        _discard(old)
+
+
+def prune(root: Path, step: int, keep: int) -> None:
+    """Delete all whole checkpoints up to ``step`` but the last ``keep``.
+
+    Later ones belong to a run that was gone back from; they are left alone.
+    """
+    whole = whole_folders(root)
+    for old in sorted(s for s in whole if s <= step)[:-keep]:
+        _discard(whole[old])
+
+
+def _discard(folder: Path) -> None:
+    """Delete a folder such that no crash leaves half of it under its name."""
+    try:
+        shutil.rmtree(folder.rename(part_of(folder)))
+    except OSError as error:  # the new checkpoint is whole: nothing to stop a run for
+        text = f"{folder} cannot be deleted: {error.strerror}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+#: Every rank calls it together; returns every rank's payload in rank order.
+Gather = Callable[[bytes], list[bytes]]
+
+_NAMED_RANKS = 4
+
+
+class Writing:
+    """A checkpoint on its way: prepared, then the ranks' files written, then published.
+
+    All ranks take part in the first and the last, between which each writes for itself.
+    """
+
+    def __init__(
+        self, root: Path, step: int, extra: Mapping[str, Any], *, rank: int, keep: int
+    ) -> None:
+        if step < 0 or keep < 1:
+            raise SpecError(
+                "checkpoint", got=f"step {step}, keep {keep}", wanted="step >= 0, keep >= 1"
+            )
+        self.root, self.step, self.rank, self.keep = Path(root), step, rank, keep
+        self.extra = dict(extra)
+        self.folder = step_folder(self.root, step)
+
+    def prepare(self, gather: Gather) -> None:
+        """Make room for the files. Raises CheckpointError as :func:`save`. Collective."""
+        with self._cleared(gather):
+            self._first(gather, lambda: prepare(self.folder))
+
+    def write(self, shards: Sequence[StoredShard]) -> dict[str, Any]:
+        """Write this rank's file; its table."""
+        path = part_of(self.folder) / f"rank{self.rank:05d}.safetensors"
+        return table_of(shards, write_shards(path, shards))
+
+    def publish(self, gather: Gather, written: Callable[[], dict[str, Any]]) -> Path:
+        """Give the checkpoint its name, once ``written`` gives every rank's table; its folder.
+        Raises CheckpointError as :func:`save`. Collective."""
+        part = part_of(self.folder)
+
+        def put(tables: Sequence[Any]) -> None:
+            index = join_tables(tables, step=self.step, extra=self.extra)
+            write_text(part / INDEX, index.to_text())
+            put_in_place(self.folder)
+
+        with self._cleared(gather):
+            tables = self._together(gather, written)
+            self._first(gather, lambda: put(tables))
+        if self.rank == 0:
+            prune(self.root, self.step, self.keep)
+        return self.folder
+
+    def _together(self, gather: Gather, action: Callable[[], Any]) -> list[Any]:
+        return _together(f"checkpoint {self.folder} was not written", gather, action)
+
+    def _first(self, gather: Gather, action: Callable[[], None]) -> None:
+        self._together(gather, action if self.rank == 0 else lambda: None)
+
+    @contextmanager
+    def _cleared(self, gather: Gather) -> Generator[None, None, None]:
+        try:
+            yield
+        except CheckpointError:
+            # The others raise only after rank 0 has cleared away what was written.
+            part = part_of(self.folder)
+            self._first(gather, lambda: shutil.rmtree(part, ignore_errors=True))
+            raise
+
+
+class BackgroundWriter:
+    """Writes one checkpoint after the other for one rank. All ranks make the same calls."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+        self._writing: Writing | None = None
+        self._thread: Thread | None = None
+        self._table: dict[str, Any] = {}
+        self._failed: Exception | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is not published yet."""
+        return self._writing is not None
+
+    def begin(
+        self,
+        root: Path,
+        step: int,
+        shards: Sequence[StoredShard],
+        extra: Mapping[str, Any],
+        *,
+        rank: int,
+        gather: Gather,
+        keep: int,
+    ) -> None:
+        """Begin a checkpoint, as :func:`headrace.native.checkpoint.save` writes it, of the
+        tensors as they are now; the one before is ended first. Raises as that. Collective."""
+        self.finish(gather)
+        writing = Writing(root, step, extra, rank=rank, keep=keep)
+        writing.prepare(gather)
+        self._writing, self._failed = writing, None
+        try:
+            copies = self._copied(shards)
+            writing.extra = deepcopy(writing.extra)
+        except Exception as error:  # no memory on the host, say: told where the ranks meet
+            self._failed = error
+            return
+        self._thread = Thread(target=self._write, args=(writing, copies), daemon=True)
+        self._thread.start()
+
+    def look(self, gather: Gather) -> Path | None:
+        """Publish the checkpoint if all ranks have written it; its folder then. Raises as
+        :func:`headrace.native.checkpoint.save`. Collective while :attr:`busy`."""
+        if not self.busy:
+            return None
+        done = b"0" if self._thread is not None and self._thread.is_alive() else b"1"
+        return self.finish(gather) if all(one == b"1" for one in gather(done)) else None
+
+    def finish(self, gather: Gather) -> Path | None:
+        """Wait for the checkpoint and publish it; its folder, None where there is none. Raises as
+        :func:`headrace.native.checkpoint.save`. Collective while :attr:`busy`."""
+        writing, self._writing = self._writing, None
+        return None if writing is None else writing.publish(gather, self._written)
+
+    def _write(self, writing: Writing, copies: Sequence[StoredShard]) -> None:
+        try:
+            self._table = writing.write(copies)
+        except Exception as error:  # told where the ranks meet
+            self._failed = error
+
+    def _written(self) -> dict[str, Any]:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failed is not None:
+            raise self._failed
+        return self._table
+
+    def _copied(self, shards: Sequence[StoredShard]) -> list[StoredShard]:
+        """The shards as they are now, in the host's memory."""
+        copies, devices = list[StoredShard](), set[torch.device]()
+        for shard in shards:
+            key, tensor = (shard.name, shard.first_row), shard.tensor.detach()
+            buffer = self._buffers.get(key)
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                pinned = tensor.device.type == "cuda"
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                self._buffers[key] = buffer
+            buffer.copy_(tensor, non_blocking=True)
+            if tensor.device.type == "cuda":
+                devices.add(tensor.device)
+            copies.append(
+                StoredShard(
+                    name=shard.name, first_row=shard.first_row, tensor=buffer, shape=shard.shape
+                )
+            )
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+
+def _together(what: str, gather: Gather, action: Callable[[], Any]) -> list[Any]:
+    """``action`` on every rank, all results; or the same CheckpointError on every rank."""
+    try:
+        answer = {"value": action()}
+    except Exception as error:  # whatever it is, the other ranks wait for an answer
+        answer = {"error": _cause(error)}
+    answers = [json.loads(payload) for payload in gather(json.dumps(answer).encode())]
+    failed = [f"rank {r}: {a['error']}" for r, a in enumerate(answers) if "error" in a]
+    if failed:
+        if len(failed) > _NAMED_RANKS:
+            failed[_NAMED_RANKS:] = [f"{len(failed) - _NAMED_RANKS} more ranks"]
+        hint = "the checkpoints before it are as they were"
+        raise CheckpointError(what, got=", ".join(failed), hint=hint)
+    return [a["value"] for a in answers]
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f" ({error.filename})" if error.filename else "")
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def save(
+    root: Path,
+    step: int,
+    shards: Sequence[StoredShard],
+    extra: Mapping[str, Any],
+    *,
+    rank: int,
+    gather: Gather,
+    keep: int = 3,
+) -> Path:
+    """Write a checkpoint of all ranks' ``shards``, which together hold every row; its folder.
+
+    All ranks call it together, with the same arguments but their own ``shards`` and ``rank``.
+    ``extra`` is a JSON object (keys become text, tuples become lists), taken from rank 0. Of the
+    checkpoints up to ``step`` the last ``keep`` stay.
+
+    Raises SpecError for bad arguments. When any rank fails (disk full, no permission, rows that
+    no rank holds) every rank raises the same CheckpointError with the ranks and their causes;
+    what was there before is as it was.
+    """
+    writing = Writing(root, step, extra, rank=rank, keep=keep)
+    writing.prepare(gather)
+    return writing.publish(gather, lambda: writing.write(shards))
+
+
+def load(path: Path, wanted: Sequence[StoredShard]) -> dict[str, Any]:
+    """Fill the tensors of ``wanted`` in place from the checkpoint at ``path``; returns ``extra``.
+
+    Each rank calls it for itself: only files that hold its rows are opened, and these are checked
+    whole against their checksums. Rows may come from several files. Raises CheckpointError when a
+    tensor is unknown or of another shape or type (nothing is converted), and DamagedCheckpoint
+    when anything is missing, damaged or malformed; the hint then names the previous good
+    checkpoint. After an error the tensors hold no meaning.
+    """
+    path = Path(path)
+    with _naming_another(path):
+        index = _index(path)
+    _check_wanted(path, index, wanted)
+    with _naming_another(path):
+        jobs: dict[str, list[tuple[StoredShard, FilePiece]]] = defaultdict(list)
+        for shard, pieces in zip(wanted, index.pieces([s.interval for s in wanted]), strict=True):
+            for piece in pieces:
+                jobs[piece.file.file].append((shard, piece))
+        _check_files(path, [file for file in index.files if file.file in jobs])
+        for name, job in jobs.items():
+            read_pieces(path / name, job)
+    return dict(index.extra)
+
+
+def _index(path: Path) -> Index:
+    """The index of a checkpoint, which is that of the step after which its folder is named."""
+    index, step = Index.read(path), step_of(path)
+    if step not in (None, index.step):
+        raise CheckpointError(
+            f"checkpoint {path}", got=f"the index of step {index.step}", wanted=f"step {step}"
+        )
+    return index
+
+
+def _check_wanted(path: Path, index: Index, wanted: Sequence[StoredShard]) -> None:
+    for shard in wanted:
+        info = index.info(shard.name)
+        if info != shard.info:
+            what, hint = f"{path}: {shard.name}", "the checkpoint is of another model or precision"
+            raise CheckpointError(what, got=info, wanted=shard.info, hint=hint)
+
+
+def _check_files(path: Path, files: Sequence[FileInfo]) -> None:
+    for file in files:  # sizes of all first: that is quick, checksums are not
+        check_file(path, file, checksum=False)
+    for file in files:
+        check_file(path, file, checksum=True)
+
+
+@contextmanager
+def _naming_another(path: Path) -> Generator[None, None, None]:
+    """Errors from within name the checkpoint to take instead, if there is one."""
+    try:
+        yield
+    except CheckpointError as error:
+        hints = [hint for hint in (error.hint, _another(path)) if hint]
+        raise DamagedCheckpoint(
+            error.what, got=error.got, wanted=error.wanted, hint="; ".join(hints)
+        ) from None
+
+
+def _another(path: Path) -> str | None:
+    try:
+        good, inside = previous(path), latest(path)
+    except CheckpointError:  # no hint is worth hiding the first error
+        return None
+    if good:
+        return f"the previous good checkpoint is {good}"
+    return f"did you mean {inside}?" if inside else None
+
+
+def previous(path: Path) -> Path | None:
+    """The last whole checkpoint before the one at ``path`` (which may be damaged or missing).
+
+    Its index and the sizes of its files are checked, their checksums are not. Raises
+    CheckpointError when the folder around ``path`` cannot be read.
+    """
+    path = Path(path)
+    step = step_of(path)
+    if step is None:
+        return None
+    whole = whole_folders(path.parent)
+    for other in sorted((s for s in whole if s < step), reverse=True):
+        try:
+            for file in _index(whole[other]).files:
+                check_file(whole[other], file, checksum=False)
+        except CheckpointError:
+            continue
+        return whole[other]
+    return None
+
+
+def newest_first(root: Path) -> list[Path]:
+    """All checkpoints in a folder, by the steps in their names. Raises CheckpointError when it
+    cannot be read."""
+    whole = whole_folders(Path(root))
+    return [whole[step] for step in sorted(whole, reverse=True)]
+
+
+def verify(path: Path) -> None:
+    """Check that every row of every tensor is there, and size, checksum and header of every file;
+    raises CheckpointError naming the first that is bad."""
+    path = Path(path)
+    with _naming_another(path):
+        index = _index(path)
+        index.check_whole(index.tensors)
+        _check_files(path, index.files)
+        for file in index.files:
+            check_header(path, file, index.tensors)
+
+
+def names(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Global shape and type of every tensor. Raises CheckpointError like :func:`load`."""
+    with _naming_another(Path(path)):
+        tensors = _index(Path(path)).tensors
+    return {name: (info.shape, DTYPES[info.dtype]) for name, info in tensors.items()}
+
+
+def facts(path: Path) -> dict[str, Any]:
+    """The ``extra`` that was saved, without a look at the tensors. Raises DamagedCheckpoint."""
+    with _naming_another(Path(path)):
+        return dict(_index(Path(path)).extra)
+
+
+def read_whole(path: Path, name: str) -> torch.Tensor:
+    """One tensor with all its rows. Raises CheckpointError like :func:`load`.
+
+    Each call checks the files it reads: for many tensors use :func:`read_all`.
+    """
+    return _read(Path(path), lambda _: [name])[name]
+
+
+def read_all(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """All tensors whose names begin with ``prefix``, whole, each file checked once.
+
+    Raises CheckpointError like :func:`load`.
+    """
+    return _read(Path(path), lambda index: [n for n in index.tensors if n.startswith(prefix)])
+
+
+def _read(path: Path, choose: Callable[[Index], Iterable[str]]) -> dict[str, torch.Tensor]:
+    with _naming_another(path):
+        index = _index(path)
+    chosen = {name: index.info(name) for name in choose(index)}
+    with _naming_another(path):
+        index.check_whole(chosen)  # before memory is asked for what the index claims
+    empty = {n: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for n, t in chosen.items()}
+    load(
+        path,
+        [
+            StoredShard(name=n, first_row=0, tensor=t, shape=tuple(t.shape))
+            for n, t in empty.items()
+        ],
+    )
+    return empty

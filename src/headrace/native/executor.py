@@ -1,0 +1,430 @@
+"""The executor: runs this rank's program of a plan, action by action, and measures each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import numpy as np
+import torch
+
+from headrace.comm.collectives import agree, gather_floats
+from headrace.comm.mesh import Groups
+from headrace.comm.waiting import check
+from headrace.errors import PlanMismatch
+from headrace.layouts.transfer import Pending
+from headrace.methods.registry import branch
+from headrace.methods.weights import Weight
+from headrace.models.transformer import Transformer
+from headrace.native.micro_batch import MicroBatchRun, sources
+from headrace.native.spans import Spans, StepClock, clock_of
+from headrace.native.storage import Storage
+from headrace.native.storage import Working as WorkingWeights
+from headrace.spec.architecture import Architecture, bucket_count
+from headrace.spec.checker import OwnPrograms
+from headrace.spec.known_methods import subgroups
+from headrace.spec.measurement import Row
+from headrace.spec.method import LayerPlan
+from headrace.spec.plan import Pipeline, Plan, Working
+from headrace.spec.program import (
+    Action,
+    Backward,
+    Exchange,
+    Forward,
+    Message,
+    Program,
+    Pull,
+    Push,
+    Recv,
+    Send,
+    Update,
+)
+from headrace.spec.strategy import Scheme
+from headrace.spec.walk import messages_of
+
+__all__ = [
+    "Executor",
+    "PlanGroups",
+    "StepResult",
+    "StepState",
+]
+
+Ranks = tuple[int, ...]
+
+
+class PlanGroups:
+    """The groups of plans of one model: worked out once for every pipeline and layer plan."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        self._architecture = architecture
+        self._layers: dict[LayerPlan, int] = {}
+        self._plans: list[LayerPlan] = []
+        self._members: dict[tuple[Scheme, Ranks, int, Working], frozenset[Ranks]] = {}
+        self._known: dict[tuple[Pipeline, int, Working], frozenset[Ranks]] = {}
+
+    def of(self, plan: Plan) -> set[Ranks]:
+        """The groups of all stages, of their tensor blocks, and those that methods need. Raises
+        SpecError for a method that a stage cannot run."""
+        wanted = set[Ranks]()
+        # By identity: hashing the layers of all micro-batches takes longer than the repetitions.
+        pairs = {(micro.pipeline, id(micro.layers)): micro.layers for micro in plan.micro_batches}
+        plans = {id(layers): layers for layers in pairs.values()}
+        numbers = {layers_id: self._number(layers) for layers_id, layers in plans.items()}
+        for index, layers_id in pairs:
+            pipeline = plan.pipelines[index]
+            key = pipeline, numbers[layers_id], plan.working
+            if key not in self._known:
+                self._known[key] = self._groups(*key)
+            wanted |= self._known[key]
+        return wanted
+
+    def _number(self, layers: LayerPlan) -> int:
+        if layers not in self._layers:
+            self._layers[layers] = len(self._plans)
+            self._plans.append(layers)
+        return self._layers[layers]
+
+    def _groups(self, pipeline: Pipeline, layers: int, working: Working) -> frozenset[Ranks]:
+        """Of its members those that meet, by their ranks."""
+        kind = pipeline.scheme, pipeline.shares, layers, working
+        if kind not in self._members:
+            self._members[kind] = self._met(pipeline, self._plans[layers], working)
+        width = pipeline.scheme.width
+        ranks = [
+            rank
+            for first in range(0, len(pipeline.ranks), width)
+            for rank in sorted(pipeline.ranks[first : first + width])
+        ]
+        return frozenset(tuple(ranks[member] for member in met) for met in self._members[kind])
+
+    def _met(self, pipeline: Pipeline, layers: LayerPlan, working: Working) -> frozenset[Ranks]:
+        """The groups of a pipeline, by the places of their members in its stages."""
+        a, wanted = self._architecture, set[Ranks]()
+        parts, width = pipeline.scheme.parts(sharded=working == "sharded"), pipeline.scheme.width
+        for stage in pipeline.stages(a.layers):
+            first = stage.index * width
+            wanted.add(tuple(range(first, first + width)))
+            for size in {parts, pipeline.scheme.tensor}:
+                wanted |= {
+                    tuple(range(at, min(at + size, first + width)))
+                    for at in range(first, first + width, size)
+                }
+            for option in set(layers.options[stage.start : stage.stop]):
+                branch(option.attention, "attention", a, width)
+                branch(option.feed_forward, "feed_forward", a, width)
+                for members in subgroups(option, a, width, pipeline.scheme.tensor):
+                    wanted.add(tuple(first + member for member in members))
+        return frozenset(wanted)
+
+
+@dataclass(slots=True, kw_only=True)
+class StepState:
+    """The state of one step of a plan on one rank.
+
+    ``arrived`` are the activations and ``returned`` the gradients that wait for their micro-batch;
+    ``losses`` are this rank's, where they were computed: to look at one is to wait for it.
+    """
+
+    plan: Plan
+    tokens: tuple[np.ndarray, ...]
+    number: int
+    lr: float
+    working: WorkingWeights
+    spans: Spans
+    pulls: dict[int, Pending] = field(default_factory=dict)
+    pushes: dict[int, Pending] = field(default_factory=dict)
+    runs: dict[int, MicroBatchRun] = field(default_factory=dict)
+    arrived: dict[int, torch.Tensor] = field(default_factory=dict)
+    returned: dict[int, torch.Tensor] = field(default_factory=dict)
+    views: dict[int, dict[str, Weight]] = field(default_factory=dict)
+    losses: list[torch.Tensor | float] = field(default_factory=list)
+    loss: float = 0.0
+    norm: float = 0.0
+
+    def leaving(self, message: Message) -> torch.Tensor:
+        """The activations or gradients of a message, which their micro-batch lets go of.
+
+        Raises PlanMismatch when there are more or fewer rows than the program says.
+        """
+        run = self.runs[message.micro_batch]
+        if message.what == "a":
+            value, run.leaving = run.leaving, None
+        else:
+            value = self.runs.pop(message.micro_batch).returning
+        assert value is not None, "the checker saw that it is there"
+        if len(value) != message.rows:
+            raise PlanMismatch(
+                f"rows of micro-batch {message.micro_batch} for rank {message.peer}",
+                got=len(value),
+                wanted=message.rows,
+            )
+        return value
+
+    def arrive(self, message: Message, value: torch.Tensor) -> None:
+        """Keep what arrived for the micro-batch's next action."""
+        waiting = self.arrived if message.what == "a" else self.returned
+        waiting[message.micro_batch] = value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step gave: the batch's mean loss (the same on all ranks), the gradient's norm
+    before clipping, and this rank's measured rows, seconds from the start of the step."""
+
+    loss: float
+    gradient_norm: float
+    rows: tuple[Row, ...]
+
+
+class Executor:
+    """Runs plans on this rank.
+
+    ``entered`` is told each action before it starts (the watcher publishes it), and before the
+    update those that the device has not ended; ``checked`` looks for values that are not finite
+    after each layer, and names the layer. ``clock`` is that of ``device`` unless told. Nothing of
+    the storage is written before the update: a step that fails leaves the weights as they were.
+    Pulls, and pushes, have at most ``in_flight_bytes`` under way, or one at a time: the next waits
+    for the first of them. Without ``overlap`` nothing is computed while weights arrive or gradients
+    leave: for comparison.
+    ``action`` is where a step that failed was, ``prepared`` whether its groups were made, and
+    ``written`` whether it had come to write.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        groups: Groups,
+        *,
+        seed: int,
+        device: str = "cpu",
+        checked: bool = False,
+        overlap: bool = True,
+        in_flight_bytes: float = float("inf"),
+        clock: StepClock | None = None,
+        entered: Callable[[str], None] = lambda action: None,
+    ) -> None:
+        self.storage, self.groups = storage, groups
+        self.model = Transformer(storage.architecture)
+        self.buckets = bucket_count(storage.architecture)
+        self._seed, self._device, self._entered = seed, device, entered
+        self._checked, self._overlap = checked, overlap
+        self._in_flight_bytes = in_flight_bytes
+        self._clock = clock or clock_of(device)
+        self._programs = OwnPrograms(rank=groups.rank, bucket_count=self.buckets, overlap=overlap)
+        self._plan_groups = PlanGroups(storage.architecture)
+        self.action, self.prepared, self.written = "", False, False
+
+    def prepare(self, plan: Plan) -> Program:
+        """Agree on the plan, make its groups and this rank's program, which is checked where there
+        was none of its kind before.
+
+        Raises PlanMismatch when ranks hold different plans, or the plan is for other semantics,
+        another number of ranks or another number of layers; SpecError when a stage cannot run a
+        method of its layers; ProgramError when it would deadlock.
+        """
+        agree("hash of the plan", plan.hash, self.groups.world)
+        if plan.semantics != "free" or plan.devices != self.groups.ranks:
+            raise PlanMismatch(
+                "plan",
+                got=f"{plan.semantics} for {plan.devices} ranks",
+                wanted=f"free for {self.groups.ranks}",
+            )
+        layers = self.storage.architecture.layers
+        for number, micro in enumerate(plan.micro_batches):
+            if len(micro.layers.options) != layers:
+                raise PlanMismatch(
+                    f"layers of micro-batch {number}", got=len(micro.layers.options), wanted=layers
+                )
+        program = self._programs.of(plan)
+        self.action = "the making of groups"
+        self.groups.prepare(self._plan_groups.of(plan))
+        if any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines):
+            self.groups.prepare_messages(
+                {m.peer for action in program.actions for m in messages_of(action)}
+            )
+        return program
+
+    def run(
+        self, plan: Plan, tokens: tuple[np.ndarray, ...], *, step: int, lr: float
+    ) -> StepResult:
+        """One optimizer step of ``plan`` at rate ``lr``; ``tokens[i]`` are sequence i's ids.
+
+        Raises what :meth:`prepare` does, and PlanMismatch when the sequences are not as long as
+        the plan says: their packs would be cut elsewhere, and the loss divided by another count.
+        """
+        self.prepared, self.written, self.action = False, False, "the agreement on the plan"
+        program = self.prepare(plan)
+        self.prepared, self.action = True, "the making of working weights"
+        found, planned = map(len, tokens), plan.lengths.tokens
+        for i, (got, wanted) in enumerate(zip_longest(found, planned, fillvalue="none")):
+            if got != wanted:
+                raise PlanMismatch(f"tokens of sequence {i}", got=got, wanted=wanted)
+        working = self.storage.working(plan)
+        working.begin()
+        state = StepState(
+            plan=plan,
+            tokens=tokens,
+            number=step,
+            lr=lr,
+            working=working,
+            spans=Spans(self._clock, self.groups.rank),
+        )
+        for action in program.actions:
+            self.action = str(action)
+            self._entered(self.action)
+            check()
+            self._do(action, state)
+        self._entered("between steps")
+        return StepResult(loss=state.loss, gradient_norm=state.norm, rows=state.spans.rows())
+
+    def _do(self, action: Action, state: StepState) -> None:
+        if not self._overlap and not isinstance(action, Pull):
+            self._await(list(state.pulls), state)
+        match action:
+            case Pull(bucket=bucket):
+                self._pull(bucket, state)
+            case Forward():
+                self._timed(action, state, lambda: self._forward(action, state))
+            case Backward():
+                self._await(list(state.pulls), state)  # those that only others need
+                self._timed(action, state, lambda: self._backward(action, state))
+            case Push(bucket=bucket):
+                self._push(bucket, state)
+            case Send() | Recv() | Exchange():
+                self._timed(action, state, lambda: self._traffic(action, state))
+            case Update():
+                self._await(list(state.pulls), state)
+                if self._staged(state.plan):
+                    self.groups.messages.settle()
+                self._wait("G", list(state.pushes), state.pushes, state)
+                state.spans.reach(self._entered)
+                check()  # what was summed may be what aborted transfers left
+                self._timed(action, state, lambda: self._update(state))
+
+    @staticmethod
+    def _staged(plan: Plan) -> bool:
+        return any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines)
+
+    def _pull(self, bucket: int, state: StepState) -> None:
+        """Issue a pull."""
+        self._make_room("P", bucket, state.pulls, state)
+        with self._issuing("P", bucket, state):
+            issued = state.working.pull(bucket)
+        if issued is not None:
+            state.pulls[bucket] = issued
+
+    def _push(self, bucket: int, state: StepState) -> None:
+        """Issue a push."""
+        self._make_room("G", bucket, state.pushes, state)
+        with self._issuing("G", bucket, state):
+            issued = state.working.push(bucket)
+        if issued is not None:
+            state.pushes[bucket] = issued
+
+    @contextmanager
+    def _issuing(self, letter: str, bucket: int, state: StepState) -> Iterator[None]:
+        """A row of its own where issuing waits for a first step."""
+        if not state.working.waits:
+            yield
+            return
+        with state.spans.wait(), self._moving(letter, bucket, state):
+            yield
+
+    def _make_room(
+        self, letter: str, bucket: int, pending: dict[int, Pending], state: StepState
+    ) -> None:
+        """Wait for the first of those under way until one more may be. Nobody waits for ever: all
+        ranks issue what they share in one order, and what was issued before needs nothing more."""
+        most = self._in_flight_bytes - state.working.buffer_bytes(bucket)
+        while pending and sum(transfer.nbytes for transfer in pending.values()) > most:
+            with state.spans.wait():
+                self._wait(letter, [next(iter(pending))], pending, state)
+
+    def _await(self, buckets: Sequence[int], state: StepState) -> None:
+        """Wait for pulls that are under way."""
+        due = [bucket for bucket in buckets if bucket in state.pulls]
+        if due:
+            with state.spans.wait():
+                self._wait("P", due, state.pulls, state)
+
+    def _wait(
+        self, letter: str, buckets: Sequence[int], pending: dict[int, Pending], state: StepState
+    ) -> None:
+        """Wait for issued transfers, in the order given; one row each."""
+        for bucket in buckets:
+            with self._moving(letter, bucket, state):
+                pending.pop(bucket).wait()
+
+    def _moving(self, letter: str, bucket: int, state: StepState) -> AbstractContextManager[None]:
+        kind = "pull" if letter == "P" else "push"
+        return state.spans.action(f"{letter}{bucket}", kind, ranks=self.groups.ranks)
+
+    def _timed(self, action: Action, state: StepState, work: Callable[[], None]) -> None:
+        tokens, ranks = 0, self.groups.ranks
+        if isinstance(action, Forward | Backward):
+            tokens = sum(state.plan.tokens_of(state.plan.micro_batches[action.micro_batch]))
+            ranks = len(action.group)
+        elif isinstance(action, Send | Recv | Exchange):
+            tokens, ranks = sum(message.rows for message in messages_of(action)), 2
+        with state.spans.action(str(action), action.kind, tokens=tokens, ranks=ranks):
+            work()
+
+    def _forward(self, action: Forward, state: StepState) -> None:
+        index = action.micro_batch
+        micro = state.plan.micro_batches[index]
+        if micro.pipeline not in state.views:
+            pipeline = state.plan.pipelines[micro.pipeline]
+            state.views[micro.pipeline] = sources(
+                self.storage.table, state.working, state.plan, pipeline, self.groups
+            )
+        run = MicroBatchRun.of(
+            self.model,
+            state.plan,
+            micro,
+            state.tokens,
+            state.views[micro.pipeline],
+            self.groups,
+            seed=self._seed,
+            step=state.number,
+            dtype=self.storage.working_dtype,
+            device=self._device,
+            checked=self._checked,
+        )
+        run.forward(state.arrived.pop(index, None), lambda bucket: self._await([bucket], state))
+        state.losses.append(run.loss)
+        state.runs[index] = run
+
+    def _backward(self, action: Backward, state: StepState) -> None:
+        index, due = action.micro_batch, set(action.pushes)
+
+        def done(bucket: int) -> None:
+            if bucket in due:
+                self._push(bucket, state)
+
+        run = state.runs[index]
+        run.backward(state.returned.pop(index, None), done)
+        if run.stage.first:
+            del state.runs[index]
+
+    def _traffic(self, action: Send | Recv | Exchange, state: StepState) -> None:
+        """Send what a micro-batch leaves, put what arrives where its next action finds it."""
+        messages, device = self.groups.messages, self._device
+        hidden, dtype = self.storage.architecture.hidden, self.storage.working_dtype
+        match action:
+            case Send(message=out):
+                messages.send(state.leaving(out), out.peer)
+            case Recv(message=back):
+                arrived = messages.receive((back.rows, hidden), dtype, device, back.peer)
+                state.arrive(back, arrived)
+            case Exchange(send=Send(message=out), recv=Recv(message=back)):
+                leaving = state.leaving(out)
+                state.arrive(back, messages.exchange(leaving, (back.rows, hidden), out.peer))
+
+    def _update(self, state: StepState) -> None:
+        own = sum(map(float, state.losses))
+        state.loss = sum(row[0] for row in gather_floats([own], self.groups.world))
+        state.norm = self.storage.gradient_norm()
+        self.written = True  # every rank has come as far, so each will write
+        self.storage.update(state.lr, state.norm)

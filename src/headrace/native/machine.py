@@ -1,0 +1,203 @@
+"""Facts of the machine a rank runs on: what reports name, fingerprints hold and doctor prints."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+__all__ = [
+    "available_bytes",
+    "give_back_memory",
+    "is_out_of_memory",
+    "machine_facts",
+    "matmul_flops_per_s",
+    "memory_left",
+    "peak_bytes",
+    "reset_peak_bytes",
+]
+
+# Version, names of the files: limit, taken, and the entry of memory.stat that can be had back.
+_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+_MOUNTS = {"": (".", "unified"), "memory": ("memory",)}
+
+
+def memory_left(root: Path = Path("/")) -> int | None:
+    """Bytes until the nearest limit; None without one. ``root`` is the root of the file system."""
+    found = []
+    for kind, group in _groups(root / "proc/self/cgroup"):
+        limit_name, taken_name, cached_name = _FILES[kind]
+        for folder in _levels(root / "sys/fs/cgroup", kind, group):
+            limit, taken = _number(folder / limit_name), _number(folder / taken_name)
+            if limit is not None:
+                cached = _entry(folder / "memory.stat", cached_name)
+                found.append(max(0, limit - max(0, (taken or 0) - cached)))
+    return min(found, default=None)
+
+
+def _groups(path: Path) -> Iterator[tuple[str, str]]:
+    """The controller ("" is version 2) and group of each line that has to do with memory."""
+    for line in _text(path).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if not controllers:
+            yield "", group
+        elif "memory" in controllers.split(","):
+            yield "memory", group
+
+
+def _levels(top: Path, kind: str, group: str) -> Iterator[Path]:
+    """The folders of a group and of all above it, as far as they are seen from here: a container
+    sees its own as the top."""
+    parts = [name for name in group.split("/") if name and ".." not in group]
+    for mount in _MOUNTS[kind]:
+        for depth in range(len(parts), -1, -1):
+            yield top / mount / Path(*parts[:depth])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _entry(path: Path, name: str) -> int:
+    for line in _text(path).splitlines():
+        key, _, value = line.partition(" ")
+        if key == name and value.isdecimal():
+            return int(value)
+    return 0
+
+
+def machine_facts(device: str) -> dict[str, Any]:
+    """Processor, cores, memory, device, versions and network links."""
+    cuda = device != "cpu"
+    return {
+        "host_cpu": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "system": f"{platform.system()} {platform.machine()}",
+        "links": _links(),
+    }
+
+
+def available_bytes(device: str) -> int:
+    """Bytes that new tensors could take: of the device, or of this machine and what the control
+    groups leave of it."""
+    if device != "cpu":
+        return int(torch.cuda.mem_get_info()[0])
+    free = int(psutil.virtual_memory().available)
+    left = memory_left()
+    return free if left is None else min(free, left)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had, on a device or on the host: of the
+    allocator, of a library that allocates beside it (cuBLAS, NCCL), or of the driver."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
+
+
+_NO_MEMORY = ("can't allocate memory", "out of memory", "alloc_failed", "alloc failed")
+
+
+def matmul_flops_per_s(
+    device: str, dtype: torch.dtype, size: int | None = None, products: int | None = None
+) -> float:
+    """FLOP/s of square matrix products, several in a row: what utilisation is measured against. On
+    a device they are large, or it would be idle for most of the time."""
+    size = size or (768 if device == "cpu" else 8192)
+    products = products or (1 if device == "cpu" else 8)
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        for _ in range(products):
+            a @ a
+        if device != "cpu":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * products * size**3 / best
+
+
+def reset_peak_bytes(device: str) -> int:
+    """Start a new peak where the system can; returns the bytes held now.
+
+    On a CPU freed memory is first given back to the system: what the allocator kept would hide
+    that much of the next peak.
+    """
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        return int(torch.cuda.memory_allocated())
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    # Where it is refused, peaks count from the start of the process.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return int(psutil.Process().memory_info().rss)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Give the memory that the allocator of a GPU keeps for later back to it, when what was issued
+    there is done: what comes next may need it in other pieces."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def peak_bytes(device: str) -> int:
+    """Most bytes held since the last reset: the allocator's on a device, resident on a CPU."""
+    if device != "cpu":
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _links(folder: Path = Path("/sys/class/net")) -> str:
+    """Megabits per second of the network devices that are up, as far as they tell: ``10000+400``.
+    Bridges and the like, which come and go, are no devices."""
+    speeds = []
+    for speed in folder.glob("*/speed"):
+        with contextlib.suppress(OSError, ValueError):  # a link that is down does not tell
+            if (speed.parent / "device").exists() and int(speed.read_text()) > 0:
+                speeds.append(int(speed.read_text()))
+    return "+".join(str(speed) for speed in sorted(speeds, reverse=True)) or "unknown"

@@ -1,0 +1,248 @@
+"""One micro-batch on one rank: its inputs, its view of the weights, its forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from headrace.comm.mesh import Groups
+from headrace.errors import NotFinite, PlanMismatch
+from headrace.layouts.partition import group_shards, works_whole
+from headrace.layouts.token_plan import TokenPlan
+from headrace.methods.context import Context, Place
+from headrace.methods.weights import Shard, State, Weight, Whole
+from headrace.models.objective import objective_of
+from headrace.models.transformer import Transformer
+from headrace.native.storage import Working
+from headrace.ops.fused import to_device
+from headrace.ops.random import DropoutKey
+from headrace.spec.architecture import WeightSpec
+from headrace.spec.method import LayerPlan
+from headrace.spec.plan import MicroBatch, Pipeline, Plan
+from headrace.spec.strategy import Stage
+
+__all__ = ["MicroBatchRun", "layer_states", "sources"]
+
+
+def sources(
+    table: tuple[WeightSpec, ...], working: Working, plan: Plan, pipeline: Pipeline, groups: Groups
+) -> dict[str, Weight]:
+    """The weights of this rank's stage of a pipeline as its methods see them: whole where every
+    member holds all rows, shards of a block of members otherwise."""
+    stage = pipeline.stage_of(groups.rank, plan.layers)
+    whole, parts = works_whole(plan), pipeline.scheme.parts(sharded=plan.working == "sharded")
+    gathered = not all(whole[rank] for rank in stage.ranks)
+    member = _member(groups.rank, stage.ranks)
+    first = member - member % parts
+    group = groups.get(stage.ranks[first : first + parts]) if gathered else None
+    views: dict[str, Weight] = {}
+    for weight in table:
+        if not weight.used_in(stage.buckets):
+            continue
+        value, grad = working.values[weight.name], working.partials[weight.name]
+        if group is not None and weight.unit is not None:
+            shards = group_shards(weight, parts)
+            part = shards[member - first].within(working.held[weight.name])
+            views[weight.name] = Shard(
+                value=value[part],
+                grad=grad[part],
+                shards=shards,
+                group=group,
+                unit=weight.unit,
+                first=first,
+            )
+        else:
+            views[weight.name] = Whole(value=value, grad=grad, member=member, unit=weight.unit or 1)
+    return views
+
+
+def _member(rank: int, ranks: tuple[int, ...]) -> int:
+    """A rank's place in its process group. Raises PlanMismatch when it is not in it."""
+    if rank not in ranks:
+        raise PlanMismatch(f"rank {rank}", got="outside the group", wanted=f"one of {ranks}")
+    return ranks.index(rank)
+
+
+def layer_states(weights: State, layers: int) -> tuple[State, ...]:
+    """The weights of each of the first ``layers`` layers by short name; empty for those of other
+    stages."""
+    states: tuple[dict[str, Weight], ...] = tuple({} for _ in range(layers))
+    for name, weight in weights.items():
+        head, _, rest = name.partition(".")
+        if head == "layers":
+            index, _, short = rest.partition(".")
+            if int(index) < layers:
+                states[int(index)][short] = weight
+    return states
+
+
+Needed = Callable[[int], None]
+"""Told a weight bucket before a segment first works with it, or after its gradients are there."""
+
+
+@dataclass(slots=True, kw_only=True)
+class MicroBatchRun:
+    """A micro-batch in one stage between its forward and its backward.
+
+    ``ids`` and ``labels`` are the local tokens [T / R]; ``scale`` is one over the tokens of the
+    whole batch that have a loss. ``checked`` looks for values that are not finite after each layer.
+    After the forward ``loss`` is this rank's part of the batch's mean loss (0 but in the last
+    stage) and ``leaving`` what the next stage gets [T / R, h]; after the backward ``returning``
+    is the gradient that the stage before gets.
+    """
+
+    model: Transformer
+    layers: LayerPlan
+    stage: Stage
+    weights: State
+    states: tuple[State, ...]
+    context: Context
+    ids: torch.Tensor
+    labels: torch.Tensor
+    scale: float
+    checked: bool = False
+    loss: torch.Tensor | float = 0.0
+    leaving: torch.Tensor | None = None
+    returning: torch.Tensor | None = None
+    _segments: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _last_grad: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: Transformer,
+        plan: Plan,
+        micro: MicroBatch,
+        tokens: tuple[np.ndarray, ...],
+        weights: State,
+        groups: Groups,
+        *,
+        seed: int,
+        step: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        training: bool = True,
+        checked: bool = False,
+    ) -> MicroBatchRun:
+        """The run of ``micro`` in this rank's stage; ``tokens[i]`` are the ids of the batch's
+        sequence i (int32), cut here to this rank's part of the pack."""
+        pipeline = plan.pipelines[micro.pipeline]
+        stage = pipeline.stage_of(groups.rank, model.architecture.layers)
+        ranks, member = stage.ranks, _member(groups.rank, stage.ranks)
+        pack = TokenPlan(lengths=plan.tokens_of(micro), ranks=len(ranks), order=micro.order)
+        samples = np.array([plan.lengths.ids[i] for i in micro.sequences], dtype=np.int64)
+        objective = objective_of(model.architecture, seed=seed, step=step)
+        examples = [
+            objective.example(tokens[i], int(sample))
+            for i, sample in zip(micro.sequences, samples, strict=True)
+        ]
+
+        def subgroup(members: tuple[int, ...]) -> dist.ProcessGroup | None:
+            return groups.get(tuple(ranks[member] for member in members))
+
+        def local(values: np.ndarray) -> torch.Tensor:
+            return to_device(torch.from_numpy(values.astype(np.int64)), device)
+
+        place = Place(
+            architecture=model.architecture,
+            tokens=pack,
+            member=member,
+            dtype=dtype,
+            device=device,
+            group=groups.get(ranks),
+            subgroup=subgroup,
+            tensor=pipeline.scheme.tensor,
+        )
+        dropout = DropoutKey(
+            seed=seed,
+            step=step,
+            samples=local(samples[pack.documents(member)]),
+            positions=local(pack.positions(member)),
+        )
+        ids, labels = (np.concatenate(parts) for parts in zip(*examples, strict=True))
+        return cls(
+            model=model,
+            layers=micro.layers,
+            stage=stage,
+            weights=weights,
+            states=layer_states(weights, len(micro.layers.options)),
+            context=Context(place=place, dropout=dropout, training=training),
+            ids=local(pack.take(member, ids)),
+            labels=local(pack.take(member, labels)),
+            scale=1.0 / objective.count(plan.lengths),
+            checked=checked,
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """What arrives and leaves: [T / R, h]."""
+        return len(self.ids), self.model.architecture.hidden
+
+    def forward(
+        self, arrived: torch.Tensor | None = None, need: Needed = lambda bucket: None
+    ) -> None:
+        """Run all segments of the stage; ``arrived`` [T / R, h] is what the stage before sent.
+
+        Raises NotFinite when ``checked`` and a layer gives a value that is not finite.
+        """
+        self._segments = []
+        if arrived is None:
+            need(0)
+            x = self.model.embedding(self.ids, self.weights, self.context)
+            self._segments.append((x, x))
+        else:
+            x = arrived
+        for index in range(self.stage.start, self.stage.stop):
+            need(index + 1)
+            entry = x.detach().requires_grad_(self.context.training)
+            option = self.layers.options[index]
+            x = self.model.layer(entry, index, option, self.states[index], self.context)
+            self._check(x, "activations", index)
+            self._segments.append((entry, x))
+        if self.stage.last:
+            self._end(x, need)
+        else:
+            self.leaving = x.detach()
+
+    def _end(self, x: torch.Tensor, need: Needed) -> None:
+        need(0)  # a tied embedding
+        need(self.stage.stop + 1)
+        entry = x.detach().requires_grad_(self.context.training)
+        ending, labels = self.model.ending(entry, self.labels, self.weights)
+        loss, self._last_grad = self.model.head(
+            ending.detach(), labels, self.weights, self.scale, self.context
+        )
+        self._segments.append((entry, ending))
+        self.loss = loss.detach()
+
+    def _check(self, x: torch.Tensor, what: str, index: int) -> None:
+        if not self.checked or bool(x.isfinite().all()):
+            return
+        bad = int(x.numel() - x.isfinite().sum())
+        raise NotFinite(
+            f"{what} of layer {index} ({self.layers.options[index]}) on member "
+            f"{self.context.member} of {self.context.ranks}",
+            got=f"{bad:,} of {x.numel():,} values not finite",
+            wanted="finite values",
+        )
+
+    def backward(
+        self, grad: torch.Tensor | None = None, done: Needed = lambda bucket: None
+    ) -> None:
+        """Run the segments backwards, dropping each when it is done; ``grad`` [T / R, h] is what
+        the next stage sent. ``done`` is told the bucket of each finished segment."""
+        if self.stage.last:
+            grad, self._last_grad = self._last_grad, None
+        for bucket in reversed(self.stage.buckets):
+            entry, out = self._segments.pop()
+            out.backward(grad)
+            grad = entry.grad if bucket else None
+            del entry, out
+            if grad is not None and self.stage.start < bucket <= self.stage.stop:
+                self._check(grad, "gradient", bucket - 1)
+            done(bucket)
+        self.returning = grad

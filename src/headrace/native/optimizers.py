@@ -1,0 +1,149 @@
+"""Optimizers of stored rows.
+
+Each rank updates its rows of every weight, whatever other rows do: so any *elementwise* optimizer
+serves, whose update of an element depends on this element's gradients, state and weight alone.
+Those that look at whole matrices (Muon, Adafactor, Shampoo) or at all parameters at once (L-BFGS)
+would see pieces and are not offered; nor those with state beside steps and tensors of a weight's
+shape (NAdam's product, Rprop's steps), which a checkpoint by rows would not hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from headrace.errors import SpecError, did_you_mean
+
+__all__ = [
+    "AdamW",
+    "ELEMENTWISE",
+    "Elementwise",
+    "OptimizerOptions",
+    "Schedule",
+    "state_names",
+]
+
+Groups = list[dict[str, Any]]
+"""Parameter groups, as torch's optimizers take them."""
+
+
+class OptimizerOptions(Protocol):
+    """What the storage needs to know of an optimizer. ``decay`` applies to matrices only; ``clip``
+    is the largest norm of the whole gradient, 0 does not clip."""
+
+    @property
+    def decay(self) -> float:
+        """Weight decay of matrices."""
+
+    @property
+    def clip(self) -> float:
+        """Largest norm of the gradient."""
+
+    def make(self, groups: Groups) -> torch.optim.Optimizer:
+        """The optimizer of parameter groups that name their own decay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """Options of AdamW; ``decay`` applies to matrices only."""
+
+    lr: float = 3e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    decay: float = 0.1
+    clip: float = 1.0
+
+    def make(self, groups: Groups) -> torch.optim.Optimizer:
+        """torch's AdamW; on a device one kernel, which takes no memory for what lies between."""
+        on_gpu = all(x.is_cuda for group in groups for x in group["params"])
+        return torch.optim.AdamW(
+            groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=on_gpu or None
+        )
+
+
+ELEMENTWISE: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "adamax": torch.optim.Adamax,
+    "radam": torch.optim.RAdam,
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "rmsprop": torch.optim.RMSprop,
+    "sgd": torch.optim.SGD,
+}
+"""torch's elementwise optimizers by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elementwise:
+    """Any of them with torch's own ``options``. Raises SpecError for a name that is none, for
+    options that are fields here, and, when it is made, for those that the optimizer does not
+    take."""
+
+    name: str
+    lr: float = 1e-3
+    decay: float = 0.0
+    clip: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name not in ELEMENTWISE:
+            hint = did_you_mean(self.name, ELEMENTWISE) or f"known are {', '.join(ELEMENTWISE)}"
+            raise SpecError("optimizer", got=repr(self.name), wanted="elementwise", hint=hint)
+        for given, own in (("lr", "lr"), ("weight_decay", "decay")):
+            if given in self.options:
+                wanted = f"optimizer.{own}, which would overrule it"
+                raise SpecError(f"options of {self.name}", got=given, wanted=wanted)
+
+    def make(self, groups: Groups) -> torch.optim.Optimizer:
+        """torch's optimizer."""
+        try:
+            return ELEMENTWISE[self.name](groups, lr=self.lr, **self.options)
+        except (TypeError, ValueError) as error:
+            raise SpecError(f"options of {self.name}", got=dict(self.options), hint=str(error))
+
+
+def state_names(options: OptimizerOptions, dtype: torch.dtype) -> tuple[str, ...]:
+    """The names of an optimizer's state that follows the elements of a weight, of as many as
+    there are; found by a step of a weight of two elements."""
+    probe = torch.zeros(2, dtype=dtype)
+    optimizer = options.make([{"params": [probe], "weight_decay": 0.0}])
+    probe.grad = torch.ones_like(probe)
+    optimizer.step()
+    return tuple(_rows_of(optimizer.state[probe], probe))
+
+
+def _rows_of(state: Mapping[str, Any], weight: torch.Tensor) -> Sequence[str]:
+    return [
+        name
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.shape == weight.shape
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Linear warm-up over ``warmup_steps``, then a cosine from ``lr`` to ``floor * lr`` at
+    ``steps``."""
+
+    lr: float
+    steps: int
+    warmup_steps: int = 0
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.warmup_steps < 0:
+            raise SpecError("schedule", got=f"{self.steps} steps", wanted=">= 1, warm-up >= 0")
+
+    def rate(self, step: int) -> float:
+        """The rate of step ``step`` (the first is 0)."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        span = max(1, self.steps - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / span)
+        return self.lr * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress)))

@@ -1,0 +1,525 @@
+"""The safetensors files of a checkpoint: written in one pass, checked, read by rows.
+
+The format is written here because the package's own writer makes no checksum on the way, takes
+all tensors at once (a device's whole state would have to lie in host memory), and refuses tensors
+that share memory. Reading goes through the package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from headrace.errors import CheckpointError, SpecError, did_you_mean
+
+__all__ = [
+    "DTYPES",
+    "FileInfo",
+    "FilePiece",
+    "INDEX",
+    "Index",
+    "Interval",
+    "StoredShard",
+    "TensorInfo",
+    "check_file",
+    "check_header",
+    "fsync_folder",
+    "join_tables",
+    "read_pieces",
+    "require_json",
+    "require_plain",
+    "table_of",
+    "write_shards",
+    "write_text",
+]
+
+# The names that safetensors gives to element types.
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """Global shape and element type (a key of DTYPES) of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Rows [first_row, first_row + rows) of the tensor ``name`` in one file."""
+
+    name: str
+    first_row: int
+    rows: int
+
+    @property
+    def stop(self) -> int:
+        """The row after the last."""
+        return self.first_row + self.rows
+
+    @property
+    def key(self) -> str:
+        """The tensor's name in the file: one file may hold several intervals of a tensor."""
+        return f"{self.name}@{self.first_row}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileInfo:
+    """One safetensors file: its name, size, checksum (zlib.crc32 of all of it) and intervals."""
+
+    file: str
+    bytes: int
+    crc32: int
+    intervals: tuple[Interval, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePiece:
+    """Rows [first_row, stop) of a tensor, to be read from an interval of a file."""
+
+    file: FileInfo
+    interval: Interval
+    first_row: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredShard:
+    """Rows [first_row, first_row + len(tensor)) of the tensor ``name`` of global ``shape``.
+
+    ``tensor`` [rows, *shape[1:]] may have no rows, and lie on any device. Raises SpecError when
+    the rows do not lie within the shape, or when no file can hold the element type.
+    """
+
+    name: str
+    first_row: int
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        shape, wanted = tuple(self.tensor.shape), tuple(self.shape)
+        if not wanted or len(shape) != len(wanted) or shape[1:] != wanted[1:]:
+            raise SpecError(f"shard of {self.name}", got=shape, wanted=f"rows of {wanted}")
+        if not 0 <= self.first_row <= self.interval.stop <= wanted[0]:
+            rows = f"rows [{self.first_row}, {self.interval.stop})"
+            raise SpecError(f"shard of {self.name}", got=rows, wanted=f"within {wanted[0]} rows")
+        if self.tensor.dtype not in _NAMES:
+            types = ", ".join(str(dtype) for dtype in _NAMES)
+            raise SpecError(
+                f"shard of {self.name}", got=self.tensor.dtype, wanted=f"one of {types}"
+            )
+
+    @property
+    def info(self) -> TensorInfo:
+        """What the index says of the whole tensor."""
+        return TensorInfo(shape=tuple(self.shape), dtype=_NAMES[self.tensor.dtype])
+
+    @property
+    def interval(self) -> Interval:
+        """What the index says of these rows."""
+        return Interval(name=self.name, first_row=self.first_row, rows=self.tensor.shape[0])
+
+
+def require_plain(path: Path, *, most: int) -> int:
+    """The bytes of a file. Raises CheckpointError for a pipe, a device and more than ``most``
+    bytes, OSError when there is none."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(str(path), got="a pipe, device or folder", wanted="a plain file")
+    if status.st_size > most:
+        raise CheckpointError(
+            str(path), got=f"{status.st_size} bytes", wanted=f"{most}", hint="the file is too long"
+        )
+    return status.st_size
+
+
+# Small enough that what was summed is still in the processor's cache when it is written.
+_CHUNK_BYTES = 2**20
+
+
+def write_shards(path: Path, shards: Sequence[StoredShard]) -> FileInfo:
+    """Write the rows of ``shards`` to a new file and wait until the disk has them.
+
+    Tensors are copied to the host one at a time. Raises OSError as the disk does, CheckpointError
+    when two shards begin at the same row of one tensor.
+    """
+    # Larger elements first, so that each tensor begins at a multiple of its element size.
+    kept = sorted((s for s in shards if s.interval.rows), key=lambda s: -s.tensor.element_size())
+    head = _header(kept)
+    size, crc32 = len(head), zlib.crc32(head)
+    with path.open("wb") as file:
+        file.write(head)
+        for shard in kept:
+            rows = _bytes_of(shard.tensor)
+            size += len(rows)
+            for at in range(0, len(rows), _CHUNK_BYTES):
+                chunk = rows[at : at + _CHUNK_BYTES]
+                crc32 = zlib.crc32(chunk, crc32)
+                file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    intervals = tuple(shard.interval for shard in kept)
+    return FileInfo(file=path.name, bytes=size, crc32=crc32, intervals=intervals)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a new file and wait until the disk has it."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(shards: Sequence[StoredShard]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for shard in shards:
+        interval, info = shard.interval, shard.info
+        if interval.key in entries:
+            raise CheckpointError(f"shards of {shard.name}", got=f"two at row {shard.first_row}")
+        end = at + interval.rows * info.row_bytes
+        shape = [interval.rows, *info.shape[1:]]
+        entries[interval.key] = {"dtype": info.dtype, "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def check_file(folder: Path, file: FileInfo, *, checksum: bool) -> None:
+    """Raise CheckpointError, naming the file, when it is missing, of another size or (where
+    ``checksum``) not what was written."""
+    path = folder / file.file
+    try:
+        size = require_plain(path, most=file.bytes)
+        if size < file.bytes:
+            raise CheckpointError(
+                str(path), got=f"{size} bytes", wanted=f"{file.bytes}", hint="the file is truncated"
+            )
+        if checksum and _crc32(path) != file.crc32:
+            raise CheckpointError(f"{path}: checksum differs", hint="the file is damaged")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing")
+    except OSError as error:
+        raise CheckpointError(str(path), got=error.strerror, wanted="a readable file")
+
+
+def _crc32(path: Path) -> int:
+    crc32, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc32 = zlib.crc32(buffer[:count], crc32)
+    return crc32
+
+
+def read_pieces(path: Path, wanted: Sequence[tuple[StoredShard, FilePiece]]) -> None:
+    """Copy each piece from one file into its shard's tensor.
+
+    Raises CheckpointError when the file does not hold what the index says.
+    """
+    try:
+        with safe_open(path, framework="pt") as file, torch.no_grad():
+            for shard, piece in wanted:
+                interval, held = piece.interval, _held(path, file, piece.interval, shard.info)
+                rows = held[piece.first_row - interval.first_row : piece.stop - interval.first_row]
+                at = piece.first_row - shard.first_row
+                shard.tensor[at : at + len(rows)].copy_(rows)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(str(path), got=f"{error}", wanted="the tensors of the index")
+
+
+def check_header(folder: Path, file: FileInfo, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raise CheckpointError when a file does not hold the rows that the index says."""
+    path = folder / file.file
+    try:
+        with safe_open(path, framework="pt") as opened:
+            for interval in file.intervals:
+                _held(path, opened, interval, tensors[interval.name])
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(str(path), got=f"{error}", wanted="the tensors of the index")
+
+
+def _held(path: Path, file: Any, interval: Interval, info: TensorInfo) -> Any:
+    """The rows of an interval in an open file; raises CheckpointError when they are others."""
+    held = file.get_slice(interval.key)
+    shape = [interval.rows, *info.shape[1:]]
+    if (held.get_dtype(), held.get_shape()) != (info.dtype, shape):
+        got = f"{held.get_dtype()} {held.get_shape()}"
+        raise CheckpointError(f"{path}: {interval.key}", got=got, wanted=f"{info.dtype} {shape}")
+    return held
+
+
+def fsync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in a folder."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+INDEX = "index.json"
+
+_FORMAT = 1
+_MOST_BYTES = 2**31  # of a table of some ten million rows
+_FILE = re.compile(r"rank[0-9]{5,9}\.safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """All tensors and files of a checkpoint. Raises CheckpointError when they contradict."""
+
+    step: int
+    tensors: Mapping[str, TensorInfo]
+    files: tuple[FileInfo, ...]
+    extra: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if len({file.file for file in self.files}) != len(self.files):
+            raise _malformed("a file named twice")
+        for file in self.files:
+            size = 0
+            for interval in file.intervals:
+                info = self.tensors.get(interval.name)
+                if info is None or interval.stop > info.shape[0]:
+                    raise _malformed(f"{file.file} with rows {interval.key[:60]} of no tensor")
+                size += interval.rows * info.row_bytes
+            # With this no index can make a reader ask for more memory than there is on disk.
+            if size > file.bytes:
+                raise _malformed(f"{file.file} of {file.bytes} bytes with {size} bytes of rows")
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape and type of a tensor; raises CheckpointError with a did-you-mean."""
+        if name not in self.tensors:
+            hint = did_you_mean(name, self.tensors) or "the checkpoint is of another model"
+            raise CheckpointError(f"no tensor {name!r} in the checkpoint", hint=hint)
+        return self.tensors[name]
+
+    def pieces(self, wanted: Sequence[Interval]) -> list[list[FilePiece]]:
+        """For each wanted interval the disjoint pieces that it is put together from, in order.
+
+        Raises CheckpointError when a row lies in no file.
+        """
+        held: dict[str, list[tuple[FileInfo, Interval]]] = defaultdict(list)
+        for file in self.files:
+            for interval in file.intervals:
+                held[interval.name].append((file, interval))
+        for pairs in held.values():
+            pairs.sort(key=lambda pair: pair[1].first_row)
+        return [_cover(interval, held[interval.name]) for interval in wanted]
+
+    def check_whole(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError when a row of one of these tensors lies in no file."""
+        rows = {name: self.tensors[name].shape[0] for name in names}
+        self.pieces([Interval(name=name, first_row=0, rows=n) for name, n in rows.items()])
+
+    def to_text(self) -> str:
+        """The text of ``index.json``; raises CheckpointError when ``extra`` is not JSON."""
+        body = {
+            "format": _FORMAT,
+            "step": self.step,
+            "tensors": {name: _tensor_to_json(info) for name, info in self.tensors.items()},
+            "files": [_file_to_json(file) for file in self.files],
+            "extra": self.extra,
+        }
+        require_json(self.extra)
+        body = json.loads(json.dumps(body))  # keys become text here, before the checksum
+        return json.dumps({"crc32": _checksum(body), **body})
+
+    @classmethod
+    def read(cls, folder: Path) -> Index:
+        """The index of a checkpoint; raises CheckpointError when it is missing or malformed."""
+        path = folder / INDEX
+        try:
+            require_plain(path, most=_MOST_BYTES)
+            return _from_json(json.loads(path.read_bytes(), parse_constant=_no_number))
+        except CheckpointError as error:
+            raise CheckpointError(str(path), got=error.got, wanted=error.wanted)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(f"checkpoint {folder}", got=f"no {INDEX}", wanted="a whole one")
+        except OSError as error:
+            raise CheckpointError(str(path), got=error.strerror, wanted="a readable file")
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(str(path), got=f"{error}", wanted="JSON")
+
+
+def require_json(extra: Mapping[str, Any]) -> None:
+    """Raise CheckpointError when this could be no ``extra`` of a checkpoint."""
+    try:
+        json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError("extra of a checkpoint", got=error, wanted="a JSON object")
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _cover(wanted: Interval, held: Sequence[tuple[FileInfo, Interval]]) -> list[FilePiece]:
+    pieces: list[FilePiece] = []
+    at = wanted.first_row
+    for file, interval in held:
+        if interval.first_row <= at < min(interval.stop, wanted.stop):
+            stop = min(interval.stop, wanted.stop)
+            pieces.append(FilePiece(file=file, interval=interval, first_row=at, stop=stop))
+            at = stop
+    if at < wanted.stop:
+        raise CheckpointError(
+            f"rows of {wanted.name}",
+            got=f"none for row {at}",
+            wanted=f"rows [{wanted.first_row}, {wanted.stop})",
+        )
+    return pieces
+
+
+def table_of(shards: Sequence[StoredShard], file: FileInfo) -> dict[str, Any]:
+    """What one rank tells of its file and of its tensors, those without rows too, as JSON."""
+    tensors: dict[str, TensorInfo] = {}
+    for shard in shards:
+        _add(tensors, shard.name, shard.info)
+    told = {name: _tensor_to_json(info) for name, info in tensors.items()}
+    return {"tensors": told, "file": _file_to_json(file)}
+
+
+def join_tables(tables: Sequence[Any], *, step: int, extra: Mapping[str, Any]) -> Index:
+    """The index of what all ranks tell (:func:`table_of`), in rank order.
+
+    Raises CheckpointError when ranks contradict each other or rows are missing.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for table in tables:
+        for name, told in table["tensors"].items():
+            _add(tensors, name, _tensor(told))
+    files = tuple(_file(table["file"]) for table in tables)
+    index = Index(step=step, tensors=tensors, files=files, extra=extra)
+    index.check_whole(tensors)
+    return index
+
+
+def _add(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
+    if tensors.setdefault(name, info) != info:
+        raise CheckpointError(
+            f"shards of {name}", got=f"{tensors[name]} and {info}", wanted="one type and shape"
+        )
+
+
+def _tensor_to_json(info: TensorInfo) -> dict[str, Any]:
+    return {"shape": list(info.shape), "dtype": info.dtype}
+
+
+def _file_to_json(file: FileInfo) -> dict[str, Any]:
+    rows = [[i.name, i.first_row, i.rows] for i in file.intervals]
+    return {"file": file.file, "bytes": file.bytes, "crc32": file.crc32, "rows": rows}
+
+
+def _file(value: Any) -> FileInfo:
+    name = _get(value, "file", str)
+    # Nothing else is ever opened, whatever the index says: no other folder, no "..".
+    if not _FILE.fullmatch(name):
+        raise _malformed(
+            f"the file name {_short(name)}", wanted="one such as rank00000.safetensors"
+        )
+    return FileInfo(
+        file=name,
+        bytes=_count(_get(value, "bytes", int), "bytes"),
+        crc32=_count(_get(value, "crc32", int), "crc32"),
+        intervals=tuple(_interval(row) for row in _get(value, "rows", list)),
+    )
+
+
+def _interval(row: Any) -> Interval:
+    if not isinstance(row, list) or len(row) != 3 or not isinstance(row[0], str):
+        raise _malformed(f"the rows {_short(row)}", wanted="[name, first row, rows]")
+    first_row, rows = _count(row[1], "first row"), _count(row[2], "rows")
+    return Interval(name=row[0], first_row=first_row, rows=rows)
+
+
+def _tensor(value: Any) -> TensorInfo:
+    shape = tuple(_count(n, "a shape of") for n in _get(value, "shape", list))
+    dtype = _get(value, "dtype", str)
+    if dtype not in DTYPES:
+        raise _malformed(f"the type {_short(dtype)}", wanted=f"one of {', '.join(DTYPES)}")
+    if not shape or prod(max(n, 1) for n in shape) * DTYPES[dtype].itemsize >= 2**63:
+        raise _malformed(f"the shape {_short(shape)}", wanted="one that fits a machine")
+    return TensorInfo(shape=shape, dtype=dtype)
+
+
+def _from_json(value: Any) -> Index:
+    version = _get(value, "format", int)
+    if version != _FORMAT:
+        raise _malformed(f"format {version}", wanted=f"format {_FORMAT}")
+    body = {name: part for name, part in value.items() if name != "crc32"}
+    if _checksum(body) != _get(value, "crc32", int):
+        raise _malformed("a checksum that differs", wanted="the index as it was written")
+    tensors = _get(value, "tensors", dict)
+    return Index(
+        step=_count(_get(value, "step", int), "step"),
+        tensors={name: _tensor(info) for name, info in tensors.items()},
+        files=tuple(_file(file) for file in _get(value, "files", list)),
+        extra=_get(value, "extra", dict),
+    )
+
+
+def _checksum(body: Mapping[str, Any]) -> int:
+    # What json reads it writes again in the same text, so the text need not be kept.
+    return zlib.crc32(json.dumps(body).encode())
+
+
+def _malformed(got: str, *, wanted: str = "a well-formed index") -> CheckpointError:
+    return CheckpointError(INDEX, got=got, wanted=wanted)
+
+
+def _get(value: Any, key: str, kind: type) -> Any:
+    part = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(part, kind) or isinstance(part, bool):
+        raise _malformed(f"{key} = {_short(part)}", wanted=f"a {kind.__name__}")
+    return part
+
+
+def _count(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise _malformed(f"{what} {_short(value)}", wanted="whole numbers >= 0")
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,1 +1,0 @@
-"""Sequence parallelism for models that know nothing of it."""

@@ -1,0 +1,493 @@
+"""The seconds of a step without its rows: what planners ask for many plans.
+
+A plan without stages has a closed form. Micro-batches run in the plan's order, each when all ranks
+of its group are free. One that starts before all weights are there waits for them segment by
+segment, so its forward ends no sooner than the weights of any segment plus the segments from there
+on; in the last one of each rank the gradients of a segment are complete when it ends. With stages
+the programs are walked, of one rank per stage: the first has the most rows of every message, so
+none of the others is later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.costs.cost_model import CostModel, message_s, segment_rows, segment_seconds
+from headrace.errors import CostError, ProgramError
+from headrace.spec.measurement import Row, Timeline
+from headrace.spec.plan import MicroBatch, Plan
+from headrace.spec.program import (
+    Action,
+    Backward,
+    Exchange,
+    Forward,
+    Program,
+    Pull,
+    Push,
+    Recv,
+    Send,
+    Update,
+    compile_rank,
+    pushes_of,
+)
+from headrace.spec.strategy import Scheme, Stage
+from headrace.spec.walk import Posted, meeting, meeting_key, messages_of
+
+__all__ = [
+    "Walk",
+    "arrivals",
+    "check_costs",
+    "exposed_s",
+    "micro_batch_seconds",
+    "push_ends",
+    "segments_of",
+    "simulate",
+    "step_s",
+]
+
+Segments = tuple[tuple[float, float], ...]
+
+
+def check_costs(plan: Plan, costs: CostModel) -> None:
+    """Raise CostError when ``plan`` uses a width of a stage, or layers on it, for which ``costs``
+    have no answer."""
+    widths: list[int] = []
+    for pipeline in plan.pipelines:
+        scheme = pipeline.scheme
+        widths.append(scheme.width)
+        if widths[-1] not in costs.options:
+            known = ", ".join(f"cp{p}" for p in costs.group_sizes)
+            raise CostError(f"costs of {scheme}", got="none", hint=f"known are {known}")
+    # By identity: hashing all layers of all micro-batches takes longer than the few repetitions.
+    used = {(widths[m.pipeline], id(m.layers)): m.layers for m in plan.micro_batches}
+    for (width, _), layers in used.items():
+        if len(layers.options) != costs.shape.layers:
+            raise CostError(
+                "layer plan", got=f"{len(layers.options)} layers", wanted=costs.shape.layers
+            )
+        for option, _ in layers.counts:
+            costs.option(width, option)
+
+
+def segments_of(plan: Plan, micro: MicroBatch, stage: Stage, costs: CostModel) -> Segments:
+    """Seconds of (forward, backward) of a micro-batch's segments in a stage, in the order of
+    ``stage.buckets``."""
+    return segment_seconds(
+        costs,
+        plan.tokens_of(micro),
+        plan.pipelines[micro.pipeline],
+        stage,
+        micro.layers,
+        plan.working,
+    )
+
+
+def arrivals(costs: CostModel) -> tuple[float, ...]:
+    """When the weights of each bucket are there, in seconds since the step began."""
+    pull_s = costs.exchange_s.pull_s * costs.scale
+    return tuple(accumulate(share * pull_s for share in costs.shape.bucket_shares))
+
+
+def push_ends(costs: CostModel, issued: Iterable[tuple[int, float]]) -> list[float]:
+    """When the push of each bucket ends, given (bucket, when the last rank issued it) in the order
+    of the pushes."""
+    shares, push_s = costs.shape.bucket_shares, costs.exchange_s.push_s * costs.scale
+    ends, end_s = list[float](), 0.0
+    for bucket, ready_s in issued:
+        end_s = max(end_s, ready_s) + shares[bucket] * push_s
+        ends.append(end_s)
+    return ends
+
+
+def exposed_s(costs: CostModel) -> float:
+    """Seconds of pull and push, without the costs' scale, that no computation hides.
+
+    Before the first layer all ranks wait for its weights and the embedding's; the gradients of
+    both are complete when the last rank has nothing left to compute.
+    """
+    first = sum(costs.shape.bucket_shares[:2])
+    return first * (costs.exchange_s.pull_s + costs.exchange_s.push_s)
+
+
+Key = tuple[int, int, str, int]
+
+
+class Walk:
+    """Ranks on their way through their programs.
+
+    ``rows[r]`` are those of rank r in program order; none are kept when not ``recorded``.
+    ``programs`` may be those of some ranks only: then groups are what is left of them.
+    """
+
+    def __init__(
+        self, programs: Sequence[Program], plan: Plan, costs: CostModel, *, recorded: bool = True
+    ) -> None:
+        check_costs(plan, costs)
+        self._plan, self._costs, self._recorded = plan, costs, recorded
+        self._actions = {program.rank: program.actions for program in programs}
+        self._world = tuple(self._actions)
+        self._arrivals = arrivals(costs)
+        self._stages: dict[int, tuple[Stage, ...]] = {}
+        self._segments: dict[tuple[int, int], tuple[Stage, Segments]] = {}
+        self._tokens = [sum(plan.tokens_of(micro)) for micro in plan.micro_batches]
+        self._places = dict.fromkeys(self._world, 0)
+        self.clock = dict.fromkeys(self._world, 0.0)
+        self.rows: dict[int, list[Row]] = {rank: [] for rank in self._world}
+        self._pulls: dict[int, list[int]] = {rank: [] for rank in self._world}
+        self._pushes: dict[int, dict[int, float]] = {rank: {} for rank in self._world}
+        self._come: dict[tuple[Any, ...], set[int]] = {}
+        self._there: dict[Key, float] = {}  # when each message arrives
+        self._under_way: dict[int, dict[int, float]] = {rank: {} for rank in self._world}
+        self._posted: dict[int, float] = {}  # when ranks at an exchange have sent their part
+        self._ready = list(reversed(self._world))
+
+    def run(self) -> float:
+        """Walk to the end; when the last rank is done. Raises ProgramError for a deadlock."""
+        while self._ready:
+            rank = self._ready.pop()
+            while (action := self._head(rank)) is not None and self._move(action, rank):
+                pass
+        for rank in self._world:
+            if (action := self._head(rank)) is not None:
+                raise ProgramError("programs deadlock", got=f"rank {rank} waits at {action}")
+        return max(self.clock.values(), default=0.0)
+
+    def _head(self, rank: int) -> Action | None:
+        actions, place = self._actions[rank], self._places[rank]
+        return actions[place] if place < len(actions) else None
+
+    def _move(self, action: Action, rank: int) -> bool:
+        """Do an action of ``rank``, with those who meet in it; False when it must wait."""
+        match action:
+            case Pull(bucket=bucket):
+                self._check_bucket(action, bucket)
+                self._pulls[rank].append(bucket)
+            case Push(bucket=bucket):
+                self._issue(action, rank, bucket, self.clock[rank])
+            case Send() | Recv() | Exchange():
+                return self._traffic(action, rank)
+            case Forward() | Backward() | Update():
+                return self._meet(action, rank)
+        self._places[rank] += 1
+        return True
+
+    def _check_bucket(self, action: Action, bucket: int) -> None:
+        if bucket >= len(self._arrivals):
+            raise ProgramError(f"bucket of {action}", got=bucket, wanted=f"< {len(self._arrivals)}")
+
+    def _issue(self, action: Action, rank: int, bucket: int, now_s: float) -> None:
+        self._check_bucket(action, bucket)
+        self._pushes[rank][bucket] = now_s
+
+    def _meet(self, action: Forward | Backward | Update, rank: int) -> bool:
+        """Wait for the others of the group; the last one to come does the action for all."""
+        group = [r for r in meeting(action, rank, self._world) if r in self._actions]
+        key = meeting_key(action)
+        come = self._come.setdefault(key, set())
+        come.add(rank)
+        if not come.issuperset(group):
+            return False
+        del self._come[key]
+        match action:
+            case Forward():
+                self._forward(action, group)
+            case Backward():
+                self._backward(action, group)
+            case Update():
+                self._update(group)
+        for other in group:
+            self._places[other] += 1
+        self._ready += [other for other in group if other != rank]
+        return True
+
+    def _forward(self, action: Forward, group: list[int]) -> None:
+        stage, segments = self._work(action)
+        start_s = now_s = max(self.clock[rank] for rank in group)
+        waited_s = 0.0
+        if not any(self._pulls[rank] for rank in group):
+            self._done(action, group, start_s, start_s + sum(pair[0] for pair in segments))
+            return
+        for bucket, (seconds, _) in zip(stage.buckets, segments, strict=True):
+            # The end may work with a tied embedding.
+            for needed in (0, bucket) if bucket > stage.stop else (bucket,):
+                there_s = self._wait(needed, group, now_s)
+                waited_s += there_s - now_s
+                now_s = there_s
+            now_s += seconds
+        self._done(action, group, start_s, now_s, waited_s)
+
+    def _wait(self, bucket: int, ranks: Sequence[int], now_s: float) -> float:
+        """When the weights of a bucket are there for ranks that want them now."""
+        there_s = max(now_s, self._arrivals[bucket])
+        for rank in ranks:
+            if bucket in self._pulls[rank]:
+                self._pulls[rank].remove(bucket)
+                self._record(rank, f"P{bucket}", "pull", now_s, there_s)
+        return there_s
+
+    def _wait_for_all(self, rank: int) -> None:
+        """Wait for the weights that are still under way: others need them."""
+        for bucket in tuple(self._pulls[rank]):
+            self.clock[rank] = self._wait(bucket, (rank,), self.clock[rank])
+
+    def _backward(self, action: Backward, group: list[int]) -> None:
+        stage, segments = self._work(action)
+        for rank in group:
+            self._wait_for_all(rank)
+        start_s = now_s = max(self.clock[rank] for rank in group)
+        own = {rank: mine for rank in group if pushes_of(mine := self._head(rank) or action)}
+        if not own:
+            self._done(action, group, start_s, start_s + sum(pair[1] for pair in segments))
+            return
+        for bucket, (_, seconds) in zip(reversed(stage.buckets), reversed(segments), strict=True):
+            now_s += seconds
+            for rank, mine in own.items():
+                if bucket in pushes_of(mine):
+                    self._issue(mine, rank, bucket, now_s)
+        self._done(action, group, start_s, now_s)
+
+    def _work(self, action: Forward | Backward) -> tuple[Stage, Segments]:
+        """The stage of a forward or backward and the seconds of its segments."""
+        index, plan = action.micro_batch, self._plan
+        key = index, action.stage
+        if key not in self._segments:
+            if index >= len(plan.micro_batches):
+                count = len(plan.micro_batches)
+                raise ProgramError(f"micro-batch of {action}", got=index, wanted=f"< {count}")
+            micro = plan.micro_batches[index]
+            stages = self._stages_of(micro.pipeline)
+            if action.stage >= len(stages):
+                raise ProgramError(
+                    f"stage of {action}", got=action.stage, wanted=f"< {len(stages)}"
+                )
+            stage = stages[action.stage]
+            self._segments[key] = stage, segments_of(plan, micro, stage, self._costs)
+        return self._segments[key]
+
+    def _stages_of(self, pipeline: int) -> tuple[Stage, ...]:
+        if pipeline not in self._stages:
+            layers = self._costs.shape.layers
+            self._stages[pipeline] = self._plan.pipelines[pipeline].stages(layers)
+        return self._stages[pipeline]
+
+    def _done(
+        self,
+        action: Forward | Backward,
+        group: list[int],
+        start_s: float,
+        end_s: float,
+        waited_s: float = 0.0,
+    ) -> None:
+        tokens, ranks = self._tokens[action.micro_batch], len(action.group)
+        for rank in group:
+            text = str(self._head(rank)) if self._recorded else ""
+            self._record(rank, text, action.kind, start_s, end_s, tokens, ranks, waited_s)
+            self.clock[rank] = end_s
+
+    def _traffic(self, action: Send | Recv | Exchange, rank: int) -> bool:
+        """Post what is sent on arrival, once, then go on when what is received is there."""
+        posted = {message.sends: message for message in messages_of(action)}
+        out, back, start_s = posted.get(True), posted.get(False), self.clock[rank]
+        if out is not None and rank not in self._posted:
+            self._posted[rank] = self._send(out, rank)
+        if back is not None and back.key(rank) not in self._there:
+            return False
+        end_s = self._posted.pop(rank, start_s)
+        if back is not None:
+            end_s = max(end_s, self._there.pop(back.key(rank)))
+        rows = sum(message.rows for message in posted.values())
+        text = str(action) if self._recorded else ""
+        self._record(rank, text, action.kind, start_s, end_s, rows, 2)
+        self.clock[rank] = end_s
+        self._places[rank] += 1
+        return True
+
+    def _send(self, message: Posted, rank: int) -> float:
+        """Post a message; when the last one to that neighbour has let it go."""
+        under_way = self._under_way[rank]
+        posted_s = max(self.clock[rank], under_way.get(message.peer, 0.0))
+        there_s = posted_s + message_s(self._costs, message.rows)
+        under_way[message.peer] = self._there[message.key(rank)] = there_s
+        if message.peer in self._actions:
+            self._ready.append(message.peer)
+        return posted_s
+
+    def _update(self, group: list[int]) -> None:
+        for rank in group:
+            self._wait_for_all(rank)
+            self.clock[rank] = max(self.clock[rank], *self._under_way[rank].values(), 0.0)
+        ends = self._pushed(group)
+        for rank in group:
+            for bucket, end_s in ends:
+                start_s = self.clock[rank]
+                self.clock[rank] = max(start_s, end_s)
+                self._record(rank, f"G{bucket}", "push", start_s, self.clock[rank])
+        start_s = max(self.clock[rank] for rank in group)
+        end_s = start_s + self._costs.exchange_s.update_s * self._costs.scale
+        for rank in group:
+            self._record(rank, "U", "update", start_s, end_s)
+            self.clock[rank] = end_s
+
+    def _pushed(self, group: list[int]) -> list[tuple[int, float]]:
+        """The buckets in the order of their pushes, and when each push ends."""
+        order = list(self._pushes[group[0]])
+        for rank in group:
+            if list(self._pushes[rank]) != order:
+                raise ProgramError(
+                    f"pushes of rank {rank}",
+                    got=list(self._pushes[rank]),
+                    wanted=f"{order} as on rank {group[0]}",
+                )
+        issued = [(bucket, max(self._pushes[rank][bucket] for rank in group)) for bucket in order]
+        return list(zip(order, push_ends(self._costs, issued), strict=True))
+
+    def _record(
+        self,
+        rank: int,
+        action: str,
+        kind: str,
+        start_s: float,
+        end_s: float,
+        tokens: int = 0,
+        ranks: int = 0,
+        waited_s: float = 0.0,
+    ) -> None:
+        if self._recorded:
+            row = Row(
+                rank=rank,
+                action=action,
+                kind=kind,
+                start_s=start_s,
+                end_s=end_s,
+                tokens=tokens,
+                ranks=ranks or self._plan.devices,
+                waited_s=waited_s,
+            )
+            self.rows[rank].append(row)
+
+
+Floats = NDArray[np.float64]
+
+
+def step_s(plan: Plan, costs: CostModel) -> float:
+    """Predicted seconds of the whole step: the end of what
+    :func:`headrace.simulator.step_clock` gives for the plan's programs."""
+    check_costs(plan, costs)
+    if any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines):
+        return _staged_s(plan, costs)
+    forward, backward = _segments(plan, costs)
+    there = np.array(arrivals(costs))
+    begins, ends = _runs(plan, forward, backward.sum(axis=1), there)
+    last = _last_of_ranks(plan)
+    buckets = len(there)
+    issued = np.zeros(buckets)
+    if last:
+        complete = np.cumsum(backward[last][:, ::-1], axis=1)[:, ::-1]
+        issued = (begins[last][:, None] + complete).max(axis=0)
+    order = [(bucket, float(issued[bucket])) for bucket in reversed(range(buckets))]
+    pushed = push_ends(costs, order)
+    last_s = max(pushed[-1], float(there[-1]), float(ends.max(initial=0.0)), 0.0)
+    return last_s + costs.exchange_s.update_s * costs.scale
+
+
+def micro_batch_seconds(plan: Plan, costs: CostModel) -> tuple[float, ...]:
+    """Predicted seconds of the forward and backward of each micro-batch over its stages, without
+    waiting. Raises CostError for what the costs do not know."""
+    check_costs(plan, costs)
+    if not plan.micro_batches:
+        return ()
+    forward, backward = _segments(plan, costs)  # cut into stages the segments are the same
+    return tuple((forward.sum(axis=1) + backward.sum(axis=1)).tolist())
+
+
+def _segments(plan: Plan, costs: CostModel) -> tuple[Floats, Floats]:
+    """Seconds of (forward, backward) of the segments of each micro-batch [micro-batches,
+    buckets]."""
+    tokens = np.array(plan.lengths.tokens, dtype=np.float64)
+    counts = [len(micro.sequences) for micro in plan.micro_batches]
+    held = tokens[[i for micro in plan.micro_batches for i in micro.sequences]]
+    first = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
+    sums = np.stack(
+        [np.add.reduceat(held**2, first), np.add.reduceat(held, first), np.ones(len(counts))]
+    )
+    schemes: dict[Scheme, int] = {}
+    kinds = [schemes.setdefault(pipeline.scheme, len(schemes)) for pipeline in plan.pipelines]
+    # By identity: hashing all layers of all micro-batches takes longer than the few repetitions.
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, micro in enumerate(plan.micro_batches):
+        alike.setdefault((id(micro.layers), kinds[micro.pipeline]), []).append(number)
+    forward = np.zeros((len(counts), costs.shape.bucket_count))
+    backward = np.zeros_like(forward)
+    for numbers in alike.values():
+        micro = plan.micro_batches[numbers[0]]
+        scheme = plan.pipelines[micro.pipeline].scheme
+        rows, own = segment_rows(costs, scheme, micro.layers, plan.working), sums[:, numbers]
+        forward[numbers], backward[numbers] = (rows[0] @ own).T, (rows[1] @ own).T
+    return forward, backward
+
+
+def _runs(plan: Plan, forward: Floats, backward_s: Floats, there: Floats) -> tuple[Floats, Floats]:
+    """When the backward of each micro-batch starts, and ends."""
+    rest = np.cumsum(forward[:, ::-1], axis=1)[:, ::-1]
+    waited = (there + rest).max(axis=1).tolist()
+    free, all_there = [0.0] * plan.devices, float(there[-1])
+    begins, ends = list[float](), list[float]()
+    for micro, forward_s, back_s, least_s in zip(
+        plan.micro_batches, rest[:, 0].tolist(), backward_s.tolist(), waited, strict=True
+    ):
+        ranks = plan.pipelines[micro.pipeline].ranks
+        now_s = max([free[rank] for rank in ranks])
+        now_s = max(now_s + forward_s, least_s) if now_s < all_there else now_s + forward_s
+        begins.append(now_s)
+        ends.append(now_s + back_s)
+        for rank in ranks:
+            free[rank] = ends[-1]
+    return np.array(begins), np.array(ends)
+
+
+def _last_of_ranks(plan: Plan) -> list[int]:
+    """The last micro-batch of every rank that has one."""
+    last_of = {micro.pipeline: index for index, micro in enumerate(plan.micro_batches)}
+    last: dict[int, int] = {}
+    for pipeline, index in last_of.items():
+        for rank in plan.pipelines[pipeline].ranks:
+            last[rank] = max(index, last.get(rank, -1))
+    return sorted(set(last.values()))
+
+
+def _staged_s(plan: Plan, costs: CostModel) -> float:
+    count = costs.shape.bucket_count
+    programs = [compile_rank(plan, rank, count) for rank in _walkers(plan, costs)]
+    return Walk(programs, plan, costs, recorded=False).run()
+
+
+def _walkers(plan: Plan, costs: CostModel) -> Sequence[int]:
+    """The ranks that work, of stages only the first one."""
+    ranks: set[int] = set()
+    for index in {micro.pipeline for micro in plan.micro_batches}:
+        pipeline = plan.pipelines[index]
+        if pipeline.scheme.pipeline > 1:
+            ranks |= {s.ranks[0] for s in pipeline.stages(costs.shape.layers)}
+        else:
+            ranks |= set(pipeline.ranks)
+    return sorted(ranks) or [0]
+
+
+def simulate(programs: Sequence[Program], plan: Plan, costs: CostModel) -> Timeline:
+    """The predicted timeline of ``programs``, which were compiled from ``plan``.
+
+    Rows stand rank by rank in program order. Raises ProgramError when the programs are not those
+    of the plan's ranks, name a bucket, micro-batch or stage that does not exist, or deadlock;
+    CostError when ``costs`` lack a stage's width or an option of the plan.
+    """
+    if [program.rank for program in programs] != list(range(plan.devices)):
+        raise ProgramError("programs", got=len(programs), wanted=f"one for each of {plan.devices}")
+    walk = Walk(programs, plan, costs)
+    walk.run()
+    rows = tuple(row for rank in range(plan.devices) for row in walk.rows[rank])
+    return Timeline(source="predicted", rows=rows, devices=plan.devices)

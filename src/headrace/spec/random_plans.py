@@ -1,0 +1,170 @@
+"""Plans drawn at random: valid, never good. Verification runs them to prove exactness."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from headrace.errors import SpecError
+from headrace.spec.known_methods import DEFAULT, SINGLE_RANK
+from headrace.spec.lengths import Lengths
+from headrace.spec.method import RECOMPUTE, LayerOption, LayerPlan
+from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
+from headrace.spec.strategy import Scheme
+
+__all__ = ["random_plan", "random_strategy"]
+
+
+def random_plan(
+    lengths: Lengths,
+    devices: int,
+    layers: int,
+    rng: np.random.Generator,
+    *,
+    largest: int | None = None,
+    working: Working | None = None,
+    methods: Mapping[int, Sequence[str]] | None = None,
+) -> Plan:
+    """Each sequence on a random aligned block of a random size of at most ``largest`` ranks,
+    packed at random, its tokens in a random order, every layer with a random attention,
+    feed-forward and recompute level; larger groups come first.
+
+    ``methods`` names for every size that may be drawn the methods that groups of it support;
+    without, one rank is ``local`` and larger groups are ``ulysses_z``.
+    """
+    most = min(devices, largest or devices)
+    if methods is None:
+        methods = {size: (SINGLE_RANK if size == 1 else DEFAULT,) for size in range(1, most + 1)}
+    sizes = [size for size in sorted(methods) if size <= most and methods[size]]
+    if not sizes:
+        raise SpecError("methods of a random plan", got=dict(methods), wanted="some on few ranks")
+    jobs: dict[tuple[int, int], list[list[int]]] = {}
+    for i in rng.permutation(len(lengths)):
+        size = sizes[int(rng.integers(len(sizes)))]
+        block = int(rng.integers(devices // size))
+        packs = jobs.setdefault((size, block), [[]])
+        if packs[-1] and rng.random() < 0.4:
+            packs.append([])
+        packs[-1].append(int(i))
+    pipelines: list[Pipeline] = []
+    micro_batches: list[MicroBatch] = []
+    for (size, block), packs in sorted(jobs.items(), key=lambda job: (-job[0][0], job[0][1])):
+        ranks = tuple(range(block * size, (block + 1) * size))
+        pipelines.append(Pipeline(scheme=Scheme(context=size), ranks=ranks))
+        micro_batches += [
+            MicroBatch(
+                pipeline=len(pipelines) - 1,
+                sequences=tuple(pack),
+                layers=_random_layers(methods[size], layers, rng),
+                order="zigzag" if size > 1 and rng.random() < 0.5 else "natural",
+            )
+            for pack in packs
+        ]
+    held: tuple[Working, ...] = ("replicated", "sharded")
+    return Plan(
+        lengths=lengths,
+        devices=devices,
+        pipelines=tuple(pipelines),
+        micro_batches=tuple(micro_batches),
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+        working=working or held[int(rng.integers(2))],
+        planner="random",
+    )
+
+
+def random_strategy(
+    lengths: Lengths,
+    devices: int,
+    layers: int,
+    rng: np.random.Generator,
+    *,
+    methods: Mapping[int, Sequence[str]],
+    most_tensor: int = 1,
+) -> Plan:
+    """Pipelines of random tensor (at most ``most_tensor``), context and pipeline degrees side by
+    side, some ranks perhaps in none, stages of random numbers of layers; each sequence in a random
+    one, packed at random, every layer with a random attention, feed-forward and recompute level.
+
+    ``methods`` names for every number of ranks of a stage the methods that such a stage supports.
+    """
+    pipelines: list[Pipeline] = []
+    at = int(rng.random() < 0.2 and devices > 1)
+    while at < devices:
+        pipeline = _random_pipeline(at, devices - at, layers, rng, methods, most_tensor)
+        pipelines.append(pipeline)
+        at += pipeline.scheme.devices + int(rng.random() < 0.1)
+    packs: list[tuple[int, list[int]]] = []
+    for i in rng.permutation(len(lengths)):
+        chosen = int(rng.integers(len(pipelines)))
+        if packs and packs[-1][0] == chosen and rng.random() < 0.5:
+            packs[-1][1].append(int(i))
+        else:
+            packs.append((chosen, [int(i)]))
+    held: tuple[Working, ...] = ("replicated", "sharded")
+    return Plan(
+        lengths=lengths,
+        devices=devices,
+        pipelines=tuple(pipelines),
+        micro_batches=tuple(
+            MicroBatch(
+                pipeline=chosen,
+                sequences=tuple(pack),
+                layers=_random_layers(methods[_width(pipelines[chosen])], layers, rng),
+                order="zigzag" if rng.random() < 0.5 else "natural",
+            )
+            for chosen, pack in packs
+        ),
+        predicted_s=0.0,
+        lower_bound_s=0.0,
+        working=held[int(rng.integers(2))],
+        planner="random",
+    )
+
+
+def _width(pipeline: Pipeline) -> int:
+    return pipeline.scheme.width
+
+
+def _random_pipeline(
+    at: int,
+    room: int,
+    layers: int,
+    rng: np.random.Generator,
+    methods: Mapping[int, Sequence[str]],
+    most_tensor: int,
+) -> Pipeline:
+    """A pipeline on the ranks from ``at``, of at most ``room``."""
+    schemes = [
+        Scheme(tensor=tensor, context=width // tensor, pipeline=stages)
+        for width in sorted(methods)
+        if methods[width]
+        for tensor in range(1, most_tensor + 1)
+        if width % tensor == 0
+        for stages in range(1, min(layers, room // width) + 1)
+    ]
+    scheme = schemes[int(rng.integers(len(schemes)))]
+    cuts = sorted(rng.choice(layers - 1, scheme.pipeline - 1, replace=False) + 1)
+    edges = [0, *map(int, cuts), layers]
+    return Pipeline(
+        scheme=scheme,
+        ranks=tuple(range(at, at + scheme.devices)),
+        shares=tuple(b - a for a, b in pairwise(edges)),
+    )
+
+
+def _random_layers(methods: Sequence[str], layers: int, rng: np.random.Generator) -> LayerPlan:
+    names = rng.integers(len(methods), size=(layers, 2)).tolist()
+    levels = rng.integers(len(RECOMPUTE), size=layers).tolist()
+    return LayerPlan(
+        options=tuple(
+            LayerOption(
+                attention=methods[attention],
+                feed_forward=methods[feed_forward],
+                recompute=RECOMPUTE[level],
+            )
+            for (attention, feed_forward), level in zip(names, levels, strict=True)
+        )
+    )

@@ -1,0 +1,235 @@
+"""Values of a step: what was planned, what ran out of memory, what each rank tells of it, and what
+came of it.
+
+The first rank gets sums of all ranks' rows, and of some steps the rows. Ranks send float64 as they
+lie in memory, which is the same on machines of one kind:
+
+    own      seconds of the step and of waiting for its plan, peak bytes
+    ends     when its last action ended, seconds of its forwards, backwards and update, 0
+    works    micro-batch, 2 stage + (0 forward, 1 backward), seconds without waiting for weights;
+             one line for each forward and backward
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.spec.measurement import BUSY, Row, Timeline
+from headrace.spec.plan import Plan
+from headrace.spec.program import Backward, Forward, parse_action
+
+__all__ = [
+    "Exhausted",
+    "Planned",
+    "RankTimes",
+    "Step",
+    "StepTimes",
+    "packed_rows",
+    "plan_metrics",
+    "rows_of_packed",
+]
+
+_WIDTH = 3
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """One rank's part of a step: its seconds, those in which it waited for the plan, its peak
+    bytes, and its ``rows``."""
+
+    step_s: float
+    waited_s: float
+    peak_bytes: int
+    rows: tuple[Row, ...]
+
+    def to_bytes(self) -> bytes:
+        """Three numbers a line, as the module says."""
+        busy = [row for row in self.rows if row.kind in BUSY]
+        end_s = max((row.end_s for row in self.rows), default=0.0)
+        lines = [
+            (self.step_s, self.waited_s, float(self.peak_bytes)),
+            (end_s, sum(row.seconds - row.waited_s for row in busy), 0.0),
+        ]
+        for row in busy:
+            action = parse_action(row.action)
+            if isinstance(action, Forward | Backward):
+                part = 2 * action.stage + isinstance(action, Backward)
+                lines.append((action.micro_batch, part, row.seconds - row.waited_s))
+        return np.array(lines, dtype=np.float64).tobytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Of all ranks: the longest ``step_s`` and ``waited_s``, ``peak_bytes`` of each, the fraction
+    of all ranks' time in which no forward, backward or update ran, and the seconds of the forward
+    and backward of micro-batches over their stages.
+
+    A member of a group that arrives early waits in the group's first collective, and its row is
+    longer by that: of each stage the shortest counts, which is the last member's.
+    """
+
+    step_s: float
+    waited_s: float
+    peak_bytes: tuple[int, ...]
+    idle: float
+    micro_batches: Mapping[int, float]
+
+    @classmethod
+    def of(cls, told: Sequence[bytes]) -> StepTimes:
+        """What all ranks' :meth:`RankTimes.to_bytes` say together."""
+        ranks = [np.frombuffer(one, dtype=np.float64).reshape(-1, _WIDTH) for one in told]
+        own, ends = np.stack([rank[0] for rank in ranks]), np.stack([rank[1] for rank in ranks])
+        total_s = len(ranks) * float(ends[:, 0].max())
+        idle = max(0.0, 1 - float(ends[:, 1].sum()) / total_s) if total_s > 0 else 0.0
+        return cls(
+            step_s=float(own[:, 0].max()),
+            waited_s=float(own[:, 1].max()),
+            peak_bytes=tuple(map(int, own[:, 2].tolist())),
+            idle=idle,
+            micro_batches=_micro_batches(np.concatenate([rank[2:] for rank in ranks])),
+        )
+
+
+def _micro_batches(works: Floats) -> dict[int, float]:
+    """Seconds of each micro-batch: the sum over its parts of the shortest of each."""
+    order = np.lexsort((works[:, 2], works[:, 1], works[:, 0]))
+    works = works[order]
+    first = np.ones(len(works), dtype=bool)
+    first[1:] = (works[1:, :2] != works[:-1, :2]).any(axis=1)
+    index, seconds = works[first, 0].astype(np.int64), works[first, 2]
+    numbers, place = np.unique(index, return_inverse=True)
+    sums = np.bincount(place, weights=seconds, minlength=len(numbers))
+    return dict(zip(numbers.tolist(), sums.tolist(), strict=True))
+
+
+def packed_rows(rows: Sequence[Row]) -> bytes:
+    """All rows of one rank: a line of texts, then five numbers each."""
+    texts = json.dumps([(row.action, row.kind) for row in rows]).encode()
+    numbers = [(row.start_s, row.end_s, row.waited_s, row.tokens, row.ranks) for row in rows]
+    return texts + b"\n" + np.array(numbers, dtype=np.float64).tobytes()
+
+
+def rows_of_packed(told: bytes, rank: int) -> tuple[Row, ...]:
+    """The inverse of :func:`packed_rows`."""
+    texts, _, numbers = told.partition(b"\n")
+    lines = np.frombuffer(numbers, dtype=np.float64).reshape(-1, 5).tolist()
+    return tuple(
+        Row(
+            rank=rank,
+            action=action,
+            kind=kind,
+            start_s=start_s,
+            end_s=end_s,
+            waited_s=waited_s,
+            tokens=int(tokens),
+            ranks=int(ranks),
+        )
+        for (action, kind), (start_s, end_s, waited_s, tokens, ranks) in zip(
+            json.loads(texts), lines, strict=True
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan and what its planner expects of it: seconds of its micro-batches, peaks, and where the
+    step is drawn a timeline. ``facts`` go into the step's metrics."""
+
+    plan: Plan
+    predicted: Timeline | None
+    peak_bytes: tuple[int, ...]
+    planning_s: float
+    micro_batch_s: Sequence[float] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A finished step: its metrics, plan and timelines.
+
+    What is known of all ranks, most metrics and ``times``, is known on the first one; on others
+    the metrics are those that every rank has by itself: step, epoch, loss, grad_norm, lr and
+    out_of_memory. ``micro_batch_s`` are the predicted seconds of the plan's micro-batches;
+    ``measured`` and ``predicted`` are there where the step is drawn.
+    """
+
+    number: int
+    metrics: Mapping[str, Any]
+    plan: Plan
+    micro_batch_s: Sequence[float]
+    times: StepTimes | None
+    measured: Timeline | None
+    predicted: Timeline | None
+    facts: Mapping[str, Any]
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the batch's tokens, before the step."""
+        return float(self.metrics["loss"])
+
+    @property
+    def seconds(self) -> float:
+        """What the step took, on the slowest rank; known on the first rank."""
+        return float(self.metrics["step_s"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exhausted:
+    """Ranks that ran out of memory in one step, and in which action each; the same on all."""
+
+    actions: tuple[tuple[int, str], ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks."""
+        return tuple(rank for rank, _ in self.actions)
+
+    def __str__(self) -> str:
+        return ", ".join(f"rank {rank} ran out of memory in {text}" for rank, text in self.actions)
+
+
+def plan_metrics(planned: Planned, times: StepTimes) -> dict[str, Any]:
+    """What a step's plan expected, and what came of it: the metrics that the first rank knows."""
+    plan, step_s, waited_s = planned.plan, times.step_s, times.waited_s
+    return {
+        "tokens": plan.lengths.total,
+        "sequences": len(plan.lengths),
+        "longest": plan.lengths.longest,
+        "step_s": step_s,
+        "tokens_per_s": plan.lengths.total / (step_s + waited_s),
+        "idle": times.idle,
+        "strategy": str(plan.strategy),
+        "working": plan.working,
+        "predicted_s": plan.predicted_s,
+        "lower_bound_s": plan.lower_bound_s,
+        "gap": plan.gap,
+        "planning_s": planned.planning_s,
+        "waited_s": waited_s,
+        "waited": waited_s / (step_s + waited_s),
+        "plan_hash": plan.hash,
+        "peak_bytes": list(times.peak_bytes),
+        "predicted_peak_bytes": list(planned.peak_bytes),
+        "micro_batches": [
+            {
+                "ranks": len(plan.pipelines[m.pipeline].ranks),
+                "tokens": sum(plan.tokens_of(m)),
+                "longest": max(plan.tokens_of(m)),
+                "sequences": len(m.sequences),
+                "layers": str(m.layers),
+                "order": m.order,
+            }
+            for m in plan.micro_batches
+        ],
+        "assignment": [
+            [plan.lengths.tokens[i], len(plan.pipelines[m.pipeline].ranks)]
+            for m in plan.micro_batches
+            for i in m.sequences
+        ],
+    } | {k: v for k, v in planned.facts.items() if not isinstance(v, Timeline)}

@@ -1,1 +1,0 @@
-"""Runs over clips: synthetic video, and Transformer-2D trained on it."""

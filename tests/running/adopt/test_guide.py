@@ -1,0 +1,120 @@
+"""What the guide and README.md show, run on two ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headrace as hr
+from headrace.adopt.axis_examples import latte
+from ranks import run_ranks
+
+ROOT = Path(__file__).parents[3]
+
+
+def blocks(page: str) -> list[str]:
+    """The blocks of Python on a page that adapt a model."""
+    found = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+    return [block for block in found if "hr.adapt" in block]
+
+
+BLOCKS = blocks("docs/guides/axes.md")
+LOOP = BLOCKS.pop()
+README = "import headrace as hr\n" + blocks("README.md")[0]
+
+
+class Block(torch.nn.Module):
+    """Attention over time or over space, as the guide's stages have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spatial = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.temporal = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, s, c = x.shape
+        y = self.spatial(x.reshape(b * t, s, c)).view(b, t, s, c).transpose(1, 2)
+        return self.temporal(y.reshape(b * s, t, c)).view(b, s, t, c).transpose(1, 2)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def shown(block: int) -> float:
+    """The loss that the guide's lines end with, or the distance of a result."""
+    example = latte()
+    torch.manual_seed(3)
+    names: dict[str, Any] = {
+        "latte": example.model,
+        "video": example.inputs["hidden_states"],
+        "t": example.inputs["timestep"],
+        "text": example.inputs["encoder_hidden_states"],
+        "target": torch.randn(2, 4, 5, 6, 6, dtype=torch.float64),
+        "model": Model().double(),
+    }
+    exec(README if block == 2 else BLOCKS[0], names)  # the second goes on with the first's imports
+    if block != 1:
+        return float(names["loss"])
+    exec(BLOCKS[1], names)
+    run, x = names["run"], torch.randn(2, 5, 3, 8, dtype=torch.float64)
+    with torch.no_grad():
+        whole = run.collect(run(**run.shard({"x": x})), "b t s c")
+        run.detach()
+        return float((whole - names["model"](x)).abs().max())
+
+
+def test_the_guide_runs() -> None:
+    """Catches names that have changed since the page was written, and a loss that is not the
+    mean over the whole batch."""
+    pytest.importorskip("diffusers")
+    example = latte()
+    torch.manual_seed(3)
+    target = torch.randn(2, 4, 5, 6, 6, dtype=torch.float64)
+    out = example.model(**example.inputs).sample
+    wanted = float((out - target).detach().square().mean())
+    for block in (0, 2):
+        assert run_ranks(2, shown, block, timeout_s=100) == [pytest.approx(wanted, rel=1e-12)] * 2
+    assert max(run_ranks(2, shown, 1, timeout_s=100)) <= 1e-12
+
+
+def looped(folder: Path) -> float:
+    """The loss of the only step of the guide's loop."""
+    from headrace.engine.clips import SyntheticClips
+    from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
+
+    torch.manual_seed(0)
+    model = Transformer2D(SHAPES_2D["tiny"]).double()
+    clips = SyntheticClips(6, {(1, 6): 1, (4, 9): 1}, channels=4, seed=1, dtype=torch.float64)
+    loop = LOOP.replace('batch_tokens="16Ki"', f'batch_tokens="16Ki", cache={str(folder)!r}')
+    names: dict[str, Any] = {
+        "hr": hr,
+        "model": model,
+        "clips": clips,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    exec(loop, names)
+    places = sum(len(c["frames"]) * len(c["patches"]) for c in map(clips.__getitem__, range(6)))
+    torch.manual_seed(0)
+    other, total = Transformer2D(SHAPES_2D["tiny"]).double(), 0.0
+    for at in range(6):
+        item = clips[at]
+        out = other(item["x"][None], item["timestep"][None], item["frames"], item["patches"])
+        total += float((out - item["labels"]).square().sum().detach()) / places
+    return abs(names["step"].loss / total - 1)
+
+
+def test_the_loop_of_the_guide_runs(tmp_path: Path) -> None:
+    for error in run_ranks(2, looped, tmp_path, timeout_s=120):
+        assert error < 1e-12

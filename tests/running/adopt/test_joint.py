@@ -1,0 +1,207 @@
+"""Stages that mix all axes at once: attention meets the other ranks' places."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as f
+from torch.utils.checkpoint import checkpoint
+
+import headrace as hr
+from headrace.adopt.axes import Adapted
+from headrace.errors import ModelError
+from ranks import run_ranks
+from running.adopt.axial import Axial
+from spread import whole
+
+FEATURES = 8
+
+
+class Everything(nn.Module):
+    """Attention over all places [b, t s, c], in ``heads``; wrong in ``manner``."""
+
+    def __init__(self, heads: int, manner: str = "right") -> None:
+        super().__init__()
+        self.heads, self.manner = heads, manner
+        self.keys = heads // 2 if manner == "grouped" else heads
+        each = FEATURES // heads
+        self.qkv = nn.Linear(FEATURES, (heads + 2 * self.keys) * each)
+        self.out = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(x + places).unflatten(-1, (self.heads + 2 * self.keys, -1))
+        q, k, v = parts.transpose(1, 2).split([self.heads, self.keys, self.keys], dim=1)
+        if self.manner == "text":
+            k, v = k[:, :, :3], v[:, :, :3]
+        if self.manner == "by hand":
+            y = (q @ k.mT).softmax(-1) @ v
+        else:
+            mask = torch.zeros(q.shape[2], k.shape[2]) if self.manner == "mask" else None
+            y = f.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=self.manner == "causal",
+                enable_gqa=self.keys != self.heads,
+                scale=0.3 if self.manner == "grouped" else None,
+            )
+        return x + self.out(y.transpose(1, 2).flatten(-2))
+
+
+class Mixed(nn.Module):
+    """Space, everything, time, in turn."""
+
+    def __init__(self, heads: int, manner: str = "right", checkpointed: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"space": Axial(2), "all": Everything(heads, manner), "time": Axial(1)})
+            for _ in range(2)
+        )
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        shape: Any = None
+        for layer in self.layers:
+            parts: Any = layer
+            x = parts["space"](x)
+            shape, flat = x.shape, x.flatten(1, 2)
+            if self.checkpointed:
+                flat = checkpoint(parts["all"], flat, places, use_reentrant=False)
+            else:
+                flat = parts["all"](flat, places)
+            x = parts["time"](flat.view(shape))
+        return x
+
+
+def adapted(model: nn.Module, returns: bool = True) -> Adapted:
+    dims = "b t s c"
+    return hr.adapt(
+        model,
+        inputs={"x": dims},
+        axis="t",
+        batch="b",
+        stages=[
+            hr.AxisStage(modules="layers.*.space", mixes="s", dims=dims, returns=returns),
+            hr.AxisStage(
+                modules="layers.*.all",
+                mixes="t s",
+                dims="b (t s) c",
+                returns=returns,
+                sides={1: "(t s) c"},
+            ),
+            hr.AxisStage(modules="layers.*.time", mixes="t", dims=dims, returns=returns),
+        ],
+    )
+
+
+def errors(
+    heads: int, returns: bool, checkpointed: bool, manner: str = "right"
+) -> list[tuple[float, float]]:
+    """Of two batches of other sizes, one after the other: the second one is planned."""
+    torch.manual_seed(0)
+    alone = Mixed(heads, manner, checkpointed=checkpointed).double()
+    model, found = copy.deepcopy(alone), []
+    for t, s in ((5, 6), (4, 7)):
+        alone.zero_grad()
+        model.zero_grad()
+        example = hr.AxisExample(
+            model=model,
+            results=lambda out: [(out, "b t s c")],
+            inputs={
+                "x": torch.randn(2, t, s, FEATURES, dtype=torch.float64),
+                "places": torch.randn(t * s, FEATURES, dtype=torch.float64),
+            },
+            adapted=lambda model: adapted(model, returns),
+        )
+        found.append(example.errors(alone))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "returns", "checkpointed"),
+    [
+        (1, True, False),
+        (2, False, True),
+        (3, True, False),
+        (4, False, True),
+        whole(1, False, True),
+        whole(2, True, False),
+        whole(3, False, True),
+        whole(4, True, False),
+    ],
+)
+def test_attention_over_all_places_equals_one_process(
+    ranks: int, returns: bool, checkpointed: bool
+) -> None:
+    """Catches places lost at borders, heads that do not divide, rings where there are too few, and
+    a recompute that meets another axis."""
+    for heads in (4, 2, 1):
+        for found in run_ranks(ranks, errors, heads, returns, checkpointed, timeout_s=60):
+            assert max(max(pair) for pair in found) < 1e-12
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_grouped_heads_with_a_scale(ranks: int) -> None:
+    """Catches key-value heads that are taken for query heads, and a scale that is dropped."""
+    for found in run_ranks(ranks, errors, 4, False, False, "grouped", timeout_s=60):
+        assert max(max(pair) for pair in found) < 1e-12
+
+
+def planned() -> tuple[list[str], list[str]]:
+    """Axes and methods that a second forward of one adapted model takes."""
+    torch.manual_seed(0)
+    run = adapted(Mixed(2).double(), returns=False)
+    given = run.shard(
+        {
+            "x": torch.randn(1, 6, 6, FEATURES, dtype=torch.float64),
+            "places": torch.randn(36, FEATURES, dtype=torch.float64),
+        }
+    )
+    for _ in range(2):
+        run(**given)
+    chosen = run.shards.chosen  # type: ignore[union-attr]
+    return [c.axis for c in chosen.values()], [c.method for c in chosen.values()]
+
+
+def test_the_planner_chooses_heads_or_a_ring() -> None:
+    for axes, methods in run_ranks(2, planned):
+        assert axes == ["t", "s", "t", "t", "s"]  # all, time, space, all, time
+        assert methods.count("ulysses") == 2
+    for _, methods in run_ranks(4, planned):
+        assert methods.count("ring") == 2
+
+
+def refused(manner: str) -> str:
+    torch.manual_seed(0)
+    run = adapted(Mixed(2, manner).double())
+    given = run.shard(
+        {
+            "x": torch.randn(1, 4, 4, FEATURES, dtype=torch.float64),
+            "places": torch.randn(16, FEATURES, dtype=torch.float64),
+        }
+    )
+    try:
+        run(**given)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("manner", "words"),
+    [
+        ("mask", "got a mask"),
+        ("causal", "got causal"),
+        ("text", "8 queries and 3 keys"),
+        ("by hand", "no call of scaled_dot_product_attention"),
+    ],
+)
+def test_attention_that_cannot_be_spread_is_told(manner: str, words: str) -> None:
+    """Catches places that are lost without a word."""
+    for said in run_ranks(2, refused, manner):
+        assert words in said

@@ -1,0 +1,297 @@
+"""Models of transformers with sequence parallelism, by the command that anyone would try first."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import headrace as hr
+from headrace.adopt import labels as head
+from headrace.adopt.tokens import Adopted
+from headrace.cli import main
+from headrace.cli.foreign_models import foreign_model
+from headrace.errors import ModelError
+from headrace.native.counted import ByteCounter
+from ranks import run_ranks
+from running.adopt.foreign import gpt
+from spread import whole
+
+transformers = pytest.importorskip("transformers")
+
+EXACT = 1e-10
+
+
+def drawn(rows: int, tokens: int, seed: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 97, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.masked_fill(ids % 3 == 0, -100)}
+
+
+def gradients(run: Adopted, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+    """(all gradients in one, the loss) of all ranks together."""
+    run.model.zero_grad()
+    loss = run(**run.shard(batch).inputs).loss
+    run.backward(loss)
+    total = run.add_up(loss)
+    found = [p.grad for p in run.model.parameters() if p.grad is not None]
+    whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
+    return torch.cat([g.flatten() for g in whole]), float(total)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "running.adopt.foreign:gpt"])
+def test_verified(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches whatever makes losses or gradients differ from one process': rows, packed documents,
+    padding and ranks without a label."""
+    assert main(["verify", kind, "--ranks", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["exact"]
+    assert {case["batch"] for case in found["cases"]} == {
+        "rows",
+        "packed",
+        "padded",
+        "half ignored",
+    }
+    kept = {
+        case["recompute"]: case["kept_bytes"]
+        for case in found["cases"]
+        if (case["batch"], case["exchange"]) == ("rows", "ulysses")
+    }
+    assert kept["full"] < kept["attention"] < kept["none"]
+
+
+def losses_alone(kind: str, how: str, backend: str | None) -> list[float]:
+    """Errors of gradients, the loss and the loss of an evaluation where no logits are made."""
+    model, plain = (foreign_model(kind, 0).double() for _ in range(2))
+    if how == "fsdp2":
+        for part in (*model.model.layers, model.lm_head, model):
+            fully_shard(part)
+    called = DistributedDataParallel(model) if how == "ddp" else model
+    batch = drawn(2, 19, 3)
+    run, usual = hr.compile(called, logits=False, backend=backend), hr.compile(plain)
+    found, wanted = gradients(run, batch), gradients(usual, batch)
+    with torch.no_grad():
+        outputs = run(**run.shard(batch).inputs)
+        again = float(run.add_up(outputs.loss))
+        assert outputs.logits is None
+        ids = {"input_ids": batch["input_ids"]}
+        assert run(**run.shard(ids).inputs).logits.shape[-1] == model.config.vocab_size
+    off = (found[0] - wanted[0]).abs().max() / wanted[0].abs().max()
+    return [float(off), abs(found[1] - wanted[1]), abs(again - wanted[1])]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "how", "backend"),
+    [
+        (2, "llama", "fsdp2", None),
+        (3, "bert", "ddp", None),
+        whole(1, "gpt2", "alone", None),
+        whole(2, "llama", "alone", "aot_eager"),
+        whole(4, "qwen3", "ddp", None),
+    ],
+)
+def test_losses_without_logits(ranks: int, kind: str, how: str, backend: str | None) -> None:
+    """Catches chunks that are left out or weighed otherwise, a head whose weights are gathered at
+    another time, and logits that are gone where no loss is made."""
+    for errors in run_ranks(ranks, losses_alone, kind, how, backend):
+        assert max(errors) < EXACT
+
+
+def test_logits_that_are_more_than_those_of_a_head() -> None:
+    """Catches a loss of logits that the model would have changed, and a model without a head."""
+    run = hr.compile(foreign_model("granite", 0), logits=False)
+    run.inner.config.logits_scaling = 3.0
+    with pytest.raises(ModelError, match="changes after its head"):
+        run(**run.shard(drawn(1, 12, 0)).inputs)
+    with pytest.raises(ModelError, match="a linear one"):
+        hr.compile(gpt(), logits=False)
+
+
+def test_no_logits_are_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches memory that grows by the vocabulary with every token."""
+    monkeypatch.setattr(head, "HEAD_CHUNK_TOKENS", 16)
+    peaks = {}
+    for logits in (True, False):
+        run = hr.compile(foreign_model("llama", 0), logits=logits)
+        for tokens in (256, 512):
+            shard = run.shard(drawn(1, tokens, 0))
+            with ByteCounter() as counter:
+                run.backward(run(**shard.inputs).loss)
+                peaks[logits, tokens] = counter.look()[1]
+    grown = {logits: (peaks[logits, 512] - peaks[logits, 256]) / 256 for logits in (True, False)}
+    assert grown[True] - grown[False] > 2 * 4 * run.inner.config.vocab_size
+
+
+def test_two_forwards_before_a_backward() -> None:
+    """Catches blocks that are computed again with the documents of the batch that came last."""
+
+    def work() -> float:
+        run = hr.compile(foreign_model("llama", 0).double(), recompute="full")
+        plain = hr.compile(foreign_model("llama", 0).double())
+        batches = [
+            drawn(1, 12, 0) | {"position_ids": torch.arange(12)[None] % part} for part in (4, 12)
+        ]
+        grads = []
+        for model in (run, plain):
+            shards = [model.shard(batch) for batch in batches]
+            model.backward(sum(model(**shard.inputs).loss for shard in shards))
+            grads.append(torch.cat([p.grad.flatten() for p in model.model.parameters()]))
+        return float((grads[0] - grads[1]).abs().max() / grads[1].abs().max())
+
+    assert max(run_ranks(1, work)) < 1e-6  # norms of transformers are single precision
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma3_text",
+        "modernbert",
+        "roberta",
+        "phi3",
+        "olmo2",
+        "mixtral",
+    ],
+)
+def test_more_are_verified(kind: str) -> None:
+    """Catches windows one token off, places that begin elsewhere, and more."""
+    assert main(["verify", kind, "--ranks", "2", "4"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches graphs that know lengths or exchanges."""
+    flags = ["--ranks", "2", "--backend", "aot_eager", "--json"]
+    assert main(["verify", "llama", *flags]) == 0
+    cases = json.loads(capsys.readouterr().out)["cases"]
+    plain = [case for case in cases if case["recompute"] == "none"]
+    assert plain[-1]["compiles"] <= 3
+    kept = {
+        case["recompute"]: case["kept_bytes"]
+        for case in cases
+        if (case["batch"], case["exchange"]) == ("rows", "ulysses")
+    }
+    assert kept["full"] < kept["attention"] < kept["none"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_inductor() -> None:
+    """Catches strides that a compiler takes on trust, and a vocabulary smaller than is drawn."""
+    assert (
+        main(
+            [
+                "verify",
+                "running.adopt.foreign:gpt",
+                "--ranks",
+                "2",
+                "--backend",
+                "inductor",
+                "--tolerance",
+                "1e-12",
+            ]
+        )
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("gemma2", "softcap"),
+        ("llama4_text", "chunked_attention"),
+        ("qwen3_next", "linear_attention"),
+        ("bloom", "no attention that was replaced"),
+    ],
+)
+def test_refused(kind: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches models whose tokens meet in ways that are not known, run all the same."""
+    assert main(["verify", kind, "--ranks", "1"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_names_that_are_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches tracebacks."""
+    for name in ("lama", "no.module:make", "json:nothing", "json:dumps"):
+        assert main(["verify", name, "--ranks", "1"]) == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
+def test_under_fsdp2_with_blocks_computed_again() -> None:
+    """Catches gradients divided once too often, and attention or its traffic repeated."""
+
+    class Attends(TorchDispatchMode):
+        times = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.times += func is torch.ops.headrace.attend.default
+            return func(*args, **(kwargs or {}))
+
+    def work() -> tuple[float, list[int]]:
+        batch, times = drawn(2, 26, 1), []
+        wanted, loss = gradients(hr.compile(foreign_model("llama", 0)), batch)
+        worst = 0.0
+        for level in (None, "attention", "full"):
+            model = foreign_model("llama", 0).train()
+            run = hr.compile(model, recompute=level)
+            run.shard(batch)
+            for layer in model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+            with Attends() as counted:
+                got, found = gradients(run, batch)
+            times.append(counted.times)
+            off = float((got - wanted).abs().max() / wanted.abs().max())
+            worst = max(worst, off, abs(found - loss))
+        return worst, times
+
+    for worst, times in run_ranks(2, work):
+        assert worst < 1e-6
+        assert times == [2, 2, 4]
+
+
+def test_dropout_and_masks_are_refused() -> None:
+    """Catches dropout that differs from one process', and masks that say nothing."""
+    model = foreign_model("llama", 0)
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    run, batch = hr.compile(model), drawn(1, 20, 0)
+    shard = run.shard(batch)
+    model.train()
+    with pytest.raises(ModelError, match="dropout"):
+        run(**shard.inputs)
+    model.eval()
+    with pytest.raises(ModelError, match="mask"):
+        run(**shard.inputs, attention_mask=torch.zeros(1, 1, 20, 20))
+
+
+def test_half_precision() -> None:
+    """Catches types that differ between queries, keys and values under autocast."""
+
+    def work() -> float:
+        batch, model = drawn(2, 24, 2), foreign_model("llama", 0).float()
+        run = hr.compile(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(**run.shard(batch).inputs).loss
+            alone = foreign_model("llama", 0).float()(**batch, use_cache=False).loss
+        run.backward(loss)
+        return abs(float(run.add_up(loss)) - float(alone))
+
+    assert max(run_ranks(2, work)) < 2e-2
+
+
+def test_results_as_a_tuple() -> None:
+    """Catches a loss that is lost where results are no object."""
+    run, batch = hr.compile(foreign_model("llama", 0)), drawn(1, 20, 0)
+    loss = run(**run.shard(batch).inputs, return_dict=False)[0]
+    whole = run(**run.shard(batch).inputs).loss
+    assert float(loss.detach()) == pytest.approx(float(whole.detach()))

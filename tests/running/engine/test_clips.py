@@ -1,0 +1,367 @@
+"""Loops over models of several axes: clips of any shapes, whatever the plans, as one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import headrace as hr
+from headrace.engine.attached import Attached
+from headrace.errors import DataError, InfeasiblePlan, ModelError
+from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
+from ranks import run_ranks
+from running.adopt.axial import Axial
+from running.engine import loops
+from running.engine.loops import Drawn, costs, weights
+from spread import whole
+
+EXACT = 1e-10
+SHAPES = ((3, 4), (1, 6), (5, 4), (1, 6), (3, 4), (2, 7), (5, 4), (1, 1), (4, 4), (1, 6), (3, 4))
+"""Frames and patches: images have one frame."""
+
+
+def clips() -> list[dict[str, torch.Tensor]]:
+    """One item for each shape."""
+    draw = torch.Generator().manual_seed(3)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    return [
+        {
+            "x": randn(t, s, 4),
+            "labels": randn(t, s, 4),
+            "frames": torch.arange(t),
+            "patches": torch.arange(s),
+            "timestep": torch.randint(0, 1000, (), generator=draw),
+        }
+        for t, s in SHAPES
+    ]
+
+
+def model() -> Transformer2D:
+    """A small one in fp64."""
+    torch.manual_seed(0)
+    return Transformer2D(SHAPES_2D["tiny"]).double()
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def alone(batches: list[tuple[int, ...]]) -> tuple[list[float], Any]:
+    """Losses and weights of one process over the same samples, one after the other."""
+    data, single = clips(), model()
+    optimizer, losses = sgd(single), list[float]()
+    for batch in batches:
+        targets, total = sum(data[i]["x"].shape[:2].numel() for i in batch), 0.0
+        for i in batch:
+            item = data[i]
+            out = single(item["x"][None], item["timestep"][None], item["frames"], item["patches"])
+            loss = (out - item["labels"]).square().sum() / targets
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, weights(single)
+
+
+def attached(how: str, folder: Path, **options: Any) -> tuple[Attached, Any]:
+    """A loop over the clips in their order, four of them a step."""
+    own = model()
+    called: Any = own
+    if how == "ddp":
+        called = DistributedDataParallel(own)
+    if how == "fsdp2":
+        for layer in own.layers:
+            fully_shard(layer)
+        fully_shard(own)
+    return hr.attach(
+        hr.adapt(called),
+        sgd(called),
+        clips(),
+        batch_sequences=4,
+        shuffle=False,
+        cache=folder,
+        say=lambda text: None,
+        **{"ahead": 0, **options},
+    ), called
+
+
+def trained(run: Attached, called: Any) -> list[float]:
+    """The losses of all steps."""
+    losses = []
+    for step in run:
+        for micro in step:
+            error = model_error(called, micro)
+            micro.backward(error.square().sum() / micro.targets)
+        losses.append(step.loss)
+    return losses
+
+
+def model_error(called: Any, micro: Any) -> torch.Tensor:
+    return called(**micro.inputs) - micro.labels
+
+
+def drawn_steps(how: str, ranks: int, folder: Path, seed: int) -> Any:
+    """Losses, weights and strategies of steps with plans drawn at random."""
+    run, called = attached(how, folder, costs=costs(ranks))
+    semantics = "lockstep" if how == "fsdp2" else "free"
+    run.runner.planner = drawn = Drawn(
+        ranks=ranks, layers=2, seed=seed, semantics=semantics, levels=("none", "full")
+    )  # type: ignore[assignment]
+    losses = trained(run, called)
+    return losses, weights(called if how != "ddp" else called.module), drawn.strategies
+
+
+BATCHES = [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10)]
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks"),
+    [
+        ("alone", 1),
+        ("alone", 4),
+        ("ddp", 3),
+        ("fsdp2", 2),
+        whole("alone", 2),
+        whole("alone", 3),
+        whole("ddp", 2),
+        whole("ddp", 4),
+        whole("fsdp2", 3),
+        whole("fsdp2", 4),
+    ],
+)
+def test_any_plans_equal_one_process(how: str, ranks: int, tmp_path: Path) -> None:
+    """Catches clips of other shapes in one call, images on ranks without places, gradients counted
+    by ranks, and ranks that wait at a layer for others with fewer packs."""
+    losses, ends = alone(BATCHES)
+    for seed in (1, 2, 3):
+        for got, mine, strategies in run_ranks(
+            ranks, drawn_steps, how, ranks, tmp_path, seed, timeout_s=200
+        ):
+            assert got == pytest.approx(losses, rel=EXACT)
+            assert len(strategies) == len(BATCHES)
+            for one, wanted in zip(mine, ends, strict=True):
+                np.testing.assert_allclose(one, wanted, rtol=0, atol=EXACT)
+
+
+def planned_steps(folder: Path) -> Any:
+    """A run that measures and plans for itself, and goes on from a checkpoint."""
+    run, called = attached("alone", folder, epochs=2)
+    losses = trained(run, called)
+    options = {opt for cost in run.found.costs.options.values() for opt in cost}
+    run.save(folder / "saved")
+    again, other = attached("alone", folder, epochs=3)
+    assert again.load(folder / "saved")
+    losses += trained(again, other)
+    return losses, weights(other), sorted(options), run.found.costs.group_sizes
+
+
+def test_a_run_plans_for_itself(tmp_path: Path) -> None:
+    """Catches costs that no plan can be made from, levels that are not measured, and clips lost or
+    trained twice where a run goes on."""
+    losses, ends = alone(3 * BATCHES)
+    for got, mine, options, sizes in run_ranks(2, planned_steps, tmp_path, timeout_s=200):
+        assert got == pytest.approx(losses, rel=EXACT)
+        assert sizes == (1, 2)
+        assert any("full" in option for option in options)
+        for one, wanted in zip(mine, ends, strict=True):
+            np.testing.assert_allclose(one, wanted, rtol=0, atol=EXACT)
+
+
+def begun_late(folder: Path) -> list[float]:
+    """Losses where the model is adapted before the world begins, as under torchrun."""
+    store = dist.distributed_c10d._get_default_store()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    own = model()
+    spread = hr.adapt(own)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=ranks
+    )
+    run = hr.attach(
+        spread,
+        sgd(own),
+        clips(),
+        batch_sequences=4,
+        shuffle=False,
+        cache=folder,
+        ahead=0,
+        say=lambda text: None,
+        costs=costs(ranks),
+    )
+    return trained(run, own)
+
+
+def test_a_model_may_be_adapted_before_ranks_meet(tmp_path: Path) -> None:
+    """Catches ranks that each work for themselves, and a launcher's ranks that are refused."""
+    losses, _ = alone(BATCHES)
+    for got in run_ranks(2, begun_late, tmp_path, timeout_s=100):
+        assert got == pytest.approx(losses, rel=EXACT)
+
+
+def evaluated(folder: Path) -> float:
+    """The loss of a batch on all ranks, of a model that is attached."""
+    run, called = attached("alone", folder, costs=costs(2))
+    item = clips()[0]
+    whole_batch = {
+        name: value if name in ("frames", "patches") else value[None]
+        for name, value in item.items()
+    }
+    part = run.shard(whole_batch)
+    with torch.no_grad():
+        error = called(**part.inputs) - part.labels
+    assert part.targets == 12
+    assert part.tokens == 2 * 4 if run.rank == 0 else 4
+    return float(error.square().sum())
+
+
+def test_a_batch_is_evaluated(tmp_path: Path) -> None:
+    item, single = clips()[0], model()
+    out = single(item["x"][None], item["timestep"][None], item["frames"], item["patches"])
+    wanted = float((out - item["labels"]).square().sum().detach())
+    assert sum(run_ranks(2, evaluated, tmp_path, timeout_s=100)) == pytest.approx(wanted, rel=1e-12)
+
+
+class Guided(torch.nn.Module):
+    """A table of two axes with a number for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.space = Axial(1), Axial(2)
+
+    def forward(self, x: torch.Tensor, guidance: torch.Tensor) -> torch.Tensor:
+        return self.space(self.time(x + guidance[:, None, None, None]))
+
+
+def guided(folder: Path) -> tuple[float, float]:
+    """The loss of samples that ranks work on apart, with a field that has no dims; that of one
+    process. Items have words, too."""
+    torch.manual_seed(0)
+    own = Guided().double()
+    plain = copy.deepcopy(own)
+    items = [
+        {
+            "x": torch.randn(1, 4, 8, dtype=torch.float64),
+            "guidance": float(at),
+            "caption": "waves",
+            "labels": torch.randn(1, 4, 8, dtype=torch.float64),
+        }
+        for at in range(2)
+    ]
+    stages = [
+        hr.AxisStage(modules=n, mixes=m, dims="b t s c", returns=False)
+        for n, m in (("time", "t"), ("space", "s"))
+    ]
+    adapted = hr.adapt(own, stages=stages, inputs={"x": "b t s c"}, axis="t", batch="b")
+    run = hr.attach(
+        adapted,
+        sgd(own),
+        items,
+        batch_sequences=2,
+        shuffle=False,
+        cache=folder,
+        ahead=0,
+        say=lambda text: None,
+        costs=costs(2, layers=1),
+    )
+    whole_batch = {
+        "x": torch.cat([item["x"][None] for item in items]),
+        "guidance": torch.tensor([0.0, 1.0]),
+    }
+    with pytest.raises(DataError, match="input guidance"):
+        adapted.shard(whole_batch)
+    drawn = Drawn(ranks=2, layers=1, seed=5, levels=("none",))
+    run.runner.planner = drawn  # type: ignore[assignment]
+    (loss,) = trained(run, own)
+    given = whole_batch["guidance"].double()
+    error = plain(whole_batch["x"], given) - torch.stack([item["labels"] for item in items])
+    return loss, float(error.square().sum().detach()) / 8
+
+
+def test_fields_without_dims_are_of_their_samples(tmp_path: Path) -> None:
+    """Catches numbers of all samples that are taken for those of one."""
+    for loss, wanted in run_ranks(2, guided, tmp_path, timeout_s=100):
+        assert loss == pytest.approx(wanted, rel=1e-6)  # guidance is in single precision
+
+
+def left(folder: Path) -> tuple[Any, Any]:
+    """Weights after a step that was left in the middle and the ones that follow; without it."""
+    found = []
+    for leaves in (True, False):
+        run, called = attached("alone", folder, costs=costs(1))
+        first = next(iter(run))
+        if leaves:
+            for micro in first:
+                micro.backward(model_error(called, micro).square().sum() / micro.targets)
+                break
+        steps = iter(run)
+        for step in steps:
+            for micro in step:
+                micro.backward(model_error(called, micro).square().sum() / micro.targets)
+        found.append(weights(called))
+    return found[0], found[1]
+
+
+def test_a_step_that_is_left_leaves_nothing(tmp_path: Path) -> None:
+    """Catches gradients of half a step in the next one."""
+    ((one, other),) = run_ranks(1, left, tmp_path, timeout_s=100)
+    for mine, wanted in zip(one, other, strict=True):
+        np.testing.assert_array_equal(mine, wanted)
+
+
+def refused(folder: Path) -> tuple[float, float]:
+    """The loss of a plain model after a loop that could not begin, and before."""
+    own = loops.llama()
+    ids = torch.arange(20)[None]
+    before = float(own(input_ids=ids, labels=ids).loss.detach())
+    with pytest.raises(InfeasiblePlan):
+        loops.attached(own, sgd(own), loops.dataset(), folder, memory="1KiB")
+    return float(own(input_ids=ids, labels=ids).loss.detach()), before
+
+
+def test_a_loop_that_cannot_begin_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    ((after, before),) = run_ranks(1, refused, tmp_path, timeout_s=100)
+    assert after == before
+
+
+@pytest.mark.apart
+def test_a_mean_over_one_micro_batch_is_told(tmp_path: Path) -> None:
+    """Catches losses that weigh clips by their company."""
+    for loss, fine in (("sum", True), ("mean", False)):
+        run, called = attached("alone", tmp_path, costs=costs(1), steps=1)
+        step = next(iter(run))
+        micro = next(iter(step))
+        out = mse_loss(called(**micro.inputs), micro.labels, reduction=loss)
+        if fine:
+            micro.backward(out / micro.targets / 4)
+        else:
+            with pytest.raises(ModelError, match="1 / 20, wanted 1 / 44"):
+                micro.backward(out)
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ({"frames": torch.arange(2)}, "a field 'x'"),
+        ({"x": torch.zeros(3, 4)}, "dims b t s c"),
+        ([1, 2], "a field 'x'"),
+    ],
+)
+def test_items_that_are_no_clips_are_told(item: Any, words: str) -> None:
+    own = model()
+    with pytest.raises(DataError, match=words):
+        hr.attach(hr.adapt(own), sgd(own), [item], batch_sequences=1)

@@ -1,0 +1,148 @@
+"""What a run asks for on devices, where there are none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.cli import doctor
+from headrace.config.model import DevicesConfig
+from headrace.engine import rank as rank_module
+from headrace.engine.rank import Rank, open_rank
+from headrace.errors import ConfigError
+from headrace.native import machine
+from headrace.ops import fused as index
+
+
+def _config(device: str = "auto") -> Any:
+    """As much of a configuration as is asked for."""
+    return SimpleNamespace(devices=DevicesConfig(ranks=2, device=device))
+
+
+class Stop(Exception):
+    """Far enough."""
+
+
+def world(device: str, **more: Any) -> Any:
+    """As much of a world as is asked for."""
+    return SimpleNamespace(
+        device=device,
+        timeout_s=7.0,
+        ranks=2,
+        local_ranks=2,
+        rerendezvous=SimpleNamespace(connections=None),
+        **more,
+    )
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cuda:0", "nccl"), ("cpu", None)])
+def test_groups_of_devices_are_of_nccl_alone(
+    device: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches gloo's connections between all ranks of each group beside NCCL's."""
+    asked = dict[str, Any]()
+
+    def groups(**named: Any) -> None:
+        asked.update(named)
+        raise Stop
+
+    monkeypatch.setattr(rank_module, "Groups", groups)
+    monkeypatch.setattr(rank_module, "_node_ranks", lambda world, wanted: None)
+    with pytest.raises(Stop):
+        open_rank(world(device), _config())
+    assert (asked["backend"], asked["device"]) == (backend, device)
+
+
+def test_actions_on_a_device_have_a_limit() -> None:
+    """Catches a hang that nobody names: on a device the host waits in no collective."""
+    told = list[tuple[str, float | None]]()
+    watcher = SimpleNamespace(enter=lambda action, limit_s: told.append((action, limit_s)))
+    for device in ("cuda:1", "cpu"):
+        Rank.enters(SimpleNamespace(world=world(device, watcher=watcher)), "0F0")  # type: ignore[arg-type]
+    assert told == [("0F0", 7.0), ("0F0", None)]
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus", "found"),
+    [
+        ({}, 2, "cuda"),  # two ranks of this process
+        ({}, 1, "cpu"),
+        ({"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 8, "cuda"),
+        ({"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 2, "cpu"),
+        ({"RANK": "3", "WORLD_SIZE": "16", "SLURM_GPUS_PER_TASK": "1"}, 1, "cuda"),
+    ],
+)
+def test_a_device_for_each_rank_of_this_machine(
+    variables: dict[str, str], gpus: int, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches devices counted against ranks of other machines, and a rank's own taken for one that
+    all share."""
+    for name in (
+        "TORCHELASTIC_RUN_ID",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "SLURM_GPUS_PER_TASK",
+        "SLURM_TRES_PER_TASK",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rank_module, "count_gpus", lambda: gpus)
+    assert rank_module._device(_config()) == found
+    if found == "cpu":
+        with pytest.raises(ConfigError, match="a device for each rank"):
+            rank_module._device(_config(device="cuda"))
+
+
+def test_links_are_measured_before_cuda_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches processes that are forked to measure links from one that has begun CUDA."""
+    asked = list[str]()
+    monkeypatch.setattr(doctor, "_links", lambda: asked.append("links") or {})
+    monkeypatch.setattr(doctor, "_devices", lambda: asked.append("devices") or [])
+    monkeypatch.setattr(doctor, "_works", lambda found: {})
+    doctor.examine()
+    assert asked == ["links", "devices"]
+
+
+class Matrix:
+    """One that knows its size, and how many of them were multiplied."""
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[int, ...]] = []
+        self.products = 0
+
+    def __call__(self, *size: int, dtype: torch.dtype, device: str) -> Matrix:
+        self.sizes.append((*size, dtype, device))  # type: ignore[arg-type]
+        return self
+
+    def __matmul__(self, other: Matrix) -> None:
+        self.products += 1
+
+
+def test_what_utilisation_is_measured_against(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a product so small that a device is idle for most of it, and one that is timed
+    before it has been done."""
+    matrix, waits = Matrix(), list[int]()
+    monkeypatch.setattr(torch, "ones", matrix)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(matrix.products))
+    assert machine.matmul_flops_per_s("cuda:0", torch.bfloat16) > 0
+    assert matrix.sizes == [(8192, 8192, torch.bfloat16, "cuda:0")]
+    assert waits == [8, 16, 24, 32]
+
+
+def test_index_tensors_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a copy for which the host waits until the device has come to it."""
+    copied = list[tuple[Any, ...]]()
+
+    class Pinned:
+        def to(self, device: str, *, non_blocking: bool) -> str:
+            copied.append((device, non_blocking))
+            return "there"
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: Pinned())
+    assert index.to_device(torch.arange(3), "cuda:0") == "there"
+    assert copied == [("cuda:0", True)]

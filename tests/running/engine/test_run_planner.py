@@ -1,0 +1,383 @@
+"""Plans made ahead of the steps, by one rank for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.comm.mesh import Groups
+from headrace.config.planner import PlannerConfig
+from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
+from headrace.engine.broadcast import BroadcastPlanner
+from headrace.engine.run_planner import OnlinePlanner
+from headrace.engine.step_planner import PlannedStep, PlanRequest, StepPlanner
+from headrace.errors import InfeasiblePlan
+from headrace.simulator import step_s
+from headrace.spec import Architecture, Lengths, Plan
+from headrace.spec.step import Exhausted, Planned, Step
+from ranks import run_ranks
+
+MODEL = Architecture(layers=4, hidden=64, heads=8, kv_heads=2, ffn=192, vocabulary=50)
+MEMORY = 2**25
+SLOWER = 4.0
+TEXTS = ("4*cp1", "1*pp2 + 1*cp2", "1*tp2-pp2")
+BATCHES = [Lengths.of([700 + 10 * step, *range(360, 600, 23)]) for step in range(6)]
+KINDS: dict[str, dict[str, Any]] = {
+    "adaptive": {},
+    "static": {"name": "static", "static_size": 2},
+    "side by side": {"name": "strategies"},
+    "rotate": {"name": "strategies", "strategies": TEXTS, "rotate": True},
+}
+
+
+def online(
+    told: list[str] | None = None,
+    saved: Any = None,
+    memory_bytes: int = MEMORY,
+    drawn: Container[int] = (0, 1),
+    **options: Any,
+) -> OnlinePlanner:
+    """A planner of four ranks, checked as a run does; gone on from ``saved``."""
+    costs = synthetic_costs(
+        4, architecture=MODEL, methods=FORMULA_METHODS, memory_bytes=memory_bytes
+    )
+    made = OnlinePlanner(
+        costs=CostModel.from_json(saved["costs"]) if saved else costs.replace(memory_margin=0.1),
+        options=PlannerConfig(**options),
+        compare=False,
+        seed=7,
+        drawn=drawn,
+        tell=(told if told is not None else []).append,
+    )
+    if saved:
+        made.restore(saved)
+    made.check(800)
+    return made
+
+
+def walked(made: OnlinePlanner, batches: Sequence[Lengths]) -> list[Planned]:
+    """Plans of batches, each of which then takes ``SLOWER`` times what the costs say."""
+    found = []
+    for lengths in batches:
+        plan = (planned := made.plan(lengths)).plan
+        found.append(planned)
+        made.observe(plan.predicted_s, SLOWER * step_s(plan, made.current_costs))
+    return found
+
+
+def hashes(plans: Sequence[Planned]) -> list[str]:
+    return [planned.plan.hash for planned in plans]
+
+
+def saved(made: OnlinePlanner) -> Any:
+    return json.loads(json.dumps(made.state()))
+
+
+def no_more_here(made: OnlinePlanner) -> None:
+    """From now on plans of this planner must come from its producer."""
+
+    class Refusing(StepPlanner):
+        def __call__(self, request: PlanRequest) -> PlannedStep:
+            raise AssertionError(f"step {request.step} planned where it is trained")
+
+    made.steps = Refusing(planner=made.steps.planner, compare=made.steps.compare)
+
+
+class Counting(StepPlanner):
+    """Counts what is planned in this process."""
+
+    steps: list[int]
+
+    def __call__(self, request: PlanRequest) -> PlannedStep:
+        self.steps.append(request.step)
+        return StepPlanner.__call__(self, request)
+
+
+def counted(made: OnlinePlanner) -> list[int]:
+    """The steps planned from now on where it is trained."""
+    made.steps = counting = Counting(planner=made.steps.planner, compare=made.steps.compare)
+    counting.steps = []
+    return counting.steps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_made_ahead_are_those_made_here(kind: str) -> None:
+    """Would catch a step's number, a turn or a seed that is counted otherwise ahead, from the
+    first step or from where a run goes on; plans that were never made ahead; and a correction
+    of seconds that is multiplied by itself, as plans ahead are predicted with an older one."""
+    here = online(**KINDS[kind])
+    wanted = walked(here, BATCHES)
+    ahead = online(**KINDS[kind])
+    ahead.plan_ahead(iter(BATCHES[:4]), depth=2)
+    no_more_here(ahead)
+    first = walked(ahead, BATCHES[:4])
+    ahead.close()
+    resumed = online(saved=saved(ahead), **KINDS[kind])
+    resumed.plan_ahead(iter(BATCHES[4:]), depth=3)
+    no_more_here(resumed)
+    rest = walked(resumed, BATCHES[4:])
+    resumed.close()
+    assert hashes(first + rest) == hashes(wanted)
+    assert first[0].predicted == wanted[0].predicted is not None
+    assert [p.predicted is not None for p in first] == [True, True, False, False]
+    assert first[0].micro_batch_s == wanted[0].micro_batch_s
+    assert [p.peak_bytes for p in first + rest] == [p.peak_bytes for p in wanted]
+    assert ahead.ratio == resumed.ratio == here.ratio == SLOWER
+    if kind == "rotate":
+        assert [str(p.plan.strategy) for p in first + rest] == list(TEXTS * 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_measured_changes_no_plan(kind: str) -> None:
+    """Would catch plans that take equally long and are chosen between by the rounding of a
+    correction: a resumed run would plan otherwise, by how quick the machine happens to be."""
+    made = online(**KINDS[kind]).steps
+    for step, lengths in enumerate(BATCHES):
+        found = {
+            made(PlanRequest(lengths=lengths, step=step, ratio=ratio, margin=0.1)).plan.hash
+            for ratio in (1.0, 4.000000000000001, 0.7, *(1.1 * n for n in range(1, 20, 3)))
+        }
+        assert len(found) == 1
+
+
+def test_a_planner_goes_on_here_once_it_is_closed() -> None:
+    """Would catch a closed planner that waits for its producer, or takes a turn anew."""
+    made = online(**KINDS["rotate"])
+    made.plan_ahead(iter(BATCHES), depth=2)
+    plans = walked(made, BATCHES[:2])
+    made.close()
+    made.close()
+    plans += walked(made, BATCHES[2:4])
+    made.plan_ahead(iter(BATCHES[4:]), depth=2)
+    no_more_here(made)
+    plans += walked(made, BATCHES[4:])
+    made.close()
+    assert [str(planned.plan.strategy) for planned in plans] == list(TEXTS * 2)
+
+
+def test_what_comes_out_of_turn_is_planned_here() -> None:
+    """Would catch the plan of another batch that is taken for this one's."""
+    made = online()
+    made.plan_ahead(iter(BATCHES), depth=2)
+    found = made.plan(BATCHES[3])
+    made.close()
+    assert found.plan.lengths == BATCHES[3]
+    assert found.plan.hash == online().plan(BATCHES[3]).plan.hash
+
+
+def finished(number: int, planned: Planned, peak: int) -> Step:
+    """The planned step as predicted, but for the peak of rank 1."""
+    peaks = [0, peak, 0, 0]
+    return Step(
+        number=number,
+        plan=planned.plan,
+        measured=None,
+        predicted=None,
+        times=None,
+        micro_batch_s=planned.micro_batch_s,
+        metrics={"peak_bytes": peaks, "predicted_peak_bytes": list(planned.peak_bytes)},
+        facts={},
+    )
+
+
+def test_a_raised_margin_throws_away_what_was_planned_ahead() -> None:
+    """Would catch plans ahead that still fill the memory up to the old margin, a margin that the
+    producer never hears of, and another plan than the one made here."""
+    made, here = online(), online()
+    made.plan_ahead(iter(BATCHES), depth=2)
+    both = []
+    for number, lengths in enumerate(BATCHES):
+        if number == 2:
+            steps = counted(made)
+        plans = [one.plan(lengths) for one in (made, here)]
+        both.append(hashes(plans))
+        margin = here.margin.value
+        assert plans[0].facts["memory_margin"] == margin
+        assert max(plans[0].peak_bytes) <= MEMORY * (1 - margin)
+        peak = round(MEMORY * (0.97 if number == 1 else 0.4))
+        told = [one.learn(finished(number, plans[0], peak)) for one in (made, here)]
+        assert [bool(lines) for lines in told] == [number == 1] * 2
+    made.close()
+    assert made.margin.value == here.margin.value > 0.1
+    assert all(ahead == inline for ahead, inline in both)
+    assert steps == [2, 3], "two were ahead"
+
+
+def test_a_plan_that_ran_out_of_memory_is_made_thriftier() -> None:
+    """Would catch a second try that takes as much, is another strategy's turn or shifts all later
+    turns, and plans ahead that run into the same wall."""
+    made = online(**KINDS["rotate"])
+    made.plan_ahead(iter(BATCHES), depth=2)
+    seen = []
+    for number, lengths in enumerate(BATCHES):
+        planned = made.plan(lengths)
+        if number == 1:
+            failed, count = planned, made.calibration.peaks.usual.count
+            worst = max(range(4), key=failed.peak_bytes.__getitem__)
+            planned = made.replan(lengths, failed.plan, Exhausted(actions=((worst, "1F0[0]"),)))
+            assert planned.plan.lengths == lengths
+            assert max(planned.peak_bytes) <= 0.9 * failed.peak_bytes[worst] + 1
+            assert made.calibration.peaks.usual.count == count + 1
+        if number:
+            assert max(planned.peak_bytes) <= 0.9 * failed.peak_bytes[worst] + 1
+        seen.append(str(planned.plan.strategy))
+        made.observe(1.0, 1.0)
+    made.close()
+    assert seen == list(TEXTS * 2)
+    again = online(saved=saved(made), **KINDS["rotate"])
+    assert again.margin.value == made.margin.value
+
+
+def test_running_out_of_memory_again_and_again_comes_to_an_end() -> None:
+    """Would catch a batch that is planned alike, and tried, for ever."""
+    made = online(memory_bytes=2**36)  # of which next to nothing is needed
+    plan = made.plan(BATCHES[0]).plan
+    exhausted = Exhausted(actions=((0, "0F0[0]"),))
+
+    def retry() -> None:
+        failed = plan
+        for _ in range(40):
+            failed = made.replan(BATCHES[0], failed, exhausted).plan
+
+    with pytest.raises(InfeasiblePlan, match=r"64 GiB: got rank 0 ran out of memory in 0F0"):
+        retry()
+
+
+def test_a_second_failure_is_not_the_end() -> None:
+    """Would catch a run that gives up after two failures because little memory was predicted, and
+    one whose longest sequence fits no more after them."""
+    made = online(memory_bytes=2**36)
+    planned = made.plan(BATCHES[0])
+    peaks = [max(planned.peak_bytes)]
+    for _ in range(2):
+        worst = max(range(4), key=planned.peak_bytes.__getitem__)
+        exhausted = Exhausted(actions=((worst, "1F0[0]"),))
+        planned = made.replan(BATCHES[0], planned.plan, exhausted)
+        peaks.append(max(planned.peak_bytes))
+    assert peaks[0] > peaks[1] > peaks[2]
+    assert made.margin.value > 0.95
+    made.plan(Lengths.of([800]))
+
+
+def test_smoothed_plans_are_made_here() -> None:
+    """Would catch a plan ahead that does not know the layers of the step before."""
+    made, here = online(smoothing=0.9), online(smoothing=0.9)
+    made.plan_ahead(iter(BATCHES), depth=2)
+    steps = counted(made)
+    assert hashes(walked(made, BATCHES)) == hashes(walked(here, BATCHES))
+    made.close()
+    assert steps == list(range(6))
+
+
+def test_a_killed_producer_is_told_and_replaced() -> None:
+    """Would catch a run that ends with its producer, a batch lost, or a death kept quiet."""
+    told: list[str] = []
+    made = online(told)
+    made.plan_ahead(iter(BATCHES), depth=2)
+    first = walked(made, BATCHES[:2])
+    assert made._ahead is not None
+    (producer,) = made._ahead._team
+    os.kill(producer.process.pid, signal.SIGKILL)
+    no_more_here(made)
+    rest = walked(made, BATCHES[2:])
+    made.close()
+    assert hashes(first + rest) == hashes(walked(online(), BATCHES))
+    (line,) = told
+    assert "was killed by SIGKILL" in line
+    assert "another takes over" in line
+
+
+TOO_LONG = Lengths.of([10_000_000, 40])
+
+
+def _shared(ahead: bool) -> list[Any]:
+    groups = Groups()
+    planner = BroadcastPlanner(groups=groups, planner=online() if groups.rank == 0 else None)
+    found: list[Any] = []
+    batches = [BATCHES[0], TOO_LONG, BATCHES[1]]
+    if planner.planner is not None and ahead:
+        planner.planner.plan_ahead(iter(batches), depth=2)
+    planned = planner.plan(batches[0])
+    found.append(planned.plan.hash)
+    found.append((planned.predicted is not None, max(planned.peak_bytes, default=0) > 0))
+    refused = [
+        lambda: planner.plan(TOO_LONG),
+        lambda: planner.replan(TOO_LONG, planned.plan, Exhausted(actions=((1, "1F0[0]"),))),
+        lambda: planner.check(10_000_000),
+    ]
+    for ask in refused:
+        with pytest.raises(InfeasiblePlan) as caught:
+            ask()
+        found.append(str(caught.value))
+    planner.check(10)
+    planner.observe(1.0, 2.0)
+    found.append(planner.plan(batches[2]).plan.hash)
+    again = planner.replan(batches[2], planned.plan, Exhausted(actions=((0, "0F0[0]"),)))
+    found += [again.plan.hash, sorted(planner.state())]
+    if planner.planner is not None:
+        planner.planner.close()
+    return found
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_one_rank_plans_for_all(ahead: bool) -> None:
+    """Would catch ranks with plans of their own, an error that the first rank raises alone (the
+    others would wait for its plan), a text wrapped once more on its way, and a second rank that
+    needs a planner."""
+    first, second = run_ranks(2, _shared, ahead)
+    plan, expected, *texts = first[:5]
+    assert second[:1] + second[2:-1] == first[:1] + first[2:-1]
+    assert (expected, second[1]) == ((True, True), (False, False)), "the journal's is the first's"
+    with pytest.raises(InfeasiblePlan) as caught:
+        online().plan(TOO_LONG)
+    assert texts[0] == str(caught.value)
+    assert all(text.count("does not fit") <= 1 and "10,000,000" in text for text in texts)
+    inline = online()
+    assert plan == inline.plan(BATCHES[0]).plan.hash
+    assert first[5] != plan
+    assert set(first[-1]) == set(inline.state())
+    assert second[-1] == [], "the first rank's state is the run's"
+
+
+_WITHOUT_TORCH = """
+import pickle, sys
+sys.path[:] = {path!r}
+sys.modules["torch"] = None  # an import of it raises
+plan, asked = pickle.loads(sys.stdin.buffer.read())
+found = [plan(some) for some in asked]
+assert not any(name.startswith("torch.") for name in sys.modules)
+sys.stdout.buffer.write(pickle.dumps([one.plan.to_json() for one in found]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "rotate"])
+def test_producers_need_no_torch(kind: str) -> None:
+    """Would catch a planner that drags torch into the process that plans: seconds at its start
+    and a gigabyte beside the training."""
+    made = StepPlanner(planner=online(**KINDS[kind]).steps.planner)
+    asked = [
+        PlanRequest(lengths=BATCHES[0], step=4, ratio=1.2, margin=margin) for margin in (0.1, 0.3)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_TORCH.format(path=sys.path)],
+        input=pickle.dumps((made, asked)),
+        capture_output=True,
+        timeout=60,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    here = [made(some) for some in asked]
+    assert [Plan.from_json(value) for value in pickle.loads(done.stdout)] == [f.plan for f in here]
+    assert here[0].facts["best_static_s"] > 0
+    each = here[0].facts["static_s"]
+    assert min(each.values()) >= here[0].facts["best_static_s"] * (1 - 1e-9)
