@@ -159,7 +159,7 @@ BAD = [
 @pytest.mark.parametrize("text", BAD)
 def test_malformed_actions_are_refused(text: str) -> None:
     """Catches a text that is taken as some other action."""
-    with pytest.raises(SpecError, match=r"wanted P3, 0F4\[0,1\], .*X\(S..,R..\), G3 or U"):
+    with pytest.raises(SpecError, match=r"wanted P3, 0F4\[0,1\], .*X\(S..,R..\), G3, I2 or U"):
         parse_action(text)
 
 

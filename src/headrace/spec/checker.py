@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from headrace.errors import ProgramError
@@ -34,7 +35,9 @@ from headrace.spec.program import (
     Backward,
     Exchange,
     Forward,
+    Idle,
     Message,
+    Packs,
     Program,
     Pull,
     Push,
@@ -45,6 +48,7 @@ from headrace.spec.program import (
     connected,
     is_last,
     rows_of,
+    turns_of,
 )
 from headrace.spec.strategy import Stage
 from headrace.spec.walk import disordered, waiting
@@ -53,6 +57,7 @@ __all__ = [
     "OwnPrograms",
     "check_alone",
     "check_programs",
+    "check_turns",
 ]
 
 Parts = Sequence[tuple[Action, Action]]
@@ -118,6 +123,113 @@ def check_alone(program: Program, plan: Plan, bucket_count: int) -> None:
                 wanted=f"the forward and the backward of micro-batch {job.backward.micro_batch}",
             )
     _check_order_alone(program, plan)
+
+
+def check_turns(programs: Sequence[Program], plan: Plan, packs: Packs) -> None:
+    """Check programs for a model that is handed micro-batches by a loop.
+
+    What holds for them holds for the world: free groups meet in the order of the plan's
+    micro-batches and of their packs, which is one order for all, so the first pack that is not done
+    has all its ranks come to it; in lockstep every rank's k-th action is of the same turn and of
+    the same pack, so all ranks stand at the same layer of the model.
+
+    Args:
+        programs: Those of some ranks, in the order of the ranks. A group is compared where all its
+            ranks are there.
+        plan: The plan of the step.
+        packs: The packs of each micro-batch, the same on all ranks.
+
+    Raises:
+        ProgramError: At the first rule that is broken, with the rank and the action.
+    """
+    places = _turn_places(plan, packs)
+    for program in programs:
+        _check_turn_packs(program, plan, packs)
+        _check_turn_order(program, plan, places)
+
+
+Place = tuple[int, int]
+"""A turn and the number of a pack in it."""
+
+
+def _turn_places(plan: Plan, packs: Packs) -> list[list[Place]]:
+    """By turns, the places at which all ranks meet in lockstep: as many as the most packs that a
+    micro-batch of the turn has."""
+    return [
+        [(number, pack) for pack in range(max((len(packs[index]) for index in turn), default=0))]
+        for number, turn in enumerate(turns_of(plan))
+    ]
+
+
+def _check_turn_packs(program: Program, plan: Plan, packs: Packs) -> None:
+    """Rules 3 and 4: every pack that this rank shares runs forward, then backward, once; the update
+    is the end; and groups are ranks of their micro-batch."""
+    rank = program.rank
+    wanted = Counter[Action]({Update(): 1})
+    for index, micro in enumerate(plan.micro_batches):
+        members = set(plan.pipelines[micro.pipeline].ranks)
+        for pack, group in enumerate(packs[index]):
+            if not group or not members.issuperset(group):
+                raise ProgramError(
+                    f"pack {pack} of micro-batch {index}",
+                    got=f"ranks {list(group)}",
+                    wanted=f"some of {sorted(members)}",
+                )
+            if rank in group:
+                wanted[Forward(stage=0, micro_batch=index, group=group, pack=pack)] += 1
+                wanted[Backward(stage=0, micro_batch=index, group=group, pack=pack)] += 1
+    got = Counter(action for action in program.actions if not isinstance(action, Idle))
+    for action in sorted(wanted.keys() | got.keys(), key=str):
+        if got[action] != wanted[action]:
+            raise ProgramError(
+                f"rule 4, rank {rank}, action {action}",
+                got=f"{got[action]} times",
+                wanted=f"{wanted[action]}",
+            )
+    if not isinstance(program.actions[-1], Update):
+        raise ProgramError(f"rule 3, rank {rank}, action {program.actions[-1]}", wanted="U last")
+    for action, after in pairwise(program.actions):
+        if isinstance(action, Forward) and str(after) != str(action).replace("F", "B", 1):
+            raise ProgramError(
+                f"rule 3, rank {rank}, action {after}", wanted=f"the backward of {action}"
+            )
+
+
+def _check_turn_order(program: Program, plan: Plan, places: list[list[Place]]) -> None:
+    """Rule 2: free groups meet in the order of micro-batches and packs, ranks in lockstep at the
+    same turn and pack."""
+    turn_of = {index: number for number, turn in enumerate(turns_of(plan)) for index in turn}
+    came = [
+        (turn_of[action.micro_batch], action.pack, action.micro_batch)
+        if isinstance(action, Forward)
+        else (action.turn, -1, -1)
+        for action in program.actions
+        if isinstance(action, Forward | Idle)
+    ]
+    rank = program.rank
+    if plan.semantics == "free":
+        order = [(index, pack) for _, pack, index in came]
+        if any(later <= earlier for earlier, later in pairwise(order)) or any(
+            pack < 0 for _, pack in order
+        ):
+            raise ProgramError(
+                f"rule 2, rank {rank}, order of its packs",
+                got=", ".join(f"{index}.{pack}" for index, pack in order),
+                wanted="that of the plan's micro-batches, without idle turns",
+            )
+        return
+    wanted = [place for turn in places for place in turn]
+    if len(came) != len(wanted):
+        raise ProgramError(
+            f"rule 2, rank {rank}, actions in lockstep", got=len(came), wanted=len(wanted)
+        )
+    for (turn, pack, _), place in zip(came, wanted, strict=True):
+        if turn != place[0] or pack not in (-1, place[1]):
+            raise ProgramError(
+                f"rule 2, rank {rank}, order in lockstep",
+                got=f"turn {turn}, pack {pack}",
+                wanted=f"turn {place[0]}, pack {place[1]}, where the other ranks are",
+            )
 
 
 def _check_order_alone(program: Program, plan: Plan) -> None:

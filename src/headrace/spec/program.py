@@ -12,6 +12,10 @@
     X(Sa5>3*96,Rg4<3*128)   both with one neighbour at once
     G3             issue the push of bucket 3 (gradients, working to storage); ``U`` waits for it
     U              clip, optimizer step; every rank meets here
+    0F4.1[2,3]     the forward of the second pack of micro-batch 4, for models that take a
+                   micro-batch in several calls
+    I2             turn 2 without work: the rank takes part in what the whole world does at every
+                   layer, with tokens that have no loss (plans in lockstep)
 
 Pulls, pushes and the update meet the whole world. A collective inside a layer is not an action:
 it belongs to the method, and the group is recorded with the forward and backward.
@@ -37,7 +41,9 @@ __all__ = [
     "Backward",
     "Exchange",
     "Forward",
+    "Idle",
     "Message",
+    "Packs",
     "Program",
     "Pull",
     "Push",
@@ -46,11 +52,13 @@ __all__ = [
     "Update",
     "compile_plan",
     "compile_rank",
+    "compile_turns",
     "connected",
     "is_last",
     "parse_action",
     "pushes_of",
     "rows_of",
+    "turns_of",
 ]
 
 
@@ -78,20 +86,21 @@ class Push:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """Run the forward of one micro-batch; ``group`` are the ranks that meet in it."""
+    """Run the forward of one pack of a micro-batch; ``group`` are the ranks that meet in it."""
 
     kind: ClassVar[str] = "forward"
     stage: int
     micro_batch: int
     group: tuple[int, ...]
+    pack: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}F{self.micro_batch}{_group_text(self.group)}"
+        return f"{self.stage}F{self.micro_batch}{_pack_text(self.pack)}{_group_text(self.group)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """Run the backward of one micro-batch; ``group`` are the ranks that meet in it.
+    """Run the backward of one pack of a micro-batch; ``group`` are the ranks that meet in it.
 
     ``pushes`` are the buckets whose push is issued in it, in this order, each when the segment
     that works with the bucket is done: the rank's last backward completes its gradients.
@@ -102,9 +111,10 @@ class Backward:
     micro_batch: int
     group: tuple[int, ...]
     pushes: tuple[int, ...] = ()
+    pack: int = 0
 
     def __str__(self) -> str:
-        text = f"{self.stage}B{self.micro_batch}{_group_text(self.group)}"
+        text = f"{self.stage}B{self.micro_batch}{_pack_text(self.pack)}{_group_text(self.group)}"
         return text + "{" + ",".join(map(str, self.pushes)) + "}" if self.pushes else text
 
 
@@ -173,10 +183,23 @@ class Update:
         return "U"
 
 
-Action = Pull | Push | Forward | Backward | Send | Recv | Exchange | Update
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """Take part in what the whole world does at every layer of turn ``turn``, without work of this
+    rank's own: in lockstep every rank runs a forward and a backward in every turn."""
+
+    kind: ClassVar[str] = "idle"
+    turn: int
+
+    def __str__(self) -> str:
+        return f"I{self.turn}"
+
+
+Action = Idle | Pull | Push | Forward | Backward | Send | Recv | Exchange | Update
 
 _LINK = re.compile(r"([PG])(\d+)")
-_COMPUTE = re.compile(r"(\d+)([FB])(\d+)\[(\d+(?:,\d+)*)\](?:\{(\d+(?:,\d+)*)\})?")
+_IDLE = re.compile(r"I(\d+)")
+_COMPUTE = re.compile(r"(\d+)([FB])(\d+)(?:\.(\d+))?\[(\d+(?:,\d+)*)\](?:\{(\d+(?:,\d+)*)\})?")
 _MESSAGE = re.compile(r"([SR])([ag])(\d+)([<>])(\d+)\*(\d+)")
 _EXCHANGE = re.compile(r"X\((S[^,()]+),(R[^,()]+)\)")
 
@@ -192,6 +215,10 @@ def _group_text(group: tuple[int, ...]) -> str:
     return "[" + ",".join(map(str, group)) + "]"
 
 
+def _pack_text(pack: int) -> str:
+    return f".{pack}" if pack else ""
+
+
 def _numbers(text: str | None) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(",")) if text else ()
 
@@ -200,12 +227,14 @@ def parse_action(text: str) -> Action:
     """Read one action back from its text."""
     action = Update() if text == "U" else _link(text) or _compute(text) or _traffic(text)
     if action is None:
-        wanted = "P3, 0F4[0,1], 0B4[0,1]{3,2}, Sa4>2*128, Ra4<0*128, X(S..,R..), G3 or U"
+        wanted = "P3, 0F4[0,1], 0B4[0,1]{3,2}, Sa4>2*128, Ra4<0*128, X(S..,R..), G3, I2 or U"
         raise SpecError("action", got=repr(text), wanted=wanted)
     return action
 
 
 def _link(text: str) -> Action | None:
+    if idle := _IDLE.fullmatch(text):
+        return Idle(turn=int(idle[1]))
     found = _LINK.fullmatch(text)
     if not found:
         return None
@@ -215,12 +244,14 @@ def _link(text: str) -> Action | None:
 
 def _compute(text: str) -> Action | None:
     found = _COMPUTE.fullmatch(text)
-    if not found or (found[2] == "F" and found[5]):
+    if not found or (found[2] == "F" and found[6]):
         return None
-    stage, micro, group = int(found[1]), int(found[3]), _numbers(found[4])
+    stage, micro, group = int(found[1]), int(found[3]), _numbers(found[5])
+    pack = int(found[4] or 0)
     if found[2] == "F":
-        return Forward(stage=stage, micro_batch=micro, group=group)
-    return Backward(stage=stage, micro_batch=micro, group=group, pushes=_numbers(found[5]))
+        return Forward(stage=stage, micro_batch=micro, group=group, pack=pack)
+    pushes = _numbers(found[6])
+    return Backward(stage=stage, micro_batch=micro, group=group, pack=pack, pushes=pushes)
 
 
 def _traffic(text: str) -> Send | Recv | Exchange | None:
@@ -292,6 +323,58 @@ def compile_plan(plan: Plan, bucket_count: int, *, overlap: bool = True) -> tupl
     return tuple(
         compile_rank(plan, rank, bucket_count, overlap=overlap) for rank in range(plan.devices)
     )
+
+
+Packs = Sequence[Sequence[tuple[int, ...]]]
+"""For each micro-batch of a plan its packs: what the model takes in one call, by the ranks that
+share it. They are some or all ranks of the micro-batch, as a short pack may have fewer tokens."""
+
+
+def compile_turns(plan: Plan, packs: Packs, rank: int) -> Program:
+    """The program of ``rank`` for a model that is handed micro-batches by a loop.
+
+    Such a model holds its own weights, so nothing is pulled or pushed: each pack is a forward and
+    its backward, in the plan's order. In lockstep the whole world meets at every layer, so every
+    rank has as many turns as any other and is idle where it has no work.
+
+    Args:
+        plan: The plan of the step; its pipelines have one stage.
+        packs: The packs of each micro-batch, the same on all ranks.
+        rank: The rank whose program is made.
+
+    Returns:
+        The program, which ends with the update.
+    """
+    actions: list[Action] = []
+    for number, turn in enumerate(turns_of(plan)):
+        longest = max((len(packs[index]) for index in turn), default=0)
+        mine = next(
+            (i for i in turn if rank in plan.pipelines[plan.micro_batches[i].pipeline].ranks), None
+        )
+        for pack in range(longest):
+            group = packs[mine][pack] if mine is not None and pack < len(packs[mine]) else ()
+            if mine is not None and rank in group:
+                actions.append(Forward(stage=0, micro_batch=mine, group=group, pack=pack))
+                actions.append(Backward(stage=0, micro_batch=mine, group=group, pack=pack))
+            elif plan.semantics == "lockstep":
+                actions.append(Idle(turn=number))
+    return Program(rank=rank, actions=(*actions, Update()))
+
+
+def turns_of(plan: Plan) -> list[list[int]]:
+    """The micro-batches of a plan by turns: each rank has at most one micro-batch in a turn, and
+    each micro-batch is in the first turn that all its ranks have free after those before it."""
+    begun = [0] * plan.devices
+    turns: list[list[int]] = []
+    for index, micro in enumerate(plan.micro_batches):
+        ranks = plan.pipelines[micro.pipeline].ranks
+        turn = max(begun[rank] for rank in ranks)
+        for rank in ranks:
+            begun[rank] = turn + 1
+        if turn == len(turns):
+            turns.append([])
+        turns[turn].append(index)
+    return turns
 
 
 def connected(plan: Plan, rank: int) -> tuple[int, ...]:

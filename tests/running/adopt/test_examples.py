@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import io
 import json
@@ -36,8 +37,9 @@ def losses(folder: Path, *command: str) -> list[float]:
 
 def added(single: str, several: str) -> list[str]:
     """Lines that one has and its twin has not, comments and descriptions aside."""
+    # One line for each statement, however the formatter broke it.
     first, second = (
-        [line for line in (EXAMPLES / name).read_text().splitlines()[8:] if line.strip()]
+        ast.unparse(ast.parse((EXAMPLES / name).read_text()).body[1:]).splitlines()
         for name in (single, several)
     )
     return [line for line in difflib.ndiff(first, second) if line.startswith("+ ")]

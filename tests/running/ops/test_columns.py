@@ -149,8 +149,8 @@ def test_wrong_shapes_are_refused_before_anything_is_sent() -> None:
     """Would catch a size that gloo meets first: it ends the process without a word."""
     for rank, errors in enumerate(run_ranks(2, _refused)):
         rows, count = (3, 1)[rank], (3, 1)[rank]
-        assert errors[0] == f"switch: got a tensor [{rows + 1}, 4, 2], wanted [{rows}, 4, D]"
-        assert all(error.startswith("switch: got") for error in errors[:3])
+        assert errors[0] == f"switch_heads: got a tensor [{rows + 1}, 4, 2], wanted [{rows}, 4, D]"
+        assert all(error.startswith("switch_heads: got") for error in errors[:3])
         assert all(error.endswith(f"wanted [4, {count}, D]") for error in errors[3:])
 
 

@@ -36,7 +36,7 @@ def test_what_was_made_under_a_mode_stays_there() -> None:
 def test_not_for_ever() -> None:
     """Catches memory that grows with every length that ever came."""
     first = kept("first", lambda: torch.zeros(1))
-    for i in range(index._MOST):
+    for i in range(index._MOST_KEPT):
         kept(("another", i), lambda: torch.zeros(1))
-    assert len(index._made) <= index._MOST
+    assert len(index._made) <= index._MOST_KEPT
     assert kept("first", lambda: torch.zeros(1)) is not first
