@@ -187,11 +187,11 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 CONTENDERS: dict[str, dict[str, Any]] = {
-    "static 1": {"planner": "static", "static_size": 1},
-    "static 2": {"planner": "static", "static_size": 2},
-    "bucket": {"planner": "bucket"},
-    "packed": {"planner": "packed"},
-    "headrace": {"planner": "adaptive"},
+    "static 1": {"name": "static", "static_size": 1},
+    "static 2": {"name": "static", "static_size": 2},
+    "bucket": {"name": "bucket"},
+    "packed": {"name": "packed"},
+    "headrace": {"name": "adaptive"},
 }
 
 
@@ -239,9 +239,9 @@ def _loop(name: str, steps: int, folder: str) -> dict[str, Any]:
         data,
         batch_tokens=16384,
         steps=steps,
-        cache=folder,
+        measure=hr.MeasureOptions(cache=folder),
         say=lambda text: None,
-        **CONTENDERS[name],
+        planner=hr.PlannerConfig(**CONTENDERS[name]),
     )
     tokens, seconds, waits, strategies = 0, 0.0, list[float](), set[str]()
     for step in run:

@@ -51,7 +51,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     data = list(documents())
-    run = hr.attach(model, optimizer, data, batch_tokens=4096, shuffle=False, steps=options.steps)
+    in_order = hr.SampleOptions(shuffle=False)
+    run = hr.attach(
+        model, optimizer, data, batch_tokens=4096, steps=options.steps, samples=in_order
+    )
     for step in run:
         for micro in step:
             micro.backward(model(**micro.inputs).loss)

@@ -54,8 +54,8 @@ def main() -> None:
         list(documents()),
         scheduler=scheduler,
         batch_tokens=4096,
-        shuffle=False,
         steps=options.steps,
+        samples=hr.SampleOptions(shuffle=False),
     )
     for step in run:
         for micro in step:

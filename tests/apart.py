@@ -26,7 +26,7 @@ _PRELOADED = [
     "torch._dynamo",
     "torch.distributed.tensor",
     "torch._export",
-    "headrace.engine.attached",
+    "headrace.engine.attach",
     "headrace.engine.train",
     "transformers.models.llama.modeling_llama",
     "running.engine.loops",

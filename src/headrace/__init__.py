@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from headrace.adopt.known_models import adapt
     from headrace.adopt.tokens import compile
     from headrace.config import Config
+    from headrace.config.planner import PlannerConfig
     from headrace.costs import CostModel
     from headrace.engine.attach import attach
+    from headrace.engine.attach_options import MeasureOptions, SampleOptions, SpreadOptions
     from headrace.engine.plans import baselines, draw, plan, simulate
     from headrace.engine.run_folder import TrainingRun
     from headrace.engine.train import profile, train
@@ -41,8 +43,12 @@ __all__ = [
     "Config",
     "CostModel",
     "Lengths",
+    "MeasureOptions",
     "Plan",
+    "PlannerConfig",
     "Problem",
+    "SampleOptions",
+    "SpreadOptions",
     "Strategy",
     "Timeline",
     "TrainingRun",
@@ -71,7 +77,9 @@ _HOMES = {
     "headrace.adopt.axis_stages": ("AxisStage",),
     "headrace.config": ("Config",),
     "headrace.costs": ("CostModel",),
+    "headrace.config.planner": ("PlannerConfig",),
     "headrace.engine.attach": ("attach",),
+    "headrace.engine.attach_options": ("MeasureOptions", "SampleOptions", "SpreadOptions"),
     "headrace.adopt.tokens": ("compile",),
     "headrace.adopt.block_recompute": ("recomputed",),
     "headrace.planning": ("Problem",),

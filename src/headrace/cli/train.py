@@ -12,8 +12,8 @@ from headrace.config import Config
 from headrace.config.clips import ClipsConfig
 from headrace.config.model import JobConfig
 from headrace.engine.rank import launch, open_rank
+from headrace.engine.record import require_trackers
 from headrace.engine.run_folder import TrainingRun, choose_folder
-from headrace.engine.trackers import require_trackers
 from headrace.engine.train import train_rank
 from headrace.native import checkpoint
 

@@ -1,16 +1,31 @@
-"""What a user gives a loop, made into what drives it."""
+"""Anyone's training loop, driven by plans (Data-Centric Parallel).
+
+    run = headrace.attach(model, optimizer, dataset, batch_tokens="64Ki", scheduler=scheduler)
+    for step in run:
+        for micro in step:
+            loss = model(**micro.inputs).loss
+            micro.backward(loss)
+    run.save("checkpoint")
+
+The user keeps model, optimizer, scheduler and data set. Every step is planned by its lengths: which
+ranks work on which samples together, how they are packed, and what is computed again. Gradients are
+those of one process over the same samples, and optimizer and scheduler take one step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
 
 from headrace.adopt.axes import Adapted
-from headrace.adopt.labels import Labels
-from headrace.adopt.placement import Exchange
+from headrace.adopt.block_recompute import recomputed
 from headrace.adopt.tokens import compile as adopt
 from headrace.comm.collectives import agree
 from headrace.comm.launch import join_world
@@ -18,193 +33,492 @@ from headrace.comm.mesh import Groups
 from headrace.config.model import PlannerConfig, cache_folder
 from headrace.costs import CostModel
 from headrace.data.sampler import SamplerOptions
-from headrace.engine.attached import Attached
+from headrace.engine.adopted_costs import LoopSetup, measured
+from headrace.engine.attach_options import (
+    MeasureOptions,
+    SampleOptions,
+    SpreadOptions,
+    refuse_former,
+)
 from headrace.engine.axis_model import AxisModel
+from headrace.engine.drawn_steps import DrawnSteps, EarlyAndRare
 from headrace.engine.held import HeldWeights
 from headrace.engine.listener import ProgressLines, tell
-from headrace.engine.loop_planning import LoopSetup
-from headrace.engine.sample_order import DrawnOrder, LengthSource, SampleOrder, Samples, StreamOrder
-from headrace.engine.spread_model import LoopModel, SampleReader
+from headrace.engine.loop_checkpoint import LoopCheckpoints
+from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner
+from headrace.engine.record import RunRecord, run_facts
+from headrace.engine.recovery import LeaveGroups, Recovery
+from headrace.engine.run_planner import RunPlanner
+from headrace.engine.sample_order import DrawnOrder, LoopBatch, SampleOrder, Samples, StreamOrder
+from headrace.engine.spread_model import LoopModel, LoopPart, SampleReader
+from headrace.engine.step import Engine, RunningStep
 from headrace.engine.token_model import TokenModel
-from headrace.errors import DataError, SpecError
-from headrace.spec.method import RECOMPUTE, Recompute
+from headrace.errors import CostError, DataError, HeadraceError, SpecError
+from headrace.native.checkpoint import BackgroundWriter
+from headrace.native.machine import machine_facts
 from headrace.spec.step import Step
 from headrace.units import parse_bytes, parse_count
 
-__all__ = ["attach"]
+__all__ = ["Attached", "attach"]
 
-_Tokens = int | str
-"""How many, or a text of it: ``"64Ki"``."""
+_DRAWN = 8
+"""Steps of which the rows of all ranks are recorded, where it is known how many there are."""
+
+LoopStep: TypeAlias = RunningStep[LoopBatch, LoopMicroBatch]
 
 
 def attach(
-    model: torch.nn.Module | Adapted,
+    model: Module | Adapted,
     optimizer: torch.optim.Optimizer,
     dataset: Any,
     *,
-    lengths: LengthSource = None,
-    batch_tokens: _Tokens | None = None,
+    batch_tokens: int | str | None = None,
     batch_sequences: int | None = None,
-    scheduler: Any = None,
-    clip: float | None = None,
     epochs: int = 1,
     steps: int | None = None,
-    shuffle: bool = True,
+    scheduler: Any = None,
+    clip: float | None = None,
     seed: int = 0,
-    labels: Labels | None = None,
-    tokens: str | None = None,
-    label_name: str = "labels",
-    logits: bool = True,
-    backend: str | None = None,
-    ahead: int = 2,
-    planner: Literal["adaptive", "static", "bucket", "packed", "dcp"] | PlannerConfig = "adaptive",
-    static_size: int | None = None,
-    sizes: Sequence[int] = (),
-    exchange: Exchange | None = None,
-    recompute: Sequence[Recompute] = RECOMPUTE,
-    longest: _Tokens | None = None,
-    memory: str | None = None,
-    memory_margin: float | None = None,
-    costs: CostModel | None = None,
-    cache: str | Path | None = None,
+    planner: Literal["adaptive", "bucket", "packed", "dcp"] | PlannerConfig = "adaptive",
+    samples: SampleOptions | None = None,
+    spread: SpreadOptions | None = None,
+    measure: MeasureOptions | None = None,
     out: str | Path | None = None,
-    say: Callable[[str], None] = tell,
     on_step: Callable[[Step], object] = lambda step: None,
+    say: Callable[[str], object] = tell,
+    **former: Any,
 ) -> Attached:
     """Drive a training loop by plans. Collective: every rank calls it alike, under torchrun or in
-    a process of its own, and it begins torch.distributed where nobody has. Arguments::
+    a process of its own, and it begins torch.distributed where nobody has.
 
-        model       a model of transformers, or one that calls scaled_dot_product_attention; alone,
-                    under DDP, or sharded by FSDP2; in training mode, on its device; or what
-                    ``hr.adapt`` made of a model of several axes
-        dataset     items are dicts of token values [n] (``input_ids``, ``labels``), tuples of
-                    tokens and labels, or tokens; by number, or an iterable. Of several axes: dicts
-                    of the inputs of one sample, and ``labels`` of the places
-        lengths     tokens of each item: numbers, a column's name, a function of an item; every item
-                    is read once where it is left out
-        batch_*     samples of one optimizer step: a budget of tokens, or a number of samples
-        scheduler   takes one step after each of the optimizer's
-        clip        largest norm of the gradient
-        shuffle     draw samples at random; else they come in their order, as those of a stream do
-        epochs      passes over the data, unless ``steps`` says how many steps to take
-        labels      whether they are of the ``next`` token or of the ``same`` place
-        logits      where False, models of transformers give a loss and no logits, which take
-                    more memory than layers that are computed again
-        ahead       steps planned by a process beside while one trains, where samples come by number
-        planner     ``adaptive`` decides for each step, ``static`` has groups of ``static_size``;
-                    to compare with: ``bucket`` and ``packed`` parallel, and the accumulation of
-                    Data-Centric Parallel (``dcp``); or a section of a configuration, in the place
-                    of static_size, sizes, recompute, memory_margin and ahead
-        sizes       group sizes to consider; all where it is left out
-        exchange    how attention meets other ranks' tokens; the quickest measured where left out
-        recompute   levels that a plan may choose for each layer, where the model can
-        longest     tokens of the longest sample of a stream; of its first one where left out
-        memory      of a rank ("8GiB"); 80 % of what is free where it is left out
-        costs       of the model on these ranks, as ``run.found.costs`` of another loop; measured
-                    where they are left out, and kept in the folder ``cache``
-        on_step     is given every finished step, with its plan and times, on the first rank
-        out         folder for metrics and plans, which ``headrace report`` reads
+    Args:
+        model: A model of transformers, or one that calls scaled_dot_product_attention; alone, under
+            DDP, or sharded by FSDP2; in training mode, on its device. Or what ``hr.adapt`` made of
+            a model of several axes.
+        optimizer: Of the model's parameters.
+        dataset: Items are dicts of token values [n] (``input_ids``, ``labels``), tuples of tokens
+            and labels, or tokens; by number, or an iterable. Of several axes: dicts of the inputs
+            of one sample, and ``labels`` of the places.
+        batch_tokens: Tokens of one optimizer step (``"64Ki"``), as a budget.
+        batch_sequences: Samples of one optimizer step, in the place of a budget.
+        epochs: Passes over the data, unless ``steps`` says how many steps to take.
+        steps: Steps to take.
+        scheduler: Takes one step after each of the optimizer's.
+        clip: The largest norm of the gradient.
+        seed: Of the order of samples and of the planner.
+        planner: ``adaptive`` decides for each step; to compare with, ``bucket`` and ``packed``
+            parallel, and the accumulation of Data-Centric Parallel (``dcp``); or all options of a
+            planner, as ``hr.PlannerConfig(name="static", static_size=2)``.
+        samples: How samples are read and drawn.
+        spread: How a model of tokens is spread over ranks.
+        measure: The memory of a rank, and where costs come from.
+        out: The folder for metrics and plans, which ``headrace report`` reads.
+        on_step: Called with every finished step, its plan and its times, on the first rank.
+        say: Called with lines for people, on the first rank.
+        former: Former names of options, which are refused with their new ones.
 
-    Raises ModelError for models that cannot be spread over ranks, DataError for data without
-    tokens, InfeasiblePlan where the longest sample fits nowhere, and says what would help.
+    Returns:
+        The run: a loop over its steps.
+
+    Raises:
+        ModelError: For models that cannot be spread over ranks.
+        DataError: For data without tokens.
+        InfeasiblePlan: Where the longest sample fits nowhere; it says what would help.
+
+    Example:
+        >>> run = hr.attach(model, optimizer, dataset, batch_tokens="64Ki")
+        >>> for step in run:
+        ...     for micro in step:
+        ...         micro.backward(model(**micro.inputs).loss)
     """
+    refuse_former(former)
+    samples, spread = samples or SampleOptions(), spread or SpreadOptions()
+    measure = measure or MeasureOptions()
     module = model.model if isinstance(model, Adapted) else model
     device = _device_of(module)
     join_world(device)
     groups = Groups(device=device)
-    if isinstance(model, Adapted):
-        driven: LoopModel = AxisModel(model, groups, label_name=label_name)
-    else:
-        adopted = adopt(
-            model,
-            backend=backend,
-            labels=labels,
-            tokens=tokens,
-            groups=groups,
-            label_name=label_name,
-            exchange=exchange,
-            logits=logits,
-        )
-        driven = TokenModel(adopted, label_name=label_name, exchange=exchange)
-    order = _order(dataset, lengths, driven, batch_tokens, batch_sequences, seed, shuffle=shuffle)
+    driven = _spread(model, samples, spread, groups)
+    budget = None if batch_tokens is None else _tokens(batch_tokens)
+    order = _order(dataset, driven, samples, budget, batch_sequences, seed)
     agree("data of the loop", order.fingerprint, groups.world)
-    document = order.longest or (_tokens(longest) if longest else driven.length(order.first()))
-    most = min(order.total, _tokens(batch_tokens)) if batch_tokens else order.total
-    held = HeldWeights.of(module, groups.ranks)
+    document = order.longest
+    if document is None:
+        given = samples.longest
+        document = driven.length(order.first()) if given is None else _tokens(given)
+    most = order.total if budget is None else min(order.total, budget)
     quiet = groups.rank > 0
     setup = LoopSetup(
         model=driven,
-        held=held,
+        held=HeldWeights.of(module, groups.ranks),
         optimizer=optimizer,
         groups=groups,
         device=device,
-        seed=seed,
-        options=planner
-        if isinstance(planner, PlannerConfig)
-        else PlannerConfig(
-            name=planner,
-            static_size=static_size,
-            group_sizes=tuple(sizes),
-            ahead=ahead,
-            recompute=tuple(recompute),
-            memory_margin=memory_margin,
-        ),
+        options=planner if isinstance(planner, PlannerConfig) else PlannerConfig(name=planner),
         document=document,
         longest=max(document, most // groups.ranks),
-        cache=cache_folder(cache),
-        memory_bytes=parse_bytes(memory) if memory else None,
-        costs=costs,
+        memory_bytes=parse_bytes(measure.memory) if measure.memory else None,
+        cache=cache_folder(measure.cache),
+        costs=measure.costs,
         say=(lambda text: None) if quiet else say,
-        heard=on_step,
         progress=(lambda what, done, of: None) if quiet else ProgressLines(say),
     )
     return Attached(
         setup=setup,
         order=order,
+        seed=seed,
         scheduler=scheduler,
         clip=clip,
         steps=steps,
         epochs=epochs,
         out=out,
+        on_step=on_step,
     )
+
+
+class Attached:
+    """A loop over planned steps.
+
+    Attributes:
+        number: The step that comes next.
+        found: What was measured of the model; ``found.costs`` is what it costs.
+    """
+
+    def __init__(
+        self,
+        *,
+        setup: LoopSetup,
+        order: SampleOrder,
+        seed: int,
+        scheduler: Any,
+        clip: float | None,
+        steps: int | None,
+        epochs: int,
+        out: str | Path | None,
+        on_step: Callable[[Step], object],
+    ) -> None:
+        sample = order.first()
+        self._setup, self._order, self._seed = setup, order, seed
+        self._steps, self._epochs = steps, epochs
+        self._state = order.state()
+        self._begun, self.number = False, 0
+        self._writer = BackgroundWriter()
+        self._restore = setup.model.begin(sample, setup.device)
+        try:
+            self.found = measured(setup, sample)
+            self._record = RunRecord(out) if setup.groups.rank == 0 else None
+            self._drawn = (
+                EarlyAndRare() if steps is None else DrawnSteps(wanted=_DRAWN, steps=steps)
+            )
+            self._planner = self._planner_of(self.found.costs)
+            self.engine = self._engine(scheduler, clip, on_step)
+            if order.longest is not None:
+                self._planner.check(order.longest)
+        except BaseException:
+            self._restore()
+            raise
+
+    @property
+    def model(self) -> Module:
+        """The user's model, as the user calls it."""
+        return self._setup.held.model
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among all."""
+        return self._setup.groups.rank
+
+    def __iter__(self) -> Iterator[LoopStep]:
+        """The steps that are left, planned one by one.
+
+        Raises:
+            HeadraceError: For a step whose micro-batches were not all trained.
+        """
+        if self._record is not None and not self._begun:
+            self._record.begin(self.number, self._facts())
+        self._begun = True
+        self._plan_ahead()
+        while self._more():
+            step = self.engine.next_step(self.number, self._order.next_batch)
+            yield step
+            if not step.done:
+                raise HeadraceError(
+                    f"step {step.number}",
+                    got="micro-batches that were not trained",
+                    wanted="a loop over all of them: for micro in step",
+                )
+        self.finish_saving()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of the micro-batch at work, for collectives of the model's own; None where this
+        rank works alone."""
+        part = self._runner.part
+        return None if part is None else part.group
+
+    def recompute(self, layer: Callable[..., Any], *inputs: Any) -> Any:
+        """``layer(*inputs)``, computed again in the backward but for its attention."""
+        return recomputed(layer, *inputs)
+
+    def shard(self, batch: Mapping[str, Tensor]) -> LoopPart:
+        """Spread a batch over all ranks, to evaluate the model. Collective; not within a step.
+
+        Args:
+            batch: Values [b, S] that all ranks have alike.
+
+        Returns:
+            This rank's part: call the model with its ``inputs``. The losses of all ranks add up to
+            the mean.
+        """
+        self.found.probes.choose([])
+        return self._setup.model.shard(batch)
+
+    def save(self, folder: str | Path, *, keep: int = 3, background: bool = False) -> Path:
+        """Write a checkpoint: weights, optimizer, scheduler, the place in the data, and what plans
+        follow from. Collective.
+
+        Args:
+            folder: The checkpoint gets a folder of its own within it.
+            keep: How many of the last checkpoints stay there.
+            background: Whether it is copied to the host's memory and written from there while the
+                loop goes on. It is there at the end of the step in which all ranks have written,
+                after the last step, or after :meth:`finish_saving`, which a loop that is left by
+                ``break`` has to call.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            CheckpointError: On every rank when any could not write it; in the background, a later
+                step may raise it too.
+        """
+        scheduler = self._runner.scheduler
+        extra = {
+            "step": self.number,
+            "ranks": self._setup.groups.ranks,
+            "data": self._state,
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "planner": self._planner.state(),
+        }
+        if self._record is not None:
+            try:
+                self._record.keep(self._planner.calibration)
+            except CostError as error:
+                self._setup.say(f"what was learnt about costs is not kept ({error})")
+        self.finish_saving()
+        writer = self._writer if background else None
+        return self._checkpoints().save(Path(folder), self.number, extra, keep=keep, writer=writer)
+
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint that is written in the background. Collective; raises as
+        :meth:`save`."""
+        self._writer.finish(self._checkpoints().gather)
+
+    def load(self, folder: str | Path) -> bool:
+        """Go on from a checkpoint. Collective, before the first step. On as many ranks as before
+        plans are made as they would have been.
+
+        Args:
+            folder: A checkpoint, or a folder of which the newest whole one is taken.
+
+        Returns:
+            False, with everything as it is, where there is no checkpoint yet.
+
+        Raises:
+            CheckpointError: For a checkpoint of another model, or where all are damaged.
+            DataError: For one of other data.
+        """
+        self.finish_saving()
+        extra = self._checkpoints().load(Path(folder), self._setup.say)
+        if extra is None:
+            return False
+        self._order.restore(extra["data"])
+        self.number, self._state = int(extra["step"]), dict(extra["data"])
+        if self._runner.scheduler is not None:
+            self._runner.scheduler.load_state_dict(extra["scheduler"])
+        if extra["ranks"] == self._setup.groups.ranks:
+            self._plan_as(extra["planner"])
+        self._setup.say(f"going on with step {self.number}, saved by {extra['ranks']} ranks")
+        return True
+
+    def report(self, out: str | Path = "report.html") -> Path | None:
+        """Write the report of the steps so far, one HTML file with pictures.
+
+        Args:
+            out: The file.
+
+        Returns:
+            Its path on the first rank, None on others.
+
+        Raises:
+            MissingExtra: Without the packages of the extra ``report``.
+        """
+        return None if self._record is None else self._record.run.report(out)
+
+    def detach(self) -> None:
+        """Give the model back, without what was put in its place, and close what is open."""
+        self._restore()
+        if self._writer.busy:
+            self._setup.say(
+                "the last checkpoint is not published: run.finish_saving() was not called"
+            )
+        self._planner.close()
+        if self._record is not None:
+            self._record.close()
+
+    @property
+    def _runner(self) -> LoopRunner:
+        runner = self.engine.runner
+        assert isinstance(runner, LoopRunner), "the engine was made here"
+        return runner
+
+    def _engine(
+        self, scheduler: Any, clip: float | None, on_step: Callable[[Step], object]
+    ) -> Engine[LoopBatch, LoopMicroBatch]:
+        setup = self._setup
+        groups, held = setup.groups, setup.held
+        on_host = dist.get_backend() == "gloo" and groups.device.type == "cpu"
+        leave = LeaveGroups(groups=groups, possible_here=on_host and not held.sharded)
+        recovery = Recovery(way=leave, groups=groups)
+        return Engine(
+            runner=LoopRunner(
+                model=setup.model,
+                held=held,
+                optimizer=setup.optimizer,
+                groups=groups,
+                device=setup.device,
+                probes=self.found.probes,
+                recovery=recovery,
+                scheduler=scheduler,
+                clip=clip,
+            ),
+            planner=self._planner,
+            recovery=recovery,
+            groups=groups,
+            device=setup.device,
+            drawn=self._drawn,
+            record=self._record,
+            finished=self._finished,
+            heard=lambda step, notices: on_step(step),
+            tell=setup.say,
+        )
+
+    def _finished(self, step: LoopStep) -> None:
+        """Stand after a step that is done: it may be saved before the loop asks for the next."""
+        self.number = step.number + 1
+        self._state = dict(step.batch.state_after)
+        self._writer.look(self._checkpoints().gather)
+
+    def _planner_of(self, costs: CostModel) -> RunPlanner:
+        """The planner of this run with such costs."""
+        setup = self._setup
+        return RunPlanner(
+            costs=costs,
+            options=setup.options,
+            groups=setup.groups,
+            seed=self._seed,
+            drawn=self._drawn,
+            semantics=setup.held.semantics,
+            stages=False,
+            tell=setup.say,
+        )
+
+    def _plan_as(self, state: Mapping[str, Any]) -> None:
+        """Plan with the costs and the corrections of a checkpoint."""
+        costs = CostModel.from_json(state["costs"]).replace(cluster=self.found.costs.cluster)
+        self._planner.close()
+        self.engine.planner = self._planner = self._planner_of(costs)
+        self._planner.restore(state)
+
+    def _plan_ahead(self) -> None:
+        """Have coming batches planned by a process beside, where it is known which they are."""
+        depth = self._setup.options.ahead
+        left = None if self._steps is None else self._steps - self.number
+        coming = self._order.coming(self._epochs if left is None else None) if depth else None
+        if coming is not None and self.engine.planner is self._planner:
+            self._planner.plan_ahead(islice(coming, left), depth=depth)
+
+    def _more(self) -> bool:
+        if self._steps is not None:
+            return self.number < self._steps
+        return self._order.epoch < self._epochs
+
+    def _facts(self) -> dict[str, Any]:
+        """The facts of the run for its report."""
+        setup, costs = self._setup, self.found.costs
+        return run_facts(
+            name="",
+            machine=machine_facts(setup.device),
+            ranks=setup.groups.ranks,
+            seed=self._seed,
+            config={"model": {"name": costs.shape.name}, "loop": "attached"},
+            parameters=costs.shape.elements,
+            corpus=self._order.facts(),
+            fingerprint=costs.fingerprint,
+            profile=self.found.profile,
+            memory_bytes=costs.cluster.memory_bytes,
+        )
+
+    def _checkpoints(self) -> LoopCheckpoints:
+        return LoopCheckpoints(
+            model=self._setup.held.inner,
+            optimizer=self._setup.optimizer,
+            groups=self._setup.groups,
+        )
+
+
+def _spread(
+    model: Module | Adapted, samples: SampleOptions, spread: SpreadOptions, groups: Groups
+) -> LoopModel:
+    """The model of a loop, spread over ranks."""
+    if isinstance(model, Adapted):
+        return AxisModel(model, groups, label_name=samples.label_name)
+    adopted = adopt(
+        model,
+        backend=spread.backend,
+        labels=samples.labels,
+        tokens=samples.tokens,
+        groups=groups,
+        label_name=samples.label_name,
+        exchange=spread.exchange,
+        logits=spread.logits,
+    )
+    return TokenModel(adopted, label_name=samples.label_name, exchange=spread.exchange)
 
 
 def _order(
     dataset: Any,
-    lengths: LengthSource,
     reader: SampleReader,
-    budget: _Tokens | None,
+    options: SampleOptions,
+    budget: int | None,
     sequences: int | None,
     seed: int,
-    *,
-    shuffle: bool,
 ) -> SampleOrder:
-    many = None if budget is None else _tokens(budget)
+    """The order in which samples come: drawn by number, or as a stream gives them."""
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        samples = Samples.of(dataset, lengths, reader)
-        options = SamplerOptions(
-            batch_tokens=many,
+        drawn = SamplerOptions(
+            batch_tokens=budget,
             batch_sequences=sequences,
             too_long="refuse",
             min_tokens=1,
             seed=seed,
-            shuffle=shuffle,
+            shuffle=options.shuffle,
         )
-        return DrawnOrder(samples, options)
+        return DrawnOrder(Samples.of(dataset, options.lengths, reader), drawn)
     if not hasattr(dataset, "__iter__"):
         raise DataError(
             "data set", got=type(dataset).__name__, wanted="items by number, or a stream"
         )
-    if many is None:
+    if budget is None:
         raise SpecError("batch_tokens", got="none", wanted="a budget, as samples come one by one")
-    return StreamOrder(dataset, reader, batch_tokens=many)
+    return StreamOrder(dataset, reader, batch_tokens=budget)
 
 
-def _tokens(value: _Tokens) -> int:
+def _tokens(value: int | str) -> int:
     return parse_count(value) if isinstance(value, str) else int(value)
 
 
-def _device_of(model: torch.nn.Module) -> str:
+def _device_of(model: Module) -> str:
     first = next(model.parameters(), None)
     if first is None:
         raise SpecError("model", got="no parameters", wanted="at least one")

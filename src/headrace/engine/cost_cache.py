@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,17 +19,15 @@ from headrace.costs.calibration import Calibration
 from headrace.costs.library import memory_margin_of
 from headrace.costs.saving import save_whole, sealed, unsealed
 from headrace.engine.setup import formula_costs
-from headrace.errors import CostError, SpecError
+from headrace.errors import CostError
 from headrace.spec.architecture import Architecture
 from headrace.spec.model_shape import ModelShape
-from headrace.spec.profile import Profile
 
 __all__ = [
     "calibration_path",
     "costs_at_hand",
     "newest_costs",
     "profile_path",
-    "read_profile",
     "remember_costs",
 ]
 
@@ -57,19 +54,6 @@ def calibration_path(config: Config, fingerprint: str) -> Path:
     }
     profile = profile_path(config, f"{fingerprint} {json.dumps(like, sort_keys=True)}")
     return profile.with_name(f"calibration-{profile.name}")
-
-
-def read_profile(path: Path, fingerprint: str, tell: Callable[[str], object]) -> Profile | None:
-    """The profile in a file; None where there is none, or one of another set-up. A damaged file is
-    told and counts as none."""
-    try:
-        profile = Profile.from_json(unsealed(path.read_text()))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, SpecError) as error:
-        tell(f"profile {path} is not readable and is measured again ({error})")
-        return None
-    return profile if profile.fingerprint == fingerprint else None
 
 
 def newest_costs(config: Config, architecture: Architecture, ranks: int) -> CostModel | None:

@@ -75,10 +75,15 @@ class HeldWeights:
         """Parameters with gradients."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    def norm(self, most: float) -> torch.Tensor:
-        """The norm of the whole gradient, which is scaled down to ``most`` where that is less."""
-        norm = torch.nn.utils.clip_grad_norm_(self.trained, most)
+    def norm(self) -> torch.Tensor:
+        """The norm of the whole gradient, [], the same on all ranks."""
+        gradients = [p.grad for p in self.trained if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def scale_down(self, norm: torch.Tensor, most: float) -> None:
+        """Scale the gradient, of such a ``norm``, down to ``most`` where that is less."""
+        torch.nn.utils.clip_grads_with_norm_(self.trained, most, norm)
 
 
 def bytes_now(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:

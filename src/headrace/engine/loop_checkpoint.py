@@ -6,7 +6,7 @@ what FSDP2 shards is written as it lies. Any number of ranks loads what any othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from headrace.comm.collectives import agree, gather_bytes
+from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
-from headrace.errors import CheckpointError, DamagedCheckpoint, HeadraceError
+from headrace.engine.agreement import newest_whole
+from headrace.errors import CheckpointError
 from headrace.layouts.partition import split_sizes
 from headrace.native import checkpoint
 from headrace.native.checkpoint import BackgroundWriter, step_folder, step_of
@@ -71,46 +72,31 @@ class LoopCheckpoints:
         """What all ranks say."""
         return gather_bytes(payload, self.groups.world)
 
-    def load(self, root: Path) -> dict[str, Any] | None:
+    def load(self, root: Path, tell: Callable[[str], object]) -> dict[str, Any] | None:
         """Fill model and optimizer from the newest whole checkpoint in ``root``, or from ``root``
-        itself where it is one; what else was saved. None where there is none yet.
+        itself where it is one; what else was saved. None where there is none yet. ``tell`` hears of
+        damaged ones.
 
         Raises CheckpointError where all are damaged, and for one of another model.
         """
         found = [root] if step_of(root) is not None else checkpoint.newest_first(root)
-        agree("checkpoints to go on from", str(found), self.groups.world)
-        told = ""
-        for path in found:
-            extra, wrong = self._loaded(path)
-            said = [one.decode() for one in self.gather(wrong.encode())]
-            told = next((text for text in said if text), "")
-            if not told:
-                return extra
-        if found:
-            raise CheckpointError(f"checkpoints in {root}", got=told, wanted="one that is whole")
-        return None
+        newest = newest_whole(found, self._loaded, self.groups, tell)
+        return None if newest is None else newest[1]
 
-    def _loaded(self, path: Path) -> tuple[dict[str, Any], str]:
-        """What a checkpoint says besides tensors, which are loaded; and what is wrong with it."""
-        try:
-            self._require(path, checkpoint.facts(path))
-            names = checkpoint.names(path)
-            wanted = [
-                shard
-                for name, x in self._weights().items()
-                for shard in self._parts(name, x, whole=True)
-            ]
-            state = self._new_state(names)
-            wanted += [
-                shard for name, x in state.items() for shard in self._parts(name, x, whole=True)
-            ]
-            extra = checkpoint.load(path, wanted)
-            self._take(extra["optimizer"], state)
-        except DamagedCheckpoint as error:
-            return {}, str(HeadraceError(error.what, got=error.got, wanted=error.wanted))
-        except (KeyError, TypeError, ValueError) as error:
-            return {}, f"{path}: {type(error).__name__} {error}"
-        return extra, ""
+    def _loaded(self, path: Path) -> dict[str, Any]:
+        """What a checkpoint says besides tensors, which are loaded."""
+        self._require(path, checkpoint.facts(path))
+        names = checkpoint.names(path)
+        wanted = [
+            shard
+            for name, x in self._weights().items()
+            for shard in self._parts(name, x, whole=True)
+        ]
+        state = self._new_state(names)
+        wanted += [shard for name, x in state.items() for shard in self._parts(name, x, whole=True)]
+        extra = checkpoint.load(path, wanted)
+        self._take(extra["optimizer"], state)
+        return extra
 
     def _require(self, path: Path, extra: Mapping[str, Any]) -> None:
         """Raise CheckpointError for one that is not of a loop, or of another optimizer."""

@@ -1,6 +1,13 @@
-"""What a step of a loop needs: its plan and its packs, the model made ready for each, the update.
+"""An adopted model as the engine drives it: a loop gets its micro-batches and calls the model.
 
-:class:`headrace.engine.loop_step.LoopStep` says in which order; here is what each rank does.
+    for step in run:                        # one optimizer step, planned
+        for micro in step:                  # this rank's micro-batches
+            loss = model(**micro.inputs).loss
+            micro.backward(loss)
+
+Which calls a micro-batch takes is known when its samples are read (a model of several axes takes
+clips of one shape at a time). Ranks tell each other, so that every rank has the same table of
+packs, compiles its program from it and checks it before the first call.
 """
 
 from __future__ import annotations
@@ -8,182 +15,387 @@ from __future__ import annotations
 import gc
 import json
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 
+from headrace.adopt.labels import local_loss
 from headrace.comm.collectives import gather_bytes
-from headrace.costs import CostModel
-from headrace.engine.broadcast import BroadcastPlanner
-from headrace.engine.held import bytes_now
-from headrace.engine.loop_planning import LoopSetup, ModelCosts, planner_of
-from headrace.engine.loop_record import LoopRecord
-from headrace.engine.loop_recovery import LoopRecovery
+from headrace.comm.mesh import Groups
+from headrace.engine.held import HeldWeights, bytes_now
+from headrace.engine.loop_costs import ModelProbes
+from headrace.engine.loss_check import check_loss
+from headrace.engine.recovery import Recovery
 from headrace.engine.sample_order import LoopBatch
-from headrace.engine.spread_model import LoopPart, Pack
-from headrace.engine.trainer import told_to_first
-from headrace.engine.turns import Turn, turns_of
-from headrace.errors import HeadraceError
+from headrace.engine.spread_model import LoopModel, LoopPart, Pack
+from headrace.errors import DataError, HeadraceError, ModelError, PlanMismatch
+from headrace.native.spans import StepClock, clock_of
+from headrace.spec.checker import check_turns
+from headrace.spec.measurement import Row
 from headrace.spec.method_facts import Members
 from headrace.spec.plan import Plan
-from headrace.spec.step import Exhausted, Planned, RankTimes, Step, plan_metrics
+from headrace.spec.program import Backward, Forward, Idle, Packs, Program, compile_turns
 
-__all__ = ["StepRunner", "Work"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Work:
-    """A pack of a turn, on the ranks that it can be spread over."""
-
-    turn: Turn
-    ranks: Members
-    pack: Pack
+__all__ = ["LoopMicroBatch", "LoopRunner"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class StepRunner:
-    """One rank's. Of the steps in ``drawn`` the rows of all ranks are written down; ``part`` is at
-    work."""
+class LoopMicroBatch:
+    """One micro-batch on this rank.
 
-    setup: LoopSetup
-    found: ModelCosts
-    scheduler: Any
-    clip: float | None
-    drawn: Container[int]
-    record: LoopRecord | None
-    planner: BroadcastPlanner = field(init=False)
-    recovery: LoopRecovery = field(init=False)
-    part: LoopPart | None = field(init=False, default=None)
+    Used in a ``with`` statement, running out of memory ends the attempt at the step, which is then
+    planned with less memory and taken again (:mod:`headrace.engine.recovery`).
 
-    def __post_init__(self) -> None:
-        on_host = dist.get_backend() == "gloo" and self.setup.groups.device.type == "cpu"
-        possible = on_host and not self.setup.held.sharded
-        self.recovery = LoopRecovery(groups=self.setup.groups, possible=possible)
-        self.planner = planner_of(self.setup, self.found.costs, self.drawn)
+    Attributes:
+        inputs: What the model is given: local tokens, their places, labels where it takes them.
+        rest: Fields that the model does not take, of the samples that this rank works on.
+        tokens: Tokens of the micro-batch, on all its ranks, that have a loss.
+        targets: The same of the whole step: what sums of losses are divided by.
+        sequences: The samples of the micro-batch, by their numbers in the batch.
+        ranks: The ranks that work on it together.
+        group: The group of these ranks, for collectives of the model's own; None for one rank.
+        done: Whether its backward has run.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    rest: dict[str, torch.Tensor]
+    given_labels: torch.Tensor | None = field(repr=False)
+    tokens: int
+    targets: int
+    sequences: tuple[int, ...]
+    ranks: Members
+    group: dist.ProcessGroup | None
+    _backward: Callable[[LoopMicroBatch, torch.Tensor], None] = field(repr=False)
+    _survives: Callable[[BaseException, str], bool] = field(repr=False)
+    done: bool = field(default=False, init=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool:
+        return error is not None and self._survives(error, f"micro-batch {self.sequences}")
 
     @property
-    def rank(self) -> int:
-        """This one, of the world."""
-        return self.setup.groups.rank
+    def labels(self) -> torch.Tensor:
+        """The labels of the local places, [1, s_r], IGNORED (-100) where there is no loss; of a
+        model of several axes, of the dims of its first input. Raises DataError where samples have
+        none."""
+        if self.given_labels is None:
+            raise DataError("labels of the samples", got="none", wanted="a field of them")
+        return self.given_labels
 
-    def plan(self, batch: LoopBatch) -> Planned:
-        """The plan of a batch. Collective."""
-        return self.planner.plan(batch.lengths)
+    def loss(self, logits: torch.Tensor) -> torch.Tensor:
+        """The cross entropy of the local tokens, summed, over the step's ``targets``.
 
-    def plan_again(self, batch: LoopBatch, plan: Plan, exhausted: Exhausted) -> Planned:
-        """A thriftier plan of a batch, with nothing left of the attempt before. Collective. Raises
-        InfeasiblePlan when there is none."""
-        self.setup.optimizer.zero_grad()
-        self.setup.model.forget()
+        Args:
+            logits: [1, s_r, V], of the local tokens.
+
+        Returns:
+            This rank's part of the step's loss, a single number.
+        """
+        return local_loss(logits, self.labels, self.targets)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of this part of the loss.
+
+        Args:
+            loss: A single number: a sum over local tokens, divided by ``targets``.
+
+        Raises:
+            ModelError: For a loss that cannot be one, and for a second one of the micro-batch.
+        """
+        if self.done:
+            raise ModelError(
+                "backward of a micro-batch",
+                got="a second one",
+                wanted="one for each",
+                hint="add up the parts of a loss before",
+            )
+        self._backward(self, loss)
+        self.done = True
+
+
+@dataclass(slots=True, kw_only=True)
+class _Spent:
+    """What a micro-batch took on this rank: marks of when it began, and of when its forwards and
+    backwards did and ended."""
+
+    forward_action: Forward
+    tokens: int
+    start: Any
+    forward: list[tuple[Any, Any]] = field(default_factory=list)
+    backward: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Work:
+    """What this rank does in a step: its program, the packs of its micro-batches, and the tokens of
+    all ranks that have a loss."""
+
+    program: Program
+    packs: dict[tuple[int, int], Pack]
+    targets: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LoopRunner:
+    """Hands the micro-batches of plans to a loop on this rank, and makes the update.
+
+    Attributes:
+        model: The user's model, spread.
+        held: How its weights are held.
+        optimizer: The user's.
+        groups: The groups of this rank.
+        device: Where the model lives.
+        probes: What chooses recompute of its layers.
+        recovery: Told of memory that runs out within a micro-batch.
+        scheduler: Takes one step after each of the optimizer's, where there is one.
+        clip: The largest norm of the gradient; None leaves it as it is.
+        part: What this rank works on, within a micro-batch.
+    """
+
+    model: LoopModel
+    held: HeldWeights
+    optimizer: torch.optim.Optimizer
+    groups: Groups
+    device: str
+    probes: ModelProbes
+    recovery: Recovery
+    scheduler: Any = None
+    clip: float | None = None
+    part: LoopPart | None = field(default=None, init=False)
+    targets: int = field(default=0, init=False)
+    action: str = field(default="", init=False)
+    _clock: StepClock = field(init=False)
+    _begun: Any = field(default=None, init=False)
+    _update: tuple[Any, Any] | None = field(default=None, init=False)
+    _sum: torch.Tensor | None = field(default=None, init=False)
+    _spent: dict[int, _Spent] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._clock = clock_of(self.device)
+
+    def attempt(self, number: int, batch: LoopBatch, plan: Plan) -> Iterator[LoopMicroBatch]:
+        """Hand out this rank's micro-batches of a plan, until one of them runs out of memory."""
+        self._sum, self._update = None, None
+        self._spent.clear()
+        self._begun = self._clock.mark()
+        self.action = "the making of groups"
+        work = self._work(batch, plan)
+        self.targets = work.targets
+        with self.held.step():
+            for action in work.program.actions:
+                if not isinstance(action, Forward | Idle):
+                    continue  # the loop has run the backward; the update comes at the step's end
+                self.action = str(action)
+                micro = self._handed(number, plan, action, work)
+                yield micro
+                if self.recovery.failed:
+                    return
+                if not micro.done:
+                    raise HeadraceError(
+                        f"micro-batch of step {number}",
+                        got="no backward",
+                        wanted="micro.backward(loss) for each micro-batch",
+                    )
+
+    @property
+    def own_loss(self) -> float:
+        """The sum of this rank's losses. Waits for the device."""
+        return 0.0 if self._sum is None else float(self._sum)
+
+    def update(self, number: int, loss: float) -> tuple[float, float]:
+        """Add up gradients over ranks, and take one step of optimizer and scheduler, unless the
+        loss or the norm of the gradient is not finite. Collective."""
+        start, norm = self._clock.mark(), math.nan
+        if math.isfinite(loss):
+            self.held.add_up()
+            whole = self.held.norm()
+            norm = float(whole)
+            if math.isfinite(norm):
+                if self.clip is not None:
+                    self.held.scale_down(whole, self.clip)
+                self.optimizer.step()
+                if self.scheduler is not None:
+                    self.scheduler.step()
+        self.optimizer.zero_grad()
+        self._update = start, self._clock.mark()
+        return loss, norm
+
+    def rows(self) -> tuple[Row, ...]:
+        """A row for all forwards and one for all backwards of each micro-batch, and the update."""
+        return tuple(self._rows())
+
+    def let_go(self) -> None:
+        """Drop gradients and what was learnt of forwards, which not all ranks have run."""
+        self.optimizer.zero_grad()
+        self.model.forget()
         gc.collect()
-        planned = self.planner.replan(batch.lengths, plan, exhausted)
-        self.setup.say(f"{exhausted}: the step is taken again as {planned.plan.strategy}")
-        return planned
 
-    def work(self, batch: LoopBatch, plan: Plan) -> tuple[list[list[Work]], int]:
-        """What this rank does in each turn, its groups made, and the tokens of all ranks that have
-        a loss. Collective."""
-        found = [list(self._packs(batch, plan, turn)) for turn in turns_of(plan, self.rank)]
-        led = [work for some in found for work in some if work.ranks[0] == self.rank]
-        mine = [
-            sum(work.pack.targets for work in led),
-            [len(some) for some in found],
-            sorted({work.ranks for work in led}),
-        ]
-        said = gather_bytes(json.dumps(mine).encode(), self.setup.groups.world)
-        counts, lengths, groups = zip(*map(json.loads, said), strict=True)
-        model = self.setup.model
-        wanted = sorted({tuple(ranks) for some in groups for ranks in some})
-        model.prepare(some for ranks in wanted for some in model.groups_of(ranks))
-        if plan.semantics == "lockstep":
-            rounds = [max(column) for column in zip(*lengths, strict=True)]
-            found = [self._filled(some, n) for some, n in zip(found, rounds, strict=True)]
-        else:
-            found = [[work for work in some if self.rank in work.ranks] for some in found]
-        return found, sum(counts)
-
-    def _packs(self, batch: LoopBatch, plan: Plan, turn: Turn) -> Iterator[Work]:
-        """The packs of a turn, those too that this rank has no part in."""
-        if turn.index is None:
-            return
-        model = self.setup.model
-        samples = [batch.read(i) for i in plan.micro_batches[turn.index].sequences]
-        for pack in model.packs(samples):
-            ranks = model.ranks_for(pack, turn.ranks)
-            yield Work(turn=turn, ranks=ranks, pack=pack)
-
-    def _filled(self, some: list[Work], count: int) -> list[Work]:
-        """Work of a turn in which all ranks meet at every layer: ``count`` packs, of two tokens
-        without a loss where this rank has no part."""
-        probes, me = self.found.probes, (self.rank,)
-        pack = self.setup.model.made(probes.sample, (2,), 1, document=probes.document)
-        nothing = Work(turn=Turn(index=None, ranks=me), ranks=me, pack=replace(pack, targets=0))
-        mine = [work if self.rank in work.ranks else nothing for work in some]
-        return mine + [nothing] * (count - len(mine))
-
-    def place(self, plan: Plan, work: Work, targets: int) -> LoopPart:
-        """This rank's part of a pack, which the model works on from here on."""
-        index = work.turn.index
-        options = () if index is None else plan.micro_batches[index].layers.options
-        # Some of the ranks may be too many for a pack: it is run as it was planned for all.
-        exchange = options[0].attention if len(work.turn.ranks) > 1 else None
-        self.found.probes.choose([option.recompute for option in options])
-        self.part = self.setup.model.place(
-            work.pack.to(self.setup.device), work.ranks, targets=targets, exchange=exchange
-        )
-        return self.part
+    def abandon(self) -> None:
+        """Drop the gradients of a step that is left."""
+        self.optimizer.zero_grad()
 
     def bytes_now(self) -> int:
-        """What this rank holds of the model and its optimizer."""
-        return bytes_now(self.setup.held.model, self.setup.optimizer)
+        """Bytes of the model and its optimizer on this rank."""
+        return bytes_now(self.held.model, self.optimizer)
 
-    def update(self, number: int, loss: float) -> float | None:
-        """Add up gradients, and take one step of optimizer and scheduler; returns the norm of the
-        gradient, where it is clipped. Collective. Raises HeadraceError for a ``loss`` that is not
-        finite, with the weights as they were."""
-        if not math.isfinite(loss):
-            raise HeadraceError(
-                f"loss of step {number}",
-                got=loss,
-                wanted="a finite number",
-                hint="lower the learning rate and go on from the last checkpoint",
+    def metrics(self, number: int, plan: Plan, step_s: float | None) -> dict[str, Any]:
+        """The learning rate, and the tokens that have a loss."""
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        found: dict[str, Any] = {"lr": rate, "targets": self.targets}
+        return found if step_s is None else found | {"mfu": None}
+
+    def _work(self, batch: LoopBatch, plan: Plan) -> _Work:
+        """Read this rank's samples, agree on the packs of all ranks, make their groups, and compile
+        and check this rank's program. Collective."""
+        me = self.groups.rank
+        mine = [
+            (index, pack, ranks)
+            for index, micro in enumerate(plan.micro_batches)
+            if me in plan.pipelines[micro.pipeline].ranks
+            for pack, ranks in self._packs(batch, plan, index)
+        ]
+        led = sum(pack.targets for _, pack, ranks in mine if ranks[0] == me)
+        groups_of: dict[int, list[Members]] = {}
+        for index, _, ranks in mine:
+            groups_of.setdefault(index, []).append(ranks)
+        packs, targets = _agreed(led, groups_of, plan, self.groups)
+        wanted = sorted({ranks for groups in packs for ranks in groups})
+        self.model.prepare(some for ranks in wanted for some in self.model.groups_of(ranks))
+        program = compile_turns(plan, packs, me)
+        check_turns([program], plan, packs)
+        count, numbered = Counter[int](), dict[tuple[int, int], Pack]()
+        for index, pack, _ in mine:
+            numbered[index, count[index]] = pack
+            count[index] += 1
+        return _Work(program=program, packs=numbered, targets=targets)
+
+    def _packs(self, batch: LoopBatch, plan: Plan, index: int) -> Iterator[tuple[Pack, Members]]:
+        """The packs of a micro-batch, each with the ranks that it can be spread over."""
+        micro = plan.micro_batches[index]
+        for pack in self.model.packs([batch.read(i) for i in micro.sequences]):
+            yield pack, self.model.ranks_for(pack, plan.pipelines[micro.pipeline].ranks)
+
+    def _handed(
+        self, number: int, plan: Plan, action: Forward | Idle, work: _Work
+    ) -> LoopMicroBatch:
+        """The micro-batch of an action, which the model works on from here on."""
+        if isinstance(action, Forward):
+            micro = plan.micro_batches[action.micro_batch]
+            pack, ranks = work.packs[action.micro_batch, action.pack], action.group
+            options, sequences = micro.layers.options, micro.sequences
+            # Some of the ranks may be too many for a pack: it is run as it was planned for all.
+            spread = len(plan.pipelines[micro.pipeline].ranks) > 1
+            exchange = options[0].attention if spread else None
+        else:
+            pack, ranks, options, sequences, exchange = (
+                self._nothing(),
+                (self.groups.rank,),
+                (),
+                (),
+                None,
             )
-        held, optimizer = self.setup.held, self.setup.optimizer
-        held.add_up()
-        norm = float(held.norm(self.clip)) if self.clip is not None else None
-        optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        optimizer.zero_grad()
-        return norm
-
-    def finished(self, metrics: Mapping[str, Any], planned: Planned, times: RankTimes) -> None:
-        """Write down a step that is done, and learn from it. Collective."""
-        number = int(metrics["step"])
-        step, rows = told_to_first(times, self.setup.groups, drawn=number in self.drawn)
-        online = self.planner.planner
-        if step is None or online is None or self.record is None:
-            return
-        self.planner.observe(planned.plan.predicted_s, step.step_s)
-        rate = float(self.setup.optimizer.param_groups[0]["lr"])
-        done = Step(
-            number=number,
-            metrics={**metrics, "lr": rate} | plan_metrics(planned, step),
-            plan=planned.plan,
-            times=step,
-            measured=rows,
-            micro_batch_s=planned.micro_batch_s,
-            predicted=planned.predicted,
-            facts=planned.facts,
+        spent = self._begin_timing(plan, action, pack)
+        self.probes.choose([option.recompute for option in options])
+        self.part = part = self.model.place(
+            pack.to(self.device), ranks, targets=work.targets, exchange=exchange
         )
-        self.record.step(done, online.learn(done))
-        self.setup.heard(done)
+        start = self._clock.mark()
 
-    def plan_as(self, state: Mapping[str, Any]) -> None:
-        """Plan with the costs and the corrections of before."""
-        costs = CostModel.from_json(state["costs"]).replace(cluster=self.found.costs.cluster)
-        self.planner = planner_of(self.setup, costs, self.drawn)
-        if self.planner.planner is not None:
-            self.planner.planner.restore(state)
+        def backward(handed: LoopMicroBatch, loss: torch.Tensor) -> None:
+            loss = loss if spent is not None else loss * 0.0
+            if not number and pack.targets:
+                check_loss(loss, handed.targets, part.tokens)
+            middle = self._clock.mark()
+            loss.backward()
+            if spent is not None:
+                spent.forward.append((start, middle))
+                spent.backward.append((middle, self._clock.mark()))
+            own = loss.detach()
+            self._sum = own if self._sum is None else self._sum + own
+
+        return LoopMicroBatch(
+            inputs=part.inputs,
+            rest=part.rest,
+            given_labels=part.labels,
+            tokens=pack.targets,
+            targets=work.targets,
+            ranks=ranks,
+            group=part.group,
+            sequences=sequences,
+            _backward=backward,
+            _survives=self.recovery.survives,
+        )
+
+    def _nothing(self) -> Pack:
+        """A pack of two tokens without a loss, for a turn in which this rank has no work."""
+        pack = self.model.made(self.probes.sample, (2,), 1, document=self.probes.document)
+        return replace(pack, targets=0)
+
+    def _begin_timing(self, plan: Plan, action: Forward | Idle, pack: Pack) -> _Spent | None:
+        """What the micro-batch of an action has taken so far; None for an idle turn."""
+        if isinstance(action, Idle):
+            return None
+        index = action.micro_batch
+        if index not in self._spent:
+            ranks = plan.pipelines[plan.micro_batches[index].pipeline].ranks
+            forward = Forward(stage=0, micro_batch=index, group=ranks)
+            self._spent[index] = _Spent(forward_action=forward, tokens=0, start=self._clock.mark())
+        self._spent[index].tokens += pack.tokens
+        return self._spent[index]
+
+    def _rows(self) -> Iterator[Row]:
+        between, rank = self._clock.between, self.groups.rank
+        for spent in self._spent.values():
+            forward, begin_s = spent.forward_action, between(self._begun, spent.start)
+            backward = Backward(stage=0, micro_batch=forward.micro_batch, group=forward.group)
+            for action, marks in ((forward, spent.forward), (backward, spent.backward)):
+                end_s = begin_s + sum(between(*pair) for pair in marks)
+                yield Row(
+                    rank=rank,
+                    action=str(action),
+                    kind=action.kind,
+                    start_s=begin_s,
+                    end_s=end_s,
+                    tokens=spent.tokens,
+                    ranks=len(forward.group),
+                )
+                begin_s = end_s
+        if self._update is not None:
+            start_s, end_s = (between(self._begun, mark) for mark in self._update)
+            yield Row(rank=rank, action="U", kind="update", start_s=start_s, end_s=end_s)
+
+
+def _agreed(
+    led: int, groups_of: dict[int, list[Members]], plan: Plan, groups: Groups
+) -> tuple[Packs, int]:
+    """The packs of all micro-batches, by the ranks that share each, and the tokens of all ranks
+    that have a loss: this rank leads packs of ``led`` such tokens. Collective.
+
+    Raises PlanMismatch on every rank where ranks of one micro-batch read other samples.
+    """
+    mine = json.dumps([led, {str(index): some for index, some in groups_of.items()}]).encode()
+    said = [json.loads(text) for text in gather_bytes(mine, groups.world)]
+    packs: list[list[Members]] = []
+    for index, micro in enumerate(plan.micro_batches):
+        ranks = plan.pipelines[micro.pipeline].ranks
+        views = [said[rank][1].get(str(index)) for rank in ranks]
+        other = next(
+            (rank for rank, view in zip(ranks, views, strict=True) if view != views[0]), None
+        )
+        if other is not None:
+            raise PlanMismatch(
+                f"packs of micro-batch {index} on rank {other}",
+                got=f"groups {views[ranks.index(other)]}",
+                wanted=f"groups {views[0]}, as on rank {ranks[0]}",
+                hint="every rank must read the same samples",
+            )
+        packs.append([tuple(group) for group in views[0] or ()])
+    return packs, sum(targets for targets, _ in said)

@@ -6,17 +6,16 @@ import json
 
 import torch
 
-from headrace.comm.collectives import agree, gather_bytes, gather_floats
+from headrace.comm.collectives import gather_bytes
 from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.calibration import Calibration
 from headrace.costs.library import memory_margin_of
-from headrace.costs.saving import save_whole, sealed
 from headrace.costs.sources.measured import costs_from_profile
+from headrace.engine.agreement import agreed_profile
 from headrace.engine.considered_methods import considered
 from headrace.engine.cost_cache import (
     calibration_path,
     profile_path,
-    read_profile,
     remember_costs,
 )
 from headrace.engine.rank import Rank
@@ -40,16 +39,16 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
         gpu=rank.world.device != "cpu",
     )
     fingerprint = _fingerprint(rank, sizes, methods, _hosts(rank))
-    path = profile_path(rank.config, fingerprint)
-    profile = None if fresh else read_profile(path, fingerprint, rank.say)
-    have = all(row[0] for row in gather_floats([float(profile is not None)], rank.groups.world))
-    if not have or profile is None:
+
+    def measure() -> Profile:
         rank.enters("measuring costs")
         rank.say(f"measuring costs on {rank.world.ranks} ranks of {rank.cluster.device}")
-        profile = _profiler(rank, sizes, methods).profile(fingerprint, rank.cluster)
-        rank.say(f"measured {len(profile.points)} points in {seconds_text(profile.measured_in_s)}")
-    text = json.dumps(profile.to_json())
-    agree("profile", text, rank.groups.world)
+        found = _profiler(rank, sizes, methods).profile(fingerprint, rank.cluster)
+        rank.say(f"measured {len(found.points)} points in {seconds_text(found.measured_in_s)}")
+        return found
+
+    path = profile_path(rank.config, fingerprint)
+    profile, _ = agreed_profile(path, fingerprint, measure, rank.groups, rank.say, fresh=fresh)
     costs = costs_from_profile(profile)
     margin = rank.config.planner.memory_margin
     if margin is None:
@@ -57,8 +56,6 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
     costs = costs.replace(cluster=rank.cluster, memory_margin=margin)
     if rank.first:
         try:
-            if not have:
-                save_whole(path, sealed(profile.to_json()), "profile")
             remember_costs(rank.config, costs)
         except CostError as error:
             rank.say(f"costs are not kept for other runs ({error})")

@@ -16,10 +16,11 @@ from headrace.comm.mesh import Groups
 from headrace.comm.variables import ranks_here, sees_own_gpus, under_torchrun
 from headrace.config import Config
 from headrace.config.model import JobConfig, OptimizerConfig
+from headrace.engine.agreement import agreed_cluster
 from headrace.engine.listener import Listener
 from headrace.engine.setup import TrainingData, open_data
 from headrace.errors import ConfigError, InfeasiblePlan
-from headrace.native.machine import available_bytes, machine_facts
+from headrace.native.machine import machine_facts
 from headrace.native.optimizers import AdamW, Elementwise, OptimizerOptions
 from headrace.native.storage import Storage
 from headrace.ops.kernels_cuda import flash_as_before, take_newest_flash
@@ -132,13 +133,8 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
     world.watcher.enter("reading and tokenising the corpus")
     data = open_data(config, listener.progress if world.rank == 0 else None)
     agree("fingerprint of the corpus", data.corpus.fingerprint, groups.world)
-    free = available_bytes(world.device) if world.device == "cpu" else 0
-    limit = config.devices.memory_bytes or int(
-        0.8 * (free / world.local_ranks if free else available_bytes(world.device))
-    )
-    agreed = int(min(row[0] for row in gather_floats([float(limit)], groups.world)))
-    _require_room(data.architecture, world.ranks, stored, agreed)
-    kind = "cpu" if world.device == "cpu" else torch.cuda.get_device_name()
+    cluster = agreed_cluster(groups, world.device, config.devices.memory_bytes)
+    _require_room(data.architecture, world.ranks, stored, cluster.memory_bytes)
     world.watcher.enter("making the weights")
     storage = Storage(
         data.architecture,
@@ -159,7 +155,7 @@ def open_rank(world: World, config: Config, listener: Listener | None = None) ->
         data=data,
         storage=storage,
         dtype=dtype,
-        cluster=Cluster(devices=world.ranks, memory_bytes=agreed, device=kind),
+        cluster=cluster,
         machine=machine,
         listener=listener,
     )

@@ -1,4 +1,4 @@
-"""One rank's part of a run: set-up, loop, save, restore."""
+"""One rank's part of a run of a native model: set-up, loop, save, restore."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.comm.collectives import agree, gather_bytes
+from headrace.comm.collectives import gather_bytes
 from headrace.config import Config
 from headrace.costs import CostModel
 from headrace.costs.calibration import Calibration
 from headrace.costs.drift import Drift
 from headrace.data import Reader, summarise
-from headrace.engine.broadcast import BroadcastPlanner
+from headrace.engine.agreement import newest_whole
 from headrace.engine.checkpoints import SavedState, changed
+from headrace.engine.cost_cache import calibration_path
+from headrace.engine.drawn_steps import DrawnSteps
 from headrace.engine.measured_costs import learnt, measured_costs
-from headrace.engine.native_recovery import Recovery
+from headrace.engine.native_runner import NativeRunner, TrainingBatch
 from headrace.engine.rank import Rank
-from headrace.engine.run_planner import OnlinePlanner
-from headrace.engine.run_record import RunRecord, drawn_steps
-from headrace.engine.trainer import Trainer, TrainingBatch
-from headrace.errors import CheckpointError, DamagedCheckpoint, HeadraceError
+from headrace.engine.record import RunRecord, make_trackers, run_facts
+from headrace.engine.recovery import LeaveWorld, Recovery
+from headrace.engine.run_planner import RunPlanner
+from headrace.engine.step import Engine
+from headrace.errors import CheckpointError, CostError
 from headrace.models.hf_weights import read_pretrained
 from headrace.native import checkpoint
 from headrace.native.checkpoint import BackgroundWriter
@@ -43,14 +46,12 @@ _IN_FLIGHT = 1 / 16
 
 @dataclass(slots=True, kw_only=True)
 class RankRun:
-    """One rank's part of the run in ``folder``. ``online`` plans and ``record`` writes on the first
-    rank only."""
+    """One rank's part of the run in ``folder``; ``record`` writes on the first rank only."""
 
     rank: Rank
     folder: Path
-    online: OnlinePlanner | None = None
     record: RunRecord | None = None
-    planner: BroadcastPlanner = field(init=False)
+    planner: RunPlanner = field(init=False)
     writer: BackgroundWriter = field(init=False, default_factory=BackgroundWriter)
 
     @property
@@ -64,8 +65,14 @@ class RankRun:
         return self.folder / "checkpoints"
 
     def train(self, *, resume: bool) -> bool:
-        """Take the steps that are left, from the last checkpoint with ``resume``; returns whether
-        there were any. Collective."""
+        """Take the steps that are left. Collective.
+
+        Args:
+            resume: Whether to go on from the last checkpoint, where there is one.
+
+        Returns:
+            Whether there were any steps to take.
+        """
         rank, steps = self.rank, self.config.run.steps
         path, saved = self._saved() if resume else (None, None)
         if path is None and self.config.model.from_ is not None:
@@ -73,8 +80,17 @@ class RankRun:
             rank.say(f"weights       {folder}")
             rank.storage.fill(read_pretrained(folder, rank.storage.architecture))
         costs, profile, known = self._costs(saved)
-        self.online = self._online(costs, known) if rank.first else None
-        self.planner = BroadcastPlanner(groups=rank.groups, planner=self.online)
+        drawn = DrawnSteps(wanted=self.config.report.timelines, steps=steps)
+        self.planner = RunPlanner(
+            costs=costs,
+            options=self.config.planner,
+            groups=rank.groups,
+            seed=self.config.run.seed,
+            drawn=drawn,
+            calibration=known,
+            drift=Drift(),
+            tell=rank.say,
+        )
         first = 0
         if path is not None and saved is not None:
             if profile is not None:  # measuring used the storage and reset its optimizer
@@ -92,24 +108,12 @@ class RankRun:
             return False
         try:
             if rank.first:
-                self.record = RunRecord(rank=rank, folder=self.folder, first=first)
-                self.record.begin(costs.fingerprint, profile)
+                self._begin_record(first, costs.fingerprint, profile)
                 rank.listener.begin(first, steps)
-            self._loop(first, steps)
+            self._loop(first, steps, drawn)
         finally:
             self._close()
         return True
-
-    def _online(self, costs: CostModel, known: Calibration) -> OnlinePlanner:
-        return OnlinePlanner(
-            costs=costs,
-            options=self.config.planner,
-            seed=self.config.run.seed,
-            calibration=known,
-            drift=Drift(),
-            tell=self.rank.say,
-            drawn=drawn_steps(self.config),
-        )
 
     def _costs(self, saved: SavedState | None) -> tuple[CostModel, Profile | None, Calibration]:
         """The costs the run was planned with, so that it goes on with the same plans, and what was
@@ -129,9 +133,7 @@ class RankRun:
 
     def _tell_margin(self, begun: CostModel) -> None:
         """Say how much memory plans leave free, when that was learnt."""
-        if self.online is None:
-            return
-        margin, peaks = self.online.margin.value, self.online.calibration.peaks
+        margin, peaks = self.planner.margin, self.planner.calibration.peaks
         if self.config.planner.memory_margin is not None or not peaks.usual.count:
             return
         lowered = ", lowered so that the longest sequence fits"
@@ -141,7 +143,52 @@ class RankRun:
             f"{lowered if margin < begun.memory_margin else ''}"
         )
 
-    def _loop(self, first: int, steps: int) -> None:
+    def _begin_record(self, first: int, fingerprint: str, profile: Profile | None) -> None:
+        """Begin the files of the run, which go on where they are there."""
+        rank, config = self.rank, self.config
+        corpus, architecture = rank.data.corpus, rank.storage.architecture
+        self.record = RunRecord(
+            self.folder,
+            trackers=make_trackers(
+                self.folder,
+                tensorboard=config.report.tensorboard,
+                wandb=config.report.wandb,
+                name=config.run.name,
+                config=config.to_json(),
+            ),
+            calibrations=(calibration_path(config, fingerprint),),
+        )
+        facts = run_facts(
+            name=config.run.name,
+            machine=rank.machine,
+            ranks=rank.world.ranks,
+            seed=config.run.seed,
+            config=config.to_json(),
+            parameters=parameter_count(architecture),
+            corpus={
+                **summarise(corpus).facts(),
+                "fingerprint": corpus.fingerprint,
+                "context": config.data.context,
+            },
+            fingerprint=fingerprint,
+            profile=profile,
+            memory_bytes=rank.cluster.memory_bytes,
+        )
+        self.record.begin(first, facts | {"architecture": architecture.to_json()})
+
+    def _loop(self, first: int, steps: int, drawn: DrawnSteps) -> None:
+        engine, depth = self._engine(drawn), self.config.planner.ahead
+        if depth:
+            self.planner.plan_ahead(self._coming(steps - first), depth=depth)
+        rank, data = self.rank, self.config.data
+        with Reader(rank.data.corpus, rank.data.sampler, ahead=data.read_ahead) as reader:
+            batches = iter(reader)
+            for number in range(first, steps):
+                step = engine.next_step(number, lambda: next(batches))
+                step.run()
+                self._save_sometimes(number + 1, step.batch.state_after)
+
+    def _engine(self, drawn: DrawnSteps) -> Engine[TrainingBatch, None]:
         rank, config, o = self.rank, self.config, self.config.optimizer
         executor = Executor(
             rank.storage,
@@ -152,41 +199,52 @@ class RankRun:
             entered=rank.enters,
             in_flight_bytes=_IN_FLIGHT * rank.cluster.memory_bytes,
         )
-        trainer = Trainer(
-            executor=executor,
+        leave = LeaveWorld(
+            rerendezvous=rank.world.rerendezvous,
             groups=rank.groups,
+            recoverable=lambda: not executor.written,
+            prepared=lambda: executor.prepared,
+        )
+        return Engine(
+            runner=NativeRunner(
+                executor=executor,
+                schedule=Schedule(
+                    lr=o.lr,
+                    steps=config.run.steps,
+                    warmup_steps=o.warmup_steps,
+                    floor=o.floor,
+                ),
+                peak_flops_per_s=matmul_flops_per_s(rank.world.device, rank.dtype),
+            ),
             planner=self.planner,
-            schedule=Schedule(lr=o.lr, steps=steps, warmup_steps=o.warmup_steps, floor=o.floor),
+            recovery=Recovery(way=leave, groups=rank.groups),
+            groups=rank.groups,
             device=rank.world.device,
-            peak_flops_per_s=matmul_flops_per_s(rank.world.device, rank.dtype),
-            finished=self._finished,
+            drawn=drawn,
+            record=self.record,
+            heard=self._heard,
             tell=rank.say,
             entered=rank.enters,
-            drawn=drawn_steps(config),
-            recovery=Recovery(rerendezvous=rank.world.rerendezvous, groups=rank.groups),
+            advice="lower optimizer.lr and continue from the last checkpoint with --resume",
         )
-        if self.online is not None and config.planner.ahead:
-            self.online.plan_ahead(self._coming(steps - first), depth=config.planner.ahead)
-        with Reader(rank.data.corpus, rank.data.sampler, ahead=config.data.read_ahead) as batches:
-            trainer.train(iter(batches), first, steps)
+
+    def _heard(self, step: Step, notices: tuple[str, ...]) -> None:
+        self.rank.listener.step(step, notices)
 
     def _coming(self, steps: int) -> Iterator[Lengths]:
         """The lengths of the batches to come, from a sampler of its own."""
         sampler = self.rank.data.sampler.copy()
         return (sampler.next_batch().lengths for _ in range(steps))
 
-    def _finished(self, step: Step, batch: TrainingBatch) -> None:
-        done, steps = step.number + 1, self.config.run.steps
-        notices = self.online.learn(step) if self.online is not None else ()
-        if self.record is not None:
-            self.record.step(step, notices)
-            self.rank.listener.step(step, notices)
+    def _save_sometimes(self, done: int, sampler: Mapping[str, Any]) -> None:
+        """Publish a checkpoint that all ranks have written, and begin one where it is due."""
+        steps = self.config.run.steps
         if self.writer.busy:
             self.rank.enters("looking whether all ranks have written the checkpoint")
             self._kept(self.writer.look(self._gather))
         every = self.config.checkpoint.every
         if done == steps or (every and done % every == 0):
-            self._save(done, batch.state_after, wait=done == steps)
+            self._save(done, sampler, wait=done == steps)
 
     def _gather(self, payload: bytes) -> list[bytes]:
         return gather_bytes(payload, self.rank.groups.world)
@@ -212,8 +270,12 @@ class RankRun:
 
     def _kept(self, folder: Path | None) -> None:
         """What was learnt stays too where a checkpoint is whole."""
-        if folder is not None and self.record is not None and self.online is not None:
-            self.record.keep(self.online.calibration)
+        if folder is None or self.record is None:
+            return
+        try:
+            self.record.keep(self.planner.calibration)
+        except CostError as error:
+            self.rank.say(f"what was learnt about costs is not kept ({error})")
 
     def _state(self, done: int, sampler: Mapping[str, Any]) -> SavedState:
         rank = self.rank
@@ -244,52 +306,42 @@ class RankRun:
 
     def _saved(self) -> tuple[Path | None, SavedState | None]:
         """The newest whole checkpoint and its state, its tensors loaded; nothing when none was
-        saved yet. Those that are damaged are told and passed over. Collective."""
-        rank, told = self.rank, list[str]()
+        saved yet. Collective."""
+        rank = self.rank
         rank.enters("reading the checkpoint")
-        found = checkpoint.newest_first(self.checkpoints)
-        agree("checkpoints to resume from", str(found), rank.groups.world)
-        for path in found:
-            state, wrong = self._loaded(path)
-            said = [text.decode() for text in gather_bytes(wrong.encode(), rank.groups.world)]
-            told += [text for text in said if text][:1]
-            if state is not None and not any(said):
-                return path, state
-            rank.say(f"{path} is damaged ({told[-1]}): going on from the one before")
-        if told:
-            raise CheckpointError(
-                f"checkpoints in {self.checkpoints}",
-                got=told[0],
-                wanted="one that is whole",
-                hint="start anew with another --out (out=...)",
-            )
-        rank.say(f"no checkpoint in {self.checkpoints} yet: starting from the first step")
-        return None, None
+        found = newest_whole(
+            checkpoint.newest_first(self.checkpoints),
+            self._loaded,
+            rank.groups,
+            rank.say,
+            hint="start anew with another --out (out=...)",
+        )
+        if found is None:
+            rank.say(f"no checkpoint in {self.checkpoints} yet: starting from the first step")
+            return None, None
+        return found
 
-    def _loaded(self, path: Path) -> tuple[SavedState | None, str]:
-        """The state of a checkpoint, its tensors loaded; or what is wrong on this rank."""
+    def _loaded(self, path: Path) -> SavedState:
+        """The state of a checkpoint, its tensors loaded. Raises DamagedCheckpoint for one that is
+        damaged, CheckpointError for that of another model."""
         wanted = self.rank.storage.architecture
-        try:
-            state = SavedState.read(path)
-            if state.architecture != wanted:
-                raise CheckpointError(
-                    f"model of {path}",
-                    got=state.architecture,
-                    wanted=wanted,
-                    hint="resume with the configuration that began the run",
-                )
-            checkpoint.load(path, self._shards())
-        except DamagedCheckpoint as error:
-            return None, str(HeadraceError(error.what, got=error.got, wanted=error.wanted))
-        return state, ""
+        state = SavedState.read(path)
+        if state.architecture != wanted:
+            raise CheckpointError(
+                f"model of {path}",
+                got=state.architecture,
+                wanted=wanted,
+                hint="resume with the configuration that began the run",
+            )
+        checkpoint.load(path, self._shards())
+        return state
 
     def _restore(self, path: Path, saved: SavedState) -> int:
         """Restore the order of the data and the planner; returns the step to go on from."""
         rank = self.rank
         rank.storage.updates = saved.updates
         rank.data.sampler.restore(saved.sampler)
-        if self.online is not None:
-            self.online.restore(saved.planner)
+        self.planner.restore(saved.planner)
         rank.say(f"continuing from {path}, saved by {saved.ranks} ranks")
         if changes := changed(saved.config, self.config.to_json()):
             rank.say(f"changed since   {', '.join(changes)}")
@@ -311,8 +363,7 @@ class RankRun:
         )
 
     def _close(self) -> None:
-        if self.online is not None:
-            self.online.close()
+        self.planner.close()
         if self.record is not None:
             self.record.close()
             self.rank.listener.end()

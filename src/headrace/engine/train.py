@@ -24,9 +24,9 @@ from headrace.costs import CostModel
 from headrace.engine.listener import Listener, tell
 from headrace.engine.measured_costs import measured_costs
 from headrace.engine.rank import Rank, launch, open_rank, run_here
+from headrace.engine.record import require_trackers
 from headrace.engine.run import RankRun
 from headrace.engine.run_folder import TrainingRun, choose_folder, lock_wait_s, locked
-from headrace.engine.trackers import require_trackers
 from headrace.errors import HeadraceError, LaunchError
 from headrace.spec.step import Step
 

@@ -12,8 +12,8 @@ from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.comm.ranks import World
 from headrace.config.clips import ClipsConfig
-from headrace.engine.attach import attach
-from headrace.engine.attached import Attached
+from headrace.engine.attach import Attached, attach
+from headrace.engine.attach_options import MeasureOptions, SampleOptions
 from headrace.engine.clips import SyntheticClips
 from headrace.engine.listener import Listener
 from headrace.engine.rank import optimizer_options
@@ -88,7 +88,6 @@ def _attached(world: World, config: ClipsConfig, folder: Path, listener: Listene
         adapt_transformer_2d(model),
         optimizer,
         clips,
-        lengths=clips.lengths,
         batch_tokens=data.batch_tokens,
         batch_sequences=data.batch_sequences,
         scheduler=torch.optim.lr_scheduler.LambdaLR(
@@ -98,9 +97,12 @@ def _attached(world: World, config: ClipsConfig, folder: Path, listener: Listene
         steps=config.run.steps,
         seed=config.run.seed,
         planner=config.planner,
-        cache=data.cache_folder,
+        samples=SampleOptions(lengths=clips.lengths),
+        measure=MeasureOptions(
+            memory=None if config.devices.memory == "auto" else config.devices.memory,
+            cache=data.cache_folder,
+        ),
         out=folder,
-        memory=None if config.devices.memory == "auto" else config.devices.memory,
         say=listener.tell,
         on_step=lambda step: listener.step(step, ()),
     )

@@ -178,7 +178,7 @@ def _check_turn_packs(program: Program, plan: Plan, packs: Packs) -> None:
             if rank in group:
                 wanted[Forward(stage=0, micro_batch=index, group=group, pack=pack)] += 1
                 wanted[Backward(stage=0, micro_batch=index, group=group, pack=pack)] += 1
-    got = Counter(action for action in program.actions if not isinstance(action, Idle))
+    got = Counter[Action](a for a in program.actions if not isinstance(a, Idle))
     for action in sorted(wanted.keys() | got.keys(), key=str):
         if got[action] != wanted[action]:
             raise ProgramError(

@@ -26,8 +26,7 @@ def main(folder: Path, kill_at: int) -> None:
         dataset(),
         batch_tokens=150,
         steps=6,
-        cache=folder / "cache",
-        costs=costs(2),
+        measure=hr.MeasureOptions(cache=folder / "cache", costs=costs(2)),
         say=lambda text: None,
     )
     run.load(folder / "saved")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from headrace.costs import CostModel
 from headrace.costs.cost_model import ExchangeCost, OptionCost
 from headrace.costs.quadratic import Linear, Quadratic
 from headrace.data.sampler import SamplerOptions
-from headrace.engine.attached import Attached
+from headrace.engine.attach import Attached
 from headrace.engine.sample_order import DrawnOrder, LoopBatch, Samples, TokenReader
 from headrace.spec.cluster import Cluster
 from headrace.spec.lengths import Lengths
@@ -23,7 +24,7 @@ from headrace.spec.measurement import Timeline
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
-from headrace.spec.step import Exhausted, Planned
+from headrace.spec.step import Exhausted, Planned, Step
 from headrace.spec.strategy import Scheme
 
 VOCABULARY = 61
@@ -74,7 +75,6 @@ class Drawn:
     levels: tuple[str, ...] = ("none", "attention", "full")
     strategies: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    planner: None = None
 
     def plan(self, lengths: Lengths) -> Planned:
         """The plan of a batch."""
@@ -116,6 +116,17 @@ class Drawn:
         self.strategies.append(str(plan.strategy))
         nothing = Timeline(source="predicted", rows=(), devices=self.ranks)
         return Planned(plan=plan, predicted=nothing, peak_bytes=(0,) * self.ranks, planning_s=0.0)
+
+    def observe(self, predicted_s: float, measured_s: float) -> None:
+        """Learn nothing."""
+
+    def learn(self, step: Step) -> tuple[str, ...]:
+        """Say nothing."""
+        return ()
+
+    def compared(self, step: Step) -> Step:
+        """Compare with nothing."""
+        return step
 
     def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
         """Another plan of the batch."""
@@ -219,7 +230,25 @@ def attached(model: Any, optimizer: Any, items: Any, folder: Any, **options: Any
         "say": lambda text: None,
         "memory": "256MiB",
         "batch_tokens": 150,
-        "ahead": 0,
+        "cache": folder,
         **options,
     }
-    return hr.attach(model, optimizer, items, cache=folder, **given)
+    return hr.attach(model, optimizer, items, **in_values(given))
+
+
+def in_values(given: dict[str, Any]) -> dict[str, Any]:
+    """Options of :func:`headrace.attach`, given flat, in the values that it takes. Plans are not
+    made ahead unless told."""
+    rest = {"ahead": 0, **given}
+    found: dict[str, Any] = {}
+    for name, kind in (
+        ("samples", hr.SampleOptions),
+        ("spread", hr.SpreadOptions),
+        ("measure", hr.MeasureOptions),
+    ):
+        fields = [field.name for field in dataclasses.fields(kind)]
+        found[name] = kind(**{key: rest.pop(key) for key in fields if key in rest})
+    keys = {"planner": "name", "sizes": "group_sizes"}
+    names = ("planner", "static_size", "sizes", "recompute", "memory_margin", "ahead")
+    planner = {keys.get(key, key): rest.pop(key) for key in names if key in rest}
+    return {**rest, **found, "planner": hr.PlannerConfig(**planner)}

@@ -15,13 +15,13 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import headrace as hr
-from headrace.engine.attached import Attached
+from headrace.engine.attach import Attached
 from headrace.errors import DataError, InfeasiblePlan, ModelError
 from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
 from ranks import run_ranks
 from running.adopt.axial import Axial
 from running.engine import loops
-from running.engine.loops import Drawn, costs, weights
+from running.engine.loops import Drawn, costs, in_values, weights
 from spread import whole
 
 EXACT = 1e-10
@@ -90,11 +90,15 @@ def attached(how: str, folder: Path, **options: Any) -> tuple[Attached, Any]:
         hr.adapt(called),
         sgd(called),
         clips(),
-        batch_sequences=4,
-        shuffle=False,
-        cache=folder,
-        say=lambda text: None,
-        **{"ahead": 0, **options},
+        **in_values(
+            {
+                "batch_sequences": 4,
+                "shuffle": False,
+                "cache": folder,
+                "say": lambda text: None,
+                **options,
+            }
+        ),
     ), called
 
 
@@ -117,7 +121,7 @@ def drawn_steps(how: str, ranks: int, folder: Path, seed: int) -> Any:
     """Losses, weights and strategies of steps with plans drawn at random."""
     run, called = attached(how, folder, costs=costs(ranks))
     semantics = "lockstep" if how == "fsdp2" else "free"
-    run.runner.planner = drawn = Drawn(
+    run.engine.planner = drawn = Drawn(
         ranks=ranks, layers=2, seed=seed, semantics=semantics, levels=("none", "full")
     )  # type: ignore[assignment]
     losses = trained(run, called)
@@ -195,11 +199,10 @@ def begun_late(folder: Path) -> list[float]:
         sgd(own),
         clips(),
         batch_sequences=4,
-        shuffle=False,
-        cache=folder,
-        ahead=0,
+        samples=hr.SampleOptions(shuffle=False),
+        measure=hr.MeasureOptions(cache=folder, costs=costs(ranks)),
+        planner=hr.PlannerConfig(ahead=0),
         say=lambda text: None,
-        costs=costs(ranks),
     )
     return trained(run, own)
 
@@ -270,11 +273,10 @@ def guided(folder: Path) -> tuple[float, float]:
         sgd(own),
         items,
         batch_sequences=2,
-        shuffle=False,
-        cache=folder,
-        ahead=0,
+        samples=hr.SampleOptions(shuffle=False),
+        measure=hr.MeasureOptions(cache=folder, costs=costs(2, layers=1)),
+        planner=hr.PlannerConfig(ahead=0),
         say=lambda text: None,
-        costs=costs(2, layers=1),
     )
     whole_batch = {
         "x": torch.cat([item["x"][None] for item in items]),
@@ -283,7 +285,7 @@ def guided(folder: Path) -> tuple[float, float]:
     with pytest.raises(DataError, match="input guidance"):
         adapted.shard(whole_batch)
     drawn = Drawn(ranks=2, layers=1, seed=5, levels=("none",))
-    run.runner.planner = drawn  # type: ignore[assignment]
+    run.engine.planner = drawn  # type: ignore[assignment]
     (loss,) = trained(run, own)
     given = whole_batch["guidance"].double()
     error = plain(whole_batch["x"], given) - torch.stack([item["labels"] for item in items])

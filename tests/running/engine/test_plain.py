@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 import headrace as hr
 from headrace.data.sampler import SamplerOptions
 from headrace.engine.sample_order import DrawnOrder, Samples, StreamOrder, TokenReader
-from headrace.engine.turns import turns_of
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, ModelError, SpecError
+from headrace.spec.checker import check_turns
+from headrace.spec.program import Forward, compile_turns
 from ranks import run_ranks
 from running.adopt.foreign import OwnAttention, gpt
 from running.engine.loops import Drawn, alone, attached, batches, costs, dataset, trained, weights
@@ -64,7 +65,7 @@ def wrapped(how: str) -> tuple[Any, Any]:
 def plain_steps(loss: str, folder: Path, how: str, ranks: int) -> tuple[list[float], Any]:
     model, called = wrapped(how)
     run = attached(called, sgd(called), items(), folder, labels="next", costs=costs(ranks))
-    run.runner.planner = Drawn(
+    run.engine.planner = Drawn(
         ranks=ranks, layers=2, seed=3, semantics="lockstep" if how == "fsdp2" else "free"
     )
     losses, ends = trained(run, called, LOSSES[loss]), weights(model)
@@ -118,7 +119,7 @@ def decayed(ranks: int, folder: Path) -> Any:
         alone(model, optimizer, batches(items(), 2, tokens="ids", batch_tokens=150), tokens="ids")
         return weights(model)
     run = attached(model, optimizer, items(), folder, labels="next", costs=costs(ranks), steps=2)
-    run.runner.planner = Drawn(ranks=ranks, layers=2, seed=3)
+    run.engine.planner = Drawn(ranks=ranks, layers=2, seed=3)
     trained(run, model, LOSSES["ours"])
     return weights(model)
 
@@ -152,7 +153,7 @@ def refused(what: str, folder: Path) -> str:
         given["memory"] = "700KiB"
     run = attached(model, sgd(model), data, folder, **given)
     if "costs" in given:  # several micro-batches
-        run.runner.planner = Drawn(ranks=1, layers=2, seed=3, levels=("none",))
+        run.engine.planner = Drawn(ranks=1, layers=2, seed=3, levels=("none",))
     for step in run:
         for micro in step:
             logits = model(micro.inputs["ids"])[0]
@@ -236,19 +237,16 @@ def test_every_sample_once(lengths: list[int], ranks: int, budget: int, seed: in
         while order.epoch == (semantics == "lockstep"):
             batch = order.next_batch()
             plan = drawn.plan(batch.lengths).plan
-            turns = [turns_of(plan, rank) for rank in range(ranks)]
-            led = [t.index for r, own in enumerate(turns) for t in own if t.ranks[0] == r]
-            done = [i for i in led if i is not None]
-            assert sorted(done) == list(range(len(plan.micro_batches)))
-            for rank, own in enumerate(turns):
-                work = [t for t in own if t.index is not None]
-                assert [t.index for t in work] == sorted(t.index for t in work)
-                assert all(rank in t.ranks for t in own)
-            if semantics == "lockstep":
-                assert len({len(own) for own in turns}) == 1
-                for at in range(len(turns[0])):
-                    for own in turns:
-                        assert all(turns[r][at] == own[at] for r in own[at].ranks)
+            packs = [[plan.pipelines[micro.pipeline].ranks] for micro in plan.micro_batches]
+            programs = [compile_turns(plan, packs, rank) for rank in range(ranks)]
+            check_turns(programs, plan, packs)
+            led = [
+                action.micro_batch
+                for program in programs
+                for action in program.actions
+                if isinstance(action, Forward) and action.group[0] == program.rank
+            ]
+            assert sorted(led) == list(range(len(plan.micro_batches)))
             seen += [batch.lengths.ids[i] for m in plan.micro_batches for i in m.sequences]
     assert sorted(seen) == sorted([*range(len(lengths))] * 2)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.journal import Journal
+from headrace.engine.record import Journal
 from headrace.errors import HeadraceError
 
 NAMES = ("metrics", "plans", "timelines")

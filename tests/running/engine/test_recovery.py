@@ -22,8 +22,9 @@ from headrace.comm.mesh import Groups
 from headrace.comm.rerendezvous import Rerendezvous
 from headrace.comm.sockets import Connections
 from headrace.comm.watcher import STOPPED
-from headrace.engine.native_recovery import Recovery
-from headrace.engine.trainer import Trainer
+from headrace.engine.native_runner import NativeRunner
+from headrace.engine.recovery import LeaveWorld, Recovery
+from headrace.engine.step import Engine
 from headrace.errors import InfeasiblePlan
 from headrace.models.transformer import Transformer
 from headrace.native.executor import Executor
@@ -32,7 +33,7 @@ from headrace.native.optimizers import AdamW, Schedule
 from headrace.native.spans import HostClock
 from headrace.native.storage import Storage
 from headrace.spec import Architecture, Lengths, Plan
-from headrace.spec.step import Exhausted, Planned
+from headrace.spec.step import Exhausted, Planned, Step
 from jobs import Job
 from ranks import run_ranks
 from references.aborting import Kernel, Kernels, register
@@ -90,8 +91,11 @@ class Planner:
     def observe(self, predicted_s: float, measured_s: float) -> None:
         pass
 
-    def state(self) -> dict[str, Any]:
-        return {}
+    def learn(self, step: Step) -> tuple[str, ...]:
+        return ()
+
+    def compared(self, step: Step) -> Step:
+        return step
 
 
 def _batches(count: int) -> Iterator[Batch]:
@@ -135,21 +139,32 @@ def _train(
     )
     seen: list[Any] = []
 
-    def finished(step: Any, batch: Any) -> None:
+    engine = _engine(executor, planned, rerendezvous, steps)
+    batches = _batches(steps)
+    for number in range(steps):
+        step = engine.next_step(number, lambda: next(batches))
+        step.run()
         at["step"] += 1
-        seen.append((step.metrics["loss"], step.metrics["out_of_memory"], str(step.plan.strategy)))
-
-    trainer = Trainer(
-        executor=executor,
-        groups=groups,
-        planner=planned,
-        schedule=Schedule(lr=0.01, steps=steps),
-        finished=finished,
-        recovery=Recovery(rerendezvous=rerendezvous, groups=groups),
-    )
-    trainer.train(_batches(steps), 0, steps)
+        seen.append((step.loss, step.retries, str(step.plan.strategy)))
     weights = {n: m.numpy().tolist() for n, m in storage.masters.items()}
     return {"seen": seen, "told": planned.told, "weights": weights, "updates": storage.updates}
+
+
+def _engine(executor: Executor, planner: Any, rerendezvous: Rerendezvous, steps: int) -> Engine:
+    """An engine whose ranks leave their world when memory runs out."""
+    leave = LeaveWorld(
+        rerendezvous=rerendezvous,
+        groups=executor.groups,
+        recoverable=lambda: not executor.written,
+        prepared=lambda: executor.prepared,
+    )
+    return Engine(
+        runner=NativeRunner(executor=executor, schedule=Schedule(lr=0.01, steps=steps)),
+        planner=planner,
+        recovery=Recovery(way=leave, groups=executor.groups),
+        groups=executor.groups,
+        device="cpu",
+    )
 
 
 def _met_over(backend: str, world: World) -> Rerendezvous:
@@ -358,14 +373,9 @@ def _once(world: World) -> int:
             raise ValueError("no memory's fault")
 
     executor = Executor(storage, groups, seed=3, entered=entered)
-    trainer = Trainer(
-        executor=executor,
-        groups=groups,
-        planner=Planner(most=1),
-        schedule=Schedule(lr=0.01, steps=1),
-        recovery=Recovery(rerendezvous=world.rerendezvous, groups=groups),
-    )
-    trainer.train(_batches(1), 0, 1)
+    engine = _engine(executor, Planner(most=1), world.rerendezvous, 1)
+    batches = _batches(1)
+    engine.next_step(0, lambda: next(batches)).run()
     return 0
 
 

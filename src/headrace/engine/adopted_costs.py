@@ -1,32 +1,28 @@
-"""The planner of a loop: the profile of the user's model, measured or kept, and plans from it."""
+"""The costs of an adopted model on the ranks at hand: its profile, measured or kept."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from headrace.adopt.model_layers import find_layers
-from headrace.comm.collectives import agree, gather_bytes, gather_floats
+from headrace.comm.collectives import gather_bytes, gather_floats
 from headrace.comm.mesh import Groups
 from headrace.config.model import PlannerConfig
 from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.library import memory_margin_of
-from headrace.costs.saving import save_whole
 from headrace.costs.sources.measured import costs_from_profile
-from headrace.engine.broadcast import BroadcastPlanner
-from headrace.engine.cost_cache import read_profile
+from headrace.engine.agreement import agreed_cluster, agreed_profile
 from headrace.engine.held import HeldWeights, state_bytes
 from headrace.engine.loop_costs import LoopProfiler, ModelProbes, shape_of, sizes_for
-from headrace.engine.run_planner import OnlinePlanner
 from headrace.engine.spread_model import Item, LoopModel
 from headrace.errors import CostError, InfeasiblePlan
-from headrace.native.machine import available_bytes, machine_facts
+from headrace.native.machine import machine_facts
 from headrace.native.spans import clock_of
 from headrace.profiling.probe import seconds_of
 from headrace.profiling.sweep import block
@@ -34,13 +30,9 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.profile import Profile
-from headrace.spec.step import Step
 from headrace.units import bytes_text, seconds_text
 
-__all__ = ["LoopSetup", "ModelCosts", "measured", "planner_of"]
-
-_SHARE = 0.8
-"""Of the free memory that a loop uses unless told."""
+__all__ = ["LoopSetup", "ModelCosts", "measured"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,11 +49,9 @@ class LoopSetup:
     document: int
     longest: int
     memory_bytes: int | None
-    seed: int
     cache: Path
     costs: CostModel | None
-    say: Callable[[str], None]
-    heard: Callable[[Step], object]
+    say: Callable[[str], object]
     progress: Callable[[str, int, int], None]
 
 
@@ -89,17 +79,17 @@ def _measured(setup: LoopSetup, sample: Item) -> ModelCosts:
     fingerprint = _fingerprint(setup, probes)
     kept = hashlib.sha256(fingerprint.encode()).hexdigest()[:24]
     path = setup.cache / "profiles" / f"loop-{kept}.json"
-    profile = read_profile(path, fingerprint, setup.say)
-    have = all(row[0] for row in gather_floats([float(profile is not None)], setup.groups.world))
-    cluster = _cluster(setup)
+    cluster = agreed_cluster(setup.groups, setup.device, setup.memory_bytes)
     state = _largest(setup, state_bytes(setup.held.model, setup.optimizer))
-    if not have or profile is None:
-        profile = _profile(setup, probes, cluster, state, fingerprint)
-        if setup.groups.rank == 0:
-            _keep(path, profile, setup.say)
-    agree("profile", json.dumps(profile.to_json()), setup.groups.world)
+    profile, new = agreed_profile(
+        path,
+        fingerprint,
+        lambda: _profile(setup, probes, cluster, state, fingerprint),
+        setup.groups,
+        setup.say,
+    )
     costs = costs_from_profile(profile)
-    if not have and probes.layers is not None:
+    if new and probes.layers is not None:
         setup.say(_extrapolated(setup, probes, costs.replace(cluster=cluster)))
     margin = setup.options.memory_margin
     if margin is None:
@@ -143,22 +133,6 @@ def _given(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> CostModel
             wanted=f"{ranks} ranks, {layers} layers",
         )
     return costs
-
-
-def planner_of(setup: LoopSetup, costs: CostModel, drawn: Container[int] = ()) -> BroadcastPlanner:
-    """The planner of all ranks: the first decides. Of ``drawn`` steps it predicts all rows."""
-    online = None
-    if setup.groups.rank == 0:
-        online = OnlinePlanner(
-            costs=costs,
-            options=setup.options,
-            seed=setup.seed,
-            stages=False,
-            drawn=drawn,
-            semantics=setup.held.semantics,
-            tell=setup.say,
-        )
-    return BroadcastPlanner(groups=setup.groups, planner=online)
 
 
 def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
@@ -212,24 +186,6 @@ def _profile(
         + ("the model as a whole" if probes.layers is None else f"{len(probes.layers)} layers")
     )
     return profile
-
-
-def _keep(path: Path, profile: Profile, say: Callable[[str], None]) -> None:
-    try:
-        save_whole(path, json.dumps(profile.to_json()), "profile")
-    except CostError as error:
-        say(f"costs are not kept for other runs ({error})")
-
-
-def _cluster(setup: LoopSetup) -> Cluster:
-    """The ranks, and the memory that each may use: as told, or a share of what is free."""
-    here = platform.node().encode()
-    mates = gather_bytes(here, setup.groups.world).count(here)
-    free = available_bytes(setup.device)
-    limit = setup.memory_bytes or int(_SHARE * (free / mates if setup.device == "cpu" else free))
-    agreed = min(int(row[0]) for row in gather_floats([float(limit)], setup.groups.world))
-    kind = "cpu" if setup.device == "cpu" else torch.cuda.get_device_name()
-    return Cluster(devices=setup.groups.ranks, memory_bytes=agreed, device=kind)
 
 
 def _largest(setup: LoopSetup, value: int) -> int:

@@ -1,0 +1,149 @@
+"""What all ranks agree on when a run begins: the memory of a rank, a profile, a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from headrace.comm.collectives import agree, gather_bytes, gather_floats
+from headrace.comm.mesh import Groups
+from headrace.costs.saving import save_whole, sealed, unsealed
+from headrace.errors import CheckpointError, CostError, DamagedCheckpoint, HeadraceError, SpecError
+from headrace.native.machine import available_bytes
+from headrace.spec.cluster import Cluster
+from headrace.spec.profile import Profile
+
+__all__ = ["agreed_cluster", "agreed_profile", "newest_whole"]
+
+_SHARE = 0.8
+"""The part of the free memory that a rank uses unless told."""
+
+Found = TypeVar("Found")
+
+
+def agreed_cluster(groups: Groups, device: str, memory_bytes: int | None) -> Cluster:
+    """The ranks of a run and the memory that each may use. Collective.
+
+    Args:
+        groups: The groups of this rank.
+        device: Where its model lives, as torch names it.
+        memory_bytes: What a rank may use; where it is None, 80 % of what is free, which on a CPU
+            the ranks of one machine share.
+
+    Returns:
+        The cluster, the same on all ranks: the least memory that any of them has.
+    """
+    here = platform.node().encode()
+    mates = gather_bytes(here, groups.world).count(here)
+    free = available_bytes(device)
+    limit = memory_bytes or int(_SHARE * (free / mates if device == "cpu" else free))
+    agreed = min(int(row[0]) for row in gather_floats([float(limit)], groups.world))
+    kind = "cpu" if device == "cpu" else torch.cuda.get_device_name()
+    return Cluster(devices=groups.ranks, memory_bytes=agreed, device=kind)
+
+
+def agreed_profile(
+    path: Path,
+    fingerprint: str,
+    measure: Callable[[], Profile],
+    groups: Groups,
+    tell: Callable[[str], object],
+    *,
+    fresh: bool = False,
+) -> tuple[Profile, bool]:
+    """The profile kept in a file, or a new one, which is kept there. Collective.
+
+    Args:
+        path: The file.
+        fingerprint: Everything that changes what is measured.
+        measure: Measures a profile; collective.
+        groups: The groups of this rank.
+        tell: Called with a line for people.
+        fresh: Whether to measure where a profile is kept, too.
+
+    Returns:
+        The profile, the same on all ranks, and whether it was measured now. Where any rank has
+        none, all measure.
+    """
+    kept = None if fresh else _kept(path, fingerprint, tell)
+    have = all(row[0] for row in gather_floats([float(kept is not None)], groups.world))
+    profile = kept if have and kept is not None else measure()
+    agree("profile", json.dumps(profile.to_json()), groups.world)
+    if not have and groups.rank == 0:
+        try:
+            save_whole(path, sealed(profile.to_json()), "profile")
+        except CostError as error:
+            tell(f"costs are not kept for other runs ({error})")
+    return profile, not have
+
+
+def newest_whole(
+    found: Sequence[Path],
+    load: Callable[[Path], Found],
+    groups: Groups,
+    tell: Callable[[str], object],
+    *,
+    hint: str = "",
+) -> tuple[Path, Found] | None:
+    """Load the newest checkpoint that is whole on all ranks. Collective.
+
+    Args:
+        found: Checkpoints, the newest first.
+        load: Loads one; raises DamagedCheckpoint, or what malformed JSON raises, for one that is
+            not whole.
+        groups: The groups of this rank.
+        tell: Called with a line for people, for each that is damaged and passed over.
+        hint: What helps where all are damaged.
+
+    Returns:
+        The checkpoint and what was loaded; None where there is none yet.
+
+    Raises:
+        CheckpointError: Where all are damaged; what ``load`` raises of another kind.
+    """
+    agree("checkpoints to resume from", str(list(map(str, found))), groups.world)
+    wrong = ""
+    for path in found:
+        loaded, mine = _loaded(path, load)
+        said = [text.decode() for text in gather_bytes(mine.encode(), groups.world)]
+        if loaded is not None and not any(said):
+            return path, loaded
+        told = next((text for text in said if text), mine)
+        wrong = wrong or told
+        tell(f"{path} is damaged ({told}): going on from the one before")
+    if wrong:
+        raise CheckpointError(
+            f"checkpoints in {found[0].parent}",
+            got=wrong,
+            wanted="one that is whole",
+            hint=hint or None,
+        )
+    return None
+
+
+def _loaded(path: Path, load: Callable[[Path], Found]) -> tuple[Found | None, str]:
+    """What a checkpoint holds, or what is wrong with it on this rank."""
+    try:
+        return load(path), ""
+    except DamagedCheckpoint as error:
+        return None, str(HeadraceError(error.what, got=error.got, wanted=error.wanted))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        return None, f"{path}: {type(error).__name__} {error}"
+
+
+def _kept(path: Path, fingerprint: str, tell: Callable[[str], object]) -> Profile | None:
+    """The profile in a file; None where there is none, or one of another set-up. A damaged file is
+    told and counts as none."""
+    try:
+        profile = Profile.from_json(unsealed(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, SpecError) as error:
+        tell(f"profile {path} is not readable and is measured again ({error})")
+        return None
+    return profile if profile.fingerprint == fingerprint else None

@@ -1,0 +1,119 @@
+"""A native model as the engine drives it: the executor runs the program of a plan by itself."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace.native.executor import Executor, StepResult
+from headrace.native.machine import give_back_memory
+from headrace.native.optimizers import Schedule
+from headrace.spec.lengths import Lengths
+from headrace.spec.measurement import Row
+from headrace.spec.plan import Plan
+
+__all__ = ["NativeRunner", "TrainingBatch"]
+
+
+class TrainingBatch(Protocol):
+    """The sequences of one optimizer step, with their tokens."""
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the corpus that the batch belongs to."""
+        ...
+
+    @property
+    def lengths(self) -> Lengths:
+        """The tokens and ids of its sequences."""
+        ...
+
+    @property
+    def tokens(self) -> tuple[np.ndarray, ...]:
+        """The token numbers of each sequence, int32 [length]."""
+        ...
+
+    @property
+    def state_after(self) -> Mapping[str, Any]:
+        """The sampler's state once the batch is trained."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class NativeRunner:
+    """Runs plans of a native model on this rank.
+
+    Attributes:
+        executor: Runs this rank's program of a plan, the update too.
+        schedule: The learning rate of each step.
+        peak_flops_per_s: What one device can do; None leaves the utilisation out.
+    """
+
+    executor: Executor
+    schedule: Schedule
+    peak_flops_per_s: float | None = None
+    _result: StepResult | None = field(default=None, init=False)
+
+    @property
+    def action(self) -> str:
+        """The action of the program that this rank is in."""
+        return self.executor.action
+
+    def attempt(self, number: int, batch: TrainingBatch, plan: Plan) -> Iterator[None]:
+        """Run the program of a plan, from the pulls to the update; hands out nothing."""
+        self._result = None
+        rate = self.schedule.rate(number)
+        self._result = self.executor.run(plan, batch.tokens, step=number, lr=rate)
+        yield from ()
+
+    @property
+    def targets(self) -> int:
+        """0: the objective counts them, sequence by sequence."""
+        return 0
+
+    @property
+    def own_loss(self) -> float:
+        """The loss of the whole batch, which the program's update gathers itself."""
+        return 0.0 if self._result is None else self._result.loss
+
+    def update(self, number: int, loss: float) -> tuple[float, float]:
+        """The loss and the norm of the gradient: the program has made the update, unless they are
+        not finite."""
+        assert self._result is not None, "the program has run"
+        return self._result.loss, self._result.gradient_norm
+
+    def rows(self) -> tuple[Row, ...]:
+        """A row for each action of the program."""
+        return () if self._result is None else self._result.rows
+
+    def let_go(self) -> None:
+        """Drop the working weights of a failed step and give a device's memory back."""
+        self.executor.storage.forget_layouts()
+        gc.collect()  # a transfer in a cycle would still wait in the old world
+        give_back_memory(self.executor.groups.device)
+
+    def abandon(self) -> None:
+        """Do nothing: gradients of a step that did not end are not kept."""
+
+    def bytes_now(self) -> int:
+        """Bytes of master weights, optimizer state and gradient sums on this rank."""
+        return self.executor.storage.bytes_now()
+
+    def metrics(self, number: int, plan: Plan, step_s: float | None) -> dict[str, Any]:
+        """The learning rate of a step, and the model's FLOP/s as a part of what all devices can
+        do."""
+        found: dict[str, Any] = {"lr": self.schedule.rate(number)}
+        if step_s is not None:
+            found["mfu"] = self._utilisation(plan, step_s)
+        return found
+
+    def _utilisation(self, plan: Plan, step_s: float) -> float | None:
+        if not self.peak_flops_per_s:
+            return None
+        architecture = self.executor.storage.architecture
+        flops = sum(n * architecture.flops_per_token(n) for n in plan.lengths.tokens)
+        return flops / step_s / (self.peak_flops_per_s * self.executor.groups.ranks)

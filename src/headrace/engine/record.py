@@ -1,0 +1,309 @@
+"""The record of a run: what its folder holds besides checkpoints, one JSON object per line.
+
+run.json          the run's facts, once
+metrics.jsonl     one line per step
+plans.jsonl       the plan of each step
+timelines.jsonl   measured and predicted rows of some steps
+calibration.json  what was learnt about the costs
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import headrace
+from headrace.costs.calibration import Calibration
+from headrace.costs.sources.measured import fit_parts
+from headrace.engine.run_folder import TrainingRun
+from headrace.errors import HeadraceError, MissingExtra
+from headrace.spec.profile import Profile
+from headrace.spec.step import Step
+
+__all__ = ["Journal", "RunRecord", "Tracker", "make_trackers", "require_trackers", "run_facts"]
+
+
+class RunRecord:
+    """The files of a run on its first rank, from the step that it goes on from.
+
+    Args:
+        folder: Where they are written; a temporary folder, gone when the record is closed, where it
+            is None.
+        trackers: Others that take the metrics of every step.
+        calibrations: More files that what was learnt is written to, for runs to come.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        *,
+        trackers: Sequence[Tracker] = (),
+        calibrations: Sequence[Path] = (),
+    ) -> None:
+        self._temporary = tempfile.TemporaryDirectory() if folder is None else None
+        self.folder = Path(self._temporary.name if self._temporary else folder or "")
+        self._trackers, self._calibrations = trackers, calibrations
+        self._journal: Journal | None = None
+
+    @property
+    def run(self) -> TrainingRun:
+        """The run that was written, as any run is read."""
+        return TrainingRun(self.folder)
+
+    def begin(self, first: int, facts: Mapping[str, Any]) -> None:
+        """Begin with step ``first``: lines of it and of later steps are dropped, and ``facts`` are
+        written where the run is new."""
+        self._journal = Journal(self.folder, first)
+        if first == 0 or not (self.folder / "run.json").exists():
+            self._journal.facts({**facts, "name": facts.get("name") or self.folder.name})
+
+    def step(self, step: Step, notices: Sequence[str]) -> None:
+        """Write a finished step: metrics, plan and, where it is drawn, timelines."""
+        assert self._journal is not None, "the record was begun"
+        self._journal.step(step, notices)
+        for tracker in self._trackers:
+            tracker.log(step.metrics)
+
+    def keep(self, known: Calibration) -> None:
+        """Write what was learnt about the costs. Raises CostError when the disk does not take
+        it."""
+        for path in (self.folder / "calibration.json", *self._calibrations):
+            known.save(path)
+
+    def close(self) -> None:
+        """Close all files, and let go of a temporary folder."""
+        if self._journal is not None:
+            self._journal.close()
+        for tracker in self._trackers:
+            tracker.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def run_facts(
+    *,
+    name: str,
+    machine: Mapping[str, Any],
+    ranks: int,
+    seed: int,
+    config: Mapping[str, Any],
+    parameters: int,
+    corpus: Mapping[str, Any],
+    fingerprint: str,
+    profile: Profile | None,
+    memory_bytes: int,
+) -> dict[str, Any]:
+    """The facts of a run for its report, as JSON: what is trained, on what, and what it costs.
+
+    ``fingerprint`` is that of the costs, ``profile`` what they were fitted to, where it was read or
+    measured now; ``memory_bytes`` is what a rank may use.
+    """
+    fits = fit_parts(profile) if profile else []
+    errors: dict[str, dict[str, dict[str, float]]] = {"forward": {}, "backward": {}}
+    for fit in fits:
+        found = {"median": fit.error.median, "worst": fit.error.worst}
+        errors[fit.part][f"p{fit.p} {fit.option}"] = found
+    return {
+        "format": 1,
+        "name": name,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "headrace": headrace.__version__,
+        "machine": dict(machine),
+        "ranks": ranks,
+        "seed": seed,
+        "config": dict(config),
+        "parameters": parameters,
+        "corpus": dict(corpus),
+        "costs": {
+            "fingerprint": fingerprint,
+            "error": errors,
+            "points": [point for fit in fits for point in fit.to_json()],
+        },
+        "memory": {"capacity_bytes": memory_bytes},
+    }
+
+
+_FILES = ("metrics", "plans", "timelines")
+
+
+class Journal:
+    """Appends to the files of a run's folder; only the first rank holds one.
+
+    ``first_step`` is the step the run goes on from: lines of that step and later, left by an
+    attempt that was killed after its last checkpoint, are dropped. Raises HeadraceError, as each
+    method but ``close``, when the folder does not take it.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self.folder = folder
+        self._files: dict[str, IO[str]] = {}
+        with _said(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in _FILES:
+                path = folder / f"{name}.jsonl"
+                if path.exists():
+                    _drop_from(path, first_step)
+                self._files[name] = path.open("a", encoding="utf-8")
+
+    def facts(self, facts: dict[str, Any]) -> None:
+        """Write run.json."""
+        path = self.folder / "run.json"
+        with _said(path):
+            _write_aside(path, json.dumps(facts, indent=1) + "\n")
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        """Append a step's metrics."""
+        self._append("metrics", row)
+
+    def plan(self, row: dict[str, Any]) -> None:
+        """Append a step's plan."""
+        self._append("plans", row)
+
+    def timelines(self, row: dict[str, Any]) -> None:
+        """Append a step's timelines."""
+        self._append("timelines", row)
+
+    def step(self, step: Step, notices: Sequence[str]) -> None:
+        """Append a finished step: metrics, plan and, where it is drawn, timelines."""
+        told = {"notices": list(notices)} if notices else {}
+        self.metrics(dict(step.metrics) | told)
+        self.plan({"step": step.number} | step.plan.to_json())
+        if step.measured is None or step.predicted is None:
+            return
+        static = step.best_static.predicted if step.best_static is not None else None
+        self.timelines(
+            {
+                "step": step.number,
+                "measured": step.measured.to_json(),
+                "predicted": step.predicted.to_json(),
+                "static": static.to_json() if static is not None else None,
+            }
+        )
+
+    def close(self) -> None:
+        """Close all files. What a full disk did not take was told when it was written."""
+        for file in self._files.values():
+            with suppress(OSError):
+                file.close()
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        with _said(self.folder / f"{name}.jsonl"):
+            self._files[name].write(json.dumps(row) + "\n")
+            self._files[name].flush()
+
+
+@contextmanager
+def _said(path: Path) -> Iterator[None]:
+    """What the disk says, in our words."""
+    try:
+        yield
+    except OSError as error:
+        raise HeadraceError(
+            f"journal {path}",
+            got=error.strerror or "an error",
+            hint="free some space and continue with --resume",
+        )
+
+
+def _drop_from(path: Path, first_step: int) -> None:
+    kept = []
+    for line in path.read_bytes().decode(errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] < first_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # the last line of a killed run may be torn
+    _write_aside(path, "".join(kept))
+
+
+def _write_aside(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+_SCALARS = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "step_s",
+    "tokens_per_s",
+    "idle",
+    "mfu",
+    "predicted_s",
+    "gap",
+    "planning_s",
+    "waited_s",
+    "waited",
+    "tokens",
+    "longest",
+)
+
+
+class Tracker(Protocol):
+    """Something that takes the metrics of each step."""
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Take a step's metrics."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        for name, value in _scalars(metrics).items():
+            self._writer.add_scalar(name, value, metrics["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project="headrace", name=name, dir=str(folder), config=dict(config)
+        )
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        self._run.log(_scalars(metrics), step=metrics["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def require_trackers(*, tensorboard: bool, wandb: bool) -> None:
+    """Raise MissingExtra when a tracker that is asked for is not installed."""
+    for name, wanted in {"tensorboard": tensorboard, "wandb": wandb}.items():
+        if wanted and find_spec(name) is None:
+            raise MissingExtra(name, extra=name, needed_for=f"report.{name} = true")
+
+
+def make_trackers(
+    folder: Path, *, tensorboard: bool, wandb: bool, name: str, config: Mapping[str, Any]
+) -> list[Tracker]:
+    """The trackers asked for, which are installed."""
+    trackers: list[Tracker] = []
+    if tensorboard:
+        trackers.append(_TensorBoard(folder))
+    if wandb:
+        trackers.append(_WandB(folder, name, config))
+    return trackers
+
+
+def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: metrics[name] for name in _SCALARS if metrics.get(name) is not None}

@@ -1,0 +1,251 @@
+"""Going on when a rank runs out of memory in the middle of a step.
+
+Nothing is written before the update, so a step that failed before it can be taken again: all ranks
+leave what they wait in, agree on who ran out, and get a thriftier plan of the same batch.
+Randomness is keyed by sample and step, so the loss is the one that it would have been.
+
+There are two ways to leave, as there are two owners of the world:
+
+    LeaveWorld   ranks that headrace started leave their whole world and make a new one; on devices
+                 their watchers abort what waits there. Ranks meet anew only after a failure.
+    LeaveGroups  a world that the user made stays. A rank asks for a meeting in the store and leaves
+                 its groups, whose connections break; those who wait see the broken connection, or
+                 look into the store between two slices of waiting. Ranks of other groups do not
+                 know, so all ranks meet at the end of every attempt. On gloo, with replicated
+                 weights: nobody watches there who would abort what waits in NCCL, and a gather of
+                 FSDP2 cannot be left.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch.distributed as dist
+
+from headrace.comm import waiting
+from headrace.comm.collectives import gather_bytes
+from headrace.comm.mesh import Groups
+from headrace.comm.ranks import is_broken_connection
+from headrace.comm.rerendezvous import Rerendezvous
+from headrace.errors import HeadraceError
+from headrace.native.machine import is_out_of_memory
+from headrace.spec.step import Exhausted
+
+__all__ = ["LeaveGroups", "LeaveWorld", "Recovery", "WayToLeave"]
+
+
+class WayToLeave(Protocol):
+    """How this rank leaves what it waits in, and how it hears that another wants it to."""
+
+    @property
+    def meets_always(self) -> bool:
+        """Whether all ranks meet at the end of every attempt, not only after a failure."""
+        ...
+
+    def begin(self) -> None:
+        """Begin an attempt at a step."""
+        ...
+
+    def possible(self, error: Exception, action: str) -> bool:
+        """Whether the step can be taken again after ``error`` in ``action``, which was not this
+        rank's lack of memory: another rank asked to leave."""
+        ...
+
+    def ask(self, action: str) -> bool:
+        """Ask all ranks to leave, as this one ran out of memory in ``action``; False where that is
+        not possible."""
+        ...
+
+    def leave(self, let_go: Callable[[], None]) -> None:
+        """Leave what this rank or others wait in. ``let_go`` drops what the step held, once nothing
+        stands still any more."""
+        ...
+
+    def end(self) -> None:
+        """End an attempt: nobody is to leave any more."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovery:
+    """One rank's part in going on.
+
+    Attributes:
+        way: How this rank leaves what it waits in.
+        groups: The groups of this rank; ranks meet in their world.
+    """
+
+    way: WayToLeave
+    groups: Groups
+    _mine: str | None = field(default=None, init=False)
+    _failed: bool = field(default=False, init=False)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's attempt has ended with an error that it survives."""
+        return self._failed
+
+    def begin(self) -> None:
+        """Begin an attempt at a step."""
+        self._mine, self._failed = None, False
+        self.way.begin()
+
+    def survives(self, error: BaseException, action: str) -> bool:
+        """Note that this rank's attempt ended with an error, and tell the others where it was a
+        lack of memory.
+
+        Args:
+            error: What ended the attempt.
+            action: Where this rank was, in words that name it.
+
+        Returns:
+            Whether the step can be taken again: some rank ran out of memory, and nothing was
+            written.
+        """
+        if not isinstance(error, Exception):
+            return False
+        if is_out_of_memory(error) and not waiting.freed():
+            found = self.way.ask(action)
+            self._mine = action if found else None
+        else:
+            # After a request to leave, an error may be what aborted transfers left.
+            found = self.way.possible(error, action)
+        self._failed = self._failed or found
+        return found
+
+    def meet(self, loss: float, let_go: Callable[[], None]) -> tuple[float, Exhausted | None]:
+        """End an attempt. No exception of the failed attempt may be alive: its frames hold what the
+        step held. Collective.
+
+        Args:
+            loss: This rank's part of the step's loss.
+            let_go: Drops what the step held, called where the attempt failed on any rank.
+
+        Returns:
+            The sum of all ranks' losses, and the ranks that ran out of memory, if any did. Where
+            ranks meet only after a failure the loss is returned as it is.
+
+        Raises:
+            HeadraceError: When the attempt failed and no rank ran out of memory.
+        """
+        failed = self._failed
+        if failed:
+            self.way.leave(let_go)
+        elif not self.way.meets_always:
+            return loss, None
+        self.way.end()
+        said = gather_bytes(json.dumps([loss, self._mine]).encode(), self.groups.world)
+        told = [json.loads(text) for text in said]
+        actions = tuple((rank, text) for rank, (_, text) in enumerate(told) if text)
+        if failed and not actions:
+            raise HeadraceError("step", got="a broken connection", wanted="ranks that all answer")
+        if actions and not failed:
+            self.way.leave(let_go)
+            self.way.end()
+        return sum(part for part, _ in told), Exhausted(actions=actions) if actions else None
+
+
+@dataclass(slots=True, kw_only=True)
+class LeaveWorld:
+    """Leave the whole world and make a new one, with what nobody can be freed from left behind.
+
+    Attributes:
+        rerendezvous: The worlds of this rank, one after the other.
+        groups: The groups of this rank, which are made anew.
+        recoverable: Whether nothing of the step was written, so that it can be taken again.
+        prepared: Whether the step's groups are made: from the making of groups nobody can be freed.
+    """
+
+    rerendezvous: Rerendezvous
+    groups: Groups
+    recoverable: Callable[[], bool]
+    prepared: Callable[[], bool]
+
+    @property
+    def meets_always(self) -> bool:
+        """False: whoever waits for a rank that failed is freed by its watcher."""
+        return False
+
+    def begin(self) -> None:
+        """Do nothing: the world that was made last is in force."""
+
+    def possible(self, error: Exception, action: str) -> bool:
+        """Whether another rank asks to meet anew, perhaps only in a moment."""
+        return self.recoverable() and self.rerendezvous.asked()
+
+    def ask(self, action: str) -> bool:
+        """Ask on the board, where the groups were made and nothing was written."""
+        if self.recoverable() and self.prepared():
+            self.rerendezvous.ask()
+            return True
+        return False
+
+    def leave(self, let_go: Callable[[], None]) -> None:
+        """Leave the old world and meet in a new one. Collective."""
+        self.rerendezvous.meet_anew(self.groups, let_go)
+
+    def end(self) -> None:
+        """Do nothing: nobody is freed in the new world."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LeaveGroups:
+    """Leave the groups within a world that the user made.
+
+    Attributes:
+        groups: The groups of this rank.
+        possible_here: Whether groups can be left at all.
+    """
+
+    groups: Groups
+    possible_here: bool
+    _attempt: int = field(default=0, init=False)
+
+    @property
+    def meets_always(self) -> bool:
+        """True: ranks of other groups do not know that a rank failed."""
+        return True
+
+    def begin(self) -> None:
+        """Look into the store between two slices of waiting from now on."""
+        self._attempt += 1
+        if self.possible_here:
+            waiting.begin()
+            waiting.heed(self._asked)
+
+    def possible(self, error: Exception, action: str) -> bool:
+        """Whether another rank left: a connection broke, or memory ran out here too."""
+        left = is_broken_connection(error) or is_out_of_memory(error)
+        return self.possible_here and left and self._asked()
+
+    def ask(self, action: str) -> bool:
+        """Ask in the store."""
+        if self.possible_here:
+            _store().set(self._key, action)
+        return self.possible_here
+
+    def leave(self, let_go: Callable[[], None]) -> None:
+        """Leave all groups but the world."""
+        self.groups.leave()
+        let_go()
+
+    def end(self) -> None:
+        """Look into the store no more."""
+        if self.possible_here:
+            waiting.heed(lambda: False)
+
+    @property
+    def _key(self) -> str:
+        return f"headrace/loop/out of memory/{self._attempt}"
+
+    def _asked(self) -> bool:
+        return bool(_store().check([self._key]))
+
+
+def _store() -> dist.Store:
+    """The store in which the ranks of the user's world met."""
+    found: Callable[[], dist.Store] = dist.distributed_c10d._get_default_store  # noqa: SLF001
+    return found()

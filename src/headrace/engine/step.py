@@ -1,0 +1,379 @@
+"""The engine of a step, whatever the model: ask for a plan, run it, recover, update, learn, record.
+
+    engine.next_step(number, batches)   reads a batch and asks for its plan
+    for micro in step: ...              runs it; memory that runs out is recovered from
+    (the step's end)                    update, times of all ranks, what is learnt, the record
+
+What differs between models is behind one protocol, :class:`PlanRunner`. A native model runs the
+program of a plan by itself, so its step yields nothing. An adopted model is called by a loop, which
+the step hands its micro-batches to.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Container, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from headrace.comm.collectives import gather_to_first
+from headrace.comm.mesh import Groups
+from headrace.engine.record import RunRecord
+from headrace.engine.recovery import Recovery
+from headrace.errors import HeadraceError
+from headrace.native.machine import peak_bytes, reset_peak_bytes
+from headrace.spec.lengths import Lengths
+from headrace.spec.measurement import Row, Timeline
+from headrace.spec.plan import Plan
+from headrace.spec.step import (
+    Exhausted,
+    Planned,
+    RankTimes,
+    Step,
+    StepTimes,
+    packed_rows,
+    plan_metrics,
+    rows_of_packed,
+)
+
+__all__ = ["Engine", "PlanRunner", "RunningStep", "StepBatch", "StepPlans", "told_to_first"]
+
+
+class StepBatch(Protocol):
+    """The sequences of one optimizer step."""
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that the batch belongs to."""
+        ...
+
+    @property
+    def lengths(self) -> Lengths:
+        """The tokens of its sequences."""
+        ...
+
+    @property
+    def state_after(self) -> Mapping[str, Any]:
+        """The state of the data's order once the batch is trained, as JSON."""
+        ...
+
+
+Batch = TypeVar("Batch", bound=StepBatch)
+Handed = TypeVar("Handed", covariant=True)
+
+
+class StepPlans(Protocol):
+    """What the engine asks a planner: plans, and what it learns of steps that ran."""
+
+    def plan(self, lengths: Lengths) -> Planned:
+        """The plan of the next step, the same on every rank. Collective."""
+        ...
+
+    def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
+        """A thriftier plan of a batch whose plan ``failed`` ran out of memory. Collective. Raises
+        InfeasiblePlan on every rank when there is none."""
+        ...
+
+    def observe(self, predicted_s: float, measured_s: float) -> None:
+        """Take in a step's seconds, which the first rank knows."""
+        ...
+
+    def learn(self, step: Step) -> tuple[str, ...]:
+        """Learn from a finished step on the first rank; returns what a user should be told."""
+        ...
+
+    def compared(self, step: Step) -> Step:
+        """The step beside the best static plan of its batch, where that is known."""
+        ...
+
+
+class PlanRunner(Protocol[Batch, Handed]):
+    """A model and its optimizer on this rank, as the engine drives them."""
+
+    @property
+    def action(self) -> str:
+        """Where this rank is in the step, in words for others."""
+        ...
+
+    def attempt(self, number: int, batch: Batch, plan: Plan) -> Iterator[Handed]:
+        """Run forwards and backwards of this rank's part of a plan.
+
+        Args:
+            number: The step.
+            batch: Its sequences.
+            plan: What all ranks do.
+
+        Yields:
+            Micro-batches for a loop that calls the model; nothing where the model runs by itself.
+        """
+        ...
+
+    @property
+    def targets(self) -> int:
+        """Tokens of the step at work that have a loss, of all ranks; 0 where nobody counts them."""
+        ...
+
+    @property
+    def own_loss(self) -> float:
+        """This rank's part of the loss of the attempt that has ended."""
+        ...
+
+    def update(self, number: int, loss: float) -> tuple[float, float]:
+        """Add up the gradients of all ranks and take one step of the optimizer, unless the loss or
+        the gradient's norm is not finite: then weights and optimizer stay as they were. Collective.
+
+        Args:
+            number: The step.
+            loss: The loss, as the end of the attempt knows it.
+
+        Returns:
+            The loss of the batch and the norm of its gradient before clipping, the same on all
+            ranks.
+        """
+        ...
+
+    def rows(self) -> tuple[Row, ...]:
+        """What this rank measured in the step, by seconds since its start. Waits for the device."""
+        ...
+
+    def let_go(self) -> None:
+        """Drop what an attempt holds that ran out of memory, so that another can be made."""
+        ...
+
+    def abandon(self) -> None:
+        """Leave nothing of a step behind that is left for good: no gradients."""
+        ...
+
+    def bytes_now(self) -> int:
+        """Bytes of weights, gradients and optimizer state that this rank holds between steps."""
+        ...
+
+    def metrics(self, number: int, plan: Plan, step_s: float | None) -> dict[str, Any]:
+        """What every rank knows of a step besides what the engine does (``lr``), and where
+        ``step_s`` is known what follows from it (``mfu``)."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Engine(Generic[Batch, Handed]):
+    """Takes the steps of a run on this rank.
+
+    Attributes:
+        runner: The model and its optimizer.
+        planner: Asked for the plan of every step.
+        recovery: Goes on where memory runs out.
+        groups: The groups of this rank.
+        device: Where the model lives, as torch names it.
+        drawn: The steps whose rows are gathered from all ranks, the same on every rank.
+        record: The files of the run, on the first rank.
+        finished: Called with every step once it is done, on all ranks.
+        heard: Called with every finished step and sentences for the user, on the first rank.
+        tell: Called with a line for people.
+        entered: Called with what this rank begins between the actions of two steps.
+        advice: What helps where a loss is not finite.
+    """
+
+    runner: PlanRunner[Batch, Handed]
+    planner: StepPlans
+    recovery: Recovery
+    groups: Groups
+    device: str
+    drawn: Container[int] = ()
+    record: RunRecord | None = None
+    finished: Callable[[RunningStep[Batch, Handed]], object] = lambda step: None
+    heard: Callable[[Step, tuple[str, ...]], object] = lambda step, notices: None
+    tell: Callable[[str], object] = lambda text: None
+    entered: Callable[[str], object] = lambda action: None
+    advice: str = "lower the learning rate and go on from the last checkpoint"
+
+    def next_step(self, number: int, read: Callable[[], Batch]) -> RunningStep[Batch, Handed]:
+        """Read a batch and ask for its plan. Collective.
+
+        Args:
+            number: The step, from 0.
+            read: Gives the batch.
+
+        Returns:
+            The step, which runs as it is looped over.
+
+        Raises:
+            InfeasiblePlan: On every rank, when the batch fits nowhere.
+        """
+        self.entered(f"reading and planning the batch of step {number}")
+        asked_s = time.perf_counter()
+        batch = read()
+        planned = self.planner.plan(batch.lengths)
+        waited_s = time.perf_counter() - asked_s
+        return RunningStep(
+            engine=self, number=number, batch=batch, planned=planned, waited_s=waited_s
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RunningStep(Generic[Batch, Handed]):
+    """A step of a run, which a loop over it runs.
+
+    Attributes:
+        number: The step, from 0.
+        batch: Its sequences.
+        planned: What all ranks do, and what is expected of it.
+        waited_s: Seconds that this rank waited for batch and plan.
+        done: Whether the step is finished.
+        loss: The mean loss over all tokens of the batch that have one; nan before it is done.
+        gradient_norm: The norm of the gradient before it was clipped; nan before the step is done.
+        seconds: What the step took on this rank.
+        retries: How often it was taken again as memory ran out.
+    """
+
+    engine: Engine[Batch, Handed] = field(repr=False)
+    number: int
+    batch: Batch = field(repr=False)
+    planned: Planned = field(repr=False)
+    waited_s: float
+    done: bool = field(default=False, init=False)
+    loss: float = field(default=math.nan, init=False)
+    gradient_norm: float = field(default=math.nan, init=False)
+    seconds: float = field(default=0.0, init=False)
+    retries: int = field(default=0, init=False)
+    _targets: int = field(default=0, init=False)
+    _begun: bool = field(default=False, init=False)
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that the step's batch belongs to."""
+        return self.batch.epoch
+
+    @property
+    def plan(self) -> Plan:
+        """What all ranks do in the step."""
+        return self.planned.plan
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step that have a loss, of all ranks, from its first micro-batch on."""
+        return self._targets if self.done else self.engine.runner.targets
+
+    def run(self) -> None:
+        """Run the step of a model that runs by itself. Collective. Raises what a loop over it
+        does."""
+        for _ in self:
+            pass
+
+    def __iter__(self) -> Iterator[Handed]:
+        """Run the step: its micro-batches, then the update.
+
+        Raises:
+            HeadraceError: For a second loop over the step, and on all ranks for a loss or a
+                gradient that is not finite, with weights and optimizer as they were.
+            InfeasiblePlan: When memory ran out and no thriftier plan is left.
+        """
+        if self._begun:
+            raise HeadraceError(
+                f"step {self.number}",
+                got="a second loop over it",
+                wanted="one",
+                hint="each step is trained once",
+            )
+        self._begun = True
+        engine, runner = self.engine, self.engine.runner
+        other_bytes = reset_peak_bytes(engine.device) - runner.bytes_now()
+        start_s = time.perf_counter()
+        loss = yield from self._attempts()
+        self.loss, self.gradient_norm = runner.update(self.number, loss)
+        rows = runner.rows()
+        self.seconds = time.perf_counter() - start_s
+        if not (math.isfinite(self.loss) and math.isfinite(self.gradient_norm)):
+            raise HeadraceError(
+                f"loss of step {self.number}",
+                got=f"{self.loss} with gradient norm {self.gradient_norm}",
+                wanted="finite numbers",
+                hint=engine.advice,
+            )
+        peak = max(0, peak_bytes(engine.device) - other_bytes)
+        self._finish(
+            RankTimes(step_s=self.seconds, waited_s=self.waited_s, rows=rows, peak_bytes=peak)
+        )
+
+    def _attempts(self) -> Generator[Handed, None, float]:
+        """Run the plan, and thriftier ones while memory runs out; the sum of all ranks' losses as
+        far as the end of an attempt knows it."""
+        engine, runner, recovery = self.engine, self.engine.runner, self.engine.recovery
+        while True:
+            recovery.begin()
+            try:
+                yield from runner.attempt(self.number, self.batch, self.plan)
+            except BaseException as error:
+                if not recovery.survives(error, runner.action):
+                    runner.abandon()
+                    raise
+            # Out of the handler: what the failed attempt held goes before anything is made anew.
+            loss, exhausted = recovery.meet(runner.own_loss, runner.let_go)
+            if exhausted is None:
+                return loss
+            self.planned = engine.planner.replan(self.batch.lengths, self.plan, exhausted)
+            self.retries += 1
+            strategy = self.plan.strategy
+            engine.tell(f"{exhausted} of step {self.number}: taken again as {strategy}")
+
+    def _finish(self, mine: RankTimes) -> None:
+        """Tell the first rank of the step; there it is learnt from and written down."""
+        engine, number, plan = self.engine, self.number, self.plan
+        times, measured = told_to_first(mine, engine.groups, drawn=number in engine.drawn)
+        step_s = None if times is None else times.step_s
+        metrics: dict[str, Any] = {
+            "step": number,
+            "epoch": self.epoch,
+            "loss": self.loss,
+            "grad_norm": self.gradient_norm,
+            "out_of_memory": self.retries,
+            **engine.runner.metrics(number, plan, step_s),
+        }
+        if times is not None:
+            engine.planner.observe(plan.predicted_s, times.step_s)
+            metrics |= plan_metrics(self.planned, times)
+        step = Step(
+            number=number,
+            metrics=metrics,
+            plan=plan,
+            times=times,
+            measured=measured,
+            micro_batch_s=self.planned.micro_batch_s,
+            predicted=self.planned.predicted,
+        )
+        engine.entered(f"writing down step {number}")
+        if times is not None:
+            notices = engine.planner.learn(step)
+            step = engine.planner.compared(step)
+            if engine.record is not None:
+                engine.record.step(step, notices)
+            engine.heard(step, notices)
+        self._targets, self.done = engine.runner.targets, True
+        engine.finished(self)
+
+
+def told_to_first(
+    mine: RankTimes, groups: Groups, *, drawn: bool
+) -> tuple[StepTimes | None, Timeline | None]:
+    """Gather on the first rank what all ranks measured of a step. Collective.
+
+    Args:
+        mine: What this rank measured.
+        groups: The groups of this rank.
+        drawn: Whether the rows of all ranks are gathered too.
+
+    Returns:
+        The times of all ranks, and their rows where the step is drawn; None on other ranks.
+    """
+    times = gather_to_first(mine.to_bytes(), groups.world)
+    rows = gather_to_first(packed_rows(mine.rows), groups.world) if drawn else None
+    measured = (
+        None
+        if rows is None
+        else Timeline(
+            source="measured",
+            devices=groups.ranks,
+            rows=tuple(row for rank, told in enumerate(rows) for row in rows_of_packed(told, rank)),
+        )
+    )
+    return None if times is None else StepTimes.of(times), measured
