@@ -11,11 +11,15 @@ from pathlib import Path
 from headrace.errors import InfeasiblePlan
 
 __all__ = [
+    "dies",
     "dies_on_even_first",
     "dies_on_two",
     "fails_on_odd",
+    "first_of",
+    "half_second",
     "hangs",
     "large",
+    "marks_slowly",
     "modules",
     "odd_error",
     "sleepy",
@@ -75,6 +79,27 @@ def dies_on_two(item: int) -> int:
 def hangs(item: int) -> int:
     time.sleep(600)
     return item
+
+
+def half_second(item: int) -> int:
+    time.sleep(0.5)
+    return item
+
+
+def first_of(item: tuple[int, str]) -> int:
+    return item[0]
+
+
+def marks_slowly(item: tuple[int, str]) -> int:
+    """Leaves a file when it is done."""
+    number, folder = item
+    time.sleep(0.3)
+    (Path(folder) / str(number)).touch()
+    return number
+
+
+def dies(item: int) -> int:
+    os._exit(6)
 
 
 def large(item: int) -> bytes:

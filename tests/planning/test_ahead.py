@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,11 +22,15 @@ from headrace.errors import InfeasiblePlan, LaunchError, SpecError
 from headrace.planning import Problem, plan
 from headrace.spec import Lengths
 from planning.ahead_work import (
+    dies,
     dies_on_even_first,
     dies_on_two,
     fails_on_odd,
+    first_of,
+    half_second,
     hangs,
     large,
+    marks_slowly,
     modules,
     odd_error,
     sleepy,
@@ -184,6 +189,65 @@ def test_plans_larger_than_a_pipe_do_not_block() -> None:
     """Would catch a producer and its reader that wait for each other."""
     with PlanAhead(large, range(4), producers=1, depth=4) as ahead:
         assert [plan == large(n) for n, plan in enumerate(ahead)] == [True] * 4
+
+
+def made_after(ahead: PlanAhead) -> Any:
+    """What is made after the plan taken last, waited for."""
+    limit = time.monotonic() + 20
+    while (found := ahead.made_after()) is None and time.monotonic() < limit:
+        time.sleep(0.01)
+    return found
+
+
+def test_what_is_made_after_a_plan_does_not_hold_it_up() -> None:
+    """Would catch a plan that is sent with what is made after it, batches that wait behind such
+    work although they could be planned, and a caller that waits for it."""
+    with PlanAhead(half_second, range(3), after=hangs, depth=3) as ahead:
+        assert list(itertools.islice(ahead, 3)) == [0, 1, 2]
+        began = time.monotonic()
+        assert ahead.made_after() is None
+        assert time.monotonic() - began < 0.5
+
+
+def test_what_is_made_after_a_plan_belongs_to_it() -> None:
+    """Would catch what was made of another batch, or of one that is long trained."""
+    with PlanAhead(str, range(6), after=square, depth=2) as ahead:
+        for item in range(4):
+            assert next(ahead) == str(item)
+            assert made_after(ahead) == item * item
+            assert ahead.made_after() is None, "taken"
+        assert next(ahead) == "4"
+        limit = time.monotonic() + 20
+        while set(ahead._afters) != {4, 5} and time.monotonic() < limit:
+            ahead._receive(0.1)
+        assert next(ahead) == "5"
+        assert set(ahead._afters) == {5}
+    assert ahead.made_after() is None
+
+
+def test_work_of_trained_batches_is_left_out(tmp_path: Path) -> None:
+    """Would catch work that nobody asks for any more, which puts off what comes next."""
+    items = [(number, str(tmp_path)) for number in range(30)]
+    with PlanAhead(first_of, items, after=marks_slowly, depth=8) as ahead:
+        assert list(itertools.islice(ahead, 30)) == list(range(30))
+        assert made_after(ahead) == 29
+    made = {int(path.name) for path in tmp_path.iterdir()}
+    assert made >= set(range(22, 30))
+    assert len(made) < 20
+
+
+def test_what_cannot_be_made_after_a_plan_is_told_when_it_is_asked_for() -> None:
+    """Would catch an error that ends plans, or that is hidden; and a death that costs a plan."""
+    with PlanAhead(square, range(3), after=fails_on_odd, depth=1) as ahead:
+        assert (next(ahead), made_after(ahead)) == (0, 0)
+        assert next(ahead) == 1
+        with pytest.raises(InfeasiblePlan, match="item 1: got odd"):
+            made_after(ahead)
+        assert (next(ahead), made_after(ahead)) == (4, 2)
+    told: list[str] = []
+    with PlanAhead(square, range(5), after=dies, depth=2, tell=told.append) as ahead:
+        assert list(ahead) == [0, 1, 4, 9, 16]
+    assert all("left with code 6" in line for line in told)
 
 
 def test_close_ends_producers_at_work() -> None:

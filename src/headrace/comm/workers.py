@@ -4,6 +4,9 @@ Plans come in the order of the batches and depend on nothing but the batch, so t
 whatever the number of producers, and whichever of them dies. A producer is a process of its own
 that imports the planning side only; one that dies is replaced, and what it had to plan is planned
 again. One that is waited for and gives no sign of life is killed: it may be frozen, or swapped out.
+
+Whatever else is to be made of a batch is made once its plan is sent and no other batch waits. It is
+lost with the process that was to make it, and left out for batches that are trained by then.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from queue import SimpleQueue
+from queue import PriorityQueue, SimpleQueue
 from struct import Struct
 from tempfile import TemporaryFile
 from threading import Thread
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import finalize
 
 from headrace.errors import LaunchError, SpecError
@@ -39,10 +42,18 @@ __all__ = [
     "serve",
 ]
 
-Answer = tuple[int, bool, bytes]
-"""(number of the item, whether it was planned, the pickled plan or error)"""
 
-ALIVE: Answer = (-1, True, b"")
+class Answer(NamedTuple):
+    """What a producer says of the item ``number``: ``data`` is what was made of it, or the error
+    where it ``failed``, pickled. ``after`` tells what is made after a plan from the plan."""
+
+    number: int
+    data: bytes
+    failed: bool = False
+    after: bool = False
+
+
+ALIVE = Answer(-1, b"")
 """A sign of life."""
 
 _NUMBER = Struct("q")
@@ -66,71 +77,91 @@ def noted(note: int) -> int:
     return int(_NUMBER.unpack(data)[0]) if len(data) == _NUMBER.size else -1
 
 
+_Work = tuple[bool, int, bytes]
+"""(whether the item is planned already, its number, the pickled item): plans come first."""
+
+_Said = tuple[Answer, bytes | None]
+"""(what is said, the pickled item whose plan it is)"""
+
+
 def serve(fd: int, note: int, parent: int) -> None:
-    """Plan what comes over ``fd``: first the pickled function, then (number, pickled item)."""
+    """Plan what comes over ``fd``: first the pickled functions, which plan and what is made after
+    it, and how many items are in work at most; then (number, pickled item)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all of us
     connection = Connection(fd)
-    plan = _received_function(connection)
-    items: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
-    answers: SimpleQueue[Answer] = SimpleQueue()
-    Thread(target=_receive, args=(connection, parent, items, answers), daemon=True).start()
-    Thread(target=_send, args=(connection, answers), daemon=True).start()
+    plan, after, depth = _received_functions(connection)
+    work: PriorityQueue[_Work] = PriorityQueue()
+    answers: SimpleQueue[_Said] = SimpleQueue()
+    Thread(target=_receive, args=(connection, parent, work, answers), daemon=True).start()
+    Thread(target=_send, args=(connection, work, answers), daemon=True).start()
+    newest = -1
     while True:
-        number, item = items.get()
-        os.pwrite(note, _NUMBER.pack(number), 0)
-        answers.put(_answer(plan, number, item))
+        planned, number, item = work.get()
+        if not planned:
+            newest = number
+            os.pwrite(note, _NUMBER.pack(number), 0)
+            answers.put((_answer(plan, number, item), item))
+        elif after is not None and number >= newest - depth:  # older ones are trained by now
+            answers.put((_answer(after, number, item)._replace(after=True), None))
 
 
-def _received_function(connection: Connection) -> Callable[[Any], Any]:
-    """The function, or one that raises why it cannot be had."""
+def _received_functions(
+    connection: Connection,
+) -> tuple[Callable[[Any], Any], Callable[[Any], Any] | None, int]:
+    """What was sent first; in the place of functions that cannot be had one that raises why."""
     try:
         data = connection.recv_bytes()
     except (EOFError, OSError):
         os._exit(0)
     try:
-        return pickle.loads(data)
+        plan, after, depth = pickle.loads(data)
+        return plan, after, depth
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
 
     def unknown(_: Any) -> Any:
         raise ImportError(f"the function cannot be loaded where plans are made ({text})")
 
-    return unknown
+    return unknown, None, 1
 
 
 def _answer(plan: Callable[[Any], Any], number: int, item: bytes) -> Answer:
     try:
-        return number, True, pickle.dumps(plan(pickle.loads(item)))
+        return Answer(number, pickle.dumps(plan(pickle.loads(item))))
     except Exception as error:
         data = b""
         with suppress(Exception):  # some errors cannot be pickled, or not read back
             data = pickle.dumps(error)
             pickle.loads(data)
-            return number, False, data
-        return number, False, pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+            return Answer(number, data, failed=True)
+        text = f"{type(error).__name__}: {error}"
+        return Answer(number, pickle.dumps(RuntimeError(text)), failed=True)
 
 
 def _receive(
     connection: Connection,
     parent: int,
-    items: SimpleQueue[tuple[int, bytes]],
-    answers: SimpleQueue[Answer],
+    work: PriorityQueue[_Work],
+    answers: SimpleQueue[_Said],
 ) -> None:
     try:
         while os.getppid() == parent:
             if connection.poll(_POLL_S):
-                items.put(connection.recv())
+                work.put((False, *connection.recv()))
             elif answers.empty():
-                answers.put(ALIVE)
+                answers.put((ALIVE, None))
     except (EOFError, OSError):
         pass
     os._exit(0)
 
 
-def _send(connection: Connection, answers: SimpleQueue[Answer]) -> None:
+def _send(connection: Connection, work: PriorityQueue[_Work], answers: SimpleQueue[_Said]) -> None:
     try:
         while True:
-            connection.send(answers.get())
+            answer, item = answers.get()
+            connection.send(answer)
+            if item is not None and not answer.failed:
+                work.put((True, answer.number, item))
     except OSError:
         os._exit(0)
 
@@ -143,7 +174,7 @@ class Producer:
     ``heard_s`` is when it last said something, or was started.
     """
 
-    def __init__(self, function: bytes) -> None:
+    def __init__(self, functions: bytes) -> None:
         ours, theirs = Pipe()
         self.note = TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as the process
         self.connection: Connection[Any, Any] = ours
@@ -163,7 +194,7 @@ class Producer:
                 self.note.close()
                 raise LaunchError("producer of plans", got=error.strerror, wanted="a process")
         with suppress(OSError):  # dead already: noticed when its answer is waited for
-            self.connection.send_bytes(function)
+            self.connection.send_bytes(functions)
 
     def end(self) -> None:
         """End the process and wait until it is gone."""
@@ -202,16 +233,18 @@ class Producer:
 
 Item = TypeVar("Item")
 Plan = TypeVar("Plan")
+After = TypeVar("After")
 
 _MOST_DEATHS = 3  # over one batch: then it is the batch
 _LOOK_S = 1.0  # between two looks who has been silent
 
 
-class PlanAhead(Generic[Item, Plan]):
+class PlanAhead(Generic[Item, Plan, After]):
     """An iterator over ``plan(item)`` of all ``items``, in order, made by ``producers`` processes.
 
     At most ``depth`` items are in work or waiting to be taken; ``items`` is read no further ahead.
-    ``plan`` and the items must be picklable, ``plan`` from a module that can be imported. An error
+    ``after(item)`` is made once the plan is sent and no other item waits: :meth:`made_after`.
+    Both functions and the items must be picklable, from a module that can be imported. An error
     of a plan, or of ``items``, is raised at its turn; the plans after it still come. ``tell`` gets
     one line when a producer has died. A batch over which three have died raises LaunchError. A
     producer that is silent for ``silent_s`` seconds of waiting is killed.
@@ -223,6 +256,7 @@ class PlanAhead(Generic[Item, Plan]):
         plan: Callable[[Item], Plan],
         items: Iterable[Item],
         *,
+        after: Callable[[Item], After] | None = None,
         producers: int = 1,
         depth: int = 2,
         tell: Callable[[str], None] | None = None,
@@ -231,13 +265,14 @@ class PlanAhead(Generic[Item, Plan]):
         for name, value in (("producers", producers), ("depth", depth)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecError(name, got=repr(value), wanted="a whole number >= 1")
-        self._function = _pickled("the function that plans", plan)
+        self._functions = _pickled("the function that plans", (plan, after, depth))
         self._items: Iterator[Item] | None = iter(items)
         self._depth, self._tell, self._silent_s = depth, tell, silent_s
         self._turn, self._read = 0, 0
         self._data: dict[int, bytes] = {}  # of items that are not answered
         self._waiting: deque[int] = deque()  # of them, those that no producer has
         self._answers: dict[int, tuple[bool, Any]] = {}
+        self._afters: dict[int, tuple[bool, Any]] = {}
         self._deaths: dict[int, int] = {}
         self._most = min(producers, depth)
         self._team: list[Producer] = []
@@ -257,15 +292,25 @@ class PlanAhead(Generic[Item, Plan]):
             self._receive(_LOOK_S)
             self._stop_silent(since_s)
             self._hand_out()
-        planned, value = self._answers.pop(self._turn)
+        failed, value = self._answers.pop(self._turn)
         self._turn += 1
+        self._afters.pop(self._turn - 2, None)
         self._receive(0)
         self._hand_out()
-        if not planned:
+        if failed:
             raise value
         return value
 
-    def __enter__(self) -> PlanAhead[Item, Plan]:
+    def made_after(self) -> After | None:
+        """What was made of the item whose plan was taken last; None where it is not there yet.
+        Raises the error of what could not be made."""
+        self._receive(0)
+        failed, value = self._afters.pop(self._turn - 1, (False, None))
+        if failed:
+            raise value
+        return value
+
+    def __enter__(self) -> PlanAhead[Item, Plan, After]:
         return self
 
     def __exit__(
@@ -282,6 +327,7 @@ class PlanAhead(Generic[Item, Plan]):
         self._waiting.clear()
         self._read = self._turn
         self._answers.clear()
+        self._afters.clear()
         self._finalizer()
 
     def _hand_out(self) -> None:
@@ -293,14 +339,14 @@ class PlanAhead(Generic[Item, Plan]):
                 self._items = None
                 break
             except Exception as error:  # at its turn
-                self._answers[self._read] = False, error
+                self._answers[self._read] = True, error
             else:
                 self._waiting.append(self._read)
             self._read += 1
         while self._waiting:
             free = len(self._team) == self._most or any(not p.numbers for p in self._team)
             if not free:
-                self._team.append(Producer(self._function))
+                self._team.append(Producer(self._functions))
             number = self._waiting.popleft()
             producer = min(self._team, key=lambda some: len(some.numbers))
             producer.numbers.append(number)
@@ -313,14 +359,18 @@ class PlanAhead(Generic[Item, Plan]):
         for producer in [some for some in self._team if some.connection in ready]:
             try:
                 while producer.connection.poll():
-                    number, planned, data = producer.connection.recv()
+                    number, data, failed, after = producer.connection.recv()
                     producer.heard()
                     if number < 0:
+                        continue
+                    if after:
+                        if number >= self._turn - 1:
+                            self._afters[number] = _loaded(data, failed)
                         continue
                     producer.numbers.remove(number)
                     del self._data[number]
                     self._deaths.pop(number, None)
-                    self._answers[number] = _loaded(planned, data)
+                    self._answers[number] = _loaded(data, failed)
             except (EOFError, OSError):
                 self._replace(producer)
 
@@ -353,7 +403,7 @@ class PlanAhead(Generic[Item, Plan]):
                 wanted="a plan",
                 hint=f"the last {how}",
             )
-            self._answers[number] = False, error
+            self._answers[number] = True, error
             text += ", the third: it is given up"
         self._waiting = deque(sorted([*self._waiting, *lost]))
         if self._tell is not None:
@@ -367,11 +417,11 @@ def _pickled(what: str, value: object) -> bytes:
         raise SpecError(what, got=f"{type(error).__name__}: {error}", wanted="what can be pickled")
 
 
-def _loaded(planned: bool, data: bytes) -> tuple[bool, Any]:
+def _loaded(data: bytes, failed: bool) -> tuple[bool, Any]:
     try:
-        return planned, pickle.loads(data)
+        return failed, pickle.loads(data)
     except Exception as error:  # at its turn
-        return False, error
+        return True, error
 
 
 def _disband(team: list[Producer]) -> None:
