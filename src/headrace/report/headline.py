@@ -42,9 +42,12 @@ def cards(of: RunSummary) -> list[Card]:
         known(of.step_s, lambda s: f"{seconds_text(s)} a step", ""),
         known(of.mfu, lambda mfu: f"MFU {share_text(mfu)}", ""),
     ]
-    static = known(
-        of.against_static, lambda _: f"{of.best_static} in every step, both predicted", ""
+    chosen = (
+        f"{of.best_static} in every step"
+        if of.one_static
+        else f"the best size of each step, mostly {of.best_static}"
     )
+    static = known(of.against_static, lambda _: f"{chosen}, both predicted", "")
     waited = known(of.waited_s, lambda s: f"training waited {seconds_text(s)}", "")
     return [
         Card(

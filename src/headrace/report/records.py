@@ -143,8 +143,9 @@ class PlanMetrics:
     """What the planner said of one step before it ran.
 
     ``waited_s`` is how long training waited for the plan, ``best_static_s`` the predicted seconds
-    of the best plan that uses one group size for everything, ``static_s`` those of each size
-    (``cp2``) that held the batch. ``peak_bytes[r]`` belongs to rank r.
+    of the best plan that uses one group size for everything (NaN where no comparison was made, or
+    not in time). ``static_s`` are those of each size (``cp2``) that held the batch, which runs of
+    earlier versions wrote. ``peak_bytes[r]`` belongs to rank r.
     """
 
     strategy: str = "unknown"

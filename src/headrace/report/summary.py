@@ -24,11 +24,11 @@ class RunSummary:
     others. ``loss`` is that of the first step and the median of the last tenth. ``peak`` is the
     highest peak of a rank in bytes, and the rank. ``error`` is the median distance of
     predicted / measured seconds from 1, ``gap`` the median gap to the lower bound.
-    ``against_static`` is the predicted seconds of the static choice that is best for all steps,
-    one group size (``best_static``) or, where the run does not say them, the best of each step
-    (``best_static`` most often), over those of the plans that ran. ``strategies`` are their names,
-    shares of the steps and median seconds of a step, the most frequent first; they changed
-    ``changes`` times.
+    ``against_static`` is the predicted seconds of the best static plan of each step that was
+    compared, most often ``best_static``, over those of the plans that ran. Runs of earlier versions
+    say the seconds of every group size: there it is ``best_static`` in all steps (``one_static``).
+    ``strategies`` are their names, shares of the steps and median seconds of a step, the most
+    frequent first; they changed ``changes`` times.
     """
 
     run: Run
@@ -44,6 +44,7 @@ class RunSummary:
     gap: float
     against_static: float
     best_static: str
+    one_static: bool
     changes: int
     strategies: tuple[tuple[str, float, float], ...]
 
@@ -54,7 +55,7 @@ def summed_up(run: Run) -> RunSummary:
     seconds = [step.step_s for step in steps]
     planned = [step.planned for step in steps]
     peaks = [(peak, rank) for s in run.steps for rank, peak in enumerate(s.peak_bytes)]
-    best_static, static_s = _static(planned)
+    best_static, static_s, one_static = _static(planned)
     both = [
         (static, own.predicted_s)
         for static, own in zip(static_s, planned, strict=True)
@@ -79,6 +80,7 @@ def summed_up(run: Run) -> RunSummary:
         gap=median(p.gap for p in planned),
         against_static=sum(static for static, _ in both) / (sum(plan for _, plan in both) or nan),
         best_static=best_static,
+        one_static=one_static,
         changes=sum(one != other for one, other in pairwise(names)),
         strategies=tuple(
             (
@@ -91,14 +93,16 @@ def summed_up(run: Run) -> RunSummary:
     )
 
 
-def _static(planned: Sequence[PlanMetrics]) -> tuple[str, list[float]]:
-    """The static choice that is best for all steps, and its predicted seconds of each."""
+def _static(planned: Sequence[PlanMetrics]) -> tuple[str, list[float], bool]:
+    """What plans are compared with: its name, its predicted seconds in each step, and whether it is
+    one group size for all steps."""
     common = set[str].intersection(*(set(p.static_s) for p in planned))
     if common:
         best = min(sorted(common), key=lambda name: sum(p.static_s[name] for p in planned))
-        return best, [p.static_s[best] for p in planned]
-    most = Counter(p.best_static for p in planned).most_common(1)[0][0]
-    return most, [p.best_static_s for p in planned]
+        return best, [p.static_s[best] for p in planned], True
+    names = Counter(p.best_static for p in planned if isfinite(p.best_static_s))
+    most = names.most_common(1)[0][0] if names else "unknown"
+    return most, [p.best_static_s for p in planned], False
 
 
 def finite(values: Iterable[float]) -> npt.NDArray[np.float64]:
