@@ -39,7 +39,7 @@ from headrace.config.model import PlannerConfig
 from headrace.data import Batch, Reader
 from headrace.engine.measured_costs import measured_costs
 from headrace.engine.rank import Rank, open_rank
-from headrace.engine.run_planner import OnlinePlanner
+from headrace.engine.run_planner import RunPlanner
 from headrace.errors import InfeasiblePlan
 from headrace.layouts.partition import link, received_rows, storage_partition, working_partition
 from headrace.models.plain import plain_logits, whole_weights
@@ -147,7 +147,7 @@ def headrace_contender(
     rank: Rank, storage: Storage, options: PlannerConfig, costs: Any
 ) -> Contender:
     executor = Executor(storage, rank.groups, seed=0)
-    planner = OnlinePlanner(costs=costs, options=options, compare=False)
+    planner = RunPlanner(costs=costs, options=options, groups=rank.groups)
 
     def step(batch: Batch, number: int) -> float:
         planned = planner.plan(batch.lengths)
@@ -164,7 +164,7 @@ def contenders(rank: Rank, costs: Any, batches: list[Batch]) -> dict[str, Conten
         f"static cp{p}": PlannerConfig(name="static", static_size=p) for p in costs.group_sizes
     }
     for name, option in options.items():
-        planner = OnlinePlanner(costs=costs, options=option, compare=False)
+        planner = RunPlanner(costs=costs, options=option, groups=rank.groups)
         try:
             for batch in batches:
                 planner.plan(batch.lengths)
@@ -217,7 +217,9 @@ def moved_bytes(rank: Rank, count: int) -> dict[str, Any]:
     with Reader(rank.data.corpus, rank.data.sampler, ahead=1) as reader:
         batch = next(reader)
     plan = (
-        OnlinePlanner(costs=costs, options=PlannerConfig(), compare=False).plan(batch.lengths).plan
+        RunPlanner(costs=costs, options=PlannerConfig(), groups=rank.groups)
+        .plan(batch.lengths)
+        .plan
     )
     executor.run(plan, batch.tokens, step=0, lr=0.0)
     sent = [0]

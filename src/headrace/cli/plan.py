@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +16,18 @@ from headrace.costs import CostModel
 from headrace.data import draw_batches, parse_distribution
 from headrace.engine.cost_cache import costs_at_hand
 from headrace.engine.listener import ProgressLines
-from headrace.engine.plans import ConfiguredPlanner, programs_of
+from headrace.engine.plans import programs_of, rivals
 from headrace.engine.plans import simulate as run_clock
 from headrace.engine.setup import architecture_of, open_data
+from headrace.engine.step_planner import StepPlanner
 from headrace.errors import ConfigError
 from headrace.report.plan_bars import bars_of_plan
-from headrace.simulator import draw, peak_bytes
+from headrace.simulator import draw
 from headrace.simulator import simulate as run_programs
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
 from headrace.spec.plan import Plan
+from headrace.spec.step import Planned, PlanRequest
 from headrace.units import bytes_text, counted, seconds_text
 
 __all__ = ["plan", "simulate"]
@@ -36,7 +37,7 @@ __all__ = ["plan", "simulate"]
 class _Work:
     """What to plan: who plans it, the batches' lengths, and where the costs are from."""
 
-    planner: ConfiguredPlanner
+    planner: StepPlanner
     batches: tuple[Lengths, ...]
     source: str
 
@@ -44,12 +45,13 @@ class _Work:
     def costs(self) -> CostModel:
         return self.planner.costs
 
-    def plans(self) -> Iterator[tuple[Lengths, Plan, float]]:
-        """Every batch, its plan and the seconds of planning."""
+    def plans(self) -> Iterator[Planned]:
+        """The plan of every batch."""
+        previous: Plan | None = None
         for step, batch in enumerate(self.batches):
-            start = time.perf_counter()
-            made = self.planner.plan(batch, step=step)
-            yield batch, made, time.perf_counter() - start
+            request = PlanRequest(lengths=batch, step=step, previous=previous)
+            yield (planned := self.planner.plan(request))
+            previous = planned.plan
 
 
 def plan(config_path: Path, flags: PlanFlags) -> int:
@@ -58,16 +60,18 @@ def plan(config_path: Path, flags: PlanFlags) -> int:
         require_picture(flags.picture)
     work = _prepare(config_path, flags)
     found, made = list[dict[str, Any]](), list[Plan]()
-    for number, (batch, chosen, planning_s) in enumerate(work.plans()):
+    for number, planned in enumerate(work.plans()):
+        chosen, took = planned.plan, seconds_text(planned.planning_s)
         made.append(chosen)
         if flags.json:
-            found.append({"planning_s": planning_s} | chosen.to_json())
+            found.append({"planning_s": planned.planning_s} | chosen.to_json())
             continue
         if number:
             print()
         print(chosen)
-        print(f"{'fits':<14}{_fits(chosen, work.costs)}     planned in {seconds_text(planning_s)}")
-        for name, rival in work.planner.rivals(batch).items():
+        print(f"{'fits':<14}{_fits(planned, work.costs)}     planned in {took}")
+        others = rivals(work.planner.problem(), chosen.lengths, seed=work.planner.seed)
+        for name, rival in others.items():
             print(
                 f"{name:<14}{rival.strategy}: {seconds_text(rival.predicted_s)}, the plan is "
                 f"{rival.predicted_s / chosen.predicted_s:.2f} times as fast"
@@ -87,7 +91,8 @@ def simulate(config_path: Path, flags: SimulateFlags) -> int:
     events: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
     began_s = 0.0
-    for number, (_, chosen, _) in enumerate(work.plans()):
+    for number, planned in enumerate(work.plans()):
+        chosen = planned.plan
         actions = programs_of(chosen, work.costs)
         timeline = run_programs(actions, chosen, work.costs)
         later_us, began_s = began_s * 1e6, began_s + timeline.seconds
@@ -99,11 +104,11 @@ def simulate(config_path: Path, flags: SimulateFlags) -> int:
                     "plan": chosen.to_json(),
                     "programs": [str(program) for program in actions],
                     "timeline": timeline.to_json(),
-                    "peak_bytes": list(peak_bytes(chosen, work.costs)),
+                    "peak_bytes": list(planned.peak_bytes),
                 }
             )
         else:
-            _print_clock(number, chosen, timeline, work.costs)
+            _print_clock(number, planned, timeline, work.costs)
             if flags.programs:
                 print("\n".join(map(str, actions)))
     if flags.json:
@@ -119,7 +124,8 @@ def simulate(config_path: Path, flags: SimulateFlags) -> int:
     return 0
 
 
-def _print_clock(number: int, chosen: Plan, timeline: Timeline, costs: CostModel) -> None:
+def _print_clock(number: int, planned: Planned, timeline: Timeline, costs: CostModel) -> None:
+    chosen = planned.plan
     if number:
         print()
     print(
@@ -127,11 +133,11 @@ def _print_clock(number: int, chosen: Plan, timeline: Timeline, costs: CostModel
         f"{chosen.lengths.total:,} tokens, {chosen.strategy}, programs checked"
     )
     print(draw(timeline))
-    print(_fits(chosen, costs))
+    print(_fits(planned, costs))
 
 
-def _fits(chosen: Plan, costs: CostModel) -> str:
-    peaks = peak_bytes(chosen, costs)
+def _fits(planned: Planned, costs: CostModel) -> str:
+    peaks = planned.peak_bytes
     rank = max(range(len(peaks)), key=lambda r: peaks[r])
     return f"peak {bytes_text(peaks[rank])} of {bytes_text(costs.capacity_bytes)} (rank {rank})"
 
@@ -153,7 +159,7 @@ def _prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> _Work:
     costs, remark = costs_at_hand(config, architecture, flags.costs)
     if remark:
         tell(remark)
-    planner = ConfiguredPlanner(costs=costs, options=config.planner, seed=config.run.seed)
+    planner = StepPlanner(costs=costs, options=config.planner, seed=config.run.seed)
     return _Work(planner=planner, batches=batches, source=remark or costs.fingerprint)
 
 

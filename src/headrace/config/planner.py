@@ -72,6 +72,12 @@ class PlannerConfig(Section):
     """Batches planned ahead by a process of their own while the current one trains; 0 plans each
     when it comes. Where plans are smoothed each waits for the one before."""
 
+    compare: bool = True
+    """Make the best plan with one group size for each batch too, for the report of the run. No step
+    waits for it: it is made after the plan, by the process that plans ahead, and a step that is
+    over before goes without; where none plans ahead, by the first rank between two steps. Plans do
+    not depend on it."""
+
     memory_margin: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Part of a rank's memory that plans leave free; left out, what earlier runs with the same
     costs learnt. The first begins with 0.3 on a CPU, whose allocator holds up to that much more

@@ -129,13 +129,13 @@ class Attached:
 
     def _plan_ahead(self) -> None:
         """Have coming batches planned by a process beside, where it is known which they are."""
-        online, depth = self.runner.planner.planner, self._setup.options.ahead
-        if online is None or not depth:
+        depth = self._setup.options.ahead
+        if self.rank or not depth:
             return
         left = None if self._steps is None else self._steps - self.number
         coming = self._order.coming(self._epochs if left is None else None)
         if coming is not None:
-            online.plan_ahead(islice(coming, left), depth=depth)
+            self.runner.planner.plan_ahead(islice(coming, left), depth=depth)
 
     def _more(self) -> bool:
         if self._steps is not None:
@@ -182,8 +182,8 @@ class Attached:
             "scheduler": scheduler,
             "planner": runner.planner.state(),
         }
-        if runner.record is not None and runner.planner.planner is not None:
-            runner.record.keep(runner.planner.planner)
+        if runner.record is not None:
+            runner.record.keep(runner.planner.calibration)
         self.finish_saving()
         writer = self._writer if background else None
         return self._checkpoints().save(Path(folder), self.number, extra, keep=keep, writer=writer)
@@ -234,7 +234,6 @@ class Attached:
             self._setup.say(
                 "the last checkpoint is not published: run.finish_saving() was not called"
             )
-        if self.runner.planner.planner is not None:
-            self.runner.planner.planner.close()
+        self.runner.planner.close()
         if self.runner.record is not None:
             self.runner.record.close()

@@ -113,6 +113,10 @@ _MALFORMED = (
 """What parsers of JSON that was tampered with raise."""
 
 
+_OF_NO_STEP = (("run", "out"), ("run", "name"), ("planner", "compare"))
+"""Keys that no step depends on."""
+
+
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The keys of a configuration, as JSON, that have another value now, each with both. Not what
     a run may change without a difference to its steps: where it is written, and how reported."""
@@ -125,7 +129,7 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             was = earlier.get(key) if isinstance(earlier, Mapping) else None
             if (section, key) == ("planner", "working"):
                 was = stored_working(was)
-            if was != value and (section, key) not in (("run", "out"), ("run", "name")):
+            if was != value and (section, key) not in _OF_NO_STEP:
                 found.append(f"{section}.{key} from {_shown(was)} to {_shown(value)}")
     return found
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from headrace.errors import HeadraceError
-from headrace.spec.measurement import Timeline
 from headrace.spec.step import Step
 
 __all__ = ["Journal"]
@@ -69,13 +68,13 @@ class Journal:
         self.plan({"step": step.number} | step.plan.to_json())
         if step.measured is None or step.predicted is None:
             return
-        static = step.facts.get("static_timeline")
+        static = step.best_static.predicted if step.best_static is not None else None
         self.timelines(
             {
                 "step": step.number,
                 "measured": step.measured.to_json(),
                 "predicted": step.predicted.to_json(),
-                "static": static.to_json() if isinstance(static, Timeline) else None,
+                "static": static.to_json() if static is not None else None,
             }
         )
 

@@ -19,11 +19,10 @@ from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.library import memory_margin_of
 from headrace.costs.saving import save_whole
 from headrace.costs.sources.measured import costs_from_profile
-from headrace.engine.broadcast import BroadcastPlanner
 from headrace.engine.cost_cache import read_profile
 from headrace.engine.held import HeldWeights, state_bytes
 from headrace.engine.loop_costs import LoopProfiler, ModelProbes, shape_of, sizes_for
-from headrace.engine.run_planner import OnlinePlanner
+from headrace.engine.run_planner import RunPlanner
 from headrace.engine.spread_model import Item, LoopModel
 from headrace.errors import CostError, InfeasiblePlan
 from headrace.native.machine import available_bytes, machine_facts
@@ -145,20 +144,18 @@ def _given(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> CostModel
     return costs
 
 
-def planner_of(setup: LoopSetup, costs: CostModel, drawn: Container[int] = ()) -> BroadcastPlanner:
-    """The planner of all ranks: the first decides. Of ``drawn`` steps it predicts all rows."""
-    online = None
-    if setup.groups.rank == 0:
-        online = OnlinePlanner(
-            costs=costs,
-            options=setup.options,
-            seed=setup.seed,
-            stages=False,
-            drawn=drawn,
-            semantics=setup.held.semantics,
-            tell=setup.say,
-        )
-    return BroadcastPlanner(groups=setup.groups, planner=online)
+def planner_of(setup: LoopSetup, costs: CostModel, drawn: Container[int] = ()) -> RunPlanner:
+    """The planner of all ranks. Of ``drawn`` steps it predicts all rows."""
+    return RunPlanner(
+        groups=setup.groups,
+        costs=costs,
+        options=setup.options,
+        seed=setup.seed,
+        stages=False,
+        drawn=drawn,
+        semantics=setup.held.semantics,
+        tell=setup.say,
+    )
 
 
 def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import headrace
+from headrace.costs.calibration import Calibration
 from headrace.costs.sources.measured import fit_parts
 from headrace.engine.journal import Journal
 from headrace.engine.loop_planning import LoopSetup, ModelCosts
 from headrace.engine.run_folder import TrainingRun
-from headrace.engine.run_planner import OnlinePlanner
 from headrace.engine.sample_order import SampleOrder
 from headrace.errors import CostError
 from headrace.native.machine import machine_facts
@@ -41,10 +41,10 @@ class LoopRecord:
         assert self._journal is not None, "begun"
         self._journal.step(step, notices)
 
-    def keep(self, planner: OnlinePlanner) -> None:
+    def keep(self, known: Calibration) -> None:
         """Write what was learnt about the costs."""
         try:
-            planner.calibration.save(self.folder / "calibration.json")
+            known.save(self.folder / "calibration.json")
         except CostError as error:
             self._setup.say(f"what was learnt about costs is not kept ({error})")
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from headrace.comm.collectives import gather_bytes
 from headrace.costs import CostModel
-from headrace.engine.broadcast import BroadcastPlanner
 from headrace.engine.held import bytes_now
 from headrace.engine.loop_planning import LoopSetup, ModelCosts, planner_of
 from headrace.engine.loop_record import LoopRecord
 from headrace.engine.loop_recovery import LoopRecovery
+from headrace.engine.run_planner import RunPlanner
 from headrace.engine.sample_order import LoopBatch
 from headrace.engine.spread_model import LoopPart, Pack
 from headrace.engine.trainer import told_to_first
@@ -53,7 +53,7 @@ class StepRunner:
     clip: float | None
     drawn: Container[int]
     record: LoopRecord | None
-    planner: BroadcastPlanner = field(init=False)
+    planner: RunPlanner = field(init=False)
     recovery: LoopRecovery = field(init=False)
     part: LoopPart | None = field(init=False, default=None)
 
@@ -163,8 +163,7 @@ class StepRunner:
         """Write down a step that is done, and learn from it. Collective."""
         number = int(metrics["step"])
         step, rows = told_to_first(times, self.setup.groups, drawn=number in self.drawn)
-        online = self.planner.planner
-        if step is None or online is None or self.record is None:
+        if step is None or self.record is None:
             return
         self.planner.observe(planned.plan.predicted_s, step.step_s)
         rate = float(self.setup.optimizer.param_groups[0]["lr"])
@@ -176,14 +175,14 @@ class StepRunner:
             measured=rows,
             micro_batch_s=planned.micro_batch_s,
             predicted=planned.predicted,
-            facts=planned.facts,
         )
-        self.record.step(done, online.learn(done))
+        notices = self.planner.learn(done)
+        done = self.planner.compared(done)
+        self.record.step(done, notices)
         self.setup.heard(done)
 
     def plan_as(self, state: Mapping[str, Any]) -> None:
         """Plan with the costs and the corrections of before."""
         costs = CostModel.from_json(state["costs"]).replace(cluster=self.found.costs.cluster)
         self.planner = planner_of(self.setup, costs, self.drawn)
-        if self.planner.planner is not None:
-            self.planner.planner.restore(state)
+        self.planner.restore(state)

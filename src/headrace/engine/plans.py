@@ -1,18 +1,16 @@
-"""Where plans are asked for: no other module of this room calls a planner. No torch here.
+"""The verbs of planning: plan, compare with plans of others, simulate, draw. No torch here.
 
-:func:`plan` and :func:`baselines` serve a Python session, :class:`ConfiguredPlanner` the batches
-of a run or a command.
+They serve a Python session and the command line; the steps of a run are planned by
+:class:`headrace.engine.step_planner.StepPlanner`.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 from headrace.config.model import PlannerConfig
 from headrace.costs import CostModel
@@ -34,7 +32,6 @@ from headrace.spec.program import Program, compile_plan
 from headrace.spec.strategy import Strategy
 
 __all__ = [
-    "ConfiguredPlanner",
     "baselines",
     "best_static",
     "draw",
@@ -42,6 +39,7 @@ __all__ = [
     "make_problem",
     "plan",
     "programs_of",
+    "rivals",
     "simulate",
 ]
 
@@ -152,11 +150,17 @@ def programs_of(plan: Plan, costs: CostModel) -> tuple[Program, ...]:
 
 def best_static(problem: Problem, lengths: Lengths) -> Plan | None:
     """The fastest plan of one group size; None when no single size fits."""
-    return _held(problem.replace(planner="static"), lengths)
+    return _held(problem.replace(planner="static", static_size=None), lengths)
 
 
-def _of_size(problem: Problem, p: int) -> Problem:
-    return problem.replace(planner="static", static_size=p)
+def rivals(problem: Problem, lengths: Lengths, *, seed: int = 0) -> dict[str, Plan]:
+    """Plans of others with the same costs, by what they are called: the best static one, bucket and
+    packed parallel; those that hold the batch."""
+    made = {"best static": best_static(problem, lengths)} | {
+        name: _held(problem.replace(planner=name, static_size=None), lengths, seed)
+        for name in ("bucket", "packed")
+    }
+    return {name: plan for name, plan in made.items() if plan is not None}
 
 
 def _held(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
@@ -168,7 +172,10 @@ def _held(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
 
 
 def _static_plans(problem: Problem, lengths: Lengths) -> list[Plan]:
-    made = (_held(_of_size(problem, p), lengths) for p in problem.static_sizes)
+    made = (
+        _held(problem.replace(planner="static", static_size=p), lengths)
+        for p in problem.static_sizes
+    )
     return [plan for plan in made if plan is not None]
 
 
@@ -234,101 +241,3 @@ def listed_methods(options: PlannerConfig) -> tuple[str, ...] | None:
     if options.methods == "auto":
         return None
     return (options.methods,) if isinstance(options.methods, str) else options.methods
-
-
-@dataclass(slots=True, kw_only=True)
-class ConfiguredPlanner:
-    """Makes the plans that a configuration asks for, batch by batch.
-
-    ``previous`` is the plan of the step before, where plans are smoothed.
-    """
-
-    costs: CostModel
-    options: PlannerConfig
-    seed: int = 0
-    semantics: Semantics = "free"
-    stages: bool = True
-    previous: Plan | None = None
-    steps: int = 0
-    _problem: Problem | None = field(init=False, default=None)
-
-    @property
-    def problem(self) -> Problem:
-        """The problem with these costs."""
-        if self._problem is None:
-            self._problem = make_problem(
-                self.costs, self.options, semantics=self.semantics, stages=self.stages
-            )
-        return self._problem
-
-    def plan(self, lengths: Lengths, *, step: int = 0, scale: float | None = None) -> Plan:
-        """The plan of the batch of a step, its seconds times ``scale`` (that of the costs when left
-        out). Where strategies take turns, step i has the i-th. Raises InfeasiblePlan when nothing
-        fits."""
-        problem = self._scaled(scale)
-        if self.options.rotate and problem.strategies:
-            turn = problem.strategies[step % len(problem.strategies)]
-            problem = problem.replace(strategies=(turn,))
-        made = plan_batch(problem, lengths, seed=self.seed, previous=self.previous)
-        if self.options.smoothing:
-            self.previous = made
-        return made
-
-    def best_static(self, lengths: Lengths, *, scale: float | None = None) -> Plan | None:
-        """The fastest plan of one group size, its seconds times ``scale``."""
-        return best_static(self._scaled(scale), lengths)
-
-    def static_s(self, lengths: Lengths, *, scale: float | None = None) -> dict[str, float]:
-        """Predicted seconds with one group size for the whole batch, by scheme (``cp2``), for the
-        sizes that use all devices and hold the batch."""
-        problem = self._scaled(scale)
-        sizes = [p for p in problem.static_sizes if problem.devices % p == 0]
-        made = {p: _held(_of_size(problem, p), lengths) for p in sizes}
-        return {f"cp{p}": plan.predicted_s for p, plan in made.items() if plan is not None}
-
-    def rivals(self, lengths: Lengths) -> Mapping[str, Plan]:
-        """Plans of others with the same costs, by what they are called: the best static one, bucket
-        and packed parallel; those that hold the batch."""
-        made = {
-            name: _held(self.problem.replace(planner=name, static_size=None), lengths, self.seed)
-            for name in ("bucket", "packed")
-        }
-        found = {"best static": self.best_static(lengths)} | made
-        return {name: plan for name, plan in found.items() if plan is not None}
-
-    def _scaled(self, scale: float | None) -> Problem:
-        return self.problem if scale is None else self.problem.rescaled(scale)
-
-    def require(self, longest: int) -> None:
-        """Raise InfeasiblePlan when a sequence of ``longest`` tokens fits nowhere, or not every
-        strategy where they take turns."""
-        turns = len(self.options.strategies) if self.options.rotate else 1
-        for step in range(max(1, turns)):
-            copy.copy(self).plan(Lengths(tokens=(longest,)), step=step)
-
-    def fits(self, longest: int, margin: float) -> bool:
-        """Whether a sequence would fit with another memory margin."""
-        other = copy.copy(self)
-        other.use_margin(margin)
-        try:
-            other.require(longest)
-        except InfeasiblePlan:
-            return False
-        return True
-
-    def use_margin(self, margin: float) -> None:
-        """Leave this fraction of the memory free from now on."""
-        if margin != self.costs.memory_margin:
-            self.costs = self.costs.replace(memory_margin=margin)
-            self._problem = None
-
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs to plan alike, besides costs and seed."""
-        before = {"before": self.previous.to_json()} if self.previous else {}
-        return {**before, "steps": self.steps}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on as an earlier run would have."""
-        if "before" in state:
-            self.previous = Plan.from_json(state["before"])
-        self.steps = int(state.get("steps", 0))

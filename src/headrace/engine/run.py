@@ -13,12 +13,11 @@ from headrace.costs import CostModel
 from headrace.costs.calibration import Calibration
 from headrace.costs.drift import Drift
 from headrace.data import Reader, summarise
-from headrace.engine.broadcast import BroadcastPlanner
 from headrace.engine.checkpoints import SavedState, changed
 from headrace.engine.measured_costs import learnt, measured_costs
 from headrace.engine.native_recovery import Recovery
 from headrace.engine.rank import Rank
-from headrace.engine.run_planner import OnlinePlanner
+from headrace.engine.run_planner import RunPlanner
 from headrace.engine.run_record import RunRecord, drawn_steps
 from headrace.engine.trainer import Trainer, TrainingBatch
 from headrace.errors import CheckpointError, DamagedCheckpoint, HeadraceError
@@ -43,14 +42,12 @@ _IN_FLIGHT = 1 / 16
 
 @dataclass(slots=True, kw_only=True)
 class RankRun:
-    """One rank's part of the run in ``folder``. ``online`` plans and ``record`` writes on the first
-    rank only."""
+    """One rank's part of the run in ``folder``. ``record`` writes, on the first rank only."""
 
     rank: Rank
     folder: Path
-    online: OnlinePlanner | None = None
     record: RunRecord | None = None
-    planner: BroadcastPlanner = field(init=False)
+    planner: RunPlanner = field(init=False)
     writer: BackgroundWriter = field(init=False, default_factory=BackgroundWriter)
 
     @property
@@ -73,8 +70,7 @@ class RankRun:
             rank.say(f"weights       {folder}")
             rank.storage.fill(read_pretrained(folder, rank.storage.architecture))
         costs, profile, known = self._costs(saved)
-        self.online = self._online(costs, known) if rank.first else None
-        self.planner = BroadcastPlanner(groups=rank.groups, planner=self.online)
+        self.planner = self._planner(costs, known)
         first = 0
         if path is not None and saved is not None:
             if profile is not None:  # measuring used the storage and reset its optimizer
@@ -100,8 +96,9 @@ class RankRun:
             self._close()
         return True
 
-    def _online(self, costs: CostModel, known: Calibration) -> OnlinePlanner:
-        return OnlinePlanner(
+    def _planner(self, costs: CostModel, known: Calibration) -> RunPlanner:
+        return RunPlanner(
+            groups=self.rank.groups,
             costs=costs,
             options=self.config.planner,
             seed=self.config.run.seed,
@@ -129,9 +126,7 @@ class RankRun:
 
     def _tell_margin(self, begun: CostModel) -> None:
         """Say how much memory plans leave free, when that was learnt."""
-        if self.online is None:
-            return
-        margin, peaks = self.online.margin.value, self.online.calibration.peaks
+        margin, peaks = self.planner.margin, self.planner.calibration.peaks
         if self.config.planner.memory_margin is not None or not peaks.usual.count:
             return
         lowered = ", lowered so that the longest sequence fits"
@@ -165,8 +160,8 @@ class RankRun:
             drawn=drawn_steps(config),
             recovery=Recovery(rerendezvous=rank.world.rerendezvous, groups=rank.groups),
         )
-        if self.online is not None and config.planner.ahead:
-            self.online.plan_ahead(self._coming(steps - first), depth=config.planner.ahead)
+        if rank.first and config.planner.ahead:
+            self.planner.plan_ahead(self._coming(steps - first), depth=config.planner.ahead)
         with Reader(rank.data.corpus, rank.data.sampler, ahead=config.data.read_ahead) as batches:
             trainer.train(iter(batches), first, steps)
 
@@ -177,7 +172,8 @@ class RankRun:
 
     def _finished(self, step: Step, batch: TrainingBatch) -> None:
         done, steps = step.number + 1, self.config.run.steps
-        notices = self.online.learn(step) if self.online is not None else ()
+        notices = self.planner.learn(step)
+        step = self.planner.compared(step)
         if self.record is not None:
             self.record.step(step, notices)
             self.rank.listener.step(step, notices)
@@ -212,8 +208,8 @@ class RankRun:
 
     def _kept(self, folder: Path | None) -> None:
         """What was learnt stays too where a checkpoint is whole."""
-        if folder is not None and self.record is not None and self.online is not None:
-            self.record.keep(self.online.calibration)
+        if folder is not None and self.record is not None:
+            self.record.keep(self.planner.calibration)
 
     def _state(self, done: int, sampler: Mapping[str, Any]) -> SavedState:
         rank = self.rank
@@ -288,8 +284,7 @@ class RankRun:
         rank = self.rank
         rank.storage.updates = saved.updates
         rank.data.sampler.restore(saved.sampler)
-        if self.online is not None:
-            self.online.restore(saved.planner)
+        self.planner.restore(saved.planner)
         rank.say(f"continuing from {path}, saved by {saved.ranks} ranks")
         if changes := changed(saved.config, self.config.to_json()):
             rank.say(f"changed since   {', '.join(changes)}")
@@ -311,8 +306,7 @@ class RankRun:
         )
 
     def _close(self) -> None:
-        if self.online is not None:
-            self.online.close()
+        self.planner.close()
         if self.record is not None:
             self.record.close()
             self.rank.listener.end()

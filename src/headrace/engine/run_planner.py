@@ -1,99 +1,172 @@
-"""The planner of a run: costs in, plans out, measurements back.
+"""The planner of a run: costs in, plans out, measurements back, one for all ranks.
 
 It is where the side that plans and the side that runs meet: the trainer asks it for plans as
-``runtime.trainer.Planner`` and knows nothing of how they are made. Only the first rank has one; see
-:mod:`headrace.engine.broadcast`.
+:class:`headrace.engine.trainer.Planner` and knows nothing of how they are made.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from headrace.comm.collectives import from_first
+from headrace.comm.mesh import Groups
 from headrace.comm.workers import PlanAhead
 from headrace.config.model import PlannerConfig
 from headrace.costs import CostModel
 from headrace.costs.calibration import Calibration, micro_batch_residuals
 from headrace.costs.drift import Drift
-from headrace.engine.plans import ConfiguredPlanner
-from headrace.engine.step_planner import MemoryMargin, PlannedStep, PlanRequest, StepPlanner
+from headrace.engine.step_planner import MemoryMargin, StepPlanner
+from headrace.errors import InfeasiblePlan
 from headrace.simulator import peak_bytes
 from headrace.spec.lengths import Lengths
 from headrace.spec.plan import Plan, Semantics
-from headrace.spec.step import Exhausted, Planned, Step
+from headrace.spec.step import BestStatic, Exhausted, Planned, PlanRequest, Step
 
-__all__ = ["OnlinePlanner"]
+__all__ = ["RunPlanner"]
 
-_MEMORY = 0.9  # of the old ratio, at each step
+_MEMORY = 0.9
+"""Of the old ratio, at each step."""
+
+_PLAN, _REFUSED = b"p", b"r"
+"""How what the first rank says begins."""
+
+_Ahead = PlanAhead[PlanRequest, Planned, BestStatic | None]
 
 
-@dataclass(slots=True, kw_only=True)
-class OnlinePlanner:
-    """Plans batches and learns how far predictions are off.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HandedOut:
+    """The request of the plan handed out last, and the process that made it, if one did."""
+
+    request: PlanRequest
+    maker: _Ahead | None
+
+
+def _alike(one: PlanRequest, other: PlanRequest) -> bool:
+    """Whether the plan of one request serves the other: ratios differ, and change no plan."""
+    return (one.lengths, one.margin) == (other.lengths, other.margin)
+
+
+class RunPlanner:
+    """Plans batches for all ranks, and learns how far predictions are off.
+
+    What is planned, learnt and remembered is the first rank's business alone, so ranks cannot
+    differ, and a cluster plans once and not as often as it has ranks. All ranks have one and ask in
+    the same order; on others than the first a plan comes without what is expected of it.
 
     ``ratio`` is a running mean of measured over predicted seconds. It corrects what is shown,
     and is uniform, so it never changes which plan is best: the plans of a run follow from its
     costs and its lengths alone, and a resumed run plans as the uninterrupted one. The one thing
     learnt that changes plans is the memory margin, part of the costs in :meth:`state`.
 
-    ``costs`` are those that the run begins with. ``calibration`` takes the residuals of every step;
-    ``drift``, where there is one, watches them. ``semantics`` and ``stages`` as in Problem.
-    ``compare`` has the best static plan made beside each. The steps ``drawn`` get timelines.
-    ``tell`` gets a line when a planning process has died.
+    Where ``options.compare`` asks for it, the best static plan of each batch is made too, once the
+    plan is handed out: no step waits for it and no plan depends on it.
+
+    Args:
+        costs: Those that the run begins with.
+        options: What the configuration asks of plans.
+        groups: All ranks; without, plans are this process's own and nobody is told.
+        seed: The seed of the search.
+        drawn: The steps that are drawn: clocks of all ranks are predicted for them.
+        calibration: What is known of the costs; takes the residuals of every step.
+        drift: Watches the residuals, where it is there.
+        semantics: As in :class:`headrace.engine.step_planner.StepPlanner`.
+        stages: As there.
+        tell: Gets a line when a process that plans ahead has died.
+
+    Attributes:
+        steps: Plans the single steps.
+        ratio: Measured over predicted seconds; known on the first rank.
+        calibration: What was learnt of the costs; known on the first rank.
     """
 
-    costs: CostModel
-    options: PlannerConfig
-    seed: int = 0
-    compare: bool = True
-    drawn: Container[int] = ()
-    ratio: float = 1.0
-    observed: int = 0
-    calibration: Calibration = field(default_factory=lambda: Calibration(fingerprint=""))
-    drift: Drift | None = None
-    semantics: Semantics = "free"
-    stages: bool = True
-    tell: Callable[[str], None] = lambda text: None
-    steps: StepPlanner = field(init=False)
-    margin: MemoryMargin = field(init=False)
-    _step: int = 0
-    _ahead: PlanAhead[PlanRequest, PlannedStep] | None = None
-    _planned_ratio: float = 1.0
-    _warm: bool = False
-
-    def __post_init__(self) -> None:
-        planner = ConfiguredPlanner(
-            costs=self.costs,
-            options=self.options,
-            seed=self.seed,
-            semantics=self.semantics,
-            stages=self.stages,
+    def __init__(
+        self,
+        *,
+        costs: CostModel,
+        options: PlannerConfig,
+        groups: Groups | None = None,
+        seed: int = 0,
+        drawn: Container[int] = (),
+        calibration: Calibration | None = None,
+        drift: Drift | None = None,
+        semantics: Semantics = "free",
+        stages: bool = True,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.steps = StepPlanner(
+            costs=costs, options=options, seed=seed, semantics=semantics, stages=stages
         )
-        self.steps = StepPlanner(planner=planner, compare=self.compare, drawn=self.drawn)
-        self.margin = MemoryMargin(planner=planner)
-        if not self.calibration.fingerprint:
-            self.calibration = Calibration(fingerprint=self.costs.fingerprint)
+        self.ratio = 1.0
+        self.calibration = calibration or Calibration(fingerprint=costs.fingerprint)
+        self._margin = MemoryMargin(planner=self.steps, value=costs.memory_margin)
+        self._groups, self._drawn, self._drift, self._tell = groups, drawn, drift, tell
+        self._first = groups is None or groups.rank == 0
+        self._observed = 0
+        self._step, self._done = 0, 0  # the next to plan, and how many were observed
+        self._previous: Plan | None = None
+        self._ahead: _Ahead | None = None
+        self._handed: _HandedOut | None = None
+        self._warm = False
+
+    @property
+    def margin(self) -> float:
+        """The fraction of a rank's memory that plans leave free; known on the first rank."""
+        return self._margin.value
+
+    @property
+    def costs(self) -> CostModel:
+        """The costs with the memory margin in force; known on the first rank."""
+        return self.steps.problem(self.margin).model
 
     def plan(self, lengths: Lengths) -> Planned:
-        """The plan of a batch, what its ranks' clocks and memories are expected to show, and the
-        best static plan beside it: made ahead, if it was for this batch and this margin."""
-        request = self._request(lengths)
-        found = next(self._ahead, None) if self._ahead is not None else None
-        wanted = (lengths, request.margin)
-        if found is None or (found.request.lengths, found.request.margin) != wanted:
-            found = self.steps(request)
-        return self._planned(found)
+        """The plan of the next step: made ahead, if it was for this batch and this margin. Of each
+        step that is drawn it comes with what the ranks' clocks are expected to show. Collective.
+
+        Raises:
+            InfeasiblePlan: On every rank, when nothing fits.
+        """
+        return self._shared(lambda: self._plan(lengths))
+
+    def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
+        """A plan of the same batch that is expected to take a tenth less memory than ``failed`` did
+        where it ran out, or as much less as can be had; the margin stays as high for the rest of
+        the run, as far as its longest sequence allows, and is learnt. Collective.
+
+        Raises:
+            InfeasiblePlan: On every rank, when the plan that failed was the thriftiest.
+        """
+        return self._shared(lambda: self._replan(lengths, failed, exhausted))
+
+    def check(self, longest: int) -> None:
+        """Look whether a sequence of ``longest`` tokens will fit, before it comes. Collective.
+
+        Raises:
+            InfeasiblePlan: On every rank, when it fits nowhere.
+        """
+        payload = _PLAN
+        if self._first:
+            try:
+                self._margin.require(longest)
+            except InfeasiblePlan as error:
+                payload = _REFUSED + str(error).encode()
+        self._told(payload)
 
     def plan_ahead(self, coming: Iterable[Lengths], *, depth: int) -> None:
         """Have the plans of the batches to come made by a process of their own, at most ``depth``
-        ahead. Where plans are smoothed each waits for the one before: they are made here."""
-        if self.options.smoothing:
+        ahead; on the first rank. Where plans are smoothed each waits for the one before: they are
+        made here."""
+        if not self._first or self.steps.options.smoothing:
             return
-        made = replace(self.steps, planner=copy.copy(self.steps.planner))
         items = (self._request(lengths, step) for step, lengths in enumerate(coming, self._step))
-        self._ahead = PlanAhead(made, items, depth=depth, tell=self.tell)
+        self._ahead = PlanAhead(
+            self.steps.plan,
+            items,
+            after=self.steps.best_static if self.steps.options.compare else None,
+            depth=depth,
+            tell=self._tell,
+        )
 
     def close(self) -> None:
         """End the process that plans ahead."""
@@ -101,102 +174,157 @@ class OnlinePlanner:
             self._ahead.close()
             self._ahead = None
 
-    def _request(self, lengths: Lengths, step: int | None = None) -> PlanRequest:
-        """What is asked for a step, the next one unless told."""
-        return PlanRequest(
-            lengths=lengths,
-            step=self._step if step is None else step,
-            ratio=self.ratio,
-            margin=self.margin.value,
-        )
-
-    def _planned(self, found: PlannedStep) -> Planned:
-        """What the trainer gets; the plan after it is the next step's."""
-        self._planned_ratio = found.request.ratio
-        self._step += 1
-        return Planned(
-            plan=found.plan,
-            micro_batch_s=found.micro_batch_s,
-            predicted=found.predicted,
-            peak_bytes=found.peak_bytes,
-            planning_s=found.planning_s,
-            facts=found.facts,
-        )
-
-    def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
-        """A plan of the same batch that is expected to take a tenth less memory than ``failed`` did
-        where it ran out, or as much less as can be had; the margin stays as high for the rest of
-        the run, as far as its longest sequence allows, and is learnt."""
-        costs = self.current_costs
-        memory, predicted = costs.cluster.memory_bytes, peak_bytes(failed, costs)
-        measured = [memory if r in exhausted.ranks else p for r, p in enumerate(predicted)]
-        self.calibration.peaks = self.calibration.peaks.after(predicted, measured, memory)
-        self._step -= 1  # the same step
-        request = self._request(lengths)
-        found = self.margin.plan_after_failure(
-            max(predicted[r] for r in exhausted.ranks),
-            exhausted,
-            lambda margin: self.steps(replace(request, margin=margin)),
-        )
-        return self._planned(found)
-
-    @property
-    def current_costs(self) -> CostModel:
-        """The costs with the memory margin in force."""
-        return self.steps.planner.costs
-
-    def check(self, longest: int) -> None:
-        """Raise InfeasiblePlan now when a sequence of ``longest`` tokens will fit nowhere."""
-        self.margin.require(longest)
-
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """Take a finished step into the running mean. Plans made ahead are predicted with a ratio
         that is no longer the last one."""
-        self.steps.planner.steps = self._step
+        self._done = self._step
         if predicted_s <= 0 or measured_s <= 0:
             return
         seen = self._planned_ratio * measured_s / predicted_s
-        self.observed += 1
-        weight = max(1 - _MEMORY, 1 / self.observed)
+        self._observed += 1
+        weight = max(1 - _MEMORY, 1 / self._observed)
         self.ratio += weight * (seen - self.ratio)
 
     def learn(self, step: Step) -> tuple[str, ...]:
         """Take the times and peaks of a finished step; returns what a user should be told, a
-        sentence each: drift, where it is watched, and a raised margin.
+        sentence each: drift, where it is watched, and a raised margin. Nothing on other ranks than
+        the first.
 
         The first step of a process warms up and says nothing.
         """
+        if not self._first:
+            return ()
         if not self._warm:
             self._warm = True
             return ()
         predicted, measured = step.metrics["predicted_peak_bytes"], step.metrics["peak_bytes"]
-        costs, known = self.current_costs, self.calibration
+        costs, known = self.costs, self.calibration
         found = step.times.micro_batches if step.times is not None else {}
         residuals = micro_batch_residuals(step.plan, step.micro_batch_s, found, costs)
         known.observe(residuals)
         known.peaks = known.peaks.after(predicted, measured, costs.cluster.memory_bytes)
-        told = self.margin.raise_after_step(step.number, predicted, measured)
-        if self.drift is not None:
-            return (*self.drift.observe(step.number, residuals, self._planned_ratio), *told)
+        told = self._margin.raise_after_step(step.number, predicted, measured)
+        if self._drift is not None:
+            return (*self._drift.observe(step.number, residuals, self._planned_ratio), *told)
         return told
 
+    def compared(self, step: Step) -> Step:
+        """The step just finished, beside the best static plan of its batch. As it is on other ranks
+        than the first, where no comparison is asked for, and where the process that plans ahead has
+        not come to it yet: nobody waits for it."""
+        handed = self._handed
+        if not self._first or not self.steps.options.compare or handed is None:
+            return step
+        if handed.maker is None:
+            best = self.steps.best_static(handed.request)
+        else:
+            best = handed.maker.made_after()
+        return step if best is None else step.compared_with(best)
+
     def state(self) -> dict[str, Any]:
-        """Costs, correction, seed and what was learnt: what a resumed run needs to plan alike."""
-        return self.steps.planner.state() | {
-            "costs": self.current_costs.to_json(),
+        """Costs, correction, seed and what was learnt: what a resumed run needs to plan alike.
+        Nothing on other ranks than the first."""
+        if not self._first:
+            return {}
+        before = {"before": self._previous.to_json()} if self._previous is not None else {}
+        return before | {
+            "steps": self._done,
+            "costs": self.costs.to_json(),
             "ratio": self.ratio,
-            "observed": self.observed,
-            "seed": self.seed,
+            "observed": self._observed,
+            "seed": self.steps.seed,
             "calibration": self.calibration.to_json(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take the correction of an earlier run, what it learnt of these costs, and its last plan
-        where plans are smoothed."""
-        self.steps.planner.restore(state)
-        self._step = self.steps.planner.steps
-        self.ratio, self.observed = float(state["ratio"]), int(state["observed"])
+        where plans are smoothed; on the first rank."""
+        if not self._first:
+            return
+        if "before" in state:
+            self._previous = Plan.from_json(state["before"])
+        self._step = self._done = int(state.get("steps", 0))
+        self.ratio, self._observed = float(state["ratio"]), int(state["observed"])
         if "calibration" in state:
             learnt = Calibration.from_json(state["calibration"])
-            if learnt.fingerprint == self.costs.fingerprint:
+            if learnt.fingerprint == self.steps.costs.fingerprint:
                 self.calibration = learnt
+
+    @property
+    def _planned_ratio(self) -> float:
+        """What the seconds of the plan handed out last were multiplied by."""
+        ratio = self._handed.request.ratio if self._handed is not None else None
+        return 1.0 if ratio is None else ratio
+
+    def _plan(self, lengths: Lengths) -> Planned:
+        """The plan of the next step, on the first rank."""
+        request = self._request(lengths)
+        maker = self._ahead
+        found = next(maker, None) if maker is not None else None
+        made = found.request if found is not None else None
+        if found is None or made is None or not _alike(made, request):
+            return self._handed_out(self.steps.plan(request), request, None)
+        return self._handed_out(found, made, maker)
+
+    def _replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
+        """A thriftier plan of the same batch, on the first rank."""
+        costs = self.costs
+        memory, predicted = costs.cluster.memory_bytes, peak_bytes(failed, costs)
+        measured = [memory if r in exhausted.ranks else p for r, p in enumerate(predicted)]
+        self.calibration.peaks = self.calibration.peaks.after(predicted, measured, memory)
+        self._step -= 1  # the same step
+        request = self._request(lengths)
+        found = self._margin.plan_after_failure(
+            max(predicted[r] for r in exhausted.ranks),
+            exhausted,
+            lambda margin: self.steps.plan(replace(request, margin=margin)),
+        )
+        return self._handed_out(found, found.request or request, None)
+
+    def _request(self, lengths: Lengths, step: int | None = None) -> PlanRequest:
+        """What is asked for a step, the next one unless told."""
+        number = self._step if step is None else step
+        return PlanRequest(
+            lengths=lengths,
+            step=number,
+            ratio=self.ratio,
+            margin=self.margin,
+            previous=self._previous,
+            drawn=number in self._drawn,
+        )
+
+    def _handed_out(self, found: Planned, request: PlanRequest, maker: _Ahead | None) -> Planned:
+        """The plan, remembered; the one after it is the next step's."""
+        self._handed = _HandedOut(request=request, maker=maker)
+        self._step += 1
+        if self.steps.options.smoothing:
+            self._previous = found.plan
+        return found
+
+    def _shared(self, decide: Callable[[], Planned]) -> Planned:
+        """What the first rank decides, on every rank."""
+        planned, payload = None, b""
+        if self._first:
+            try:
+                planned = decide()
+                payload = _PLAN + (planned.plan.to_bytes() if self._many else b"")
+            except InfeasiblePlan as error:
+                payload = _REFUSED + str(error).encode()
+        said = self._told(payload)
+        if planned is not None:
+            return planned
+        return Planned(plan=Plan.from_bytes(said), predicted=None, peak_bytes=(), planning_s=0.0)
+
+    @property
+    def _many(self) -> bool:
+        """Whether there are others to tell."""
+        return self._groups is not None and self._groups.ranks > 1
+
+    def _told(self, payload: bytes) -> bytes:
+        """What the first rank says, on every rank."""
+        world = self._groups.world if self._groups is not None and self._groups.ranks > 1 else None
+        said = from_first(payload, world)
+        kind, rest = said[:1], said[1:]
+        if kind == _REFUSED:
+            raise InfeasiblePlan(rest.decode())
+        return rest

@@ -1,101 +1,134 @@
-"""The plan of a step with what is expected of it, made here or in a process that runs ahead; no
-torch here."""
+"""The planner of one step, and the memory that its plans leave free; no torch here."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from headrace.config.model import PlannerConfig
+from headrace.costs import CostModel
 from headrace.costs.calibration import raised_margin
 from headrace.costs.library import memory_margin_of
-from headrace.engine.plans import ConfiguredPlanner
+from headrace.engine.plans import best_static, make_problem
 from headrace.errors import InfeasiblePlan
+from headrace.planning import Problem
+from headrace.planning import plan as plan_batch
 from headrace.simulator import micro_batch_seconds, peak_bytes, simulate
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
-from headrace.spec.plan import Plan
+from headrace.spec.plan import Plan, Semantics
 from headrace.spec.program import compile_plan
+from headrace.spec.step import BestStatic, Planned, PlanRequest
 from headrace.units import bytes_text, percent_text
 
-__all__ = [
-    "MemoryMargin",
-    "PlanRequest",
-    "PlannedStep",
-    "StepPlanner",
-]
+__all__ = ["MemoryMargin", "StepPlanner"]
+
+_PROBLEMS = 2
+"""Margins of which the problem is kept: the one in force, and one that is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """What a plan follows from besides costs and options: the lengths and number of the step, how
-    far seconds are off so far (``ratio``), and how much memory is left free (``margin``)."""
-
-    lengths: Lengths
-    step: int
-    ratio: float
-    margin: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedStep:
-    """A plan, the seconds of its micro-batches, what its ranks' clocks (where the step is drawn)
-    and memories are expected to show, and the best static plan beside it among the ``facts``."""
-
-    request: PlanRequest
-    plan: Plan
-    micro_batch_s: tuple[float, ...]
-    predicted: Timeline | None
-    peak_bytes: tuple[int, ...]
-    planning_s: float
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True, kw_only=True)
 class StepPlanner:
-    """Plans what is requested; with ``compare`` the best static plan is made too. The steps
-    ``drawn`` come with timelines, which take longer the more ranks there are. It can be pickled, to
-    plan in another process."""
+    """Plans one step: the same request gives the same plan, whatever was asked before.
 
-    planner: ConfiguredPlanner
-    compare: bool = True
-    drawn: Container[int] = ()
+    It can be pickled, to plan in another process.
 
-    def __call__(self, request: PlanRequest) -> PlannedStep:
-        """Plan. Raises InfeasiblePlan when nothing fits."""
-        planner, start = self.planner, time.perf_counter()
-        planner.use_margin(request.margin)
-        made = planner.plan(request.lengths, step=request.step, scale=request.ratio)
+    Args:
+        costs: What layers, exchanges and updates cost.
+        options: What a configuration asks of plans.
+        seed: The seed of the search.
+        semantics: ``free`` groups start when their ranks are free; in ``lockstep`` all ranks meet
+            at every layer.
+        stages: Whether pipelines may have stages.
+
+    Example:
+        >>> planner = StepPlanner(costs=costs, options=PlannerConfig(smoothing=0.05))
+        >>> first = planner.plan(PlanRequest(lengths=lengths))
+        >>> after = planner.plan(PlanRequest(lengths=others, step=1, previous=first.plan))
+    """
+
+    costs: CostModel
+    options: PlannerConfig
+    seed: int = 0
+    semantics: Semantics = "free"
+    stages: bool = True
+    _problems: dict[float, Problem] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+
+    def plan(self, request: PlanRequest) -> Planned:
+        """The plan of a step, with what it is expected to take.
+
+        Raises:
+            InfeasiblePlan: When nothing fits, saying by how much and what would help.
+        """
+        start = time.perf_counter()
+        problem = self._asked(request)
+        if self.options.rotate and problem.strategies:
+            turn = problem.strategies[request.step % len(problem.strategies)]
+            problem = problem.replace(strategies=(turn,))
+        previous = request.previous if self.options.smoothing else None
+        made = plan_batch(problem, request.lengths, seed=self.seed, previous=previous)
         planning_s = time.perf_counter() - start
-        return PlannedStep(
+        return Planned(
             request=request,
             plan=made,
-            micro_batch_s=micro_batch_seconds(made, planner.costs.replace(scale=request.ratio)),
-            predicted=self._timeline(made, request),
-            peak_bytes=peak_bytes(made, planner.costs),
+            micro_batch_s=micro_batch_seconds(made, problem.model),
+            predicted=_timeline(made, problem.model) if request.drawn else None,
+            peak_bytes=peak_bytes(made, problem.model),
             planning_s=planning_s,
-            facts={"memory_margin": planner.costs.memory_margin} | self._static(request),
         )
 
-    def _static(self, request: PlanRequest) -> dict[str, Any]:
-        if not self.compare:
-            return {}
-        best = self.planner.best_static(request.lengths, scale=request.ratio)
-        if best is None:
-            return {}
-        return {
-            "best_static": str(best.strategy),
-            "best_static_s": best.predicted_s,
-            "static_s": self.planner.static_s(request.lengths, scale=request.ratio),
-            "static_timeline": self._timeline(best, request),
-        }
-
-    def _timeline(self, made: Plan, request: PlanRequest) -> Timeline | None:
-        if request.step not in self.drawn:
+    def best_static(self, request: PlanRequest) -> BestStatic | None:
+        """The fastest plan of one group size for a step; None when no single size fits."""
+        problem = self._asked(request)
+        made = best_static(problem, request.lengths)
+        if made is None:
             return None
-        costs = self.planner.costs.replace(scale=request.ratio)
-        return simulate(compile_plan(made, costs.shape.bucket_count), made, costs)
+        return BestStatic(
+            strategy=str(made.strategy),
+            seconds=made.predicted_s,
+            predicted=_timeline(made, problem.model) if request.drawn else None,
+        )
+
+    def require(self, longest: int, margin: float | None = None) -> None:
+        """Raise InfeasiblePlan when a sequence of ``longest`` tokens fits nowhere with a memory
+        margin, or not every strategy where they take turns."""
+        turns = len(self.options.strategies) if self.options.rotate else 1
+        for step in range(max(1, turns)):
+            self.plan(PlanRequest(lengths=Lengths(tokens=(longest,)), step=step, margin=margin))
+
+    def fits(self, longest: int, margin: float) -> bool:
+        """Whether a sequence of ``longest`` tokens fits with a memory margin."""
+        try:
+            self.require(longest, margin)
+        except InfeasiblePlan:
+            return False
+        return True
+
+    def problem(self, margin: float | None = None) -> Problem:
+        """The problem that plans solve with a memory margin, that of the costs when left out."""
+        margin = self.costs.memory_margin if margin is None else margin
+        found = self._problems.get(margin)
+        if found is None:
+            costs = self.costs
+            if margin != costs.memory_margin:
+                costs = costs.replace(memory_margin=margin)
+            found = make_problem(costs, self.options, semantics=self.semantics, stages=self.stages)
+            if len(self._problems) == _PROBLEMS:
+                del self._problems[next(iter(self._problems))]
+            self._problems[margin] = found
+        return found
+
+    def _asked(self, request: PlanRequest) -> Problem:
+        problem = self.problem(request.margin)
+        return problem if request.ratio is None else problem.rescaled(request.ratio)
+
+
+def _timeline(made: Plan, costs: CostModel) -> Timeline:
+    return simulate(compile_plan(made, costs.shape.bucket_count), made, costs)
 
 
 Found = TypeVar("Found")
@@ -107,21 +140,21 @@ _FINER = 0.05  # by which a margin is lowered until the longest sequence fits
 
 @dataclass(slots=True, kw_only=True)
 class MemoryMargin:
-    """The memory margin of a planner, where the configuration leaves it out: it is raised when a
-    peak came too near to the memory, as far as the longest sequence of the run allows. Where the
+    """The memory margin of a run's plans, where the configuration leaves it out: it is raised when
+    a peak came too near to the memory, as far as the longest sequence of the run allows. Where the
     configuration gives it, only a step that runs out of memory raises it.
 
     A margin that was learnt in earlier runs never refuses what would fit without it.
+
+    Args:
+        planner: Says what fits.
+        value: The fraction of a rank's memory that plans leave free.
     """
 
-    planner: ConfiguredPlanner
+    planner: StepPlanner
+    value: float
     longest: int = 1
     _refused: float = 0.0
-
-    @property
-    def value(self) -> float:
-        """The fraction of a rank's memory that plans leave free."""
-        return self.planner.costs.memory_margin
 
     @property
     def _fixed(self) -> bool:
@@ -135,8 +168,8 @@ class MemoryMargin:
         while not self._fixed and self.value > usual:
             if self.planner.fits(longest, self.value):
                 return
-            self.planner.use_margin(max(usual, self.value - _FINER))
-        self.planner.require(longest)
+            self.value = max(usual, self.value - _FINER)
+        self.planner.require(longest, self.value)
 
     def plan_after_failure(
         self, peak_bytes: int, failure: object, plan: Callable[[float], Found]
@@ -156,9 +189,8 @@ class MemoryMargin:
             except InfeasiblePlan as error:
                 none = str(error)
                 continue
-            self.planner.use_margin(self._fitting(old, margin))
+            self.value = self._fitting(old, margin)
             return found
-        self.planner.use_margin(old)
         raise InfeasiblePlan(
             f"memory of {bytes_text(memory)}",
             got=failure,
@@ -186,7 +218,7 @@ class MemoryMargin:
             self._refused = wanted
         if margin == old:
             return ()
-        self.planner.use_margin(margin)
+        self.value = margin
         rank = max(range(len(measured)), key=measured.__getitem__)
         return (
             f"memory margin raised from {percent_text(old)} to {percent_text(margin)}: "

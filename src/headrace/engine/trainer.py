@@ -148,7 +148,6 @@ class Trainer:
             measured=measured,
             micro_batch_s=planned.micro_batch_s,
             predicted=planned.predicted,
-            facts=planned.facts,
         )
 
     def _run(

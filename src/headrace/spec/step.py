@@ -1,5 +1,5 @@
-"""Values of a step: what was planned, what ran out of memory, what each rank tells of it, and what
-came of it.
+"""Values of a step: what was asked and planned, what ran out of memory, what each rank tells of it,
+and what came of it.
 
 The first rank gets sums of all ranks' rows, and of some steps the rows. Ranks send float64 as they
 lie in memory, which is the same on machines of one kind:
@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import BUSY, Row, Timeline
 from headrace.spec.plan import Plan
 from headrace.spec.program import Backward, Forward, parse_action
 
 __all__ = [
+    "BestStatic",
     "Exhausted",
+    "PlanRequest",
     "Planned",
     "RankTimes",
     "Step",
@@ -138,16 +141,62 @@ def rows_of_packed(told: bytes, rank: int) -> tuple[Row, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What the plan of one step follows from, besides costs and options.
+
+    Attributes:
+        lengths: The batch.
+        step: The number of the step; where strategies take turns it says whose turn it is.
+        ratio: Measured over predicted seconds so far, which all predicted seconds are multiplied
+            by; that of the costs where it is None.
+        margin: The fraction of a rank's memory that the plan leaves free; that of the costs where
+            it is None.
+        previous: The plan of the step before, whose layers are kept where plans are smoothed.
+        drawn: Whether the step is drawn: clocks of all ranks are predicted then.
+    """
+
+    lengths: Lengths
+    step: int = 0
+    ratio: float | None = None
+    margin: float | None = None
+    previous: Plan | None = None
+    drawn: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan and what its planner expects of it: seconds of its micro-batches, peaks, and where the
-    step is drawn a timeline. ``facts`` go into the step's metrics."""
+    """A plan, and what its planner expects of it.
+
+    Attributes:
+        plan: The plan.
+        predicted: What the clocks of all ranks are expected to show, where the step is drawn.
+        peak_bytes: The most that each rank is expected to hold.
+        planning_s: Seconds that planning took.
+        micro_batch_s: Predicted seconds of the micro-batches.
+        request: What was asked for; known on the rank that plans.
+    """
 
     plan: Plan
     predicted: Timeline | None
     peak_bytes: tuple[int, ...]
     planning_s: float
     micro_batch_s: Sequence[float] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    request: PlanRequest | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestStatic:
+    """What the best plan with one group size would take for the batch of a step.
+
+    Attributes:
+        strategy: Its groups, such as ``4*cp2``.
+        seconds: Its predicted seconds.
+        predicted: What the clocks of all ranks would show, where the step is drawn.
+    """
+
+    strategy: str
+    seconds: float
+    predicted: Timeline | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +206,8 @@ class Step:
     What is known of all ranks, most metrics and ``times``, is known on the first one; on others
     the metrics are those that every rank has by itself: step, epoch, loss, grad_norm, lr and
     out_of_memory. ``micro_batch_s`` are the predicted seconds of the plan's micro-batches;
-    ``measured`` and ``predicted`` are there where the step is drawn.
+    ``measured`` and ``predicted`` are there where the step is drawn. ``best_static`` is what the
+    plan is compared with, where that is known when the step is written down.
     """
 
     number: int
@@ -167,7 +217,12 @@ class Step:
     times: StepTimes | None
     measured: Timeline | None
     predicted: Timeline | None
-    facts: Mapping[str, Any]
+    best_static: BestStatic | None = None
+
+    def compared_with(self, best: BestStatic) -> Step:
+        """The same step beside the best static plan of its batch, which its metrics name too."""
+        told = {"best_static": best.strategy, "best_static_s": best.seconds}
+        return replace(self, metrics={**self.metrics, **told}, best_static=best)
 
     @property
     def loss(self) -> float:
@@ -198,7 +253,7 @@ class Exhausted:
 def plan_metrics(planned: Planned, times: StepTimes) -> dict[str, Any]:
     """What a step's plan expected, and what came of it: the metrics that the first rank knows."""
     plan, step_s, waited_s = planned.plan, times.step_s, times.waited_s
-    return {
+    found = {
         "tokens": plan.lengths.total,
         "sequences": len(plan.lengths),
         "longest": plan.lengths.longest,
@@ -232,4 +287,7 @@ def plan_metrics(planned: Planned, times: StepTimes) -> dict[str, Any]:
             for m in plan.micro_batches
             for i in m.sequences
         ],
-    } | {k: v for k, v in planned.facts.items() if not isinstance(v, Timeline)}
+    }
+    if planned.request is not None and planned.request.margin is not None:
+        found["memory_margin"] = planned.request.margin
+    return found

@@ -15,7 +15,7 @@ from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.costs.calibration import Calibration
 from headrace.costs.drift import Drift
 from headrace.engine.cost_cache import calibration_path
-from headrace.engine.run_planner import OnlinePlanner
+from headrace.engine.run_planner import RunPlanner
 from headrace.errors import InfeasiblePlan
 from headrace.spec import Lengths
 from headrace.spec.architecture import Architecture
@@ -49,7 +49,6 @@ def finished(number: int, planned: Planned, peaks: tuple[int, int], slow: float 
         predicted=None,
         times=times,
         micro_batch_s=planned.micro_batch_s,
-        facts={},
         metrics={"peak_bytes": list(peaks), "predicted_peak_bytes": list(planned.peak_bytes)},
     )
 
@@ -58,7 +57,7 @@ def finished(number: int, planned: Planned, peaks: tuple[int, int], slow: float 
 class Trained:
     """A planner, and what it told and planned with for each of its steps."""
 
-    online: OnlinePlanner
+    online: RunPlanner
     told: list[str] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
 
@@ -66,14 +65,12 @@ class Trained:
         for number in range(first, last):
             planned = self.online.plan(BATCH)
             self.told += self.online.learn(finished(number, planned, (0, peak(number))))
-            self.margins.append(self.online.margin.value)
+            self.margins.append(self.online.margin)
         return self
 
 
-def online(margin: float = 0.1, **changes: Any) -> OnlinePlanner:
-    made = OnlinePlanner(costs=costs(margin), options=PlannerConfig(), compare=False)
-    for name, value in changes.items():
-        setattr(made, name, value)
+def online(margin: float = 0.1, **changes: Any) -> RunPlanner:
+    made = RunPlanner(costs=costs(margin), options=PlannerConfig(), **changes)
     made.check(700)
     return made
 
@@ -105,9 +102,7 @@ def test_a_resumed_run_plans_with_the_same_margins() -> None:
     whole = Trained(online()).steps(0, 15, peak)
     begun = Trained(online()).steps(0, 7, peak)
     state = json.loads(json.dumps(begun.online.state()))
-    resumed = OnlinePlanner(
-        costs=CostModel.from_json(state["costs"]), options=PlannerConfig(), compare=False
-    )
+    resumed = RunPlanner(costs=CostModel.from_json(state["costs"]), options=PlannerConfig())
     resumed.restore(state)
     resumed.check(700)
     assert resumed.calibration == begun.online.calibration
@@ -119,7 +114,7 @@ def test_a_resumed_run_plans_with_the_same_margins() -> None:
 
 def test_an_explicit_margin_stays() -> None:
     """Would catch a user's word that is overruled."""
-    made = OnlinePlanner(costs=costs(0.2), options=PlannerConfig(memory_margin=0.2), compare=False)
+    made = RunPlanner(costs=costs(0.2), options=PlannerConfig(memory_margin=0.2))
     made.check(700)
     trained = Trained(made).steps(0, 5, lambda step: MEMORY)
     assert set(trained.margins) == {0.2}
@@ -132,9 +127,9 @@ def longest_under(margin: float) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         try:
-            OnlinePlanner(
-                costs=costs(margin), options=PlannerConfig(memory_margin=margin), compare=False
-            ).check(middle)
+            RunPlanner(costs=costs(margin), options=PlannerConfig(memory_margin=margin)).check(
+                middle
+            )
             low = middle
         except InfeasiblePlan:
             high = middle - 1
@@ -144,9 +139,9 @@ def longest_under(margin: float) -> int:
 def test_a_learnt_margin_refuses_nothing_that_would_fit() -> None:
     """Would catch a run that trained yesterday and says 'does not fit' today."""
     longest = longest_under(0.2)
-    made = OnlinePlanner(costs=costs(0.5), options=PlannerConfig(), compare=False)
+    made = RunPlanner(costs=costs(0.5), options=PlannerConfig())
     made.check(longest)
-    assert made.margin.value == pytest.approx(0.2)
+    assert made.margin == pytest.approx(0.2)
     with pytest.raises(InfeasiblePlan):
         made.check(longest_under(0.1) + 1)
 

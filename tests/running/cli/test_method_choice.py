@@ -11,7 +11,7 @@ import pytest
 from headrace.config.model import PlannerConfig
 from headrace.costs import FORMULA_METHODS, synthetic_costs
 from headrace.engine.considered_methods import considered, methods_by_size
-from headrace.engine.run_planner import OnlinePlanner
+from headrace.engine.run_planner import RunPlanner
 from headrace.errors import ConfigError, SpecError
 from headrace.spec import Architecture, Lengths
 from headrace.spec.known_methods import FACTS
@@ -126,13 +126,13 @@ def test_methods_by_size_are_those_of_both_branches() -> None:
 def test_smoothed_plans_go_on_where_a_run_stopped() -> None:
     """Would catch a resumed run that forgets the plan before and chooses other layers."""
     costs = synthetic_costs(4, architecture=MODEL, methods=FORMULA_METHODS, memory_bytes=2**24)
-    online = OnlinePlanner(costs=costs, options=_planner(smoothing=0.9), compare=False)
+    online = RunPlanner(costs=costs, options=_planner(smoothing=0.9))
     batches = [Lengths.of(range(1, 400, step)) for step in (3, 7, 5)]
     plans = [online.plan(batch).plan for batch in batches[:2]]
-    other = OnlinePlanner(costs=costs, options=_planner(smoothing=0.9), compare=False)
+    other = RunPlanner(costs=costs, options=_planner(smoothing=0.9))
     other.restore(online.state())
     assert online.plan(batches[2]).plan == other.plan(batches[2]).plan
-    fresh = OnlinePlanner(costs=costs, options=_planner(), compare=False)
+    fresh = RunPlanner(costs=costs, options=_planner())
     assert "before" not in fresh.state()
     assert fresh.plan(batches[0]).plan.hash == plans[0].hash
 

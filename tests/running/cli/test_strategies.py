@@ -12,7 +12,7 @@ import pytest
 
 from headrace.config.planner import PlannerConfig
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
-from headrace.engine.run_planner import OnlinePlanner
+from headrace.engine.run_planner import RunPlanner
 from headrace.errors import InfeasiblePlan
 from headrace.spec import Lengths
 from running.cli.jobs import children, losses, metrics, run, start, wait_for_step
@@ -26,18 +26,17 @@ def costs() -> CostModel:
     return synthetic_costs(4, 4, methods=FORMULA_METHODS)
 
 
-def online(**options: Any) -> OnlinePlanner:
-    made = OnlinePlanner(
+def online(**options: Any) -> RunPlanner:
+    made = RunPlanner(
         costs=costs(),
         options=PlannerConfig(name="strategies", **options),
-        compare=False,
         drawn=range(9),
     )
     made.check(5000)
     return made
 
 
-def hashes(planner: OnlinePlanner, batches: list[Lengths]) -> list[str]:
+def hashes(planner: RunPlanner, batches: list[Lengths]) -> list[str]:
     found = []
     for lengths in batches:
         planned = planner.plan(lengths)
@@ -67,9 +66,8 @@ def test_a_resumed_run_plans_alike(options: dict[str, Any]) -> None:
     begun = online(**options)
     first = hashes(begun, BATCHES[:2])
     state = json.loads(json.dumps(begun.state()))
-    resumed = OnlinePlanner(
+    resumed = RunPlanner(
         costs=CostModel.from_json(state["costs"]),
-        compare=False,
         options=PlannerConfig(name="strategies", **options),
     )
     resumed.restore(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import headrace as hr
 from headrace.costs import CostModel
+from headrace.costs.calibration import Calibration
 from headrace.costs.cost_model import ExchangeCost, OptionCost
 from headrace.costs.quadratic import Linear, Quadratic
 from headrace.data.sampler import SamplerOptions
@@ -23,7 +24,7 @@ from headrace.spec.measurement import Timeline
 from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
-from headrace.spec.step import Exhausted, Planned
+from headrace.spec.step import Exhausted, Planned, Step
 from headrace.spec.strategy import Scheme
 
 VOCABULARY = 61
@@ -74,7 +75,7 @@ class Drawn:
     levels: tuple[str, ...] = ("none", "attention", "full")
     strategies: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    planner: None = None
+    calibration: Calibration = field(default_factory=lambda: Calibration(fingerprint="drawn"))
 
     def plan(self, lengths: Lengths) -> Planned:
         """The plan of a batch."""
@@ -121,6 +122,23 @@ class Drawn:
         """Another plan of the batch."""
         self.failed.append(str(exhausted))
         return self.plan(lengths)
+
+    def plan_ahead(self, coming: Iterable[Lengths], *, depth: int) -> None:
+        """Nothing: each plan is drawn when it is asked for."""
+
+    def observe(self, predicted_s: float, measured_s: float) -> None:
+        """Nothing is learnt."""
+
+    def learn(self, step: Step) -> tuple[str, ...]:
+        """Nothing is told."""
+        return ()
+
+    def compared(self, step: Step) -> Step:
+        """The step as it is."""
+        return step
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def hugging_loss(model: Any, micro: Any) -> torch.Tensor:

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from headrace.config.planner import PlannerConfig
 from headrace.engine import loop_step
-from headrace.engine.step_planner import PlanRequest, StepPlanner
+from headrace.engine.step_planner import StepPlanner
 from headrace.native.spans import HostClock
+from headrace.spec.step import Planned, PlanRequest
 from ranks import run_ranks
 from running.engine.loops import (
     LENGTHS,
@@ -131,7 +133,7 @@ def test_a_run_plans_for_itself(how: str, tmp_path: Path) -> None:
 class Elsewhere(StepPlanner):
     """A planner that is not asked here."""
 
-    def __call__(self, request: PlanRequest) -> Any:
+    def plan(self, request: PlanRequest) -> Planned:
         raise AssertionError(f"step {request.step} is planned here")
 
 
@@ -140,12 +142,12 @@ def planned_beside(folder: Path, ahead: int) -> tuple[list[str], list[int]]:
     model, _ = wrapped("alone")
     run = attached(model, sgd(model), dataset(), folder, costs=costs(2), epochs=2, ahead=ahead)
     plans, beside = [], []
-    online = run.runner.planner.planner
+    planner = run.runner.planner
     for step in run:
         value = step.plan.to_json()
         plans.append(json.dumps([value["lengths"], value["pipelines"], value["micro_batches"]]))
-        if online is not None and ahead:
-            online.steps = Elsewhere(planner=online.steps.planner)
+        if ahead:
+            planner.steps = Elsewhere(costs=planner.costs, options=planner.steps.options)
         for micro in step:
             micro.backward(model(**micro.inputs).loss)
         beside.append(len(psutil.Process().children()))
@@ -161,6 +163,36 @@ def test_plans_are_made_beside(tmp_path: Path) -> None:
     assert set(none) == set(others) == {0}
     assert some[0] == 1
     assert some[-1] == 0
+
+
+def compared(folder: Path, compare: bool) -> list[bool]:
+    """Whether each step's metrics name the best static plan."""
+    model, _ = wrapped("alone")
+    found = list[bool]()
+    run = attached(
+        model,
+        sgd(model),
+        dataset(),
+        folder,
+        costs=costs(2),
+        planner=PlannerConfig(ahead=0, compare=compare),
+        on_step=lambda step: found.append("best_static" in step.metrics),
+    )
+    for step in run:
+        for micro in step:
+            micro.backward(model(**micro.inputs).loss)
+    run.detach()
+    return found
+
+
+@pytest.mark.parametrize("compare", [True, False])
+def test_plans_of_a_loop_are_compared(compare: bool, tmp_path: Path) -> None:
+    """Catches an option that loops do not know, and steps that are heard before they are
+    compared."""
+    first, second = run_ranks(2, compared, tmp_path, compare, timeout_s=100)
+    assert len(first) >= 3
+    assert set(first) == {compare}
+    assert second == []
 
 
 def saved_and_gone_on(

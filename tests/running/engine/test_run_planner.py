@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ import pytest
 from headrace.comm.mesh import Groups
 from headrace.config.planner import PlannerConfig
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
-from headrace.engine.broadcast import BroadcastPlanner
-from headrace.engine.run_planner import OnlinePlanner
-from headrace.engine.step_planner import PlannedStep, PlanRequest, StepPlanner
+from headrace.engine.run_planner import RunPlanner
+from headrace.engine.step_planner import StepPlanner
 from headrace.errors import InfeasiblePlan
+from headrace.planning import Problem
+from headrace.planning import plan as plan_batch
 from headrace.simulator import step_s
 from headrace.spec import Architecture, Lengths, Plan
-from headrace.spec.step import Exhausted, Planned, Step
+from headrace.spec.step import BestStatic, Exhausted, Planned, PlanRequest, Step
 from ranks import run_ranks
 
 MODEL = Architecture(layers=4, hidden=64, heads=8, kv_heads=2, ffn=192, vocabulary=50)
@@ -44,16 +46,18 @@ def online(
     saved: Any = None,
     memory_bytes: int = MEMORY,
     drawn: Container[int] = (0, 1),
+    groups: Groups | None = None,
+    compare: bool = False,
     **options: Any,
-) -> OnlinePlanner:
+) -> RunPlanner:
     """A planner of four ranks, checked as a run does; gone on from ``saved``."""
     costs = synthetic_costs(
         4, architecture=MODEL, methods=FORMULA_METHODS, memory_bytes=memory_bytes
     )
-    made = OnlinePlanner(
+    made = RunPlanner(
+        groups=groups,
         costs=CostModel.from_json(saved["costs"]) if saved else costs.replace(memory_margin=0.1),
-        options=PlannerConfig(**options),
-        compare=False,
+        options=PlannerConfig(compare=compare, **options),
         seed=7,
         drawn=drawn,
         tell=(told if told is not None else []).append,
@@ -64,13 +68,13 @@ def online(
     return made
 
 
-def walked(made: OnlinePlanner, batches: Sequence[Lengths]) -> list[Planned]:
+def walked(made: RunPlanner, batches: Sequence[Lengths]) -> list[Planned]:
     """Plans of batches, each of which then takes ``SLOWER`` times what the costs say."""
     found = []
     for lengths in batches:
         plan = (planned := made.plan(lengths)).plan
         found.append(planned)
-        made.observe(plan.predicted_s, SLOWER * step_s(plan, made.current_costs))
+        made.observe(plan.predicted_s, SLOWER * step_s(plan, made.costs))
     return found
 
 
@@ -78,35 +82,40 @@ def hashes(plans: Sequence[Planned]) -> list[str]:
     return [planned.plan.hash for planned in plans]
 
 
-def saved(made: OnlinePlanner) -> Any:
+def saved(made: RunPlanner) -> Any:
     return json.loads(json.dumps(made.state()))
 
 
-def no_more_here(made: OnlinePlanner) -> None:
+def no_more_here(made: RunPlanner) -> None:
     """From now on plans of this planner must come from its producer."""
 
-    class Refusing(StepPlanner):
-        def __call__(self, request: PlanRequest) -> PlannedStep:
-            raise AssertionError(f"step {request.step} planned where it is trained")
+    def refuse(self: StepPlanner, request: PlanRequest) -> Planned:
+        raise AssertionError(f"step {request.step} planned where it is trained")
 
-    made.steps = Refusing(planner=made.steps.planner, compare=made.steps.compare)
-
-
-class Counting(StepPlanner):
-    """Counts what is planned in this process."""
-
-    steps: list[int]
-
-    def __call__(self, request: PlanRequest) -> PlannedStep:
-        self.steps.append(request.step)
-        return StepPlanner.__call__(self, request)
+    made.steps = with_methods(made.steps, plan=refuse)
 
 
-def counted(made: OnlinePlanner) -> list[int]:
-    """The steps planned from now on where it is trained."""
-    made.steps = counting = Counting(planner=made.steps.planner, compare=made.steps.compare)
-    counting.steps = []
-    return counting.steps
+def with_methods(steps: StepPlanner, **methods: Any) -> StepPlanner:
+    """The same planner with methods of its own."""
+    other = type("Other", (StepPlanner,), methods)
+    names = ("costs", "options", "seed", "semantics", "stages")
+    return other(**{name: getattr(steps, name) for name in names})
+
+
+def counted(made: RunPlanner) -> list[str]:
+    """What is planned from now on where it is trained, in order: ``plan 3``, ``static 3``."""
+    found = list[str]()
+
+    def plan(self: StepPlanner, request: PlanRequest) -> Planned:
+        found.append(f"plan {request.step}")
+        return StepPlanner.plan(self, request)
+
+    def best_static(self: StepPlanner, request: PlanRequest) -> BestStatic | None:
+        found.append(f"static {request.step}")
+        return StepPlanner.best_static(self, request)
+
+    made.steps = with_methods(made.steps, plan=plan, best_static=best_static)
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,7 +152,7 @@ def test_what_is_measured_changes_no_plan(kind: str) -> None:
     made = online(**KINDS[kind]).steps
     for step, lengths in enumerate(BATCHES):
         found = {
-            made(PlanRequest(lengths=lengths, step=step, ratio=ratio, margin=0.1)).plan.hash
+            made.plan(PlanRequest(lengths=lengths, step=step, ratio=ratio, margin=0.1)).plan.hash
             for ratio in (1.0, 4.000000000000001, 0.7, *(1.1 * n for n in range(1, 20, 3)))
         }
         assert len(found) == 1
@@ -185,7 +194,6 @@ def finished(number: int, planned: Planned, peak: int) -> Step:
         times=None,
         micro_batch_s=planned.micro_batch_s,
         metrics={"peak_bytes": peaks, "predicted_peak_bytes": list(planned.peak_bytes)},
-        facts={},
     )
 
 
@@ -200,16 +208,17 @@ def test_a_raised_margin_throws_away_what_was_planned_ahead() -> None:
             steps = counted(made)
         plans = [one.plan(lengths) for one in (made, here)]
         both.append(hashes(plans))
-        margin = here.margin.value
-        assert plans[0].facts["memory_margin"] == margin
+        margin = here.margin
+        assert plans[0].request is not None
+        assert plans[0].request.margin == margin
         assert max(plans[0].peak_bytes) <= MEMORY * (1 - margin)
         peak = round(MEMORY * (0.97 if number == 1 else 0.4))
         told = [one.learn(finished(number, plans[0], peak)) for one in (made, here)]
         assert [bool(lines) for lines in told] == [number == 1] * 2
     made.close()
-    assert made.margin.value == here.margin.value > 0.1
+    assert made.margin == here.margin > 0.1
     assert all(ahead == inline for ahead, inline in both)
-    assert steps == [2, 3], "two were ahead"
+    assert steps == ["plan 2", "plan 3"], "two were ahead"
 
 
 def test_a_plan_that_ran_out_of_memory_is_made_thriftier() -> None:
@@ -234,7 +243,7 @@ def test_a_plan_that_ran_out_of_memory_is_made_thriftier() -> None:
     made.close()
     assert seen == list(TEXTS * 2)
     again = online(saved=saved(made), **KINDS["rotate"])
-    assert again.margin.value == made.margin.value
+    assert again.margin == made.margin
 
 
 def test_running_out_of_memory_again_and_again_comes_to_an_end() -> None:
@@ -264,7 +273,7 @@ def test_a_second_failure_is_not_the_end() -> None:
         planned = made.replan(BATCHES[0], planned.plan, exhausted)
         peaks.append(max(planned.peak_bytes))
     assert peaks[0] > peaks[1] > peaks[2]
-    assert made.margin.value > 0.95
+    assert made.margin > 0.95
     made.plan(Lengths.of([800]))
 
 
@@ -275,7 +284,7 @@ def test_smoothed_plans_are_made_here() -> None:
     steps = counted(made)
     assert hashes(walked(made, BATCHES)) == hashes(walked(here, BATCHES))
     made.close()
-    assert steps == list(range(6))
+    assert steps == [f"plan {step}" for step in range(6)]
 
 
 def test_a_killed_producer_is_told_and_replaced() -> None:
@@ -296,16 +305,99 @@ def test_a_killed_producer_is_told_and_replaced() -> None:
     assert "another takes over" in line
 
 
+def waited(made: RunPlanner, step: Step) -> Step:
+    """The step beside its comparison, waited for."""
+    limit = time.monotonic() + 20
+    while (found := made.compared(step)).best_static is None and time.monotonic() < limit:
+        time.sleep(0.01)
+    return found
+
+
+def test_a_plan_is_compared_once_it_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a step that waits for what it is compared with, one static plan for each group
+    size, and a comparison where none is asked for."""
+    searched = list[str]()
+
+    def counting(problem: Problem, *arguments: Any, **options: Any) -> Plan:
+        searched.append(problem.planner)
+        return plan_batch(problem, *arguments, **options)
+
+    for module in ("step_planner", "plans"):
+        monkeypatch.setattr(f"headrace.engine.{module}.plan_batch", counting)
+    for compare in (True, False):
+        made = online(compare=compare)
+        calls = counted(made)
+        for number, lengths in enumerate(BATCHES[:2]):
+            searched.clear()
+            planned = made.plan(lengths)
+            assert searched == ["adaptive"], "handed out before anything is compared"
+            step = finished(number, planned, 0)
+            made.learn(step)
+            found = made.compared(step)
+            assert searched == ["adaptive", *(["static"] if compare else [])]
+            assert ("best_static" in found.metrics) == compare
+            if not compare:
+                assert found is step
+                continue
+            best = found.best_static
+            assert best is not None
+            assert (best.strategy, best.seconds) == tuple(
+                found.metrics[key] for key in ("best_static", "best_static_s")
+            )
+            assert best.seconds >= planned.plan.predicted_s
+            assert best.predicted is not None
+            assert best.predicted.seconds == pytest.approx(best.seconds)
+        kinds = ("plan", "static") if compare else ("plan",)
+        assert calls == [f"{kind} {number}" for number in range(2) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "static"])
+def test_comparisons_made_ahead_are_those_made_here(kind: str) -> None:
+    """Would catch plans that depend on what they are compared with, the comparison of another
+    step, and one that is made where it is trained although a process beside makes it."""
+    plain = online(**KINDS[kind])
+    here, ahead = (online(compare=True, **KINDS[kind]) for _ in range(2))
+    ahead.plan_ahead(iter(BATCHES), depth=2)
+    calls = counted(ahead)
+    for number, lengths in enumerate(BATCHES):
+        wanted, inline, beside = (one.plan(lengths) for one in (plain, here, ahead))
+        assert wanted.plan.hash == inline.plan.hash == beside.plan.hash
+        step = finished(number, beside, 0)
+        assert waited(ahead, step).best_static == here.compared(step).best_static is not None
+        assert plain.compared(step) is step
+    ahead.close()
+    assert calls == []
+    assert saved(plain) == saved(here) == saved(ahead)
+
+
+def test_a_plan_made_here_is_compared_here() -> None:
+    """Would catch the comparison of a plan that was made ahead and thrown away: it left less of
+    the memory free, or was another batch's."""
+    made = online(compare=True)
+    made.plan_ahead(iter(BATCHES), depth=2)
+    calls = counted(made)
+    planned = made.plan(BATCHES[3])
+    found = made.compared(finished(0, planned, 0)).best_static
+    made.close()
+    assert calls == ["plan 0", "static 0"]
+    other = online(compare=True)
+    step = finished(0, other.plan(BATCHES[3]), 0)
+    assert found == other.compared(step).best_static
+
+
 TOO_LONG = Lengths.of([10_000_000, 40])
 
 
 def _shared(ahead: bool) -> list[Any]:
     groups = Groups()
-    planner = BroadcastPlanner(groups=groups, planner=online() if groups.rank == 0 else None)
+    planner = RunPlanner(
+        groups=groups, costs=online().costs, options=PlannerConfig(compare=False), seed=7, drawn=[0]
+    )
+    planner.check(800)
     found: list[Any] = []
     batches = [BATCHES[0], TOO_LONG, BATCHES[1]]
-    if planner.planner is not None and ahead:
-        planner.planner.plan_ahead(iter(batches), depth=2)
+    if ahead:
+        planner.plan_ahead(iter(batches), depth=2)
     planned = planner.plan(batches[0])
     found.append(planned.plan.hash)
     found.append((planned.predicted is not None, max(planned.peak_bytes, default=0) > 0))
@@ -323,8 +415,7 @@ def _shared(ahead: bool) -> list[Any]:
     found.append(planner.plan(batches[2]).plan.hash)
     again = planner.replan(batches[2], planned.plan, Exhausted(actions=((0, "0F0[0]"),)))
     found += [again.plan.hash, sorted(planner.state())]
-    if planner.planner is not None:
-        planner.planner.close()
+    planner.close()
     return found
 
 
@@ -332,7 +423,7 @@ def _shared(ahead: bool) -> list[Any]:
 def test_one_rank_plans_for_all(ahead: bool) -> None:
     """Would catch ranks with plans of their own, an error that the first rank raises alone (the
     others would wait for its plan), a text wrapped once more on its way, and a second rank that
-    needs a planner."""
+    plans."""
     first, second = run_ranks(2, _shared, ahead)
     plan, expected, *texts = first[:5]
     assert second[:1] + second[2:-1] == first[:1] + first[2:-1]
@@ -352,8 +443,8 @@ _WITHOUT_TORCH = """
 import pickle, sys
 sys.path[:] = {path!r}
 sys.modules["torch"] = None  # an import of it raises
-plan, asked = pickle.loads(sys.stdin.buffer.read())
-found = [plan(some) for some in asked]
+planner, asked = pickle.loads(sys.stdin.buffer.read())
+found = [planner.plan(some) for some in asked]
 assert not any(name.startswith("torch.") for name in sys.modules)
 sys.stdout.buffer.write(pickle.dumps([one.plan.to_json() for one in found]))
 """
@@ -363,7 +454,7 @@ sys.stdout.buffer.write(pickle.dumps([one.plan.to_json() for one in found]))
 def test_producers_need_no_torch(kind: str) -> None:
     """Would catch a planner that drags torch into the process that plans: seconds at its start
     and a gigabyte beside the training."""
-    made = StepPlanner(planner=online(**KINDS[kind]).steps.planner)
+    made = online(**KINDS[kind]).steps
     asked = [
         PlanRequest(lengths=BATCHES[0], step=4, ratio=1.2, margin=margin) for margin in (0.1, 0.3)
     ]
@@ -376,8 +467,5 @@ def test_producers_need_no_torch(kind: str) -> None:
         cwd=Path(__file__).parent,
     )
     assert done.returncode == 0, done.stderr.decode()
-    here = [made(some) for some in asked]
+    here = [made.plan(some) for some in asked]
     assert [Plan.from_json(value) for value in pickle.loads(done.stdout)] == [f.plan for f in here]
-    assert here[0].facts["best_static_s"] > 0
-    each = here[0].facts["static_s"]
-    assert min(each.values()) >= here[0].facts["best_static_s"] * (1 - 1e-9)
