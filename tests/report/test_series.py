@@ -90,8 +90,28 @@ def test_headline_by_hand(run: Run) -> None:
     assert isnan(top.mfu)
 
 
-def test_the_gain_is_over_one_size_for_all_steps(run: Run) -> None:
-    """Catches the best of each step, which nobody can configure, called the static choice."""
+def test_the_gain_is_over_the_best_static_plan_of_each_step(run: Run) -> None:
+    """Catches steps without a comparison that count as if they were compared, or give their name
+    to it, and the best of each step told as if it were one choice."""
+    planned = replace(run.steps[0].planned, predicted_s=2.0)
+    known = replace(planned, best_static_s=3.0, best_static="2*cp2")
+    unknown = replace(planned, best_static_s=nan, best_static="unknown")
+    steps = tuple(
+        replace(run.steps[0], planned=own) for own in (unknown, unknown, known, unknown, unknown)
+    )
+    top = summed_up(replace(run, steps=steps))
+    assert (top.best_static, top.against_static) == ("2*cp2", 1.5)
+    gain = cards(top)[0]
+    assert (gain.name, gain.value) == ("gain", "1.50")
+    assert gain.remark == "the best size of each step, mostly 2*cp2, both predicted"
+    top = summed_up(replace(run, steps=(steps[0],)))
+    assert cards(top)[0].value == "-"
+    assert cards(top)[0].remark == ""
+
+
+def test_the_gain_of_an_older_run_is_over_one_size_for_all_steps(run: Run) -> None:
+    """Catches runs that wrote the seconds of every size and are read no more, or as if the best of
+    each step had been one choice."""
     sizes = ({"cp2": 3.0, "cp4": 9.0}, {"cp1": 1.0, "cp2": 5.0, "cp4": 3.0})
     steps = tuple(
         replace(

@@ -7,6 +7,7 @@ import shutil
 import zlib
 from collections.abc import Iterator
 from copy import deepcopy
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from headrace.engine.checkpoints import Checkpoint, SavedState, changed
 from headrace.engine.setup import open_data
 from headrace.errors import CheckpointError, DamagedCheckpoint, HeadraceError
 from headrace.native import checkpoint
-from running.cli.jobs import write_job
+from headrace.report.run_folder import read_run
+from headrace.report.summary import summed_up
+from running.cli.jobs import metrics, write_job
 
 Whole = tuple[Config, hr.TrainingRun]
 
@@ -116,6 +119,34 @@ def test_another_word_for_the_same_is_no_change() -> None:
     assert changed(before, {"planner": {"working": "sharded"}}) == [
         'planner.working from "replicated" to "sharded"'
     ]
+
+
+def test_a_key_that_no_step_depends_on_is_no_change() -> None:
+    """Catches a run of before that is said to be planned otherwise, as it lacks the key."""
+    assert changed({"planner": {}}, {"planner": {"compare": True}}) == []
+    assert changed({"planner": {"compare": True}}, {"planner": {"compare": False}}) == []
+
+
+def test_steps_are_the_same_whether_they_are_compared(whole: Whole, tmp_path: Path) -> None:
+    """Catches a run that depends on what its plans are compared with, one that is compared against
+    its wish, and comparisons that never reach the journal or the report."""
+    config, run = whole
+    for compare in (True, False):
+        planner = config.planner.model_copy(update={"ahead": 0, "compare": compare})
+        again = hr.train(
+            config.model_copy(update={"planner": planner}), out=tmp_path / str(compare), tell=silent
+        )
+        assert again.losses == run.losses
+        rows = metrics(again.folder)
+        assert len(rows) == 6
+        assert all("static_s" not in row and row["memory_margin"] == 0.3 for row in rows)
+        assert all(("best_static_s" in row) == compare for row in rows)
+        assert isfinite(summed_up(read_run(again.folder)).against_static) == compare
+        if compare:
+            assert all(row["best_static_s"] >= row["predicted_s"] for row in rows)
+            drawn = (again.folder / "timelines.jsonl").read_text().splitlines()
+            assert drawn
+            assert all(json.loads(line)["static"] is not None for line in drawn)
 
 
 def test_checkpoints_in_the_background_are_the_same(whole: Whole, tmp_path: Path) -> None:
