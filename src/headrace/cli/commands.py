@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from headrace.cli.app import Changes, Json, Whole, app
@@ -39,6 +40,7 @@ def train(
     *,
     ranks: Whole | None = None,
     steps: Whole | None = None,
+    model: str | None = None,
     out: Path | None = None,
     resume: Switch = False,
     changes: Changes = [],  # noqa: B006
@@ -58,6 +60,9 @@ def train(
         Processes to start (devices.ranks).
     steps
         Optimizer steps in all (run.steps).
+    model
+        MODULE:FUNCTION, a function without arguments that makes a torch.nn.Module, in the place of
+        the section [model]; this command runs its code.
     out
         Folder of the run; a new one under run.out when left out.
     resume
@@ -68,7 +73,11 @@ def train(
     from headrace.config.kinds import read_any
 
     read = read_any(config, overrides(changes, {"devices.ranks": ranks, "run.steps": steps}))
-    return run(read, out=out, resume=resume, again=f"headrace train {config}")
+    flags = {"--ranks": ranks, "--steps": steps, "--model": model}
+    said = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
+    said += [part for change in changes for part in ("--set", change)]
+    again = shlex.join(["headrace", "train", str(config), *map(str, said)])
+    return run(read, model=model, out=out, resume=resume, again=again)
 
 
 @app.command

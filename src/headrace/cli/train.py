@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from pathlib import Path
 
 from headrace.cli.display import Terminal, tell
+from headrace.cli.foreign_models import made
 from headrace.comm.launch import World
 from headrace.comm.watcher import STOPPED
 from headrace.config import Config
 from headrace.config.clips import ClipsConfig
 from headrace.config.model import JobConfig
-from headrace.engine.rank import launch, open_rank
+from headrace.engine.rank import launch
 from headrace.engine.record import require_trackers
 from headrace.engine.run_folder import TrainingRun, choose_folder
-from headrace.engine.train import train_rank
+from headrace.engine.train import Training
+from headrace.errors import ConfigError
 from headrace.native import checkpoint
 
 __all__ = ["train"]
 
 
-def train(config: Config | ClipsConfig, *, out: Path | None, resume: bool, again: str) -> int:
-    """Train; prints the path of the report (or of the run's folder) to stdout. ``again`` is the
-    command that goes on with it."""
+def train(
+    config: Config | ClipsConfig, *, model: str | None, out: Path | None, resume: bool, again: str
+) -> int:
+    """Train; prints the path of the report (or of the run's folder) to stdout. ``model`` names a
+    factory, ``again`` is the command that goes on with the run."""
+    factory = None if model is None else partial(made, model)
     if isinstance(config, ClipsConfig):
         from headrace.engine.video import shape_of, train_clips
 
         shape_of(config)  # what is wrong there is said at once
+        if factory is not None:
+            raise ConfigError("--model", got=model, wanted="a configuration over tokens")
     folder = choose_folder(config, out, resume=resume)
     require_trackers(tensorboard=config.report.tensorboard, wandb=config.report.wandb)
     ranks_here: list[int] = []
@@ -36,7 +44,7 @@ def train(config: Config | ClipsConfig, *, out: Path | None, resume: bool, again
         if isinstance(config, ClipsConfig):
             train_clips(world, config, folder, Terminal(), resume=resume)
         else:
-            train_rank(open_rank(world, config, Terminal()), folder, resume=resume)
+            Training(config=config, folder=folder, resume=resume, model=factory)(world, Terminal())
         return 0
 
     code = launch(config, main)

@@ -19,9 +19,10 @@ class ModelConfig(Section):
     model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
 
     from_: str | None = Field(default=None, alias="from")
-    """Folder of a Hugging Face model (Llama, GPT-2 or BERT) whose configuration and weights are
-    taken, and whose tokenizer where ``data.tokenizer`` is left out; relative to the configuration
-    file. Of the other keys only ``dropout`` goes with it, in place of all its rates."""
+    """Folder of a Hugging Face model whose configuration and weights are taken, and whose tokenizer
+    where ``data.tokenizer`` is left out; relative to the configuration file. Llama, GPT-2 and BERT
+    are native models; of these ``dropout`` goes with it, in place of all its rates. Causal language
+    models of other types are adopted, as ``hr.compile`` adopts them."""
 
     preset: str | None = None
     """A named architecture; the other keys change it."""

@@ -59,7 +59,7 @@ from headrace.native.machine import machine_facts
 from headrace.spec.step import Step
 from headrace.units import parse_bytes, parse_count
 
-__all__ = ["Attached", "attach"]
+__all__ = ["Attached", "attach", "begin"]
 
 _DRAWN = 8
 """Steps of which the rows of all ranks are recorded, where it is known how many there are."""
@@ -132,15 +132,64 @@ def attach(
         ...         micro.backward(model(**micro.inputs).loss)
     """
     refuse_former(former)
-    samples, spread = samples or SampleOptions(), spread or SpreadOptions()
-    measure = measure or MeasureOptions()
+    samples = samples or SampleOptions()
+    budget = None if batch_tokens is None else _tokens(batch_tokens)
+    return begin(
+        model,
+        optimizer,
+        lambda reader: _order(dataset, reader, samples, budget, batch_sequences, seed),
+        config={"loop": "attached"},
+        budget=budget,
+        epochs=epochs,
+        steps=steps,
+        scheduler=scheduler,
+        clip=clip,
+        seed=seed,
+        planner=planner if isinstance(planner, PlannerConfig) else PlannerConfig(name=planner),
+        samples=samples,
+        spread=spread or SpreadOptions(),
+        measure=measure or MeasureOptions(),
+        out=out,
+        on_step=on_step,
+        say=say,
+    )
+
+
+def begin(
+    model: Module | Adapted,
+    optimizer: torch.optim.Optimizer,
+    order_of: Callable[[SampleReader], SampleOrder],
+    *,
+    config: Mapping[str, Any],
+    budget: int | None,
+    epochs: int = 1,
+    steps: int | None,
+    scheduler: Any,
+    clip: float | None,
+    seed: int,
+    planner: PlannerConfig,
+    samples: SampleOptions,
+    spread: SpreadOptions,
+    measure: MeasureOptions,
+    out: str | Path | None,
+    on_step: Callable[[Step], object],
+    say: Callable[[str], object],
+) -> Attached:
+    """:func:`attach` for samples that come in any order.
+
+    Args:
+        model: As for :func:`attach`, as are all that are not named here.
+        optimizer: Of the model's parameters.
+        order_of: Makes the order of samples for a reader of the model.
+        config: What the report shows as the configuration of the run.
+        budget: Tokens of one optimizer step, where it has a budget.
+    """
     module = model.model if isinstance(model, Adapted) else model
     device = _device_of(module)
     join_world(device)
     groups = Groups(device=device)
     driven = _spread(model, samples, spread, groups)
-    budget = None if batch_tokens is None else _tokens(batch_tokens)
-    order = _order(dataset, driven, samples, budget, batch_sequences, seed)
+    order = order_of(driven)
     agree("data of the loop", order.fingerprint, groups.world)
     document = order.longest
     if document is None:
@@ -154,7 +203,7 @@ def attach(
         optimizer=optimizer,
         groups=groups,
         device=device,
-        options=planner if isinstance(planner, PlannerConfig) else PlannerConfig(name=planner),
+        options=planner,
         document=document,
         longest=max(document, most // groups.ranks),
         memory_bytes=parse_bytes(measure.memory) if measure.memory else None,
@@ -166,6 +215,7 @@ def attach(
     return Attached(
         setup=setup,
         order=order,
+        config=config,
         seed=seed,
         scheduler=scheduler,
         clip=clip,
@@ -189,6 +239,7 @@ class Attached:
         *,
         setup: LoopSetup,
         order: SampleOrder,
+        config: Mapping[str, Any],
         seed: int,
         scheduler: Any,
         clip: float | None,
@@ -198,7 +249,7 @@ class Attached:
         on_step: Callable[[Step], object],
     ) -> None:
         sample = order.first()
-        self._setup, self._order, self._seed = setup, order, seed
+        self._setup, self._order, self._seed, self._config = setup, order, seed, config
         self._steps, self._epochs = steps, epochs
         self._state = order.state()
         self._begun, self.number = False, 0
@@ -451,7 +502,7 @@ class Attached:
             machine=machine_facts(setup.device),
             ranks=setup.groups.ranks,
             seed=self._seed,
-            config={"model": {"name": costs.shape.name}, "loop": "attached"},
+            config={"model": {"name": costs.shape.name}, **self._config},
             parameters=costs.shape.elements,
             corpus=self._order.facts(),
             fingerprint=costs.fingerprint,

@@ -10,11 +10,19 @@ from headrace.config import Config
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.costs.library import roofline
 from headrace.data import Corpus, Sampler, SamplerOptions, Source, make_tokenizer, open_corpus
-from headrace.data.tokens import tokenizer_sizes
+from headrace.data.tokens import Tokenizer, tokenizer_sizes
+from headrace.errors import SpecError
 from headrace.spec.architecture import Architecture
 from headrace.spec.hf_config import read_architecture
 
-__all__ = ["TrainingData", "architecture_of", "formula_costs", "open_data"]
+__all__ = [
+    "TrainingData",
+    "architecture_of",
+    "formula_costs",
+    "native_or_why",
+    "open_data",
+    "open_sampler",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +37,21 @@ class TrainingData:
 def open_data(
     config: Config, progress: Callable[[str, int, int], None] | None = None
 ) -> TrainingData:
-    """Open (and index, the first time) the corpus of a configuration."""
-    options, folder = config.data, _of_folder(config)  # what is wrong there is said at once
-    tokenizer = make_tokenizer(options.tokenizer)
+    """Open (and index, the first time) the corpus of a configuration of a native model."""
+    folder = _of_folder(config)  # what is wrong there is said at once
+    tokenizer = make_tokenizer(config.data.tokenizer)
     architecture = _architecture(config, folder, tokenizer.vocabulary, tokenizer.mask_id)
+    corpus, sampler = open_sampler(config, tokenizer, progress)
+    return TrainingData(corpus=corpus, sampler=sampler, architecture=architecture)
+
+
+def open_sampler(
+    config: Config,
+    tokenizer: Tokenizer,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> tuple[Corpus, Sampler]:
+    """Open (and index, the first time) the corpus of a configuration, and draw batches of it."""
+    options = config.data
     source = Source(
         kind=options.kind,
         paths=options.paths,
@@ -56,7 +75,18 @@ def open_data(
             curriculum_steps=options.curriculum_steps,
         ),
     )
-    return TrainingData(corpus=corpus, sampler=sampler, architecture=architecture)
+    return corpus, sampler
+
+
+def native_or_why(config: Config) -> str:
+    """Why the model of a configuration is none of the native ones; empty where it is."""
+    if config.model.from_ is None:
+        return ""
+    try:
+        _of_folder(config)
+    except SpecError as error:
+        return str(error)
+    return ""
 
 
 def architecture_of(config: Config) -> Architecture:

@@ -27,12 +27,16 @@ from headrace.engine.rank import Rank, launch, open_rank, run_here
 from headrace.engine.record import require_trackers
 from headrace.engine.run import RankRun
 from headrace.engine.run_folder import TrainingRun, choose_folder, lock_wait_s, locked
-from headrace.errors import HeadraceError, LaunchError
+from headrace.engine.setup import native_or_why
+from headrace.errors import ConfigError, HeadraceError, LaunchError
 from headrace.spec.step import Step
 
-__all__ = ["on_ranks", "profile", "train", "train_rank"]
+__all__ = ["Factory", "Training", "on_ranks", "profile", "train", "train_rank"]
 
 Found = TypeVar("Found")
+
+Factory = Callable[[], Any]
+"""Makes the model of a rank, a torch.nn.Module, the same on every rank."""
 
 _INTERRUPTED = 130
 
@@ -40,40 +44,87 @@ _INTERRUPTED = 130
 def train(
     config: Config,
     *,
+    model: Factory | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     on_step: Callable[[Step], object] | None = None,
     tell: Callable[[str], object] = tell,
 ) -> TrainingRun:
-    """Train as a configuration says; returns the run, with its losses, checkpoints and report.
+    """Train as a configuration says.
 
     On one rank it runs in this process; on several it starts its own ranks; under torchrun this
-    process is one of them. ``on_step`` gets each finished step (``step.loss``, ``step.seconds``,
-    ``step.plan``), ``tell`` lines for people (stderr by default), both in this process, and of
-    torchrun's ranks on the first. ``out`` is the run's folder, a new one under ``run.out`` when
-    left out; ``resume`` goes on from its last checkpoint, on any number of ranks. ``report.html``
-    is for the command line: call ``run.report()``.
+    process is one of them. Call it from the main thread; where CUDA was begun, several ranks take
+    some seconds more to start.
 
-    Call it from the main thread; where CUDA was begun, several ranks take some seconds more to
-    start. Raises KeyboardInterrupt on Ctrl-C, SystemExit with the shell's code on another signal
-    that ends a job (SIGTERM, SIGHUP, SIGUSR1), errors of headrace's tree as a rank raised them, and
-    LaunchError when a rank died; then ``resume`` goes on.
+    Args:
+        config: The run. A model that is not native (``model.from`` a folder of another type of
+            transformers) is adopted, as ``hr.compile`` does.
+        model: Makes the model of every rank, in the place of ``model.from``; a function of a
+            module, so that other processes find it.
+        out: The run's folder, a new one under ``run.out`` where it is None.
+        resume: Whether to go on from the run's last checkpoint, on any number of ranks.
+        on_step: Called with each finished step (``step.loss``, ``step.seconds``, ``step.plan``) in
+            this process, and of torchrun's ranks on the first.
+        tell: Called with lines for people, likewise.
+
+    Returns:
+        The run, with its losses, checkpoints and report; ``run.report()`` writes ``report.html``.
+
+    Raises:
+        KeyboardInterrupt: On Ctrl-C.
+        SystemExit: With the shell's code on another signal that ends a job (SIGTERM, SIGHUP,
+            SIGUSR1).
+        HeadraceError: As a rank raised it.
+        LaunchError: When a rank died; then ``resume`` goes on.
+
+    Example:
+        >>> run = hr.train(hr.Config.load("my.toml"), on_step=lambda step: print(step.loss))
     """
     folder = choose_folder(config, None if out is None else Path(out), resume=resume)
     require_trackers(tensorboard=config.report.tensorboard, wandb=config.report.wandb)
-    body = _Training(folder=folder, resume=resume)
+    body = Training(config=config, folder=folder, resume=resume, model=model)
     return TrainingRun(on_ranks(config, body, Listener(on_step=on_step, tell=tell)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Training:
-    """Trains on a rank; returns the run's folder."""
+class Training:
+    """Trains on a rank, a native model or an adopted one; returns the run's folder.
 
+    Attributes:
+        config: The run.
+        folder: Where it is written.
+        resume: Whether to go on from the last checkpoint.
+        model: Makes an adopted model, in the place of ``model.from``.
+    """
+
+    config: Config
     folder: Path
     resume: bool
+    model: Factory | None = None
 
-    def __call__(self, rank: Rank) -> Path:
-        return train_rank(rank, self.folder, resume=self.resume).folder
+    def __post_init__(self) -> None:
+        if self.model is not None and self.config.model.model_fields_set:
+            raise ConfigError(
+                "model of the run",
+                got="a factory, and keys of [model]",
+                wanted="one of them",
+                hint="leave the section [model] empty",
+            )
+
+    def __call__(self, world: World, listener: Listener) -> Path:
+        """Train as one rank. Collective."""
+        why = "made by a factory" if self.model is not None else native_or_why(self.config)
+        if not why:
+            rank = open_rank(world, self.config, listener)
+            return train_rank(rank, self.folder, resume=self.resume).folder
+        from headrace.engine.adopted_run import train_adopted
+
+        if world.rank == 0:
+            listener.tell(f"the model is adopted: it is no native one ({why})")
+        train_adopted(
+            world, self.config, self.folder, listener, resume=self.resume, factory=self.model
+        )
+        return self.folder
 
 
 def train_rank(rank: Rank, folder: Path, *, resume: bool) -> RankRun:
@@ -90,20 +141,21 @@ def train_rank(rank: Rank, folder: Path, *, resume: bool) -> RankRun:
 def profile(config: Config, *, fresh: bool = False) -> CostModel:
     """Measure what a layer costs on the ranks of a configuration, or read the cached profile;
     ``fresh`` measures again. Ranks are started as by :func:`train`."""
-    return on_ranks(config, _Profiling(fresh=fresh), Listener())
+    return on_ranks(config, _Profiling(config=config, fresh=fresh), Listener())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Profiling:
     """Measures on a rank; returns the costs."""
 
+    config: Config
     fresh: bool
 
-    def __call__(self, rank: Rank) -> CostModel:
-        return measured_costs(rank, fresh=self.fresh)[0]
+    def __call__(self, world: World, listener: Listener) -> CostModel:
+        return measured_costs(open_rank(world, self.config, listener), fresh=self.fresh)[0]
 
 
-def on_ranks(config: Config, body: Callable[[Rank], Found], listener: Listener) -> Found:
+def on_ranks(config: Config, body: Callable[[World, Listener], Found], listener: Listener) -> Found:
     """Run ``body``, a value of a module, on all ranks of a configuration; returns what it returns
     on the first.
 
@@ -115,7 +167,7 @@ def on_ranks(config: Config, body: Callable[[Rank], Found], listener: Listener) 
     heard = _Heard(listener=listener, ends=[receiver for receiver, _ in pipes])
     ends = tuple(sender.fileno() for _, sender in pipes)
     try:
-        code = launch(config, _Sending(config=config, body=body, ends=ends), heard, ends)
+        code = launch(config, _Sending(body=body, ends=ends), heard, ends)
     finally:
         for pipe in pipes:
             for end in pipe:
@@ -140,24 +192,25 @@ def on_ranks(config: Config, body: Callable[[Rank], Found], listener: Listener) 
 class _Sending:
     """Runs ``body`` on a rank, which sends through its own of the open ``ends`` of pipes."""
 
-    config: Config
-    body: Callable[[Rank], Any]
+    body: Callable[[World, Listener], Any]
     ends: tuple[int, ...]
 
     def __call__(self, world: World) -> int:
         sender = Connection(self.ends[world.rank], readable=False)
         with _errors_sent(sender):
-            found = self.body(open_rank(world, self.config, _Sender(sender)))
+            found = self.body(world, _Sender(sender))
             if world.rank == 0:
                 sender.send(("found", (found,)))
         return 0
 
 
-def _in_this_process(config: Config, body: Callable[[Rank], Found], listener: Listener) -> Found:
+def _in_this_process(
+    config: Config, body: Callable[[World, Listener], Found], listener: Listener
+) -> Found:
     found: list[Found] = []
 
     def main(world: World) -> int:
-        found.append(body(open_rank(world, config, listener)))
+        found.append(body(world, listener))
         return 0
 
     if under_torchrun():

@@ -12,14 +12,14 @@ from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.comm.ranks import World
 from headrace.config.clips import ClipsConfig
+from headrace.engine.adopted_run import run_loop, user_optimizer
 from headrace.engine.attach import Attached, attach
 from headrace.engine.attach_options import MeasureOptions, SampleOptions
 from headrace.engine.clips import SyntheticClips
 from headrace.engine.listener import Listener
-from headrace.engine.rank import optimizer_options
+from headrace.engine.loop_runner import LoopMicroBatch
 from headrace.engine.run_folder import lock_wait_s, locked
 from headrace.models.transformer_2d import SHAPES_2D, Shape2D, Transformer2D
-from headrace.native.optimizers import Schedule
 from headrace.units import count_text
 
 __all__ = ["shape_of", "train_clips"]
@@ -43,16 +43,13 @@ def train_clips(
     with locked(shared, wait_s=wait_s) if first else nullcontext():
         world.watcher.enter("measuring")
         run = _attached(world, config, shared, listener)
-        if resume and not run.load(shared / "checkpoints") and first:
-            listener.tell("no checkpoint yet: starting from the first step")
-        if first:
-            listener.begin(run.number, config.run.steps)
-        try:
-            _loop(world, config, run, shared)
-        finally:
-            run.detach()
-            if first:
-                listener.end()
+        model, channels = run.model, shape_of(config).channels
+
+        def loss(micro: LoopMicroBatch) -> torch.Tensor:
+            error = model(**micro.inputs) - micro.labels
+            return error.square().sum() / (micro.targets * channels)
+
+        run_loop(world, config, run, shared, listener, loss, resume=resume)
 
 
 def _attached(world: World, config: ClipsConfig, folder: Path, listener: Listener) -> Attached:
@@ -67,13 +64,7 @@ def _attached(world: World, config: ClipsConfig, folder: Path, listener: Listene
         seed=config.run.seed,
         dtype=dtype,
     )
-    schedule = Schedule(lr=o.lr, steps=config.run.steps, warmup_steps=o.warmup_steps, floor=o.floor)
-    optimizer = optimizer_options(o).make(
-        [
-            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": o.decay},
-            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-        ]
-    )
+    optimizer, scheduler = user_optimizer(model, o, config.run.steps)
     if world.rank == 0:
         parameters = sum(p.numel() for p in model.parameters())
         listener.tell(
@@ -90,9 +81,7 @@ def _attached(world: World, config: ClipsConfig, folder: Path, listener: Listene
         clips,
         batch_tokens=data.batch_tokens,
         batch_sequences=data.batch_sequences,
-        scheduler=torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: schedule.rate(step) / o.lr
-        ),
+        scheduler=scheduler,
         clip=o.clip or None,
         steps=config.run.steps,
         seed=config.run.seed,
@@ -106,18 +95,3 @@ def _attached(world: World, config: ClipsConfig, folder: Path, listener: Listene
         say=listener.tell,
         on_step=lambda step: listener.step(step, ()),
     )
-
-
-def _loop(world: World, config: ClipsConfig, run: Attached, folder: Path) -> None:
-    channels, every = shape_of(config).channels, config.checkpoint.every
-    model = run.model
-    for step in run:
-        world.watcher.enter(f"step {step.number}")
-        for micro in step:
-            with micro:
-                error = model(**micro.inputs) - micro.labels
-                micro.backward(error.square().sum() / (micro.targets * channels))
-        done = run.number
-        if done == config.run.steps or (every and done % every == 0):
-            world.watcher.enter(f"writing checkpoint {done}")
-            run.save(folder / "checkpoints", keep=config.checkpoint.keep)

@@ -1,0 +1,406 @@
+"""One rank's part of ``headrace train`` on a model that nobody here wrote.
+
+The model is that of a folder of any type of transformers that ``hr.compile`` takes, or one that a
+factory makes. The run is a training loop over :func:`headrace.attach`, so planner, recovery,
+record and checkpoints are those of any loop; the corpus, its order and the configuration are those
+of a native model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from headrace.comm.collectives import gather_bytes
+from headrace.comm.mesh import Groups
+from headrace.comm.ranks import World
+from headrace.config import Config
+from headrace.config.clips import ClipsConfig
+from headrace.config.model import OptimizerConfig
+from headrace.data import Corpus, Sampler, make_tokenizer, summarise
+from headrace.engine.attach import Attached, begin
+from headrace.engine.attach_options import MeasureOptions, SampleOptions, SpreadOptions
+from headrace.engine.listener import Listener
+from headrace.engine.loop_runner import LoopMicroBatch
+from headrace.engine.rank import optimizer_options
+from headrace.engine.run_folder import lock_wait_s, locked
+from headrace.engine.sample_order import LoopBatch
+from headrace.engine.setup import open_sampler
+from headrace.engine.spread_model import Item, SampleReader
+from headrace.errors import CheckpointError, ConfigError, MissingExtra, SpecError
+from headrace.native.optimizers import Schedule
+from headrace.spec.lengths import Lengths
+from headrace.units import bytes_text, count_text
+
+__all__ = ["Factory", "run_loop", "train_adopted", "user_optimizer"]
+
+Factory = Callable[[], torch.nn.Module]
+"""Makes a model, the same on every rank."""
+
+_NATIVE_ONLY = ("strategies", "rotate", "methods", "candidates", "smoothing")
+"""Keys of the planner that only native models know."""
+
+
+def train_adopted(
+    world: World,
+    config: Config,
+    folder: Path,
+    listener: Listener,
+    *,
+    resume: bool,
+    factory: Factory | None = None,
+) -> None:
+    """Train as one rank, in the first rank's ``folder``. Collective.
+
+    Args:
+        world: The ranks of the run.
+        config: The run. ``planner.working`` says how weights are held: ``replicated``, or
+            ``sharded`` over all ranks by FSDP2; ``auto`` shards where the type is bfloat16, as
+            FSDP2 keeps the weights in float32 beside it.
+        folder: Where the run is written.
+        listener: Hears of the run on the first rank.
+        resume: Whether to go on from the last checkpoint, where there is one.
+        factory: Makes the model; that of ``model.from`` where it is None.
+
+    Raises:
+        ConfigError: For keys that only native models know.
+        CheckpointError: For a folder whose weights cannot be read.
+        ModelError: For a model that cannot be spread over ranks.
+    """
+    _require_known(config)
+    groups, first = Groups(device=world.device), world.rank == 0
+    shared = Path(gather_bytes(str(folder).encode(), groups.world)[0].decode())
+    wait_s = lock_wait_s(world.attempt)
+    with locked(shared, wait_s=wait_s) if first else nullcontext():
+        world.watcher.enter("reading and tokenising the corpus")
+        tokenizer = make_tokenizer(config.data.tokenizer)
+        corpus, sampler = open_sampler(config, tokenizer, listener.progress if first else None)
+        world.watcher.enter("making the model")
+        model = _made(world, config, factory)
+        _require_fitting(model, tokenizer.vocabulary, config)
+        if first:
+            _announce(world, config, model, corpus, listener, shared)
+        model = _held(model, config, world)
+        world.watcher.enter("measuring")
+        order = partial(CorpusOrder, corpus, sampler, config.data.context)
+        run = _attached(config, model, order, shared, listener)
+
+        def loss(micro: LoopMicroBatch) -> torch.Tensor:
+            outputs = model(**micro.inputs)
+            own = getattr(outputs, "loss", None)
+            return own if own is not None else micro.loss(_logits(outputs))
+
+        run_loop(world, config, run, shared, listener, loss, resume=resume)
+
+
+def run_loop(
+    world: World,
+    config: Config | ClipsConfig,
+    run: Attached,
+    folder: Path,
+    listener: Listener,
+    loss: Callable[[LoopMicroBatch], torch.Tensor],
+    *,
+    resume: bool,
+) -> None:
+    """Take the steps of a run that are left, and save where the configuration says. Collective.
+
+    Args:
+        world: The ranks of the run.
+        config: How many steps there are, and when to save.
+        run: The attached model; it is detached at the end.
+        folder: Where the run is written.
+        listener: Hears of the run on the first rank.
+        loss: This rank's part of the step's loss, of a micro-batch.
+        resume: Whether to go on from the last checkpoint, where there is one.
+    """
+    first, steps, every = world.rank == 0, config.run.steps, config.checkpoint.every
+    try:
+        if resume and not run.load(folder / "checkpoints") and first:
+            listener.tell("no checkpoint yet: starting from the first step")
+        if run.number >= steps:
+            if first:
+                listener.tell(
+                    f"the run has taken {run.number} of {steps} steps: raise run.steps to go on"
+                )
+            return
+        if first:
+            listener.begin(run.number, steps)
+        for step in run:
+            world.watcher.enter(f"step {step.number}")
+            for micro in step:
+                with micro:
+                    micro.backward(loss(micro))
+            done = run.number
+            if done == steps or (every and done % every == 0):
+                world.watcher.enter(f"writing checkpoint {done}")
+                run.save(folder / "checkpoints", keep=config.checkpoint.keep)
+    finally:
+        run.detach()
+        if first:
+            listener.end()
+
+
+def user_optimizer(
+    model: torch.nn.Module, options: OptimizerConfig, steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """The optimizer and the learning rate of a configuration, as torch has them. Weights of one
+    dim, such as norms and biases, do not decay."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = optimizer_options(options).make(
+        [
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": options.decay},
+            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        ]
+    )
+    schedule = Schedule(
+        lr=options.lr, steps=steps, warmup_steps=options.warmup_steps, floor=options.floor
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: schedule.rate(step) / options.lr
+    )
+    return optimizer, scheduler
+
+
+class CorpusOrder:
+    """The batches of a corpus, drawn as for native models, as a loop takes them."""
+
+    def __init__(
+        self, corpus: Corpus, sampler: Sampler, context: int, reader: SampleReader
+    ) -> None:
+        self._corpus, self._sampler, self._reader = corpus, sampler.copy(), reader
+        self._context = context
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the corpus that the next batch belongs to."""
+        return int(self._sampler.state()["epoch"])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return min(self._context, int(self._corpus.lengths.max()))
+
+    @property
+    def total(self) -> int:
+        """Tokens of all samples."""
+        return int(self._corpus.lengths.sum())
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the corpus."""
+        return self._corpus.fingerprint
+
+    def next_batch(self) -> LoopBatch:
+        """The samples of the next step."""
+        batch = self._sampler.next_batch()
+
+        def read(index: int) -> Item:
+            sample = batch.samples[index]
+            ids = self._corpus.tokens(sample.document, sample.start, sample.start + sample.length)
+            return self._read(ids, f"document {sample.document}")
+
+        return LoopBatch(
+            lengths=batch.lengths, epoch=batch.epoch, state_after=batch.state_after, read=read
+        )
+
+    def coming(self, epochs: int | None) -> Iterator[Lengths]:
+        """The lengths of the batches that follow, from a sampler of its own."""
+        sampler = self._sampler.copy()
+        while epochs is None or int(sampler.state()["epoch"]) < epochs:
+            yield sampler.next_batch().lengths
+
+    def first(self) -> Item:
+        """The longest sample."""
+        ids = self._corpus.tokens(int(self._corpus.lengths.argmax()), 0, self.longest)
+        return self._read(ids, "the longest document")
+
+    def facts(self) -> dict[str, Any]:
+        """How long the documents are."""
+        return {
+            **summarise(self._corpus).facts(),
+            "fingerprint": self._corpus.fingerprint,
+            "context": self.longest,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Where the order stands."""
+        return self._sampler.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken. Raises DataError for that of another corpus."""
+        self._sampler.restore(state)
+
+    def _read(self, ids: Any, what: str) -> Item:
+        """Token numbers as a sample of the model, whose labels are the next tokens."""
+        return self._reader.read(torch.from_numpy(ids).long(), what)
+
+
+def _require_known(config: Config) -> None:
+    """Raise ConfigError for what only native models do."""
+    given = config.planner.model_fields_set & set(_NATIVE_ONLY)
+    if given:
+        raise ConfigError(
+            f"planner.{min(given)}",
+            got="a model that is adopted",
+            wanted="a native model (Llama, GPT-2 or BERT, or a shape of its own)",
+            hint="leave the key out: adopted models are spread by their tokens",
+        )
+    if config.model.dropout is not None:
+        raise ConfigError(
+            "model.dropout",
+            got="a model that is adopted",
+            wanted="the rates of its own configuration",
+        )
+
+
+def _made(world: World, config: Config, factory: Factory | None) -> torch.nn.Module:
+    """The model on this rank's device, in training mode, the same on all ranks."""
+    torch.manual_seed(config.run.seed)
+    dtype = torch.float64 if config.devices.dtype == "float64" else torch.float32
+    if factory is None:
+        model = _pretrained(Path(config.model.from_ or ""), dtype)
+    else:
+        model = factory()
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError("model", got=type(model).__name__, wanted="a torch.nn.Module")
+    return model.to(world.device, dtype).train()
+
+
+def _pretrained(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """The causal language model in a folder of transformers."""
+    try:
+        import transformers
+    except ImportError:
+        raise MissingExtra("transformers", extra="hf", needed_for=f"model {folder}") from None
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=dtype
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"model {folder}",
+            got=" ".join(str(error).split())[:300],
+            wanted="the weights of a causal language model that transformers reads",
+        ) from None
+    assert isinstance(model, torch.nn.Module), "what transformers reads"
+    return model
+
+
+def _require_fitting(model: torch.nn.Module, vocabulary: int, config: Config) -> None:
+    """Raise SpecError for a model with too few rows of its embedding or too few places."""
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    if tables and max(table.num_embeddings for table in tables) < vocabulary:
+        raise SpecError(
+            "vocabulary of the model",
+            got=max(table.num_embeddings for table in tables),
+            wanted=f"at least the tokenizer's {vocabulary}",
+            hint="without data.tokenizer that of the model's folder is taken",
+        )
+    places = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if isinstance(places, int) and config.data.context > places:
+        raise SpecError(
+            "data.context", got=config.data.context, wanted=f"at most {places}, the model's places"
+        )
+
+
+def _held(model: torch.nn.Module, config: Config, world: World) -> torch.nn.Module:
+    """The model, sharded over all ranks where the configuration says so."""
+    half = config.devices.dtype_on(gpu=world.device != "cpu") == "bfloat16"
+    working = config.planner.working
+    if half and working == "replicated":
+        raise ConfigError(
+            "planner.working",
+            got="'replicated' in bfloat16",
+            wanted="'sharded', which keeps the weights in float32, or devices.dtype = 'float32'",
+        )
+    if working != "sharded" and not half:
+        return model
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mp_policy": policy} if half else {}
+    for block in _blocks(model):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The blocks of a model, which are sharded one by one: those that transformers names, else the
+    modules of lists of equal modules."""
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    if named:
+        return [module for module in model.modules() if type(module).__name__ in named]
+    return [
+        block
+        for stack in model.modules()
+        if isinstance(stack, torch.nn.ModuleList) and len({type(block) for block in stack}) == 1
+        for block in stack
+    ]
+
+
+def _attached(
+    config: Config,
+    model: torch.nn.Module,
+    order: Callable[[SampleReader], CorpusOrder],
+    folder: Path,
+    listener: Listener,
+) -> Attached:
+    optimizer, scheduler = user_optimizer(model, config.optimizer, config.run.steps)
+    return begin(
+        model,
+        optimizer,
+        order,
+        config=config.to_json(),
+        budget=config.data.batch_tokens,
+        steps=config.run.steps,
+        scheduler=scheduler,
+        clip=config.optimizer.clip or None,
+        seed=config.run.seed,
+        planner=config.planner,
+        samples=SampleOptions(labels="next"),
+        spread=SpreadOptions(logits=not hasattr(model, "config")),
+        measure=MeasureOptions(
+            memory=None if config.devices.memory == "auto" else config.devices.memory,
+            cache=config.data.cache_folder,
+        ),
+        out=folder,
+        on_step=lambda step: listener.step(step, ()),
+        say=listener.tell,
+    )
+
+
+def _logits(outputs: Any) -> torch.Tensor:
+    """The logits among a model's outputs."""
+    found = getattr(outputs, "logits", None)
+    if found is None:
+        found = outputs[0] if isinstance(outputs, tuple) else outputs
+    assert isinstance(found, torch.Tensor), "the probe of the model has looked"
+    return found
+
+
+def _announce(
+    world: World,
+    config: Config,
+    model: torch.nn.Module,
+    corpus: Corpus,
+    listener: Listener,
+    folder: Path,
+) -> None:
+    """Say what is trained, on what, and where."""
+    parameters = sum(p.numel() for p in model.parameters())
+    memory = config.devices.memory_bytes
+    listener.tell(str(summarise(corpus)))
+    for skipped in corpus.skipped[:3]:
+        listener.tell(f"skipped {skipped}")
+    listener.tell(
+        f"model         {type(model).__name__}, adopted, {count_text(parameters)} parameters\n"
+        f"devices       {world.ranks} ranks of {world.device}"
+        f"{'' if memory is None else f', {bytes_text(memory)} each'}\n"
+        f"run           {folder}"
+    )

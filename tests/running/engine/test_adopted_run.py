@@ -1,0 +1,234 @@
+"""``headrace train`` on models that nobody here wrote: the same command, data and report."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headrace as hr
+from headrace.errors import ConfigError, SpecError
+from spread import whole
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.apart
+
+CONTEXT = 96
+TEXTS = [" ".join(f"word{(7 * n + i) % 31}" for i in range(2 + n % 23)) for n in range(40)]
+
+
+def model_of(kind: str) -> Any:
+    """A tiny model of a type, of fp64 when it is trained."""
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+    }
+    if kind == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    config = transformers.Gemma3TextConfig(
+        **sizes,
+        sliding_window=16,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        query_pre_attn_scalar=8,
+    )
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def qwen() -> Any:
+    return model_of("qwen3")
+
+
+def small() -> Any:
+    """A model with fewer rows than there are bytes."""
+    model = model_of("qwen3")
+    model.resize_token_embeddings(100)
+    return model
+
+
+def job(folder: Path, kind: str | None, **changes: str) -> Path:
+    """A configuration of ten steps on a folder of a model, or on a factory's where it is None."""
+    (folder / "data.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    if kind is not None:
+        model_of(kind).save_pretrained(folder / "model")
+    of = "" if kind is None else 'from = "model"\n'
+    text = f"""
+[model]
+{of}
+[data]
+kind = "jsonl"
+paths = ["data.jsonl"]
+tokenizer = "bytes"
+context = {CONTEXT}
+batch_tokens = 640
+cache = "{folder / "cache"}"
+[run]
+steps = 10
+seed = 5
+[optimizer]
+lr = 0.003
+clip = 1.0
+eps = 0.001
+[devices]
+ranks = 2
+dtype = "float64"
+memory = "1GiB"
+[planner]
+{changes.get("planner", "")}
+[checkpoint]
+every = 2
+"""
+    (folder / "job.toml").write_text(text)
+    return folder / "job.toml"
+
+
+def alone(config: hr.Config, model: Any) -> list[float]:
+    """The losses of one process, which runs every document by itself."""
+    from headrace.data import make_tokenizer
+    from headrace.engine.adopted_run import user_optimizer
+    from headrace.engine.setup import open_sampler
+
+    model = model.double().train()
+    corpus, sampler = open_sampler(config, make_tokenizer("bytes"))
+    optimizer, scheduler = user_optimizer(model, config.optimizer, config.run.steps)
+    losses = []
+    for _ in range(config.run.steps):
+        batch = sampler.next_batch()
+        count = sum(sample.length - 1 for sample in batch.samples)
+        total = 0.0
+        for sample in batch.samples:
+            stop = sample.start + sample.length
+            ids = torch.from_numpy(corpus.tokens(sample.document, sample.start, stop)).long()
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum") / count
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def train(path: Path, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headrace", "train", str(path), "--out", str(out), *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "planner"),
+    [("qwen3", ""), ("gemma3", ""), whole("qwen3", 'working = "sharded"')],
+)
+def test_folders_of_other_types_train(kind: str, planner: str, tmp_path: Path) -> None:
+    """Catches losses of two ranks that are not those of one process, a report without steps, and a
+    model that is taken for a native one."""
+    path = job(tmp_path, kind, planner=planner)
+    done = train(path, tmp_path / "run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "the model is adopted" in done.stderr
+    assert Path(done.stdout.strip()).name == "report.html"
+    config = hr.Config.load(path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float64
+    )
+    wanted = alone(config, loaded)
+    assert hr.TrainingRun(tmp_path / "run").losses == pytest.approx(wanted, rel=1e-9)
+    assert wanted[-1] < wanted[0]
+
+
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    """Catches a run that begins anew, and one that goes on with other weights, rates or samples."""
+    path = job(tmp_path, "qwen3")
+    whole_run = train(path, tmp_path / "whole")
+    assert whole_run.returncode == 0, whole_run.stderr[-3000:]
+    out = tmp_path / "killed"
+    command = [sys.executable, "-m", "headrace", "train", str(path), "--out", str(out)]
+    going = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + 200
+    while not (out / "checkpoints/step-000004/index.json").exists():
+        assert going.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(going.pid, signal.SIGKILL)
+    going.wait()
+    again = train(path, out, "--resume")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "going on with step" in again.stderr
+    wanted = hr.TrainingRun(tmp_path / "whole").losses
+    assert hr.TrainingRun(out).losses == pytest.approx(wanted, rel=1e-12)
+    assert train(path, out, "--resume").returncode == 0
+
+
+def test_a_factory_makes_the_model(tmp_path: Path) -> None:
+    """Catches a factory that is not asked on every rank, and one beside a shape."""
+    path = job(tmp_path, None)
+    config = hr.Config.load(path, "devices.ranks=1", "run.steps=3")
+    told: list[str] = []
+    run = hr.train(config, model=qwen, out=tmp_path / "run", tell=told.append)
+    assert run.losses == pytest.approx(alone(config, qwen()), rel=1e-9)
+    with pytest.raises(ConfigError, match=r"leave the section \[model\] empty"):
+        hr.train(
+            hr.Config.load(path, "devices.ranks=1", "model.preset=llama-tiny"),
+            model=qwen,
+            out=tmp_path / "both",
+        )
+    with pytest.raises(SpecError, match="got 100, wanted at least the tokenizer's 257"):
+        hr.train(config, model=small, out=tmp_path / "small", tell=told.append)
+    with pytest.raises(ConfigError, match=r"wanted a torch\.nn\.Module"):
+        hr.train(config, model=dict, out=tmp_path / "none", tell=told.append)
+
+
+def test_the_command_takes_a_factory(tmp_path: Path) -> None:
+    """Catches a flag that is parsed and not passed on."""
+    path = job(tmp_path, None)
+    (tmp_path / "mine.py").write_text("from running.engine.test_adopted_run import qwen\n")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "headrace", "train", str(path), "--model", "mine:qwen"]
+    command += ["--out", str(tmp_path / "run"), "--steps", "2", "--set", "report.html=false"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=250, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(hr.TrainingRun(tmp_path / "run").losses) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (
+            "planner.methods=megatron_ts",
+            ConfigError,
+            "planner.methods: got a model that is adopted",
+        ),
+        ("model.dropout=0.1", ConfigError, "the rates of its own configuration"),
+        ("data.context=512", SpecError, "at most 256, the model's places"),
+        ("devices.dtype=bfloat16", ConfigError, "'replicated' in bfloat16"),
+    ],
+)
+def test_what_an_adopted_model_cannot_is_refused(
+    change: str, error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    """Catches a key that does nothing, and errors from the depths."""
+    path = job(tmp_path, "qwen3", planner='working = "replicated"')
+    config = hr.Config.load(path, "devices.ranks=1", change)
+    with pytest.raises(error, match=says):
+        hr.train(config, out=tmp_path / "run", tell=lambda text: None)
