@@ -149,7 +149,9 @@ def test_folders_of_other_types_train(kind: str, planner: str, tmp_path: Path) -
         tmp_path / "model", dtype=torch.float64
     )
     wanted = alone(config, loaded)
-    assert hr.TrainingRun(tmp_path / "run").losses == pytest.approx(wanted, rel=1e-9)
+    # Gemma multiplies by the weights of its norms in single precision.
+    exact = 1e-9 if kind == "qwen3" else 1e-6
+    assert hr.TrainingRun(tmp_path / "run").losses == pytest.approx(wanted, rel=exact)
     assert wanted[-1] < wanted[0]
 
 
