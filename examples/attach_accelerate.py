@@ -51,9 +51,13 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     data = list(documents())
-    in_order = hr.SampleOptions(shuffle=False)
     run = hr.attach(
-        model, optimizer, data, batch_tokens=4096, steps=options.steps, samples=in_order
+        model,
+        optimizer,
+        data,
+        batch_tokens=4096,
+        steps=options.steps,
+        samples=hr.SampleOptions(shuffle=False),
     )
     for step in run:
         for micro in step:

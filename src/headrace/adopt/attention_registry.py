@@ -1,4 +1,4 @@
-"""The door of transformers: its public registry of attention functions.
+"""The entry point of transformers: its public registry of attention functions.
 
 A model that asks the registry is given one function, under a name of its own and without a mask
 function: so no dense mask is made, and what a layer wants it says in arguments. Everything that
@@ -7,19 +7,21 @@ changes the result and is not known here is refused.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import pad
 
-from headrace.adopt.operators import ModelSeat, attend
+from headrace.adopt.operators import ModelSlot, attend
 from headrace.errors import ModelError
 
 __all__ = [
     "asks_registry",
     "attention",
-    "take_interface",
+    "registered",
 ]
 
 _SAME = 1e-12
@@ -95,9 +97,14 @@ def asks_registry(model: torch.nn.Module) -> bool:
     return callable(can) and hasattr(model, "set_attn_implementation") and bool(can())
 
 
-def take_interface(model: Any, seat: ModelSeat) -> Callable[[], None]:
-    """Have ``model`` ask for this function; returns what has it ask for its own again. Raises
-    ModelError for layers that mix tokens in ways it does not know."""
+def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
+    """Register an attention function for ``model``; returns a switch: while it is on, the modules
+    of the model ask for this function. Raises ModelError for layers that mix tokens in ways that
+    the function does not know.
+
+    Modules ask by their configuration, which others may share. So while the switch is on they have
+    a copy of it, and a deep copy of the model gets the user's own again.
+    """
     from transformers import AttentionInterface
 
     config = model.config
@@ -123,7 +130,7 @@ def take_interface(model: Any, seat: ModelSeat) -> Callable[[], None]:
             wanted="false",
             hint="the loss of the router is a mean over tokens of one rank",
         )
-    handle = seat.handle  # not the seat: the registry never forgets
+    handle = slot.handle  # not the slot: the registry never forgets
     name = f"headrace_{handle}"
 
     def spread(
@@ -146,9 +153,41 @@ def take_interface(model: Any, seat: ModelSeat) -> Callable[[], None]:
         return out.transpose(1, 2), None
 
     AttentionInterface.register(name, spread)
-    before: str = config._attn_implementation  # noqa: SLF001
-    model.set_attn_implementation(name)
-    return lambda: model.set_attn_implementation(before)
+    return _Configurations(model, name)
+
+
+class _Configurations:
+    """Gives the modules of ``model`` configurations that name an attention, and back their own."""
+
+    def __init__(self, model: torch.nn.Module, name: str) -> None:
+        self._model, self._name = model, name
+        self._given: list[tuple[torch.nn.Module, Any]] = []
+        self._copies: dict[int, tuple[Any, dict[str, Any], Any]] = {}
+
+    def __call__(self, on: bool) -> None:
+        """Switch on or off."""
+        for module, plain in self._given:
+            vars(module)["config"] = plain
+        self._given.clear()
+        if not on:
+            return
+        for module in self._model.modules():
+            plain = vars(module).get("config")
+            if hasattr(plain, "_attn_implementation"):
+                self._given.append((module, plain))
+                vars(module)["config"] = self._named(plain)
+
+    def _named(self, plain: Any) -> Any:
+        """A copy of a configuration that names the attention: the one made before, unless the
+        configuration has changed since."""
+        known = self._copies.get(id(plain))
+        if known is not None and known[0] is plain and known[1] == vars(plain):
+            return known[2]
+        made = copy.copy(plain)
+        vars(made)["_attn_implementation_internal"] = self._name
+        vars(made)["__deepcopy__"] = partial(copy.deepcopy, plain)
+        self._copies[id(plain)] = plain, dict(vars(plain)), made
+        return made
 
 
 def _refuse(

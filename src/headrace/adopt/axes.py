@@ -14,9 +14,10 @@ the same samples do by ``mates``.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,21 +25,26 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from headrace.adopt.axis_hooks import Passage
+from headrace.adopt.axis_hooks import HookManager
 from headrace.adopt.axis_shards import AxisShards, Dims
 from headrace.adopt.axis_stages import AxisStage
 from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
 from headrace.adopt.placement import fingerprint
+from headrace.adopt.samples import is_numbers
+from headrace.adopt.spread_model import Item, Levels, Pack, Part
+from headrace.adopt.token_probe import logits_of, result_tensors
 from headrace.comm.collectives import agree
 from headrace.comm.mesh import Groups, device_of, groups_here
 from headrace.errors import DataError, InfeasiblePlan, ModelError, SpecError
 from headrace.layouts.partition import split_sizes
 from headrace.ops.switch import gather
 from headrace.spec.axes import AxisMove, split_batch
+from headrace.spec.method import Recompute
 from headrace.spec.method_facts import Members
+from headrace.spec.plan import TokenOrder
 from headrace.units import bytes_text
 
-__all__ = ["Adapted", "axis_groups"]
+__all__ = ["AxisModel", "axis_groups"]
 
 _GRAPHS = 1 << 16
 """Graphs that a compiler may make of one model."""
@@ -47,8 +53,8 @@ Sizes = Callable[[Mapping[str, torch.Tensor]], Mapping[str, int]] | None
 """Places of axes by name, for inputs by name."""
 
 
-class Adapted:
-    """A model, its stages, and the shards of the batch at work (``shards``).
+class AxisModel:
+    """A model that is spread by its axes; see :class:`~headrace.adopt.spread_model.SpreadModel`.
 
     ``inputs`` are the dims of its inputs by name, those with places of ``axis``, which is in shards
     where no stage says otherwise; ``batch`` names samples that may be worked on apart. ``sizes``
@@ -74,15 +80,31 @@ class Adapted:
         if sizes is None and not any(axis in dims for dims in self.inputs.values()):
             raise SpecError("axis of the inputs", got=axis, wanted="one of an input's dims")
         self._given, self._met = groups, groups is not None
-        self._passage = Passage(self.inner, stages, axis)
+        self._manager = HookManager(self.inner, stages, axis)
         self.traceable = True
         self._compiled: Callable[..., Any] | None = None
-        self.on = self._passage.on
+        self.on = self._manager.on
+        shown = [name for name, dims in self.inputs.items() if axis in dims]
+        self._main = shown[0] if shown else None
+        self._label_name = "labels"
+        self._takes = {*inspect.signature(self.inner.forward).parameters, *self.inputs}
+
+    exchanges: tuple[str, ...] = ("dsp",)
+    whole = False
+
+    def install(self) -> Callable[[], None]:
+        """Have the model itself give results on the shards that its inputs have, while it is
+        spread; its hooks are there already. Returns what takes that back."""
+
+        def back(_: Any, out: Any) -> Any:
+            return self.back(out, str(self._main)) if self._manager.spread else None
+
+        return self._manager.on(self.inner, after=back)
 
     @property
     def shards(self) -> AxisShards | None:
         """What the model works on."""
-        return self._passage.shards
+        return self._manager.shards
 
     @property
     def moves(self) -> tuple[AxisMove, ...]:
@@ -105,7 +127,7 @@ class Adapted:
     @property
     def axes(self) -> frozenset[str]:
         """Their names."""
-        return frozenset(self._passage.axes)
+        return frozenset(self._manager.axes)
 
     @property
     def _groups(self) -> Groups | None:
@@ -115,10 +137,6 @@ class Adapted:
             self._given, self._met = groups_here(device_of(self.model)), True
         return self._given
 
-    def join(self, groups: Groups) -> None:
-        """Work with the groups of somebody else."""
-        self._given, self._met = groups, True
-
     @property
     def ranks(self) -> int:
         """All of them."""
@@ -127,28 +145,92 @@ class Adapted:
     @property
     def mates(self) -> int:
         """Ranks that work on the same samples: what they have alike counts once for all of them."""
-        return self._passage.at_work.ranks
+        return self._manager.at_work.ranks
 
-    def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def shard(self, batch: Mapping[str, Any]) -> Part:
         """This rank's part of inputs that all ranks have alike: its places of ``axis``, and its
         samples where the axis has fewer places than there are ranks. Collective.
 
-        Raises DataError for inputs of other dims, and for tensors without declared dims that may be
-        of all samples where ranks work on some of them; InfeasiblePlan where there are more ranks
-        than samples and places together, and PlanMismatch where ranks have other inputs.
+        Args:
+            batch: Inputs of the model by name, and other values.
+
+        Returns:
+            The part: call ``run(**part)``.
+
+        Raises:
+            DataError: For inputs of other dims, and for tensors without declared dims that may be
+                of all samples where ranks work on some of them.
+            InfeasiblePlan: Where there are more ranks than samples and places together.
+            PlanMismatch: Where ranks have other inputs.
         """
         members = tuple(range(self.ranks))
         needed = self.groups_for(batch, members)
         if self._groups is not None:
             self._groups.prepare(needed)
             agree("inputs", fingerprint(self._tensors(batch), (needed,)), self._groups.world)
-        return self.place(batch, members)
+        shards, found = self._placed(batch, members, None)
+        labels = self._local_labels(found, shards)
+        if self._label_name not in self._takes:
+            found.pop(self._label_name, None)
+        return Part(
+            inputs=found,
+            labels=labels,
+            group=shards.group,
+            targets=self.places(batch) * self._sample_count(batch),
+            tokens=math.prod(shards.here().values()),
+            placed=shards,
+        )
 
     def place(
-        self, batch: Mapping[str, Any], ranks: Members, groups: Groups | None = None
-    ) -> dict[str, Any]:
+        self,
+        values: Mapping[str, Any],
+        ranks: Members,
+        *,
+        targets: int | None = None,
+        exchange: str | None = None,
+        groups: Groups | None = None,
+    ) -> Part:
         """:meth:`shard` of a batch that is known to be alike on all ``ranks``, whose groups
-        (:meth:`groups_for`) were made among ``groups``: no rank is asked."""
+        (:meth:`groups_for`) were made among ``groups``: no rank is asked. What the model does not
+        take is in ``rest``."""
+        known = {name: value for name, value in values.items() if name in self.inputs}
+        others = {name: value for name, value in values.items() if name not in known}
+        shards, placed = self._placed(known, ranks, groups)
+        first, count, of = shards.samples
+        own = {
+            name: value.narrow(0, first, count)
+            if self._dims(name) is None and value.dim() and len(value) == of
+            else value
+            for name, value in {**placed, **others}.items()
+        }
+        takes = self._takes
+        return Part(
+            inputs={name: value for name, value in own.items() if name in takes},
+            rest={
+                name: value
+                for name, value in own.items()
+                if name not in takes and name != self._label_name
+            },
+            labels=self._local_labels(own, shards),
+            group=shards.group,
+            targets=targets or 0,
+            tokens=math.prod(shards.here().values()),
+            placed=shards,
+        )
+
+    def take(self, part: Part) -> None:
+        """Spread the model: it works on a part from here on."""
+        self._manager.take(part.placed)
+        self._manager.spread = True
+
+    def release(self) -> None:
+        """Make the model the user's plain one again."""
+        self._manager.spread = False
+
+    def _placed(
+        self, batch: Mapping[str, Any], ranks: Members, groups: Groups | None
+    ) -> tuple[AxisShards, dict[str, Any]]:
+        """The shards of a batch on this rank, and its inputs on them."""
         if isinstance(self.model, FSDPModule):
             add_plainly(self.model)
         tensors, groups = self._tensors(batch), groups or self._groups
@@ -170,17 +252,20 @@ class Adapted:
             across=groups.get(ranks[me::each]) if groups else None,
             members=ranks,
         )
-        self.take(shards)
+        self._manager.take(shards)
         found = dict(batch)
         for name, value in tensors.items():
             part = self.local(value, str(self.inputs[name]))
             found[name] = part.view_as(part) if part is value else part  # whole is no shard
-            self._passage.know(found[name], shards)
-        return found
+            self._manager.know(found[name], shards)
+        return shards, found
 
-    def take(self, shards: AxisShards) -> None:
-        """Work on the shards of another batch that was placed."""
-        self._passage.take(shards)
+    def _local_labels(self, values: Mapping[str, Any], shards: AxisShards) -> torch.Tensor | None:
+        """The labels of this rank's places, of the dims of the first input with axes."""
+        labels = values.get(self._label_name)
+        if labels is None or self._label_name in self.inputs or self._main is None:
+            return None if labels is None else labels
+        return self.local(labels, str(self.inputs[self._main]))
 
     def groups_for(self, batch: Mapping[str, Any], ranks: Members) -> list[Members]:
         """The groups in which ``ranks`` work on a batch. Raises InfeasiblePlan where they are too
@@ -207,7 +292,7 @@ class Adapted:
     def local(self, x: torch.Tensor, dims: str) -> torch.Tensor:
         """This rank's part of another tensor of the batch that all ranks have alike, as the axis in
         shards is now: after a forward as in its result."""
-        layout, shards = Dims.parse(dims), self._passage.at_work
+        layout, shards = Dims.parse(dims), self._manager.at_work
         if self.batch is not None and self.batch in layout:
             if (self.batch,) not in layout.names:
                 raise SpecError("dims", got=dims, wanted=f"a dim of its own for {self.batch}")
@@ -217,7 +302,7 @@ class Adapted:
     def collect(self, x: torch.Tensor, dims: str) -> torch.Tensor:
         """The whole of a result, on every rank: a loss of it is ``alike`` on all of them.
         Collective."""
-        layout, shards = Dims.parse(dims), self._passage.at_work
+        layout, shards = Dims.parse(dims), self._manager.at_work
         whole = shards.whole(x, layout)
         if shards.across is None or self.batch is None or (self.batch,) not in layout.names:
             return whole
@@ -227,7 +312,7 @@ class Adapted:
     def back(self, out: Any, like: str) -> Any:
         """A result, or the first of several, of the dims of the input ``like``, on the shards that
         inputs have. Raises ModelError for one that is no tensor. Collective."""
-        shards = self._passage.at_work
+        shards = self._manager.at_work
         if shards.group is None or shards.axis == self.axis:
             return out
         first, *rest = out if isinstance(out, tuple) else (out,)
@@ -244,20 +329,45 @@ class Adapted:
     def __call__(self, **inputs: Any) -> Any:
         """The model's result for what :meth:`shard` returned; call it again for another forward of
         the same batch. Raises ModelError for other inputs."""
-        shards = self._passage.shards_of(list(inputs.values()))
+        shards = self._manager.shards_of(list(inputs.values()))
         if shards is None:
             raise ModelError(
                 "inputs of the model", got="others than were sharded", wanted="what shard() gave"
             )
-        self.take(shards)
-        if self._compiled is None or not self._passage.legs:
+        before = self._manager.spread
+        self._manager.take(shards)
+        self._manager.spread = True
+        try:
+            out = self._run(shards, inputs)
+        finally:
+            self._manager.spread = before
+        return self._bound(out, shards)
+
+    def _run(self, shards: AxisShards, inputs: Mapping[str, Any]) -> Any:
+        """The model's result, compiled where that is asked for and the order of stages is known."""
+        if self._compiled is None or not self._manager.routes:
             return self.model(**inputs)
         # Every shape is a graph of its own.
         with torch._dynamo.config.patch(  # noqa: SLF001
             recompile_limit=_GRAPHS, accumulated_recompile_limit=_GRAPHS
         ):
             out = self._compiled(**inputs)
-        shards.axis = self._passage.last_axis if shards.group is not None else self.axis
+        shards.axis = self._manager.last_axis if shards.group is not None else self.axis
+        return out
+
+    def _bound(self, out: Any, shards: AxisShards) -> Any:
+        """Have the backward of a result run while the model is spread: checkpoints run stages
+        again there."""
+
+        def begin(_: Sequence[torch.Tensor]) -> None:
+            if not self._manager.spread:
+                self._manager.spread = True
+                queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+                queue(self.release)
+
+        for value in result_tensors(out):
+            if value.grad_fn is not None:
+                value.grad_fn.register_prehook(begin)
         return out
 
     def compile(self, *, backend: str = "inductor", **options: Any) -> None:
@@ -274,16 +384,16 @@ class Adapted:
                 wanted="a model alone, whose stages do all that is switched",
                 hint="compile its blocks: block.compile()",
             )
-        self._passage.traced = True
+        self._manager.traced = True
         self._compiled = torch.compile(self.model, backend=backend, fullgraph=True, **options)
 
     def backward(self, loss: torch.Tensor, *, alike: bool = False) -> None:
         """Add gradients of this rank's part of the loss; one that all ranks have ``alike``, as that
         of a collected result, counts once."""
-        shards = self._passage.at_work
+        shards = self._manager.at_work
         axis = shards.axis
         summed_loss(self.model, loss / len(shards.members) if alike else loss).backward()
-        self._passage.shards, shards.axis = shards, axis  # checkpoints go back to others
+        self._manager.shards, shards.axis = shards, axis  # checkpoints go back to others
 
     def add_up(self, loss: torch.Tensor, *, alike: bool = False) -> torch.Tensor:
         """The loss of all ranks together, once gradients are there: after the last
@@ -295,17 +405,116 @@ class Adapted:
                 add_up(self.model.parameters())
         return whole
 
+    def join(self, groups: Groups, *, label_name: str) -> None:
+        """Work in a training loop, with its groups. Items have the model's inputs without the dim
+        of samples, and what they are compared with under ``label_name``, of the dims of the first
+        input with axes.
+
+        Raises:
+            SpecError: For a model whose samples have no name.
+            ModelError: For a model none of whose inputs has places of its axis.
+        """
+        if self.batch is None:
+            raise SpecError(
+                "adapted model in a loop",
+                got="no name of its samples",
+                wanted="one",
+                hint="hr.adapt(model, ..., batch='b')",
+            )
+        if self._main is None:
+            raise ModelError(
+                f"loop over {type(self.inner).__name__}",
+                got="no input with places of its axis",
+                wanted=f"one with a dim {self.axis}",
+                hint="use hr.adapt and a loop of your own",
+            )
+        self._given, self._met, self._label_name = groups, True, label_name
+
+    def read(self, item: Any, what: str) -> Item:
+        """Its tensors, with a dim of one sample where inputs have one."""
+        if not isinstance(item, Mapping) or self._main not in item:
+            got = ", ".join(map(str, item)) if isinstance(item, Mapping) else type(item).__name__
+            raise DataError(what, got=got or "nothing", wanted=f"a field {self._main!r}")
+        found = {
+            name: torch.as_tensor(value)
+            for name, value in item.items()
+            if is_numbers(value) or isinstance(value, int | float)
+        }
+        return {name: self._one(name, value, what) for name, value in found.items()}
+
+    def length(self, sample: Item) -> int:
+        """Its places."""
+        return self.places(sample)
+
+    def begin(self, sample: Item, device: str) -> Callable[[], None]:
+        """:meth:`install`; returns what takes it back."""
+        installed = self.install()
+
+        def end() -> None:
+            self.release()
+            installed()
+
+        return end
+
+    def packs(self, samples: Sequence[Item]) -> list[Pack]:
+        """Those of one shape together."""
+        alike: dict[Any, list[Item]] = {}
+        for sample in samples:
+            alike.setdefault(self._kind(sample), []).append(sample)
+        return [self._pack(some) for some in alike.values()]
+
+    def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
+        """Samples of one shape: each axis that inputs show is shortened alike."""
+        total = sum(lengths)
+        count = max(len(lengths), -(-total // document))
+        one = self._shrunk(sample, total / count, ranks)
+        return self._pack([one] * count)
+
+    def ranks_for(self, pack: Pack, ranks: Members) -> Members:
+        """As many as samples and axes have places for."""
+        return ranks[: self.most_ranks(pack.values, len(ranks))]
+
+    def groups_of(self, ranks: Members) -> list[Members]:
+        """Those of axes and across them, however samples are split."""
+        sizes = [each for each in range(1, len(ranks) + 1) if len(ranks) % each == 0]
+        return sorted({some for each in sizes for some in axis_groups(ranks, each)})
+
+    def prepare(self, groups: Iterable[Members]) -> None:
+        """Make groups. Collective."""
+        if self._groups is not None:
+            self._groups.prepare(groups)
+
+    def number(self, outputs: Any) -> torch.Tensor:
+        """The square of its result."""
+        return logits_of(getattr(outputs, "sample", outputs)).float().square().mean()
+
+    def order(self, exchange: str) -> TokenOrder:
+        """Places in a row."""
+        return "natural"
+
+    def levels(self, layers: Sequence[torch.nn.Module]) -> Levels | None:
+        """Whole stages, in models whose layers each have a flag for it."""
+        if not all("gradient_checkpointing" in vars(layer) for layer in layers):
+            return None
+
+        def choose(levels: Sequence[Recompute]) -> None:
+            for layer, level in zip(layers, levels, strict=True):
+                vars(layer)["gradient_checkpointing"] = level != "none"
+
+        entries = max(1, self.stages_in(layers[0]))
+        return Levels(choose=choose, known=("full",), entries=entries)
+
     def stages_in(self, module: torch.nn.Module) -> int:
         """How many modules of stages a module has."""
-        return sum(inner in self._passage.stages for inner in module.modules())
+        return sum(inner in self._manager.stages for inner in module.modules())
 
     def forget(self) -> None:
         """What was learnt of stages, where a forward may have failed on some ranks."""
-        self._passage.forget()
+        self._manager.forget()
 
     def detach(self) -> None:
         """Take the hooks away."""
-        self._passage.close()
+        self._manager.close()
 
     def _tensors(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return {name: batch[name] for name in self.inputs if batch.get(name) is not None}
@@ -327,7 +536,7 @@ class Adapted:
         found |= self._sizes(tensors) if self._sizes is not None else {}
         if self.axis not in found:
             raise DataError("inputs", got=", ".join(tensors) or "none", wanted="those with axes")
-        wanted = {*self._passage.axes, self.batch}
+        wanted = {*self._manager.axes, self.batch}
         return {name: n for name, n in found.items() if name in wanted}
 
     def _require_declared(self, batch: Mapping[str, Any], samples: int) -> None:
@@ -350,6 +559,72 @@ class Adapted:
         a part."""
         places = min(n for name, n in totals.items() if name != self.batch)
         return split_batch(self._samples(totals), totals[self.axis], ranks, fewest=places)
+
+    def _one(self, name: str, value: torch.Tensor, what: str) -> torch.Tensor:
+        dims = self._dims(name)
+        if dims is None:
+            return value[None]
+        at = self._at(dims)
+        if value.dim() != len(dims.names) - (at is not None):
+            raise DataError(
+                f"{name} of {what}", got=list(value.shape), wanted=f"dims {dims}, of one sample"
+            )
+        return value if at is None else value.unsqueeze(at)
+
+    def _dims(self, name: str) -> Dims | None:
+        if name == self._label_name and self._main is not None:
+            name = self._main
+        return self.inputs.get(name)
+
+    def _at(self, dims: Dims) -> int | None:
+        """The dim of the samples."""
+        names = (self.batch or "",)
+        return dims.names.index(names) if names in dims.names else None
+
+    def _sample_count(self, values: Mapping[str, torch.Tensor]) -> int:
+        if self._main is None or self._main not in values:
+            return 1
+        at = self._at(self.inputs[self._main])
+        return 1 if at is None else int(values[self._main].shape[at])
+
+    def _kind(self, sample: Item) -> Any:
+        """What samples of one pack have alike: shapes, and inputs that have no samples."""
+        found: list[Any] = []
+        for name, value in sorted(sample.items()):
+            dims = self._dims(name)
+            alone = dims is not None and self._at(dims) is None
+            found.append((name, value.shape, tuple(value.flatten().tolist()) if alone else None))
+        return tuple(found)
+
+    def _pack(self, samples: Sequence[Item]) -> Pack:
+        values = dict[str, torch.Tensor]()
+        for name, value in samples[0].items():
+            dims = self._dims(name)
+            at = 0 if dims is None else self._at(dims)
+            values[name] = value if at is None else torch.cat([s[name] for s in samples], dim=at)
+        places = self.length(samples[0]) * len(samples)
+        return Pack(values=values, tokens=places, targets=places)
+
+    def _shrunk(self, sample: Item, places: float, ranks: int) -> Item:
+        """A sample of about so many places, and one for each rank on every axis."""
+        sizes = dict[str, int]()
+        for name, dims in self.inputs.items():
+            for at, names in enumerate(dims.names):
+                if len(names) == 1 and names[0] in self.axes and name in sample:
+                    sizes[names[0]] = sample[name].shape[at]
+        share = (places / self.length(sample)) ** (1 / len(sizes))
+        wanted = {name: max(ranks, round(n * share)) for name, n in sizes.items()}
+        return {name: self._cut(name, value, wanted) for name, value in sample.items()}
+
+    def _cut(self, name: str, value: torch.Tensor, wanted: Mapping[str, int]) -> torch.Tensor:
+        dims = self._dims(name)
+        for at, names in enumerate(dims.names if dims is not None else ()):
+            count = wanted.get(names[0]) if len(names) == 1 else None
+            if count is not None:
+                times = [1] * value.dim()
+                times[at] = -(-count // value.shape[at])
+                value = value.repeat(times).narrow(at, 0, count)
+        return value
 
 
 def axis_groups(ranks: Members, each: int) -> list[Members]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headrace.adopt.axes import Adapted
+from headrace.adopt.axes import AxisModel
 from headrace.adopt.axis_shards import Dims
 from headrace.adopt.known_models import adapt
 from headrace.errors import MissingExtra
@@ -32,7 +32,7 @@ class AxisExample:
     model: torch.nn.Module
     inputs: Mapping[str, Any]
     results: Results
-    adapted: Callable[[torch.nn.Module], Adapted] = field(default=adapt)
+    adapted: Callable[[torch.nn.Module], AxisModel] = field(default=adapt)
     single: bool = False
 
     def errors(self, alone: torch.nn.Module) -> tuple[float, float]:

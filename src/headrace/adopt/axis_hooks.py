@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -21,22 +22,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 from headrace.adopt.axis_shards import AxisShards, Dims
 from headrace.adopt.axis_stages import AxisStage, modules_of
 from headrace.adopt.joint_attention import JointAttention
-from headrace.adopt.operators import ModelSeat
+from headrace.adopt.operators import ModelSlot
+from headrace.adopt.own_hooks import hook_after, hook_before
 from headrace.errors import ModelError
-from headrace.ops.traced_switch import GroupSeat, traced_switch
+from headrace.ops.traced_switch import GroupSlot, traced_switch
 from headrace.spec.axes import AxisChoice, MixingStage, plan_axes
 from headrace.spec.method_facts import Members
 
 __all__ = [
-    "Leg",
-    "Passage",
-    "StageLegs",
+    "RouteSwitch",
+    "HookManager",
+    "HookMode",
+    "StageRoute",
     "route",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leg:
+class RouteSwitch:
     """A switch of a tensor of ``dims``, of ``here`` places on this rank before."""
 
     dims: Dims
@@ -58,12 +61,12 @@ class Leg:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageLegs:
+class StageRoute:
     """What happens around a stage. ``cuts`` are the other arguments of which this rank needs a
     part: the dims, places of all names, the dim that is cut, where from, and how many."""
 
-    enter: Leg | None = None
-    leave: Leg | None = None
+    enter: RouteSwitch | None = None
+    leave: RouteSwitch | None = None
     cuts: Mapping[int | str, tuple[Dims, Mapping[str, int], int, int, int]] = field(
         default_factory=dict
     )
@@ -101,17 +104,17 @@ def _cut(
     return dims.closed(dims.opened(x, totals).narrow(at, start, count))
 
 
-def _leg(shards: AxisShards, dims: Dims, axis: str, seat: GroupSeat) -> Leg:
+def _route_switch(shards: AxisShards, dims: Dims, axis: str, slot: GroupSlot) -> RouteSwitch:
     """The switch to another axis, which is in shards afterwards."""
-    found = Leg(
+    found = RouteSwitch(
         dims=dims,
         here=shards.here(),
         from_dim=dims.dim_of(shards.axis),
         to_dim=dims.dim_of(axis),
         sizes=shards.sizes(shards.axis),
         to_sizes=shards.sizes(axis),
-        handle=seat.handle,
-        rank=seat.rank,
+        handle=slot.handle,
+        rank=slot.rank,
     )
     shards.axis = axis
     return found
@@ -138,18 +141,18 @@ def _cuts(
 
 
 def route(
-    stages: Sequence[tuple[AxisStage, str]], shards: AxisShards, seat: GroupSeat
-) -> list[StageLegs]:
-    """The legs of stages in their order, each with the axis that is in shards during it."""
-    begun, found = shards.axis, list[StageLegs]()
+    stages: Sequence[tuple[AxisStage, str]], shards: AxisShards, slot: GroupSlot
+) -> list[StageRoute]:
+    """The routes of stages in their order, each with the axis that is in shards during it."""
+    begun, found = shards.axis, list[StageRoute]()
     for stage, axis in stages:
         before = shards.axis
-        enter = None if axis == before else _leg(shards, stage.layout, axis, seat)
+        enter = None if axis == before else _route_switch(shards, stage.layout, axis, slot)
         own = _cuts(stage, shards)
         leave = None
         if stage.returns and shards.axis != before:
-            leave = _leg(shards, stage.layout, before, seat)
-        found.append(StageLegs(enter=enter, leave=leave, cuts=own))
+            leave = _route_switch(shards, stage.layout, before, slot)
+        found.append(StageRoute(enter=enter, leave=leave, cuts=own))
     shards.axis = begun
     return found
 
@@ -178,38 +181,66 @@ class _Learnt:
     heads: int | None = None
 
 
-class Passage:
-    """The hooks of ``model``, and the ``shards`` at work. A forward begins with ``axis``."""
+class HookMode(Enum):
+    """What the hooks of a model do."""
+
+    PLAIN = auto()
+    """Nothing: the model is the user's own."""
+    SWITCHING = auto()
+    """Switch axes as stages are reached, and learn the order of stages."""
+    TRACED = auto()
+    """Call the switches that were planned before: a compiler traces the forward."""
+    RECOMPUTED = auto()
+    """Nothing, inside of what a checkpoint computes, at first and again: the switches stand outside
+    of it."""
+
+
+class HookManager:
+    """The hooks of ``model``, and the ``shards`` at work; a forward begins with ``axis``.
+
+    ``mode`` says what the hooks do."""
 
     def __init__(self, model: torch.nn.Module, stages: Sequence[AxisStage], axis: str) -> None:
+        # The model: its stages by their modules, and the names of its axes.
         self.model, self.axis = model, axis
         self.stages = modules_of(model, tuple(stages))
         self.axes = {axis, *(name for stage in stages for name in stage.mixed)}
+        # The batch: whether the model is spread, its shards, and whether a wrapper is to be told.
+        self.spread = False
         self.shards: AxisShards | None = None
         self._told: AxisShards | None = None
+        # The forward at work: stages entered and not left, and all that were called.
+        self._entered = list[str]()
+        self._called = list[torch.nn.Module]()
+        self._recomputing_now = False
+        self._slot = ModelSlot()
+        # Earlier forwards: what they showed, plans made from it, and where tensors were met.
         self._learnt: dict[Members, _Learnt] = {}
         self._plans: dict[Any, tuple[AxisChoice, ...]] = {}
-        self._seat = ModelSeat()
-        self._quiet = False
         self._known: MutableMapping[torch.Tensor, _Place] = WeakIdKeyDictionary()
-        self._entered = list[str]()
-        self._hooks, self._outside = ExitStack(), ExitStack()
-        self.traced, self.legs = False, dict[int, StageLegs]()
+        # Tracing: whether a compiler is asked for, and the switches of the forward that it traces.
+        self.traced, self.routes = False, dict[int, StageRoute]()
         self.last_axis = axis
-        self._called = list[torch.nn.Module]()
-        self._group_seat: GroupSeat | None = None
-        self._hooks.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
-        self._hooks.callback(model.register_forward_hook(self._end, always_call=True).remove)
+        self._group_slot: GroupSlot | None = None
+        self._hooks, self._outside = ExitStack(), ExitStack()
+        self._hooks.callback(hook_before(model, self._begin, named=True))
+        self._hooks.callback(hook_after(model, self._end, always=True))
         for number, (module, stage) in enumerate(self.stages.items()):
             if self.axes <= set(stage.mixed):
                 self._hooks.callback(partial(setattr, module, "forward", module.forward))
                 module.forward = partial(self._jointly, stage, module, module.forward)
-            enter = module.register_forward_pre_hook(
-                partial(self._enter, number, stage), with_kwargs=True
-            )
-            leave = module.register_forward_hook(partial(self._leave, number, stage))
-            self._hooks.callback(enter.remove)
-            self._hooks.callback(leave.remove)
+            entering = partial(self._enter, number, stage)
+            self._hooks.callback(hook_before(module, entering, named=True))
+            self._hooks.callback(hook_after(module, partial(self._leave, number, stage)))
+
+    @property
+    def mode(self) -> HookMode:
+        """What the hooks do now."""
+        if torch.compiler.is_compiling() and self.routes:
+            return HookMode.TRACED
+        if not self.spread:
+            return HookMode.PLAIN
+        return HookMode.RECOMPUTED if self._recomputing_now else HookMode.SWITCHING
 
     @property
     def _known_of(self) -> _Learnt:
@@ -224,6 +255,10 @@ class Passage:
             raise ModelError("shards", got="none", wanted="a call of shard() before")
         return self.shards
 
+    def __deepcopy__(self, memo: Any) -> HookManager:
+        """The same: forwards of a copied model that ask it are answered as the plain model."""
+        return self
+
     def close(self) -> None:
         """Take the hooks away."""
         self._hooks.close()
@@ -231,10 +266,6 @@ class Passage:
     def forget(self) -> None:
         """What was learnt of stages: not all ranks may have seen the last forward."""
         self._learnt.clear()
-
-    def __deepcopy__(self, memo: Any) -> Passage:
-        """The same: copies of the model keep its hooks, which leave them alone."""
-        return self
 
     def on(
         self,
@@ -251,15 +282,15 @@ class Passage:
         if before is not None:
 
             def enter(at: Any, args: Any, named: Any) -> Any:
-                return before(args, named) if at is module else (args, named)
+                return before(args, named) if self.spread else None
 
-            own.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            own.callback(hook_before(module, enter, named=True))
         if after is not None:
 
             def leave(at: Any, args: Any, out: Any) -> Any:
-                return after(args, out) if at is module else out
+                return after(args, out) if self.spread else None
 
-            own.callback(module.register_forward_hook(leave, always_call=always).remove)
+            own.callback(hook_after(module, leave, always=always))
         self._hooks.callback(own.close)
         return own.close
 
@@ -280,16 +311,16 @@ class Passage:
         shards.begin(self.axis)
         self._entered.clear()  # a forward that failed left some
         self._called.clear()
-        self.legs = self._legs() if self.traced else {}
+        self.routes = self._routes() if self.traced else {}
 
-    def _legs(self) -> dict[int, StageLegs]:
+    def _routes(self) -> dict[int, StageRoute]:
         """The switches of the next forward by the numbers of its stages; none while their order is
         not known. Raises ModelError for stages that cannot be traced."""
         shards, modules = self.at_work, self._known_of.modules
         if not modules:
             return {}
         if shards.group is None:
-            return {number: StageLegs() for number in range(len(self.stages))}
+            return {number: StageRoute() for number in range(len(self.stages))}
         found = [self.stages[module] for module in modules]
         several = len(set(modules)) < len(modules)
         if several or any(self.axes <= set(stage.mixed) for stage in found):
@@ -306,20 +337,22 @@ class Passage:
                 wanted="places of all axes",
                 hint="hr.adapt(model, sizes=...)",
             )
-        if self._group_seat is None or self._group_seat.group is not shards.group:
-            self._group_seat = GroupSeat(shards.group)
+        if self._group_slot is None or self._group_slot.group is not shards.group:
+            self._group_slot = GroupSlot(shards.group)
         axis, wanted = shards.axis, list[tuple[AxisStage, str]]()
         for at, stage in enumerate(found):
             during = self._chosen(stage, at, shards).axis if axis in stage.mixed else axis
             wanted.append((stage, during))
             axis = axis if stage.returns else during
         numbers = {module: number for number, module in enumerate(self.stages)}
-        legs = route(wanted, shards, self._group_seat)
+        legs = route(wanted, shards, self._group_slot)
         self.last_axis = axis
         return dict(zip((numbers[module] for module in modules), legs, strict=True))
 
     def _begin(self, module: Any, args: Any, named: Any) -> None:
-        if module is self.model and not (torch.compiler.is_compiling() and self.legs):
+        if self.mode is HookMode.PLAIN:
+            self._refuse_sharded(args, named)
+        elif self.mode is not HookMode.TRACED:
             self._begun(args, named)
 
     # Compilers break their graphs here: what is in shards is known when a stage runs.
@@ -334,8 +367,19 @@ class Passage:
         self._told = None
         self._outside.enter_context(self._recomputing(shards))
 
+    @torch.compiler.disable
+    def _refuse_sharded(self, args: Any, named: Any) -> None:
+        """Raise ModelError where the plain model is given a part of a batch."""
+        if self.shards_of((*args, *named.values())) is not None:
+            raise ModelError(
+                "inputs of shard() given to the model itself",
+                got=f"{type(self.model).__name__}(...)",
+                wanted="run(**shard)",
+                hint="outside of it the model is the plain one, for whole batches",
+            )
+
     def _end(self, module: Any, _: Any, out: Any) -> None:
-        if module is self.model and not (torch.compiler.is_compiling() and self.legs):
+        if self.mode not in (HookMode.PLAIN, HookMode.TRACED):
             self._ended(failed=out is None)
 
     @torch.compiler.disable
@@ -347,16 +391,15 @@ class Passage:
             )
 
     def _enter(self, number: int, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
-        if module not in self.stages:  # of a copy of the model
-            return args, named
-        if torch.compiler.is_compiling() and self.legs:
-            return self.legs[number].entered(args, named)
-        return self._entered_now(stage, module, args, named)
+        mode = self.mode
+        if mode is HookMode.TRACED:
+            return self.routes[number].entered(args, named)
+        if mode is HookMode.SWITCHING:
+            return self._entered_now(stage, module, args, named)
+        return None
 
     @torch.compiler.disable
     def _entered_now(self, stage: AxisStage, module: Any, args: Any, named: Any) -> Any:
-        if self._quiet:
-            return args, named
         given = {**dict(enumerate(args)), **named}
         key = next(iter(given), None)
         first = given.get(key)
@@ -387,16 +430,13 @@ class Passage:
         return tuple(given[at] for at in range(len(args))), {k: given[k] for k in named}
 
     def _leave(self, number: int, stage: AxisStage, module: Any, _: Any, out: Any) -> Any:
-        if module not in self.stages:
-            return out
-        if torch.compiler.is_compiling() and self.legs:
-            return self.legs[number].left(out)
-        return self._left_now(stage, out)
+        mode = self.mode
+        if mode is HookMode.TRACED:
+            return self.routes[number].left(out)
+        return self._left_now(stage, out) if mode is HookMode.SWITCHING else None
 
     @torch.compiler.disable
     def _left_now(self, stage: AxisStage, out: Any) -> Any:
-        if self._quiet:
-            return out
         shards, before = self.at_work, self._entered.pop()
         if not stage.returns or shards.axis == before or shards.group is None:
             return out
@@ -409,11 +449,12 @@ class Passage:
     ) -> Any:
         """The forward of a stage that mixes all axes, where one of them is in shards."""
         shards = self.shards
-        if shards is None or shards.group is None or module not in self.stages:
+        plain = not self.spread or module not in self.stages
+        if plain or shards is None or shards.group is None:
             return forward(*args, **named)
         chosen = shards.chosen.get(shards.position - 1)
         method = None if chosen is None or chosen.method == "none" else chosen.method
-        joint = JointAttention(shards, stage.mixed, self._seat, stage.modules, method)
+        joint = JointAttention(shards, stage.mixed, self._slot, stage.modules, method)
         with joint:
             out = forward(*args, **named)
         if not joint.calls:
@@ -505,12 +546,12 @@ class Passage:
     ) -> Any:
         """Without switches, at first and again."""
         shards, axis, position = there
-        before, self._quiet, last = self._quiet, True, shards.position
+        before, self._recomputing_now, last = self._recomputing_now, True, shards.position
         shards.position = position
         try:
             return self._again(shards, axis, function, *args)
         finally:
-            self._quiet, shards.position = before, last
+            self._recomputing_now, shards.position = before, last
 
     def _again(
         self, shards: AxisShards, axis: str, function: Callable[..., Any], *args: Any

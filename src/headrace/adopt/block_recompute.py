@@ -89,6 +89,10 @@ class WrappedLevels:
             )
             block.forward = partial(self._run, index, block.forward)
 
+    def __deepcopy__(self, memo: Any) -> WrappedLevels:
+        """The same: blocks of a copied model compute again what these do."""
+        return self
+
     def remove(self) -> None:
         """Leave the blocks as they were."""
         self._hooks.close()

@@ -1,10 +1,11 @@
-"""Doors: how the attention of a model is reached.
+"""Entry points: how the attention of a model is reached.
 
     attention registry  models of transformers: a function in its public registry
     calls               others: what they call is replaced while they run
     graph               others that are compiled: a pass over their graph
 
-Behind all of them is one function; what differs is how it comes to be called.
+Behind all of them is one function; what differs is how it comes to be called. It is called while
+the model is spread only: the model's slot switches an entry point on and off.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from headrace.adopt.attention_registry import asks_registry, take_interface
+from headrace.adopt.attention_registry import asks_registry, registered
 from headrace.adopt.block_recompute import BlockLevels, Kept, WrappedLevels, recompute_blocks
 from headrace.adopt.gradients import is_wrapped
 from headrace.adopt.graph_pass import Compiler
-from headrace.adopt.operators import ModelSeat
+from headrace.adopt.operators import ModelSlot
 from headrace.adopt.replaced_calls import ReplacedCalls
 from headrace.errors import ModelError
 from headrace.spec.method import Recompute
 
-__all__ = ["ChosenLevels", "Door", "OpenDoor", "open_door"]
+__all__ = ["ChosenLevels", "EntryPoint", "EntryPointName", "entry_point_of"]
 
-Door = Literal["attention registry", "calls", "graph"]
+EntryPointName = Literal["attention registry", "calls", "graph"]
 
 
 class ChosenLevels(Protocol):
@@ -41,34 +42,42 @@ class ChosenLevels(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OpenDoor:
-    """The door to a model: ``call(**inputs)`` runs it with its attention reached, ``probing`` the
-    same where a compiler should not; ``compiler`` counts what was compiled. ``install()`` has the
-    model itself do so and returns what leaves the model as it was.
-    ``levels(blocks)`` says what blocks compute again; None where they cannot be told apart."""
+class EntryPoint:
+    """How the attention of one model is reached.
 
-    name: Door
+    Attributes:
+        name: Which entry point it is.
+        call: Runs the model, ``call(**inputs)``, while it is spread.
+        probing: The same, without a compiler that takes long.
+        install: Has the model itself do so while it is spread; returns what takes that back.
+        remove: Takes everything back, for good.
+        compiler: Counts what was compiled, where a compiler runs the model.
+        levels: Chooses what blocks compute again; None where they cannot be told apart.
+    """
+
+    name: EntryPointName
     call: Callable[..., Any]
     probing: Callable[..., Any]
     install: Callable[[], Callable[[], None]]
+    remove: Callable[[], None] = lambda: None
     compiler: Compiler | None = None
     levels: Callable[[Sequence[torch.nn.Module]], ChosenLevels | None] = lambda blocks: None
 
 
-def open_door(
+def entry_point_of(
     model: torch.nn.Module,
     inner: torch.nn.Module,
-    seat: ModelSeat,
+    slot: ModelSlot,
     backend: str | None,
     recompute: Kept | None,
-) -> OpenDoor:
-    """The door to ``inner``, which ``model`` may wrap. Raises ModelError where there is none, and
-    where blocks of transformers cannot compute again what ``recompute`` says; of other models
-    they are found when it is probed."""
+) -> EntryPoint:
+    """The entry point to ``inner``, which ``model`` may wrap. Raises ModelError where there is
+    none, and where blocks of transformers cannot compute again what ``recompute`` says; of other
+    models they are found when it is probed."""
     if asks_registry(inner):
-        return _registry(model, inner, seat, backend, recompute)
+        return _registry(model, inner, slot, backend, recompute)
     if backend is None:
-        return _calls(model, inner, seat)
+        return _calls(model, inner, slot)
     if isinstance(model, FSDPModule):
         raise ModelError(
             "model under FSDP2",
@@ -76,13 +85,14 @@ def open_door(
             wanted="none",
             hint="its hooks break graphs: compile the model's blocks, then shard them",
         )
-    return _graph(model, inner, seat, backend)
+    return _graph(model, inner, slot, backend)
 
 
 def _registry(
-    model: torch.nn.Module, inner: Any, seat: ModelSeat, backend: str | None, recompute: Kept | None
-) -> OpenDoor:
-    give_back = take_interface(inner, seat)
+    model: torch.nn.Module, inner: Any, slot: ModelSlot, backend: str | None, recompute: Kept | None
+) -> EntryPoint:
+    switch = registered(inner, slot)
+    slot.switches.append(switch)
     if recompute is not None:
         recompute_blocks(inner, recompute)
     compiler = None if backend is None else Compiler(backend)
@@ -91,18 +101,18 @@ def _registry(
         able = getattr(inner, "supports_gradient_checkpointing", False)
         return BlockLevels(inner, blocks) if able else None
 
-    return OpenDoor(
+    return EntryPoint(
         name="attention registry",
         probing=model,
-        install=lambda: give_back,
+        install=lambda: _nothing,
         call=model if compiler is None else _compiled(model, compiler, fullgraph=False),
         compiler=compiler,
         levels=levels,
     )
 
 
-def _calls(model: torch.nn.Module, inner: torch.nn.Module, seat: ModelSeat) -> OpenDoor:
-    replaced, opened = ReplacedCalls(inner, seat), ExitStack()
+def _calls(model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot) -> EntryPoint:
+    replaced, opened = ReplacedCalls(inner, slot), ExitStack()
     opened.callback(replaced.remove)
 
     def levels(blocks: Sequence[torch.nn.Module]) -> ChosenLevels:
@@ -110,19 +120,33 @@ def _calls(model: torch.nn.Module, inner: torch.nn.Module, seat: ModelSeat) -> O
         opened.callback(wrapped.remove)
         return wrapped
 
-    return OpenDoor(
-        name="calls", call=model, probing=model, install=lambda: opened.close, levels=levels
+    return EntryPoint(
+        name="calls",
+        call=model,
+        probing=model,
+        install=lambda: _nothing,
+        remove=opened.close,
+        levels=levels,
     )
 
 
 def _graph(
-    model: torch.nn.Module, inner: torch.nn.Module, seat: ModelSeat, backend: str
-) -> OpenDoor:
-    compiler, whole, opened = Compiler(backend, seat), not is_wrapped(model), ExitStack()
+    model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot, backend: str
+) -> EntryPoint:
+    compiler, whole, opened = Compiler(backend, slot), not is_wrapped(model), ExitStack()
 
     def install() -> Callable[[], None]:
+        before = inner._compiled_call_impl  # noqa: SLF001
         inner.compile(backend=compiler, fullgraph=True, dynamic=True)
-        opened.callback(setattr, inner, "_compiled_call_impl", None)
+        spread = inner._compiled_call_impl  # noqa: SLF001
+        inner._compiled_call_impl = before  # noqa: SLF001
+
+        def switch(on: bool) -> None:
+            inner._compiled_call_impl = spread if on else before  # noqa: SLF001
+
+        slot.switches.append(switch)
+        opened.callback(slot.switches.remove, switch)
+        opened.callback(switch, False)
         return opened.close
 
     def levels(blocks: Sequence[torch.nn.Module]) -> ChosenLevels:
@@ -131,14 +155,19 @@ def _graph(
         opened.callback(wrapped.remove)
         return wrapped
 
-    return OpenDoor(
+    return EntryPoint(
         name="graph",
         call=_compiled(model, compiler, fullgraph=whole),
         compiler=compiler,
-        probing=_compiled(model, Compiler("eager", seat), fullgraph=whole),
+        probing=_compiled(model, Compiler("eager", slot), fullgraph=whole),
         install=install,
+        remove=opened.close,
         levels=levels,
     )
+
+
+def _nothing() -> None:
+    """Take nothing back."""
 
 
 def _as_it_is(forward: Callable[..., Any], /, *args: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The door of the compiler: a pass over the graph that Dynamo traced with the local shard.
+"""The entry point of the compiler: a pass over the graph that Dynamo traced with the local shard.
 
 Every operation that treats tokens alone has the right shapes already, as the graph was traced with
 a rank's part of the batch. What knows of other tokens is replaced:
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from headrace.adopt.operators import ModelSeat
+from headrace.adopt.operators import ModelSlot
 from headrace.adopt.replaced_calls import (
     Cut,
     cross_entropy,
@@ -39,17 +39,17 @@ _REDUCTIONS = {1: "mean", 2: "sum"}  # as torch numbers them
 
 
 class Compiler:
-    """A backend of torch.compile: the pass for models that ``seat`` reaches through their graph,
+    """A backend of torch.compile: the pass for models that ``slot`` reaches through their graph,
     then ``backend``. ``times`` counts."""
 
-    def __init__(self, backend: str, seat: ModelSeat | None = None) -> None:
+    def __init__(self, backend: str, slot: ModelSlot | None = None) -> None:
         self.times = 0
-        self._backend, self._seat = backend, seat
+        self._backend, self._slot = backend, slot
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Compile one graph."""
-        if self._seat is not None:
-            _rewrite(module, self._seat.handle)
+        if self._slot is not None:
+            _rewrite(module, self._slot.handle)
         made: Compiled = module.forward
         if self._backend != "eager":
             made = torch._dynamo.lookup_backend(self._backend)(module, list(inputs))  # noqa: SLF001

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from headrace.adopt.attention_registry import attention
 from headrace.adopt.axis_shards import AxisShards
-from headrace.adopt.operators import ModelSeat
+from headrace.adopt.operators import ModelSlot
 from headrace.adopt.placement import Placement
 from headrace.errors import ModelError
 from headrace.layouts.partition import Rows
@@ -36,12 +36,12 @@ class JointAttention(TorchFunctionMode):
         self,
         shards: AxisShards,
         mixed: tuple[str, ...],
-        seat: ModelSeat,
+        slot: ModelSlot,
         what: str,
         method: JointMethod | None,
     ) -> None:
         super().__init__()
-        self._shards, self._mixed, self._seat, self._what = shards, mixed, seat, what
+        self._shards, self._mixed, self._slot, self._what = shards, mixed, slot, what
         self._method = method
         self.calls, self.heads = 0, 0
 
@@ -91,9 +91,9 @@ class JointAttention(TorchFunctionMode):
         method = self._method or ("ulysses" if self.heads >= len(sizes) else "ring")
         axis = self._shards.axis
         self._shards.moves.append(AxisMove(before=axis, after=axis, method=method))
-        self._seat.take(_placement(self._shards, sizes, rows, method))
+        self._slot.take(_placement(self._shards, sizes, rows, method))
         q, k, v = (x.reshape(rows, *x.shape[-3:]) for x in (query, key, value))
-        out = attention(q, k, v, self._seat.handle, causal=False, scale=scale)
+        out = attention(q, k, v, self._slot.handle, causal=False, scale=scale)
         return out.reshape(*query.shape[:-1], value.shape[-1])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from headrace.adopt.axes import Adapted, Sizes
+from headrace.adopt.axes import AxisModel, Sizes
 from headrace.adopt.axis_shards import Dims
 from headrace.adopt.axis_stages import AxisStage
 from headrace.comm.mesh import Groups
@@ -33,7 +33,7 @@ _LATTE_STAGES = (
 _LATTE_INPUTS = {"hidden_states": "b c t y x", "timestep": "b", "encoder_hidden_states": "b n e"}
 
 
-def adapt_latte(model: Any, *, groups: Groups | None = None) -> Adapted:
+def adapt_latte(model: Any, *, groups: Groups | None = None) -> AxisModel:
     """Latte on shards; its inputs go by their names."""
     inner: Any = getattr(model, "module", model)
     side = inner.config.patch_size
@@ -42,7 +42,7 @@ def adapt_latte(model: Any, *, groups: Groups | None = None) -> Adapted:
         *_, height, width = inputs["hidden_states"].shape
         return {"s": (height // side) * (width // side)}
 
-    run = Adapted(
+    run = AxisModel(
         model,
         stages=_LATTE_STAGES,
         inputs=_LATTE_INPUTS,
@@ -77,7 +77,7 @@ _PATCHES, _CLIP = Dims.parse("(b t) (h w) d"), Dims.parse("(b t) k d")
 _EMBEDDED = Dims.parse("b (h w t) d")
 
 
-def adapt_timesformer(model: Any, *, groups: Groups | None = None) -> Adapted:
+def adapt_timesformer(model: Any, *, groups: Groups | None = None) -> AxisModel:
     """TimeSformer on shards; its result [B, 1 + patches of this rank, d] begins with the clip's
     token, which all ranks have alike. Raises ModelError for attention that is not divided."""
     inner = getattr(model, "module", model)
@@ -95,7 +95,7 @@ def adapt_timesformer(model: Any, *, groups: Groups | None = None) -> Adapted:
     over_time = AxisStage(
         modules=f"{prefix}encoder.layer.*.temporal_attention", mixes="t", dims="(b h w) t d"
     )
-    run = Adapted(
+    run = AxisModel(
         model,
         stages=[over_time],
         inputs={"pixel_values": "b t c y x"},
@@ -142,9 +142,9 @@ _TRANSFORMER_2D_STAGES = (
 _TRANSFORMER_2D_INPUTS = {"x": "b t s c", "timestep": "b", "frames": "t", "patches": "s"}
 
 
-def adapt_transformer_2d(model: torch.nn.Module, *, groups: Groups | None = None) -> Adapted:
+def adapt_transformer_2d(model: torch.nn.Module, *, groups: Groups | None = None) -> AxisModel:
     """Transformer-2D on shards, frames first."""
-    return Adapted(
+    return AxisModel(
         model,
         stages=_TRANSFORMER_2D_STAGES,
         inputs=_TRANSFORMER_2D_INPUTS,
@@ -164,7 +164,7 @@ _WAN_INPUTS = {
 _ROTARY = Dims.parse("k (t s) j d")
 
 
-def adapt_wan(model: Any, *, groups: Groups | None = None) -> Adapted:
+def adapt_wan(model: Any, *, groups: Groups | None = None) -> AxisModel:
     """Wan on shards; its inputs go by their names. Raises ModelError for patches of several
     frames."""
     inner = getattr(model, "module", model)
@@ -176,7 +176,7 @@ def adapt_wan(model: Any, *, groups: Groups | None = None) -> Adapted:
         *_, height, width = inputs["hidden_states"].shape
         return {"s": (height // high) * (width // wide)}
 
-    run = Adapted(
+    run = AxisModel(
         model,
         stages=[_WAN_ATTENTION],
         inputs=_WAN_INPUTS,
@@ -200,7 +200,7 @@ def adapt_wan(model: Any, *, groups: Groups | None = None) -> Adapted:
     return run
 
 
-KNOWN: Mapping[str, Callable[..., Adapted]] = {
+KNOWN: Mapping[str, Callable[..., AxisModel]] = {
     "LatteTransformer3DModel": adapt_latte,
     "TimesformerForVideoClassification": adapt_timesformer,
     "TimesformerModel": adapt_timesformer,
@@ -219,7 +219,7 @@ def adapt(
     batch: str | None = None,
     sizes: Sizes = None,
     groups: Groups | None = None,
-) -> Adapted:
+) -> AxisModel:
     """Run a multi-dimensional model on shards of its axes, unchanged (DSP). Arguments::
 
         model    diffusers' Latte or Wan, or transformers' TimeSformer, which need nothing else, or
@@ -246,6 +246,6 @@ def adapt(
             hint='hr.adapt(model, stages=[hr.AxisStage(modules="blocks.*.temporal", mixes="t", '
             'dims="(b s) t c"), ...], inputs={"x": "b t s c"}, axis="t")',
         )
-    return Adapted(
+    return AxisModel(
         model, stages=stages, inputs=inputs, axis=axis, batch=batch, sizes=sizes, groups=groups
     )

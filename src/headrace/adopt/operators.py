@@ -6,17 +6,18 @@ A graph knows a model by one integer, its *handle*; where the tokens are is look
 operator runs. So one graph serves all lengths, group sizes and exchanges: results are of the shape
 of the local queries, and what the backward keeps has a size that is known only then.
 
-    attend(q, k, v, handle, causal, window) -> out, kept, lse, ticket
+    attend(q, k, v, handle, causal, window) -> out, kept, lse, serial
     positions(like, handle)     [s] int64   the places of the local tokens in their rows
     targets(like, handle)       []          tokens of the step that have a loss
 
-``ticket`` is the serial number of the placement: a backward finds the one of its forward, however
+``serial`` is the number of the placement: a backward finds the one of its forward, however
 many batches came in between.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -33,7 +34,7 @@ from headrace.methods.switched import SwitchedCore
 from headrace.ops.core import Core, Heads, wide_dtype
 
 __all__ = [
-    "ModelSeat",
+    "ModelSlot",
     "StandIn",
     "attend",
     "positions",
@@ -71,7 +72,7 @@ class StandIn:
 
 
 # A registered operator takes tensors and numbers only, so what it needs is found by a number.
-_seats: WeakValueDictionary[int, ModelSeat] = WeakValueDictionary()
+_slots: WeakValueDictionary[int, ModelSlot] = WeakValueDictionary()
 _placements: WeakValueDictionary[int, Placement] = WeakValueDictionary()
 
 _handles = count(1)
@@ -81,18 +82,23 @@ _RECENT = 32
 theirs."""
 
 
-class ModelSeat:
-    """One adopted model: its ``handle``, and where the tokens are that it works on now."""
+class ModelSlot:
+    """What one adopted model works on now: the slot's ``handle`` finds it from a graph.
+
+    While something is in the slot the model is spread, else it is the user's plain model.
+    ``switches`` are told when that changes.
+    """
 
     def __init__(self) -> None:
         self.handle = next(_handles)
+        self.switches: list[Callable[[bool], None]] = []
         self._now: Placement | StandIn | None = None
         self._recent: deque[Placement] = deque(maxlen=_RECENT)
-        _seats[self.handle] = self
+        _slots[self.handle] = self
 
     @property
     def now(self) -> Placement | StandIn:
-        """The placement in force. Raises ModelError when there is none."""
+        """What the model works on. Raises ModelError when that is nothing."""
         if self._now is None:
             raise ModelError(
                 "attention of a model with sequence parallelism",
@@ -104,27 +110,35 @@ class ModelSeat:
 
     @property
     def held(self) -> Placement | StandIn | None:
-        """The placement in force, if there is one."""
+        """What the model works on, if it is spread."""
         return self._now
 
     def take(self, now: Placement | StandIn | None) -> None:
-        """Work on another batch from here on."""
+        """Work on another batch from here on; None makes the model plain again."""
+        changes = (now is None) != (self._now is None)
         self._now = now
         if isinstance(now, Placement):
             _placements[now.serial] = now
             self._recent.append(now)
+        if changes:
+            for switch in self.switches:
+                switch(now is not None)
+
+    def __deepcopy__(self, memo: Any) -> ModelSlot:
+        """The same slot: hooks in copies of a model leave the copies alone."""
+        return self
 
 
 def _now(handle: int) -> Placement | StandIn:
-    seat = _seats.get(handle)
-    if seat is None:
+    slot = _slots.get(handle)
+    if slot is None:
         raise ModelError(
             "attention of a model with sequence parallelism",
             got="nobody who shards its batches",
             wanted="what compile() returned",
             hint="keep it as long as the model is used",
         )
-    return seat.now
+    return slot.now
 
 
 def _heads(q: Tensor, k: Tensor) -> Heads:
@@ -140,7 +154,7 @@ def attend(
         q          [t, N, D]   rows of the local tokens, in the order of the placement
         k, v       [t, G, D]
         window     tokens that a query sees with itself, 0 for all
-        returns    [t, N, D], what the backward keeps, its log-sum-exp, the ticket
+        returns    [t, N, D], what the backward keeps, its log-sum-exp, the serial number
 
     Raises ModelError where the tokens are others than those of the placement.
     """
@@ -198,12 +212,12 @@ def _attend_backward(
     out: Tensor,
     kept: Tensor,
     lse: Tensor,
-    ticket: Tensor,
+    serial: Tensor,
     keys: int,
     causal: bool,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    now = _placements.get(int(ticket))
+    now = _placements.get(int(serial))
     if now is None:
         raise ModelError(
             "backward", got="a batch that is gone", wanted="one whose shard is still held"
@@ -246,7 +260,7 @@ def _(
     out: Tensor,
     kept: Tensor,
     lse: Tensor,
-    ticket: Tensor,
+    serial: Tensor,
     keys: int,
     causal: bool,
     window: int,

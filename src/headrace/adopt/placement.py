@@ -24,7 +24,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from headrace.adopt.labels import Labels, predicted
 from headrace.errors import DataError, SpecError
 from headrace.layouts.partition import Rows
 from headrace.layouts.token_plan import TokenPlan
@@ -39,7 +38,6 @@ from headrace.spec.plan import TokenOrder
 __all__ = [
     "EXCHANGES",
     "Exchange",
-    "LocalBatch",
     "Placement",
     "declared_places",
     "documents_of",
@@ -210,21 +208,6 @@ class Placement:
         return torch.from_numpy(order).to(device), torch.from_numpy(back).to(device)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LocalBatch:
-    """This rank's part of a batch: what the model is given, labels [b, s_r] with a loss, one for
-    each place, and where the tokens are."""
-
-    inputs: dict[str, torch.Tensor]
-    labels: torch.Tensor | None
-    placement: Placement
-
-    @property
-    def targets(self) -> int:
-        """Tokens of the step that have a loss, those of other ranks too; 0 where nobody knows."""
-        return self.placement.targets or 0
-
-
 def require_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> None:
     """Raise SpecError without token numbers, and DataError for tensors that are not of tokens."""
     if tokens not in batch or batch[tokens].dim() != 2:
@@ -293,19 +276,18 @@ def local_inputs(
     batch: Mapping[str, torch.Tensor],
     tokens: str,
     placement: Placement,
-    kind: Labels,
     *,
     first: int | None,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    """(what the model is given, labels of the local places); with ``position_ids`` from ``first``
-    where the model takes them."""
+    """(what the model is given, labels of the local places), of a batch whose ``labels`` are at the
+    places that predict them; with ``position_ids`` from ``first`` where the model takes them."""
     rows = batch[tokens].shape[0]
     index = torch.from_numpy(placement.index()).to(batch[tokens].device)
     found: dict[str, torch.Tensor] = {}
     labels: torch.Tensor | None = None
     for name, value in batch.items():
         if name == "labels":
-            labels = predicted(value, kind).index_select(1, index)
+            labels = value.index_select(1, index)
         elif name != "attention_mask" and (name != "position_ids" or first is not None):
             found[name] = value.index_select(1, index)
     if first is not None and "position_ids" not in found:

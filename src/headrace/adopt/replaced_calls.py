@@ -1,4 +1,4 @@
-"""The door of calls: what knows of other tokens is replaced while a model's Python runs.
+"""The entry point of calls: what knows of other tokens is replaced while a model's Python runs.
 
 A mode of torch sees the functions that the model's modules call, and no others. It sees them again
 where a checkpoint computes modules again, as that calls them too; nothing is traced, so hooks of
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils.checkpoint
@@ -26,7 +27,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from headrace.adopt.attention_registry import attention
-from headrace.adopt.operators import ModelSeat, StandIn, positions, targets
+from headrace.adopt.operators import ModelSlot, StandIn, positions, targets
+from headrace.adopt.own_hooks import hook_after, hook_before
 from headrace.errors import ModelError
 
 __all__ = [
@@ -248,23 +250,28 @@ class _Seen:
 
 
 class ReplacedCalls(TorchFunctionMode):
-    """In force while modules of ``model`` run that its author wrote, until :meth:`remove`."""
+    """In force while ``model`` is spread and modules of it run that its author wrote, until
+    :meth:`remove`."""
 
-    def __init__(self, model: torch.nn.Module, seat: ModelSeat) -> None:
+    def __init__(self, model: torch.nn.Module, slot: ModelSlot) -> None:
         super().__init__()
-        self._seat, self._model = seat, model
+        self._slot, self._model = slot, model
         _remove_older(model)
+        _replacing[model] = self
         self._sites: dict[tuple[Frames, int], _Seen] = {}
         self._tables: set[int] | None = None
         self._here = threading.local()
+        self._own = set(map(id, model.modules()))
         self._hooks = ExitStack()
         within = {id(x) for part in _compiled_within(model) for x in part.modules()}
         for module in model.modules():
             if id(module) not in within and _calls_functions(module):
-                enter = module.register_forward_pre_hook(self._enter, prepend=True)
-                leave = module.register_forward_hook(self._leave, always_call=True)
-                self._hooks.callback(enter.remove)
-                self._hooks.callback(leave.remove)
+                self._hooks.callback(hook_before(module, self._enter, named=False, first=True))
+                self._hooks.callback(hook_after(module, self._leave, always=True))
+
+    def __deepcopy__(self, memo: Any) -> ReplacedCalls:
+        """The same: forwards of a copied model are run as they are."""
+        return self
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -272,7 +279,10 @@ class ReplacedCalls(TorchFunctionMode):
 
     def run(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         """``function(*args, **named)``, a forward that a checkpoint calls: this is in force there
-        too, where it is computed again."""
+        too, where it is computed again. For a module of another model it is not."""
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, torch.nn.Module) and id(owner) not in self._own:
+            return function(*args, **named)
         self._enter()
         try:
             return function(*args, **named)
@@ -281,7 +291,8 @@ class ReplacedCalls(TorchFunctionMode):
 
     def _enter(self, *_: Any) -> None:
         # Backward begins without the modes of its forward, whatever this thread is inside of.
-        enters = self not in _get_current_function_mode_stack()
+        spread = self._slot.held is not None
+        enters = spread and self not in _get_current_function_mode_stack()
         self._entered().append(enters)
         if enters:
             self._tables = None
@@ -309,7 +320,7 @@ class ReplacedCalls(TorchFunctionMode):
         if func in _REPLACED:
             if not torch.compiler.is_compiling():
                 _site()
-            return _REPLACED[func](*args, **named, handle=self._seat.handle)
+            return _REPLACED[func](*args, **named, handle=self._slot.handle)
         if torch.compiler.is_compiling():
             return func(*args, **named)
         out = func(*args, **named)
@@ -326,7 +337,7 @@ class ReplacedCalls(TorchFunctionMode):
         follow = [cut for cut in cuts if self._follows(out.shape[cut.made], part=cut.at)]
         if len(follow) != 1:
             return out
-        return rows_of(table, index, **follow[0]._asdict(), handle=self._seat.handle)
+        return rows_of(table, index, **follow[0]._asdict(), handle=self._slot.handle)
 
     def _is_held(self, table: torch.Tensor) -> bool:
         """Whether a module holds a tensor, in this call of the model's outermost module."""
@@ -335,12 +346,12 @@ class ReplacedCalls(TorchFunctionMode):
         return id(table) in self._tables
 
     def _counted(self, out: torch.Tensor) -> torch.Tensor:
-        return positions(out, self._seat.handle) if self._follows(len(out)) else out
+        return positions(out, self._slot.handle) if self._follows(len(out)) else out
 
     def _follows(self, size: int, part: int = 0) -> bool:
         """Whether the size of the call that is being made, or of a ``part`` of its index, is the
         number of tokens. Raises ModelError where that cannot be told."""
-        now = self._seat.now
+        now = self._slot.now
         tokens, frames = len(now.positions()), _site()
         seen = self._sites.get((frames, part))
         if isinstance(now, StandIn):
@@ -369,13 +380,16 @@ def _compiled_within(model: torch.nn.Module) -> list[torch.nn.Module]:
     ]
 
 
+_replacing: WeakKeyDictionary[torch.nn.Module, ReplacedCalls] = WeakKeyDictionary()
+"""What replaces the calls of each model."""
+
+
 def _remove_older(model: torch.nn.Module) -> None:
-    """A model is replaced once."""
+    """Take away what replaces the calls of a model, or of modules of it: they are replaced once."""
     for module in model.modules():
-        for hook in list(module._forward_pre_hooks.values()):  # noqa: SLF001
-            older = getattr(hook, "__self__", None)
-            if isinstance(older, ReplacedCalls):
-                older.remove()
+        older = _replacing.pop(module, None)
+        if older is not None:
+            older.remove()
 
 
 def _calls_functions(module: torch.nn.Module) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.adopt.operators import ModelSeat, StandIn
+from headrace.adopt.operators import ModelSlot, StandIn
 from headrace.errors import ModelError
 
 __all__ = ["Probed", "first_places", "logits_of", "loss_of", "probe", "run_few", "result_tensors"]
@@ -88,7 +88,7 @@ class Probed:
 def probe(
     model: torch.nn.Module,
     run: Callable[..., Any],
-    seat: ModelSeat,
+    slot: ModelSlot,
     batch: Mapping[str, torch.Tensor],
     tokens: str,
     *,
@@ -107,8 +107,8 @@ def probe(
                 hint="its statistics are those of one rank's tokens",
             )
     few, wrong = _few(batch, tokens), ModelError("places of tokens", got="none to try")
-    with _evaluated(model, seat):
-        whole = _run(run, seat, few, slice(0, _TOKENS))
+    with _evaluated(model, slot):
+        whole = _run(run, slot, few, slice(0, _TOKENS))
         if not whole.calls:
             raise ModelError(
                 "model",
@@ -120,7 +120,7 @@ def probe(
             given = dict(few)
             if places and "position_ids" not in few:
                 given["position_ids"] = torch.arange(_TOKENS)[None].to(few[tokens]) + first
-            parts = [_run(run, seat, given, slice(*part)) for part in _PARTS]
+            parts = [_run(run, slot, given, slice(*part)) for part in _PARTS]
             found = _difference(whole, parts)
             if found is None:
                 return Probed(attentions=whole.calls, first=first)
@@ -129,29 +129,29 @@ def probe(
 
 
 @contextmanager
-def _evaluated(model: torch.nn.Module, seat: ModelSeat) -> Iterator[None]:
+def _evaluated(model: torch.nn.Module, slot: ModelSlot) -> Iterator[None]:
     """A model that is run to look at it: nothing of it is drawn or changed."""
-    training, before = [module for module in model.modules() if module.training], seat.held
+    training, before = [module for module in model.modules() if module.training], slot.held
     model.eval()
     try:
         yield
     finally:
         for module in training:
             module.training = True
-        seat.take(before)
+        slot.take(before)
 
 
 @torch.no_grad()
 def run_few(
     model: torch.nn.Module,
     run: Callable[..., Any],
-    seat: ModelSeat,
+    slot: ModelSlot,
     batch: Mapping[str, torch.Tensor],
     tokens: str,
 ) -> None:
     """Run a model once by ``run(**inputs)``, on a few tokens and with the stand-in."""
-    with _evaluated(model, seat):
-        _run(run, seat, _few(batch, tokens), slice(0, _TOKENS))
+    with _evaluated(model, slot):
+        _run(run, slot, _few(batch, tokens), slice(0, _TOKENS))
 
 
 def _few(batch: Mapping[str, torch.Tensor], tokens: str) -> dict[str, torch.Tensor]:
@@ -179,11 +179,11 @@ class _Outcome:
 
 
 def _run(
-    run: Callable[..., Any], seat: ModelSeat, few: Mapping[str, torch.Tensor], part: slice
+    run: Callable[..., Any], slot: ModelSlot, few: Mapping[str, torch.Tensor], part: slice
 ) -> _Outcome:
     places = np.arange(part.start, part.stop)
     stand_in = StandIn(places=places, targets=_TOKENS)
-    seat.take(stand_in)
+    slot.take(stand_in)
     outputs = run(**{name: value[:, part] for name, value in few.items()})
     return _Outcome(logits=logits_of(outputs), loss=loss_of(outputs), calls=stand_in.calls)
 

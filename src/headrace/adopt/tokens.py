@@ -1,12 +1,13 @@
-"""Adopted models: sequence parallelism for a model that knows nothing of it.
+"""Models of tokens, spread over ranks: sequence parallelism for a model that knows nothing of it.
 
-    run = headrace.compile(model)                # says by which door attention is reached
+    run = headrace.compile(model)                # says by which entry point attention is reached
     shard = run.shard({"input_ids": x, "labels": y})
     loss = run(**shard.inputs).loss              # this rank's part of the loss of the batch
     run.backward(loss)                           # gradients: sums over all ranks' tokens
 
 The losses of a group's ranks sum to the mean over all tokens that have one, and gradients add
-likewise: nothing is averaged twice, and nothing is scaled.
+likewise: nothing is averaged twice, and nothing is scaled. Outside of ``run(...)`` and the backward
+of its results the model is the user's plain model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -26,15 +27,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from headrace.adopt.attention_registry import attention
 from headrace.adopt.block_recompute import Kept
-from headrace.adopt.entry_points import ChosenLevels, Door, open_door
+from headrace.adopt.entry_points import ChosenLevels, EntryPointName, entry_point_of
 from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
-from headrace.adopt.labels import Labels, LossHead, convention_of, count_targets, local_loss
+from headrace.adopt.labels import (
+    Labels,
+    LossHead,
+    convention_of,
+    count_targets,
+    local_loss,
+    predicted,
+)
 from headrace.adopt.model_layers import Layers, find_layers
-from headrace.adopt.operators import ModelSeat, StandIn
+from headrace.adopt.operators import ModelSlot, StandIn
+from headrace.adopt.own_hooks import hook_after, hook_before
 from headrace.adopt.placement import (
     EXCHANGES,
     Exchange,
-    LocalBatch,
     Placement,
     declared_places,
     documents_of,
@@ -44,10 +52,13 @@ from headrace.adopt.placement import (
     placed_rows,
     require_tokens,
 )
+from headrace.adopt.samples import TokenReader, packed
+from headrace.adopt.spread_model import Item, Levels, Pack, Part
 from headrace.adopt.token_probe import (
     Probed,
     first_places,
     logits_of,
+    loss_of,
     probe,
     result_tensors,
     run_few,
@@ -55,9 +66,11 @@ from headrace.adopt.token_probe import (
 from headrace.comm.collectives import agree
 from headrace.comm.mesh import Groups, device_of, groups_here
 from headrace.errors import ModelError, SpecError
+from headrace.ops.loss import IGNORED
 from headrace.spec.method_facts import Members
+from headrace.spec.plan import TokenOrder
 
-__all__ = ["Adopted", "Door", "compile"]
+__all__ = ["EntryPointName", "TokenModel", "compile"]
 
 
 def compile(
@@ -71,27 +84,41 @@ def compile(
     recompute: Kept | None = None,
     label_name: str = "labels",
     logits: bool = True,
-) -> Adopted:
-    """Adopt ``model``, which may be wrapped in DDP or FSDP2.
+) -> TokenModel:
+    """Spread a model over ranks by its tokens.
 
-    ``backend``: that of torch.compile (``eager``, ``aot_eager``, ``inductor``); not compiled where
-    it is None.
-    ``exchange``: how attention meets the other ranks' tokens, ``ulysses`` where it is None.
-    ``label_name`` is the input with labels: of the ``next`` token or of the ``same`` place,
-    ``labels`` says which, and it is known for models of transformers. ``tokens``: the name of the
-    argument with the token numbers [b, S], the model's first where it is None.
+    Args:
+        model: A model of transformers, or any module that calls torch's attention; alone, or
+            wrapped in DDP or FSDP2.
+        backend: The backend of torch.compile (``eager``, ``aot_eager``, ``inductor``); not compiled
+            where it is None.
+        exchange: How attention meets the other ranks' tokens: ``ulysses`` (where it is None),
+            ``ring``, ``gather`` or ``2d``.
+        labels: Whether labels are of the ``next`` token or of the ``same`` place; known for models
+            of transformers.
+        tokens: The argument with the token numbers [b, S], the model's first where it is None.
+        groups: The groups of this rank; those of the world where it is None.
+        recompute: What blocks compute again in the backward: all but their ``attention``, whose
+            traffic is then not repeated, or ``full``. Blocks are those that models of transformers
+            know, and of others a list of equal modules called one after another.
+        label_name: The argument with labels.
+        logits: Where False, results of inputs with labels have no logits, of which only some are
+            alive at a time; for models of transformers.
 
-    ``recompute``: what blocks compute again in the backward: all but their ``attention``, whose
-    traffic is then not repeated, or ``full``. Blocks are those that models of transformers know,
-    and of others a list of equal modules called one after another.
+    Returns:
+        The spread model: call it with what its ``shard`` gives.
 
-    ``logits``: where it is False, results of inputs with labels have no logits, of which only some
-    are alive at a time, for models of transformers.
+    Raises:
+        ModelError: For models whose tokens meet in ways that are not known, at once or when the
+            first batch is sharded.
 
-    Raises ModelError for models whose tokens meet in ways that are not known, at once or when the
-    first batch is sharded.
+    Example:
+        >>> run = hr.compile(model, recompute="attention")
+        >>> loss = run(**run.shard(batch).inputs).loss
+        >>> run.backward(loss)
+        >>> loss = run.add_up(loss)
     """
-    return Adopted(
+    return TokenModel(
         model,
         backend=backend,
         exchange=exchange,
@@ -104,8 +131,16 @@ def compile(
     )
 
 
-class Adopted:
-    """A model with sequence parallelism."""
+class TokenModel:
+    """A model that is spread by its tokens; see :class:`~headrace.adopt.spread_model.SpreadModel`.
+
+    Attributes:
+        model: The model as the user has it, perhaps wrapped.
+        inner: The user's own module.
+        tokens: The name of the argument with token numbers.
+        labels: Whether labels of :meth:`shard` are of the ``next`` token or of the ``same`` place.
+        exchanges: How ranks of a group may meet when a plan decides.
+    """
 
     def __init__(
         self,
@@ -123,8 +158,9 @@ class Adopted:
         if exchange is not None and exchange not in EXCHANGES:
             raise SpecError("exchange", got=repr(exchange), wanted=", ".join(EXCHANGES))
         self.model = model
-        self._seat = ModelSeat()
+        self._slot = ModelSlot()
         self._exchange, self._label_name = exchange, label_name
+        self.exchanges: tuple[str, ...] = (exchange,) if exchange else ("ulysses", "ring")
         self.inner = inner = model.module if isinstance(model, DistributedDataParallel) else model
         takes = inspect.signature(inner.forward).parameters
         self._takes_places = "position_ids" in takes
@@ -138,11 +174,45 @@ class Adopted:
         self.labels: Labels = labels or (convention_of(inner) if self._hugging else "same")
         self._probed: Probed | None = None
         self._placed: MutableMapping[torch.Tensor, Placement] = WeakIdKeyDictionary()
-        self._door = open_door(model, inner, self._seat, backend, recompute)
-        self._recompute = None if self.door == "attention registry" else recompute
+        self._entry = entry_point_of(model, inner, self._slot, backend, recompute)
+        self._recompute = None if self.entry_point == "attention registry" else recompute
         self._layers: Layers | None = None
         self._ends = None if logits else LossHead(inner)
-        self._adds = False
+        self._called_last: Placement | None = None
+        self._adds = self._leaving = False
+        self._refusing = hook_before(inner, self._refuse_sharded, named=True)
+
+    @property
+    def entry_point(self) -> EntryPointName:
+        """How the model's attention is reached: ``attention registry``, ``calls`` or ``graph``."""
+        return self._entry.name
+
+    @property
+    def door(self) -> NoReturn:
+        """Renamed: raises ModelError, which says that it is ``entry_point``."""
+        raise ModelError("run.door", got="its former name", wanted="run.entry_point")
+
+    @property
+    def whole(self) -> bool:
+        """Whether the model is compiled: its layers alone are not what runs."""
+        return self.entry_point == "graph"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a compiler runs the model."""
+        return self._entry.compiler is not None
+
+    @property
+    def compiles(self) -> int:
+        """How often the model has been compiled."""
+        return 0 if self._entry.compiler is None else self._entry.compiler.times
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether what blocks compute again can be told, of a model that was probed."""
+        knows = getattr(self.inner, "supports_gradient_checkpointing", False)
+        registry = self.entry_point == "attention registry"
+        return self._layers is not None or (registry and bool(knows))
 
     def prepare(self, groups: Iterable[Members]) -> None:
         """Make the groups of ranks among which batches will be sharded. Collective: every rank of
@@ -158,18 +228,26 @@ class Adopted:
         ranks: Members | None = None,
         targets: int | None = None,
         exchange: Exchange | None = None,
-    ) -> LocalBatch:
-        """This rank's part of ``batch``, which all ``ranks`` (all of the world where it is None)
-        have alike. Several may be sharded before the first is run.
+    ) -> Part:
+        """This rank's part of a batch that all ranks have alike. Several may be sharded before the
+        first is run. Collective.
 
-            batch    token numbers [b, S], labels and other values of tokens [b, S, ...];
-                     ``attention_mask`` [b, S] tells padding, ``position_ids`` that begin again
-                     at 0 tell documents
-            targets  tokens of the whole step that have a loss, those of this batch where it is
-                     None: give it where a step has several batches
+        Args:
+            batch: Token numbers [b, S], labels and other values of tokens [b, S, ...];
+                ``attention_mask`` [b, S] tells padding, ``position_ids`` that begin again at 0 tell
+                documents.
+            ranks: The ranks that share the batch, all of the world where it is None.
+            targets: Tokens of the whole step that have a loss, those of this batch where it is
+                None: give it where a step has several batches.
+            exchange: How attention meets the other ranks' tokens, in the place of the model's own.
 
-        Raises DataError for inputs that are not of tokens, PlanMismatch where ranks have other
-        batches, and ModelError where the model cannot be run on parts of its tokens.
+        Returns:
+            The part: call ``run(**part.inputs)``.
+
+        Raises:
+            DataError: For inputs that are not of tokens.
+            PlanMismatch: Where ranks have other batches.
+            ModelError: Where the model cannot be run on parts of its tokens.
         """
         batch = {"labels" if k == self._label_name else k: v for k, v in batch.items()}
         require_tokens(batch, self.tokens)
@@ -185,26 +263,29 @@ class Adopted:
         )
         self.probe(batch)
         count = count_targets(batch, self.labels) if targets is None else targets
+        if "labels" in batch:
+            batch["labels"] = predicted(batch["labels"], self.labels)
         return self.place(batch, members, targets=count, exchange=exchange)
 
     def place(
         self,
-        batch: Mapping[str, torch.Tensor],
+        values: Mapping[str, torch.Tensor],
         ranks: Members,
         *,
-        targets: int | None,
-        exchange: Exchange | None = None,
+        targets: int | None = None,
+        exchange: str | None = None,
         groups: Groups | None = None,
-    ) -> LocalBatch:
-        """:meth:`shard` of a batch that is known to be alike on all ``ranks`` of ``groups``, its
-        labels under the name ``labels``, for a model that was probed: no rank is asked."""
+    ) -> Part:
+        """:meth:`shard` of a batch that is known to be alike on all ``ranks`` of ``groups``, for a
+        model that was probed: no rank is asked. Its ``labels`` are at the places that predict
+        them."""
         groups = groups or self._groups
         if not self._adds and isinstance(self.model, FSDPModule):
             add_plainly(self.model)
             self._adds = True
-        documents = documents_of(batch, self.tokens)
-        places = None if self._takes_places else declared_places(batch)
-        width = batch[self.tokens].shape[1]
+        documents = documents_of(values, self.tokens)
+        places = None if self._takes_places else declared_places(values)
+        width = values[self.tokens].shape[1]
         if width < len(ranks):
             raise SpecError(
                 f"rows of {width} tokens",
@@ -213,7 +294,7 @@ class Adopted:
                 hint="shard short rows among fewer ranks",
             )
         group, me = self._group(groups, ranks)
-        chosen: Exchange = exchange or self._exchange or "ulysses"
+        chosen = cast("Exchange", exchange or self._exchange or "ulysses")
         balanced = chosen in ("ring", "gather", "2d")
         placement = Placement(
             tokens=placed_rows(documents, len(ranks), "zigzag" if balanced else "natural"),
@@ -226,23 +307,36 @@ class Adopted:
             subgroup=lambda some: self._group(groups, tuple(ranks[m] for m in some))[0],
         )
         assert self._probed is not None, "shard() probes"
-        inputs, labels = local_inputs(
-            batch,
-            self.tokens,
-            placement,
-            self.labels,
-            first=self._probed.first if self._takes_places else None,
-        )
-        self._seat.take(placement)
+        first = self._probed.first if self._takes_places else None
+        inputs, labels = local_inputs(values, self.tokens, placement, first=first)
         self._placed[inputs[self.tokens]] = placement
-        if labels is not None:
+        if labels is not None and (self._hugging or self._takes_labels):
             inputs[self._label_name] = labels
         _mark_dynamic(inputs)
-        return LocalBatch(inputs=inputs, labels=labels, placement=placement)
+        return Part(
+            inputs=inputs,
+            labels=labels,
+            group=group,
+            targets=targets or 0,
+            tokens=placement.width * placement.rows,
+            placed=placement,
+        )
+
+    def take(self, part: Part) -> None:
+        """Spread the model: calls of it are about ``part`` from here on."""
+        self._slot.take(part.placed)
+
+    def release(self) -> None:
+        """Make the model the user's plain one again."""
+        self._slot.take(None)
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's results for what :meth:`shard` returned. Results with logits, of inputs with
-        labels, have the loss of this rank's tokens over the targets of the step."""
+        labels, have the loss of this rank's tokens over the targets of the step.
+
+        Raises:
+            ModelError: For inputs that no :meth:`shard` of this model returned.
+        """
         placement = self._placed.get(inputs[self.tokens]) if self.tokens in inputs else None
         if placement is None:
             raise ModelError(
@@ -251,62 +345,252 @@ class Adopted:
                 wanted="what shard() gave",
                 hint="give a shard's inputs as they are; move a batch before it is sharded",
             )
-        self._seat.take(placement)
-        labels = inputs.pop(self._label_name, None) if self._hugging else None
-        self._expect(labels)
-        outputs = self._with_loss(self._called(self._door.call, **inputs), labels)
+        if self._leaving:  # a backward that failed
+            self._left()
+        before = self._slot.held
+        self._slot.take(placement)
+        try:
+            labels = inputs.pop(self._label_name, None) if self._hugging else None
+            self._expect(labels)
+            outputs = self._with_loss(self._called(self._entry.call, **inputs), labels)
+        finally:
+            self._slot.take(before)
         return self._bound(outputs, placement)
 
-    def accepted(self, shard: LocalBatch) -> dict[str, torch.Tensor]:
-        """The inputs of a shard, with labels where the model takes them."""
-        if self._hugging or self._takes_labels:
-            return shard.inputs
-        return {k: v for k, v in shard.inputs.items() if k != self._label_name}
-
-    def take(self, shard: LocalBatch) -> None:
-        """Work on a shard from here on: what the next call of the model is about."""
-        self._seat.take(shard.placement)
-
     def install(self) -> Callable[[], None]:
-        """Have the model itself do what a call of this does, so that a loop that calls the model
-        need not change: of models of transformers the loss is that of :meth:`loss`; with a backend
-        others are compiled in place. Returns what takes it back. :meth:`take` says which shard."""
+        """Have the model itself do what a call of this does while it is spread, so that a loop that
+        calls the model need not change: of models of transformers the loss is that of
+        :meth:`loss`; with a backend others are compiled in place. Returns what takes it back."""
         model = self.inner
         hooks = ExitStack()
-        hooks.callback(self._door.install())
-        if self._ends is not None:
-            hooks.callback(self._ends.remove)
-        if self.door == "graph":
+        hooks.callback(self._entry.install())
+        if self.entry_point == "graph":
             return hooks.close
         coming = list[torch.Tensor | None]()
 
         def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            if self._slot.held is None:
+                return None
             coming.append(named.pop(self._label_name, None) if self._hugging else None)
             self._expect(coming[-1])
             return args, {**self._always, **named}
 
         def after(module: Any, args: Any, outputs: Any) -> Any:
-            return self._bound(self._with_loss(outputs, coming.pop()), self._seat.held)
+            if self._slot.held is None:
+                return None
+            return self._bound(self._with_loss(outputs, coming.pop()), self._slot.held)
 
-        hooks.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
-        hooks.callback(model.register_forward_hook(after).remove)
+        hooks.callback(hook_before(model, before, named=True))
+        hooks.callback(hook_after(model, after))
         return hooks.close
+
+    def detach(self) -> None:
+        """Give the model back as it was, for good: no hook and no function of this stays."""
+        self.release()
+        self._refusing()
+        self._entry.remove()
+        if self._ends is not None:
+            self._ends.remove()
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The cross entropy of this rank's tokens, summed, over the targets of the step.
+
+        Args:
+            logits: [b, s_r, V], which a call of this gave.
+            labels: [b, s_r], as in :class:`~headrace.adopt.spread_model.Part`.
+
+        Returns:
+            This rank's part of the loss, a single number.
+        """
+        now = self._slot.held or self._called_last
+        if now is None:
+            raise ModelError("loss", got="no batch", wanted="a call of run(**shard.inputs) before")
+        return local_loss(logits, labels, now.targets)
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool,
+        window: int = 0,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """Attention of the local tokens over all tokens of their rows, for models that call it
+        themselves, within a call of this.
+
+        Args:
+            q: Queries [b, N, s_r, D].
+            k: Keys [b, G, s_r, D], as many heads as values.
+            v: Values [b, G, s_r, D].
+            causal: Whether a token sees only earlier ones.
+            window: Tokens that a query sees with itself on one side, 0 for all.
+            scale: What scores are multiplied by, 1 / sqrt(D) where it is None.
+
+        Returns:
+            [b, N, s_r, D].
+        """
+        return attention(q, k, v, self._slot.handle, causal=causal, window=window, scale=scale)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of this rank's part of a loss."""
+        summed_loss(self.model, loss).backward()
+
+    def add_up(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of all ranks together, once gradients are there: call it after the last
+        :meth:`backward` of a step. It sums the gradients over the world where neither DDP nor FSDP2
+        takes care of them. Collective.
+
+        Args:
+            loss: This rank's part, a single number.
+
+        Returns:
+            The sum over all ranks.
+        """
+        whole = loss.detach().clone()
+        if self._groups is not None:
+            dist.all_reduce(whole)
+            if not is_wrapped(self.model):
+                add_up(self.model.parameters())
+        return whole
+
+    def probe(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Look whether the model can be run on parts of its tokens, if that was not done yet.
+        Raises ModelError when it cannot. Of fake tensors nothing can be told."""
+        if any(isinstance(p, FakeTensor) for p in self.inner.parameters()):
+            self._probed = Probed(attentions=0, first=self._firsts[-1])
+        if self._probed is None:
+            if self.entry_point != "attention registry":
+                self._layers = self._seen_layers(batch)
+            if self._recompute is not None:
+                self._compute_again(self._recompute)
+            self._probed = self._probe(batch)
+
+    def first_place(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """The place that the model counts the first token of a row as, where it takes places."""
+        self.probe({k: v for k, v in batch.items() if k != "position_ids"})
+        assert self._probed is not None, "probed"
+        return self._probed.first
+
+    def plain_inputs(self, ids: torch.Tensor) -> dict[str, Any]:
+        """What the plain model is given for token numbers [b, S]."""
+        return {self.tokens: ids, **self._always}
+
+    def join(self, groups: Groups, *, label_name: str) -> None:
+        """Work in a training loop, whose groups and labels were given when this was made."""
+
+    def begin(self, sample: Item, device: str) -> Callable[[], None]:
+        """Probe the model by a sample, and :meth:`install`; returns what takes all of it back."""
+        row = {name: value.to(device) for name, value in packed([sample]).items()}
+        self.probe(row)
+        installed = self.install()
+
+        def end() -> None:
+            self.release()
+            installed()
+            self.detach()
+
+        return end
+
+    def read(self, item: Any, what: str) -> Item:
+        """The tokens and labels of an item, labels moved to the places that predict them."""
+        return self._reader.read(item, what)
+
+    def length(self, sample: Item) -> int:
+        """The tokens of a sample."""
+        return self._reader.length(sample)
+
+    def packs(self, samples: Sequence[Item]) -> list[Pack]:
+        """All samples in one row."""
+        row = packed(samples)
+        assert self._probed is not None, "begin() probes"
+        row["position_ids"] = row["position_ids"] + self._probed.first
+        labels = row["labels"]
+        return [Pack(values=row, tokens=labels.shape[1], targets=int((labels != IGNORED).sum()))]
+
+    def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
+        """A pack of the tokens of a sample, again and again."""
+        parts = [min(document, n - start) for n in lengths for start in range(0, n, document)]
+        row = packed([{k: _repeated(v, n) for k, v in sample.items()} for n in parts])
+        tokens = sum(lengths)
+        return Pack(values=row, tokens=tokens, targets=tokens)
+
+    def ranks_for(self, pack: Pack, ranks: Members) -> Members:
+        """As many ranks as the pack has tokens."""
+        return ranks[: pack.tokens]
+
+    def groups_of(self, ranks: Members) -> list[Members]:
+        """All ranks, and the blocks and rings of meshes of them."""
+        return group_parts(ranks)
+
+    def number(self, outputs: Any) -> torch.Tensor:
+        """The loss among the model's results, or the sizes of its logits."""
+        loss = loss_of(outputs)
+        return logits_of(outputs).float().logsumexp(-1).sum() if loss is None else loss
+
+    def order(self, exchange: str) -> TokenOrder:
+        """Natural where ranks exchange heads for tokens, else balanced for causal attention."""
+        return "natural" if exchange == "ulysses" else "zigzag"
+
+    def levels(self, layers: Sequence[torch.nn.Module]) -> Levels | None:
+        """What chooses recompute of blocks that can be told apart. Raises ModelError for blocks
+        that the model does not know as such."""
+        chosen = self._chosen_levels(layers)
+        if chosen is None:
+            return None
+        return Levels(choose=chosen.choose, known=("attention", "full"))
+
+    def forget(self) -> None:
+        """Do nothing: nothing is learnt of forwards."""
+
+    @property
+    def _reader(self) -> TokenReader:
+        return TokenReader(tokens=self.tokens, kind=self.labels, label_name=self._label_name)
+
+    def _refuse_sharded(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Raise ModelError where the plain model is given a part of a batch: its tokens would see
+        those of this rank only."""
+        if torch.compiler.is_compiling() or self._slot.held is not None:
+            return
+        given = named.get(self.tokens, args[0] if args else None)
+        if isinstance(given, torch.Tensor) and given in self._placed:
+            raise ModelError(
+                "inputs of shard() given to the model itself",
+                got=f"{type(module).__name__}(...)",
+                wanted="run(**shard.inputs)",
+                hint="outside of it the model is the plain one, for whole batches",
+            )
+
+    def _chosen_levels(self, blocks: Sequence[torch.nn.Module]) -> ChosenLevels | None:
+        return self._entry.levels(blocks)
 
     def _bound(self, outputs: Any, placement: Placement | StandIn | None) -> Any:
         """Have the backward of ``outputs`` work on their placement: what it computes again is of
         their batch, whatever was run since."""
+        if isinstance(placement, Placement):
+            self._called_last = placement
 
         def begin(_: Sequence[torch.Tensor]) -> None:
-            self._seat.take(placement)
+            if not self._leaving and self._slot.held is None:
+                self._leaving = True
+                queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+                queue(self._left)
+            self._slot.take(placement)
 
         for value in result_tensors(outputs):
             if value.grad_fn is not None:
                 value.grad_fn.register_prehook(begin)
         return outputs
 
+    def _left(self) -> None:
+        """End a backward of the plain model's results: the model is plain again."""
+        self._leaving = False
+        self._slot.take(None)
+
     def _expect(self, labels: torch.Tensor | None) -> None:
         if self._ends is not None:
-            self._ends.expect(labels, self._seat.now.targets)
+            self._ends.expect(labels, self._slot.now.targets)
 
     def _with_loss(self, outputs: Any, labels: torch.Tensor | None) -> Any:
         if labels is None:
@@ -324,91 +608,6 @@ class Adopted:
         _mark_dynamic(inputs)
         return call(**inputs, **self._always)
 
-    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The cross entropy of this rank's tokens, summed, over the targets of the step.
-
-        logits   [b, s_r, V]
-        labels   [b, s_r]      as in :class:`LocalBatch`
-        """
-        return local_loss(logits, labels, self._seat.now.targets)
-
-    def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        causal: bool,
-        window: int = 0,
-        scale: float | None = None,
-    ) -> torch.Tensor:
-        """:func:`headrace.adopt.attention_registry.attention` of the batch in force, for
-        models that call it themselves."""
-        return attention(q, k, v, self._seat.handle, causal=causal, window=window, scale=scale)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add gradients of this rank's part of the loss."""
-        summed_loss(self.model, loss).backward()
-
-    def add_up(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of all ranks together, once gradients are there: call it after the last
-        :meth:`backward` of a step. It sums the gradients over the world where neither DDP nor FSDP2
-        takes care of them. Collective."""
-        whole = loss.detach().clone()
-        if self._groups is not None:
-            dist.all_reduce(whole)
-            if not is_wrapped(self.model):
-                add_up(self.model.parameters())
-        return whole
-
-    @property
-    def compiled(self) -> bool:
-        """Whether a compiler runs it."""
-        return self._door.compiler is not None
-
-    @property
-    def compiles(self) -> int:
-        """How often the model has been compiled."""
-        return 0 if self._door.compiler is None else self._door.compiler.times
-
-    @property
-    def door(self) -> Door:
-        """How its attention is reached."""
-        return self._door.name
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether what blocks compute again can be told, of a model that was probed."""
-        knows = getattr(self.inner, "supports_gradient_checkpointing", False)
-        return self._layers is not None or (self.door == "attention registry" and bool(knows))
-
-    def levels(self, blocks: Sequence[torch.nn.Module]) -> ChosenLevels | None:
-        """What chooses what blocks compute again in the next forward; None where that cannot be
-        told. Raises ModelError for blocks that the model does not know as such."""
-        return self._door.levels(blocks)
-
-    def probe(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Look whether the model can be run on parts of its tokens, if that was not done yet.
-        Raises ModelError when it cannot. Of fake tensors nothing can be told."""
-        if any(isinstance(p, FakeTensor) for p in self.inner.parameters()):
-            self._probed = Probed(attentions=0, first=self._firsts[-1])
-        if self._probed is None:
-            if self.door != "attention registry":
-                self._layers = self._seen_layers(batch)
-            if self._recompute is not None:
-                self._compute_again(self._recompute)
-            self._probed = self._probe(batch)
-
-    def first_place(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """The place that the model counts the first token of a row as, where it takes places."""
-        self.probe({k: v for k, v in batch.items() if k != "position_ids"})
-        assert self._probed is not None, "probed"
-        return self._probed.first
-
-    def plain_inputs(self, ids: torch.Tensor) -> dict[str, Any]:
-        """What the model itself is given for token numbers."""
-        return {self.tokens: ids, **self._always}
-
     def _group(
         self, groups: Groups | None, members: Members
     ) -> tuple[dist.ProcessGroup | None, int]:
@@ -419,13 +618,13 @@ class Adopted:
     def _seen_layers(self, batch: Mapping[str, torch.Tensor]) -> Layers | None:
         few, run = self._known(batch), partial(self._called, self.inner)
         return find_layers(
-            self.inner, lambda: run_few(self.inner, run, self._seat, few, self.tokens)
+            self.inner, lambda: run_few(self.inner, run, self._slot, few, self.tokens)
         )
 
     def _compute_again(self, level: Kept) -> None:
         """Have the blocks of a model that does not know them compute ``level`` again."""
         layers = self._layers
-        levels = None if layers is None else self.levels(layers.modules)
+        levels = None if layers is None else self._chosen_levels(layers.modules)
         if layers is None or levels is None:
             raise ModelError(
                 f"recompute of {type(self.inner).__name__}",
@@ -436,11 +635,11 @@ class Adopted:
         levels.choose([level] * len(layers))
 
     def _probe(self, batch: Mapping[str, torch.Tensor]) -> Probed:
-        run = partial(self._called, self._door.probing)
+        run = partial(self._called, self._entry.probing)
         return probe(
             self.model,
             run,
-            self._seat,
+            self._slot,
             self._known(batch),
             self.tokens,
             places=self._takes_places,
@@ -462,3 +661,8 @@ def _mark_dynamic(inputs: Mapping[str, Any]) -> None:
     for value in inputs.values():
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
             torch._dynamo.maybe_mark_dynamic(value, 1)  # noqa: SLF001
+
+
+def _repeated(x: torch.Tensor, count: int) -> torch.Tensor:
+    """The first ``count`` values, begun again where there are not as many."""
+    return x.repeat(-(-count // len(x)), *[1] * (x.dim() - 1))[:count]

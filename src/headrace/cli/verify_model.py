@@ -20,7 +20,7 @@ import headrace
 from headrace.adopt.labels import predicted
 from headrace.adopt.placement import Exchange
 from headrace.adopt.token_probe import logits_of
-from headrace.adopt.tokens import Adopted
+from headrace.adopt.tokens import TokenModel
 from headrace.cli.display import tell
 from headrace.cli.foreign_models import foreign_model
 from headrace.comm.launch import World, start
@@ -64,7 +64,7 @@ class _Verdict:
     ranks: int
     exchange: str
     batch: str
-    door: str
+    entry_point: str
     compiles: int
     loss_error: float
     gradient_error: float
@@ -127,7 +127,7 @@ def _print(found: Sequence[_Verdict], tolerance: float) -> None:
         )
     Console(highlight=False, width=110).print(table)
     times = max(v.compiles for v in found)
-    print(f"attention reached by its {found[0].door}; compiled {times} times")
+    print(f"attention reached by its {found[0].entry_point}; compiled {times} times")
 
 
 def on_all(
@@ -171,7 +171,7 @@ def _cases(name: str, ranks: int, seed: int, backend: str | None) -> Iterator[_V
     model, plain = foreign_model(name, seed), foreign_model(name, seed)
     run = headrace.compile(model, backend=backend)
     exchanges: list[Exchange] = ["ulysses", "ring", "gather"]
-    counts = run.door != "graph"
+    counts = run.entry_point != "graph"
     for at, batch in enumerate(_BATCHES):
         for exchange in exchanges if at == 0 else [exchanges[at % len(exchanges)]]:
             verdict = _compared(run, plain, batch, seed + at, exchange, counts=counts)
@@ -184,7 +184,7 @@ def _cases(name: str, ranks: int, seed: int, backend: str | None) -> Iterator[_V
 
 
 def _compared(
-    run: Adopted,
+    run: TokenModel,
     plain: torch.nn.Module,
     batch: _Batch,
     seed: int,
@@ -207,7 +207,7 @@ def _compared(
         ranks=0,
         exchange=exchange,
         batch=batch.name,
-        door=run.door,
+        entry_point=run.entry_point,
         compiles=run.compiles,
         loss_error=abs(loss - wanted) / abs(wanted),
         gradient_error=max(off),
@@ -215,7 +215,7 @@ def _compared(
     )
 
 
-def _inputs(batch: _Batch, seed: int, run: Adopted) -> dict[str, torch.Tensor]:
+def _inputs(batch: _Batch, seed: int, run: TokenModel) -> dict[str, torch.Tensor]:
     """Drawn tokens and labels, two in five of which are ignored."""
     draw = torch.Generator().manual_seed(seed)
     shape = len(batch.rows), sum(batch.rows[0])
@@ -234,7 +234,7 @@ def _inputs(batch: _Batch, seed: int, run: Adopted) -> dict[str, torch.Tensor]:
 
 
 def _spread(
-    run: Adopted, inputs: dict[str, torch.Tensor], exchange: Exchange, *, counts: bool
+    run: TokenModel, inputs: dict[str, torch.Tensor], exchange: Exchange, *, counts: bool
 ) -> tuple[float, list[torch.Tensor | None], int | None]:
     """(loss, gradients) of all ranks together, and the bytes that this one keeps."""
     run.model.zero_grad()
@@ -251,7 +251,7 @@ def _spread(
     return float(run.add_up(loss)), [p.grad for p in run.model.parameters()], kept
 
 
-def _counter(run: Adopted) -> ByteCounter | SavedBytes:
+def _counter(run: TokenModel) -> ByteCounter | SavedBytes:
     """Counts what is alive; of a compiled model, which that would forbid, what autograd keeps."""
     if run.compiled:
         return SavedBytes(run.model.parameters())
@@ -259,7 +259,7 @@ def _counter(run: Adopted) -> ByteCounter | SavedBytes:
 
 
 def _alone(
-    model: torch.nn.Module, run: Adopted, inputs: dict[str, torch.Tensor], batch: _Batch
+    model: torch.nn.Module, run: TokenModel, inputs: dict[str, torch.Tensor], batch: _Batch
 ) -> tuple[float, list[torch.Tensor | None]]:
     """(loss, gradients) of one process that runs every document by itself."""
     model.zero_grad()

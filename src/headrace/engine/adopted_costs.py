@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
+from headrace.adopt.held_weights import HeldWeights, state_bytes
 from headrace.adopt.model_layers import find_layers
+from headrace.adopt.spread_model import Item, SpreadModel
 from headrace.comm.collectives import gather_bytes, gather_floats
 from headrace.comm.mesh import Groups
 from headrace.config.model import PlannerConfig
@@ -18,9 +20,7 @@ from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.library import memory_margin_of
 from headrace.costs.sources.measured import costs_from_profile
 from headrace.engine.agreement import agreed_cluster, agreed_profile
-from headrace.engine.held import HeldWeights, state_bytes
 from headrace.engine.loop_costs import LoopProfiler, ModelProbes, shape_of, sizes_for
-from headrace.engine.spread_model import Item, LoopModel
 from headrace.errors import CostError, InfeasiblePlan
 from headrace.native.machine import machine_facts
 from headrace.native.spans import clock_of
@@ -40,7 +40,7 @@ class LoopSetup:
     """What costs and plans of a loop follow from: a ``document`` has at most so many tokens, a pack
     that is measured at most the ``longest``."""
 
-    model: LoopModel
+    model: SpreadModel
     held: HeldWeights
     optimizer: torch.optim.Optimizer
     groups: Groups
@@ -69,7 +69,10 @@ def measured(setup: LoopSetup, sample: Item) -> ModelCosts:
     draws afterwards is the same. Collective. Raises CostError for given ones of another number of
     ranks or layers."""
     with torch.random.fork_rng([] if setup.device == "cpu" else [setup.device]):
-        return _measured(setup, sample)
+        try:
+            return _measured(setup, sample)
+        finally:
+            setup.model.release()
 
 
 def _measured(setup: LoopSetup, sample: Item) -> ModelCosts:
@@ -151,6 +154,7 @@ def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
         return probes
     me, length = (setup.groups.rank,), model.length(sample)
     shard = probes.shard(setup.groups, me, (length,), model.exchanges[0])
+    model.take(shard)
     probes.layers = find_layers(inner, lambda: inner(**shard.inputs))
     if probes.layers is not None and set(setup.options.recompute) - {"none"}:
         probes.levels = model.levels(probes.layers.modules)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from headrace.adopt.spread_model import Item, SampleReader
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.comm.ranks import World
@@ -32,7 +33,6 @@ from headrace.engine.rank import optimizer_options
 from headrace.engine.run_folder import lock_wait_s, locked
 from headrace.engine.sample_order import LoopBatch
 from headrace.engine.setup import open_sampler
-from headrace.engine.spread_model import Item, SampleReader
 from headrace.errors import CheckpointError, ConfigError, MissingExtra, SpecError
 from headrace.native.optimizers import Schedule
 from headrace.spec.lengths import Lengths

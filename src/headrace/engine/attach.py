@@ -15,6 +15,7 @@ those of one process over the same samples, and optimizer and scheduler take one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -24,8 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from headrace.adopt.axes import Adapted
+from headrace.adopt.axes import AxisModel
 from headrace.adopt.block_recompute import recomputed
+from headrace.adopt.held_weights import HeldWeights
+from headrace.adopt.spread_model import Part, SampleReader, SpreadModel
 from headrace.adopt.tokens import compile as adopt
 from headrace.comm.collectives import agree
 from headrace.comm.launch import join_world
@@ -40,9 +43,7 @@ from headrace.engine.attach_options import (
     SpreadOptions,
     refuse_former,
 )
-from headrace.engine.axis_model import AxisModel
 from headrace.engine.drawn_steps import DrawnSteps, EarlyAndRare
-from headrace.engine.held import HeldWeights
 from headrace.engine.listener import ProgressLines, tell
 from headrace.engine.loop_checkpoint import LoopCheckpoints
 from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner
@@ -50,9 +51,7 @@ from headrace.engine.record import RunRecord, run_facts
 from headrace.engine.recovery import LeaveGroups, Recovery
 from headrace.engine.run_planner import RunPlanner
 from headrace.engine.sample_order import DrawnOrder, LoopBatch, SampleOrder, Samples, StreamOrder
-from headrace.engine.spread_model import LoopModel, LoopPart, SampleReader
 from headrace.engine.step import Engine, RunningStep
-from headrace.engine.token_model import TokenModel
 from headrace.errors import CostError, DataError, HeadraceError, SpecError
 from headrace.native.checkpoint import BackgroundWriter
 from headrace.native.machine import machine_facts
@@ -68,7 +67,7 @@ LoopStep: TypeAlias = RunningStep[LoopBatch, LoopMicroBatch]
 
 
 def attach(
-    model: Module | Adapted,
+    model: Module | AxisModel,
     optimizer: torch.optim.Optimizer,
     dataset: Any,
     *,
@@ -156,7 +155,7 @@ def attach(
 
 
 def begin(
-    model: Module | Adapted,
+    model: Module | AxisModel,
     optimizer: torch.optim.Optimizer,
     order_of: Callable[[SampleReader], SampleOrder],
     *,
@@ -184,7 +183,7 @@ def begin(
         config: What the report shows as the configuration of the run.
         budget: Tokens of one optimizer step, where it has a budget.
     """
-    module = model.model if isinstance(model, Adapted) else model
+    module = model.model if isinstance(model, AxisModel) else model
     device = _device_of(module)
     join_world(device)
     groups = Groups(device=device)
@@ -311,18 +310,25 @@ class Attached:
         """``layer(*inputs)``, computed again in the backward but for its attention."""
         return recomputed(layer, *inputs)
 
-    def shard(self, batch: Mapping[str, Tensor]) -> LoopPart:
-        """Spread a batch over all ranks, to evaluate the model. Collective; not within a step.
+    @contextmanager
+    def shard(self, batch: Mapping[str, Tensor]) -> Iterator[Part]:
+        """Spread the model over all ranks for a batch, to evaluate it: ``with run.shard(batch) as
+        part: loss = model(**part.inputs).loss``. Collective; not within a step.
 
         Args:
             batch: Values [b, S] that all ranks have alike.
 
-        Returns:
+        Yields:
             This rank's part: call the model with its ``inputs``. The losses of all ranks add up to
             the mean.
         """
         self.found.probes.choose([])
-        return self._setup.model.shard(batch)
+        part = self._setup.model.shard(batch)
+        self._setup.model.take(part)
+        try:
+            yield part
+        finally:
+            self._setup.model.release()
 
     def save(self, folder: str | Path, *, keep: int = 3, background: bool = False) -> Path:
         """Write a checkpoint: weights, optimizer, scheduler, the place in the data, and what plans
@@ -519,12 +525,13 @@ class Attached:
 
 
 def _spread(
-    model: Module | Adapted, samples: SampleOptions, spread: SpreadOptions, groups: Groups
-) -> LoopModel:
+    model: Module | AxisModel, samples: SampleOptions, spread: SpreadOptions, groups: Groups
+) -> SpreadModel:
     """The model of a loop, spread over ranks."""
-    if isinstance(model, Adapted):
-        return AxisModel(model, groups, label_name=samples.label_name)
-    adopted = adopt(
+    if isinstance(model, AxisModel):
+        model.join(groups, label_name=samples.label_name)
+        return model
+    return adopt(
         model,
         backend=spread.backend,
         labels=samples.labels,
@@ -534,7 +541,6 @@ def _spread(
         exchange=spread.exchange,
         logits=spread.logits,
     )
-    return TokenModel(adopted, label_name=samples.label_name, exchange=spread.exchange)
 
 
 def _order(

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from headrace.adopt.held_weights import HeldWeights
 from headrace.adopt.model_layers import LayerCall, Layers
+from headrace.adopt.spread_model import Item, Levels, Part, SpreadModel
 from headrace.comm.mesh import Groups
-from headrace.engine.held import HeldWeights
-from headrace.engine.spread_model import Item, Levels, LoopModel, LoopPart
 from headrace.errors import InfeasiblePlan
 from headrace.native.counted import SavedBytes
 from headrace.profiling.probe import ChainProbe, Counter, Passed, Probe
@@ -53,7 +53,7 @@ class ModelProbes:
     are made: models may know no more places.
     """
 
-    model: LoopModel
+    model: SpreadModel
     layers: Layers | None
     levels: Levels | None
     sample: Item
@@ -98,7 +98,7 @@ class ModelProbes:
 
         return ChainProbe(entry, [partial(layer, index) for index in range(_PROBED)])
 
-    def calls(self, shard: LoopPart) -> Sequence[LayerCall]:
+    def calls(self, shard: Part) -> Sequence[LayerCall]:
         """How the model calls its layers for a shard."""
         assert self.layers is not None, "there are layers"
         self.model.take(shard)
@@ -120,18 +120,19 @@ class ModelProbes:
 
     def shard(
         self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: str
-    ) -> LoopPart:
+    ) -> Part:
         """A pack of documents on ``ranks``."""
         pack = self.model.made(self.sample, lengths, len(ranks), document=self.document)
+        values = pack.to(self.device).values
         return self.model.place(
-            pack.to(self.device), ranks, targets=pack.tokens, exchange=exchange, groups=groups
+            values, ranks, targets=pack.tokens, exchange=exchange, groups=groups
         )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _WholeProbe:
     probes: ModelProbes
-    shard: LoopPart
+    shard: Part
     complete: bool = False
     segments: int = 1
     _loss: torch.Tensor | None = field(default=None, init=False)

@@ -23,15 +23,15 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from headrace.adopt.held_weights import HeldWeights, bytes_now
 from headrace.adopt.labels import local_loss
+from headrace.adopt.spread_model import Pack, Part, SpreadModel
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
-from headrace.engine.held import HeldWeights, bytes_now
 from headrace.engine.loop_costs import ModelProbes
 from headrace.engine.loss_check import check_loss
 from headrace.engine.recovery import Recovery
 from headrace.engine.sample_order import LoopBatch
-from headrace.engine.spread_model import LoopModel, LoopPart, Pack
 from headrace.errors import DataError, HeadraceError, ModelError, PlanMismatch
 from headrace.native.spans import StepClock, clock_of
 from headrace.spec.checker import check_turns
@@ -160,7 +160,7 @@ class LoopRunner:
         part: What this rank works on, within a micro-batch.
     """
 
-    model: LoopModel
+    model: SpreadModel
     held: HeldWeights
     optimizer: torch.optim.Optimizer
     groups: Groups
@@ -169,7 +169,7 @@ class LoopRunner:
     recovery: Recovery
     scheduler: Any = None
     clip: float | None = None
-    part: LoopPart | None = field(default=None, init=False)
+    part: Part | None = field(default=None, init=False)
     targets: int = field(default=0, init=False)
     action: str = field(default="", init=False)
     _clock: StepClock = field(init=False)
@@ -195,7 +195,10 @@ class LoopRunner:
                     continue  # the loop has run the backward; the update comes at the step's end
                 self.action = str(action)
                 micro = self._handed(number, plan, action, work)
-                yield micro
+                try:
+                    yield micro
+                finally:
+                    self._release()
                 if self.recovery.failed:
                     return
                 if not micro.done:
@@ -305,8 +308,9 @@ class LoopRunner:
         spent = self._begin_timing(plan, action, pack)
         self.probes.choose([option.recompute for option in options])
         self.part = part = self.model.place(
-            pack.to(self.device), ranks, targets=work.targets, exchange=exchange
+            pack.to(self.device).values, ranks, targets=work.targets, exchange=exchange
         )
+        self.model.take(part)
         start = self._clock.mark()
 
         def backward(handed: LoopMicroBatch, loss: torch.Tensor) -> None:
@@ -318,6 +322,7 @@ class LoopRunner:
             if spent is not None:
                 spent.forward.append((start, middle))
                 spent.backward.append((middle, self._clock.mark()))
+            self._release()
             own = loss.detach()
             self._sum = own if self._sum is None else self._sum + own
 
@@ -333,6 +338,11 @@ class LoopRunner:
             _backward=backward,
             _survives=self.recovery.survives,
         )
+
+    def _release(self) -> None:
+        """Make the model the user's plain one again."""
+        self.part = None
+        self.model.release()
 
     def _nothing(self) -> Pack:
         """A pack of two tokens without a loss, for a turn in which this rank has no work."""

@@ -12,20 +12,20 @@ import torch.distributed as dist
 from headrace.errors import ModelError
 from headrace.ops.switch import Columns, Resharding
 
-__all__ = ["GroupSeat", "traced_switch"]
+__all__ = ["GroupSlot", "traced_switch"]
 
 # A registered operator takes tensors and numbers only: the group is found by a number.
-_seats: WeakValueDictionary[int, GroupSeat] = WeakValueDictionary()
+_slots: WeakValueDictionary[int, GroupSlot] = WeakValueDictionary()
 _handles = count(1)
 
 
-class GroupSeat:
+class GroupSlot:
     """Keeps a group where graphs find it by its ``handle``, as long as somebody holds this."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.handle = group, next(_handles)
         self.rank = dist.get_rank(group)
-        _seats[self.handle] = self
+        _slots[self.handle] = self
 
 
 @torch.library.custom_op("headrace::switch", mutates_args=())
@@ -43,15 +43,15 @@ def traced_switch(
     x         [.., sizes[rank], .., sum(to_sizes), ..]
     returns   [.., sum(sizes), .., to_sizes[rank], ..]
     """
-    seat = _seats.get(handle)
-    if seat is None:
+    slot = _slots.get(handle)
+    if slot is None:
         raise ModelError("switch", got="a group that is gone", wanted="one that somebody holds")
     how = Resharding(
         from_dim=from_dim,
         to_dim=to_dim,
         sizes=tuple(sizes),
         columns=Columns.consecutive(tuple(to_sizes)),
-        group=seat.group,
+        group=slot.group,
     )
     return how.out(x)
 

@@ -446,10 +446,11 @@ def of_other_histories() -> float:
     model = Sometimes().double()
     plain, x = copy.deepcopy(model), drawn(1, 1, 4, 6, 4)
     run, groups = adapted(model), Groups()
-    run.join(groups)
+    run.join(groups, label_name="labels")
     groups.prepare([(0, 1)])
     mine = x[:, :1].contiguous() if groups.rank == 0 else x
     shard = run.place({"x": mine}, (groups.rank,))
+    run.take(shard)
     model(shard["x"], images=groups.rank == 0)
     shard = run.place({"x": x}, (0, 1))
     with torch.no_grad():

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import headrace as hr
 from headrace.adopt.block_recompute import WrappedLevels
 from headrace.adopt.placement import Placement
-from headrace.adopt.tokens import Adopted
+from headrace.adopt.tokens import TokenModel
 from headrace.errors import DataError, ModelError, PlanMismatch, SpecError
 from headrace.native.counted import SavedBytes
 from ranks import run_ranks as forked
@@ -54,7 +54,7 @@ def alone(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float
     return float(loss.detach()), [p.grad.clone() for p in model.parameters()]
 
 
-def spread(run: Adopted, batch: dict[str, torch.Tensor], **how: Any) -> tuple[float, list[Any]]:
+def spread(run: TokenModel, batch: dict[str, torch.Tensor], **how: Any) -> tuple[float, list[Any]]:
     """The same of all ranks together."""
     run.model.zero_grad()
     shard = run.shard(batch, **how)

@@ -97,7 +97,8 @@ def looped(folder: Path) -> float:
     torch.manual_seed(0)
     model = Transformer2D(SHAPES_2D["tiny"]).double()
     clips = SyntheticClips(6, {(1, 6): 1, (4, 9): 1}, channels=4, seed=1, dtype=torch.float64)
-    loop = LOOP.replace('batch_tokens="16Ki"', f'batch_tokens="16Ki", cache={str(folder)!r}')
+    measure = f"measure=hr.MeasureOptions(cache={str(folder)!r})"
+    loop = LOOP.replace('batch_tokens="16Ki"', f'batch_tokens="16Ki", {measure}')
     names: dict[str, Any] = {
         "hr": hr,
         "model": model,

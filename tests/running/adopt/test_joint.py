@@ -12,7 +12,7 @@ from torch.nn import functional as f
 from torch.utils.checkpoint import checkpoint
 
 import headrace as hr
-from headrace.adopt.axes import Adapted
+from headrace.adopt.axes import AxisModel
 from headrace.errors import ModelError
 from ranks import run_ranks
 from running.adopt.axial import Axial
@@ -78,7 +78,7 @@ class Mixed(nn.Module):
         return x
 
 
-def adapted(model: nn.Module, returns: bool = True) -> Adapted:
+def adapted(model: nn.Module, returns: bool = True) -> AxisModel:
     dims = "b t s c"
     return hr.adapt(
         model,

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headrace as hr
 from headrace.adopt import labels as head
-from headrace.adopt.tokens import Adopted
+from headrace.adopt.tokens import TokenModel
 from headrace.cli import main
 from headrace.cli.foreign_models import foreign_model
 from headrace.errors import ModelError
@@ -31,7 +31,7 @@ def drawn(rows: int, tokens: int, seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.masked_fill(ids % 3 == 0, -100)}
 
 
-def gradients(run: Adopted, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+def gradients(run: TokenModel, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
     """(all gradients in one, the loss) of all ranks together."""
     run.model.zero_grad()
     loss = run(**run.shard(batch).inputs).loss

@@ -12,12 +12,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import headrace as hr
+from headrace.adopt.samples import TokenReader
 from headrace.costs import CostModel
 from headrace.costs.cost_model import ExchangeCost, OptionCost
 from headrace.costs.quadratic import Linear, Quadratic
 from headrace.data.sampler import SamplerOptions
 from headrace.engine.attach import Attached
-from headrace.engine.sample_order import DrawnOrder, LoopBatch, Samples, TokenReader
+from headrace.engine.sample_order import DrawnOrder, LoopBatch, Samples
 from headrace.spec.cluster import Cluster
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline

@@ -222,8 +222,7 @@ def evaluated(folder: Path) -> float:
         name: value if name in ("frames", "patches") else value[None]
         for name, value in item.items()
     }
-    part = run.shard(whole_batch)
-    with torch.no_grad():
+    with torch.no_grad(), run.shard(whole_batch) as part:
         error = called(**part.inputs) - part.labels
     assert part.targets == 12
     assert part.tokens == 2 * 4 if run.rank == 0 else 4
@@ -345,7 +344,8 @@ def test_a_mean_over_one_micro_batch_is_told(tmp_path: Path) -> None:
     for loss, fine in (("sum", True), ("mean", False)):
         run, called = attached("alone", tmp_path, costs=costs(1), steps=1)
         step = next(iter(run))
-        micro = next(iter(step))
+        micros = iter(step)
+        micro = next(micros)
         out = mse_loss(called(**micro.inputs), micro.labels, reduction=loss)
         if fine:
             micro.backward(out / micro.targets / 4)

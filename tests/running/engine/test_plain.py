@@ -17,8 +17,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import headrace as hr
+from headrace.adopt.samples import TokenReader
 from headrace.data.sampler import SamplerOptions
-from headrace.engine.sample_order import DrawnOrder, Samples, StreamOrder, TokenReader
+from headrace.engine.sample_order import DrawnOrder, Samples, StreamOrder
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, ModelError, SpecError
 from headrace.spec.checker import check_turns
 from headrace.spec.program import Forward, compile_turns

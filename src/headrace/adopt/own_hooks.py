@@ -1,0 +1,73 @@
+"""Hooks on a user's modules that stay with these modules.
+
+A deep copy of a module copies its hooks, and pickling writes them. A copy of a model is to be the
+user's plain model, so its hooks do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["hook_after", "hook_before"]
+
+
+class OwnHook:
+    """``function``, called for ``module`` alone; in copies of it a hook that does nothing."""
+
+    def __init__(self, module: torch.nn.Module, function: Callable[..., Any]) -> None:
+        self._module, self._function = module, function
+
+    def __call__(self, module: torch.nn.Module, *given: Any) -> Any:
+        """What the function returns for its own module, None for another."""
+        return self._function(module, *given) if module is self._module else None
+
+    def __deepcopy__(self, memo: Any) -> InertHook:
+        return InertHook()
+
+    def __reduce__(self) -> tuple[type[InertHook], tuple[()]]:
+        return InertHook, ()
+
+
+class InertHook:
+    """A hook that does nothing."""
+
+    def __call__(self, *_: Any) -> None:
+        """Leave arguments and results as they are."""
+
+
+def hook_before(
+    module: torch.nn.Module, function: Callable[..., Any], *, named: bool, first: bool = False
+) -> Callable[[], None]:
+    """Call ``function(module, args[, kwargs])`` before each forward of a module.
+
+    Args:
+        module: The module.
+        function: Returns new arguments, or None.
+        named: Whether it takes and returns arguments by name, too.
+        first: Whether it comes before hooks that are there.
+
+    Returns:
+        What takes the hook away.
+    """
+    hook = OwnHook(module, function)
+    return module.register_forward_pre_hook(hook, with_kwargs=named, prepend=first).remove
+
+
+def hook_after(
+    module: torch.nn.Module, function: Callable[..., Any], *, always: bool = False
+) -> Callable[[], None]:
+    """Call ``function(module, args, result)`` after each forward of a module.
+
+    Args:
+        module: The module.
+        function: Returns a new result, or None.
+        always: Whether it is called after a forward that failed, too, with the result None.
+
+    Returns:
+        What takes the hook away.
+    """
+    hook = OwnHook(module, function)
+    return module.register_forward_hook(hook, always_call=always).remove

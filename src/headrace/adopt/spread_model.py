@@ -1,0 +1,230 @@
+"""One protocol for models that nobody here wrote, spread over ranks: by tokens or by axes.
+
+samples   items of a data set as tensors, with a length in tokens (places of a clip)
+packs     samples that the model takes in one call
+parts     what one rank has of a batch or a pack
+
+A model is *spread* from :meth:`SpreadModel.take` to :meth:`SpreadModel.release`, and while the
+backward of what it gave in between runs. At all other times it is the user's plain model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from headrace.comm.mesh import Groups
+from headrace.spec.method import Recompute
+from headrace.spec.method_facts import Members
+from headrace.spec.plan import TokenOrder
+
+__all__ = ["Item", "Levels", "Pack", "Part", "SampleReader", "SpreadModel"]
+
+Item = dict[str, torch.Tensor]
+"""A sample: its fields as tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pack:
+    """What a model takes in one call.
+
+    Attributes:
+        values: Its inputs, and other fields of its samples, whole.
+        tokens: How many tokens (places) it has.
+        targets: How many of these have a loss.
+    """
+
+    values: dict[str, torch.Tensor]
+    tokens: int
+    targets: int
+
+    def to(self, device: str) -> Pack:
+        """The same pack on a device."""
+        moved = {name: value.to(device) for name, value in self.values.items()}
+        return Pack(values=moved, tokens=self.tokens, targets=self.targets)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part(Mapping[str, Any]):
+    """What one rank has of a batch. As a mapping it is its ``inputs``: ``run(**part)``.
+
+    Attributes:
+        inputs: What the model is given: of tokens [b, s_r, ...], the local ones of every row.
+        labels: The labels of the local places, [b, s_r] of tokens, with IGNORED (-100) where there
+            is no loss; None where the batch has none.
+        group: The group of ranks that share the batch; None where this rank has it alone.
+        targets: Tokens of the whole step that have a loss; 0 where nobody knows.
+        tokens: Tokens (places) on this rank.
+        rest: Fields of the local samples that the model does not take.
+        placed: Where the whole batch is: a :class:`~headrace.adopt.placement.Placement` of tokens,
+            :class:`~headrace.adopt.axis_shards.AxisShards` of axes.
+    """
+
+    inputs: dict[str, Any]
+    labels: torch.Tensor | None
+    group: dist.ProcessGroup | None
+    targets: int
+    tokens: int
+    placed: Any
+    rest: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.inputs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inputs)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+class SampleReader(Protocol):
+    """Makes samples of the items of a data set."""
+
+    def read(self, item: Any, what: str) -> Item:
+        """The sample of an item. Raises DataError, about ``what``, for one that is none."""
+        ...
+
+    def length(self, sample: Item) -> int:
+        """Tokens of a sample."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Levels:
+    """What layers may compute again in the backward.
+
+    Attributes:
+        choose: Told what each layer computes again in the next forward: nothing, or a level.
+        known: The levels besides nothing.
+        entries: Tensors as large as a layer's input that are kept of one that computes all again.
+    """
+
+    choose: Callable[[Sequence[Recompute]], None]
+    known: tuple[Recompute, ...]
+    entries: int = 1
+
+
+class SpreadModel(SampleReader, Protocol):
+    """A model whose batches are worked on by groups of ranks."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model as the user calls it, perhaps wrapped."""
+        ...
+
+    @property
+    def inner(self) -> torch.nn.Module:
+        """The user's own module."""
+        ...
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """How ranks of a group may meet, of which the quickest is kept for each size."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether the model can only be run, and measured, as a whole."""
+        ...
+
+    def shard(self, batch: Any) -> Part:
+        """This rank's part of a batch that all ranks have alike. Collective."""
+        ...
+
+    def place(
+        self,
+        values: Mapping[str, Any],
+        ranks: Members,
+        *,
+        targets: int | None = None,
+        exchange: str | None = None,
+        groups: Groups | None = None,
+    ) -> Part:
+        """:meth:`shard` of values that are known to be alike on all ``ranks``, whose groups are
+        made: no rank is asked.
+
+        Args:
+            values: Those of a pack, or a batch.
+            ranks: The ranks that share them; this one is among them.
+            targets: Tokens of the whole step that have a loss.
+            exchange: How the ranks meet; the model's own choice where it is None.
+            groups: The groups of this rank, where they are not the model's own.
+        """
+        ...
+
+    def take(self, part: Part) -> None:
+        """Spread the model: it works on a part from here on."""
+        ...
+
+    def release(self) -> None:
+        """Make the model the user's plain one again."""
+        ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of this rank's part of a loss."""
+        ...
+
+    def add_up(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of all ranks together, once gradients are there: sums gradients too, where no
+        wrapper does. Collective."""
+        ...
+
+    def prepare(self, groups: Iterable[Members]) -> None:
+        """Make groups. Collective: every rank of the world calls it alike."""
+        ...
+
+    def install(self) -> Callable[[], None]:
+        """Have the model itself do what a call of this does while it is spread, so that a loop that
+        calls the model need not change; returns what takes that back."""
+        ...
+
+    def detach(self) -> None:
+        """Give the model back as it was, for good."""
+        ...
+
+    def join(self, groups: Groups, *, label_name: str) -> None:
+        """Work in a training loop: with its groups, and samples whose labels have such a name."""
+        ...
+
+    def begin(self, sample: Item, device: str) -> Callable[[], None]:
+        """Look by a sample whether the model can be run on parts, and :meth:`install`. Raises
+        ModelError where it cannot."""
+        ...
+
+    def packs(self, samples: Sequence[Item]) -> list[Pack]:
+        """Samples in as few packs as can be."""
+        ...
+
+    def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
+        """A pack of samples like one, of such lengths or near, for so many ranks; none is longer
+        than a ``document``: models may know no more places."""
+        ...
+
+    def ranks_for(self, pack: Pack, ranks: Members) -> Members:
+        """Those of ``ranks`` that a pack can be spread over."""
+        ...
+
+    def groups_of(self, ranks: Members) -> list[Members]:
+        """The groups that ranks which work together may need."""
+        ...
+
+    def number(self, outputs: Any) -> torch.Tensor:
+        """Some number of the model's results, to go backward from when it is measured."""
+        ...
+
+    def order(self, exchange: str) -> TokenOrder:
+        """How tokens are dealt out to the ranks of a group."""
+        ...
+
+    def levels(self, layers: Sequence[torch.nn.Module]) -> Levels | None:
+        """What chooses recompute of layers; None where they know none."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what was learnt in forwards: after a failure ranks have run different ones."""
+        ...

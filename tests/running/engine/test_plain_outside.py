@@ -1,0 +1,209 @@
+"""Outside of a micro-batch (and of a call of a spread model) a model is the user's plain model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import headrace as hr
+from headrace.errors import ModelError
+from ranks import run_ranks
+from running.adopt.foreign import gpt
+from running.engine.loops import attached, costs, dataset, llama, trained
+from running.engine.test_clips import attached as clips_attached
+from running.engine.test_clips import clips, model_error
+from spread import whole
+
+pytest.importorskip("transformers")
+
+
+def logits_of(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
+    """What a model gives for whole rows."""
+    with torch.no_grad():
+        out = model(ids, **more)
+    return (out.logits if hasattr(out, "logits") else out[0]).clone()
+
+
+def evaluated(kind: str, ranks: int, folder: Path) -> list[bool]:
+    """Whether all that a user does with the model within a loop is as without headrace."""
+    model = llama() if kind == "registry" else gpt()
+    given: dict[str, Any] = {"costs": costs(ranks), "batch_tokens": 90, "steps": 2}
+    if kind != "registry":
+        given["labels"] = "next"
+    data: Any = dataset()
+    if kind != "registry":
+        data = [(item["input_ids"], item["labels"]) for item in data]
+    run = attached(model, torch.optim.SGD(model.parameters(), lr=0.1), data, folder, **given)
+    same = list[bool]()
+
+    def look(count: int) -> None:
+        plain = llama() if kind == "registry" else gpt()
+        plain.load_state_dict(copy.deepcopy(model.state_dict()))
+        ids = torch.arange(count)[None] % 61
+        wanted = logits_of(plain.train(model.training), ids)
+        same.append(torch.equal(logits_of(model, ids), wanted))
+        twin = copy.deepcopy(model)
+        same.append(torch.equal(logits_of(twin, ids), wanted))
+        saved = io.BytesIO()
+        torch.save(model.state_dict(), saved)
+        if kind == "registry":
+            both = torch.cat([ids, ids])
+            mask = torch.ones_like(both)
+            mask[1, : count // 2] = 0
+            mine, others = (logits_of(m, both, attention_mask=mask) for m in (model, plain))
+            same.append(torch.equal(mine, others))
+            drawn = [m.generate(ids, max_new_tokens=4, do_sample=False) for m in (model, plain)]
+            same.append(torch.equal(*drawn))
+
+    look(13)
+    for step in run:
+        for micro in step:
+            tokens = next(iter(micro.inputs))
+            outputs = model(**micro.inputs) if kind == "registry" else model(micro.inputs[tokens])
+            loss = outputs.loss if kind == "registry" else micro.loss(outputs[0])
+            within = copy.deepcopy(model)  # a copy made in the middle is a plain one, too
+            micro.backward(loss)
+            count = micro.inputs[tokens].shape[1]
+            look(count)
+            ids = torch.arange(count)[None] % 61
+            same.append(torch.equal(logits_of(within, ids), logits_of(model, ids)))
+        look(40)
+    run.detach()
+    look(22)
+    pickle.dumps(model.state_dict())
+    return same
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [("registry", 1), ("registry", 2), ("calls", 2), whole("calls", 1), whole("registry", 3)],
+)
+def test_evaluating_within_a_loop(kind: str, ranks: int, tmp_path: Path) -> None:
+    """Catches borders, shifts and counts of the last micro-batch that an evaluation of as many
+    tokens would use, copies that are spread, and masks that are not made."""
+    for rank, same in enumerate(run_ranks(ranks, evaluated, kind, ranks, tmp_path, timeout_s=200)):
+        assert same, rank
+        assert all(same), (rank, same)
+
+
+def compiled(kind: str) -> list[bool]:
+    """Whether a model is plain between sharding, calling and going backward."""
+    model, plain = (llama() if kind == "registry" else gpt() for _ in range(2))
+    run = hr.compile(model, labels="next", label_name="labels", tokens=None)
+    ids = torch.arange(24).view(2, 12) % 61
+    wanted, same = logits_of(plain, ids), []
+    name = "input_ids" if kind == "registry" else "ids"
+    shard = run.shard({name: ids, "labels": ids})
+    same.append(torch.equal(logits_of(model, ids), wanted))
+    with pytest.raises(ModelError, match="inputs of shard"):
+        model(shard.inputs[name])
+    outputs = run(**shard.inputs)
+    same.append(torch.equal(logits_of(model, ids), wanted))
+    loss = outputs.loss if kind == "registry" else outputs[1]
+    run.backward(loss)
+    same.append(torch.equal(logits_of(model, ids), wanted))
+    same.append(torch.equal(logits_of(copy.deepcopy(model), ids), wanted))
+    if kind == "registry":  # one that shares the configuration is another model
+        second = type(model)(model.config).double()
+        second.load_state_dict(plain.state_dict())
+        run(**shard.inputs)
+        same.append(torch.equal(logits_of(second, ids), wanted))
+        same.append(model.config._attn_implementation == plain.config._attn_implementation)
+    return same
+
+
+@pytest.mark.parametrize("kind", ["registry", "calls"])
+def test_a_compiled_model_is_plain_outside_of_its_call(kind: str) -> None:
+    """Catches a placement that stays: logits were off by 0.29."""
+    for same in run_ranks(2, compiled, kind, timeout_s=100):
+        assert all(same), same
+
+
+def of_axes(folder: Path) -> list[bool]:
+    """Whether a model of several axes is plain outside of its micro-batches."""
+    ranks = dist.get_world_size()
+    run, called = clips_attached("alone", folder, costs=costs(ranks), steps=2)
+    item, same = clips()[0], list[bool]()
+
+    def look() -> None:
+        plain = copy.deepcopy(called)
+        inputs = item["x"][None], item["timestep"][None], item["frames"], item["patches"]
+        with torch.no_grad():
+            same.append(torch.equal(called(*inputs), plain(*inputs)))
+            same.append(called(*inputs).shape == item["x"][None].shape)
+
+    for step in run:
+        look()
+        for micro in step:
+            error = model_error(called, micro)
+            micro.backward(error.square().sum() / micro.targets)
+            look()
+    return same
+
+
+def test_a_model_of_axes_is_plain_between_micro_batches(tmp_path: Path) -> None:
+    """Catches hooks that switch axes of an evaluation, or refuse it."""
+    for same in run_ranks(2, of_axes, tmp_path, timeout_s=100):
+        assert all(same), same
+
+
+def adapted_alone() -> list[bool]:
+    """Whether an adapted model that is called directly is plain."""
+    from running.adopt.test_adapted import DIMS, adapted, drawn, table
+
+    model, x = table(), drawn(1, 1, 4, 4, 6)
+    plain, run = copy.deepcopy(model), adapted(model)
+    with torch.no_grad():
+        wanted = plain(x)
+        same = [torch.equal(model(x), wanted)]
+        shard = run.shard({"x": x})
+        same.append(torch.equal(model(x), wanted))
+        if dist.get_world_size() > 1:
+            with pytest.raises(ModelError, match="inputs of shard"):
+                model(shard["x"])
+        whole_result = run.collect(run(**shard), DIMS)
+        same.append(bool((whole_result - wanted).abs().max() < 1e-12))
+        same.append(torch.equal(model(x), wanted))
+    return same
+
+
+def test_an_adapted_model_is_plain_outside_of_its_call() -> None:
+    """Catches an error, or a shard, where a user calls his own model."""
+    for same in run_ranks(2, adapted_alone, timeout_s=100):
+        assert all(same), same
+
+
+def test_a_batch_is_spread_within_a_context(tmp_path: Path) -> None:
+    """Catches an evaluation over all ranks that stays in force, or never begins."""
+    for first, second, wanted in run_ranks(2, within_context, tmp_path, timeout_s=100):
+        assert first == pytest.approx(wanted, rel=1e-6)
+        assert second == wanted
+
+
+def within_context(folder: Path) -> tuple[float, float, float]:
+    """The loss of a batch over both ranks, of the plain model after it, and of another."""
+    model, other = llama(), llama()
+    run = attached(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        dataset(),
+        folder,
+        costs=costs(2),
+        steps=1,
+    )
+    ids = torch.arange(26).view(2, 13)
+    with torch.no_grad(), run.shard({"input_ids": ids, "labels": ids}) as part:
+        loss = model(**part.inputs).loss
+    dist.all_reduce(loss)
+    with torch.no_grad():
+        after = float(model(ids, labels=ids).loss)
+        wanted = float(other(ids, labels=ids).loss)
+    trained(run, model)
+    return float(loss), after, wanted
