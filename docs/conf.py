@@ -7,7 +7,7 @@ import headrace
 project = "headrace"
 author = "the headrace engineers"
 release = headrace.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+extensions = ["sphinx.ext.napoleon", "myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "_generated"]
 html_theme = "furo"

@@ -31,7 +31,7 @@ from headrace.adopt.axis_stages import AxisStage
 from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
 from headrace.adopt.placement import fingerprint
 from headrace.adopt.samples import is_numbers
-from headrace.adopt.spread_model import Item, Levels, Pack, Part
+from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
 from headrace.adopt.token_probe import logits_of, result_tensors
 from headrace.comm.collectives import agree
 from headrace.comm.mesh import Groups, device_of, groups_here
@@ -147,7 +147,7 @@ class AxisModel:
         """Ranks that work on the same samples: what they have alike counts once for all of them."""
         return self._manager.at_work.ranks
 
-    def shard(self, batch: Mapping[str, Any]) -> Part:
+    def shard(self, batch: Mapping[str, Any]) -> BatchPart:
         """This rank's part of inputs that all ranks have alike: its places of ``axis``, and its
         samples where the axis has fewer places than there are ranks. Collective.
 
@@ -172,7 +172,7 @@ class AxisModel:
         labels = self._local_labels(found, shards)
         if self._label_name not in self._takes:
             found.pop(self._label_name, None)
-        return Part(
+        return BatchPart(
             inputs=found,
             labels=labels,
             group=shards.group,
@@ -189,7 +189,7 @@ class AxisModel:
         targets: int | None = None,
         exchange: str | None = None,
         groups: Groups | None = None,
-    ) -> Part:
+    ) -> BatchPart:
         """:meth:`shard` of a batch that is known to be alike on all ``ranks``, whose groups
         (:meth:`groups_for`) were made among ``groups``: no rank is asked. What the model does not
         take is in ``rest``."""
@@ -204,7 +204,7 @@ class AxisModel:
             for name, value in {**placed, **others}.items()
         }
         takes = self._takes
-        return Part(
+        return BatchPart(
             inputs={name: value for name, value in own.items() if name in takes},
             rest={
                 name: value
@@ -218,7 +218,7 @@ class AxisModel:
             placed=shards,
         )
 
-    def take(self, part: Part) -> None:
+    def take(self, part: BatchPart) -> None:
         """Spread the model: it works on a part from here on."""
         self._manager.take(part.placed)
         self._manager.spread = True

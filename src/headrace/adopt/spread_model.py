@@ -22,7 +22,7 @@ from headrace.spec.method import Recompute
 from headrace.spec.method_facts import Members
 from headrace.spec.plan import TokenOrder
 
-__all__ = ["Item", "Levels", "Pack", "Part", "SampleReader", "SpreadModel"]
+__all__ = ["Item", "Levels", "Pack", "BatchPart", "SampleReader", "SpreadModel"]
 
 Item = dict[str, torch.Tensor]
 """A sample: its fields as tensors."""
@@ -49,7 +49,7 @@ class Pack:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part(Mapping[str, Any]):
+class BatchPart(Mapping[str, Any]):
     """What one rank has of a batch. As a mapping it is its ``inputs``: ``run(**part)``.
 
     Attributes:
@@ -132,7 +132,7 @@ class SpreadModel(SampleReader, Protocol):
         """Whether the model can only be run, and measured, as a whole."""
         ...
 
-    def shard(self, batch: Any) -> Part:
+    def shard(self, batch: Any) -> BatchPart:
         """This rank's part of a batch that all ranks have alike. Collective."""
         ...
 
@@ -144,7 +144,7 @@ class SpreadModel(SampleReader, Protocol):
         targets: int | None = None,
         exchange: str | None = None,
         groups: Groups | None = None,
-    ) -> Part:
+    ) -> BatchPart:
         """:meth:`shard` of values that are known to be alike on all ``ranks``, whose groups are
         made: no rank is asked.
 
@@ -157,7 +157,7 @@ class SpreadModel(SampleReader, Protocol):
         """
         ...
 
-    def take(self, part: Part) -> None:
+    def take(self, part: BatchPart) -> None:
         """Spread the model: it works on a part from here on."""
         ...
 

@@ -53,7 +53,7 @@ from headrace.adopt.placement import (
     require_tokens,
 )
 from headrace.adopt.samples import TokenReader, packed
-from headrace.adopt.spread_model import Item, Levels, Pack, Part
+from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
 from headrace.adopt.token_probe import (
     Probed,
     first_places,
@@ -228,7 +228,7 @@ class TokenModel:
         ranks: Members | None = None,
         targets: int | None = None,
         exchange: Exchange | None = None,
-    ) -> Part:
+    ) -> BatchPart:
         """This rank's part of a batch that all ranks have alike. Several may be sharded before the
         first is run. Collective.
 
@@ -275,7 +275,7 @@ class TokenModel:
         targets: int | None = None,
         exchange: str | None = None,
         groups: Groups | None = None,
-    ) -> Part:
+    ) -> BatchPart:
         """:meth:`shard` of a batch that is known to be alike on all ``ranks`` of ``groups``, for a
         model that was probed: no rank is asked. Its ``labels`` are at the places that predict
         them."""
@@ -313,7 +313,7 @@ class TokenModel:
         if labels is not None and (self._hugging or self._takes_labels):
             inputs[self._label_name] = labels
         _mark_dynamic(inputs)
-        return Part(
+        return BatchPart(
             inputs=inputs,
             labels=labels,
             group=group,
@@ -322,7 +322,7 @@ class TokenModel:
             placed=placement,
         )
 
-    def take(self, part: Part) -> None:
+    def take(self, part: BatchPart) -> None:
         """Spread the model: calls of it are about ``part`` from here on."""
         self._slot.take(part.placed)
 
@@ -397,7 +397,7 @@ class TokenModel:
 
         Args:
             logits: [b, s_r, V], which a call of this gave.
-            labels: [b, s_r], as in :class:`~headrace.adopt.spread_model.Part`.
+            labels: [b, s_r], as in :class:`~headrace.adopt.spread_model.BatchPart`.
 
         Returns:
             This rank's part of the loss, a single number.

@@ -28,7 +28,7 @@ from torch.nn import Module
 from headrace.adopt.axes import AxisModel
 from headrace.adopt.block_recompute import recomputed
 from headrace.adopt.held_weights import HeldWeights
-from headrace.adopt.spread_model import Part, SampleReader, SpreadModel
+from headrace.adopt.spread_model import BatchPart, SampleReader, SpreadModel
 from headrace.adopt.tokens import compile as adopt
 from headrace.comm.collectives import agree
 from headrace.comm.launch import join_world
@@ -311,7 +311,7 @@ class Attached:
         return recomputed(layer, *inputs)
 
     @contextmanager
-    def shard(self, batch: Mapping[str, Tensor]) -> Iterator[Part]:
+    def shard(self, batch: Mapping[str, Tensor]) -> Iterator[BatchPart]:
         """Spread the model over all ranks for a batch, to evaluate it: ``with run.shard(batch) as
         part: loss = model(**part.inputs).loss``. Collective; not within a step.
 

@@ -20,7 +20,7 @@ import torch
 
 from headrace.adopt.held_weights import HeldWeights
 from headrace.adopt.model_layers import LayerCall, Layers
-from headrace.adopt.spread_model import Item, Levels, Part, SpreadModel
+from headrace.adopt.spread_model import BatchPart, Item, Levels, SpreadModel
 from headrace.comm.mesh import Groups
 from headrace.errors import InfeasiblePlan
 from headrace.native.counted import SavedBytes
@@ -98,7 +98,7 @@ class ModelProbes:
 
         return ChainProbe(entry, [partial(layer, index) for index in range(_PROBED)])
 
-    def calls(self, shard: Part) -> Sequence[LayerCall]:
+    def calls(self, shard: BatchPart) -> Sequence[LayerCall]:
         """How the model calls its layers for a shard."""
         assert self.layers is not None, "there are layers"
         self.model.take(shard)
@@ -120,7 +120,7 @@ class ModelProbes:
 
     def shard(
         self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: str
-    ) -> Part:
+    ) -> BatchPart:
         """A pack of documents on ``ranks``."""
         pack = self.model.made(self.sample, lengths, len(ranks), document=self.document)
         values = pack.to(self.device).values
@@ -132,7 +132,7 @@ class ModelProbes:
 @dataclass(slots=True, kw_only=True, eq=False)
 class _WholeProbe:
     probes: ModelProbes
-    shard: Part
+    shard: BatchPart
     complete: bool = False
     segments: int = 1
     _loss: torch.Tensor | None = field(default=None, init=False)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from headrace.adopt.held_weights import HeldWeights, bytes_now
 from headrace.adopt.labels import local_loss
-from headrace.adopt.spread_model import Pack, Part, SpreadModel
+from headrace.adopt.spread_model import BatchPart, Pack, SpreadModel
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.engine.loop_costs import ModelProbes
@@ -169,7 +169,7 @@ class LoopRunner:
     recovery: Recovery
     scheduler: Any = None
     clip: float | None = None
-    part: Part | None = field(default=None, init=False)
+    part: BatchPart | None = field(default=None, init=False)
     targets: int = field(default=0, init=False)
     action: str = field(default="", init=False)
     _clock: StepClock = field(init=False)

@@ -85,7 +85,8 @@ def native_or_why(config: Config) -> str:
     try:
         _of_folder(config)
     except SpecError as error:
-        return str(error)
+        # Of a native type the error is raised where the model is made: a variant is refused.
+        return str(error) if error.what == "model_type" else ""
     return ""
 
 
