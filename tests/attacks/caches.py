@@ -19,13 +19,8 @@ from headrace.costs import CostModel, synthetic_costs
 from headrace.costs.calibration import Calibration
 from headrace.costs.saving import save_whole, sealed
 from headrace.data import Corpus, Source, make_tokenizer, open_corpus
-from headrace.engine.cost_cache import (
-    calibration_path,
-    newest_costs,
-    profile_path,
-    read_profile,
-    remember_costs,
-)
+from headrace.engine.agreement import read_profile
+from headrace.engine.cost_cache import calibration_path, newest_costs, profile_path, remember_costs
 from headrace.engine.setup import architecture_of
 from headrace.errors import HeadraceError
 from profiles import made_up

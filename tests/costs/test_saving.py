@@ -12,12 +12,8 @@ from hypothesis import strategies as st
 from headrace.config import Config
 from headrace.costs import synthetic_costs
 from headrace.costs.saving import save_whole, sealed, unsealed
-from headrace.engine.cost_cache import (
-    newest_costs,
-    profile_path,
-    read_profile,
-    remember_costs,
-)
+from headrace.engine.agreement import read_profile
+from headrace.engine.cost_cache import newest_costs, profile_path, remember_costs
 from headrace.engine.setup import architecture_of
 from profiles import made_up
 

@@ -18,7 +18,7 @@ from headrace.native.machine import available_bytes
 from headrace.spec.cluster import Cluster
 from headrace.spec.profile import Profile
 
-__all__ = ["agreed_cluster", "agreed_profile", "newest_whole"]
+__all__ = ["agreed_cluster", "agreed_profile", "newest_whole", "read_profile"]
 
 _SHARE = 0.8
 """The part of the free memory that a rank uses unless told."""
@@ -70,7 +70,7 @@ def agreed_profile(
         The profile, the same on all ranks, and whether it was measured now. Where any rank has
         none, all measure.
     """
-    kept = None if fresh else _kept(path, fingerprint, tell)
+    kept = None if fresh else read_profile(path, fingerprint, tell)
     have = all(row[0] for row in gather_floats([float(kept is not None)], groups.world))
     profile = kept if have and kept is not None else measure()
     agree("profile", json.dumps(profile.to_json()), groups.world)
@@ -136,7 +136,7 @@ def _loaded(path: Path, load: Callable[[Path], Found]) -> tuple[Found | None, st
         return None, f"{path}: {type(error).__name__} {error}"
 
 
-def _kept(path: Path, fingerprint: str, tell: Callable[[str], object]) -> Profile | None:
+def read_profile(path: Path, fingerprint: str, tell: Callable[[str], object]) -> Profile | None:
     """The profile in a file; None where there is none, or one of another set-up. A damaged file is
     told and counts as none."""
     try:
