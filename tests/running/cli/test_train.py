@@ -126,7 +126,8 @@ def test_other_signals_say_how_to_go_on(whole, tmp_path, number):
     _, err = process.communicate(timeout=20)
     assert process.returncode == 128 + number
     assert f"stopped by {number.name}: rank 0 in" in err
-    assert f"stopped; continue with: headrace train {config} --out {tmp_path / 'run'} --res" in err
+    again = f"headrace train {config} --set run.steps=2000 --out {tmp_path / 'run'} --resume"
+    assert f"stopped; continue with: {again}" in err
 
 
 def test_a_stopped_rank_is_named(whole, tmp_path):
