@@ -17,7 +17,7 @@ from headrace.costs.paradyse.hybrid import TARGETS, HybridModel, fit_hybrid, fit
 from headrace.costs.sources.formulas import FORMULA_METHODS
 from headrace.costs.sources.measured import costs_from_profile, points_by_option
 from headrace.spec.architecture import Architecture
-from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.profile import ENDS, Profile, ProfilePoint
 
 __all__ = ["SHARED", "against_step", "all_errors", "layered", "microseconds", "without_held"]

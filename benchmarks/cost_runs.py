@@ -22,7 +22,7 @@ from headrace.native.storage import Storage
 from headrace.profiling.branches import ProfileOptions
 from headrace.profiling.profiler import Profiler
 from headrace.spec import Architecture, Cluster, Lengths, Plan
-from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, TokenOrder
 from headrace.spec.profile import Profile
 from headrace.spec.strategy import Scheme

@@ -35,7 +35,7 @@ from headrace.profiling.probe import ChainProbe, Probe, bytes_of, seconds_of
 from headrace.profiling.two_layers import TwoLayers
 from headrace.spec import Architecture
 from headrace.spec.known_methods import FACTS
-from headrace.spec.method import BRANCHES
+from headrace.spec.layer_plan import BRANCHES
 
 TIMES = 5
 

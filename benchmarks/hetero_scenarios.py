@@ -60,7 +60,7 @@ from rich.table import Table
 from headrace.cli.display import tell
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.data.distributions import Distribution
-from headrace.data.synthetic import PRESETS, draw_batches
+from headrace.data.drawn_lengths import PRESETS, draw_batches
 from headrace.planning import Problem
 from headrace.planning.baselines.homogeneous import best_scheme, by_length
 from headrace.planning.baselines.switching import switch_s

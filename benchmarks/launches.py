@@ -42,7 +42,7 @@ from headrace.profiling.branches import BranchTarget
 from headrace.profiling.two_layers import TwoLayers
 from headrace.spec import Architecture
 from headrace.spec.known_methods import FACTS
-from headrace.spec.method import BRANCHES, Recompute
+from headrace.spec.layer_plan import BRANCHES, Recompute
 
 METHODS = ("local", "ulysses_z", "megatron_cz_gather", "megatron_cz", "megatron_ts", "metp")
 _HEAD = "head and loss"

@@ -26,7 +26,7 @@ from headrace.ops.random import DropoutKey
 from headrace.spec import Architecture, weight_table
 from headrace.spec.architecture import WeightSpec
 from headrace.spec.known_methods import FACTS, LOCAL, subgroups
-from headrace.spec.method import LayerOption
+from headrace.spec.layer_plan import LayerOption
 from headrace.spec.method_facts import MethodFacts
 from headrace.spec.plan import TokenOrder
 

@@ -40,8 +40,8 @@ from headrace.native.executor import Executor
 from headrace.native.machine import machine_facts
 from headrace.native.storage import Storage, Working
 from headrace.spec import Architecture, Lengths, Plan
+from headrace.spec.layer_plan import LayerPlan
 from headrace.spec.measurement import Row
-from headrace.spec.method import LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline
 from headrace.spec.program import Backward, Forward
 from headrace.spec.step import RankTimes, StepTimes

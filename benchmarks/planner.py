@@ -53,7 +53,7 @@ from rich.table import Table
 import headrace as hr
 from headrace.cli.display import tell
 from headrace.costs.pipeline_costs import PipelineCosts
-from headrace.data.synthetic import draw_batches, parse_distribution
+from headrace.data.drawn_lengths import draw_batches, parse_distribution
 from headrace.errors import HeadraceError
 from headrace.planning import Problem, plan
 from headrace.planning.baselines.dynamic_program import proposed

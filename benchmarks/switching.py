@@ -52,7 +52,7 @@ from headrace.native.machine import machine_facts
 from headrace.native.storage import Storage
 from headrace.spec import Architecture, Lengths, Plan
 from headrace.spec.known_methods import FACTS, subgroups
-from headrace.spec.method import BRANCHES, LayerOption, LayerPlan
+from headrace.spec.layer_plan import BRANCHES, LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline
 from headrace.spec.strategy import Scheme
 

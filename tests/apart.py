@@ -27,7 +27,7 @@ _PRELOADED = [
     "torch.distributed.tensor",
     "torch._export",
     "headrace.engine.attach",
-    "headrace.engine.train",
+    "headrace.engine.training",
     "transformers.models.llama.modeling_llama",
     "running.engine.loops",
 ]

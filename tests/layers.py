@@ -22,7 +22,7 @@ from headrace.ops.random import DropoutKey
 from headrace.spec import Architecture, weight_table
 from headrace.spec.architecture import WeightSpec
 from headrace.spec.known_methods import subgroups
-from headrace.spec.method import LayerPlan
+from headrace.spec.layer_plan import LayerPlan
 from headrace.spec.plan import TokenOrder
 
 __all__ = [

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from headrace.adopt.axis_stages import AxisStage
     from headrace.adopt.block_recompute import recomputed
     from headrace.adopt.known_models import adapt
-    from headrace.adopt.tokens import compile
+    from headrace.adopt.token_model import compile
     from headrace.config import Config
-    from headrace.config.planner import PlannerConfig
+    from headrace.config.planner_config import PlannerConfig
     from headrace.costs import CostModel
     from headrace.engine.attach import attach
     from headrace.engine.attach_options import MeasureOptions, SampleOptions, SpreadOptions
     from headrace.engine.plans import baselines, draw, plan, simulate
-    from headrace.engine.run_folder import TrainingRun
-    from headrace.engine.train import profile, train
+    from headrace.engine.training import profile, train
+    from headrace.engine.training_run import TrainingRun
     from headrace.planning import Problem
     from headrace.simulator import peak_bytes
     from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy, Timeline
@@ -77,17 +77,17 @@ _HOMES = {
     "headrace.adopt.axis_stages": ("AxisStage",),
     "headrace.config": ("Config",),
     "headrace.costs": ("CostModel",),
-    "headrace.config.planner": ("PlannerConfig",),
+    "headrace.config.planner_config": ("PlannerConfig",),
     "headrace.engine.attach": ("attach",),
     "headrace.engine.attach_options": ("MeasureOptions", "SampleOptions", "SpreadOptions"),
-    "headrace.adopt.tokens": ("compile",),
+    "headrace.adopt.token_model": ("compile",),
     "headrace.adopt.block_recompute": ("recomputed",),
     "headrace.planning": ("Problem",),
     "headrace.simulator": ("peak_bytes",),
     "headrace.spec": ("Architecture", "Cluster", "Lengths", "Plan", "Strategy", "Timeline"),
     "headrace.engine.plans": ("baselines", "draw", "plan", "simulate"),
-    "headrace.engine.run_folder": ("TrainingRun",),
-    "headrace.engine.train": ("profile", "train"),
+    "headrace.engine.training_run": ("TrainingRun",),
+    "headrace.engine.training": ("profile", "train"),
 }
 _MODULES = ("costs", "errors", "lengths")
 

@@ -18,7 +18,7 @@ from attacks.models import random_model
 from headrace.comm.mesh import Groups
 from headrace.spec import Architecture
 from headrace.spec.known_methods import methods_for
-from headrace.spec.method import RECOMPUTE
+from headrace.spec.layer_plan import RECOMPUTE
 
 __all__ = ["METHODS"]
 

@@ -16,7 +16,7 @@ from headrace.costs import CostModel
 from headrace.errors import ProgramError
 from headrace.simulator import simulate
 from headrace.spec import Exchange, Forward, Lengths, Plan, Program, Recv, Send, compile_plan
-from headrace.spec.method import RECOMPUTE, LayerOption
+from headrace.spec.layer_plan import RECOMPUTE, LayerOption
 from headrace.spec.program import Action, Backward
 from headrace.spec.random_plans import random_plan
 from plans import random_staged_plan

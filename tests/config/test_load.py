@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.config import Config, apply_overrides
-from headrace.config.clips import ClipsConfig
+from headrace.config.clips_config import ClipsConfig
 from headrace.config.kinds import read_any
 from headrace.errors import ConfigError
 

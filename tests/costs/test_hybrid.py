@@ -14,7 +14,7 @@ from headrace.costs.paradyse import TARGETS, HybridModel, fit_hybrid, fit_pair, 
 from headrace.costs.paradyse.hybrid import measured
 from headrace.costs.sources.measured import costs_from_profile
 from headrace.errors import CostError
-from headrace.spec.method import RECOMPUTE, LayerOption
+from headrace.spec.layer_plan import RECOMPUTE, LayerOption
 from headrace.spec.profile import ENDS
 from profiles import LENGTHS, OPTIONS, made_up
 

@@ -17,7 +17,7 @@ from headrace.costs.limits import (
     whole_curve,
 )
 from headrace.errors import CostError
-from headrace.spec.method import RECOMPUTE, LayerOption, LayerPlan
+from headrace.spec.layer_plan import RECOMPUTE, LayerOption, LayerPlan
 from headrace.units import GIB
 
 

@@ -15,7 +15,7 @@ from headrace.costs import (
 )
 from headrace.errors import CostError
 from headrace.spec import Architecture, LayerOption, LayerPlan
-from headrace.spec.method import RECOMPUTE
+from headrace.spec.layer_plan import RECOMPUTE
 
 
 def test_sizes() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import SpecError
 from headrace.spec import Lengths, Plan
-from headrace.spec.method import RECOMPUTE
+from headrace.spec.layer_plan import RECOMPUTE
 from headrace.spec.random_plans import random_plan
 
 lengths = st.lists(st.integers(1, 999), min_size=1, max_size=25).map(Lengths.of)

@@ -18,9 +18,9 @@ from headrace.costs import (
     synthetic_costs,
 )
 from headrace.planning.fixed_methods import listed_frontier
-from headrace.planning.layers import layer_frontier, layer_table
+from headrace.planning.layer_choice import layer_frontier, layer_table
 from headrace.spec import Architecture, LayerOption, LayerPlan
-from headrace.spec.method import RECOMPUTE
+from headrace.spec.layer_plan import RECOMPUTE
 from headrace.units import GIB
 
 SMALL = st.integers(0, 9)

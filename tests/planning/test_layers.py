@@ -20,7 +20,7 @@ from headrace.costs import (
     Quadratic,
     synthetic_costs,
 )
-from headrace.planning.layers import best_layers, layer_frontier
+from headrace.planning.layer_choice import best_layers, layer_frontier
 from headrace.spec import Architecture, Cluster, LayerOption
 from headrace.units import GIB
 from planning.brute_force import layer_plans

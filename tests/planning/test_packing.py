@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.costs import Speeds, synthetic_costs
 from headrace.planning.batch import Packed, PriceTable, SortedBatch
-from headrace.planning.layers import layer_frontier
+from headrace.planning.layer_choice import layer_frontier
 from headrace.planning.packing import pack as pack_group
 from headrace.planning.priced import Frontier, PricedScheme
 from headrace.spec import Lengths, Scheme

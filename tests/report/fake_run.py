@@ -21,7 +21,7 @@ from headrace.spec import (
     Scheme,
     Timeline,
 )
-from headrace.spec.method import Recompute
+from headrace.spec.layer_plan import Recompute
 from headrace.spec.plan import TokenOrder
 
 __all__ = ["fake_run", "layered_run"]

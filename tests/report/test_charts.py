@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from headrace.report.records import RecordedStep, Run
-from headrace.report.run_folder import read_run
-from headrace.report.summary import summed_up
+from headrace.report.run_reader import read_run
+from headrace.report.run_summary import summed_up
 from headrace.spec import Row, Timeline
 from report.fake_run import fake_run, layered_run
 
@@ -22,10 +22,10 @@ pytest.importorskip("altair")
 from headrace.report.captions import layers_caption, options_caption, strategies_caption
 from headrace.report.charts.figures import FIGURES
 from headrace.report.charts.gantt import bars, gantt
-from headrace.report.charts.layers import layer_options, options_over_steps
-from headrace.report.charts.lengths import bin_label, length_histogram, placement_map
+from headrace.report.charts.layer_chart import layer_options, options_over_steps
+from headrace.report.charts.length_charts import bin_label, length_histogram, placement_map
 from headrace.report.charts.predictions import cost_fit, predicted_against_measured
-from headrace.report.charts.steps import strategies_over_steps
+from headrace.report.charts.step_charts import strategies_over_steps
 from headrace.report.charts.theme import KINDS, OPTIONS, OTHERS, group_scale, log_ticks, second_unit
 from headrace.report.layer_use import layer_use
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.report.layer_use import LayerUse, layer_use, spans
 from headrace.report.records import MicroBatchRow, Run
-from headrace.report.run_folder import read_run
+from headrace.report.run_reader import read_run
 from headrace.spec import LayerOption, LayerPlan
 from report.fake_run import layered_run
 

@@ -17,8 +17,8 @@ import pytest
 from headrace.errors import DataError, MissingExtra
 from headrace.report import summary_text, write_report
 from headrace.report.facts import started_text
-from headrace.report.run_folder import read_run
-from headrace.report.summary import summed_up
+from headrace.report.run_reader import read_run
+from headrace.report.run_summary import summed_up
 from report.fake_run import fake_run, layered_run
 
 pytest.importorskip("altair")

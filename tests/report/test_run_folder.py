@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import DataError
-from headrace.report.run_folder import length_bin, read_run
+from headrace.report.run_reader import length_bin, read_run
 from report.fake_run import fake_run, layered_run
 
 FILES = ("run.json", "metrics.jsonl", "plans.jsonl", "timelines.jsonl")

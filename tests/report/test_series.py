@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from headrace.report.headline import cards
 from headrace.report.records import RelativeErrors, Run
-from headrace.report.run_folder import read_run
-from headrace.report.summary import mean, median, summed_up
+from headrace.report.run_reader import read_run
+from headrace.report.run_summary import mean, median, summed_up
 from headrace.report.warnings import warnings
 
 pytest.importorskip("altair")
-from headrace.report.charts.steps import every, series
+from headrace.report.charts.step_charts import every, series
 
 
 def with_losses(run: Run, losses: list[float]) -> Run:

@@ -10,7 +10,7 @@ import pytest
 from headrace.costs.calibration import Calibration, Residual
 from headrace.report import summary_text
 from headrace.report.facts import trust_rows, trust_text
-from headrace.report.run_folder import read_run
+from headrace.report.run_reader import read_run
 from report.fake_run import fake_run
 
 

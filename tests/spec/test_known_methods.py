@@ -6,7 +6,7 @@ import pytest
 
 from headrace.spec import Architecture
 from headrace.spec.known_methods import FACTS, block_ranks
-from headrace.spec.method import LayerOption
+from headrace.spec.layer_plan import LayerOption
 
 MODEL = Architecture(layers=2, hidden=64, heads=8, kv_heads=4, ffn=256, vocabulary=96)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headrace.adopt.axes import AxisModel
+from headrace.adopt.axis_model import AxisModel
 from headrace.adopt.axis_shards import Dims
 from headrace.adopt.known_models import adapt
 from headrace.errors import MissingExtra

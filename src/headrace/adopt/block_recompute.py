@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 
 import headrace.adopt.operators  # noqa: F401  registers attend
 from headrace.errors import ModelError
-from headrace.spec.method import Recompute
+from headrace.spec.layer_plan import Recompute
 
 __all__ = ["BlockLevels", "Kept", "WrappedLevels", "recompute_blocks", "recomputed"]
 

@@ -26,7 +26,7 @@ from headrace.adopt.graph_pass import Compiler
 from headrace.adopt.operators import ModelSlot
 from headrace.adopt.replaced_calls import ReplacedCalls
 from headrace.errors import ModelError
-from headrace.spec.method import Recompute
+from headrace.spec.layer_plan import Recompute
 
 __all__ = ["ChosenLevels", "EntryPoint", "EntryPointName", "entry_point_of"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from headrace.adopt.axes import AxisModel, Sizes
+from headrace.adopt.axis_model import AxisModel, Sizes
 from headrace.adopt.axis_shards import Dims
 from headrace.adopt.axis_stages import AxisStage
 from headrace.comm.mesh import Groups

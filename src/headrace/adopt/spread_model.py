@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm.mesh import Groups
-from headrace.spec.method import Recompute
+from headrace.spec.layer_plan import Recompute
 from headrace.spec.method_facts import Members
 from headrace.spec.plan import TokenOrder
 

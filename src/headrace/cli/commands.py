@@ -69,7 +69,7 @@ def train(
         Continue the run in OUT, or the newest run of this name, from its last checkpoint, on any
         number of ranks.
     """
-    from headrace.cli.train import train as run
+    from headrace.cli.train_run import train as run
     from headrace.config.kinds import read_any
 
     read = read_any(config, overrides(changes, {"devices.ranks": ranks, "run.steps": steps}))
@@ -106,7 +106,7 @@ def plan(config: Path | None = None, *, flags: PlanFlags = _PLAN) -> int:
     config
         The configuration, a TOML file; left out, --costs, --lengths and --devices are needed.
     """  # noqa: E501
-    from headrace.cli.plan import plan as run
+    from headrace.cli.plan_batches import plan as run
 
     if config is None:
         from headrace.cli.plan_files import PlanFiles, plan_files
@@ -162,7 +162,7 @@ def simulate(source: Path, *, flags: SimulateFlags = _SIMULATE) -> int:
     source
         A configuration.
     """
-    from headrace.cli.plan import simulate as run
+    from headrace.cli.plan_batches import simulate as run
 
     return run(source, flags)
 
@@ -183,7 +183,7 @@ def profile(config: Path, *, flags: ProfileFlags = _PROFILE) -> int:
     config
         The configuration, a TOML file.
     """
-    from headrace.cli.profile import profile as run
+    from headrace.cli.profile_layers import profile as run
 
     return run(config, flags)
 
@@ -227,7 +227,7 @@ def report(run: Path, *, out: Path | None = None, text: Switch = False) -> int:
         Print a summary instead.
     """
     from headrace.cli.display import tell
-    from headrace.engine.run_folder import TrainingRun
+    from headrace.engine.training_run import TrainingRun
 
     found = TrainingRun(run)
     if text:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 from rich.table import Table
 
 from headrace.cli.display import out_console
-from headrace.cli.plan_picture import draw_picture, require_picture
+from headrace.cli.draw_plan import draw_picture, require_picture
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import ConfigError, CostError, DataError, did_you_mean

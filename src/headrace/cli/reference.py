@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from headrace.config import Config
-from headrace.config.clips import ClipsConfig
+from headrace.config.clips_config import ClipsConfig
 
 __all__ = ["config_markdown", "keys", "print_config"]
 

@@ -26,7 +26,7 @@ from headrace.errors import ConfigError, InfeasiblePlan
 from headrace.profiling.rehearsal import Rehearsal
 from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware
-from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.plan import Plan, Working
 from headrace.units import bytes_text, parse_count, seconds_text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.config.clips import ClipsConfig
+from headrace.config.clips_config import ClipsConfig
 from headrace.config.load import read_toml
 from headrace.config.model import Config
 

@@ -12,9 +12,9 @@ from pydantic import (
     model_validator,
 )
 
-from headrace.config.architecture import ModelConfig
 from headrace.config.load import read_config
-from headrace.config.planner import PlannerConfig
+from headrace.config.model_section import ModelConfig
+from headrace.config.planner_config import PlannerConfig
 from headrace.config.section import Count, Natural, Place, Positive, Section, number
 from headrace.spec.hardware import Hardware
 from headrace.spec.strategy import Strategy

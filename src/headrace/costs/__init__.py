@@ -9,7 +9,7 @@ from headrace.costs.library import load, profile, published, roofline
 from headrace.costs.quadratic import FitError, Linear, Quadratic, fit_linear, fit_quadratic
 from headrace.costs.sources.formulas import FORMULA_METHODS, Speeds
 from headrace.costs.sources.roofline import roofline_costs
-from headrace.costs.sources.synthetic import group_sizes_of, synthetic_costs
+from headrace.costs.sources.synthetic_costs import group_sizes_of, synthetic_costs
 
 __all__ = [
     "FORMULA_METHODS",

@@ -17,7 +17,7 @@ from typing import Any
 from headrace.costs.cost_model import CostModel
 from headrace.costs.saving import save_whole, sealed, unsealed
 from headrace.errors import CostError
-from headrace.spec.method import LayerPlan
+from headrace.spec.layer_plan import LayerPlan
 from headrace.spec.plan import MicroBatch, Plan
 
 __all__ = [

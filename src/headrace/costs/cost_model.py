@@ -22,7 +22,7 @@ from headrace.costs.saving import save_whole
 from headrace.errors import CostError, HeadraceError
 from headrace.spec.architecture import stored_shape
 from headrace.spec.cluster import Cluster
-from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import Pipeline, TokenOrder, Working
 from headrace.spec.profile import stored_working_bytes

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from headrace.costs.cost_model import MOST_TOKENS, CostModel
 from headrace.costs.quadratic import Quadratic
 from headrace.errors import CostError
-from headrace.spec.method import RECOMPUTE, LayerOption, LayerPlan, Recompute
+from headrace.spec.layer_plan import RECOMPUTE, LayerOption, LayerPlan, Recompute
 from headrace.spec.plan import Working
 
 __all__ = [

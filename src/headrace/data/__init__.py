@@ -5,12 +5,12 @@ Imports numpy only; tokenizers, pyarrow, pyfaidx and transformers are loaded whe
 
 from headrace.data.corpus import Corpus, Skipped, StoredCorpus, corpus_of
 from headrace.data.distributions import Bins, Distribution, LogNormal, Mixture, Resampled
+from headrace.data.drawn_lengths import PRESETS, draw_batches, parse_distribution
+from headrace.data.length_summary import BIN_NAMES, LONG, Summary, summarise, summarise_lengths
 from headrace.data.opening import Progress, open_corpus
 from headrace.data.reader import Reader
 from headrace.data.sampler import Batch, Curriculum, Sample, Sampler, SamplerOptions, TooLong
 from headrace.data.source import Kind, Source
-from headrace.data.summary import BIN_NAMES, LONG, Summary, summarise, summarise_lengths
-from headrace.data.synthetic import PRESETS, draw_batches, parse_distribution
 from headrace.data.tokens import Tokenizer, make_tokenizer
 
 __all__ = [

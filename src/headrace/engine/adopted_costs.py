@@ -28,7 +28,7 @@ from headrace.profiling.probe import seconds_of
 from headrace.profiling.sweep import block
 from headrace.spec.cluster import Cluster
 from headrace.spec.known_methods import SINGLE_RANK
-from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.profile import Profile
 from headrace.units import bytes_text, seconds_text
 

@@ -22,7 +22,7 @@ from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.comm.ranks import World
 from headrace.config import Config
-from headrace.config.clips import ClipsConfig
+from headrace.config.clips_config import ClipsConfig
 from headrace.config.model import OptimizerConfig
 from headrace.data import Corpus, Sampler, make_tokenizer, summarise
 from headrace.engine.attach import Attached, begin
@@ -30,9 +30,9 @@ from headrace.engine.attach_options import MeasureOptions, SampleOptions, Spread
 from headrace.engine.listener import Listener
 from headrace.engine.loop_runner import LoopMicroBatch
 from headrace.engine.rank import optimizer_options
-from headrace.engine.run_folder import lock_wait_s, locked
 from headrace.engine.sample_order import LoopBatch
 from headrace.engine.setup import open_sampler
+from headrace.engine.training_run import lock_wait_s, locked
 from headrace.errors import CheckpointError, ConfigError, MissingExtra, SpecError
 from headrace.native.optimizers import Schedule
 from headrace.spec.lengths import Lengths

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from headrace.adopt.axes import AxisModel
+from headrace.adopt.axis_model import AxisModel
 from headrace.adopt.block_recompute import recomputed
 from headrace.adopt.held_weights import HeldWeights
 from headrace.adopt.spread_model import BatchPart, SampleReader, SpreadModel
-from headrace.adopt.tokens import compile as adopt
+from headrace.adopt.token_model import compile as adopt
 from headrace.comm.collectives import agree
 from headrace.comm.launch import join_world
 from headrace.comm.mesh import Groups
@@ -51,7 +51,7 @@ from headrace.engine.record import RunRecord, run_facts
 from headrace.engine.recovery import LeaveGroups, Recovery
 from headrace.engine.run_planner import RunPlanner
 from headrace.engine.sample_order import DrawnOrder, LoopBatch, SampleOrder, Samples, StreamOrder
-from headrace.engine.step import Engine, RunningStep
+from headrace.engine.step_engine import Engine, RunningStep
 from headrace.errors import CostError, DataError, HeadraceError, SpecError
 from headrace.native.checkpoint import BackgroundWriter
 from headrace.native.machine import machine_facts

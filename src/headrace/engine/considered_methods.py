@@ -15,7 +15,7 @@ from headrace.spec.known_methods import (
     facts_of,
     methods_for,
 )
-from headrace.spec.method import BRANCHES, Branch, LayerOption
+from headrace.spec.layer_plan import BRANCHES, Branch, LayerOption
 from headrace.spec.strategy import Strategy
 
 __all__ = ["considered", "methods_by_size"]

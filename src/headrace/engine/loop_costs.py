@@ -28,7 +28,7 @@ from headrace.profiling.probe import ChainProbe, Counter, Passed, Probe
 from headrace.profiling.sweep import Sweep, Sweeper, SweepOptions, blocks, slowest
 from headrace.spec.cluster import Cluster
 from headrace.spec.known_methods import SINGLE_RANK
-from headrace.spec.method import LayerOption, Recompute
+from headrace.spec.layer_plan import LayerOption, Recompute
 from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import TokenOrder
 from headrace.spec.profile import ENDS, Profile, ProfilePoint

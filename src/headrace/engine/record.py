@@ -22,7 +22,7 @@ from typing import IO, Any, Protocol
 import headrace
 from headrace.costs.calibration import Calibration
 from headrace.costs.sources.measured import fit_parts
-from headrace.engine.run_folder import TrainingRun
+from headrace.engine.training_run import TrainingRun
 from headrace.errors import HeadraceError, MissingExtra
 from headrace.spec.profile import Profile
 from headrace.spec.step import Step

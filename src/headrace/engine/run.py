@@ -23,7 +23,7 @@ from headrace.engine.rank import Rank
 from headrace.engine.record import RunRecord, make_trackers, run_facts
 from headrace.engine.recovery import LeaveWorld, Recovery
 from headrace.engine.run_planner import RunPlanner
-from headrace.engine.step import Engine
+from headrace.engine.step_engine import Engine
 from headrace.errors import CheckpointError, CostError
 from headrace.models.hf_weights import read_pretrained
 from headrace.native import checkpoint

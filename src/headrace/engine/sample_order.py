@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.adopt.spread_model import Item, SampleReader
+from headrace.data.length_summary import summarise_lengths
 from headrace.data.sampler import Sampler, SamplerOptions
-from headrace.data.summary import summarise_lengths
 from headrace.engine.attach_options import LengthSource
 from headrace.errors import DataError
 from headrace.spec.lengths import Lengths

@@ -11,14 +11,14 @@ from headrace.adopt.known_models import adapt_transformer_2d
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.comm.ranks import World
-from headrace.config.clips import ClipsConfig
+from headrace.config.clips_config import ClipsConfig
 from headrace.engine.adopted_run import run_loop, user_optimizer
 from headrace.engine.attach import Attached, attach
 from headrace.engine.attach_options import MeasureOptions, SampleOptions
-from headrace.engine.clips import SyntheticClips
 from headrace.engine.listener import Listener
 from headrace.engine.loop_runner import LoopMicroBatch
-from headrace.engine.run_folder import lock_wait_s, locked
+from headrace.engine.synthetic_clips import SyntheticClips
+from headrace.engine.training_run import lock_wait_s, locked
 from headrace.models.transformer_2d import SHAPES_2D, Shape2D, Transformer2D
 from headrace.units import count_text
 

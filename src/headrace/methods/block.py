@@ -14,7 +14,7 @@ from headrace.ops.random import dropout
 from headrace.ops.rotary import Rotation, Turned, rotate_and_sort, turned
 from headrace.ops.spread import FeedForward, Spread, spread_feed_forward
 from headrace.spec.architecture import Architecture
-from headrace.spec.method import BRANCHES, Branch
+from headrace.spec.layer_plan import BRANCHES, Branch
 
 __all__ = [
     "activation_of",

@@ -15,7 +15,7 @@ from headrace.ops.random import DropoutKey
 from headrace.ops.rotary import rotary_tables
 from headrace.ops.spread import Spread
 from headrace.spec.architecture import Architecture
-from headrace.spec.method import Recompute
+from headrace.spec.layer_plan import Recompute
 from headrace.spec.method_facts import Members
 
 __all__ = ["Context", "Place", "Tables"]

@@ -43,7 +43,7 @@ from headrace.ops.spread import (
     spread_feed_forward,
 )
 from headrace.spec.known_methods import MEGATRON_TS
-from headrace.spec.method import Branch
+from headrace.spec.layer_plan import Branch
 from headrace.spec.method_facts import Members
 
 __all__ = ["METHODS", "Tensor", "attention", "feed_forward"]

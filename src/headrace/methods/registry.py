@@ -15,7 +15,7 @@ from headrace.methods import (
 from headrace.methods.method import BranchFunction, Method
 from headrace.spec.architecture import Architecture
 from headrace.spec.known_methods import facts_of, methods_for
-from headrace.spec.method import Branch
+from headrace.spec.layer_plan import Branch
 
 __all__ = ["METHODS", "branch"]
 

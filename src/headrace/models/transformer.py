@@ -27,7 +27,7 @@ from headrace.ops.recompute import region
 from headrace.ops.spread import Spread
 from headrace.ops.vocabulary import spread_embed, spread_head_loss
 from headrace.spec.architecture import Architecture
-from headrace.spec.method import BRANCHES, Branch, LayerOption
+from headrace.spec.layer_plan import BRANCHES, Branch, LayerOption
 
 __all__ = ["Transformer"]
 

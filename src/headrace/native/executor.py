@@ -25,8 +25,8 @@ from headrace.native.storage import Working as WorkingWeights
 from headrace.spec.architecture import Architecture, bucket_count
 from headrace.spec.checker import OwnPrograms
 from headrace.spec.known_methods import subgroups
+from headrace.spec.layer_plan import LayerPlan
 from headrace.spec.measurement import Row
-from headrace.spec.method import LayerPlan
 from headrace.spec.plan import Pipeline, Plan, Working
 from headrace.spec.program import (
     Action,

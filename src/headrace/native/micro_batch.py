@@ -21,7 +21,7 @@ from headrace.native.storage import Working
 from headrace.ops.fused import to_device
 from headrace.ops.random import DropoutKey
 from headrace.spec.architecture import WeightSpec
-from headrace.spec.method import LayerPlan
+from headrace.spec.layer_plan import LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
 from headrace.spec.strategy import Stage
 

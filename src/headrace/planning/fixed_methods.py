@@ -22,7 +22,7 @@ from headrace.costs.cost_model import MOST_TOKENS
 from headrace.planning.mixtures import Table
 from headrace.planning.priced import Frontier, worth_keeping
 from headrace.spec import LayerOption
-from headrace.spec.method import RECOMPUTE
+from headrace.spec.layer_plan import RECOMPUTE
 
 __all__ = ["listed_frontier"]
 

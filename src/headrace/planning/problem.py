@@ -17,7 +17,7 @@ from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import InfeasiblePlan, SpecError, did_you_mean
 from headrace.planning.batch import prices
 from headrace.planning.fixed_methods import listed_frontier
-from headrace.planning.layers import layer_frontier, layer_table
+from headrace.planning.layer_choice import layer_frontier, layer_table
 from headrace.planning.method_list import ListedLayer, parse_layers
 from headrace.planning.mixtures import Table, mixed_frontier
 from headrace.planning.priced import (
@@ -32,7 +32,7 @@ from headrace.planning.priced import (
 from headrace.planning.published import priced
 from headrace.spec import LayerOption, LayerPlan, Pipeline, Scheme, Strategy
 from headrace.spec.known_methods import block_ranks
-from headrace.spec.method import RECOMPUTE, Recompute
+from headrace.spec.layer_plan import RECOMPUTE, Recompute
 from headrace.spec.plan import Semantics, Working
 
 __all__ = [

@@ -12,7 +12,7 @@ from headrace.errors import SpecError
 from headrace.profiling.sweep import SweepOptions
 from headrace.spec.architecture import Architecture
 from headrace.spec.known_methods import FACTS, SINGLE_RANK, automatic_methods, methods_for
-from headrace.spec.method import RECOMPUTE, Branch, LayerOption, Recompute
+from headrace.spec.layer_plan import RECOMPUTE, Branch, LayerOption, Recompute
 from headrace.spec.plan import TokenOrder
 from headrace.spec.profile import ENDS, ProfilePoint
 

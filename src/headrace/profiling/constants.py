@@ -18,8 +18,8 @@ from headrace.profiling.sweep import block, slowest
 from headrace.profiling.two_layers import TwoLayers
 from headrace.spec.architecture import Architecture, parameter_count, weight_table
 from headrace.spec.known_methods import SINGLE_RANK
+from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.lengths import Lengths
-from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
 from headrace.spec.strategy import Scheme
 

@@ -28,7 +28,7 @@ from headrace.profiling.sweep import Sweeper, slowest
 from headrace.profiling.two_layers import TwoLayers
 from headrace.spec.cluster import Cluster
 from headrace.spec.known_methods import FACTS, SINGLE_RANK
-from headrace.spec.method import BRANCHES
+from headrace.spec.layer_plan import BRANCHES
 from headrace.spec.profile import Profile, ProfilePoint
 from headrace.units import bytes_text
 

@@ -35,7 +35,7 @@ from headrace.spec.architecture import Architecture, parameter_count
 from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware
 from headrace.spec.known_methods import FACTS, automatic_methods
-from headrace.spec.method import RECOMPUTE, Recompute
+from headrace.spec.layer_plan import RECOMPUTE, Recompute
 from headrace.spec.plan import Working
 from headrace.spec.profile import Profile, ProfilePoint
 

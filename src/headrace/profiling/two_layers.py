@@ -22,8 +22,8 @@ from headrace.profiling.probe import ChainProbe, Passed, Probe
 from headrace.profiling.sweep import Sweep
 from headrace.spec.architecture import Architecture, buckets, weight_table
 from headrace.spec.known_methods import subgroups
+from headrace.spec.layer_plan import Branch, LayerOption, LayerPlan
 from headrace.spec.lengths import Lengths
-from headrace.spec.method import Branch, LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
 from headrace.spec.strategy import Scheme
 

@@ -2,6 +2,6 @@
 
 from headrace.report.headline import summary_text
 from headrace.report.page import write_report
-from headrace.report.run_folder import read_run
+from headrace.report.run_reader import read_run
 
 __all__ = ["read_run", "summary_text", "write_report"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from headrace.report.layer_use import layer_use
 from headrace.report.records import CorpusStatistics, Run
-from headrace.report.summary import RunSummary, finite, known, median, share_text
+from headrace.report.run_summary import RunSummary, finite, known, median, share_text
 from headrace.units import bytes_text, count_text, seconds_text
 
 __all__ = [

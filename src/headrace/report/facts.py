@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.costs.calibration import Estimate
 from headrace.report.records import Run, StepMetrics
-from headrace.report.summary import known, share_text
+from headrace.report.run_summary import known, share_text
 from headrace.units import bytes_text, count_text, seconds_text
 
 __all__ = ["config_rows", "fact_groups", "plan_rows", "started_text", "trust_rows", "trust_text"]

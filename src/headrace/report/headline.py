@@ -8,8 +8,8 @@ from pathlib import Path
 
 from headrace.report.facts import started_text
 from headrace.report.layer_use import layer_use
-from headrace.report.run_folder import read_run
-from headrace.report.summary import RunSummary, known, share_text, summed_up
+from headrace.report.run_reader import read_run
+from headrace.report.run_summary import RunSummary, known, share_text, summed_up
 from headrace.report.warnings import warnings
 from headrace.units import bytes_text, count_text, seconds_text
 

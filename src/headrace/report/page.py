@@ -21,8 +21,8 @@ from headrace.report.facts import (
     trust_text,
 )
 from headrace.report.headline import cards
-from headrace.report.run_folder import read_run
-from headrace.report.summary import RunSummary, summed_up
+from headrace.report.run_reader import read_run
+from headrace.report.run_summary import RunSummary, summed_up
 from headrace.report.warnings import warnings
 
 __all__ = ["write_report"]

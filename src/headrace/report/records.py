@@ -1,4 +1,4 @@
-"""What a run left behind, as frozen values; :mod:`headrace.report.run_folder` reads them.
+"""What a run left behind, as frozen values; :mod:`headrace.report.run_reader` reads them.
 
 The JSON objects of a run have the keys of these fields, where a field names no other. Numbers that
 a run did not write (no model FLOPs on this device, no static plan to compare with) are NaN, so that

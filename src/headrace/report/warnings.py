@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 
 from headrace.report.records import Run
-from headrace.report.summary import finite, known, share_text
+from headrace.report.run_summary import finite, known, share_text
 from headrace.units import bytes_text, seconds_text
 
 __all__ = ["warnings"]

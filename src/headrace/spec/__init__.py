@@ -3,9 +3,9 @@
 from headrace.spec.architecture import Architecture, WeightSpec, weight_table
 from headrace.spec.checker import check_programs
 from headrace.spec.cluster import Cluster
+from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Row, Timeline
-from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
 from headrace.spec.program import (
     Action,

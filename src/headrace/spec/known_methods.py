@@ -34,7 +34,7 @@ from dataclasses import replace
 
 from headrace.errors import SpecError, did_you_mean
 from headrace.spec.architecture import Architecture
-from headrace.spec.method import Branch, LayerOption
+from headrace.spec.layer_plan import Branch, LayerOption
 from headrace.spec.method_facts import (
     BranchUse,
     Members,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace.spec.architecture import Architecture
-from headrace.spec.method import BRANCHES, Branch
+from headrace.spec.layer_plan import BRANCHES, Branch
 from headrace.spec.plan import TokenOrder
 
 __all__ = [

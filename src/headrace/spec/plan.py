@@ -14,9 +14,9 @@ from typing import Any, Literal, NoReturn, get_args
 
 from headrace.errors import SpecError
 from headrace.notebook import table_html
+from headrace.spec.layer_plan import LayerPlan
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
-from headrace.spec.method import LayerPlan
 from headrace.spec.strategy import Scheme, Stage, Strategy, share_layers
 from headrace.units import percent_text, seconds_text
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from headrace.errors import SpecError
 from headrace.spec.architecture import stored_shape
 from headrace.spec.cluster import Cluster
-from headrace.spec.method import BRANCHES, Branch
+from headrace.spec.layer_plan import BRANCHES, Branch
 from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import TokenOrder, Working, stored_working
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from headrace.errors import SpecError
 from headrace.spec.known_methods import DEFAULT, SINGLE_RANK
+from headrace.spec.layer_plan import RECOMPUTE, LayerOption, LayerPlan
 from headrace.spec.lengths import Lengths
-from headrace.spec.method import RECOMPUTE, LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
 from headrace.spec.strategy import Scheme
 

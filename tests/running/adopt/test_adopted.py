@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import headrace as hr
 from headrace.adopt.block_recompute import WrappedLevels
 from headrace.adopt.placement import Placement
-from headrace.adopt.tokens import TokenModel
+from headrace.adopt.token_model import TokenModel
 from headrace.errors import DataError, ModelError, PlanMismatch, SpecError
 from headrace.native.counted import SavedBytes
 from ranks import run_ranks as forked

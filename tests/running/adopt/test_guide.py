@@ -91,7 +91,7 @@ def test_the_guide_runs() -> None:
 
 def looped(folder: Path) -> float:
     """The loss of the only step of the guide's loop."""
-    from headrace.engine.clips import SyntheticClips
+    from headrace.engine.synthetic_clips import SyntheticClips
     from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
 
     torch.manual_seed(0)

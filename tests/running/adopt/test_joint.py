@@ -12,7 +12,7 @@ from torch.nn import functional as f
 from torch.utils.checkpoint import checkpoint
 
 import headrace as hr
-from headrace.adopt.axes import AxisModel
+from headrace.adopt.axis_model import AxisModel
 from headrace.errors import ModelError
 from ranks import run_ranks
 from running.adopt.axial import Axial

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headrace as hr
 from headrace.adopt import labels as head
-from headrace.adopt.tokens import TokenModel
+from headrace.adopt.token_model import TokenModel
 from headrace.cli import main
 from headrace.cli.foreign_models import foreign_model
 from headrace.errors import ModelError

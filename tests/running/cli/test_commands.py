@@ -20,7 +20,7 @@ from running.cli.jobs import run, write_job
 from spread import whole
 
 # In the package these names are the commands.
-profile = importlib.import_module("headrace.cli.profile")
+profile = importlib.import_module("headrace.cli.profile_layers")
 verify = importlib.import_module("headrace.cli.verify")
 
 

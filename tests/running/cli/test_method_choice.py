@@ -15,7 +15,7 @@ from headrace.engine.run_planner import RunPlanner
 from headrace.errors import ConfigError, SpecError
 from headrace.spec import Architecture, Lengths
 from headrace.spec.known_methods import FACTS
-from headrace.spec.method import LayerPlan
+from headrace.spec.layer_plan import LayerPlan
 from running.cli.jobs import metrics, run, write_job
 
 MODEL = Architecture(layers=4, hidden=64, heads=8, kv_heads=2, ffn=192, vocabulary=50)

@@ -17,7 +17,7 @@ from profiles import made_up
 from running.cli.jobs import run, write_job
 
 # In the package this name is the command.
-profile = importlib.import_module("headrace.cli.profile")
+profile = importlib.import_module("headrace.cli.profile_layers")
 
 
 def test_limits_and_flagged_points_are_shown(capsys) -> None:

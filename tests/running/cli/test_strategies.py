@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.config.planner import PlannerConfig
+from headrace.config.planner_config import PlannerConfig
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.engine.run_planner import RunPlanner
 from headrace.errors import InfeasiblePlan

@@ -17,7 +17,7 @@ import torch
 
 import spread
 from headrace.comm.watcher import Watcher
-from headrace.engine.run_folder import TrainingRun
+from headrace.engine.training_run import TrainingRun
 from headrace.native import checkpoint
 from running.cli.jobs import children, losses, metrics, run, start, wait_for_step, write_job
 

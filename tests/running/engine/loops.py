@@ -20,9 +20,9 @@ from headrace.data.sampler import SamplerOptions
 from headrace.engine.attach import Attached
 from headrace.engine.sample_order import DrawnOrder, LoopBatch, Samples
 from headrace.spec.cluster import Cluster
+from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
-from headrace.spec.method import LayerOption, LayerPlan
 from headrace.spec.model_shape import ModelShape
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
 from headrace.spec.step import Exhausted, Planned, Step

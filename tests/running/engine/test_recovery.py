@@ -24,7 +24,7 @@ from headrace.comm.sockets import Connections
 from headrace.comm.watcher import STOPPED
 from headrace.engine.native_runner import NativeRunner
 from headrace.engine.recovery import LeaveWorld, Recovery
-from headrace.engine.step import Engine
+from headrace.engine.step_engine import Engine
 from headrace.errors import InfeasiblePlan
 from headrace.models.transformer import Transformer
 from headrace.native.executor import Executor

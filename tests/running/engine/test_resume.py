@@ -20,8 +20,8 @@ from headrace.engine.checkpoints import Checkpoint, SavedState, changed
 from headrace.engine.setup import open_data
 from headrace.errors import CheckpointError, DamagedCheckpoint, HeadraceError
 from headrace.native import checkpoint
-from headrace.report.run_folder import read_run
-from headrace.report.summary import summed_up
+from headrace.report.run_reader import read_run
+from headrace.report.run_summary import summed_up
 from running.cli.jobs import metrics, write_job
 
 Whole = tuple[Config, hr.TrainingRun]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from headrace.comm.mesh import Groups
-from headrace.config.planner import PlannerConfig
+from headrace.config.planner_config import PlannerConfig
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.engine.run_planner import RunPlanner
 from headrace.engine.step_planner import StepPlanner

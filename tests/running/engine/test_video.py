@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from headrace.config import Config
-from headrace.config.clips import ClipsConfig
+from headrace.config.clips_config import ClipsConfig
 from headrace.config.kinds import read_any
-from headrace.engine.clips import SyntheticClips
+from headrace.engine.synthetic_clips import SyntheticClips
 from headrace.engine.video import shape_of
 from headrace.errors import ConfigError, SpecError
 from running.cli.jobs import losses, metrics, run

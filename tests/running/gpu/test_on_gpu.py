@@ -27,7 +27,7 @@ from headrace.profiling.branches import BranchTarget
 from headrace.profiling.two_layers import TwoLayers
 from headrace.spec import Architecture, LayerPlan, Lengths, MicroBatch, Pipeline, Plan, Scheme
 from headrace.spec.known_methods import FACTS, automatic_methods
-from headrace.spec.method import BRANCHES
+from headrace.spec.layer_plan import BRANCHES
 from jobs import Job
 from running.ops.test_fused import ARGUMENTS, call
 

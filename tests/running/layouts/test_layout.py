@@ -24,7 +24,7 @@ from headrace.layouts.partition import (
 )
 from headrace.spec import Architecture, Lengths, weight_table
 from headrace.spec.architecture import WeightSpec
-from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
 from headrace.spec.strategy import Scheme, Strategy
 from plans import random_plan

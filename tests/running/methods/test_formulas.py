@@ -23,7 +23,7 @@ from headrace.ops.flops import flop_counter
 from headrace.ops.random import DropoutKey
 from headrace.spec import Architecture, LayerOption, weight_table
 from headrace.spec.hardware import Device, Hardware, Link
-from headrace.spec.method import RECOMPUTE
+from headrace.spec.layer_plan import RECOMPUTE
 from ranks import run_ranks
 from spread import spread, whole
 

@@ -22,7 +22,7 @@ from headrace.native.counted import ByteCounter
 from headrace.ops.random import DropoutKey
 from headrace.spec import Architecture, weight_table
 from headrace.spec.known_methods import FACTS
-from headrace.spec.method import RECOMPUTE, LayerOption
+from headrace.spec.layer_plan import RECOMPUTE, LayerOption
 from ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -23,7 +23,7 @@ from headrace.native.counted import ByteCounter
 from headrace.spec import Architecture
 from headrace.spec.architecture import WeightSpec
 from headrace.spec.known_methods import FACTS, methods_for, subgroups
-from headrace.spec.method import BRANCHES, RECOMPUTE
+from headrace.spec.layer_plan import BRANCHES, RECOMPUTE
 from headrace.spec.plan import TokenOrder
 from layers import Case, context_of, drawn, reference, run_all, sources_of, through, together
 from ranks import run_ranks

@@ -14,7 +14,7 @@ from headrace.native.executor import Executor
 from headrace.native.storage import Storage
 from headrace.ops.loss import IGNORED
 from headrace.spec import Architecture, Lengths
-from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
 from headrace.spec.strategy import Scheme
 from oracles import reference_example

@@ -21,7 +21,7 @@ from headrace.native.micro_batch import layer_states
 from headrace.ops.random import DropoutKey
 from headrace.spec import Architecture, Lengths, weight_table
 from headrace.spec.known_methods import subgroups
-from headrace.spec.method import LayerPlan
+from headrace.spec.layer_plan import LayerPlan
 from headrace.spec.plan import TokenOrder
 from oracles import full_weights, reference_step
 from ranks import run_ranks

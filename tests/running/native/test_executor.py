@@ -18,7 +18,7 @@ from headrace.native.optimizers import AdamW
 from headrace.native.storage import Storage
 from headrace.spec import Architecture, Lengths, compile_plan, weight_table
 from headrace.spec.architecture import bucket_count
-from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
 from headrace.spec.strategy import Scheme
 from oracles import full_weights, reference_step

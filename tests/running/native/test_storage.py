@@ -24,7 +24,7 @@ from headrace.native.optimizers import ELEMENTWISE, AdamW, Elementwise
 from headrace.native.storage import Storage
 from headrace.spec import Architecture, Lengths, weight_table
 from headrace.spec.architecture import bucket_count, parameter_count
-from headrace.spec.method import LayerOption, LayerPlan
+from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.plan import MicroBatch, Pipeline, Plan, Working
 from headrace.spec.strategy import Scheme
 from oracles import full_weights

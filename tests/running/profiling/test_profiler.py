@@ -23,7 +23,7 @@ from headrace.profiling.profiler import Profiler
 from headrace.profiling.two_layers import TwoLayers
 from headrace.spec import Architecture, Cluster, Lengths
 from headrace.spec.architecture import parameter_count
-from headrace.spec.method import RECOMPUTE, LayerOption
+from headrace.spec.layer_plan import RECOMPUTE, LayerOption
 from headrace.spec.profile import ENDS, Profile, ProfilePoint
 from plans import random_documents, random_plan
 from ranks import run_ranks

@@ -29,7 +29,7 @@ from headrace.costs.paradyse.steps import Steps, fit_steps, need_scikit_learn
 from headrace.costs.sources.measured import points_by_option
 from headrace.errors import CostError, HeadraceError
 from headrace.spec.architecture import stored_shape
-from headrace.spec.method import LayerOption
+from headrace.spec.layer_plan import LayerOption
 from headrace.spec.model_shape import ModelShape
 from headrace.spec.profile import Profile, ProfilePoint
 

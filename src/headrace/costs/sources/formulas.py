@@ -34,7 +34,7 @@ from headrace.errors import CostError, did_you_mean
 from headrace.spec.architecture import Architecture, parameter_count
 from headrace.spec.cluster import Cluster
 from headrace.spec.known_methods import DEFAULT, FACTS, SINGLE_RANK
-from headrace.spec.method import RECOMPUTE, LayerOption, Recompute
+from headrace.spec.layer_plan import RECOMPUTE, LayerOption, Recompute
 from headrace.spec.method_facts import BranchUse, MethodFacts, TrafficPattern
 from headrace.spec.model_shape import HEAD_CHUNK_TOKENS
 

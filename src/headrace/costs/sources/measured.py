@@ -13,7 +13,7 @@ from typing import Any, Literal
 from headrace.costs.cost_model import CostModel, ExchangeCost, OptionCost
 from headrace.costs.quadratic import FitError, Linear, Quadratic, fit_linear, fit_quadratic
 from headrace.errors import CostError
-from headrace.spec.method import RECOMPUTE, Branch, LayerOption, Recompute
+from headrace.spec.layer_plan import RECOMPUTE, Branch, LayerOption, Recompute
 from headrace.spec.model_shape import ModelShape
 from headrace.spec.profile import ENDS, Profile, ProfilePoint
 from headrace.units import percent_text

@@ -1,7 +1,7 @@
 """ParaDySe's Algorithm 1 as printed: which layers take which strategy, by heuristic.
 
-To compare with :mod:`headrace.planning.layers`, which is exact where this is not. A *strategy* is
-a layer option here. The algorithm, with its five optimizations:
+To compare with :mod:`headrace.planning.layer_choice`, which is exact where this is not. A
+*strategy* is a layer option here. The algorithm, with its five optimizations:
 
     cache               a batch of the same sum(l^2) and sum(l) gets the same layers again
     pruning (line 1)    strategies that another beats in time and memory are dropped; the rest is

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import isfinite
 
 from headrace.report import captions
-from headrace.report.charts import layers, lengths, predictions, steps
+from headrace.report.charts import layer_chart, length_charts, predictions, step_charts
 from headrace.report.charts.gantt import gantt
 from headrace.report.charts.theme import Drawing
 from headrace.report.layer_use import layer_use
 from headrace.report.records import Run
-from headrace.report.summary import RunSummary
+from headrace.report.run_summary import RunSummary
 
 __all__ = ["FIGURES", "TRUST_HEADING", "Figure"]
 
@@ -71,7 +71,7 @@ FIGURES: tuple[Figure, ...] = (
         name="lengths",
         title="Lengths of the documents",
         section=_DATA,
-        draw=lengths.length_histogram,
+        draw=length_charts.length_histogram,
         caption=captions.lengths_caption,
         known=lambda run: sum(run.facts.corpus.counts) > 0,
     ),
@@ -79,7 +79,7 @@ FIGURES: tuple[Figure, ...] = (
         name="placement",
         title="Which lengths ran on how many ranks",
         section=_DATA,
-        draw=lengths.placement_map,
+        draw=length_charts.placement_map,
         caption=captions.placement_caption,
         known=lambda run: bool(run.assigned),
     ),
@@ -87,7 +87,7 @@ FIGURES: tuple[Figure, ...] = (
         name="layers",
         title="Layer options",
         section=_LAYERS,
-        draw=layers.layer_options,
+        draw=layer_chart.layer_options,
         caption=captions.layers_caption,
         known=_known_layers,
     ),
@@ -95,7 +95,7 @@ FIGURES: tuple[Figure, ...] = (
         name="options",
         title="Layer options, step by step",
         section=_LAYERS,
-        draw=layers.options_over_steps,
+        draw=layer_chart.options_over_steps,
         caption=captions.options_caption,
         known=_known_layers,
     ),
@@ -103,7 +103,7 @@ FIGURES: tuple[Figure, ...] = (
         name="throughput",
         title="Speed and idle time",
         section=_SPEED,
-        draw=steps.throughput,
+        draw=step_charts.throughput,
         caption=captions.throughput_caption,
         known=_always,
     ),
@@ -111,7 +111,7 @@ FIGURES: tuple[Figure, ...] = (
         name="loss",
         title="Loss",
         section=_SPEED,
-        draw=steps.loss_curve,
+        draw=step_charts.loss_curve,
         caption=captions.loss_caption,
         known=_always,
     ),
@@ -119,7 +119,7 @@ FIGURES: tuple[Figure, ...] = (
         name="strategies",
         title="Strategies, step by step",
         section=_SPEED,
-        draw=steps.strategies_over_steps,
+        draw=step_charts.strategies_over_steps,
         caption=captions.strategies_caption,
         known=lambda run: len({step.planned.strategy for step in run.steps}) > 1,
     ),
@@ -127,7 +127,7 @@ FIGURES: tuple[Figure, ...] = (
         name="gap",
         title="Above the lower bound",
         section=_SPEED,
-        draw=steps.gap_to_bound,
+        draw=step_charts.gap_to_bound,
         caption=captions.gap_caption,
         known=lambda run: any(step.planned.lower_bound_s > 0 for step in run.steps),
     ),
@@ -151,7 +151,7 @@ FIGURES: tuple[Figure, ...] = (
         name="ratio",
         title="Predicted over measured, step by step",
         section=TRUST_HEADING,
-        draw=steps.ratio_over_steps,
+        draw=step_charts.ratio_over_steps,
         caption=captions.ratio_caption,
         known=_predicted,
     ),

@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace.report.charts import theme
 from headrace.report.records import RecordedStep
-from headrace.report.summary import share_text
+from headrace.report.run_summary import share_text
 from headrace.simulator import without_waits
 from headrace.spec import Row, Timeline
 from headrace.units import seconds_text

@@ -9,7 +9,7 @@ from typing import Any
 import altair as alt
 
 from headrace.report.charts import theme
-from headrace.report.charts.steps import every
+from headrace.report.charts.step_charts import every
 from headrace.report.records import CostPoint, Run, StepMetrics
 from headrace.units import bytes_text
 

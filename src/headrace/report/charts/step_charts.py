@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from headrace.report.charts import theme
 from headrace.report.records import Run, StepMetrics
-from headrace.report.summary import finite, median
+from headrace.report.run_summary import finite, median
 
 __all__ = [
     "Point",

@@ -26,8 +26,8 @@ from headrace.engine.measured_costs import measured_costs
 from headrace.engine.rank import Rank, launch, open_rank, run_here
 from headrace.engine.record import require_trackers
 from headrace.engine.run import RankRun
-from headrace.engine.run_folder import TrainingRun, choose_folder, lock_wait_s, locked
 from headrace.engine.setup import native_or_why
+from headrace.engine.training_run import TrainingRun, choose_folder, lock_wait_s, locked
 from headrace.errors import ConfigError, HeadraceError, LaunchError
 from headrace.spec.step import Step
 

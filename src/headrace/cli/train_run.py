@@ -11,12 +11,12 @@ from headrace.cli.foreign_models import made
 from headrace.comm.launch import World
 from headrace.comm.watcher import STOPPED
 from headrace.config import Config
-from headrace.config.clips import ClipsConfig
+from headrace.config.clips_config import ClipsConfig
 from headrace.config.model import JobConfig
 from headrace.engine.rank import launch
 from headrace.engine.record import require_trackers
-from headrace.engine.run_folder import TrainingRun, choose_folder
-from headrace.engine.train import Training
+from headrace.engine.training import Training
+from headrace.engine.training_run import TrainingRun, choose_folder
 from headrace.errors import ConfigError
 from headrace.native import checkpoint
 

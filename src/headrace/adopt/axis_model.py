@@ -39,7 +39,7 @@ from headrace.errors import DataError, InfeasiblePlan, ModelError, SpecError
 from headrace.layouts.partition import split_sizes
 from headrace.ops.switch import gather
 from headrace.spec.axes import AxisMove, split_batch
-from headrace.spec.method import Recompute
+from headrace.spec.layer_plan import Recompute
 from headrace.spec.method_facts import Members
 from headrace.spec.plan import TokenOrder
 from headrace.units import bytes_text

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.display import tell
+from headrace.cli.draw_plan import draw_picture, require_picture
 from headrace.cli.flags import PlanFlags, SimulateFlags, overrides
-from headrace.cli.plan_picture import draw_picture, require_picture
 from headrace.config import Config
 from headrace.costs import CostModel
 from headrace.data import draw_batches, parse_distribution

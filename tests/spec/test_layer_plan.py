@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import SpecError
 from headrace.spec import LayerOption, LayerPlan
-from headrace.spec.method import RECOMPUTE
+from headrace.spec.layer_plan import RECOMPUTE
 
 names = st.sampled_from(["local", "ulysses_z", "ring2"])
 options = st.builds(
