@@ -37,10 +37,10 @@ from hetero_scenarios import (
 from rich.table import Table
 
 from headrace.cli.display import tell
+from headrace.engine.planned_iterations import OWN, plan_iterations
 from headrace.planning import Problem, plan
 from headrace.planning.batch import PriceTable
 from headrace.planning.generators import SearchLimits
-from headrace.planning.published_files import OWN, plan_iterations
 from headrace.planning.strategy_search import Counts
 from headrace.spec import Lengths
 

@@ -53,9 +53,9 @@ from rich.table import Table
 
 from headrace.cli.display import tell
 from headrace.costs.pipeline_costs import PipelineCosts
+from headrace.engine.planned_iterations import OWN, plan_iterations
 from headrace.layouts import Partition, Rows, group_shards, link, split_rows, storage_partition
 from headrace.planning import Problem
-from headrace.planning.published_files import OWN, plan_iterations
 from headrace.spec.architecture import Architecture, WeightSpec, buckets
 from headrace.spec.plan import Pipeline
 from headrace.spec.strategy import Scheme, Stage

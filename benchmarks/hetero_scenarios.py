@@ -61,11 +61,11 @@ from headrace.cli.display import tell
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.data.distributions import Distribution
 from headrace.data.drawn_lengths import PRESETS, draw_batches
+from headrace.engine.planned_iterations import OWN, plan_iterations
 from headrace.planning import Problem
 from headrace.planning.baselines.homogeneous import best_scheme, by_length
 from headrace.planning.baselines.switching import switch_s
 from headrace.planning.batch import PriceTable
-from headrace.planning.published_files import OWN, plan_iterations
 from headrace.planning.schedule import Assignment, placed
 from headrace.planning.static import static_schedule
 from headrace.planning.strategy_search import Counts

@@ -54,6 +54,7 @@ import headrace as hr
 from headrace.cli.display import tell
 from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.data.drawn_lengths import draw_batches, parse_distribution
+from headrace.engine.planned_iterations import OWN, plan_iterations, planner_names
 from headrace.errors import HeadraceError
 from headrace.planning import Problem, plan
 from headrace.planning.baselines.dynamic_program import proposed
@@ -61,7 +62,6 @@ from headrace.planning.baselines.hydraulis import greedy
 from headrace.planning.batch import PriceTable
 from headrace.planning.packing import pack
 from headrace.planning.priced import Frontier
-from headrace.planning.published_files import OWN, plan_iterations, planner_names
 from headrace.planning.schedule import Assignment, placed
 from headrace.planning.strategy_search import Counts
 from headrace.units import count_text, percent_text, seconds_text

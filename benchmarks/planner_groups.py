@@ -36,8 +36,8 @@ from rich.table import Table
 
 from headrace.cli.display import tell
 from headrace.costs.group_costs import GroupCosts
+from headrace.engine.planned_iterations import OWN, plan_iterations, planner_names
 from headrace.planning import Problem
-from headrace.planning.published_files import OWN, plan_iterations, planner_names
 from headrace.spec import Plan
 from headrace.spec.plan import Semantics
 

@@ -14,8 +14,8 @@ import pytest
 from headrace.cli import main
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
+from headrace.engine.planned_iterations import planner_names
 from headrace.planning import Problem
-from headrace.planning.published_files import planner_names
 
 SCHEMES = [
     {

@@ -15,10 +15,10 @@ from headrace.cli.display import out_console
 from headrace.cli.draw_plan import draw_picture, require_picture
 from headrace.costs.group_costs import GroupCosts
 from headrace.costs.pipeline_costs import PipelineCosts
+from headrace.engine.planned_iterations import OWN, plan_iterations, plans_to_json
 from headrace.errors import ConfigError, CostError, DataError, did_you_mean
 from headrace.planning import Problem
 from headrace.planning.clock import published_timeline
-from headrace.planning.published_files import OWN, plan_iterations, plans_to_json
 from headrace.report.plan_bars import bars_of_plan
 from headrace.spec.plan import Semantics
 from headrace.units import percent_text, seconds_text
