@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.data import draw_batches, parse_distribution
+from headrace.data.drawn_lengths import draw_batches, parse_distribution
 from headrace.spec.lengths import Lengths
 from headrace.units import parse_count
 

@@ -29,10 +29,10 @@ from headrace.adopt.axis_hooks import HookManager
 from headrace.adopt.axis_shards import AxisShards, Dims
 from headrace.adopt.axis_stages import AxisStage
 from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
+from headrace.adopt.labels import logits_of, result_tensors
 from headrace.adopt.placement import fingerprint
 from headrace.adopt.samples import is_numbers
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
-from headrace.adopt.token_probe import logits_of, result_tensors
 from headrace.comm.collectives import agree
 from headrace.comm.mesh import Groups, device_of, groups_here
 from headrace.errors import DataError, InfeasiblePlan, ModelError, SpecError

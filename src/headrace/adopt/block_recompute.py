@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import chain, repeat
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -61,8 +62,8 @@ class BlockLevels:
         self.choose(["none"] * len(blocks))
 
     def choose(self, levels: Sequence[Recompute]) -> None:
-        """The level of each block in the next forward."""
-        for block, level in zip(self._blocks, levels, strict=True):
+        """The level of each block in the next forward; blocks beyond them recompute nothing."""
+        for block, level in zip(self._blocks, chain(levels, repeat("none")), strict=False):
             block.gradient_checkpointing = level != "none"
         self._coming = deque(level for level in levels if level != "none")
 
@@ -98,8 +99,8 @@ class WrappedLevels:
         self._hooks.close()
 
     def choose(self, levels: Sequence[Recompute]) -> None:
-        """The level of each block in the next forward."""
-        self._levels = list(levels)
+        """The level of each block in the next forward; blocks beyond them recompute nothing."""
+        self._levels = [*levels, *["none"] * (len(self._levels) - len(levels))]
 
     def _run(self, index: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
         level = self._levels[index]

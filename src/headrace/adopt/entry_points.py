@@ -37,7 +37,7 @@ class ChosenLevels(Protocol):
     """What blocks compute again in the next forward."""
 
     def choose(self, levels: Sequence[Recompute]) -> None:
-        """The level of each block."""
+        """Set what each block recomputes in the next forward; those beyond ``levels`` nothing."""
         ...
 
 

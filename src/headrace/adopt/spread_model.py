@@ -99,7 +99,8 @@ class Levels:
     """What layers may compute again in the backward.
 
     Attributes:
-        choose: Told what each layer computes again in the next forward: nothing, or a level.
+        choose: Given what each layer recomputes in the next forward, ``none`` or a level; layers
+            beyond the end of what is given recompute nothing.
         known: The levels besides nothing.
         entries: Tensors as large as a layer's input that are kept of one that computes all again.
     """

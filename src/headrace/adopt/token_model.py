@@ -35,7 +35,10 @@ from headrace.adopt.labels import (
     convention_of,
     count_targets,
     local_loss,
+    logits_of,
+    loss_of,
     predicted,
+    result_tensors,
 )
 from headrace.adopt.model_layers import Layers, find_layers
 from headrace.adopt.operators import ModelSlot, StandIn
@@ -54,15 +57,7 @@ from headrace.adopt.placement import (
 )
 from headrace.adopt.samples import TokenReader, packed
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
-from headrace.adopt.token_probe import (
-    Probed,
-    first_places,
-    logits_of,
-    loss_of,
-    probe,
-    result_tensors,
-    run_few,
-)
+from headrace.adopt.token_probe import Probed, first_places, probe, run_few
 from headrace.comm.collectives import agree
 from headrace.comm.mesh import Groups, device_of, groups_here
 from headrace.errors import ModelError, SpecError

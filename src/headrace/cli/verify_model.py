@@ -17,10 +17,9 @@ from rich.table import Table
 from torch.nn.functional import cross_entropy
 
 import headrace
-from headrace.adopt.labels import predicted
+from headrace.adopt.labels import logits_of, predicted
 from headrace.adopt.placement import Exchange
 from headrace.adopt.token_model import TokenModel
-from headrace.adopt.token_probe import logits_of
 from headrace.cli.display import tell
 from headrace.cli.foreign_models import foreign_model
 from headrace.comm.launch import World, start

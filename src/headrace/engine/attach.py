@@ -43,11 +43,10 @@ from headrace.engine.attach_options import (
     SpreadOptions,
     refuse_former,
 )
-from headrace.engine.drawn_steps import DrawnSteps, EarlyAndRare
 from headrace.engine.listener import ProgressLines, tell
 from headrace.engine.loop_checkpoint import LoopCheckpoints
 from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner
-from headrace.engine.record import RunRecord, run_facts
+from headrace.engine.record import DrawnSteps, EarlyAndRare, RunRecord, run_facts
 from headrace.engine.recovery import LeaveGroups, Recovery
 from headrace.engine.run_planner import RunPlanner
 from headrace.engine.sample_order import DrawnOrder, LoopBatch, SampleOrder, Samples, StreamOrder
@@ -252,7 +251,7 @@ class Attached:
         self._steps, self._epochs = steps, epochs
         self._state = order.state()
         self._begun, self.number = False, 0
-        self._writer = BackgroundWriter()
+        self._writer: BackgroundWriter | None = None
         self._restore = setup.model.begin(sample, setup.device)
         try:
             self.found = measured(setup, sample)
@@ -363,13 +362,16 @@ class Attached:
             except CostError as error:
                 self._setup.say(f"what was learnt about costs is not kept ({error})")
         self.finish_saving()
+        if background and self._writer is None:
+            self._writer = BackgroundWriter()
         writer = self._writer if background else None
         return self._checkpoints().save(Path(folder), self.number, extra, keep=keep, writer=writer)
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is written in the background. Collective; raises as
         :meth:`save`."""
-        self._writer.finish(self._checkpoints().gather)
+        if self._writer is not None:
+            self._writer.finish(self._checkpoints().gather)
 
     def load(self, folder: str | Path) -> bool:
         """Go on from a checkpoint. Collective, before the first step. On as many ranks as before
@@ -415,7 +417,7 @@ class Attached:
     def detach(self) -> None:
         """Give the model back, without what was put in its place, and close what is open."""
         self._restore()
-        if self._writer.busy:
+        if self._writer is not None and self._writer.busy:
             self._setup.say(
                 "the last checkpoint is not published: run.finish_saving() was not called"
             )
@@ -464,7 +466,8 @@ class Attached:
         """Stand after a step that is done: it may be saved before the loop asks for the next."""
         self.number = step.number + 1
         self._state = dict(step.batch.state_after)
-        self._writer.look(self._checkpoints().gather)
+        if self._writer is not None:
+            self._writer.look(self._checkpoints().gather)
 
     def _planner_of(self, costs: CostModel) -> RunPlanner:
         """The planner of this run with such costs."""

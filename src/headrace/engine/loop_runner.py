@@ -306,7 +306,8 @@ class LoopRunner:
                 None,
             )
         spent = self._begin_timing(plan, action, pack)
-        self.probes.choose([option.recompute for option in options])
+        if self.probes.levels is not None:
+            self.probes.levels.choose([option.recompute for option in options])
         self.part = part = self.model.place(
             pack.to(self.device).values, ranks, targets=work.targets, exchange=exchange
         )

@@ -33,7 +33,6 @@ from headrace.spec.strategy import Strategy
 
 __all__ = [
     "baselines",
-    "best_static",
     "draw",
     "listed_methods",
     "make_problem",
@@ -148,19 +147,14 @@ def programs_of(plan: Plan, costs: CostModel) -> tuple[Program, ...]:
     return programs
 
 
-def best_static(problem: Problem, lengths: Lengths) -> Plan | None:
-    """The fastest plan of one group size; None when no single size fits."""
-    return _held(problem.replace(planner="static", static_size=None), lengths)
-
-
 def rivals(problem: Problem, lengths: Lengths, *, seed: int = 0) -> dict[str, Plan]:
     """Plans of others with the same costs, by what they are called: the best static one, bucket and
     packed parallel; those that hold the batch."""
-    made = {"best static": best_static(problem, lengths)} | {
-        name: _held(problem.replace(planner=name, static_size=None), lengths, seed)
-        for name in ("bucket", "packed")
+    made = {
+        called: _held(problem.replace(planner=name, static_size=None), lengths, seed)
+        for called, name in (("best static", "static"), ("bucket", "bucket"), ("packed", "packed"))
     }
-    return {name: plan for name, plan in made.items() if plan is not None}
+    return {called: plan for called, plan in made.items() if plan is not None}
 
 
 def _held(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
