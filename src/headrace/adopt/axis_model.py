@@ -18,6 +18,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -498,7 +499,7 @@ class AxisModel:
             return None
 
         def choose(levels: Sequence[Recompute]) -> None:
-            for layer, level in zip(layers, levels, strict=True):
+            for layer, level in zip(layers, chain(levels, repeat("none")), strict=False):
                 vars(layer)["gradient_checkpointing"] = level != "none"
 
         entries = max(1, self.stages_in(layers[0]))

@@ -55,7 +55,7 @@ from headrace.adopt.placement import (
     placed_rows,
     require_tokens,
 )
-from headrace.adopt.samples import TokenReader, packed
+from headrace.adopt.samples import LabelPlace, TokenReader, packed
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
 from headrace.adopt.token_probe import Probed, first_places, probe, run_few
 from headrace.comm.collectives import agree
@@ -135,6 +135,7 @@ class TokenModel:
         tokens: The name of the argument with token numbers.
         labels: Whether labels of :meth:`shard` are of the ``next`` token or of the ``same`` place.
         exchanges: How ranks of a group may meet when a plan decides.
+        label_place: The token that has the label of a sample with a single one.
     """
 
     def __init__(
@@ -158,10 +159,13 @@ class TokenModel:
         self.exchanges: tuple[str, ...] = (exchange,) if exchange else ("ulysses", "ring")
         self.inner = inner = model.module if isinstance(model, DistributedDataParallel) else model
         takes = inspect.signature(inner.forward).parameters
+        self._takes = frozenset(takes)
+        any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
         self._takes_places = "position_ids" in takes
         self._takes_labels = label_name in takes
         self.tokens = tokens or next(iter(takes))
         self._hugging = hasattr(inner, "config") and hasattr(inner, "base_model_prefix")
+        self._takes_any = any_name and not self._hugging  # transformers' drop what they do not know
         config = getattr(inner, "config", None)
         self._always = {"use_cache": False} if hasattr(config, "use_cache") else {}
         self._firsts = first_places(inner)
@@ -175,6 +179,8 @@ class TokenModel:
         self._ends = None if logits else LossHead(inner)
         self._called_last: Placement | None = None
         self._adds = self._leaving = False
+        self._reader: TokenReader | None = None
+        self.label_place: LabelPlace | None = None
         self._refusing = hook_before(inner, self._refuse_sharded, named=True)
 
     @property
@@ -305,11 +311,13 @@ class TokenModel:
         first = self._probed.first if self._takes_places else None
         inputs, labels = local_inputs(values, self.tokens, placement, first=first)
         self._placed[inputs[self.tokens]] = placement
+        rest = {name: inputs.pop(name) for name in [*inputs] if not self._takes_field(name)}
         if labels is not None and (self._hugging or self._takes_labels):
             inputs[self._label_name] = labels
         _mark_dynamic(inputs)
         return BatchPart(
             inputs=inputs,
+            rest=rest,
             labels=labels,
             group=group,
             targets=targets or 0,
@@ -490,11 +498,18 @@ class TokenModel:
 
     def read(self, item: Any, what: str) -> Item:
         """The tokens and labels of an item, labels moved to the places that predict them."""
+        if self._reader is None:
+            self._reader = TokenReader(
+                tokens=self.tokens,
+                kind=self.labels,
+                label_name=self._label_name,
+                label_place=self.label_place,
+            )
         return self._reader.read(item, what)
 
     def length(self, sample: Item) -> int:
         """The tokens of a sample."""
-        return self._reader.length(sample)
+        return len(sample[self.tokens])
 
     def packs(self, samples: Sequence[Item]) -> list[Pack]:
         """All samples in one row."""
@@ -538,10 +553,6 @@ class TokenModel:
 
     def forget(self) -> None:
         """Do nothing: nothing is learnt of forwards."""
-
-    @property
-    def _reader(self) -> TokenReader:
-        return TokenReader(tokens=self.tokens, kind=self.labels, label_name=self._label_name)
 
     def _refuse_sharded(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Raise ModelError where the plain model is given a part of a batch: its tokens would see
@@ -644,11 +655,15 @@ class TokenModel:
     def _known(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the model takes of a batch when it is probed."""
         named = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
-        if self._hugging or not self._takes_labels:
+        if self._hugging:
             named.pop(self._label_name, None)
-        if not self._takes_places:
-            named.pop("position_ids", None)
-        return named
+        return {name: value for name, value in named.items() if self._takes_field(name)}
+
+    def _takes_field(self, name: str) -> bool:
+        """Whether the model is given a field of the batch."""
+        if name == "position_ids":
+            return self._takes_places
+        return self._takes_any or name in self._takes or name == self.tokens
 
 
 def _mark_dynamic(inputs: Mapping[str, Any]) -> None:

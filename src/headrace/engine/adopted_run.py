@@ -364,6 +364,7 @@ def _attached(
         steps=config.run.steps,
         scheduler=scheduler,
         clip=config.optimizer.clip or None,
+        check_loss=True,
         seed=config.run.seed,
         planner=config.planner,
         samples=SampleOptions(labels="next"),
