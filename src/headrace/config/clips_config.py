@@ -136,7 +136,7 @@ class ClipsConfig(Section):
 
     @classmethod
     def load(cls, path: str | Path, *changes: str) -> ClipsConfig:
-        """As :meth:`headrace.Config.load`."""
+        """Read a configuration of a run over clips, as :meth:`headrace.Config.load` does."""
         return read_config(cls, Path(path), changes)
 
     def to_json(self) -> dict[str, Any]:
