@@ -70,17 +70,13 @@ def _public() -> Iterator[tuple[str, Any]]:
 
 
 PUBLIC = dict(_public())
-TOLD = {name.partition(".")[2] for name in PUBLIC if name.startswith("SpreadModel.")}
-"""Methods whose arguments :class:`SpreadModel` explains for those that implement it."""
 
 
 def _text(name: str) -> str:
-    """The docstring of a public name, and what it implements says of it."""
+    """The docstring of a public name, and what a method that it implements says of it."""
     owner, _, method = name.partition(".")
-    text = inspect.getdoc(PUBLIC[name]) or ""
-    if owner in ("TokenModel", "AxisModel") and method in TOLD:
-        text += "\n" + (inspect.getdoc(PUBLIC[f"SpreadModel.{method}"]) or "")
-    return text
+    told = getattr(SpreadModel, method, None) if owner in ("TokenModel", "AxisModel") else None
+    return "\n".join(inspect.getdoc(one) or "" for one in (PUBLIC[name], told) if one is not None)
 
 
 def _named(text: str) -> set[str]:
@@ -117,6 +113,7 @@ def test_arguments_and_results_are_explained(name: str) -> None:
 def test_a_lost_section_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a reader of docstrings that is content with anything."""
     for lost in ("Args:", "Returns:", "seed:"):
+        assert lost in str(hr.plan.__doc__)
         with monkeypatch.context() as patch:
             patch.setattr(hr.plan, "__doc__", str(hr.plan.__doc__).replace(lost, ""))
             with pytest.raises(AssertionError):

@@ -52,7 +52,7 @@ class RunConfig(Section):
     """Name of the run; its folder is ``OUT/NAME-DATE-TIME`` unless ``--out`` says otherwise."""
 
     out: Place = "runs"
-    """Folder of all runs."""
+    """Folder that holds the folders of all runs."""
 
     seed: Natural = 0
     """Seed of the weights, the order of the data, and dropout."""
@@ -153,7 +153,7 @@ class OptimizerConfig(Section):
     ``{ betas = [0.9, 0.99] }``; torch's defaults where left out."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-3
-    """Highest learning rate."""
+    """Highest learning rate of the schedule."""
 
     beta1: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Decay of AdamW's first moment; 0.9 when left out."""
@@ -279,7 +279,7 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 writes one at the end only."""
 
     keep: Positive = 2
-    """Checkpoints to keep."""
+    """Number of last checkpoints that stay on disk."""
 
     background: bool | None = None
     """Whether threads write checkpoints while training goes on, from a copy in the host's memory;

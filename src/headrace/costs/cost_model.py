@@ -75,7 +75,11 @@ class OptionCost:
             raise CostError("fetched share of an option", got=self.fetched, wanted="0 to 1")
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that :meth:`from_json` reads back."""
+        """The costs as JSON.
+
+        Returns:
+            An object that :meth:`from_json` reads back.
+        """
         return {
             "forward": self.forward.to_json(),
             "backward": self.backward.to_json(),
@@ -87,7 +91,14 @@ class OptionCost:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OptionCost:
-        """Read what :meth:`to_json` gave; files of old have one token order and always fetch."""
+        """Read what :meth:`to_json` gave; files of old have one token order and always fetch.
+
+        Args:
+            value: The JSON object.
+
+        Returns:
+            The costs.
+        """
         (fa, fb, fc), (ba, bb, bc) = value["forward"], value["backward"]
         (kept, kept_constant), (transient, transient_constant) = value["kept"], value["transient"]
         return cls(

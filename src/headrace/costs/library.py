@@ -35,7 +35,7 @@ def roofline(
     Args:
         model: The model.
         hardware: ``DEVICE[+INSIDE][+ACROSS]``, such as ``"h100"`` or ``"a100-80g+pcie4"``: a
-            device, its link inside a node and its link across nodes, or such hardware as a value.
+            device, its link inside a node and its link across nodes; or such hardware as a value.
         devices: How many devices there are.
         dtype: Of activations and working weights, by torch's name.
         memory_bytes: Bytes of a device that a rank may use; all when left out.
@@ -51,9 +51,9 @@ def roofline(
 
     Example:
         >>> model = hr.Architecture.preset("llama-8b")
-        >>> costs = hr.costs.roofline(model, "h100", devices=8)
+        >>> costs = hr.costs.roofline(model, "h100", devices=4)
         >>> costs.group_sizes
-        (1, 2, 4, 8)
+        (1, 2, 3, 4)
     """
     if dtype not in _ELEMENT_BYTES:
         raise CostError("dtype", got=repr(dtype), wanted=f"one of {', '.join(_ELEMENT_BYTES)}")

@@ -75,7 +75,11 @@ class Quadratic:
         return Quadratic(a=self.a * factor, b=self.b * factor, c=self.c * factor)
 
     def to_json(self) -> list[float]:
-        """The coefficients as the list ``[a, b, c]``."""
+        """The coefficients as JSON.
+
+        Returns:
+            The list ``[a, b, c]``.
+        """
         return [self.a, self.b, self.c]
 
 
@@ -102,7 +106,11 @@ class Linear:
         return self.slope * tokens + self.constant
 
     def to_json(self) -> list[float]:
-        """The coefficients as the list ``[slope, constant]``."""
+        """The coefficients as JSON.
+
+        Returns:
+            The list ``[slope, constant]``.
+        """
         return [self.slope, self.constant]
 
 

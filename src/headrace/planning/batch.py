@@ -138,7 +138,7 @@ class SortedBatch:
 
     @classmethod
     def of(cls, lengths: Lengths) -> SortedBatch:
-        """Sort ``lengths``."""
+        """Sort the sequences of a batch, the longest first."""
         given = np.array(lengths.tokens, dtype=np.int64)
         order = np.argsort(-given, kind="stable")
         falling = given[order]
@@ -156,12 +156,12 @@ class SortedBatch:
 
     @cached_property
     def values(self) -> Floats:
-        """``tokens`` as an array."""
+        """``tokens`` as an array of floats [sequences]."""
         return np.array(self.tokens, dtype=np.float64)
 
     @cached_property
     def run_values(self) -> Floats:
-        """``run_tokens`` as an array."""
+        """``run_tokens`` as an array of floats [runs]."""
         return np.array(self.run_tokens, dtype=np.float64)
 
     def turns(self, order: Sequence[int] | None) -> list[tuple[int, int, int]]:
@@ -286,7 +286,7 @@ class PriceTable:
 
     @cached_property
     def each_alike(self) -> list[list[int]]:
-        """:meth:`alike` of all schemes."""
+        """:meth:`alike` of every scheme, in the order of the table."""
         return [self.alike(k) for k in range(len(self))]
 
     @cached_property
@@ -337,7 +337,7 @@ class PriceTable:
         return self._priced[k]
 
     def priced_arrays(self, k: int) -> tuple[Floats, Floats]:
-        """:meth:`priced` as arrays."""
+        """:meth:`priced` as two arrays, each [runs]."""
         values = self.batch.run_values
         if not self.fluid[k]:
             return self.work[k], values
@@ -398,7 +398,7 @@ class PriceTable:
         insort(room, left)
 
     def sum_s(self, k: int) -> float:
-        """Sum of :meth:`seconds`."""
+        """Seconds of all sequences on scheme k together, those of :meth:`seconds`."""
         return sum(self.seconds(k))
 
 

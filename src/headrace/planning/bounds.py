@@ -169,7 +169,7 @@ class BoundRows:
         )
 
     def only(self, some: Sequence[int]) -> BoundRows:
-        """Some of the rows."""
+        """The same columns for some of the schemes."""
         return BoundRows(
             **{name: getattr(self, name)[list(some)] for name in _COLUMNS}, counts=self.counts
         )

@@ -44,7 +44,7 @@ def bounded(table: PriceTable) -> Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormulaSearch:
-    """One batch being planned."""
+    """The search for the plan of one batch, timed by the formulas of its schemes."""
 
     problem: Problem
     batch: SortedBatch
@@ -52,7 +52,7 @@ class FormulaSearch:
     limits: SearchLimits
 
     def plan(self) -> Plan:
-        """See :func:`headrace.planning.planner.plan`."""
+        """Plan the batch, as :func:`headrace.planning.planner.plan` says."""
         table = formula_table(self.problem, self.batch)
         others = self.problem.others
         # A search from the looser bound has tried more by the time that it succeeds.
@@ -99,7 +99,7 @@ class FormulaSearch:
         return made
 
     def _found(self, table: PriceTable, low: Bound, found: list[Assignment]) -> list[Assignment]:
-        """Schedules, the quickest first."""
+        """The schedules that are there and those of the search, the quickest first."""
         if self.problem.semantics == "free":
             return self._free(table, low.seconds, found)
         made = waves(table, low.seconds, seed=self.seed)

@@ -50,7 +50,7 @@ class ModelSearch:
     tables: dict[Hashable, PriceTable] = field(default_factory=dict)
 
     def plan(self, previous: Plan | None) -> Plan:
-        """See :func:`headrace.planning.planner.plan`."""
+        """Plan the batch, as :func:`headrace.planning.planner.plan` says."""
         problem, batch = self.problem, self.batch
         if problem.strategies:
             require_strategies(problem, problem.strategies, batch.tokens[0], batch.order[0])

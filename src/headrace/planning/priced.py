@@ -113,7 +113,7 @@ class Frontier:
 
     @cached_property
     def quick(self) -> Columns:
-        """The columns of :attr:`quickest`."""
+        """The columns of the rows in :attr:`quickest`."""
         a, b, c, share, caps = self._columns
         some = self.quickest
         return a[some], b[some], c[some], share[some], caps[some]
@@ -152,7 +152,7 @@ class Frontier:
 
     @cached_property
     def limits(self) -> Floats:
-        """``caps`` as an array."""
+        """``caps`` as an array of floats [rows], in tokens."""
         return np.array(self.caps, dtype=np.float64)
 
     @cached_property
@@ -338,7 +338,7 @@ class LayerTable:
         )
 
     def only(self, some: Counts) -> LayerTable:
-        """With some plans only."""
+        """The table with some of its layer plans only."""
         return replace(
             self, plans=tuple(self.plans[i] for i in some.tolist()), layers=self.layers[some]
         )
@@ -376,7 +376,7 @@ class StageCosts:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Its stages."""
+        """The stages of the pipeline, the first one first."""
         return self.pipeline.stages(self.costs.shape.layers)
 
     @cached_property
@@ -560,12 +560,12 @@ class PricedScheme:
 
     @property
     def devices(self) -> int:
-        """Devices of one pipeline."""
+        """The number of devices of one pipeline."""
         return self.scheme.devices
 
     @property
     def depth(self) -> int:
-        """Stages of one pipeline."""
+        """The number of stages of one pipeline."""
         return self.scheme.pipeline
 
     @property
