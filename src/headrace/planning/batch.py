@@ -47,13 +47,18 @@ __all__ = [
 ]
 
 Times = tuple[float, float, float]
-"""Of a pipeline the seconds before which it does not start, as weights are on their way; those that
-it computes; and those from then until its gradients are sent."""
+"""Seconds of a pipeline: before it can start, as weights are on their way; of computing; and from
+then until its gradients are sent."""
 
 
 class Chains:
-    """Pipelines in their order, each on some ranks. ``before[g]`` are those that pipeline g waits
-    for, ``last_of`` is the last one of every rank that has one, and ``last`` has these once."""
+    """Which pipelines wait for which, given the ranks of each in their order.
+
+    Attributes:
+        before: ``before[g]`` are the pipelines that pipeline g waits for.
+        last_of: The last pipeline of every rank that has one.
+        last: The pipelines in ``last_of``, each once.
+    """
 
     def __init__(self, ranks: Iterable[Sequence[int]]) -> None:
         self.last_of: dict[int, int] = {}
@@ -68,7 +73,7 @@ class Chains:
         free = list[float]()
         for (there_s, seconds, _), before in zip(times, self.before, strict=True):
             start_s = there_s
-            for h in before:  # by hand, as ``max`` of a list takes longer than of one or two
+            for h in before:  # a loop, as ``max`` of a list takes longer for one or two
                 if free[h] > start_s:
                     start_s = free[h]
             free.append(start_s + seconds)
@@ -82,9 +87,16 @@ class Chains:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Micro-batches of one pipeline: positions in the batch, each with a row of the frontier and
-    its seconds on one stage, and the pipeline's seconds. The longest takes ``longest_s`` and the
-    next ``next_s``, which is the same where there is one."""
+    """The micro-batches of one pipeline.
+
+    Attributes:
+        seconds: Seconds of the pipeline, its stages included.
+        bins: Positions in the batch of each micro-batch.
+        rows: The row of the frontier of each.
+        times: Seconds of each on one stage.
+        longest_s: Seconds of the longest.
+        next_s: Seconds of the second longest; ``longest_s`` where there is one.
+    """
 
     seconds: float
     bins: tuple[tuple[int, ...], ...]
@@ -119,8 +131,8 @@ def longest_two(times: Sequence[float]) -> tuple[float, float]:
 Floats = NDArray[np.float64]
 Value = TypeVar("Value")
 
-_FORWARD = 1 / 3  # of a micro-batch's seconds
-_FEW_PRICES = 16_384  # of rows and lengths: all of them are looked at
+_FORWARD = 1 / 3  # share of a micro-batch's seconds that its forward takes
+_FEW_PRICES = 16_384  # up to so many pairs of a row and a length, all are worked out at once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -261,22 +273,22 @@ class PriceTable:
 
     @cached_property
     def c(self) -> list[float]:
-        """The constant of each usual row."""
+        """Seconds of the constant of each usual row, per micro-batch."""
         return [s.frontier.rows[row][2] for s, row in zip(self.schemes, self.rows, strict=True)]
 
     @cached_property
     def cap(self) -> list[int]:
-        """The tokens of each usual row."""
+        """Tokens that a micro-batch of each usual row holds."""
         return [s.frontier.caps[row] for s, row in zip(self.schemes, self.rows, strict=True)]
 
     @cached_property
     def share(self) -> list[float]:
-        """A token's share of each usual row's constant."""
+        """Seconds of each usual row's constant that one token bears, c / cap."""
         return [c / cap if cap else 0.0 for c, cap in zip(self.c, self.cap, strict=True)]
 
     @cached_property
     def dealt(self) -> list[bool]:
-        """Whether a scheme's constants are dealt out to tokens, not counted."""
+        """Whether each scheme's constants are charged to tokens, not counted by micro-batch."""
         return [fluid or deep for fluid, deep in zip(self.fluid, self.staged, strict=True)]
 
     @cached_property
@@ -301,8 +313,7 @@ class PriceTable:
         return [Line(stages=d, c=c, cap=cap, util=util) for d, c, cap, util in columns]
 
     def _usual(self, scheme: PricedScheme) -> int:
-        """The row that is quickest for a pipeline's part of the batch, of the rows that hold
-        something of it."""
+        """The row by which a pipeline's even share of the batch is quickest."""
         frontier, (squares, tokens) = scheme.frontier, self.batch.sums
         if len(frontier.caps) == 1:
             return 0
@@ -346,8 +357,8 @@ class PriceTable:
         return seconds, np.minimum(values, cap)
 
     def alike(self, k: int) -> list[int]:
-        """Tokens that sequences of each run take of micro-batches of scheme k. Where it has stages
-        like lengths come together, so one takes as much as if there were only such ones."""
+        """Tokens that sequences of each run take of micro-batches of scheme k [runs]. Where it has
+        stages, like lengths come together. Effective tokens: cap // (cap // length)."""
         room, cap = self.priced(k)[1], self.cap[k]
         if self.depth[k] == 1:
             return room
@@ -363,9 +374,10 @@ class PriceTable:
         return 0.0 if room and tokens <= room[-1] else self.c[k]
 
     def exposed_s(self, k: int, first_s: float, last_s: float) -> tuple[float, float]:
-        """Seconds, about, that ranks wait for weights at a pipeline of scheme k that starts with
-        the step, and for gradients behind it: the forward of its first micro-batch of ``first_s``
-        hides a pull, the backward of its last of ``last_s`` a push."""
+        """Estimated seconds that ranks wait: for weights before a pipeline of scheme k that starts
+        with the step, and for gradients after it. The forward of its first micro-batch, of
+        ``first_s``, hides some of the pull; the backward of its last, of ``last_s``, some of the
+        push."""
         if not self.push_s:
             return 0.0, 0.0
         pull_s, push_s = self.pull_s / self.depth[k], self.push_s / self.depth[k]
@@ -414,7 +426,7 @@ def prices(frontier: Frontier, lengths: Floats) -> Floats:
 
 
 def _longer(frontier: Frontier, some: Floats, out: Floats) -> None:
-    """:func:`prices` of sequences that only some of the rows hold."""
+    """Fill in :func:`prices` of sequences that only some of the rows hold."""
     if not len(some):
         return
     first = np.searchsorted(frontier.limits, some)

@@ -86,8 +86,8 @@ __all__ = ["Bound", "BoundRows", "allows", "lower_bound", "step_bound_s"]
 Floats = NDArray[np.float64]
 
 _COLUMNS = ("ranks", "stages", "opening", "shared", "over", "alone", "work", "spread")
-_CLOSE = 1e-5
-_BEYOND = 1.001  # of where a time seems to do, so that it does
+_CLOSE = 1e-5  # relative distance up to which the bound is narrowed
+_BEYOND = 1.001  # a time guessed to suffice is raised by this factor, so that it does
 # The bound is a sum in another order than the prediction: this much relative error is rounding.
 _ROUNDING = 1e-10
 
@@ -176,7 +176,7 @@ class BoundRows:
 
     @cached_property
     def elapsed(self) -> Floats:
-        """What a sequence of each run takes at least on its way through a pipeline."""
+        """Least seconds of a sequence of each run on its way through a pipeline [rows, runs]."""
         return self.stages * self.alone
 
     @cached_property
@@ -213,12 +213,12 @@ class BoundRows:
         return shares
 
     def held(self, shares: Floats) -> float:
-        """Devices that ``shares`` take, by 4, where pipelines share none."""
+        """Devices that ``shares`` need by part 4 of the claim, where pipelines share none."""
         opened = np.flatnonzero(np.isfinite(shares[:, 0])).tolist()
         return min((self._with_one(shares, k) for k in opened), default=float("inf"))
 
     def _with_one(self, shares: Floats, k: int) -> float:
-        """Where there is a pipeline of scheme k."""
+        """Devices needed by part 4 of the claim if there is a pipeline of scheme k."""
         own, ranks = shares[k], float(self.ranks[k, 0])
         others = np.delete(shares, k, axis=0).min(axis=0, initial=np.inf)
         fits = np.isfinite(own)
@@ -255,7 +255,7 @@ def lower_bound(
 
 
 def allows(rows: BoundRows, devices: int, tau: float) -> bool:
-    """Whether the bound of a batch is ``tau`` seconds or less, which takes less than to know it."""
+    """Whether the bound of a batch is at most ``tau`` seconds, without working it out."""
     return _longest_s(rows) <= tau and _Crowding(rows, devices)(tau) <= 1
 
 
@@ -264,8 +264,8 @@ def _longest_s(rows: BoundRows) -> float:
 
 
 class _Crowding:
-    """How many times the devices that a time takes by 2, 3 and, of pipelines ``apart``, 4 there
-    are."""
+    """The ratio of needed devices to those there are, as a function of the time: the largest of
+    parts 2, 3 and, for pipelines that are ``apart``, 4 of the claim."""
 
     def __init__(self, rows: BoundRows, devices: int, apart: bool = False) -> None:
         self.rows, self.devices, self.apart = rows, devices, apart
@@ -315,7 +315,7 @@ def _least_tau(crowding: Callable[[float], float], low_s: float, low: float, clo
 
 
 def step_bound_s(costs: CostModel, compute_s: float) -> float:
-    """The bound of a whole step, scaled, from that of its computations, which is not."""
+    """The bound of a whole step in scaled seconds, from unscaled seconds of its computations."""
     exchange = costs.exchange_s
     moved_s = (exchange.pull_s + exchange.push_s) * (1 - _ROUNDING)
     seconds = max(compute_s + exposed_s(costs) * (1 - _ROUNDING), moved_s) + exchange.update_s

@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 _SAME = 1e-6
-_WORTH_SAYING = 0.005  # of the bound
-_WORTH_TELLING = 0.05  # of the step
+_GAP_SHOWN = 0.005  # the bound of unstaged plans is told where its gap is smaller by this
+_EXPOSED_SHOWN = 0.05  # exposed traffic is told from this share of the step on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +97,13 @@ def _binding(problem: Problem, bound: Bound, best: Candidate) -> str:
 
 
 def _flat(problem: Problem, bound: Bound, flat: Bound, best: Candidate) -> str | None:
-    """How far the plan is above those of its kind, where what others may gain lowers the bound."""
+    """Gap to the bound of unstaged plans, where it is much smaller."""
     unscaled = problem.model.replace(scale=1.0)
     over, flat_over = (
         _ratio(best.plan.predicted_s, step_bound_s(unscaled, one.seconds)) - 1
         for one in (bound, flat)
     )
-    if flat_over < 0 or flat_over > over - _WORTH_SAYING:
+    if flat_over < 0 or flat_over > over - _GAP_SHOWN:
         return None
     return f"at most {percent_text(flat_over)} above any plan without stages and tensor blocks"
 
@@ -184,7 +184,7 @@ def _exposed(problem: Problem, best: Candidate) -> str | None:
     """What of the step is neither computing nor the update."""
     step_s = best.plan.predicted_s
     bare_s = step_s - best.schedule.seconds - problem.model.exchange_s.update_s
-    if bare_s <= _WORTH_TELLING * step_s:
+    if bare_s <= _EXPOSED_SHOWN * step_s:
         return None
     return (
         f"{_text(problem, bare_s)} of moving weights and gradients, "

@@ -55,7 +55,6 @@ class FormulaSearch:
         """Plan the batch, as :func:`headrace.planning.planner.plan` says."""
         table = formula_table(self.problem, self.batch)
         others = self.problem.others
-        # A search from the looser bound has tried more by the time that it succeeds.
         low = bound = bounded(table)
         if self.problem.apart and others is None:
             rows = BoundRows.of(table)
@@ -107,8 +106,8 @@ class FormulaSearch:
         return sorted(every, key=lambda schedule: schedule.seconds)
 
     def _closer(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> Bound:
-        """The bound of waves, where the best plan is far above the other and ranks have sequences
-        enough for parts of them to tell something."""
+        """The tighter bound of waves, where the best plan is far above ``bound`` and ranks have so
+        many sequences that prices tell something."""
         many = len(table.tokens) >= self.limits.loose_each * table.devices
         loose_s = bound.seconds * (1 + self.limits.loose)
         lockstep = self.problem.semantics == "lockstep" and not any(table.staged)
@@ -256,7 +255,7 @@ def reasons(found: Sequence[Assignment], bound: Bound) -> tuple[str, ...]:
 
 
 _SAME = 1e-5
-"""Less of a difference is shown as none."""
+"""Smallest relative difference of seconds that is shown."""
 
 
 def _over(seconds: float, least_s: float) -> float:

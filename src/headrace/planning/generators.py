@@ -110,9 +110,17 @@ class SearchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Draft:
-    """Pipelines with their sequences, larger ones first, the seconds to expect of computations, and
-    with weights and gradients on their way. ``ends`` are the pipelines after which a rank has
-    nothing left to do, by number, where it is known those that are expected to end last first."""
+    """A schedule before it is packed, timed by the usual rows.
+
+    Attributes:
+        table: The prices.
+        seconds: Expected seconds of computing.
+        expected_s: Expected seconds until gradients are sent.
+        groups: Its pipelines with their sequences, larger ones first.
+        source: The generator, by name.
+        ends: Pipelines that are the last of some rank, those expected to end last first where that
+            is known.
+    """
 
     table: PriceTable
     seconds: float
@@ -141,8 +149,8 @@ class Draft:
         )
 
     def is_late(self, limit_s: float) -> bool:
-        """Whether one of the pipelines of ``ends``, packed exactly in this order with those that
-        it waits for, has its gradients sent no sooner than that: then the rest need no packing."""
+        """Whether a pipeline of ``ends``, packed exactly after those that it waits for, has its
+        gradients sent at ``limit_s`` or later: then the rest need no packing."""
         before = (
             self.table.chained(ranks for _, ranks, _ in self.groups).before if self.ends else []
         )
@@ -209,7 +217,8 @@ def side_by_side(
 
 
 def _biases(single: Sequence[bool], limits: SearchLimits, deeper: bool) -> Iterator[list[float]]:
-    """With the schemes of one stage only, then with all."""
+    """Biases of schemes to fill with: those that leave schemes with stages out, then those of
+    ``limits``."""
     if any(single) and not deeper:
         yield [1.0 if one else float("inf") for one in single]
     if not all(single):

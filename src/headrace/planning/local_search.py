@@ -17,10 +17,10 @@ from headrace.planning.schedule import Assignment, Group
 
 __all__ = ["improved"]
 
-_OTHERS = 8  # pipelines that end first, and one of each scheme beside them
-_PACKED = 4  # changes that are packed exactly in a step
-_NEAR = 2  # sequences of another pipeline on either side of the one that would level both
-_GAIN = 1e-6  # relative: less is rounding
+_OTHERS = 8  # earliest pipelines that may take a sequence, besides the first of each other scheme
+_PACKED = 4  # changes of a step that are packed exactly, at most
+_NEAR = 2  # sequences tried in exchange on either side of the one that would level both ends
+_GAIN = 1e-6  # relative gain below which a change counts as rounding
 
 _Change = tuple[float, int, int, int, int]
 """(expected later end of the two, from, to, sequence over, sequence back or -1)."""

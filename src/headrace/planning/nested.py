@@ -149,7 +149,7 @@ class Nesting:
 
     @cached_property
     def _rest_s(self) -> list[float]:
-        """What each sequence and all shorter ones take at least of the seconds of all ranks."""
+        """Least device-seconds of each sequence and all shorter ones together."""
         least = self.table.batch.each(self.table.usual[self.rows].min(axis=0))
         return np.cumsum(least[::-1])[::-1].tolist()
 

@@ -47,19 +47,20 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 _EXACT = 300
-"""As many plans are compared with one another."""
+"""Up to so many plans are compared with one another; of more, some are picked by packs."""
 
 _STEP = 1e-3
+"""Seconds within this share of each other count as equal when plans are picked."""
 
 _LIKE = 8
-"""Mean lengths, and tokens, within a factor of exp(1 / 8) are alike."""
+"""Packs whose mean length and tokens agree within a factor of exp(1 / 8) count as alike."""
 
 _PACKS = [(length, length * many) for length in (64, 1024, 16_384, 262_144) for many in (1, 64)]
-"""(tokens of a sequence, tokens of a pack of such sequences) for which plans are thinned."""
+"""Shapes of packs by which plans are picked: (tokens of a sequence, tokens of the pack)."""
 
 
 Columns = tuple[Floats, Floats, Floats, Floats, Floats]
-"""a, b, c, c for each token and tokens of some plans [plans, 1]."""
+"""Columns a, b, c, c / cap, cap of some rows, each [rows, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +261,8 @@ def _unbeaten(seconds: Floats, caps: Floats) -> Counts:
 
 
 def _quickest(table: Floats) -> Counts:
-    """Rows that no other beats in every column, where these are few; of equal ones the first."""
+    """Indices of the rows that no other row beats in every column, of equal ones the first; quick
+    where these are few."""
     left, found = np.argsort(table.sum(axis=1), kind="stable"), list[int]()
     while len(left):
         best = int(left[0])
@@ -346,9 +348,15 @@ class LayerTable:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Least:
-    """What micro-batches take at least of stages of ``width`` ranks, of all ``depth`` together:
-    ``alone`` one of its own; ``dealt`` what a sequence adds with its share of constants, all of
-    which may be less by ``over_s`` for each stage."""
+    """The least that micro-batches take on stages of a width, in seconds of all stages together.
+
+    Attributes:
+        width: Ranks of a stage.
+        depth: Number of stages.
+        alone: Rows of a sequence in a micro-batch of its own.
+        dealt: Rows of a sequence with its share of the constants.
+        over_s: Seconds per stage by which the constants of ``dealt`` may be too high in all.
+    """
 
     width: int
     depth: int
@@ -370,7 +378,7 @@ class StageCosts:
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """The pipeline on the first ranks."""
+        """The pipeline as if it stood on the first ranks."""
         ranks = tuple(range(self.scheme.devices))
         return Pipeline(scheme=self.scheme, ranks=ranks, shares=self.shares)
 
@@ -407,17 +415,17 @@ class StageCosts:
 
     @cached_property
     def slowest(self) -> list[Row]:
-        """Coefficients of each plan that no stage exceeds."""
+        """By plan, coefficients (a, b, c) that no stage exceeds."""
         return [(a, b, c) for a, b, c in self.rows.max(axis=1).tolist()]
 
     @property
     def pace_s(self) -> float:
-        """Seconds per token of short sequences, by the quickest plan."""
+        """Seconds per token of short sequences on the slowest stage, by the quickest plan."""
         return float(self.rows[:, :, 1].max(axis=1).min())
 
     @cached_property
     def caps(self) -> list[int]:
-        """By plan the tokens of a micro-batch of which as many fit as may be held at once."""
+        """By plan, the most tokens of a micro-batch of which as many fit as are in flight."""
         return self.caps_at(len(self.stages))
 
     def variants(self) -> Iterator[StageCosts]:
@@ -453,15 +461,15 @@ class StageCosts:
 
     @property
     def in_flight(self) -> Floats:
-        """By plan the tokens of each of as many micro-batches as the first stage holds, if it held
-        nothing else."""
+        """By plan, tokens of each of as many micro-batches as there are stages, if they alone
+        filled the first stage's memory."""
         held, _ = self._moments(self.stages[0])
         slope = len(self.stages) * held[:, 0]
         most = np.full(len(slope), float(MOST_TOKENS))
         return np.divide(max(0, self.rooms[0]), slope, out=most, where=slope > 0)
 
     def caps_at(self, at_once: int) -> list[int]:
-        """:attr:`caps` where a stage holds up to ``at_once`` micro-batches."""
+        """:attr:`caps` where up to ``at_once`` micro-batches are in flight."""
         table, depth = self.table, len(self.stages)
         most = np.full(len(table.plans), float(MOST_TOKENS))
         for s, (stage, room) in enumerate(zip(self.stages, self.rooms, strict=True)):
@@ -489,12 +497,12 @@ class StageCosts:
         )
 
     def seconds(self, plan: int, squares: float, tokens: int) -> float:
-        """Of the slowest stage for a pack of sum(l^2) ``squares`` and sum(l) ``tokens``."""
+        """Seconds on the slowest stage of a pack with sums ``squares`` of l^2 and ``tokens`` of l."""
         return float((self.rows[plan] @ np.array([squares, tokens, 1.0])).max())
 
     def needs(self, plan: int, tokens: int) -> int:
-        """Bytes that a pipeline of micro-batches of ``tokens`` lacks of the memory at its fullest
-        stage; not positive where they fit."""
+        """Bytes that micro-batches of ``tokens`` lack on the fullest stage; 0 or less where they
+        fit."""
         depth = len(self.stages)
         lacks = [
             (depth - s - 1) * kept(tokens) + max(line(tokens) for line in peaks) - room
@@ -546,9 +554,18 @@ def _lines(lines: Sequence[Linear]) -> Floats:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedScheme:
-    """``name`` is how the source writes the scheme. Micro-batches of ``util`` tokens or more keep
-    the devices busy: no more micro-batches are made than hold so many. ``stages`` says what each
-    stage takes and holds where the source knows; its plans have the frontier's numbers."""
+    """A scheme with its prices.
+
+    Attributes:
+        scheme: The degrees of its pipelines.
+        frontier: Seconds and tokens of a micro-batch on one stage, by layer plan.
+        weights: How its ranks hold weights.
+        name: How the source of the costs writes the scheme.
+        util: Tokens from which on a micro-batch keeps the devices busy: no more micro-batches are
+            made than hold so many.
+        stages: What each stage takes and holds, where the source knows; its plans have the numbers
+            of the frontier's rows.
+    """
 
     scheme: Scheme
     frontier: Frontier

@@ -46,13 +46,13 @@ Slots = tuple[tuple[LayerOption, ...], ...]
 """Options of each layer, or of all in one where they are free."""
 
 _MOST_TENSOR = 8
-"""Tensor blocks of more ranks than a machine has are not proposed."""
+"""Largest tensor degree that is proposed, the ranks of a usual machine."""
 
 _PAYS = 2e-3
-"""Part of the device-seconds that a scheme with stages or tensor blocks saves at least."""
+"""Least share of device-seconds that a scheme with stages or tensor blocks must save."""
 
 _LENGTHS = 40
-"""As many lengths are looked at, up to the longest that a scheme holds."""
+"""Number of lengths for which schemes are compared, up to the longest that one holds."""
 
 
 class Pricing:

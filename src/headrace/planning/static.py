@@ -78,16 +78,16 @@ def best_statics(
 
 
 def static_bounds(table: PriceTable) -> Iterator[tuple[float, int]]:
-    """What the pipelines of one scheme cannot beat, and the scheme, for each that holds the longest
-    sequence and that there is room for."""
+    """(seconds, scheme) for each scheme that holds the longest sequence and fits the devices: what
+    its static schedule cannot beat."""
     for k in range(len(table)):
         if table.width[k] <= table.devices and np.isfinite(table.alone[k, 0]):
             yield static_s(table, k), k
 
 
 def static_s(table: PriceTable, k: int) -> float:
-    """What pipelines of scheme k cannot beat: their share of the sequences, and the longest
-    alone."""
+    """Seconds that the static schedule of scheme k cannot beat: an even share of the work, or the
+    longest sequence."""
     count = table.devices // table.width[k]
     work_s = float(table.work[k] @ table.batch.counts) / count + float(table.least_c[k, 0])
     busy_s = max(float(table.spread[k] @ table.batch.counts) / count, work_s)

@@ -23,8 +23,8 @@ __all__ = ["climbed", "counts_of", "worthwhile"]
 Counts = tuple[int, ...]
 """A strategy: how many pipelines of each of a table's schemes."""
 
-_GAIN = 1e-3
-_KINDS = 8
+_GAIN = 1e-3  # share of the time by which an exchange has to be quicker
+_KINDS = 8  # schemes that take part in exchanges, at most
 
 
 def counts_of(table: PriceTable, pipelines: Pipelines) -> Counts:

@@ -50,15 +50,15 @@ __all__ = ["wave_bound_s"]
 
 Floats = NDArray[np.float64]
 
-_INTERVALS = 12  # at first, and about as many new ones each time that some are split
-_AT_ONCE = 4  # intervals that are split, those of the least bounds,
-_NEAR = 1.01  # up to so many times the least
-_SAMPLES = 64
-_SWEEPS = 2  # over the schemes, whose parts are improved one after the other
-_PRICES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
-_STEPS = (0.06, 0.03, 0.015)  # from the price of an interval to those of its parts, for each split
-_PARTS = np.linspace(0.0, 1.0, 5)  # of a price, for time
-_NEVER = 1e200  # rank-seconds, where a scheme is not open
+_INTERVALS = 12  # intervals of D at first, and new ones of each round of splits
+_AT_ONCE = 4  # intervals split in a round at most, those with the least bounds,
+_NEAR = 1.01  # as long as these are at most this times the least
+_SAMPLES = 64  # runs for which prices are sought
+_SWEEPS = 2  # passes over the schemes, whose parts a_k are improved one after the other
+_PRICES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)  # prices p tried at first
+_STEPS = (0.06, 0.03, 0.015)  # distances to the next prices tried, by round of splits
+_PARTS = np.linspace(0.0, 1.0, 5)  # values of a_k / p that are tried
+_NEVER = 1e200  # rank-seconds of a sequence on a scheme that is not open to it
 _ROUNDING = 1e-10
 
 

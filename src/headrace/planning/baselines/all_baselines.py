@@ -29,9 +29,9 @@ from headrace.spec.plan import Semantics
 
 __all__ = ["BASELINES", "Baseline"]
 
-_ABOUT = 1.01  # times the seconds of a group's launches, which are issued by rows about as quick
+_ABOUT = 1.01  # Slack: launches are priced by a row up to 1 % slower.
 
-_NEAR = 1.03  # times the least bound
+_NEAR = 1.03  # Bounds up to this times the least count as equal.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

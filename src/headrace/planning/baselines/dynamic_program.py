@@ -31,9 +31,9 @@ Whole = NDArray[np.int64]
 Part = tuple[int, float]
 """A scheme and how many pipelines of it."""
 
-_BINS = 32
-_UNITS = 128
-_FRACTIONS = 4  # of a device
+_BINS = 32  # ranges of lengths
+_UNITS = 128  # steps in which devices are counted, at most
+_FRACTIONS = 4  # a relaxed step is at least one device over this
 
 
 def proposed(
