@@ -497,7 +497,7 @@ class StageCosts:
         )
 
     def seconds(self, plan: int, squares: float, tokens: int) -> float:
-        """Seconds on the slowest stage of a pack with sums ``squares`` of l^2 and ``tokens`` of l."""
+        """Seconds on the slowest stage for a pack with sums ``squares`` of l^2, ``tokens`` of l."""
         return float((self.rows[plan] @ np.array([squares, tokens, 1.0])).max())
 
     def needs(self, plan: int, tokens: int) -> int:
