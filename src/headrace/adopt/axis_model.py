@@ -152,7 +152,7 @@ class AxisModel:
 
     @property
     def mates(self) -> int:
-        """Ranks that work on the same samples: what they have alike counts once for all of them."""
+        """The number of ranks that work on the same samples. What they have alike counts once."""
         return self._manager.at_work.ranks
 
     def shard(self, batch: Mapping[str, Any]) -> BatchPart:

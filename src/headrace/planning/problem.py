@@ -470,12 +470,12 @@ class Problem:
 
     @property
     def nests(self) -> bool:
-        """Whether groups may lie one in another: where costs are of groups."""
+        """Whether groups may lie one in another, as they may where costs are of groups."""
         return self.planner == "adaptive" and not isinstance(self.costs, PipelineCosts)
 
     @property
     def apart(self) -> bool:
-        """Whether every pipeline has its devices for itself all the step: where costs are of
+        """Whether every pipeline has its devices for itself all the step, as where costs are of
         pipelines."""
         return isinstance(self.costs, PipelineCosts) and self.semantics == "free"
 

@@ -129,7 +129,7 @@ class Architecture:
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward has a gate (SwiGLU: three matrices)."""
+        """Whether the feed-forward has a gate, as SwiGLU has with its three matrices."""
         return self.kind == "llama"
 
     @property
@@ -139,7 +139,7 @@ class Architecture:
 
     @property
     def gelu(self) -> Literal["tanh", "none"]:
-        """How GELU is approximated where there is no gate: by tanh, or not at all."""
+        """How GELU is approximated where there is no gate, by tanh or not at all."""
         return "tanh" if self.kind == "gpt" else "none"
 
     @property
@@ -159,7 +159,7 @@ class Architecture:
 
     @property
     def head_share(self) -> float:
-        """The share of tokens that the head is run for: those that are guessed, or all."""
+        """The share of tokens that the head is run for, those that are guessed or all."""
         return 0.15 if self.masked else 1.0
 
     @property
@@ -175,7 +175,7 @@ class Architecture:
 
     @property
     def tensor_ranks(self) -> int:
-        """The most ranks that can share a layer's matrices: each needs a key-value head and a
+        """The most ranks that can share a layer's matrices, as each needs a key-value head and a
         block of the feed-forward."""
         return min(self.kv_heads, self.ffn // self.ffn_block)
 

@@ -72,7 +72,7 @@ class Lengths:
 
     @property
     def predicted(self) -> int:
-        """Tokens that carry a next-token loss: every token but the last of each sequence."""
+        """Tokens that carry a next-token loss, every token but the last of each sequence."""
         return self.total - len(self.tokens)
 
     def __str__(self) -> str:

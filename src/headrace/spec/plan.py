@@ -308,7 +308,7 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """SHA-256 over the decisions (not the predictions): equal hashes run equally."""
+        """SHA-256 over the decisions, not the predictions. Plans of equal hashes run equally."""
         texts, numbers = numbers_of(self, _ORDERS)
         digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode())
         digest.update(numbers)

@@ -46,12 +46,12 @@ class Scheme:
 
     @property
     def devices(self) -> int:
-        """The number of devices of one pipeline: the product of its degrees."""
+        """The number of devices of one pipeline, the product of its degrees."""
         return self.tensor * self.context * self.pipeline
 
     @property
     def width(self) -> int:
-        """The number of ranks of one stage: tensor times context degree."""
+        """The number of ranks of one stage, the tensor times the context degree."""
         return self.tensor * self.context
 
     def parts(self, *, sharded: bool) -> int:
@@ -177,8 +177,8 @@ class Stage:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """The weight buckets of its segments, in the order of the forward: 0 the embedding,
-        i + 1 layer i, then what follows the last layer."""
+        """The weight buckets of its segments in the order of the forward, which are 0 for the
+        embedding, i + 1 for layer i, then that of what follows the last layer."""
         ends = 1 if self.last else 0
         return (0,) * self.first + tuple(range(self.start + 1, self.stop + 1 + ends))
 
