@@ -69,7 +69,7 @@ class Chains:
         self.last = sorted(set(self.last_of.values()))
 
     def free_s(self, times: Iterable[Times]) -> list[float]:
-        """When each pipeline has nothing left to compute."""
+        """Seconds until each pipeline has nothing left to compute."""
         free = list[float]()
         for (there_s, seconds, _), before in zip(times, self.before, strict=True):
             start_s = there_s
@@ -80,7 +80,7 @@ class Chains:
         return free
 
     def sent_s(self, times: Sequence[Times]) -> dict[int, float]:
-        """When each of the ``last`` has its gradients sent."""
+        """Seconds until each of the ``last`` has sent its gradients."""
         free = self.free_s(times)
         return {g: free[g] + times[g][2] for g in self.last}
 
@@ -137,9 +137,15 @@ _FEW_PRICES = 16_384  # up to so many pairs of a row and a length, all are worke
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SortedBatch:
-    """Sequences longest first (ties by index): position i is sequence ``order[i]`` of ``lengths``
-    and has ``tokens[i]`` tokens. Run r are the ``counts[r]`` positions with the r-th longest of the
-    lengths that differ, which is ``run_tokens[r]``."""
+    """A batch with its longest sequences first, ties by index.
+
+    Attributes:
+        lengths: The batch.
+        order: Position i is sequence ``order[i]`` of the batch.
+        tokens: Tokens of each position.
+        run_tokens: Tokens of each run, a run being the positions of equal length.
+        counts: Positions of each run.
+    """
 
     lengths: Lengths
     order: tuple[int, ...]
@@ -220,14 +226,19 @@ class SortedBatch:
 
 
 class PriceTable:
-    """A batch on ``devices`` with some schemes, those of the fewest devices first.
+    """The prices of a batch on some schemes, those of the fewest devices first.
 
-    ``alone``, ``work`` and ``spread`` [schemes, runs] as above. ``seconds(k)[i]`` and
-    ``room(k)[i]`` are those of position i on scheme k by its usual row, ``priced(k)`` both of every
-    run. ``pull_s`` and ``push_s`` are the seconds in which weights arrive and gradients leave if no
-    computation hides them; the share ``unhidden`` of both is never hidden. ``packs`` are those made
-    so far, by scheme and members; ``needs`` are the devices that sequences take, and ``rankings``
-    the order of schemes by them, by a step of the time (:mod:`headrace.planning.side_by_side`).
+    Attributes:
+        alone: Least seconds of a micro-batch of its own [schemes, runs].
+        work: Least seconds without any constant, likewise.
+        spread: Least seconds with a share of the constant, likewise.
+        pull_s: Seconds in which weights arrive if no computation hides them.
+        push_s: Seconds in which gradients leave if no computation hides them.
+        unhidden: The share of both that is never hidden.
+        packs: Packed pipelines so far, by scheme and members.
+        needs: Devices that sequences take, by step of the time
+            (:mod:`headrace.planning.side_by_side`).
+        rankings: The order of schemes by these, likewise.
     """
 
     def __init__(
@@ -308,7 +319,7 @@ class PriceTable:
 
     @cached_property
     def lines(self) -> list[Line]:
-        """A pipeline of each scheme by its usual row."""
+        """Each scheme's pipeline with the constant and capacity of its usual row."""
         columns = zip(self.depth, self.c, self.cap, self.util, strict=True)
         return [Line(stages=d, c=c, cap=cap, util=util) for d, c, cap, util in columns]
 
@@ -323,8 +334,8 @@ class PriceTable:
         return int(seconds.argmin())
 
     def seconds(self, k: int) -> list[float]:
-        """What each sequence adds to a pipeline of scheme k, without constants; infinite where it
-        does not fit."""
+        """Seconds that each position adds to a pipeline of scheme k by the usual row, without
+        constants; infinite where it does not fit."""
         if k not in self._seconds:
             self._seconds[k] = self.batch.listed(self.priced(k)[0])
         return self._seconds[k]
@@ -387,7 +398,7 @@ class PriceTable:
         return waited_s, max(behind_s, self.unhidden * self.push_s)
 
     def times(self, k: int, packed: Packed) -> Times:
-        """The times, about, of a pipeline of scheme k with its micro-batches."""
+        """Estimated times of a pipeline of scheme k with its micro-batches."""
         there_s, behind_s = self.exposed_s(k, packed.next_s, packed.longest_s)
         return there_s, packed.seconds, behind_s
 

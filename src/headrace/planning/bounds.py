@@ -110,9 +110,20 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BoundRows:
-    """What the claim needs of schemes [rows] and runs of equal sequences [rows, runs]. ``shared``
-    is what two sequences of one pipeline take at least, per second of work; ``spread`` may be too
-    much by ``over`` seconds of a pipeline; ``counts`` are the sequences of the runs."""
+    """What the claim needs to know of schemes and runs.
+
+    Attributes:
+        ranks: Ranks of each scheme [schemes, 1].
+        stages: Stages of each, likewise.
+        opening: Least seconds of a constant of each, likewise.
+        shared: Seconds per second of work that two sequences of one pipeline take at least,
+            likewise.
+        over: Seconds of a pipeline by which the sum of ``spread`` may be too high, likewise.
+        alone: As in :mod:`headrace.planning.batch` [schemes, runs].
+        work: Likewise.
+        spread: Likewise.
+        counts: Sequences of each run [runs].
+    """
 
     ranks: Floats
     stages: Floats
@@ -126,7 +137,7 @@ class BoundRows:
 
     @classmethod
     def of(cls, table: PriceTable) -> BoundRows:
-        """The rows of a table whose pipelines take what the formula says."""
+        """Rows for the schemes of a table."""
         return cls(
             ranks=table.ranks,
             stages=table.stages,
@@ -141,8 +152,8 @@ class BoundRows:
 
     @classmethod
     def of_models(cls, batch: SortedBatch, models: Sequence[Least]) -> BoundRows:
-        """Rows of whole models on stages: micro-batches keep the ranks of a width busy so long in
-        sum over the stages, and pass all of them one after the other."""
+        """Rows for whole models cut into stages: a micro-batch keeps the ranks of a width busy for
+        its seconds on all stages together."""
         rows = [(*batch.row(one.alone)[:2], batch.row(one.dealt)[1]) for one in models]
         alone, work, dealt = np.stack(rows, axis=1)
         column = np.ones((len(models), 1))
@@ -160,7 +171,7 @@ class BoundRows:
 
     @classmethod
     def joined(cls, some: Sequence[BoundRows]) -> BoundRows:
-        """All rows of several, of one batch."""
+        """Rows of several for the same batch, one after the other."""
         if len(some) == 1:
             return some[0]
         return cls(
@@ -181,8 +192,8 @@ class BoundRows:
 
     @cached_property
     def _from(self) -> tuple[Floats, Floats]:
-        """(spread, work) of each run and all shorter ones together, and nothing [rows, runs + 1]:
-        runs are open from one on."""
+        """Sums of spread and of work over each run and all shorter ones, 0 in the last column
+        [rows, runs + 1]."""
         spread, work = np.zeros((2, len(self.ranks), len(self.counts) + 1))
         for sums, each in ((spread, self.spread), (work, self.work)):
             np.cumsum((each * self.counts)[:, ::-1], axis=1, out=sums[:, -2::-1])
@@ -241,9 +252,18 @@ def lower_bound(
     apart: bool = False,
     known_s: float = 0.0,
 ) -> Bound:
-    """The bound of a batch, each of whose sequences some row holds, in seconds without the costs'
-    scale; as far as ``close`` below the tightest that the claim proves. ``apart``: of pipelines
-    that share no device. Given a bound that is ``known_s``, one that is no looser."""
+    """The bound of a batch in seconds, without the costs' scale.
+
+    Args:
+        rows: The schemes; some holds each sequence.
+        devices: All devices.
+        close: How far, relatively, it may be below the tightest that the claim proves.
+        apart: Whether pipelines share no device.
+        known_s: A bound that is known; the result is no looser.
+
+    Returns:
+        The bound.
+    """
     crowding, longest_s = _Crowding(rows, devices, apart), _longest_s(rows)
     work = float((rows.ranks * rows.spread).min(axis=0) @ rows.counts)
     low_s = max(longest_s, known_s, work / devices - float(rows.over.max()))  # the latter by 2a
@@ -284,10 +304,11 @@ class _Crowding:
 
 
 def _least_tau(crowding: Callable[[float], float], low_s: float, low: float, close: float) -> float:
-    """The least time in which nothing is crowded, from below, given one in which ``low`` times the
-    devices are needed. Needs are about inverse to the time less something, so the next guess is
-    where a hyperbola through both ends of the interval says. Where that has not halved it one end
-    is near: then where the need would be 1 if it were inverse to the time; else the middle."""
+    """The least time, in seconds and from below, in which enough devices are there; in ``low_s``
+    ``low`` times as many are needed. Needs are about inverse to the time less a constant, so the
+    next guess is where a hyperbola through both ends crosses 1. Where that has not halved the
+    interval, one end is near: then the next guess is where the need would be 1 if it were inverse
+    to the time, else the middle."""
     high_s = low_s * min(low, 4.0) * _BEYOND
     high = crowding(high_s)
     while high > 1:

@@ -87,7 +87,7 @@ class FormulaSearch:
         return [] if made is None else [made]
 
     def _others(self, table: PriceTable, name: str) -> list[Assignment]:
-        """What a baseline makes of the batch."""
+        """Schedules of the baseline that the problem names."""
         made = BASELINES[name].tried([table], self.problem.semantics, self.seed)
         if not made:
             raise InfeasiblePlan(
@@ -141,9 +141,9 @@ class FormulaSearch:
         return scheduled(drafts, found, low_s, limits) if drafts or not known else found
 
     def _rivals(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> list[Assignment]:
-        """With what others' planners make, where a bound of theirs is below the best: few
-        sequences are a lottery that any of them may win. For many sequences or devices only the
-        brief ones are asked, where the best plan is far above the bound."""
+        """Add schedules of others' planners whose bound is below the best: with few sequences any
+        of them may win. With many sequences or devices only brief planners are run, and only where
+        the best plan is far above the bound."""
         best_s = found[0].seconds if found else float("inf")
         few = len(table.tokens) <= self.limits.few and not table.devices > self.limits.crowded
         doubtful_s = bound.seconds * (1 + self.limits.doubtful)

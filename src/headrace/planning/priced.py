@@ -65,8 +65,14 @@ Columns = tuple[Floats, Floats, Floats, Floats, Floats]
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Coefficients of the plans of a frontier when a sequence bears some of the constant; which
-    plans rule all later ones, and which are quickest for some sequence if memory is no matter."""
+    """The rows of a frontier when a sequence bears some of the constant.
+
+    Attributes:
+        b: Seconds per token of each row.
+        c: Seconds of the constant that is borne whole, of each row.
+        rules: Whether a row is as quick as every later one for any sequence.
+        quickest: Rows that are the quickest for some sequence if memory is no matter.
+    """
 
     b: Floats
     c: Floats
@@ -76,10 +82,15 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """Layer plans of one group size, smallest capacity first.
+    """Layer plans of one scheme, smallest capacity first; published costs have rows without plans.
 
-    Plan i takes ``a[i] sum(l^2) + b[i] sum(l) + c[i]`` seconds, forward and backward, and holds
-    ``caps[i]`` tokens; its layer j is ``options[layers[i, j]]``.
+    Attributes:
+        options: Layer options of the plans.
+        a: Seconds per squared token of each plan, forward and backward.
+        b: Seconds per token.
+        c: Seconds per micro-batch.
+        caps: Tokens that a micro-batch of each plan holds.
+        layers: Indices of options [plans, layers].
     """
 
     options: tuple[LayerOption, ...]
@@ -108,7 +119,7 @@ class Frontier:
         )
 
     def columns(self, first: int) -> Columns:
-        """The columns of the plans from ``first`` on."""
+        """The columns of the rows from ``first`` on, each [rows, 1]."""
         a, b, c, share, caps = self._columns
         return a[first:], b[first:], c[first:], share[first:], caps[first:]
 
@@ -189,8 +200,8 @@ class Frontier:
         return a * squares + b * tokens + c, first
 
     def nearly_best(self, squares: float, tokens: int) -> tuple[float, int] | None:
-        """:meth:`best` as searches ask it, many times: of packs of about the same mean length and
-        tokens that the same plans hold, one plan is taken to be the quickest."""
+        """:meth:`best`, quicker: packs of about the same mean length and tokens that the same plans
+        hold share an answer."""
         first = bisect_left(self.caps, tokens)
         if first == len(self.caps):
             return None
@@ -215,7 +226,7 @@ class Frontier:
         return self._quickest[key]
 
     def layer_plan(self, index: int) -> LayerPlan:
-        """The layer plan of one entry."""
+        """The layer plan of row ``index``."""
         if index not in self._plans:
             chosen = self.layers[index].tolist()
             self._plans[index] = LayerPlan(options=tuple(self.options[o] for o in chosen))
@@ -272,7 +283,8 @@ def _quickest(table: Floats) -> Counts:
 
 
 def _thinned(seconds: Floats, caps: Floats) -> Counts:
-    """For every shape of pack the quickest of all that hold as much, in steps of seconds."""
+    """Indices of plans to keep, of many: for each shape of pack the quickest among those that hold
+    as much, where they differ by a step of seconds."""
     falling = np.argsort(-caps, kind="stable")
     packs = np.array([(length, 1.0, 1.0 / tokens) for length, tokens in _PACKS])
     per_token = packs @ seconds[falling].T
@@ -303,9 +315,16 @@ def shares_of(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerTable:
-    """Layer plans, and what one layer of their options costs in a scheme: option ``layers[i, j]``
-    is that of layer j in plan i; of every option ``seconds`` [options, 3] forward and backward,
-    ``kept`` and ``passing`` [options, 2], slope and constant of its bytes."""
+    """Layer plans on one scheme, and what one layer of each option costs.
+
+    Attributes:
+        plans: The layer plans.
+        options: The layer options in them.
+        layers: Indices of options [plans, layers].
+        seconds: Coefficients of one layer's forward and backward [options, 3].
+        kept: Slope and constant of the bytes that a layer keeps [options, 2].
+        passing: Slope and constant of the bytes that it needs in passing, likewise.
+    """
 
     plans: tuple[LayerPlan, ...]
     options: tuple[LayerOption, ...]
@@ -318,7 +337,7 @@ class LayerTable:
     def of(
         cls, costs: CostModel, scheme: Scheme, working: Working, plans: Sequence[LayerPlan]
     ) -> LayerTable:
-        """The table of some plans."""
+        """The table for some layer plans on a scheme."""
         number: dict[LayerOption, int] = {}
         layers = [
             [at for o, count in plan.counts for at in [number.setdefault(o, len(number))] * count]
@@ -409,8 +428,8 @@ class StageCosts:
 
     @cached_property
     def lines(self) -> list[list[tuple[Linear, list[Linear]]]]:
-        """What each plan keeps on each stage, and its moments: what is kept of it so far and
-        needed in passing."""
+        """By plan and stage, the bytes kept of a micro-batch, and those at each moment that may be
+        its peak, as lines over tokens."""
         return [self._of_stages(plan) for plan in self.table.plans]
 
     @cached_property
@@ -438,8 +457,8 @@ class StageCosts:
 
     @cached_property
     def least(self) -> Least:
-        """What no pipeline beats, whatever the variant, the order of its micro-batches and what
-        they are beside: seconds of all stages together, without messages."""
+        """Rows that no pipeline beats, whatever its shares of the layers and the order of its
+        micro-batches, in seconds of all stages together without messages."""
         caps = np.array([variant.caps_at(1) for variant in self.variants()]).max(axis=0)
         ends = self.costs.ends[self.scheme.width]
         both = ends.forward + ends.backward
@@ -513,9 +532,8 @@ class StageCosts:
         return -floor(-max(lacks))
 
     def fits(self, packs: Sequence[tuple[int, int]]) -> bool:
-        """Whether micro-batches, as (tokens, plan) in their order, fit the stages' memory: in each
-        forward beside those in flight, and in each backward beside those after it, which are fewer
-        and fewer behind the last forward."""
+        """Whether micro-batches, as (tokens, plan) in their order, fit the memory of every stage,
+        each forward beside those in flight and each backward beside those still behind it."""
         depth, last = len(self.stages), len(packs) - 1
         for s, room in enumerate(self.rooms):
             kept = [self.lines[plan][s][0](tokens) for tokens, plan in packs]

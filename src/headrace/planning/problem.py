@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 Slots = tuple[tuple[LayerOption, ...], ...]
-"""Options of each layer, or of all in one where they are free."""
+"""The options of each layer, or one tuple for all layers where they are free."""
 
 _MOST_TENSOR = 8
 """Largest tensor degree that is proposed, the ranks of a usual machine."""
@@ -81,9 +81,8 @@ class Pricing:
         return self._kinds[kind, weights]
 
     def lockstep(self) -> tuple[PricedScheme, ...]:
-        """Groups of every size where all ranks meet at every layer, as its weights are gathered
-        from the whole world and its gradients scattered over it: with the world's gather on each
-        layer, and the memory that shards of the world leave."""
+        """Groups of every size for steps in lockstep: weights are gathered from the whole world at
+        every layer, which costs seconds, and each rank holds a shard of the world's."""
         if "lockstep" not in self._lockstep:
             world = max(self.costs.working_bytes)
             found = (self._in_lockstep(p, world) for p in self.problem.group_sizes)
@@ -105,8 +104,8 @@ class Pricing:
         return PricedScheme(scheme=Scheme(context=p), frontier=frontier, weights="sharded")
 
     def nested(self, weights: Working, sizes: Sequence[int]) -> tuple[PricedScheme, ...]:
-        """The same where ranks work in groups of all ``sizes`` in one step: shards of several
-        sizes are different rows, which add up."""
+        """Groups of all ``sizes`` on ranks that work in each of them in one step: they hold the
+        shards of every size."""
         key = (weights, tuple(sizes))
         if key not in self._nested:
             found = list[PricedScheme]()
@@ -142,8 +141,8 @@ class Pricing:
                         yield scheme
 
     def slots(self, scheme: Scheme) -> Slots:
-        """Options of each layer, or of all in one where they are free; none when the costs do not
-        support the scheme."""
+        """The options of each layer, or one tuple for all where they are free; empty when the costs
+        do not support the scheme."""
         width, problem = scheme.width, self.problem
         if width not in problem.group_sizes or scheme.pipeline > self.costs.shape.layers:
             return ()
@@ -239,9 +238,9 @@ class Pricing:
         return listed_frontier(table, slots)
 
     def _staged(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
-        """Several stages: every layer plan as all micro-batches in flight could have it. The
-        shares of the layers are those with the quickest slowest stage for short sequences, where
-        the head weighs most; if these hold nothing, those that hold the most."""
+        """A scheme with several stages, priced so that all micro-batches in flight fit with the
+        same layer plan. Layers are shared so that the slowest stage is quickest for short
+        sequences, where the head weighs most; if nothing fits then, so that the most tokens fit."""
         table = LayerTable.of(self.costs, scheme, weights, self.layer_plans(scheme))
         tried = list[StageCosts]()
         for shares in shares_of(self.costs.shape.layers, scheme.pipeline):
@@ -275,8 +274,8 @@ class Pricing:
 def _paying(
     deeper: Sequence[PricedScheme], groups: Sequence[PricedScheme]
 ) -> tuple[PricedScheme, ...]:
-    """The schemes in which sequences of some length take clearly fewer device-seconds than in every
-    group that is as quick for them alone."""
+    """Schemes on which sequences of some length take clearly fewer device-seconds than on every
+    group that is as quick for them."""
     most = max((scheme.most_tokens for scheme in deeper), default=1)
     lengths = np.geomspace(most, 1, _LENGTHS).round()
     with np.errstate(invalid="ignore"):
@@ -535,7 +534,8 @@ class Problem:
 
     @cached_property
     def slots(self) -> dict[int, tuple[tuple[LayerOption, ...], ...]]:
-        """For every size the options of each layer, or of all layers in one where they are free."""
+        """By group size, the options of each layer, or one tuple for all layers where they are
+        free."""
         sizes = [p for p in sorted(set(self.sizes or self.model.group_sizes)) if p <= self.devices]
         return {p: self._slots(p, self._levels(p)) for p in sizes}
 

@@ -42,10 +42,14 @@ _RANKED = 4  # schemes tried for a sequence, the cheapest first
 
 
 class Filler:
-    """Fills pipelines of a table's schemes. ``most[k]`` is how many of scheme k there may be; as
-    many as there is room for where it is None. ``bias[k]`` is how many times its devices a scheme
-    seems to need; infinite where it is not to be used. ``devices`` are those of all pipelines that
-    there may be."""
+    """Fills pipelines of a table's schemes.
+
+    Args:
+        table: The prices.
+        most: The most pipelines of each scheme; as many as there is room for when left out.
+        bias: How many times its devices each scheme is taken to need; infinite where it is not to
+            be used.
+    """
 
     def __init__(
         self,
@@ -281,7 +285,8 @@ class Filler:
         return end_s, [(k, members) for k, members in kept if members]
 
     def _idle(self, found: Pipelines) -> Iterator[int]:
-        """Schemes without stages of pipelines that there may be besides those found."""
+        """Schemes without stages of which there may be more pipelines than were found, one for
+        each."""
         table = self.table
         if self.most is not None:
             used = Counter(k for k, _ in found)
@@ -293,7 +298,7 @@ class Filler:
 
 
 def _needs(table: PriceTable, step: int) -> Floats:
-    """:func:`_needed` for a step of the time."""
+    """:func:`_needed` for a step of the time, worked out once."""
     if step not in table.needs:
         table.needs[step] = _needed(table, float(np.exp((step + 1) * _STEP)))
     return table.needs[step]

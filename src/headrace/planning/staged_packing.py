@@ -171,7 +171,7 @@ def _longest_first(
 
 
 def _first_fit(tokens: Sequence[int], seconds: Seconds, cap: int, members: Sequence[int]) -> _Bins:
-    """As few micro-batches as fitting the fullest first finds."""
+    """Micro-batches filled longest sequence first, each into the fullest with room."""
     bins = best_fit(tokens, members, cap)
     return _Bins(
         members=bins,
@@ -202,8 +202,8 @@ def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> list[li
 def _improved(
     line: Line, tokens: Sequence[int], seconds: Seconds, filled: _Bins, enough_s: float
 ) -> float:
-    """Moves and swaps out of the longest micro-batch until it takes ``enough_s``, in place; the
-    pipeline's seconds."""
+    """Move and swap sequences out of the longest micro-batch, in place, until the pipeline takes
+    ``enough_s``; returns its seconds."""
     bins, times, held = filled.members, filled.times, filled.held
     for _ in range(_STEPS if len(bins) > 1 else 0):
         top = times.index(max(times))

@@ -51,9 +51,9 @@ def best_static(table: PriceTable) -> Assignment | None:
 def best_statics(
     table: PriceTable, latest_s: Callable[[Assignment | None], float] | None = None
 ) -> list[Assignment]:
-    """The static schedules that may be the best, quickest first: those with the least seconds, or
-    those that take less than ``latest_s`` of the best, which is asked before there is one, and
-    about what takes longer than it. Schemes whose bound says that theirs does not are left out."""
+    """Static schedules that may be the best, quickest first. Without ``latest_s`` these are those
+    of the least seconds; else those below what it says of the best so far (it is asked before there
+    is one, and about whatever takes longer). Schemes whose bound is above are left out."""
     found, best_s = list[tuple[float, int, Assignment]](), inf
 
     def late(seconds: float) -> bool:

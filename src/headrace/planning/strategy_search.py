@@ -55,8 +55,8 @@ def climbed(
     bound_s: float,
     work: int,
 ) -> Iterator[tuple[Filler, Searched[Pipelines]]]:
-    """Fillings that take less and less than ``best_s``, by exchanges from ``starts``, the most
-    promising first; ``work`` sequences are placed at most."""
+    """Fillings that take less and less than ``best_s`` seconds, found by exchanges from ``starts``,
+    the most promising first; at most ``work`` sequences are placed."""
     seen, waiting = set(starts), list(starts)
     shares = cache(BoundRows.of(table).shares)
 

@@ -231,8 +231,8 @@ class WaveFiller:
         return found
 
     def levelled(self, groups: Pipelines, ranks: int) -> Pipelines:
-        """The same groups, and groups of one of what is left of ``ranks``, with the short sequences
-        dealt out again: longest first, each to the group that ends first and has room for it."""
+        """The same groups with their short sequences dealt out again, longest first, each to the
+        group that ends first and has room; ranks that are left get groups of one."""
         table, top_s = self.table, self.wave_s(groups)
         kept, loose = Pipelines(), list[int]()
         for k, members in groups:
@@ -634,7 +634,7 @@ class _Search:
 
     @property
     def over(self) -> bool:
-        """Whether to stop: close enough to the bound, or, with a plan, spent."""
+        """Whether to stop, as the best is near the bound or, with a plan, the effort is spent."""
         return self.seconds <= self.enough_s or (self.effort <= 0 and bool(self.best))
 
     def finish(self, begun: Begun, counts: Sequence[WaveCount], *, far: bool) -> None:
