@@ -32,7 +32,20 @@ Kept = Literal["attention", "full"]
 
 
 def recomputed(function: Callable[..., Any], *inputs: Any, level: Kept = "attention") -> Any:
-    """``function(*inputs)``, of which the backward computes again what ``level`` says."""
+    """Run a part of a model so that its backward computes it again instead of keeping it.
+
+    Args:
+        function: The part, such as a block.
+        inputs: Its inputs; those that need gradients get them.
+        level: What is computed again: all but ``attention``, whose traffic is then not repeated, or
+            everything (``full``).
+
+    Returns:
+        ``function(*inputs)``.
+
+    Example:
+        >>> x = hr.recomputed(block, x)
+    """
     if level == "full":
         return checkpoint(function, *inputs, use_reentrant=False)
     return checkpoint(function, *inputs, use_reentrant=False, context_fn=_contexts)

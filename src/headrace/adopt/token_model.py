@@ -217,7 +217,11 @@ class TokenModel:
 
     def prepare(self, groups: Iterable[Members]) -> None:
         """Make the groups of ranks among which batches will be sharded. Collective: every rank of
-        the world calls it alike, before :meth:`shard` with groups of its own."""
+        the world calls it alike, before :meth:`shard` with groups of its own.
+
+        Args:
+            groups: The ranks of each group.
+        """
         if self._groups is not None:
             wanted = list(groups)
             self._groups.prepare([some for ranks in wanted for some in group_parts(ranks)])
@@ -437,7 +441,11 @@ class TokenModel:
         return attention(q, k, v, self._slot.handle, causal=causal, window=window, scale=scale)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of this rank's part of a loss."""
+        """Run the backward of this rank's part of a loss and add its gradients.
+
+        Args:
+            loss: This rank's part, a single number.
+        """
         summed_loss(self.model, loss).backward()
 
     def add_up(self, loss: torch.Tensor) -> torch.Tensor:
@@ -460,7 +468,13 @@ class TokenModel:
 
     def probe(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Look whether the model can be run on parts of its tokens, if that was not done yet.
-        Raises ModelError when it cannot. Of fake tensors nothing can be told."""
+
+        Args:
+            batch: Inputs of the model by name; of fake tensors nothing can be told.
+
+        Raises:
+            ModelError: When it cannot.
+        """
         if any(isinstance(p, FakeTensor) for p in self.inner.parameters()):
             self._probed = Probed(attentions=0, first=self._firsts[-1])
         if self._probed is None:
@@ -471,13 +485,27 @@ class TokenModel:
             self._probed = self._probe(batch)
 
     def first_place(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """The place that the model counts the first token of a row as, where it takes places."""
+        """The position that the model gives to the first token of a row.
+
+        Args:
+            batch: Inputs of the model by name.
+
+        Returns:
+            The position, for models that take positions.
+        """
         self.probe({k: v for k, v in batch.items() if k != "position_ids"})
         assert self._probed is not None, "probed"
         return self._probed.first
 
     def plain_inputs(self, ids: torch.Tensor) -> dict[str, Any]:
-        """What the plain model is given for token numbers [b, S]."""
+        """Make what the plain model is given for some tokens.
+
+        Args:
+            ids: Token numbers [b, S].
+
+        Returns:
+            Inputs by name.
+        """
         return {self.tokens: ids, **self._always}
 
     def join(self, groups: Groups, *, label_name: str) -> None:
@@ -508,11 +536,11 @@ class TokenModel:
         return self._reader.read(item, what)
 
     def length(self, sample: Item) -> int:
-        """The tokens of a sample."""
+        """Count the tokens of a sample."""
         return len(sample[self.tokens])
 
     def packs(self, samples: Sequence[Item]) -> list[Pack]:
-        """All samples in one row."""
+        """Put all samples into one row, one pack."""
         row = packed(samples)
         assert self._probed is not None, "begin() probes"
         row["position_ids"] = row["position_ids"] + self._probed.first
@@ -520,18 +548,18 @@ class TokenModel:
         return [Pack(values=row, tokens=labels.shape[1], targets=int((labels != IGNORED).sum()))]
 
     def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
-        """A pack of the tokens of a sample, again and again."""
+        """Make a pack of the tokens of a sample, begun again as often as needed."""
         parts = [min(document, n - start) for n in lengths for start in range(0, n, document)]
         row = packed([{k: _repeated(v, n) for k, v in sample.items()} for n in parts])
         tokens = sum(lengths)
         return Pack(values=row, tokens=tokens, targets=tokens)
 
     def ranks_for(self, pack: Pack, ranks: Members) -> Members:
-        """As many ranks as the pack has tokens."""
+        """Choose as many ranks as the pack has tokens."""
         return ranks[: pack.tokens]
 
     def groups_of(self, ranks: Members) -> list[Members]:
-        """All ranks, and the blocks and rings of meshes of them."""
+        """List all ranks as one group, and the blocks and rings of meshes of them."""
         return group_parts(ranks)
 
     def number(self, outputs: Any) -> torch.Tensor:

@@ -191,7 +191,7 @@ def _compared(
     *,
     counts: bool,
 ) -> _Verdict:
-    """One case."""
+    """What one case gives: loss and gradients on all ranks against those on one."""
     inputs = _inputs(batch, seed, run)
     loss, gradients, kept = _spread(run, inputs, exchange, counts=counts)
     wanted, expected = _alone(plain, run, inputs, batch)

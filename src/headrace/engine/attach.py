@@ -339,7 +339,15 @@ class Attached:
         return None if part is None else part.group
 
     def recompute(self, layer: Callable[..., Any], *inputs: Any) -> Any:
-        """``layer(*inputs)``, computed again in the backward but for its attention."""
+        """Run a layer so that its backward computes it again, all but its attention.
+
+        Args:
+            layer: The layer, or any function.
+            inputs: Its inputs.
+
+        Returns:
+            ``layer(*inputs)``.
+        """
         return recomputed(layer, *inputs)
 
     @contextmanager

@@ -160,7 +160,8 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What it holds besides tensors: step, order of the data, planner, architecture, config."""
+        """What it holds besides tensors, which is step, order of the data, planner, architecture,
+        config."""
         return checkpoint.load(self.path, [])
 
     @property

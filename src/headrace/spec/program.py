@@ -286,7 +286,7 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """The inverse of ``str``."""
+        """Read a program as ``str`` writes it. Raises SpecError for a malformed text."""
         head, colon, body = text.partition(":")
         word, _, rank = head.strip().partition(" ")
         if not colon or word != "rank" or not rank.isdecimal():
@@ -444,12 +444,12 @@ class _Line:
         self._member = stage.ranks.index(rank)
 
     def forward(self, i: int) -> Action:
-        """The forward."""
+        """The forward of the i-th micro-batch on this rank."""
         stage = self._stage
         return Forward(stage=stage.index, micro_batch=self._micros[i][0], group=stage.ranks)
 
     def backward(self, i: int) -> Action:
-        """The backward."""
+        """The backward of the i-th micro-batch on this rank."""
         stage = self._stage
         return Backward(stage=stage.index, micro_batch=self._micros[i][0], group=stage.ranks)
 

@@ -162,7 +162,7 @@ class _Walk:
         return steps[place] if place < len(steps) else None
 
     def run(self) -> None:
-        """Move until nobody can."""
+        """Move every rank on until none can go on."""
         while self._ready:
             self._move(self._ready.pop())
 
