@@ -46,12 +46,14 @@ class TokenReader:
         if isinstance(item, Mapping) and self.label_name in item and self.label_name != "labels":
             item = {("labels" if k == self.label_name else k): v for k, v in item.items()}
         found = sample_of(item, self.tokens, self.kind, what, label_place=self.label_place)
+        names = item if isinstance(item, Mapping) else found
+        fields = frozenset(name for name in names if name in found)
         if self.fields is None:
-            self.fields = frozenset(found)
-        elif self.fields != found.keys():
+            self.fields = fields
+        elif self.fields != fields:
             raise DataError(
                 f"fields of {what}",
-                got=", ".join(sorted(found)),
+                got=", ".join(sorted(fields)),
                 wanted=f"{', '.join(sorted(self.fields))}, as of the first item",
                 hint="every item has the same columns",
             )
@@ -95,7 +97,7 @@ def sample_of(
     labels = _labels(item, found, count, tokens, kind, what, label_place)
     for name, value in found.items():
         if not value.dim():
-            found[name] = value.expand(count)
+            found[name] = value.repeat(count)
         elif len(value) != count:
             raise DataError(
                 f"{name} of {what}",

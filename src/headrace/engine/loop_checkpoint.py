@@ -26,6 +26,7 @@ from headrace.native.shard_files import StoredShard
 __all__ = ["LoopCheckpoints"]
 
 _SCALAR = "scalar."
+_GENERATOR = "generator."
 _FORMAT = 1
 
 
@@ -60,6 +61,7 @@ class LoopCheckpoints:
         shards = [
             shard for name, x in tensors.items() for shard in self._parts(name, x, whole=False)
         ]
+        shards += [self._row(name, x) for name, x in self._generators().items()]
         values = {"kind": self._kind, "groups": self._hyper(), "values": self._plain()}
         said = {**extra, "loop": _FORMAT, "optimizer": values}
         rank, gather = self.groups.rank, self.gather
@@ -94,9 +96,31 @@ class LoopCheckpoints:
         ]
         state = self._new_state(names)
         wanted += [shard for name, x in state.items() for shard in self._parts(name, x, whole=True)]
+        drawn = {name: x for name, x in self._generators().items() if self._has_row(names, name, x)}
+        wanted += [self._row(name, x) for name, x in drawn.items()]
         extra = checkpoint.load(path, wanted)
         self._take(extra["optimizer"], state)
+        for name, x in drawn.items():
+            device = name.removeprefix(_GENERATOR)
+            torch.set_rng_state(x) if device == "cpu" else torch.cuda.set_rng_state(x)
         return extra
+
+    def _generators(self) -> dict[str, torch.Tensor]:
+        """The states of torch's generators on this rank, which dropout draws from, by device."""
+        found = {f"{_GENERATOR}cpu": torch.get_rng_state()}
+        if self.groups.device.type == "cuda":
+            found[f"{_GENERATOR}cuda"] = torch.cuda.get_rng_state()
+        return found
+
+    def _row(self, name: str, x: torch.Tensor) -> StoredShard:
+        """A row for each rank, of which this is this rank's."""
+        shape = (self.groups.ranks, len(x))
+        return StoredShard(name=name, first_row=self.groups.rank, tensor=x[None], shape=shape)
+
+    def _has_row(self, names: Mapping[str, Any], name: str, x: torch.Tensor) -> bool:
+        """Whether a checkpoint has such a state for each of as many ranks: others begin with
+        numbers of their own."""
+        return name in names and tuple(names[name][0]) == (self.groups.ranks, len(x))
 
     def _require(self, path: Path, extra: Mapping[str, Any]) -> None:
         """Raise CheckpointError for one that is not of a loop, or of another optimizer."""

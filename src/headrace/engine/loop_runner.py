@@ -102,7 +102,7 @@ class LoopMicroBatch:
         the micro-batches of all ranks: what a term that knows no token is multiplied by, as in
         ``micro.loss(logits) + micro.share * penalty``. Raises DataError where samples have no
         labels of tokens."""
-        return (self.labels != IGNORED).sum() / self.targets
+        return (self.labels != IGNORED).sum().double() / self.targets
 
     def loss(self, logits: torch.Tensor) -> torch.Tensor:
         """The cross entropy of the local tokens, summed, over the step's ``targets``.

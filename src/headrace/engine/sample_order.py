@@ -7,11 +7,12 @@ state was taken, on any number of ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from headrace.adopt.spread_model import Item, SampleReader
@@ -30,6 +31,20 @@ __all__ = [
 ]
 
 _COLUMNS = ("length", "lengths", "num_tokens")
+
+_LOOKED_AT = 8
+"""Samples that ranks compare before the first step."""
+
+
+def fingerprint_of(samples: Sequence[Item]) -> str:
+    """A hash of samples' names, shapes and bits."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        for name in sorted(sample):
+            value = sample[name].detach().cpu().contiguous()
+            digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+            digest.update(value.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,6 +81,11 @@ class Samples:
             name=type(dataset).__name__,
             fingerprint=digest,
         )
+
+    def contents(self) -> str:
+        """A hash of some samples, which ranks must read alike."""
+        few = sorted({int(at) for at in np.linspace(0, len(self.lengths) - 1, _LOOKED_AT)})
+        return fingerprint_of([self.read(at) for at in few])
 
     def read(self, index: int) -> Item:
         """One sample. Raises DataError when it is not as long as was said."""
@@ -183,8 +203,8 @@ class DrawnOrder:
 
     @property
     def fingerprint(self) -> str:
-        """Of the lengths."""
-        return self.samples.fingerprint
+        """A hash of the lengths, and of some samples."""
+        return f"{self.samples.contents()[:12]} {self.samples.fingerprint}"
 
     def next_batch(self) -> LoopBatch:
         """The samples of the next step."""

@@ -1,0 +1,549 @@
+"""What a loop of one's own may do: exact, or refused by name on every rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    kl_div,
+    l1_loss,
+    log_softmax,
+    one_hot,
+)
+
+from headrace.errors import DataError, HeadraceError, ModelError, SpecError
+from ranks import run_ranks
+from running.adopt.foreign import gpt
+from running.engine.loops import attached, batches, costs, dataset, llama, trained, weights
+from spread import whole
+
+pytest.importorskip("transformers")
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def local(model: Any, micro: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits [n, V], labels [n]) of the local tokens that have a label."""
+    inputs = {name: value for name, value in micro.inputs.items() if name != "labels"}
+    logits, labels = model(**inputs).logits[0], micro.labels[0]
+    return logits[labels != -100], labels[labels != -100]
+
+
+def penalty(model: Any) -> torch.Tensor:
+    return 1e-2 * sum(p.square().sum() for p in model.parameters())
+
+
+def gathered_mean(model: Any, micro: Any) -> torch.Tensor:
+    logits, labels = local(model, micro)
+    return -log_softmax(logits, -1).gather(1, labels[:, None]).mean()
+
+
+def two_means(model: Any, micro: Any) -> torch.Tensor:
+    logits, labels = local(model, micro)
+    return cross_entropy(logits, labels) + 0.1 * cross_entropy(2 * logits, labels)
+
+
+def binary(model: Any, micro: Any) -> torch.Tensor:
+    logits, labels = local(model, micro)
+    return binary_cross_entropy_with_logits(logits, one_hot(labels, logits.shape[1]).double())
+
+
+def divergence(model: Any, micro: Any) -> torch.Tensor:
+    logits, labels = local(model, micro)
+    wanted = torch.full_like(logits, 1 / logits.shape[1])
+    return kl_div(log_softmax(logits, -1), wanted, reduction="batchmean") + 0 * labels.sum()
+
+
+def distance(model: Any, micro: Any) -> torch.Tensor:
+    logits, labels = local(model, micro)
+    return l1_loss(logits, one_hot(labels, logits.shape[1]).double())
+
+
+def with_penalty(model: Any, micro: Any) -> torch.Tensor:
+    return model(**micro.inputs).loss + penalty(model)
+
+
+def count_of_its_own(model: Any, micro: Any) -> torch.Tensor:
+    logits, labels = local(model, micro)
+    return cross_entropy(logits, labels, reduction="sum") / max(1, len(labels))
+
+
+def every_token(model: Any, micro: Any) -> torch.Tensor:
+    """Tokens whose label is to be ignored, too."""
+    inputs = {name: value for name, value in micro.inputs.items() if name != "labels"}
+    return model(**inputs).logits.logsumexp(-1).sum() / micro.targets
+
+
+WRONG: dict[str, tuple[Loss, str]] = {
+    "gathered mean": (gathered_mean, r"whatever micro\.targets is"),
+    "two means": (two_means, r"whatever micro\.targets is"),
+    "binary": (binary, r"whatever micro\.targets is"),
+    "batchmean": (divergence, r"whatever micro\.targets is"),
+    "l1": (distance, r"whatever micro\.targets is"),
+    "penalty": (with_penalty, r"micro\.share \* penalty"),
+    "a count of its own": (count_of_its_own, r"whatever micro\.targets is"),
+    "every token": (every_token, "two halves of the labels"),
+}
+
+
+def refused(ranks: int, name: str, folder: Path) -> tuple[str, bool]:
+    """What is said of a loss, and whether the weights are as they were."""
+    model = llama()
+    before = weights(llama())
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(ranks), steps=2)
+    try:
+        trained(run, model, WRONG[name][0])
+    except ModelError as error:
+        same = all(map(np.array_equal, weights(model), before))
+        return str(error), same and all(p.grad is None for p in model.parameters())
+    return "nothing", False
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_no_sum_is_refused_on_every_rank(
+    ranks: int, name: str, tmp_path: Path
+) -> None:
+    """Catches means by any formula and terms that are counted once for each micro-batch: losses and
+    gradients would be several times what one process has."""
+    for text, same in run_ranks(ranks, refused, ranks, name, tmp_path, timeout_s=100):
+        assert "loss of a micro-batch" in text
+        assert re.search(WRONG[name][1], text)
+        assert same
+
+
+def weighted(model: Any, micro: Any) -> torch.Tensor:
+    """As in reinforcement learning: a value of each token, one of each sample, and a penalty."""
+    inputs = {name: value for name, value in micro.inputs.items() if name != "labels"}
+    labels = micro.labels[0]
+    logged = log_softmax(model(**inputs).logits[0], -1)
+    picked = logged.gather(1, labels.clamp(min=0)[:, None])[:, 0] * (labels != -100)
+    worth = micro.rest["advantages"][0] * micro.rest["reward"][0]
+    return -(picked * worth).sum() / micro.targets + micro.share * penalty(model)
+
+
+def columns() -> list[dict[str, Any]]:
+    """Samples with a value of each token and one of the sample; masks of their own."""
+    drawn = torch.Generator().manual_seed(4)
+    return [
+        {
+            **item,
+            "advantages": torch.rand(len(item["input_ids"]), generator=drawn, dtype=torch.float64),
+            "reward": 0.5 + at,
+            "text": "not a number",
+        }
+        for at, item in enumerate(dataset())
+    ]
+
+
+def rewarded(ranks: int, folder: Path) -> tuple[list[float], Any, list[bool]]:
+    """Losses, weights, and whether the loss was only looked at, of every call of one step."""
+    model, looked = llama(), list[bool]()
+    run = attached(model, sgd(model), columns(), folder, costs=costs(ranks), steps=2)
+
+    def loss(model: Any, micro: Any) -> torch.Tensor:
+        looked.append(micro.checking)
+        return weighted(model, micro)
+
+    return trained(run, model, loss), weights(model), looked
+
+
+def alone() -> tuple[list[float], Any]:
+    """The same of one process that knows nothing of headrace but the order of the samples."""
+    model, losses = llama(), []
+    optimizer = sgd(model)
+    for batch in batches(columns(), 2, batch_tokens=150):
+        items = [batch.read(i) for i in range(len(batch.lengths))]
+        targets = sum(int((item["labels"] != -100).sum()) for item in items)
+        total = penalty(model)
+        for item in items:
+            labels = item["labels"]
+            logged = log_softmax(model(input_ids=item["input_ids"][None]).logits[0], -1)
+            picked = logged.gather(1, labels.clamp(min=0)[:, None])[:, 0] * (labels != -100)
+            total = total - (picked * item["advantages"] * item["reward"]).sum() / targets
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total.detach()))
+    return losses, weights(model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, whole(3)])
+def test_columns_travel_with_their_tokens(ranks: int, tmp_path: Path) -> None:
+    """Catches values that are cut at other places than their tokens, rewards of other samples, and
+    penalties that are counted by micro-batches."""
+    losses, ends = alone()
+    for got, mine, looked in run_ranks(ranks, rewarded, ranks, tmp_path, timeout_s=120):
+        assert got == pytest.approx(losses, rel=1e-10)
+        assert looked[:3] == [True] * 3
+        assert not all(looked)
+        for one, other in zip(mine, ends, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-10)
+
+
+IDS = torch.arange(7)
+
+ITEMS: dict[str, tuple[Any, str]] = {
+    "shifted by hand": ({"ids": IDS[:-1], "labels": IDS}, r"shape \[7\], wanted \[6\]"),
+    "one class of a sample": ({"ids": IDS, "labels": 3}, "label_place"),
+    "one class in a list": ({"ids": IDS, "labels": [3]}, "label_place"),
+    "no labels": ({"ids": IDS}, r"got none, wanted \[7\]"),
+    "labels that are words": ({"ids": IDS, "labels": ["a"] * 7}, "no numbers"),
+    "values of others": ({"ids": IDS, "labels": IDS, "old": [1, 2]}, "columns that the loop does"),
+    "a collated batch": ({"ids": IDS[None], "labels": IDS[None]}, "batch_size=None"),
+    "padding alone": (
+        {"ids": IDS, "labels": IDS, "attention_mask": torch.zeros(7)},
+        "some ones",
+    ),
+}
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize("what", ITEMS)
+def test_labels_are_never_replaced(what: str, tmp_path: Path) -> None:
+    """Catches tokens that are trained in the place of labels that do not fit them."""
+    item, words = ITEMS[what]
+    model = gpt()
+    with pytest.raises(DataError, match=words):
+        attached(model, sgd(model), [item] * 3, tmp_path, costs=costs(1), labels="same")
+
+
+@pytest.mark.apart
+def test_items_with_other_columns_are_told(tmp_path: Path) -> None:
+    """Catches a pack in which some samples have a column that others lack."""
+    items = [{"input_ids": IDS, "labels": IDS}, {"input_ids": IDS}]
+    model = llama()
+    with pytest.raises(DataError, match="as of the first item"):
+        attached(model, sgd(model), items, tmp_path, costs=costs(1))
+
+
+def classified(place: str, folder: Path) -> list[float]:
+    """Losses of samples with one class each, which their first or last token has."""
+    items = [{"ids": torch.arange(n) % 50, "labels": n % 7} for n in (4, 9, 13, 6)]
+    model = gpt()
+    run = attached(
+        model, sgd(model), items, folder, costs=costs(2), labels="same", label_place=place, steps=1
+    )
+    return trained(run, model, lambda m, micro: micro.loss(m(micro.inputs["ids"])[0]))
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_one_label_of_a_sample_has_a_token(place: str, tmp_path: Path) -> None:
+    """Catches a class that is trained at every token, or at another one."""
+    model, total = gpt(), 0.0
+    for n in (4, 9, 13, 6):
+        logits = model((torch.arange(n) % 50)[None])[0][0]
+        at = 0 if place == "first" else n - 1
+        total += float(cross_entropy(logits[at][None], torch.tensor([n % 7])).detach()) / 4
+    for got in run_ranks(2, classified, place, tmp_path, timeout_s=100):
+        assert got == pytest.approx([total], rel=1e-9)
+
+
+class Outside(torch.nn.Module):
+    """A learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+
+def begun(what: str, folder: Path) -> None:
+    """A loop that must not begin."""
+    model, given = llama(), dict[str, Any]()
+    optimizer: Any = sgd(model)
+    if what == "parameters beside the model":
+        optimizer = torch.optim.SGD([*model.parameters(), *Outside().parameters()], lr=0.1)
+    if what == "another model's optimizer":
+        optimizer = sgd(llama())
+    if what == "no optimizer":
+        optimizer = None
+    if what == "an optimizer with closures":
+        optimizer = torch.optim.LBFGS(model.parameters())
+    if what == "a scheduler by metrics":
+        given["scheduler"] = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    if what == "evaluation mode":
+        model.eval()
+    if what == "a clip of nothing":
+        given["clip"] = 0.0
+    attached(model, optimizer, dataset(), folder, costs=costs(1), **given)
+
+
+BEGUN = {
+    "parameters beside the model": (ModelError, "make what is learnt beside the model"),
+    "another model's optimizer": (ModelError, "that the model has not"),
+    "no optimizer": (SpecError, "optimizer: got NoneType"),
+    "an optimizer with closures": (SpecError, "LBFGS"),
+    "a scheduler by metrics": (SpecError, "ReduceLROnPlateau"),
+    "evaluation mode": (ModelError, r"model\.train\(\)"),
+    "a clip of nothing": (SpecError, "a norm above 0"),
+}
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize("what", BEGUN)
+def test_loops_that_cannot_be_right_do_not_begin(what: str, tmp_path: Path) -> None:
+    """Catches parameters whose gradients nobody adds up over ranks, and errors of torch's own in
+    the middle of a step."""
+    kind, words = BEGUN[what]
+    with pytest.raises(kind, match=words):
+        begun(what, tmp_path)
+
+
+def stepped(what: str, folder: Path) -> str:
+    """What is said to a loop that takes steps of its own."""
+    model = llama()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    items: Any = dataset()
+    if what == "no labels":
+        items = [{**i, "labels": torch.full_like(i["labels"], -100)} for i in items]
+    run = attached(model, optimizer, items, folder, scheduler=scheduler, costs=costs(2))
+    try:
+        for step in run:
+            for micro in step:
+                micro.backward(model(**micro.inputs).loss)
+                if what == "optimizer":
+                    optimizer.step()
+            if what == "scheduler":
+                scheduler.step()
+            if what == "rates" and dist.get_rank() and step.number == 1:
+                optimizer.param_groups[0]["lr"] = 7.0
+    except HeadraceError as error:
+        return f"{step.number if what != 'no labels' else 0} {error}"
+    return "nothing"
+
+
+STEPPED = {
+    "optimizer": "0 optimizer.step(): got a call by the loop",
+    "scheduler": "1 scheduler.step(): got a step by the loop",
+    "rates": "2 optimizer of rank 1: got learning rates [7.0]",
+    "no labels": "0 labels of the step: got all of",
+}
+
+
+@pytest.mark.parametrize("what", STEPPED)
+def test_steps_by_hand_are_told(what: str, tmp_path: Path) -> None:
+    """Catches two steps for one plan, rates that differ between ranks, and a division by no token;
+    each on all ranks, at once."""
+    for text in run_ranks(2, stepped, what, tmp_path, timeout_s=100):
+        assert text.startswith(STEPPED[what])
+
+
+def seeded(differ: bool, folder: Path) -> tuple[Any, list[str]]:
+    """Weights after two steps of ranks that began with weights of their own, or with the first
+    rank's."""
+    said: list[str] = []
+    model = llama()
+    if differ and dist.get_rank():
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p))
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(2), steps=2, say=said.append)
+    trained(run, model)
+    return weights(model), said
+
+
+def test_ranks_begin_with_the_same_weights(tmp_path: Path) -> None:
+    """Catches models that drift apart from the first step on, as nobody set a seed."""
+    (same, quiet), _ = run_ranks(2, seeded, False, tmp_path, timeout_s=100)
+    for ends, said in run_ranks(2, seeded, True, tmp_path, timeout_s=100):
+        assert all(map(np.array_equal, ends, same))
+        assert all("weights of rank 1" in text for text in said[:1])
+    assert not any("weights" in text for text in quiet)
+
+
+class Gone(Exception):
+    """An error of the user's own."""
+
+
+def other_data(what: str, folder: Path) -> str:
+    """What is said on a rank where ranks read other samples."""
+    rank, model = dist.get_rank(), llama()
+    items: Any = dataset()
+    if what in ("first contents", "contents") and rank:
+        at = 0 if what == "first contents" else 2
+        items[at] = {**items[at], "input_ids": items[at]["input_ids"].flip(0)}
+
+    def stream() -> Iterator[Any]:
+        for at, item in enumerate(dataset()):
+            if rank and at == 5:
+                if what == "an error":
+                    raise Gone("the disk is gone")
+                if what == "an end":
+                    return
+                if what == "lengths":
+                    yield {name: x[:2] for name, x in item.items()}
+                    continue
+            yield item
+
+    given: dict[str, Any] = {"costs": costs(2), "batch_tokens": 60}
+    if what == "arguments":
+        given["clip"] = 1.0 + rank
+    if what == "contents":  # all samples are read on both ranks
+        given |= {"planner": "static", "static_size": 2}
+    source = stream() if what in ("lengths", "an end", "an error") else items
+    try:
+        trained(attached(model, sgd(model), source, folder, **given), model)
+    except (HeadraceError, Gone) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+OTHER = {
+    "first contents": "PlanMismatch: data of the loop",
+    "contents": "PlanMismatch: samples [",
+    "arguments": "PlanMismatch: arguments of hr.attach",
+    "lengths": "PlanMismatch: stream of samples",
+    "an end": "PlanMismatch: stream of samples",
+    "an error": "the disk is gone",
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_other_samples_end_by_name_on_all_ranks(what: str, tmp_path: Path) -> None:
+    """Catches an error on one rank while the others wait for it."""
+    for rank, text in enumerate(run_ranks(2, other_data, what, tmp_path, timeout_s=60)):
+        if what == "an error" and not rank:
+            assert text.startswith("PlanMismatch")
+        else:
+            assert OTHER[what] in text
+
+
+def once(folder: Path) -> tuple[int, int]:
+    """Steps of a generator that gives its items once, and samples of them."""
+    model = llama()
+    run = attached(
+        model, sgd(model), (item for item in dataset()), folder, costs=costs(1), batch_tokens=90
+    )
+    steps = [len(step.plan.lengths) for step in run if trained_step(step, model)]
+    return len(steps), sum(steps)
+
+
+def trained_step(step: Any, model: Any) -> bool:
+    for micro in step:
+        micro.backward(model(**micro.inputs).loss)
+    return True
+
+
+def test_a_generator_ends_without_an_error(tmp_path: Path) -> None:
+    """Catches a loop that asks for a second epoch of what gives its items once."""
+    ((steps, samples),) = run_ranks(1, once, tmp_path, timeout_s=60)
+    assert steps > 2
+    assert samples == len(dataset())
+
+
+def left_and_skipped(folder: Path) -> tuple[Any, Any, int]:
+    """Lengths of the steps of a loop that is left and taken up again, and that skips its third
+    step; of a plain loop; and what ``len`` says."""
+    model = llama()
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(2), batch_tokens=60)
+    count, found = len(run), []
+    for step in run:
+        if step.number == 1:
+            for micro in step:
+                micro.backward(model(**micro.inputs).loss)
+                break
+            break
+        trained_step(step, model)
+        found.append(step.plan.lengths.tokens)
+    for step in run:
+        if step.number == 2:
+            step.skip()
+            continue
+        trained_step(step, model)
+        found.append(step.plan.lengths.tokens)
+    run.detach()
+    again = llama()
+    run = attached(again, sgd(again), dataset(), folder, costs=costs(2), batch_tokens=60)
+    plain = [step.plan.lengths.tokens for step in run if trained_step(step, again)]
+    return found, plain, count
+
+
+def test_a_loop_that_is_left_loses_no_batch(tmp_path: Path) -> None:
+    """Catches batches that are lost between two loops, and skipped ones that are trained."""
+    for found, plain, count in run_ranks(2, left_and_skipped, tmp_path, timeout_s=100):
+        assert found == plain[:2] + plain[3:]
+        assert count == len(plain) > 4
+
+
+def dropped(folder: Path, stop: int | None) -> list[float]:
+    """Losses of a model with dropout, from wherever the checkpoint stands."""
+    model = gpt()
+    drops = torch.nn.Dropout(0.3)
+    items = [(item["input_ids"] % 50, item["labels"] % 50) for item in dataset(ignored=False)]
+    torch.manual_seed(dist.get_rank())
+    run = attached(
+        model, sgd(model), items, folder, costs=costs(2), labels="next", steps=4, batch_tokens=90
+    )
+    run.load(folder / "saved")
+    found = []
+    for step in run:
+        for micro in step:
+            micro.backward(micro.loss(drops(model(micro.inputs["ids"])[0])))
+        found.append(step.loss)
+        if step.number == stop:
+            run.save(folder / "saved")
+            break
+    return found
+
+
+def test_dropout_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
+    """Catches generators that begin anew when a run is resumed."""
+    unbroken = run_ranks(2, dropped, tmp_path / "own", None, timeout_s=100)[0]
+    first = run_ranks(2, dropped, tmp_path, 1, timeout_s=100)[0]
+    rest = run_ranks(2, dropped, tmp_path, None, timeout_s=100)[0]
+    assert first + rest == unbroken
+
+
+def test_losses_are_looked_at_after_a_load(tmp_path: Path) -> None:
+    """Catches a loss that was changed between two runs."""
+    (text,) = run_ranks(1, changed_loss, tmp_path, timeout_s=100)
+    assert "whatever micro.targets is" in text
+
+
+def changed_loss(folder: Path) -> str:
+    for wrong in (False, True):
+        model = llama()
+        run = attached(model, sgd(model), dataset(), folder, costs=costs(1), steps=2)
+        run.load(folder / "saved")
+        try:
+            for step in run:
+                for micro in step:
+                    loss = model(**micro.inputs).loss
+                    micro.backward(gathered_mean(model, micro) if wrong else loss)
+                run.save(folder / "saved")
+                break
+        except ModelError as error:
+            return str(error)
+        run.detach()
+    return "nothing"
+
+
+def test_checks_can_be_left_out(tmp_path: Path) -> None:
+    """Catches an option that does nothing."""
+    (looked,) = run_ranks(1, unchecked, tmp_path, timeout_s=60)
+    assert looked
+    assert not any(looked)
+
+
+def unchecked(folder: Path) -> list[bool]:
+    model, looked = llama(), list[bool]()
+    run = attached(model, sgd(model), dataset(), folder, costs=costs(1), steps=1, check_loss=False)
+    for step in run:
+        for micro in step:
+            looked.append(micro.checking)
+            micro.backward(model(**micro.inputs).loss)
+    return looked
