@@ -6,10 +6,10 @@
     loss = ((out.sample - run.local(target, "b c t h w")) ** 2).sum() / target.numel()
     run.backward(loss); run.add_up(loss)             # gradients of all ranks
 
-An axis is in shards in which the stage at work mixes nothing; where the next one does, one
-all-to-all between the modules puts another one in shards. The objective is the sum of all ranks'
-losses: what all ranks compute alike is divided by their number (``alike=True``), what those with
-the same samples do by ``mates``.
+The sharded axis is one that the current stage does not mix; before a stage that mixes it, one
+all-to-all shards another axis instead. The objective is the sum of all ranks'
+losses: a term that all ranks compute alike is divided by the number of ranks
+(``alike=True``), a term that ranks with the same samples compute alike by ``mates``.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from headrace.units import bytes_text
 __all__ = ["AxisModel", "axis_groups"]
 
 _GRAPHS = 1 << 16
-"""Graphs that a compiler may make of one model."""
+"""Graphs that a compiler may make of one model before it gives up."""
 
 Sizes = Callable[[Mapping[str, torch.Tensor]], Mapping[str, int]] | None
-"""Places of axes by name, for inputs by name."""
+"""A function from the inputs by name to the sizes of axes by name."""
 
 
 class AxisModel:
@@ -93,8 +93,8 @@ class AxisModel:
     whole = False
 
     def install(self) -> Callable[[], None]:
-        """Have the model itself give results on the shards that its inputs have, while it is
-        spread; its hooks are there already. Returns what takes that back."""
+        """Have the model itself give results on the shards of its inputs while it is spread; its
+        hooks exist already. Returns a function that undoes this."""
 
         def back(_: Any, out: Any) -> Any:
             return self.back(out, str(self._main)) if self._manager.spread else None
@@ -103,13 +103,12 @@ class AxisModel:
 
     @property
     def shards(self) -> AxisShards | None:
-        """What the model works on."""
+        """The shards of the current batch; None where the model is not spread."""
         return self._manager.shards
 
     @property
     def moves(self) -> tuple[AxisMove, ...]:
-        """What this rank exchanged with others in the last forward that was not compiled, in its
-        order."""
+        """The exchanges of this rank in the last forward that was not compiled, in order."""
         return () if self.shards is None else tuple(self.shards.moves)
 
     def __str__(self) -> str:
@@ -126,25 +125,26 @@ class AxisModel:
 
     @property
     def axes(self) -> frozenset[str]:
-        """Their names."""
+        """Names of the axes of the model."""
         return frozenset(self._manager.axes)
 
     @property
     def _groups(self) -> Groups | None:
-        """Those of the world, which may begin after the model was adapted. Raises LaunchError for
-        ranks of a launcher that have not met."""
+        """The groups of the world, which may be set up after the model was adapted. Raises
+        LaunchError on a launched rank whose process group is not initialized."""
         if not self._met:
             self._given, self._met = groups_here(device_of(self.model)), True
         return self._given
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Ranks in the world."""
         return self._groups.ranks if self._groups is not None else 1
 
     @property
     def mates(self) -> int:
-        """Ranks that work on the same samples: what they have alike counts once for all of them."""
+        """Ranks that work on the same samples: a loss term that they compute alike is divided by
+        this number."""
         return self._manager.at_work.ranks
 
     def shard(self, batch: Mapping[str, Any]) -> BatchPart:
@@ -190,9 +190,9 @@ class AxisModel:
         exchange: str | None = None,
         groups: Groups | None = None,
     ) -> BatchPart:
-        """:meth:`shard` of a batch that is known to be alike on all ``ranks``, whose groups
-        (:meth:`groups_for`) were made among ``groups``: no rank is asked. What the model does not
-        take is in ``rest``."""
+        """:meth:`shard` without a check that ``ranks`` have the same batch: no communication. Their
+        groups (:meth:`groups_for`) must exist in ``groups``. Fields that the model does not take
+        are in ``rest``."""
         known = {name: value for name, value in values.items() if name in self.inputs}
         others = {name: value for name, value in values.items() if name not in known}
         shards, placed = self._placed(known, ranks, groups)
@@ -219,7 +219,7 @@ class AxisModel:
         )
 
     def take(self, part: BatchPart) -> None:
-        """Spread the model: it works on a part from here on."""
+        """Spread the model: its forwards work on ``part`` from now on."""
         self._manager.take(part.placed)
         self._manager.spread = True
 
@@ -230,7 +230,7 @@ class AxisModel:
     def _placed(
         self, batch: Mapping[str, Any], ranks: Members, groups: Groups | None
     ) -> tuple[AxisShards, dict[str, Any]]:
-        """The shards of a batch on this rank, and its inputs on them."""
+        """The shards of a batch on this rank, and the local inputs."""
         if isinstance(self.model, FSDPModule):
             add_plainly(self.model)
         tensors, groups = self._tensors(batch), groups or self._groups
@@ -256,12 +256,12 @@ class AxisModel:
         found = dict(batch)
         for name, value in tensors.items():
             part = self.local(value, str(self.inputs[name]))
-            found[name] = part.view_as(part) if part is value else part  # whole is no shard
+            found[name] = part.view_as(part) if part is value else part  # not the input itself
             self._manager.know(found[name], shards)
         return shards, found
 
     def _local_labels(self, values: Mapping[str, Any], shards: AxisShards) -> torch.Tensor | None:
-        """The labels of this rank's places, of the dims of the first input with axes."""
+        """The labels of this rank's places; their dims are those of the first input with axes."""
         labels = values.get(self._label_name)
         if labels is None or self._label_name in self.inputs or self._main is None:
             return None if labels is None else labels
@@ -274,7 +274,7 @@ class AxisModel:
         return axis_groups(ranks, len(ranks) // parts)
 
     def most_ranks(self, batch: Mapping[str, Any], ranks: int) -> int:
-        """How many of ``ranks`` a batch can be spread over: an image has one frame."""
+        """How many of ``ranks`` can share a batch: at most as many as it has samples and places."""
         totals = self._totals(self._tensors(batch))
         for count in range(ranks, 1, -1):
             try:
@@ -285,13 +285,14 @@ class AxisModel:
         return 1
 
     def places(self, sample: Mapping[str, Any]) -> int:
-        """Places of all axes in a sample, or of those that its inputs tell."""
+        """Places of a sample: the product of the sizes of its axes, as far as its inputs show
+        them."""
         totals = self._totals(self._tensors(sample))
         return math.prod(n for name, n in totals.items() if name != self.batch)
 
     def local(self, x: torch.Tensor, dims: str) -> torch.Tensor:
-        """This rank's part of another tensor of the batch that all ranks have alike, as the axis in
-        shards is now: after a forward as in its result."""
+        """This rank's part of another tensor that all ranks have in full, along the axis that is
+        sharded now: after a forward, that of its result."""
         layout, shards = Dims.parse(dims), self._manager.at_work
         if self.batch is not None and self.batch in layout:
             if (self.batch,) not in layout.names:
@@ -300,8 +301,7 @@ class AxisModel:
         return shards.local(x, layout)
 
     def collect(self, x: torch.Tensor, dims: str) -> torch.Tensor:
-        """The whole of a result, on every rank: a loss of it is ``alike`` on all of them.
-        Collective."""
+        """Gather a result on every rank; a loss of it is ``alike`` on all of them. Collective."""
         layout, shards = Dims.parse(dims), self._manager.at_work
         whole = shards.whole(x, layout)
         if shards.across is None or self.batch is None or (self.batch,) not in layout.names:
@@ -310,8 +310,8 @@ class AxisModel:
         return gather(whole, layout.names.index((self.batch,)), shards.across, sizes=sizes)
 
     def back(self, out: Any, like: str) -> Any:
-        """A result, or the first of several, of the dims of the input ``like``, on the shards that
-        inputs have. Raises ModelError for one that is no tensor. Collective."""
+        """Switch a result (the first of several) with dims like the input ``like`` to the sharded
+        axis of the inputs. Raises ModelError for a result that is no tensor. Collective."""
         shards = self._manager.at_work
         if shards.group is None or shards.axis == self.axis:
             return out
@@ -347,7 +347,7 @@ class AxisModel:
         """The model's result, compiled where that is asked for and the order of stages is known."""
         if self._compiled is None or not self._manager.routes:
             return self.model(**inputs)
-        # Every shape is a graph of its own.
+        # Every shape gets its own graph.
         with torch._dynamo.config.patch(  # noqa: SLF001
             recompile_limit=_GRAPHS, accumulated_recompile_limit=_GRAPHS
         ):
@@ -356,8 +356,8 @@ class AxisModel:
         return out
 
     def _bound(self, out: Any, shards: AxisShards) -> Any:
-        """Have the backward of a result run while the model is spread: checkpoints run stages
-        again there."""
+        """Have the backward of a result run while the model is spread, as checkpoints recompute
+        stages in it."""
 
         def begin(_: Sequence[torch.Tensor]) -> None:
             if not self._manager.spread:
@@ -393,10 +393,10 @@ class AxisModel:
         shards = self._manager.at_work
         axis = shards.axis
         summed_loss(self.model, loss / len(shards.members) if alike else loss).backward()
-        self._manager.shards, shards.axis = shards, axis  # checkpoints go back to others
+        self._manager.shards, shards.axis = shards, axis  # recompute has set others
 
     def add_up(self, loss: torch.Tensor, *, alike: bool = False) -> torch.Tensor:
-        """The loss of all ranks together, once gradients are there: after the last
+        """The sum of the loss over all ranks; sums gradients too. Called after the last
         :meth:`backward` of a step. Collective."""
         whole = loss.detach().clone() / (self.ranks if alike else 1)
         if self._groups is not None:
@@ -431,7 +431,7 @@ class AxisModel:
         self._given, self._met, self._label_name = groups, True, label_name
 
     def read(self, item: Any, what: str) -> Item:
-        """Its tensors, with a dim of one sample where inputs have one."""
+        """The tensors of an item, with a dim of one sample where inputs have that dim."""
         if not isinstance(item, Mapping) or self._main not in item:
             got = ", ".join(map(str, item)) if isinstance(item, Mapping) else type(item).__name__
             raise DataError(what, got=got or "nothing", wanted=f"a field {self._main!r}")
@@ -443,11 +443,11 @@ class AxisModel:
         return {name: self._one(name, value, what) for name, value in found.items()}
 
     def length(self, sample: Item) -> int:
-        """Its places."""
+        """The number of places of a sample."""
         return self.places(sample)
 
     def begin(self, sample: Item, device: str) -> Callable[[], None]:
-        """:meth:`install`; returns what takes it back."""
+        """:meth:`install`; returns a function that undoes it."""
         installed = self.install()
 
         def end() -> None:
@@ -457,43 +457,45 @@ class AxisModel:
         return end
 
     def packs(self, samples: Sequence[Item]) -> list[Pack]:
-        """Those of one shape together."""
+        """Packs of samples that have the same shapes."""
         alike: dict[Any, list[Item]] = {}
         for sample in samples:
             alike.setdefault(self._kind(sample), []).append(sample)
         return [self._pack(some) for some in alike.values()]
 
     def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
-        """Samples of one shape: each axis that inputs show is shortened alike."""
+        """A pack of samples of one shape: every axis that inputs show is shortened by the same
+        factor."""
         total = sum(lengths)
         count = max(len(lengths), -(-total // document))
         one = self._shrunk(sample, total / count, ranks)
         return self._pack([one] * count)
 
     def ranks_for(self, pack: Pack, ranks: Members) -> Members:
-        """As many as samples and axes have places for."""
+        """The first ranks, at most as many as samples and axes have places for."""
         return ranks[: self.most_ranks(pack.values, len(ranks))]
 
     def groups_of(self, ranks: Members) -> list[Members]:
-        """Those of axes and across them, however samples are split."""
+        """The groups along the sharded axis and across samples, for every split of samples."""
         sizes = [each for each in range(1, len(ranks) + 1) if len(ranks) % each == 0]
         return sorted({some for each in sizes for some in axis_groups(ranks, each)})
 
     def prepare(self, groups: Iterable[Members]) -> None:
-        """Make groups. Collective."""
+        """Create the process groups of ``groups``. Collective."""
         if self._groups is not None:
             self._groups.prepare(groups)
 
     def number(self, outputs: Any) -> torch.Tensor:
-        """The square of its result."""
+        """The mean of the squares of the result, to start a backward from."""
         return logits_of(getattr(outputs, "sample", outputs)).float().square().mean()
 
     def order(self, exchange: str) -> TokenOrder:
-        """Places in a row."""
+        """Always ``natural``: each rank has consecutive places."""
         return "natural"
 
     def levels(self, layers: Sequence[torch.nn.Module]) -> Levels | None:
-        """Whole stages, in models whose layers each have a flag for it."""
+        """Recompute levels of layers; None unless each layer is one module with a flag for
+        recompute."""
         if not all("gradient_checkpointing" in vars(layer) for layer in layers):
             return None
 
@@ -505,15 +507,15 @@ class AxisModel:
         return Levels(choose=choose, known=("full",), entries=entries)
 
     def stages_in(self, module: torch.nn.Module) -> int:
-        """How many modules of stages a module has."""
+        """The number of modules of stages within ``module``."""
         return sum(inner in self._manager.stages for inner in module.modules())
 
     def forget(self) -> None:
-        """What was learnt of stages, where a forward may have failed on some ranks."""
+        """Drop the records of earlier forwards, as one may have failed on some ranks."""
         self._manager.forget()
 
     def detach(self) -> None:
-        """Take the hooks away."""
+        """Remove all hooks from the model."""
         self._manager.close()
 
     def _tensors(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -540,7 +542,8 @@ class AxisModel:
         return {name: n for name, n in found.items() if name in wanted}
 
     def _require_declared(self, batch: Mapping[str, Any], samples: int) -> None:
-        """Raise DataError for tensors that may be of all samples, where ranks have some of them."""
+        """Raise DataError for tensors without declared dims that may have a dim of samples, where
+        ranks have different samples."""
         for name, value in batch.items():
             tensor = isinstance(value, torch.Tensor) and value.dim() > 0
             if name not in self.inputs and tensor and len(value) == samples > 1:
@@ -555,8 +558,8 @@ class AxisModel:
         return totals.get(self.batch, 1) if self.batch else 1
 
     def _parts(self, totals: Mapping[str, int], ranks: int) -> int:
-        """Parts of the samples that ``ranks`` work on apart: each axis has places for all ranks of
-        a part."""
+        """Parts into which samples are split so that every axis has at least one place for each of
+        the ranks that share a part."""
         places = min(n for name, n in totals.items() if name != self.batch)
         return split_batch(self._samples(totals), totals[self.axis], ranks, fewest=places)
 
@@ -588,7 +591,8 @@ class AxisModel:
         return 1 if at is None else int(values[self._main].shape[at])
 
     def _kind(self, sample: Item) -> Any:
-        """What samples of one pack have alike: shapes, and inputs that have no samples."""
+        """A key that is equal for samples of one pack: their shapes, and the values of inputs that
+        have no dim of samples."""
         found: list[Any] = []
         for name, value in sorted(sample.items()):
             dims = self._dims(name)
@@ -606,7 +610,8 @@ class AxisModel:
         return Pack(values=values, tokens=places, targets=places)
 
     def _shrunk(self, sample: Item, places: float, ranks: int) -> Item:
-        """A sample of about so many places, and one for each rank on every axis."""
+        """A sample cut to about ``places`` places, with at least one for each rank on every
+        axis."""
         sizes = dict[str, int]()
         for name, dims in self.inputs.items():
             for at, names in enumerate(dims.names):
@@ -628,6 +633,7 @@ class AxisModel:
 
 
 def axis_groups(ranks: Members, each: int) -> list[Members]:
-    """Blocks of ``each`` of the ranks, and those of the same place in all blocks."""
+    """Blocks of ``each`` consecutive ranks, and the groups of ranks that have the same index in all
+    blocks."""
     blocks = [ranks[at : at + each] for at in range(0, len(ranks), each)]
     return [*blocks, *(ranks[at::each] for at in range(each))]

@@ -44,9 +44,9 @@ def recompute_blocks(model: Any, level: Kept) -> None:
 
 
 class BlockLevels:
-    """Chooses before each forward of a model of transformers what each of its ``blocks`` computes
-    again. Raises ModelError for models that do not know their blocks, and for blocks that it does
-    not know as such."""
+    """Chooses before each forward which recompute level each of the ``blocks`` of a transformers
+    model uses. Raises ModelError for a model that does not support checkpoints, and for ``blocks``
+    that do not."""
 
     def __init__(self, model: Any, blocks: Sequence[torch.nn.Module]) -> None:
         self._blocks = [cast(_Block, block) for block in blocks]
@@ -61,13 +61,13 @@ class BlockLevels:
         self.choose(["none"] * len(blocks))
 
     def choose(self, levels: Sequence[Recompute]) -> None:
-        """The level of each block in the next forward."""
+        """Set the recompute level of each block for the next forward."""
         for block, level in zip(self._blocks, levels, strict=True):
             block.gradient_checkpointing = level != "none"
         self._coming = deque(level for level in levels if level != "none")
 
     def _next(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What a block that is about to run is computed again under."""
+        """The two contexts (forward, recompute) of the next block's checkpoint."""
         level = self._coming.popleft() if self._coming else "full"
         return _contexts() if level == "attention" else (nullcontext(), nullcontext())
 
@@ -90,15 +90,15 @@ class WrappedLevels:
             block.forward = partial(self._run, index, block.forward)
 
     def __deepcopy__(self, memo: Any) -> WrappedLevels:
-        """The same: blocks of a copied model compute again what these do."""
+        """Returns this object itself: the blocks of a copied model follow the same levels."""
         return self
 
     def remove(self) -> None:
-        """Leave the blocks as they were."""
+        """Give the blocks back their own forwards."""
         self._hooks.close()
 
     def choose(self, levels: Sequence[Recompute]) -> None:
-        """The level of each block in the next forward."""
+        """Set the recompute level of each block for the next forward."""
         self._levels = list(levels)
 
     def _run(self, index: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:

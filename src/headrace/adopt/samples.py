@@ -1,4 +1,4 @@
-"""Items of a user's data set as tensors: what models of tokens read of them."""
+"""Items of a user's data set as tensors, for models of tokens."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ __all__ = ["TokenReader", "is_numbers", "packed", "sample_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenReader:
-    """Reads items with token numbers in the field ``tokens``, and labels of a ``kind``."""
+    """Reads items whose field ``tokens`` has token ids, with labels of the kind ``kind``."""
 
     tokens: str
     kind: Labels
     label_name: str = "labels"
 
     def read(self, item: Any, what: str) -> Item:
-        """Its tokens and labels."""
+        """The tensors of an item: tokens, labels and other fields."""
         if isinstance(item, Mapping) and self.label_name in item and self.label_name != "labels":
             item = {("labels" if k == self.label_name else k): v for k, v in item.items()}
         return sample_of(item, self.tokens, self.kind, what)
 
     def length(self, sample: Item) -> int:
-        """Its tokens."""
+        """The number of tokens of a sample."""
         return len(sample[self.tokens])
 
 
 def sample_of(item: Any, tokens: str, kind: Labels, what: str) -> Item:
-    """An item of a data set as tensors [n, ...] without padding: a mapping, (tokens, labels), or
-    tokens. Labels, the tokens themselves where there are none, are moved to the places that predict
-    them. Raises DataError for other things."""
+    """An item of a data set as tensors [n, ...] without padding; it is a mapping, (tokens, labels),
+    or tokens. Labels (the tokens themselves where there are none) are shifted to the places that
+    predict them. Raises DataError for other items."""
     if not isinstance(item, Mapping):
         pair = item if isinstance(item, tuple) else (item,)
         item = dict(zip((tokens, "labels"), pair, strict=False))
@@ -73,7 +73,7 @@ def sample_of(item: Any, tokens: str, kind: Labels, what: str) -> Item:
 
 
 def packed(samples: Sequence[Item]) -> Item:
-    """Samples in one row [1, t, ...], with places that begin again at 0 with each."""
+    """Samples concatenated in one row [1, t, ...], with position ids that start at 0 in each."""
     row = {name: torch.cat([sample[name] for sample in samples])[None] for name in samples[0]}
     if "position_ids" not in row:
         counts = [torch.arange(len(sample["labels"])) for sample in samples]

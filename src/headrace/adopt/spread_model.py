@@ -30,12 +30,12 @@ Item = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pack:
-    """What a model takes in one call.
+    """The samples that a model takes in one call.
 
     Attributes:
-        values: Its inputs, and other fields of its samples, whole.
+        values: Inputs and other fields of the samples, not sharded.
         tokens: How many tokens (places) it has.
-        targets: How many of these have a loss.
+        targets: How many of these tokens have a loss.
     """
 
     values: dict[str, torch.Tensor]
@@ -50,17 +50,17 @@ class Pack:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchPart(Mapping[str, Any]):
-    """What one rank has of a batch. As a mapping it is its ``inputs``: ``run(**part)``.
+    """One rank's part of a batch. As a mapping it is its ``inputs``: ``run(**part)``.
 
     Attributes:
-        inputs: What the model is given: of tokens [b, s_r, ...], the local ones of every row.
+        inputs: Arguments of the model: for tokens [b, s_r, ...], the local ones of every row.
         labels: The labels of the local places, [b, s_r] of tokens, with IGNORED (-100) where there
             is no loss; None where the batch has none.
         group: The group of ranks that share the batch; None where this rank has it alone.
         targets: Tokens of the whole step that have a loss; 0 where nobody knows.
         tokens: Tokens (places) on this rank.
         rest: Fields of the local samples that the model does not take.
-        placed: Where the whole batch is: a :class:`~headrace.adopt.placement.Placement` of tokens,
+        placed: How the batch is sharded: a :class:`~headrace.adopt.placement.Placement` of tokens,
             :class:`~headrace.adopt.axis_shards.AxisShards` of axes.
     """
 
@@ -90,18 +90,18 @@ class SampleReader(Protocol):
         ...
 
     def length(self, sample: Item) -> int:
-        """Tokens of a sample."""
+        """The number of tokens of a sample."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Levels:
-    """What layers may compute again in the backward.
+    """The recompute levels that layers support.
 
     Attributes:
-        choose: Told what each layer computes again in the next forward: nothing, or a level.
-        known: The levels besides nothing.
-        entries: Tensors as large as a layer's input that are kept of one that computes all again.
+        choose: Sets what each layer recomputes after the next forward: nothing, or a level.
+        known: The supported levels.
+        entries: Tensors as large as its input that a layer saves when it recomputes everything.
     """
 
     choose: Callable[[Sequence[Recompute]], None]
@@ -110,7 +110,7 @@ class Levels:
 
 
 class SpreadModel(SampleReader, Protocol):
-    """A model whose batches are worked on by groups of ranks."""
+    """A model that groups of ranks run together, each rank on its part of a batch."""
 
     @property
     def model(self) -> torch.nn.Module:
@@ -119,17 +119,17 @@ class SpreadModel(SampleReader, Protocol):
 
     @property
     def inner(self) -> torch.nn.Module:
-        """The user's own module."""
+        """The user's own module, without wrappers."""
         ...
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """How ranks of a group may meet, of which the quickest is kept for each size."""
+        """The exchanges that ranks of a group may use; the quickest is kept for each group size."""
         ...
 
     @property
     def whole(self) -> bool:
-        """Whether the model can only be run, and measured, as a whole."""
+        """Whether the model can be run and measured only with all its layers."""
         ...
 
     def shard(self, batch: Any) -> BatchPart:
@@ -145,8 +145,8 @@ class SpreadModel(SampleReader, Protocol):
         exchange: str | None = None,
         groups: Groups | None = None,
     ) -> BatchPart:
-        """:meth:`shard` of values that are known to be alike on all ``ranks``, whose groups are
-        made: no rank is asked.
+        """:meth:`shard` without communication, for values that all ``ranks`` have alike and whose
+        groups exist.
 
         Args:
             values: Those of a pack, or a batch.
@@ -158,7 +158,7 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def take(self, part: BatchPart) -> None:
-        """Spread the model: it works on a part from here on."""
+        """Spread the model: its forwards work on ``part`` from now on."""
         ...
 
     def release(self) -> None:
@@ -170,29 +170,31 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def add_up(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of all ranks together, once gradients are there: sums gradients too, where no
-        wrapper does. Collective."""
+        """The sum of the loss over all ranks; sums gradients too where no wrapper does. Called
+        after the backward. Collective."""
         ...
 
     def prepare(self, groups: Iterable[Members]) -> None:
-        """Make groups. Collective: every rank of the world calls it alike."""
+        """Create the process groups. Collective: every rank of the world calls it with the same
+        groups."""
         ...
 
     def install(self) -> Callable[[], None]:
-        """Have the model itself do what a call of this does while it is spread, so that a loop that
-        calls the model need not change; returns what takes that back."""
+        """Have the model itself do what a call of this object does while it is spread, so that a
+        loop that calls the model need not change. Returns a function that undoes this."""
         ...
 
     def detach(self) -> None:
-        """Give the model back as it was, for good."""
+        """Restore the model as it was; this object is of no use afterwards."""
         ...
 
     def join(self, groups: Groups, *, label_name: str) -> None:
-        """Work in a training loop: with its groups, and samples whose labels have such a name."""
+        """Work in a training loop: with its groups, and samples whose labels are in
+        ``label_name``."""
         ...
 
     def begin(self, sample: Item, device: str) -> Callable[[], None]:
-        """Look by a sample whether the model can be run on parts, and :meth:`install`. Raises
+        """Probe with a sample whether the model can be run on parts, and :meth:`install`. Raises
         ModelError where it cannot."""
         ...
 
@@ -201,20 +203,20 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
-        """A pack of samples like one, of such lengths or near, for so many ranks; none is longer
-        than a ``document``: models may know no more places."""
+        """A pack of samples like ``sample``, of about these lengths, for ``ranks`` ranks. No
+        document is longer than ``document``, as models may have a limit of positions."""
         ...
 
     def ranks_for(self, pack: Pack, ranks: Members) -> Members:
-        """Those of ``ranks`` that a pack can be spread over."""
+        """Those of ``ranks`` over which a pack can be spread."""
         ...
 
     def groups_of(self, ranks: Members) -> list[Members]:
-        """The groups that ranks which work together may need."""
+        """All groups that ranks which work together may need."""
         ...
 
     def number(self, outputs: Any) -> torch.Tensor:
-        """Some number of the model's results, to go backward from when it is measured."""
+        """A scalar of the model's results to start a backward from, when the model is measured."""
         ...
 
     def order(self, exchange: str) -> TokenOrder:
@@ -222,9 +224,9 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def levels(self, layers: Sequence[torch.nn.Module]) -> Levels | None:
-        """What chooses recompute of layers; None where they know none."""
+        """The recompute levels of ``layers``; None where they have none."""
         ...
 
     def forget(self) -> None:
-        """Drop what was learnt in forwards: after a failure ranks have run different ones."""
+        """Drop records of earlier forwards: after a failure they may differ between ranks."""
         ...
