@@ -22,7 +22,7 @@ _TOKEN_LOSSES = ("NllLossBackward0", "NllLoss2DBackward0")
 _VALUE_LOSSES = ("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
 _MEAN = 1
 _FAR = 64
-"""Nodes that are looked at: a loss is near the end of a graph."""
+"""Autograd nodes that are searched: a loss is near the end of a graph."""
 
 
 def check_loss(loss: torch.Tensor, targets: int, tokens: int) -> None:
@@ -41,7 +41,7 @@ def check_loss(loss: torch.Tensor, targets: int, tokens: int) -> None:
         return
     (node,) = nodes
 
-    # In the backward itself: one more of the first nodes alone would set off hooks of FSDP2.
+    # In the backward itself: an extra backward of these nodes would trigger hooks of FSDP2.
     def judge(outer: Sequence[torch.Tensor | None]) -> None:
         weight = _weight(outer[0], node, tokens)
         if weight is not None and abs(weight * targets - 1) > 1e-3:
@@ -73,8 +73,8 @@ def _loss_nodes(loss: torch.Tensor) -> list[Any]:
 
 
 def _weight(outer: torch.Tensor | None, node: Any, tokens: int) -> float | None:
-    """What each of ``tokens`` weighs in the loss whose gradient by a node's result is ``outer``;
-    None where it cannot be said."""
+    """The weight of each of ``tokens`` tokens in the loss, where ``outer`` is the gradient of the
+    loss by the node's result; None where it cannot be determined."""
     if outer is None or outer.dim():
         return None
     mean = node._saved_reduction == _MEAN  # noqa: SLF001

@@ -29,7 +29,7 @@ _LOCK_S = 2.0
 _DEAD_LOCK_S = 120.0
 
 _LEAST_BYTES = 1 << 16
-"""Where no room is left for so much the run would not write a line."""
+"""Free bytes that a run needs to start: with less it could not write its record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class TrainingRun:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """Its checkpoints; needs torch."""
+        """The checkpoints of the run; needs torch."""
         from headrace.engine.checkpoints import Checkpoints
 
         return Checkpoints(folder=self.folder)
 
     def summary(self) -> str:
-        """What it did, in about eleven lines."""
+        """A summary of the run in about eleven lines."""
         return summary_text(self.folder)
 
     def report(self, out: str | Path | None = None) -> Path:
@@ -163,7 +163,7 @@ def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
 
 
 def _lock(number: int) -> bool:
-    """Whether the file is ours now."""
+    """Whether this process got the lock of the file."""
     try:
         fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
