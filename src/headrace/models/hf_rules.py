@@ -1,4 +1,4 @@
-"""Which weights of the Hugging Face stand for which of ours: Llama, GPT-2 and BERT.
+"""The correspondence of our weights to those of Hugging Face: Llama, GPT-2 and BERT.
 
 A rule is the correspondence of one of our weights to one or more of theirs: a function that
 splits ours and one that joins theirs, exact inverses that only move rows and columns. Shapes: n
@@ -28,7 +28,7 @@ from headrace.spec.architecture import Architecture
 
 __all__ = ["EMBEDDING", "HEAD", "HEAD_BIASES", "PREFIX", "Rule", "rules_of"]
 
-#: What the names of all weights but the head begin with.
+#: Prefix of the names of all weights but the head.
 PREFIX = {"llama": "model.", "gpt": "transformer.", "bert": "bert."}
 EMBEDDING = {
     "llama": "model.embed_tokens.weight",

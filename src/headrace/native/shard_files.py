@@ -70,7 +70,7 @@ class TensorInfo:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Bytes of one row of the tensor."""
         return prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
 
     def __str__(self) -> str:
@@ -144,12 +144,12 @@ class StoredShard:
 
     @property
     def info(self) -> TensorInfo:
-        """What the index says of the whole tensor."""
+        """The index entry of the whole tensor."""
         return TensorInfo(shape=tuple(self.shape), dtype=_NAMES[self.tensor.dtype])
 
     @property
     def interval(self) -> Interval:
-        """What the index says of these rows."""
+        """The index entry of these rows."""
         return Interval(name=self.name, first_row=self.first_row, rows=self.tensor.shape[0])
 
 
@@ -411,7 +411,8 @@ def _cover(wanted: Interval, held: Sequence[tuple[FileInfo, Interval]]) -> list[
 
 
 def table_of(shards: Sequence[StoredShard], file: FileInfo) -> dict[str, Any]:
-    """What one rank tells of its file and of its tensors, those without rows too, as JSON."""
+    """The description of one rank's file and tensors for :func:`join_tables`, as JSON; tensors
+    without rows are included."""
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         _add(tensors, shard.name, shard.info)

@@ -20,7 +20,7 @@ __all__ = ["DropoutKey", "dropout", "keep_mask"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutKey:
-    """What a mask depends on besides the feature.
+    """All that a dropout mask depends on, besides the feature.
 
     ``seed`` and ``step`` of the run, ``samples`` [t] and ``positions`` [t] of this rank's tokens
     (int64): the sample's id in the corpus and the token's position in it.

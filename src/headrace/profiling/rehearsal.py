@@ -1,4 +1,4 @@
-"""Rehearsal: what one rank of a job would do and hold, found without the others.
+"""Rehearsal: the times and bytes of one rank of a job, found without the other ranks.
 
 This process plays one rank of p in a world of absent partners (:mod:`headrace.comm.fake_world`)
 and runs the same two layers of the same methods as the profiler. In one of two ways:

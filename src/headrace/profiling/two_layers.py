@@ -1,4 +1,4 @@
-"""Probes of a native model: two layers of it, with weights of noise.
+"""Probes of a native model: two of its layers, with random weights.
 
 Two layers serve for the whole model, as layers are alike: the first warms up (DCP, section 3.5).
 """
@@ -51,7 +51,7 @@ class EndsProbe:
         passed()
 
     def backward(self, passed: Passed) -> None:
-        """The same backward."""
+        """Run the backward of the last forward, and of the loss."""
         assert self._done is not None
         x, entry, ending = self._done
         self._done = None
