@@ -52,6 +52,7 @@ lint: $(READY) ## format, lint, types, spelling, dependencies, floors
 	$(BIN)/lint-imports
 	$(BIN)/python docs/make_reference.py --check
 	$(BIN)/python docs/make_house.py --check
+	$(BIN)/python docs/count_flows.py --check
 
 docs: $(DOCS) ## build the documentation
 	$(BIN)/sphinx-build -qW docs docs/_build
@@ -63,6 +64,7 @@ picture: $(READY) ## draw the plan that README.md shows anew
 reference: $(READY) ## write the generated pages and the drawing of the documentation anew
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_house.py
+	$(BIN)/python docs/count_flows.py
 
 lock: ## pin anew what constraints.txt pins (needs uv)
 	echo '$(TORCH)' | uv pip compile -q --universal --python-version 3.11 --all-extras \

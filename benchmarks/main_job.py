@@ -36,7 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 from headrace.comm.launch import World, start
 from headrace.config import Config
 from headrace.config.model import PlannerConfig
-from headrace.data import Batch, Reader
+from headrace.data.reader import Reader
+from headrace.data.sampler import Batch
 from headrace.engine.measured_costs import measured_costs
 from headrace.engine.rank import Rank, open_rank
 from headrace.engine.run_planner import RunPlanner

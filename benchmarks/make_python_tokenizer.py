@@ -15,10 +15,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from headrace.data import Source
 from headrace.data.documents import Skips
 from headrace.data.files import find_files
 from headrace.data.readers import Reading, read_documents
+from headrace.data.source import Source
 
 ENTRIES = 4096
 END = "<|end|>"

@@ -47,9 +47,13 @@ _LONGEST = 1000
 
 
 class HeadraceError(Exception):
-    """Base of all errors a user can cause or meet.
+    """Base of all errors that a user can cause or meet.
 
-    ``what`` names the thing at fault; ``got``, ``wanted`` and ``hint`` complete the sentence.
+    Args:
+        what: The thing at fault, with which the text begins.
+        got: What there was.
+        wanted: What there should be.
+        hint: What to do about it.
     """
 
     def __init__(
@@ -117,11 +121,17 @@ class NotFinite(HeadraceError):
 
 
 class LaunchError(HeadraceError):
-    """Ranks cannot be started."""
+    """The ranks of a job cannot be started, or one of them died."""
 
 
 class MissingExtra(HeadraceError):
-    """An optional dependency is absent."""
+    """An optional package is not installed.
+
+    Args:
+        package: The package.
+        extra: The extra of headrace that installs it.
+        needed_for: What needs it.
+    """
 
     def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
         super().__init__(
@@ -131,7 +141,15 @@ class MissingExtra(HeadraceError):
 
 
 def shortened(value: object, longest: int = 80) -> str:
-    """The text of a value, its middle left out where it has more than ``longest`` characters."""
+    """The text of a value, its middle left out where it is long.
+
+    Args:
+        value: Any value.
+        longest: Characters of its text that are shown.
+
+    Returns:
+        The text, with a count of the characters that are left out.
+    """
     text = str(value)
     if len(text) <= longest:
         return text
@@ -140,6 +158,18 @@ def shortened(value: object, longest: int = 80) -> str:
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str | None:
-    """A hint naming the closest option, or None when nothing is close."""
+    """Look for an option that a word may be a slip of.
+
+    Args:
+        word: What was written.
+        options: What could have been meant.
+
+    Returns:
+        A hint that names the closest option; None when nothing is close.
+
+    Example:
+        >>> hr.errors.did_you_mean("megatron", ["megatron_cz", "ulysses_z"])
+        "did you mean 'megatron_cz'?"
+    """
     close = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.data import draw_batches, parse_distribution
+from headrace.data.drawn_lengths import draw_batches, parse_distribution
 from headrace.spec.lengths import Lengths
 from headrace.units import parse_count
 
@@ -10,12 +10,29 @@ __all__ = ["batches", "draw", "parse"]
 
 
 def draw(distribution: str, *, tokens: int | str, seed: int = 0) -> Lengths:
-    """The lengths of one batch of at most ``tokens`` tokens (``"4M"``), drawn independently.
+    """Draw the lengths of one batch at random, independently of each other.
 
-    ``distribution`` is a law (``"lognormal:median=2000,sigma=1.4,max=128Ki"``, ``"fixed:4096"``), a
-    preset (``"github-code"``), ``"list:LENGTH/..."``, ``"file:PATH"``, or a mixture
-    ``"0.3*A + 0.7*B"``. A single sequence that is longer stands alone. Deterministic by ``seed``.
-    Raises ConfigError for a malformed text.
+    A sequence that is longer than the whole budget stands alone.
+
+    Args:
+        distribution: A law (``"lognormal:median=2000,sigma=1.4,max=128Ki"``, ``"fixed:4096"``), a
+            preset (``"github-code"``), ``"list:LENGTH/..."``, ``"file:PATH"``, or a mixture
+            ``"0.3*A + 0.7*B"``.
+        tokens: The most tokens of the batch, a number or a text such as ``"4M"``.
+        seed: The same seed gives the same lengths.
+
+    Returns:
+        The lengths.
+
+    Raises:
+        ConfigError: For a malformed distribution, a budget below one token, or a seed that is
+            negative.
+        DataError: For a file without lengths.
+        SpecError: For a malformed text of ``tokens``.
+
+    Example:
+        >>> hr.lengths.draw("fixed:100", tokens="1Ki").tokens
+        (100, 100, 100, 100, 100, 100, 100, 100, 100, 100)
     """
     return batches(distribution, 1, tokens=tokens, seed=seed)[0]
 
@@ -23,11 +40,41 @@ def draw(distribution: str, *, tokens: int | str, seed: int = 0) -> Lengths:
 def batches(
     distribution: str, count: int, *, tokens: int | str, seed: int = 0
 ) -> tuple[Lengths, ...]:
-    """The lengths of ``count`` batches, one after the other, each as :func:`draw` makes it."""
+    """Draw the lengths of several batches, one after the other, each as :func:`draw` makes it.
+
+    Args:
+        distribution: As for :func:`draw`.
+        count: How many batches to draw.
+        tokens: The most tokens of each batch, a number or a text such as ``"4M"``.
+        seed: The same seed gives the same batches.
+
+    Returns:
+        The lengths of each batch; their ids count the sequences over all batches.
+
+    Raises:
+        ConfigError: As for :func:`draw`, and for fewer than one batch or more than two million
+            sequences in all.
+        DataError: For a file without lengths.
+        SpecError: For a malformed text of ``tokens``.
+    """
     budget = parse_count(tokens) if isinstance(tokens, str) else tokens
     return tuple(draw_batches(parse_distribution(distribution), budget, count, seed))
 
 
 def parse(text: str) -> Lengths:
-    """The lengths that a text lists: ``"48000 9000 4000x3"``. Raises SpecError."""
+    """Read lengths from a text that lists them.
+
+    Args:
+        text: Lengths with blanks between, ``LENGTHxCOUNT`` for several equal ones.
+
+    Returns:
+        The lengths.
+
+    Raises:
+        SpecError: For a word that is no length, and for none at all.
+
+    Example:
+        >>> hr.lengths.parse("48000 9000 4000x3").total
+        69000
+    """
     return Lengths.parse(text)

@@ -59,7 +59,7 @@ def parse_count(text: str) -> int:
 
 
 def bytes_text(count: float) -> str:
-    """``1.5 GiB``: three significant digits in the largest fitting binary unit."""
+    """Bytes with three significant digits in the largest fitting binary unit: ``1.5 GiB``."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 999.5:
@@ -69,7 +69,8 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """``12 us``, ``3.4 ms``, ``1.84 s``, ``5 min 12 s``, ``2 h 05 min``."""
+    """Seconds for people, such as ``12 us``, ``3.4 ms``, ``1.84 s``, ``5 min 12 s``, ``2 h 05
+    min``."""
     if seconds < 0:
         return "-" + seconds_text(-seconds)
     if seconds < 0.9995e-3:
@@ -85,7 +86,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """``812``, ``4.1k``, ``13.3M``, ``1.2G``."""
+    """A count with three significant digits: ``812``, ``4.1k``, ``13.3M``, ``1.2G``."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= 0.9995 * size:
             return f"{_three(count / size)}{unit}"
@@ -93,12 +94,12 @@ def count_text(count: float) -> str:
 
 
 def percent_text(fraction: float) -> str:
-    """``2.8 %``; below a thousandth of a percent ``0 %``."""
+    """A fraction in percent, such as ``2.8 %``; below a thousandth of a percent ``0 %``."""
     if abs(fraction) < 1e-5:
         return "0 %"
     return f"{_three(100 * fraction)} %"
 
 
 def counted(count: int, thing: str) -> str:
-    """``1 sequence``, ``2,412 sequences``."""
+    """A count with its noun: ``1 sequence``, ``2,412 sequences``."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"

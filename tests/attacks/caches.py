@@ -18,7 +18,10 @@ from headrace.config import Config
 from headrace.costs import CostModel, synthetic_costs
 from headrace.costs.calibration import Calibration
 from headrace.costs.saving import save_whole, sealed
-from headrace.data import Corpus, Source, make_tokenizer, open_corpus
+from headrace.data.corpus import Corpus
+from headrace.data.opening import open_corpus
+from headrace.data.source import Source
+from headrace.data.tokens import make_tokenizer
 from headrace.engine.agreement import read_profile
 from headrace.engine.cost_cache import calibration_path, newest_costs, profile_path, remember_costs
 from headrace.engine.setup import architecture_of

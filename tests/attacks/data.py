@@ -16,7 +16,10 @@ import numpy as np
 from attacks.attack import Attack, Case, Outcome, refusal_of
 from attacks.damage import damaged
 from headrace.cli import main
-from headrace.data import Corpus, Source, make_tokenizer, open_corpus
+from headrace.data.corpus import Corpus
+from headrace.data.opening import open_corpus
+from headrace.data.source import Source
+from headrace.data.tokens import make_tokenizer
 from headrace.errors import HeadraceError
 from megatron_files import write_megatron
 

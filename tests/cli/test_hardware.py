@@ -10,7 +10,7 @@ import pytest
 from headrace.cli import main
 from headrace.config import Config
 from headrace.costs import synthetic_costs
-from headrace.data import make_tokenizer
+from headrace.data.tokens import make_tokenizer
 from headrace.engine.cost_cache import remember_costs
 from headrace.engine.setup import formula_costs
 from headrace.spec import Architecture, Plan

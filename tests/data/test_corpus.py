@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.data import Skipped, corpus_of, summarise, summarise_lengths
+from headrace.data.corpus import Skipped, corpus_of
+from headrace.data.length_summary import summarise, summarise_lengths
 from headrace.errors import DataError
 
 

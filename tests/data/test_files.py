@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.data import Source
 from headrace.data.files import find_files
+from headrace.data.source import Source
 from headrace.errors import ConfigError, DataError
 
 

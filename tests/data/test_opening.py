@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.data import Corpus, Source, Tokenizer, make_tokenizer, open_corpus
+from headrace.data.corpus import Corpus
+from headrace.data.opening import open_corpus
+from headrace.data.source import Source
 from headrace.data.token_reading import BLOCK_BYTES
+from headrace.data.tokens import Tokenizer, make_tokenizer
 from headrace.errors import DataError, MissingExtra
 
 BYTES = make_tokenizer("bytes")

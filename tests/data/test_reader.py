@@ -8,7 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from headrace.data import Reader, Sampler, SamplerOptions, StoredCorpus, corpus_of
+from headrace.data.corpus import StoredCorpus, corpus_of
+from headrace.data.reader import Reader
+from headrace.data.sampler import Sampler, SamplerOptions
 from headrace.errors import DataError
 
 DOCUMENTS = [[(7 * i + j) % 50 for j in range(2 + i)] for i in range(30)]

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from headrace.data import Batch, Sampler, SamplerOptions, StoredCorpus, corpus_of
+from headrace.data.corpus import StoredCorpus, corpus_of
+from headrace.data.sampler import Batch, Sampler, SamplerOptions
 from headrace.errors import ConfigError, DataError
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=40)

@@ -10,17 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.data import (
-    PRESETS,
-    Bins,
-    Distribution,
-    LogNormal,
-    Mixture,
-    Resampled,
-    draw_batches,
-    parse_distribution,
-    summarise_lengths,
-)
+from headrace.data.distributions import Bins, Distribution, LogNormal, Mixture, Resampled
+from headrace.data.drawn_lengths import PRESETS, draw_batches, parse_distribution
+from headrace.data.length_summary import summarise_lengths
 from headrace.errors import ConfigError, DataError
 
 

@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.data import Corpus, Source, make_tokenizer, open_corpus
+from headrace.data.corpus import Corpus
+from headrace.data.opening import open_corpus
+from headrace.data.source import Source
 from headrace.data.token_files import flat_table
+from headrace.data.tokens import make_tokenizer
 from headrace.errors import DataError
 from megatron_files import CODES, write_megatron
 

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.data import Source, make_tokenizer, open_corpus
 from headrace.data.hf_tokens import load_file
-from headrace.data.tokens import tokenizer_sizes
+from headrace.data.opening import open_corpus
+from headrace.data.source import Source
+from headrace.data.tokens import make_tokenizer, tokenizer_sizes
 from headrace.errors import DataError, MissingExtra
 
 PYTHON = Path(__file__).parents[2] / "examples" / "tokenizers" / "python-4096.json"

@@ -22,11 +22,15 @@ Results = Callable[[Any], Sequence[tuple[torch.Tensor, str]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AxisExample:
-    """A model, inputs for it, and what makes it run on shards.
+    """A small model of several axes, to verify that shards of its axes are exact.
 
-    ``results`` gives the tensors of a result with their dims; those without places of the axis are
-    alike on all ranks. ``single``: it computes some of it in single precision, whatever it is
-    given.
+    Attributes:
+        model: The model.
+        inputs: Inputs for it, by name.
+        results: Gives the tensors of a result, each with its dims; those without places of the axis
+            are alike on all ranks.
+        adapted: Makes the model run on shards.
+        single: Whether it computes some of it in single precision, whatever it is given.
     """
 
     model: torch.nn.Module
@@ -36,9 +40,19 @@ class AxisExample:
     single: bool = False
 
     def errors(self, alone: torch.nn.Module) -> tuple[float, float]:
-        """How far loss and gradients on all ranks are from those of ``alone``, the same model on
-        one: of the loss, and of the whole gradient by its norm. The loss is a sum of all values
-        with weights that are drawn. Collective."""
+        """How far the model on all ranks is from the same model on one. Collective.
+
+        The loss is a sum of all values of the results, with weights that are drawn.
+
+        Args:
+            alone: A copy of the model, which runs on this rank alone.
+
+        Returns:
+            Relative errors, of the loss and of the norm of the whole gradient.
+
+        Raises:
+            ModelError: For a model that cannot run on shards.
+        """
         whole = self.results(alone(**self.inputs))
         draw = torch.Generator().manual_seed(len(whole))
         weights = [torch.randn(x.shape, generator=draw, dtype=x.dtype) for x, _ in whole]

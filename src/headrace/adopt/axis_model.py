@@ -18,6 +18,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -29,10 +30,10 @@ from headrace.adopt.axis_hooks import HookManager
 from headrace.adopt.axis_shards import AxisShards, Dims
 from headrace.adopt.axis_stages import AxisStage
 from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
+from headrace.adopt.labels import logits_of, result_tensors
 from headrace.adopt.placement import fingerprint
 from headrace.adopt.samples import is_numbers
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
-from headrace.adopt.token_probe import logits_of, result_tensors
 from headrace.comm.collectives import agree
 from headrace.comm.mesh import Groups, device_of, groups_here
 from headrace.errors import DataError, InfeasiblePlan, ModelError, SpecError
@@ -56,9 +57,17 @@ Sizes = Callable[[Mapping[str, torch.Tensor]], Mapping[str, int]] | None
 class AxisModel:
     """A model that is spread by its axes; see :class:`~headrace.adopt.spread_model.SpreadModel`.
 
-    ``inputs`` are the dims of its inputs by name, those with places of ``axis``, which is in shards
-    where no stage says otherwise; ``batch`` names samples that may be worked on apart. ``sizes``
-    tells places of axes that the model makes of its inputs.
+    Args:
+        model: The model, alone or under DDP or FSDP2.
+        stages: The modules in which places of an axis see each other.
+        inputs: The dims of its inputs with places of axes, by name.
+        axis: The axis that is in shards where no stage says otherwise.
+        batch: The name of the samples, which may be worked on apart.
+        sizes: Gives places of axes that the model makes of its inputs, by name.
+        groups: The groups of this rank; those of the world when left out.
+
+    Raises:
+        SpecError: For an ``axis`` that no input has, where no ``sizes`` are given.
     """
 
     def __init__(
@@ -125,7 +134,7 @@ class AxisModel:
 
     @property
     def axes(self) -> frozenset[str]:
-        """Names of the axes of the model."""
+        """The names of the axes that stages mix, and of the one in shards."""
         return frozenset(self._manager.axes)
 
     @property
@@ -138,13 +147,12 @@ class AxisModel:
 
     @property
     def ranks(self) -> int:
-        """Ranks in the world."""
+        """The number of all ranks of the world."""
         return self._groups.ranks if self._groups is not None else 1
 
     @property
     def mates(self) -> int:
-        """Ranks that work on the same samples: a loss term that they compute alike is divided by
-        this number."""
+        """The number of ranks that work on the same samples. What they have alike counts once."""
         return self._manager.at_work.ranks
 
     def shard(self, batch: Mapping[str, Any]) -> BatchPart:
@@ -268,13 +276,31 @@ class AxisModel:
         return self.local(labels, str(self.inputs[self._main]))
 
     def groups_for(self, batch: Mapping[str, Any], ranks: Members) -> list[Members]:
-        """The groups in which ``ranks`` work on a batch. Raises InfeasiblePlan where they are too
-        many."""
+        """List the groups in which ranks work on a batch.
+
+        Args:
+            batch: Inputs of the model by name.
+            ranks: The ranks that share it.
+
+        Returns:
+            The ranks of each group.
+
+        Raises:
+            InfeasiblePlan: Where there are more ranks than samples and places together.
+        """
         parts = self._parts(self._totals(self._tensors(batch)), len(ranks))
         return axis_groups(ranks, len(ranks) // parts)
 
     def most_ranks(self, batch: Mapping[str, Any], ranks: int) -> int:
-        """How many of ``ranks`` can share a batch: at most as many as it has samples and places."""
+        """How many ranks a batch can be spread over: an image has one frame.
+
+        Args:
+            batch: Inputs of the model by name.
+            ranks: The ranks that are there.
+
+        Returns:
+            A number of at most ``ranks``.
+        """
         totals = self._totals(self._tensors(batch))
         for count in range(ranks, 1, -1):
             try:
@@ -285,14 +311,31 @@ class AxisModel:
         return 1
 
     def places(self, sample: Mapping[str, Any]) -> int:
-        """Places of a sample: the product of the sizes of its axes, as far as its inputs show
-        them."""
+        """Count the places of all axes in a sample, or of those that its inputs tell.
+
+        Args:
+            sample: Inputs of the model by name.
+
+        Returns:
+            The product of the places of the axes.
+        """
         totals = self._totals(self._tensors(sample))
         return math.prod(n for name, n in totals.items() if name != self.batch)
 
     def local(self, x: torch.Tensor, dims: str) -> torch.Tensor:
-        """This rank's part of another tensor that all ranks have in full, along the axis that is
-        sharded now: after a forward, that of its result."""
+        """Cut another tensor of the batch, which all ranks have alike, as the axis in shards is
+        now: after a forward as in its result.
+
+        Args:
+            x: The whole tensor.
+            dims: Its dims, such as ``b c t y x``.
+
+        Returns:
+            This rank's part.
+
+        Raises:
+            SpecError: For dims in which samples have no dim of their own.
+        """
         layout, shards = Dims.parse(dims), self._manager.at_work
         if self.batch is not None and self.batch in layout:
             if (self.batch,) not in layout.names:
@@ -301,7 +344,16 @@ class AxisModel:
         return shards.local(x, layout)
 
     def collect(self, x: torch.Tensor, dims: str) -> torch.Tensor:
-        """Gather a result on every rank; a loss of it is ``alike`` on all of them. Collective."""
+        """Put a result together on every rank: a loss of it is ``alike`` on all of them.
+        Collective.
+
+        Args:
+            x: This rank's part.
+            dims: Its dims.
+
+        Returns:
+            The whole tensor.
+        """
         layout, shards = Dims.parse(dims), self._manager.at_work
         whole = shards.whole(x, layout)
         if shards.across is None or self.batch is None or (self.batch,) not in layout.names:
@@ -310,8 +362,18 @@ class AxisModel:
         return gather(whole, layout.names.index((self.batch,)), shards.across, sizes=sizes)
 
     def back(self, out: Any, like: str) -> Any:
-        """Switch a result (the first of several) with dims like the input ``like`` to the sharded
-        axis of the inputs. Raises ModelError for a result that is no tensor. Collective."""
+        """Put a result on the shards that inputs have. Collective.
+
+        Args:
+            out: The result, a tensor or several of which the first counts.
+            like: The input whose dims it has.
+
+        Returns:
+            The result with the axis of the inputs in shards.
+
+        Raises:
+            ModelError: For a result that is no tensor.
+        """
         shards = self._manager.at_work
         if shards.group is None or shards.axis == self.axis:
             return out
@@ -372,10 +434,15 @@ class AxisModel:
 
     def compile(self, *, backend: str = "inductor", **options: Any) -> None:
         """Run the model as one graph, switches and all, once a first forward has shown the order of
-        its stages; one for each shape of a batch. ``options`` are those of torch.compile.
+        its stages; one graph for each shape of a batch.
 
-        Raises ModelError for models under DDP and FSDP2 and for TimeSformer, whose blocks can be
-        compiled instead, and in a later forward for stages that run twice or mix all axes.
+        Args:
+            backend: The backend of torch.compile.
+            options: Other options of torch.compile.
+
+        Raises:
+            ModelError: For models under DDP and FSDP2 and for TimeSformer, whose blocks can be
+                compiled instead; and in a later forward for stages that run twice or mix all axes.
         """
         if is_wrapped(self.model) or not self.traceable:
             raise ModelError(
@@ -388,16 +455,29 @@ class AxisModel:
         self._compiled = torch.compile(self.model, backend=backend, fullgraph=True, **options)
 
     def backward(self, loss: torch.Tensor, *, alike: bool = False) -> None:
-        """Add gradients of this rank's part of the loss; one that all ranks have ``alike``, as that
-        of a collected result, counts once."""
+        """Run the backward of this rank's part of a loss and add its gradients.
+
+        Args:
+            loss: A single number.
+            alike: Whether all ranks have the same loss, as that of a collected result: it counts
+                once.
+        """
         shards = self._manager.at_work
         axis = shards.axis
         summed_loss(self.model, loss / len(shards.members) if alike else loss).backward()
         self._manager.shards, shards.axis = shards, axis  # recompute has set others
 
     def add_up(self, loss: torch.Tensor, *, alike: bool = False) -> torch.Tensor:
-        """The sum of the loss over all ranks; sums gradients too. Called after the last
-        :meth:`backward` of a step. Collective."""
+        """Sum the loss over all ranks, and gradients too, where no wrapper does; call it after the
+        last :meth:`backward` of a step. Collective.
+
+        Args:
+            loss: What was given to :meth:`backward`.
+            alike: As for :meth:`backward`.
+
+        Returns:
+            The loss of all ranks together.
+        """
         whole = loss.detach().clone() / (self.ranks if alike else 1)
         if self._groups is not None:
             dist.all_reduce(whole)
@@ -431,7 +511,7 @@ class AxisModel:
         self._given, self._met, self._label_name = groups, True, label_name
 
     def read(self, item: Any, what: str) -> Item:
-        """The tensors of an item, with a dim of one sample where inputs have that dim."""
+        """Make a sample of an item: its tensors, with a dim of one sample where inputs have one."""
         if not isinstance(item, Mapping) or self._main not in item:
             got = ", ".join(map(str, item)) if isinstance(item, Mapping) else type(item).__name__
             raise DataError(what, got=got or "nothing", wanted=f"a field {self._main!r}")
@@ -443,11 +523,12 @@ class AxisModel:
         return {name: self._one(name, value, what) for name, value in found.items()}
 
     def length(self, sample: Item) -> int:
-        """The number of places of a sample."""
+        """Count the places of a sample."""
         return self.places(sample)
 
     def begin(self, sample: Item, device: str) -> Callable[[], None]:
-        """:meth:`install`; returns a function that undoes it."""
+        """Have the model give results on shards, as :meth:`install` does; returns what takes it
+        back."""
         installed = self.install()
 
         def end() -> None:
@@ -457,65 +538,70 @@ class AxisModel:
         return end
 
     def packs(self, samples: Sequence[Item]) -> list[Pack]:
-        """Packs of samples that have the same shapes."""
+        """Put samples of one shape together into one pack each."""
         alike: dict[Any, list[Item]] = {}
         for sample in samples:
             alike.setdefault(self._kind(sample), []).append(sample)
         return [self._pack(some) for some in alike.values()]
 
     def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
-        """A pack of samples of one shape: every axis that inputs show is shortened by the same
-        factor."""
+        """Make a pack of samples of one shape: each axis that inputs show is shortened alike."""
         total = sum(lengths)
         count = max(len(lengths), -(-total // document))
         one = self._shrunk(sample, total / count, ranks)
         return self._pack([one] * count)
 
     def ranks_for(self, pack: Pack, ranks: Members) -> Members:
-        """The first ranks, at most as many as samples and axes have places for."""
+        """Choose as many ranks as samples and axes have places for."""
         return ranks[: self.most_ranks(pack.values, len(ranks))]
 
     def groups_of(self, ranks: Members) -> list[Members]:
-        """The groups along the sharded axis and across samples, for every split of samples."""
+        """List the groups of axes and those across them, however samples are split."""
         sizes = [each for each in range(1, len(ranks) + 1) if len(ranks) % each == 0]
         return sorted({some for each in sizes for some in axis_groups(ranks, each)})
 
     def prepare(self, groups: Iterable[Members]) -> None:
-        """Create the process groups of ``groups``. Collective."""
+        """Make groups of ranks. Collective: every rank of the world calls it alike."""
         if self._groups is not None:
             self._groups.prepare(groups)
 
     def number(self, outputs: Any) -> torch.Tensor:
-        """The mean of the squares of the result, to start a backward from."""
+        """The mean square of the model's result."""
         return logits_of(getattr(outputs, "sample", outputs)).float().square().mean()
 
     def order(self, exchange: str) -> TokenOrder:
-        """Always ``natural``: each rank has consecutive places."""
+        """``natural``, as each rank has one run of places."""
         return "natural"
 
     def levels(self, layers: Sequence[torch.nn.Module]) -> Levels | None:
-        """Recompute levels of layers; None unless each layer is one module with a flag for
-        recompute."""
+        """Recompute of whole stages, in models whose layers each have a flag for it; else None."""
         if not all("gradient_checkpointing" in vars(layer) for layer in layers):
             return None
 
         def choose(levels: Sequence[Recompute]) -> None:
-            for layer, level in zip(layers, levels, strict=True):
+            for layer, level in zip(layers, chain(levels, repeat("none")), strict=False):
                 vars(layer)["gradient_checkpointing"] = level != "none"
 
         entries = max(1, self.stages_in(layers[0]))
         return Levels(choose=choose, known=("full",), entries=entries)
 
     def stages_in(self, module: torch.nn.Module) -> int:
-        """The number of modules of stages within ``module``."""
+        """Count the modules of stages within a module.
+
+        Args:
+            module: The module, which may be one itself.
+
+        Returns:
+            How many there are.
+        """
         return sum(inner in self._manager.stages for inner in module.modules())
 
     def forget(self) -> None:
-        """Drop the records of earlier forwards, as one may have failed on some ranks."""
+        """Drop what was learnt of stages, where a forward may have failed on some ranks."""
         self._manager.forget()
 
     def detach(self) -> None:
-        """Remove all hooks from the model."""
+        """Take the hooks off the model, for good."""
         self._manager.close()
 
     def _tensors(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -18,16 +18,17 @@ __all__ = ["AxisStage", "modules_of"]
 class AxisStage:
     """Modules in which places of an axis see each other.
 
-    Fields::
+    Attributes:
+        modules: Their names, ``*`` for a part of any name: ``blocks.*.temporal``.
+        mixes: The axes whose places see each other in them: ``t``, or several, ``t s``.
+        dims: The dims of their first argument and first result: ``(b s) t c``.
+        sides: The dims of other arguments that have places of axes, by number or name: what is
+            whole there is cut to this rank's places.
+        returns: Whether the axis that was in shards before is so again afterwards, for models whose
+            code between stages asks for it; else it stays as it is until a stage mixes it.
 
-        modules   their names, ``*`` for a part of any name: ``blocks.*.temporal``
-        mixes     the axes whose places see each other in them: ``t``, or several: ``t s``
-        dims      of their first argument and first result: ``(b s) t c``
-        sides     dims of other arguments that have places of axes, by number or name: what is
-                  whole there is cut to this rank's places
-        returns   whether the axis that was in shards before is so again afterwards, for models
-                  whose code between stages asks for it; else it stays as it is until a stage
-                  mixes it
+    Raises:
+        SpecError: For malformed dims, and for a mixed axis that the dims lack.
     """
 
     modules: str
@@ -53,7 +54,7 @@ class AxisStage:
 
     @property
     def layout(self) -> Dims:
-        """The dims of the first argument and result."""
+        """The dims of its modules' first argument, parsed."""
         return Dims.parse(self.dims)
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import chain, repeat
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -31,7 +32,20 @@ Kept = Literal["attention", "full"]
 
 
 def recomputed(function: Callable[..., Any], *inputs: Any, level: Kept = "attention") -> Any:
-    """``function(*inputs)``, of which the backward computes again what ``level`` says."""
+    """Run a part of a model so that its backward computes it again instead of keeping it.
+
+    Args:
+        function: The part, such as a block.
+        inputs: Its inputs; those that need gradients get them.
+        level: What is computed again: all but ``attention``, whose traffic is then not repeated, or
+            everything (``full``).
+
+    Returns:
+        ``function(*inputs)``.
+
+    Example:
+        >>> x = hr.recomputed(block, x)
+    """
     if level == "full":
         return checkpoint(function, *inputs, use_reentrant=False)
     return checkpoint(function, *inputs, use_reentrant=False, context_fn=_contexts)
@@ -61,8 +75,8 @@ class BlockLevels:
         self.choose(["none"] * len(blocks))
 
     def choose(self, levels: Sequence[Recompute]) -> None:
-        """Set the recompute level of each block for the next forward."""
-        for block, level in zip(self._blocks, levels, strict=True):
+        """The level of each block in the next forward; blocks beyond them recompute nothing."""
+        for block, level in zip(self._blocks, chain(levels, repeat("none")), strict=False):
             block.gradient_checkpointing = level != "none"
         self._coming = deque(level for level in levels if level != "none")
 
@@ -98,8 +112,8 @@ class WrappedLevels:
         self._hooks.close()
 
     def choose(self, levels: Sequence[Recompute]) -> None:
-        """Set the recompute level of each block for the next forward."""
-        self._levels = list(levels)
+        """The level of each block in the next forward; blocks beyond them recompute nothing."""
+        self._levels = [*levels, *["none"] * (len(self._levels) - len(levels))]
 
     def _run(self, index: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
         level = self._levels[index]

@@ -37,7 +37,7 @@ class ChosenLevels(Protocol):
     """Sets the recompute level of each block for the next forward."""
 
     def choose(self, levels: Sequence[Recompute]) -> None:
-        """Set one level for each block, in calling order."""
+        """Set what each block recomputes in the next forward; those beyond ``levels`` nothing."""
         ...
 
 

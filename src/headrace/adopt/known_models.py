@@ -220,19 +220,31 @@ def adapt(
     sizes: Sizes = None,
     groups: Groups | None = None,
 ) -> AxisModel:
-    """Run a multi-dimensional model on shards of its axes, unchanged (DSP). Arguments::
+    """Run a multi-dimensional model on shards of its axes, unchanged (DSP).
 
-        model    diffusers' Latte or Wan, or transformers' TimeSformer, which need nothing else, or
-                 one whose stages are named; alone, under DDP or FSDP2
-        stages   the modules in which places of an axis see each other
-        inputs   dims of the inputs with places of axes, by name: ``{"x": "b t s c"}``
-        axis     in shards where no stage says otherwise
-        batch    the name of the samples, which are worked on apart where there are more ranks than
-                 places of the axis
-        sizes    places of axes that the model makes of its inputs, by name
+    Args:
+        model: diffusers' Latte or Wan, or transformers' TimeSformer, which need nothing else, or
+            one whose stages are named; alone, under DDP or FSDP2.
+        stages: The modules in which places of an axis see each other.
+        inputs: The dims of the inputs with places of axes, by name: ``{"x": "b t s c"}``.
+        axis: The axis that is in shards where no stage says otherwise.
+        batch: The name of the samples, which are worked on apart where there are more ranks than
+            places of the axis.
+        sizes: Gives places of axes that the model makes of its inputs, by name.
+        groups: The groups of this rank; those of the world when left out.
 
-    Raises ModelError for models that are not known and have no stages, and for stages whose modules
-    are not there.
+    Returns:
+        The spread model: call it with what its ``shard`` gives.
+
+    Raises:
+        ModelError: For models that are not known and have no stages, and for stages whose modules
+            are not there.
+        SpecError: For an ``axis`` that no input has, where no ``sizes`` are given.
+
+    Example:
+        >>> stage = hr.AxisStage(modules="blocks.*.temporal", mixes="t", dims="(b s) t c")
+        >>> run = hr.adapt(model, stages=[stage], inputs={"x": "b t s c"}, axis="t")
+        >>> out = run(**run.shard({"x": video}))
     """
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     known = KNOWN.get(type(inner).__name__.removeprefix("FSDP"))

@@ -1,11 +1,12 @@
-"""Labels of tokens, and the loss of the tokens of one rank.
+"""Labels of tokens, the loss of those that a rank has, and where a model's results hold logits and
+loss.
 
 Shape legend: a batch of b rows of S tokens; s_r of every row on rank r; V tokens in a vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -24,7 +25,10 @@ __all__ = [
     "convention_of",
     "count_targets",
     "local_loss",
+    "logits_of",
+    "loss_of",
     "predicted",
+    "result_tensors",
 ]
 
 Labels = Literal["next", "same"]
@@ -83,6 +87,43 @@ def local_loss(logits: torch.Tensor, labels: torch.Tensor, targets: int | None) 
         reduction="sum",
     )
     return total / max(1, targets or 0)
+
+
+def logits_of(outputs: Any) -> torch.Tensor:
+    """The tensor that a model gives for its tokens. Raises ModelError when there is none."""
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(getattr(outputs, name, None), torch.Tensor):
+            return getattr(outputs, name)  # type: ignore[no-any-return]
+    parts = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    for part in parts:
+        if isinstance(part, torch.Tensor) and part.dim() >= 2:
+            return part
+    raise ModelError(
+        "results of the model",
+        got=type(outputs).__name__,
+        wanted="logits of its tokens",
+        hint="a tensor, a tuple that has one, or an attribute 'logits' or 'last_hidden_state'",
+    )
+
+
+def result_tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    """The tensors among a model's results, however they are nested."""
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, (tuple, list, Mapping)):
+        parts = outputs.values() if isinstance(outputs, Mapping) else outputs
+        for part in parts:
+            yield from result_tensors(part)
+    elif hasattr(outputs, "__dict__"):
+        yield from result_tensors(tuple(vars(outputs).values()))
+
+
+def loss_of(outputs: Any) -> torch.Tensor | None:
+    """The single number among a model's results, if there is one."""
+    if isinstance(getattr(outputs, "loss", None), torch.Tensor):
+        return outputs.loss  # type: ignore[no-any-return]
+    parts = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    return next((x for x in parts if isinstance(x, torch.Tensor) and x.dim() == 0), None)
 
 
 class LossHead:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,33 +12,66 @@ import torch
 from headrace.adopt.labels import Labels, predicted
 from headrace.adopt.spread_model import Item
 from headrace.errors import DataError
+from headrace.ops.loss import IGNORED
 
-__all__ = ["TokenReader", "is_numbers", "packed", "sample_of"]
+__all__ = ["LabelPlace", "TokenReader", "is_numbers", "is_value", "packed", "sample_of"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+LabelPlace = Literal["first", "last"]
+"""The token of a sample that has the sample's label."""
+
+
+@dataclass(slots=True, kw_only=True)
 class TokenReader:
-    """Reads items whose field ``tokens`` has token ids, with labels of the kind ``kind``."""
+    """Reads items with token numbers in the field ``tokens``, and labels of a ``kind``.
+
+    Attributes:
+        tokens: The field with token numbers.
+        kind: Whether labels are of the ``next`` token or of the ``same`` place.
+        label_name: The field with labels.
+        label_place: The token that has the label of a sample with one label, where samples may.
+        fields: The fields of the samples, those of the first one that was read.
+    """
 
     tokens: str
     kind: Labels
     label_name: str = "labels"
+    label_place: LabelPlace | None = None
+    fields: frozenset[str] | None = None
 
     def read(self, item: Any, what: str) -> Item:
-        """The tensors of an item: tokens, labels and other fields."""
+        """The tensors of an item, without padding, with labels at the places that predict them.
+        Raises DataError for items without tokens, with labels that are not of its tokens, with
+        values that are neither of tokens nor of samples, or with other fields than the first."""
         if isinstance(item, Mapping) and self.label_name in item and self.label_name != "labels":
             item = {("labels" if k == self.label_name else k): v for k, v in item.items()}
-        return sample_of(item, self.tokens, self.kind, what)
+        found = sample_of(item, self.tokens, self.kind, what, label_place=self.label_place)
+        if self.fields is None:
+            self.fields = frozenset(found)
+        elif self.fields != found.keys():
+            raise DataError(
+                f"fields of {what}",
+                got=", ".join(sorted(found)),
+                wanted=f"{', '.join(sorted(self.fields))}, as of the first item",
+                hint="every item has the same columns",
+            )
+        return found
 
     def length(self, sample: Item) -> int:
-        """The number of tokens of a sample."""
+        """The tokens of a sample."""
         return len(sample[self.tokens])
 
 
-def sample_of(item: Any, tokens: str, kind: Labels, what: str) -> Item:
-    """An item of a data set as tensors [n, ...] without padding; it is a mapping, (tokens, labels),
-    or tokens. Labels (the tokens themselves where there are none) are shifted to the places that
-    predict them. Raises DataError for other items."""
+def sample_of(
+    item: Any, tokens: str, kind: Labels, what: str, *, label_place: LabelPlace | None = None
+) -> Item:
+    """An item of a data set as tensors [n, ...] without padding: a mapping, (tokens, labels), or
+    tokens alone, which predict themselves where a model predicts the next one. Values of the whole
+    sample are given to each of its tokens. Labels are moved to the places that predict them.
+
+    Raises DataError for items without tokens, for labels that are not of the tokens, and for values
+    that are neither of tokens nor of the sample.
+    """
     if not isinstance(item, Mapping):
         pair = item if isinstance(item, tuple) else (item,)
         item = dict(zip((tokens, "labels"), pair, strict=False))
@@ -47,29 +80,88 @@ def sample_of(item: Any, tokens: str, kind: Labels, what: str) -> Item:
             what,
             got=f"fields {', '.join(map(str, item)) or 'none'}",
             wanted=f"a field {tokens!r}",
-            hint="say which field has the token numbers: tokens=...",
+            hint="say which field has the token numbers: samples=hr.SampleOptions(tokens=...)",
         )
-    found = {name: torch.as_tensor(value) for name, value in item.items() if is_numbers(value)}
-    count = len(found[tokens]) if found[tokens].dim() == 1 else 0
-    if not count:
+    found = {name: torch.as_tensor(x) for name, x in item.items() if is_value(x)}
+    if tokens not in found or found[tokens].dim() != 1 or not len(found[tokens]):
+        shape = list(found[tokens].shape) if tokens in found else type(item[tokens]).__name__
         raise DataError(
-            f"{tokens} of {what}", got=f"shape {list(found[tokens].shape)}", wanted="[n], n >= 1"
+            f"{tokens} of {what}",
+            got=f"shape {shape}",
+            wanted="[n], n >= 1",
+            hint="an item is one sample: a DataLoader gives single ones with batch_size=None",
         )
-    given = found.get("labels")
-    if "labels" in item and (given is None or given.dim() != 1 or len(given) != count):
+    count = len(found[tokens])
+    labels = _labels(item, found, count, tokens, kind, what, label_place)
+    for name, value in found.items():
+        if not value.dim():
+            found[name] = value.expand(count)
+        elif len(value) != count:
+            raise DataError(
+                f"{name} of {what}",
+                got=f"shape {list(value.shape)}",
+                wanted=f"[{count}, ...], a value of each token, or one number of the sample",
+                hint="leave out the columns that the loop does not use",
+            )
+    mask = found.pop("attention_mask", None)
+    if mask is not None:
+        found = {name: x[mask != 0] for name, x in found.items()}
+        labels = labels[mask != 0]
+        if not len(labels):
+            raise DataError(f"attention_mask of {what}", got="zeros alone", wanted="some ones")
+    if found.pop(_OF_SAMPLE, None) is not None:
+        place = 0 if label_place == "first" else len(labels) - 1
+        whole, labels = labels, torch.full_like(labels, IGNORED)
+        labels[place] = whole[place]
+        found["labels"] = labels
+    else:
+        found["labels"] = predicted(labels[None], kind)[0]
+    return found
+
+
+_OF_SAMPLE = "label of the sample"
+
+
+def _labels(
+    item: Mapping[Any, Any],
+    found: Item,
+    count: int,
+    tokens: str,
+    kind: Labels,
+    what: str,
+    place: LabelPlace | None,
+) -> torch.Tensor:
+    """The labels [n] of an item, taken out of what was found; a single one is noted there and
+    given to every token."""
+    given = found.pop("labels", None)
+    if "labels" not in item:
+        if kind == "next":
+            return found[tokens].long()
+        raise DataError(
+            f"labels of {what}",
+            got="none",
+            wanted=f"[{count}], one for each token",
+            hint="only a model that predicts the next token learns from tokens alone",
+        )
+    if given is not None and given.numel() == 1 and (count > 1 or not given.dim()):
+        if place is None:
+            raise DataError(
+                f"labels of {what}",
+                got="one for the sample",
+                wanted=f"[{count}], one for each token",
+                hint="say which token has a sample's label: "
+                'samples=hr.SampleOptions(label_place="last"), or "first"',
+            )
+        found[_OF_SAMPLE] = torch.ones(count)
+        return given.reshape(1).expand(count).long()
+    if given is None or given.dim() != 1 or len(given) != count:
         raise DataError(
             f"labels of {what}",
             got="no numbers" if given is None else f"shape {list(given.shape)}",
             wanted=f"[{count}], one for each token",
             hint="shift none by hand; IGNORED (-100) is where there is no loss",
         )
-    found = {name: x for name, x in found.items() if x.dim() and len(x) == count}
-    mask = found.pop("attention_mask", None)
-    if mask is not None:
-        found = {name: x[mask != 0] for name, x in found.items()}
-    labels = found.pop("labels", found[tokens]).long()
-    found["labels"] = predicted(labels[None], kind)[0]
-    return found
+    return given.long()
 
 
 def packed(samples: Sequence[Item]) -> Item:
@@ -79,6 +171,11 @@ def packed(samples: Sequence[Item]) -> Item:
         counts = [torch.arange(len(sample["labels"])) for sample in samples]
         row["position_ids"] = torch.cat(counts)[None]
     return row
+
+
+def is_value(value: Any) -> bool:
+    """Whether a field of an item is a number, several, or a tensor."""
+    return is_numbers(value) or isinstance(value, int | float | np.number)
 
 
 def is_numbers(value: Any) -> bool:

@@ -43,7 +43,7 @@ class Pack:
     targets: int
 
     def to(self, device: str) -> Pack:
-        """The same pack on a device."""
+        """Copy the pack to a device."""
         moved = {name: value.to(device) for name, value in self.values.items()}
         return Pack(values=moved, tokens=self.tokens, targets=self.targets)
 
@@ -86,11 +86,29 @@ class SampleReader(Protocol):
     """Makes samples of the items of a data set."""
 
     def read(self, item: Any, what: str) -> Item:
-        """The sample of an item. Raises DataError, about ``what``, for one that is none."""
+        """Make a sample of an item of the data set.
+
+        Args:
+            item: The item.
+            what: What the item is called in errors.
+
+        Returns:
+            Its fields as tensors.
+
+        Raises:
+            DataError: For an item that is no sample.
+        """
         ...
 
     def length(self, sample: Item) -> int:
-        """The number of tokens of a sample."""
+        """Count the tokens of a sample.
+
+        Args:
+            sample: What :meth:`read` gave.
+
+        Returns:
+            Tokens, or places of a clip.
+        """
         ...
 
 
@@ -99,9 +117,10 @@ class Levels:
     """The recompute levels that layers support.
 
     Attributes:
-        choose: Sets what each layer recomputes after the next forward: nothing, or a level.
-        known: The supported levels.
-        entries: Tensors as large as its input that a layer saves when it recomputes everything.
+        choose: Given what each layer recomputes in the next forward, ``none`` or a level; layers
+            beyond the end of what is given recompute nothing.
+        known: The levels besides nothing.
+        entries: Tensors as large as a layer's input that are kept of one that computes all again.
     """
 
     choose: Callable[[Sequence[Recompute]], None]
@@ -133,7 +152,14 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def shard(self, batch: Any) -> BatchPart:
-        """This rank's part of a batch that all ranks have alike. Collective."""
+        """Cut a batch that all ranks have alike into this rank's part. Collective.
+
+        Args:
+            batch: Inputs of the model by name, and other values of the batch.
+
+        Returns:
+            The part: call ``run(**part)``.
+        """
         ...
 
     def place(
@@ -145,8 +171,8 @@ class SpreadModel(SampleReader, Protocol):
         exchange: str | None = None,
         groups: Groups | None = None,
     ) -> BatchPart:
-        """:meth:`shard` without communication, for values that all ``ranks`` have alike and whose
-        groups exist.
+        """Cut values that are known to be alike on all ``ranks``, whose groups are made: no rank is
+        asked.
 
         Args:
             values: Those of a pack, or a batch.
@@ -154,11 +180,18 @@ class SpreadModel(SampleReader, Protocol):
             targets: Tokens of the whole step that have a loss.
             exchange: How the ranks meet; the model's own choice where it is None.
             groups: The groups of this rank, where they are not the model's own.
+
+        Returns:
+            This rank's part.
         """
         ...
 
     def take(self, part: BatchPart) -> None:
-        """Spread the model: its forwards work on ``part`` from now on."""
+        """Spread the model: it works on a part from here on.
+
+        Args:
+            part: What :meth:`shard` or :meth:`place` gave.
+        """
         ...
 
     def release(self) -> None:
@@ -166,22 +199,40 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of this rank's part of a loss."""
+        """Run the backward of this rank's part of a loss and add its gradients.
+
+        Args:
+            loss: This rank's part, a single number.
+        """
         ...
 
     def add_up(self, loss: torch.Tensor) -> torch.Tensor:
-        """The sum of the loss over all ranks; sums gradients too where no wrapper does. Called
-        after the backward. Collective."""
+        """Sum the loss over all ranks, and gradients too, where no wrapper does; call it once
+        gradients are there. Collective.
+
+        Args:
+            loss: This rank's part, a single number.
+
+        Returns:
+            The loss of all ranks together.
+        """
         ...
 
     def prepare(self, groups: Iterable[Members]) -> None:
-        """Create the process groups. Collective: every rank of the world calls it with the same
-        groups."""
+        """Make groups of ranks. Collective: every rank of the world calls it alike.
+
+        Args:
+            groups: The ranks of each group.
+        """
         ...
 
     def install(self) -> Callable[[], None]:
-        """Have the model itself do what a call of this object does while it is spread, so that a
-        loop that calls the model need not change. Returns a function that undoes this."""
+        """Have the model itself do what a call of this does while it is spread, so that a loop that
+        calls the model need not change.
+
+        Returns:
+            What takes that back.
+        """
         ...
 
     def detach(self) -> None:
@@ -189,42 +240,108 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def join(self, groups: Groups, *, label_name: str) -> None:
-        """Work in a training loop: with its groups, and samples whose labels are in
-        ``label_name``."""
+        """Work in a training loop.
+
+        Args:
+            groups: The groups of this rank in the loop.
+            label_name: The field of samples that has their labels.
+        """
         ...
 
     def begin(self, sample: Item, device: str) -> Callable[[], None]:
-        """Probe with a sample whether the model can be run on parts, and :meth:`install`. Raises
-        ModelError where it cannot."""
+        """Look by a sample whether the model can be run on parts, and :meth:`install`.
+
+        Args:
+            sample: A sample of the data set.
+            device: Where the model lives.
+
+        Returns:
+            What takes all of it back.
+
+        Raises:
+            ModelError: Where the model cannot be run on parts.
+        """
         ...
 
     def packs(self, samples: Sequence[Item]) -> list[Pack]:
-        """Samples in as few packs as can be."""
+        """Put samples together into as few packs as can be.
+
+        Args:
+            samples: The samples of a micro-batch.
+
+        Returns:
+            The packs, each for one call of the model.
+        """
         ...
 
     def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
-        """A pack of samples like ``sample``, of about these lengths, for ``ranks`` ranks. No
-        document is longer than ``document``, as models may have a limit of positions."""
+        """Make a pack of samples like one, to measure the model with.
+
+        Args:
+            sample: The sample to repeat or shorten.
+            lengths: The tokens that the samples of the pack should have, or nearly.
+            ranks: The ranks that will share the pack.
+            document: The most tokens of one sample: models may know no more places.
+
+        Returns:
+            The pack.
+        """
         ...
 
     def ranks_for(self, pack: Pack, ranks: Members) -> Members:
-        """Those of ``ranks`` over which a pack can be spread."""
+        """Choose the ranks that a pack can be spread over.
+
+        Args:
+            pack: The pack.
+            ranks: The ranks that are there for it.
+
+        Returns:
+            The first of these, as many as can have a part.
+        """
         ...
 
     def groups_of(self, ranks: Members) -> list[Members]:
-        """All groups that ranks which work together may need."""
+        """List the groups that ranks which work together may need.
+
+        Args:
+            ranks: The ranks.
+
+        Returns:
+            The ranks of each group.
+        """
         ...
 
     def number(self, outputs: Any) -> torch.Tensor:
-        """A scalar of the model's results to start a backward from, when the model is measured."""
+        """Make some number of the model's results, to go backward from when the model is measured.
+
+        Args:
+            outputs: What the model gave.
+
+        Returns:
+            A single number.
+        """
         ...
 
     def order(self, exchange: str) -> TokenOrder:
-        """How tokens are dealt out to the ranks of a group."""
+        """Say how tokens are dealt out to the ranks of a group.
+
+        Args:
+            exchange: How the ranks meet.
+
+        Returns:
+            ``natural`` or ``zigzag``.
+        """
         ...
 
     def levels(self, layers: Sequence[torch.nn.Module]) -> Levels | None:
-        """The recompute levels of ``layers``; None where they have none."""
+        """Look for what chooses recompute of layers.
+
+        Args:
+            layers: The layers, in the order of the forward.
+
+        Returns:
+            The levels; None where the layers know none.
+        """
         ...
 
     def forget(self) -> None:

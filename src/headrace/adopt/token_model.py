@@ -35,7 +35,10 @@ from headrace.adopt.labels import (
     convention_of,
     count_targets,
     local_loss,
+    logits_of,
+    loss_of,
     predicted,
+    result_tensors,
 )
 from headrace.adopt.model_layers import Layers, find_layers
 from headrace.adopt.operators import ModelSlot, StandIn
@@ -52,17 +55,9 @@ from headrace.adopt.placement import (
     placed_rows,
     require_tokens,
 )
-from headrace.adopt.samples import TokenReader, packed
+from headrace.adopt.samples import LabelPlace, TokenReader, packed
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
-from headrace.adopt.token_probe import (
-    Probed,
-    first_places,
-    logits_of,
-    loss_of,
-    probe,
-    result_tensors,
-    run_few,
-)
+from headrace.adopt.token_probe import Probed, first_places, probe, run_few
 from headrace.comm.collectives import agree
 from headrace.comm.mesh import Groups, device_of, groups_here
 from headrace.errors import ModelError, SpecError
@@ -140,6 +135,7 @@ class TokenModel:
         tokens: The name of the argument with token numbers.
         labels: Whether labels of :meth:`shard` are of the ``next`` token or of the ``same`` place.
         exchanges: How ranks of a group may meet when a plan decides.
+        label_place: The token that has the label of a sample with a single one.
     """
 
     def __init__(
@@ -163,10 +159,13 @@ class TokenModel:
         self.exchanges: tuple[str, ...] = (exchange,) if exchange else ("ulysses", "ring")
         self.inner = inner = model.module if isinstance(model, DistributedDataParallel) else model
         takes = inspect.signature(inner.forward).parameters
+        self._takes = frozenset(takes)
+        any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
         self._takes_places = "position_ids" in takes
         self._takes_labels = label_name in takes
         self.tokens = tokens or next(iter(takes))
         self._hugging = hasattr(inner, "config") and hasattr(inner, "base_model_prefix")
+        self._takes_any = any_name and not self._hugging  # transformers' drop what they do not know
         config = getattr(inner, "config", None)
         self._always = {"use_cache": False} if hasattr(config, "use_cache") else {}
         self._firsts = first_places(inner)
@@ -180,6 +179,8 @@ class TokenModel:
         self._ends = None if logits else LossHead(inner)
         self._called_last: Placement | None = None
         self._adds = self._leaving = False
+        self._reader: TokenReader | None = None
+        self.label_place: LabelPlace | None = None
         self._refusing = hook_before(inner, self._refuse_sharded, named=True)
 
     @property
@@ -216,7 +217,11 @@ class TokenModel:
 
     def prepare(self, groups: Iterable[Members]) -> None:
         """Make the groups of ranks among which batches will be sharded. Collective: every rank of
-        the world calls it alike, before :meth:`shard` with groups of its own."""
+        the world calls it alike, before :meth:`shard` with groups of its own.
+
+        Args:
+            groups: The ranks of each group.
+        """
         if self._groups is not None:
             wanted = list(groups)
             self._groups.prepare([some for ranks in wanted for some in group_parts(ranks)])
@@ -310,11 +315,13 @@ class TokenModel:
         first = self._probed.first if self._takes_places else None
         inputs, labels = local_inputs(values, self.tokens, placement, first=first)
         self._placed[inputs[self.tokens]] = placement
+        rest = {name: inputs.pop(name) for name in [*inputs] if not self._takes_field(name)}
         if labels is not None and (self._hugging or self._takes_labels):
             inputs[self._label_name] = labels
         _mark_dynamic(inputs)
         return BatchPart(
             inputs=inputs,
+            rest=rest,
             labels=labels,
             group=group,
             targets=targets or 0,
@@ -435,7 +442,11 @@ class TokenModel:
         return attention(q, k, v, self._slot.handle, causal=causal, window=window, scale=scale)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of this rank's part of a loss."""
+        """Run the backward of this rank's part of a loss and add its gradients.
+
+        Args:
+            loss: This rank's part, a single number.
+        """
         summed_loss(self.model, loss).backward()
 
     def add_up(self, loss: torch.Tensor) -> torch.Tensor:
@@ -457,8 +468,14 @@ class TokenModel:
         return whole
 
     def probe(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Check once whether the model can be run on parts of its tokens. Raises ModelError when it
-        cannot. Does nothing for fake tensors."""
+        """Look whether the model can be run on parts of its tokens, if that was not done yet.
+
+        Args:
+            batch: Inputs of the model by name; of fake tensors nothing can be told.
+
+        Raises:
+            ModelError: When it cannot.
+        """
         if any(isinstance(p, FakeTensor) for p in self.inner.parameters()):
             self._probed = Probed(attentions=0, first=self._firsts[-1])
         if self._probed is None:
@@ -469,14 +486,27 @@ class TokenModel:
             self._probed = self._probe(batch)
 
     def first_place(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """The position id that the model gives the first token of a row, where it takes position
-        ids."""
+        """The position that the model gives to the first token of a row.
+
+        Args:
+            batch: Inputs of the model by name.
+
+        Returns:
+            The position, for models that take positions.
+        """
         self.probe({k: v for k, v in batch.items() if k != "position_ids"})
         assert self._probed is not None, "probed"
         return self._probed.first
 
     def plain_inputs(self, ids: torch.Tensor) -> dict[str, Any]:
-        """The inputs of the plain model for token ids [b, S]."""
+        """Make what the plain model is given for some tokens.
+
+        Args:
+            ids: Token numbers [b, S].
+
+        Returns:
+            Inputs by name.
+        """
         return {self.tokens: ids, **self._always}
 
     def join(self, groups: Groups, *, label_name: str) -> None:
@@ -498,14 +528,21 @@ class TokenModel:
 
     def read(self, item: Any, what: str) -> Item:
         """The tokens and labels of an item, labels moved to the places that predict them."""
+        if self._reader is None:
+            self._reader = TokenReader(
+                tokens=self.tokens,
+                kind=self.labels,
+                label_name=self._label_name,
+                label_place=self.label_place,
+            )
         return self._reader.read(item, what)
 
     def length(self, sample: Item) -> int:
-        """The tokens of a sample."""
-        return self._reader.length(sample)
+        """Count the tokens of a sample."""
+        return len(sample[self.tokens])
 
     def packs(self, samples: Sequence[Item]) -> list[Pack]:
-        """All samples in one row."""
+        """Put all samples into one row, one pack."""
         row = packed(samples)
         assert self._probed is not None, "begin() probes"
         row["position_ids"] = row["position_ids"] + self._probed.first
@@ -513,18 +550,18 @@ class TokenModel:
         return [Pack(values=row, tokens=labels.shape[1], targets=int((labels != IGNORED).sum()))]
 
     def made(self, sample: Item, lengths: Sequence[int], ranks: int, *, document: int) -> Pack:
-        """A pack that repeats the tokens of a sample."""
+        """Make a pack of the tokens of a sample, begun again as often as needed."""
         parts = [min(document, n - start) for n in lengths for start in range(0, n, document)]
         row = packed([{k: _repeated(v, n) for k, v in sample.items()} for n in parts])
         tokens = sum(lengths)
         return Pack(values=row, tokens=tokens, targets=tokens)
 
     def ranks_for(self, pack: Pack, ranks: Members) -> Members:
-        """The first ranks, at most as many as the pack has tokens."""
+        """Choose as many ranks as the pack has tokens."""
         return ranks[: pack.tokens]
 
     def groups_of(self, ranks: Members) -> list[Members]:
-        """All ranks, and the blocks and rings of meshes of them."""
+        """List all ranks as one group, and the blocks and rings of meshes of them."""
         return group_parts(ranks)
 
     def number(self, outputs: Any) -> torch.Tensor:
@@ -546,10 +583,6 @@ class TokenModel:
 
     def forget(self) -> None:
         """Does nothing: no record of forwards is kept."""
-
-    @property
-    def _reader(self) -> TokenReader:
-        return TokenReader(tokens=self.tokens, kind=self.labels, label_name=self._label_name)
 
     def _refuse_sharded(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Raise ModelError where the plain model receives a part of a batch: its tokens would see
@@ -652,11 +685,15 @@ class TokenModel:
     def _known(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The inputs of a batch that the model is given when it is probed."""
         named = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
-        if self._hugging or not self._takes_labels:
+        if self._hugging:
             named.pop(self._label_name, None)
-        if not self._takes_places:
-            named.pop("position_ids", None)
-        return named
+        return {name: value for name, value in named.items() if self._takes_field(name)}
+
+    def _takes_field(self, name: str) -> bool:
+        """Whether the model is given a field of the batch."""
+        if name == "position_ids":
+            return self._takes_places
+        return self._takes_any or name in self._takes or name == self.tokens
 
 
 def _mark_dynamic(inputs: Mapping[str, Any]) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.adopt.labels import logits_of, loss_of
 from headrace.adopt.operators import ModelSlot, StandIn
 from headrace.errors import ModelError
 
-__all__ = ["Probed", "first_places", "logits_of", "loss_of", "probe", "run_few", "result_tensors"]
+__all__ = ["Probed", "first_places", "probe", "run_few"]
 
 _TOKENS = 13
 _PARTS = ((0, 5), (5, 8), (8, 13))  # of two tokens or more: graphs know one from many
@@ -36,43 +37,6 @@ def first_places(model: torch.nn.Module) -> tuple[int, ...]:
     padding's number for padding begin after it."""
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     return (0,) if padding is None else (0, padding + 1)
-
-
-def logits_of(outputs: Any) -> torch.Tensor:
-    """The tensor that a model gives for its tokens. Raises ModelError when there is none."""
-    for name in ("logits", "last_hidden_state"):
-        if isinstance(getattr(outputs, name, None), torch.Tensor):
-            return getattr(outputs, name)  # type: ignore[no-any-return]
-    parts = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-    for part in parts:
-        if isinstance(part, torch.Tensor) and part.dim() >= 2:
-            return part
-    raise ModelError(
-        "results of the model",
-        got=type(outputs).__name__,
-        wanted="logits of its tokens",
-        hint="a tensor, a tuple that has one, or an attribute 'logits' or 'last_hidden_state'",
-    )
-
-
-def result_tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    """The tensors among a model's results, however they are nested."""
-    if isinstance(outputs, torch.Tensor):
-        yield outputs
-    elif isinstance(outputs, (tuple, list, Mapping)):
-        parts = outputs.values() if isinstance(outputs, Mapping) else outputs
-        for part in parts:
-            yield from result_tensors(part)
-    elif hasattr(outputs, "__dict__"):
-        yield from result_tensors(tuple(vars(outputs).values()))
-
-
-def loss_of(outputs: Any) -> torch.Tensor | None:
-    """The single number among a model's results, if there is one."""
-    if isinstance(getattr(outputs, "loss", None), torch.Tensor):
-        return outputs.loss  # type: ignore[no-any-return]
-    parts = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-    return next((x for x in parts if isinstance(x, torch.Tensor) and x.dim() == 0), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from headrace.cli.draw_plan import draw_picture, require_picture
 from headrace.cli.flags import PlanFlags, SimulateFlags, overrides
 from headrace.config import Config
 from headrace.costs import CostModel
-from headrace.data import draw_batches, parse_distribution
+from headrace.data.drawn_lengths import draw_batches, parse_distribution
 from headrace.engine.cost_cache import costs_at_hand
 from headrace.engine.listener import ProgressLines
 from headrace.engine.plans import programs_of, rivals

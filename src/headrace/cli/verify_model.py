@@ -17,10 +17,9 @@ from rich.table import Table
 from torch.nn.functional import cross_entropy
 
 import headrace
-from headrace.adopt.labels import predicted
+from headrace.adopt.labels import logits_of, predicted
 from headrace.adopt.placement import Exchange
 from headrace.adopt.token_model import TokenModel
-from headrace.adopt.token_probe import logits_of
 from headrace.cli.display import tell
 from headrace.cli.foreign_models import foreign_model
 from headrace.comm.launch import World, start
@@ -192,7 +191,7 @@ def _compared(
     *,
     counts: bool,
 ) -> _Verdict:
-    """One case."""
+    """What one case gives: loss and gradients on all ranks against those on one."""
     inputs = _inputs(batch, seed, run)
     loss, gradients, kept = _spread(run, inputs, exchange, counts=counts)
     wanted, expected = _alone(plain, run, inputs, batch)

@@ -43,7 +43,7 @@ class ClipsDataConfig(Section):
     images have one frame."""
 
     clips: Positive = 10_000
-    """Clips of an epoch."""
+    """Number of clips of one epoch."""
 
     batch_tokens: Count | None = None
     """Places (frames times patches) of one optimizer step (``"64Ki"``)."""
@@ -83,22 +83,22 @@ class ClipsModelConfig(Section):
     """Transformer-2D: layers of a block over space and one over time."""
 
     kind: Literal["transformer-2d"]
-    """``transformer-2d``."""
+    """The model, ``transformer-2d``."""
 
     preset: Literal["720m", "3b", "tiny"] | None = None
     """A shape of the paper's (DSP, Table 5), or a tiny one; the other keys change it."""
 
     layers: Positive | None = None
-    """Layers, of two blocks each."""
+    """Number of layers, each of two blocks."""
 
     hidden: Positive | None = None
     """Features of a patch between layers."""
 
     heads: Positive | None = None
-    """Heads of attention."""
+    """Number of attention heads."""
 
     channels: Positive | None = None
-    """Values of a patch."""
+    """Number of values of a patch."""
 
     @model_validator(mode="after")
     def _whole(self) -> ClipsModelConfig:
@@ -136,7 +136,7 @@ class ClipsConfig(Section):
 
     @classmethod
     def load(cls, path: str | Path, *changes: str) -> ClipsConfig:
-        """As :meth:`headrace.Config.load`."""
+        """Read a configuration of a run over clips, as :meth:`headrace.Config.load` does."""
         return read_config(cls, Path(path), changes)
 
     def to_json(self) -> dict[str, Any]:

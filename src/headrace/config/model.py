@@ -52,7 +52,7 @@ class RunConfig(Section):
     """Name of the run; its folder is ``OUT/NAME-DATE-TIME`` unless ``--out`` says otherwise."""
 
     out: Place = "runs"
-    """Folder of all runs."""
+    """Folder that holds the folders of all runs."""
 
     seed: Natural = 0
     """Seed of the weights, the order of the data, and dropout."""
@@ -70,7 +70,7 @@ class RunConfig(Section):
 
 
 class DataConfig(Section):
-    """What to train on."""
+    """The data to train on, and how batches are made of it."""
 
     kind: Literal["text", "jsonl", "parquet", "memmap", "fasta"] = "text"
     """Kind of files: one document per file (text), per line (jsonl), per row (parquet), token ids
@@ -153,7 +153,7 @@ class OptimizerConfig(Section):
     ``{ betas = [0.9, 0.99] }``; torch's defaults where left out."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-3
-    """Highest learning rate."""
+    """Highest learning rate of the schedule."""
 
     beta1: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Decay of AdamW's first moment; 0.9 when left out."""
@@ -273,13 +273,13 @@ class ProfileConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """State on disk."""
+    """When the state of a run is written to disk."""
 
     every: Natural = 50
     """Steps between checkpoints; 0 writes one at the end only."""
 
     keep: Positive = 2
-    """Checkpoints to keep."""
+    """Number of last checkpoints that stay on disk."""
 
     background: bool | None = None
     """Whether threads write checkpoints while training goes on, from a copy in the host's memory;
@@ -312,17 +312,20 @@ class JobConfig(Protocol):
 
     @property
     def devices(self) -> DevicesConfig:
-        """The ranks."""
+        """The ranks and what each may use."""
         ...
 
     @property
     def report(self) -> ReportConfig:
-        """What it writes."""
+        """What the run writes besides its checkpoints."""
         ...
 
 
 class Config(Section):
-    """A whole configuration."""
+    """A whole configuration: a section for each part of a run.
+
+    Its sections and their keys are explained on the page of configurations.
+    """
 
     run: RunConfig = RunConfig()
     data: DataConfig
@@ -361,11 +364,27 @@ class Config(Section):
 
     @classmethod
     def load(cls, path: str | Path, *changes: str) -> Config:
-        """Read a TOML file, with changes such as ``"run.steps=200"``; ``"run.steps="`` restores the
-        default. Relative ``data.paths``, ``data.tokenizer`` and ``model.from`` are taken from the
-        file's folder. Raises ConfigError that lists every wrong key or value."""
+        """Read a configuration from a TOML file.
+
+        Args:
+            path: The file. Relative ``data.paths``, ``data.tokenizer`` and ``model.from`` are taken
+                from its folder.
+            changes: ``SECTION.KEY=VALUE`` each, such as ``"run.steps=200"``; ``"run.steps="``
+                restores the default.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigError: When the file cannot be read; and for wrong keys and values, of which it
+                lists all.
+        """
         return read_config(cls, Path(path), changes)
 
     def to_json(self) -> dict[str, Any]:
-        """All keys as a JSON object."""
+        """The configuration as JSON.
+
+        Returns:
+            All keys, those left out with their defaults.
+        """
         return self.model_dump(mode="json")

@@ -32,13 +32,13 @@ class ModelConfig(Section):
     (gpt); bert has the norms after the sums, sees both sides and learns to guess masked tokens."""
 
     layers: Positive | None = None
-    """Transformer layers."""
+    """Number of Transformer layers."""
 
     hidden: Positive | None = None
     """Features of the residual stream."""
 
     heads: Positive | None = None
-    """Query heads."""
+    """Number of query heads of attention."""
 
     kv_heads: Positive | None = None
     """Key-value heads (``heads`` when left out; fewer is grouped-query attention)."""

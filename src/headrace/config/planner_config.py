@@ -21,11 +21,11 @@ MethodText = Annotated[str, Field(pattern=r"^[a-z_]+(/[a-z_]+)?(\+[a-z]+)?$")]
 """``METHOD``, ``ATTENTION/FEED_FORWARD``, either with ``+LEVEL``."""
 
 StrategyText = Annotated[str, BeforeValidator(_strategy)]
-"""``COUNT*SCHEME + ...``."""
+"""A strategy as text: ``COUNT*SCHEME + ...``."""
 
 
 class PlannerConfig(Section):
-    """Who decides, and between what."""
+    """Who plans a run, and between what it may choose: a configuration's section ``planner``."""
 
     name: Literal["adaptive", "static", "strategies", "bucket", "packed", "dcp"] = "adaptive"
     """``adaptive`` decides for each batch, whatever fits; ``static`` uses groups of ``static_size``

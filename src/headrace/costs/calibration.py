@@ -195,7 +195,7 @@ class Estimate:
 
     @property
     def spread(self) -> float:
-        """The standard deviation."""
+        """The standard deviation of the values."""
         return math.sqrt(self.variance)
 
     def after(self, value: float, within: float = 0.0) -> Estimate:

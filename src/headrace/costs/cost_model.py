@@ -46,13 +46,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionCost:
-    """One layer (or the ends of the model) of one option on one group size.
+    """One layer of one option on one group size, or the ends of the model.
 
-    ``forward``, ``backward``: seconds, recomputation included in the backward. ``kept``: bytes a
-    rank keeps from forward to backward, ``transient``: bytes it needs only while the layer runs
-    forward or backward; both as functions of the pack's tokens (of the whole group).
-    ``order`` is the token order for which the seconds hold. ``fetched`` is the share of the
-    layer's weights that a rank fetches where they are held sharded.
+    Attributes:
+        forward: Seconds of the forward.
+        backward: Seconds of the backward, recomputation included.
+        kept: Bytes that a rank keeps from forward to backward, by tokens of the whole group's pack.
+        transient: Bytes that it needs only while the layer runs forward or backward, likewise.
+        order: The token order for which the seconds hold.
+        fetched: The share of the layer's weights that a rank fetches where they are held sharded.
+
+    Raises:
+        CostError: For an order that is not known, and for a share outside of 0 to 1.
     """
 
     forward: Quadratic
@@ -70,7 +75,11 @@ class OptionCost:
             raise CostError("fetched share of an option", got=self.fetched, wanted="0 to 1")
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that :meth:`from_json` reads back."""
+        """The costs as JSON.
+
+        Returns:
+            An object that :meth:`from_json` reads back.
+        """
         return {
             "forward": self.forward.to_json(),
             "backward": self.backward.to_json(),
@@ -82,7 +91,14 @@ class OptionCost:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OptionCost:
-        """The inverse of :meth:`to_json`. Costs of old had one token order and always fetched."""
+        """Read what :meth:`to_json` gave; files of old have one token order and always fetch.
+
+        Args:
+            value: The JSON object.
+
+        Returns:
+            The costs.
+        """
         (fa, fb, fc), (ba, bb, bc) = value["forward"], value["backward"]
         (kept, kept_constant), (transient, transient_constant) = value["kept"], value["transient"]
         return cls(
@@ -97,8 +113,16 @@ class OptionCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeCost:
-    """Seconds every step pays once, whatever its plan: pull of the weights before the first
-    forward, push of the gradients after the last backward, update of the weights."""
+    """Seconds that every step pays once, whatever its plan.
+
+    Attributes:
+        pull_s: Seconds in which all weights are pulled before the first forward.
+        push_s: Seconds in which all gradients are pushed after the last backward.
+        update_s: Seconds in which the weights are updated.
+
+    Raises:
+        CostError: For seconds that are negative or not finite.
+    """
 
     pull_s: float = 0.0
     push_s: float = 0.0
@@ -111,7 +135,7 @@ class ExchangeCost:
 
     @property
     def total_s(self) -> float:
-        """Sum of the three."""
+        """Seconds of pull, push and update together."""
         return self.pull_s + self.push_s + self.update_s
 
 
@@ -125,20 +149,30 @@ _ROUNDING_BYTES = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Costs of one model on one cluster.
+    """What micro-batches of one model cost on one cluster, in seconds and bytes.
 
-    ``options[p][text]`` is one layer of :class:`LayerOption` ``text`` on p ranks; ``ends[p]`` is
-    embedding, head and loss together. ``state_bytes`` is what a rank always holds (stored weights,
-    optimizer, gradients); ``working_bytes[p]["replicated" | "sharded"]`` what it holds in
-    addition to work in groups of p. ``gather_s[p]`` is what ``sharded`` adds to one layer's
-    (forward, backward) seconds without recompute where it fetches all weights, nothing where
-    absent.
-    ``feed_forwards`` names for every method without a feed-forward of its own the method whose it
-    uses: of equal options only one is listed.
+    Group size p is the number of ranks that work on one micro-batch.
 
-    ``scale`` multiplies all seconds: a correction learnt while training, which cannot change which
-    plan is best. ``memory_margin`` is the fraction of the memory kept free.
-    Raises CostError when the parts do not belong together.
+    Attributes:
+        shape: The shape of the model: layers, features, elements of its weights.
+        cluster: The devices and the bytes of each.
+        fingerprint: What the costs are of, as ``key=value`` facts.
+        options: ``options[p][text]`` is one layer of the layer option ``text`` on p ranks.
+        ends: ``ends[p]`` is embedding, head and loss together on p ranks.
+        exchange_s: Seconds of pull, push and update of every step.
+        state_bytes: Bytes that a rank always holds: stored weights, optimizer, gradients.
+        working_bytes: ``working_bytes[p]["replicated" | "sharded"]`` are bytes that a rank holds in
+            addition to work in groups of p.
+        gather_s: ``gather_s[p]`` are the seconds that ``sharded`` adds to one layer's forward and
+            backward without recompute, where it fetches all weights; nothing where absent.
+        feed_forwards: For every method without a feed-forward of its own, the method whose it uses:
+            of equal options only one is listed.
+        scale: What all seconds are multiplied by: a correction learnt while training, which cannot
+            change which plan is best.
+        memory_margin: The fraction of the memory that plans leave free.
+
+    Raises:
+        CostError: When the parts do not belong together.
     """
 
     shape: ModelShape
@@ -193,7 +227,18 @@ class CostModel:
         return math.floor(self.cluster.memory_bytes * (1 - self.memory_margin))
 
     def option(self, p: int, option: LayerOption) -> OptionCost:
-        """The costs of one layer. Raises CostError when it has not been measured."""
+        """The costs of one layer.
+
+        Args:
+            p: Ranks of the group.
+            option: The method and recompute level of the layer.
+
+        Returns:
+            Its seconds and bytes, without ``scale``.
+
+        Raises:
+            CostError: When the option has no costs on p ranks.
+        """
         options = self.options.get(p, {})
         found = options.get(str(option)) or options.get(str(self.named(option)))
         if found is None:
@@ -202,24 +247,56 @@ class CostModel:
         return found
 
     def named(self, option: LayerOption) -> LayerOption:
-        """The name under which the costs of an option are listed: a feed-forward that several
-        methods share is called after the option's attention, or else after its owner."""
+        """The name under which the costs of an option are listed.
+
+        A feed-forward that several methods share is called after the option's attention, or else
+        after the method that owns it.
+
+        Args:
+            option: Any option of a layer.
+
+        Returns:
+            The option of equal costs that is listed.
+        """
         own = self.feed_forwards
         owner = own.get(option.feed_forward, option.feed_forward)
         same = own.get(option.attention, option.attention) == owner
         return replace(option, feed_forward=option.attention if same else owner)
 
     def order_of(self, p: int, layers: LayerPlan) -> TokenOrder:
-        """The token order of a micro-batch with these layers on p ranks: zigzag when any of them
-        is fastest in it, as others hardly care."""
+        """The token order of a micro-batch: zigzag when any of its layers is fastest in it, as the
+        other layers hardly care.
+
+        Args:
+            p: Ranks of the group.
+            layers: The option of every layer.
+
+        Returns:
+            ``natural`` or ``zigzag``.
+
+        Raises:
+            CostError: When an option has no costs on p ranks.
+        """
         if p == 1:
             return "natural"
         orders = {self.option(p, option).order for option, _ in layers.counts}
         return "zigzag" if "zigzag" in orders else "natural"
 
     def gather_seconds(self, p: int, option: LayerOption, working: Working) -> tuple[float, float]:
-        """What holding weights sharded adds to one layer's (forward, backward): a layer that is
-        computed again in the backward gathers its weights once more."""
+        """What holding weights sharded adds to one layer; one that is computed again in the
+        backward gathers its weights once more.
+
+        Args:
+            p: Ranks of the group.
+            option: The method and recompute level of the layer.
+            working: How the group holds weights.
+
+        Returns:
+            Seconds of (forward, backward), without ``scale``.
+
+        Raises:
+            CostError: When the option has no costs on p ranks.
+        """
         if working == "replicated" or p not in self.gather_s:
             return 0.0, 0.0
         forward, backward = self.gather_s[p]
@@ -230,7 +307,20 @@ class CostModel:
     def layer_seconds(
         self, lengths: Iterable[int], p: int, option: LayerOption, working: Working = "replicated"
     ) -> tuple[float, float]:
-        """Seconds of one layer's (forward, backward) over a pack of ``lengths``."""
+        """Seconds of one layer over a pack.
+
+        Args:
+            lengths: Tokens of each sequence of the pack.
+            p: Ranks of the group.
+            option: The method and recompute level of the layer.
+            working: How the group holds weights.
+
+        Returns:
+            Seconds of (forward, backward).
+
+        Raises:
+            CostError: When the option has no costs on p ranks.
+        """
         cost, tokens = self.option(p, option), tuple(lengths)
         gather = self.gather_seconds(p, option, working)
         return (
@@ -241,7 +331,21 @@ class CostModel:
     def micro_batch_s(
         self, lengths: Iterable[int], p: int, layers: LayerPlan, working: Working = "replicated"
     ) -> tuple[float, float]:
-        """Seconds of a micro-batch's (forward, backward): all layers and the ends."""
+        """Seconds of a micro-batch: all layers and the ends of the model.
+
+        Args:
+            lengths: Tokens of each of its sequences.
+            p: Ranks of the group.
+            layers: The option of every layer.
+            working: How the group holds weights.
+
+        Returns:
+            Seconds of (forward, backward).
+
+        Raises:
+            CostError: For another number of layers than the model's, and for an option without
+                costs on p ranks.
+        """
         tokens = tuple(lengths)
         self._check_layers(layers)
         squares, total, ends = sum(n * n for n in tokens), sum(tokens), self.ends[p]
@@ -256,10 +360,17 @@ class CostModel:
         return forward * self.scale, backward * self.scale
 
     def held_bytes(self, sizes: Collection[int], working: Working) -> int:
-        """Bytes of working weights of a rank that works in groups of all ``sizes`` in one step.
+        """Bytes of the working weights of a rank.
 
-        Weights are pulled once per step. Replicated weights serve every size; shards of several
-        sizes are different rows, so they add up, to at most all the weights.
+        Weights are pulled once per step. Replicated weights serve every group size; shards of
+        several sizes are different rows, so they add up, to at most all the weights.
+
+        Args:
+            sizes: All group sizes in which the rank works in one step.
+            working: How the groups hold weights.
+
+        Returns:
+            Bytes, gradients included.
         """
         replicated = max((self.working_bytes[p]["replicated"] for p in sizes), default=0)
         if working == "replicated":
@@ -275,12 +386,25 @@ class CostModel:
         working: Working = "replicated",
         sizes: Collection[int] = (),
     ) -> int:
-        """Peak bytes of a rank while a micro-batch of ``tokens`` runs on p ranks.
+        """Peak bytes of a rank while a micro-batch runs.
 
-        state + working + kept of the ends + the larger of
-        max over layers (kept of this and all earlier layers + transient of this layer) and
-        (kept of all layers + transient of the ends). A layer's backward meets the same earlier
-        layers as its forward. ``sizes``: all group sizes in which the rank works in this step.
+        state + working + kept of the ends + the larger of max over layers (kept of this and all
+        earlier layers + transient of this layer) and (kept of all layers + transient of the ends).
+        A layer's backward meets the same earlier layers as its forward.
+
+        Args:
+            tokens: Tokens of the whole group's pack.
+            p: Ranks of the group.
+            layers: The option of every layer.
+            working: How the group holds weights.
+            sizes: All group sizes in which the rank works in this step; p is among them anyway.
+
+        Returns:
+            Bytes.
+
+        Raises:
+            CostError: For another number of layers than the model's, and for an option without
+                costs on p ranks.
         """
         fixed = self.state_bytes + self.held_bytes({p, *sizes}, working)
         peak = max(line(tokens) for line in self._moments(p, layers))
@@ -293,7 +417,21 @@ class CostModel:
         working: Working = "replicated",
         sizes: Collection[int] = (),
     ) -> int:
-        """The most tokens of a micro-batch that fit, 0 when none, MOST_TOKENS without limit."""
+        """The most tokens of a micro-batch that fit into the memory of a rank.
+
+        Args:
+            p: Ranks of the group.
+            layers: The option of every layer.
+            working: How the group holds weights.
+            sizes: All group sizes in which the rank works in this step; p is among them anyway.
+
+        Returns:
+            Tokens of the whole group's pack: 0 when none fits, 2^40 when memory sets no limit.
+
+        Raises:
+            CostError: For another number of layers than the model's, and for an option without
+                costs on p ranks.
+        """
         room = self.capacity_bytes - self.state_bytes - self.held_bytes({p, *sizes}, working)
         most = float(MOST_TOKENS)
         for line in self._moments(p, layers):
@@ -327,11 +465,28 @@ class CostModel:
             )
 
     def replace(self, **changes: Any) -> CostModel:
-        """A copy with some fields changed."""
+        """Copy the costs with some fields changed.
+
+        Args:
+            changes: The new values by the names of fields.
+
+        Returns:
+            The copy.
+
+        Raises:
+            CostError: As for new costs.
+        """
         return replace(self, **changes)
 
     def check(self, fingerprint: str) -> None:
-        """Raise CostError, naming what differs, when these are costs of something else."""
+        """Refuse costs of another set-up.
+
+        Args:
+            fingerprint: The fingerprint that these costs should have.
+
+        Raises:
+            CostError: When they have another one; it names what differs.
+        """
         if fingerprint != self.fingerprint:
             raise CostError(
                 "profile of another set-up",
@@ -341,7 +496,11 @@ class CostModel:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that :meth:`from_json` reads back."""
+        """The costs as JSON.
+
+        Returns:
+            An object that :meth:`from_json` reads back.
+        """
         return {
             "format": FORMAT,
             "fingerprint": self.fingerprint,
@@ -363,10 +522,17 @@ class CostModel:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], *, fingerprint: str | None = None) -> CostModel:
-        """The inverse of :meth:`to_json`.
+        """Read what :meth:`to_json` gave.
 
-        Raises CostError when the value is malformed, of another format, or, where ``fingerprint``
-        is given, of another set-up.
+        Args:
+            value: The JSON object.
+            fingerprint: The fingerprint that the costs should have; any when left out.
+
+        Returns:
+            The costs.
+
+        Raises:
+            CostError: When the object is malformed, of another format, or of another set-up.
         """
         # Costs of format 2 have the whole architecture in the place of its shape, those of
         # format 1 name no feed-forwards either.
@@ -405,14 +571,31 @@ class CostModel:
         return costs
 
     def save(self, path: Path) -> None:
-        """Write the JSON form to ``path``: whole, or not at all. Raises CostError when it cannot
-        be written."""
+        """Write the costs to a file as JSON, whole or not at all.
+
+        Args:
+            path: The file; its folder is made when there is none.
+
+        Raises:
+            CostError: When the file cannot be written.
+        """
         save_whole(path, json.dumps(self.to_json(), indent=1) + "\n", "profile")
 
     @classmethod
     def load(cls, path: Path, *, fingerprint: str | None = None) -> CostModel:
-        """Read what :meth:`save` wrote. Raises CostError as :meth:`from_json`, or when the file
-        is missing or is not JSON."""
+        """Read a file of :meth:`save`.
+
+        Args:
+            path: The file.
+            fingerprint: The fingerprint that the costs should have; any when left out.
+
+        Returns:
+            The costs.
+
+        Raises:
+            CostError: When the file is missing, is no JSON, or holds what :meth:`from_json`
+                refuses.
+        """
         try:
             value = json.loads(path.read_text())
         except OSError as error:

@@ -12,7 +12,17 @@ __all__ = ["fingerprint_difference", "fingerprint_of"]
 
 
 def fingerprint_of(**facts: object) -> str:
-    """``device=cpu; torch=2.13; ...``. Raises CostError when a value contains a separator."""
+    """Write facts as a fingerprint.
+
+    Args:
+        facts: What changes measurements, by name.
+
+    Returns:
+        ``device=cpu; torch=2.13; ...``, names sorted.
+
+    Raises:
+        CostError: When a value contains a semicolon or a line break.
+    """
     for key, value in facts.items():
         if ";" in str(value) or "\n" in str(value):
             raise CostError(f"fingerprint, {key}", got=repr(value), wanted="no ';' or line break")
@@ -25,7 +35,15 @@ def _facts(fingerprint: str) -> dict[str, str]:
 
 
 def fingerprint_difference(stored: str, wanted: str) -> str:
-    """What differs, e.g. ``torch is 2.12 instead of 2.13``; empty when nothing does."""
+    """Say in what two fingerprints differ.
+
+    Args:
+        stored: The fingerprint of what was measured.
+        wanted: The fingerprint of this set-up.
+
+    Returns:
+        Such as ``torch is 2.12 instead of 2.13``; empty when nothing differs.
+    """
     here, there = _facts(stored), _facts(wanted)
     texts = []
     for key in sorted(here.keys() | there.keys()):

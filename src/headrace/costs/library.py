@@ -30,12 +30,30 @@ def roofline(
     memory_bytes: int | None = None,
     memory_margin: float | None = None,
 ) -> CostModel:
-    """Costs of a model on ``devices`` of hardware that is not at hand, by data sheets and formulas.
+    """Costs of a model on hardware that is not at hand, by data sheets and formulas.
 
-    ``hardware`` is DEVICE[+INSIDE][+ACROSS], such as ``"h100"`` or ``"a100-80g+pcie4"``; ``dtype``
-    that of activations and working weights; ``memory_bytes`` what a rank may use, all of the device
-    when left out, of which plans leave the fraction ``memory_margin`` free. Raises SpecError for
-    hardware that is not known, CostError for a dtype without formulas.
+    Args:
+        model: The model.
+        hardware: ``DEVICE[+INSIDE][+ACROSS]``, such as ``"h100"`` or ``"a100-80g+pcie4"``: a
+            device, its link inside a node and its link across nodes; or such hardware as a value.
+        devices: How many devices there are.
+        dtype: Of activations and working weights, by torch's name.
+        memory_bytes: Bytes of a device that a rank may use; all when left out.
+        memory_margin: The fraction of these that plans leave free; what is usual for the device
+            when left out.
+
+    Returns:
+        The costs, to plan and simulate with.
+
+    Raises:
+        SpecError: For hardware that is not known.
+        CostError: For a dtype without formulas.
+
+    Example:
+        >>> model = hr.Architecture.preset("llama-8b")
+        >>> costs = hr.costs.roofline(model, "h100", devices=4)
+        >>> costs.group_sizes
+        (1, 2, 3, 4)
     """
     if dtype not in _ELEMENT_BYTES:
         raise CostError("dtype", got=repr(dtype), wanted=f"one of {', '.join(_ELEMENT_BYTES)}")
@@ -47,14 +65,31 @@ def roofline(
 
 
 def profile(config: object, *, fresh: bool = False) -> NoReturn:
-    """Renamed: raises CostError, which says that ``hr.profile(config)`` measures costs."""
+    """Renamed: use ``hr.profile(config)``.
+
+    Args:
+        config: As for ``hr.profile``.
+        fresh: As for ``hr.profile``.
+
+    Raises:
+        CostError: Always; it names the new way.
+    """
     raise CostError("hr.costs.profile", got="its former name", wanted="hr.profile(config)")
 
 
 def load(path: str | Path) -> CostModel | PipelineCosts | GroupCosts:
-    """The costs in a JSON file: a cost model (``headrace profile --json``, ``rehearse --costs``,
-    :meth:`CostModel.save`), or published costs of the kinds ``pipelines`` and ``groups``. Raises
-    CostError when it cannot be read or is malformed."""
+    """Read costs from a JSON file.
+
+    Args:
+        path: A cost model (of ``headrace profile --json``, ``rehearse --costs`` or
+            :meth:`CostModel.save`), or published costs of the kinds ``pipelines`` and ``groups``.
+
+    Returns:
+        The costs; published ones are planned with as ``hr.Problem(costs=..., devices=...)``.
+
+    Raises:
+        CostError: When the file cannot be read or is malformed.
+    """
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -65,9 +100,19 @@ def load(path: str | Path) -> CostModel | PipelineCosts | GroupCosts:
 
 
 def published(name: str) -> PipelineCosts | GroupCosts:
-    """Costs that others measured and published, by name: ``hydraulis-7b``, ``hydraulis-7b-a100``,
-    ``hydraulis-13b``, ``hydraulis-32b`` (pipelines), ``flexsp-7b-a100`` (groups). Each names its
-    source. Raises CostError for another name."""
+    """Costs that others measured and published.
+
+    Args:
+        name: ``hydraulis-7b``, ``hydraulis-7b-a100``, ``hydraulis-13b`` or ``hydraulis-32b``, which
+            are of pipelines, or ``flexsp-7b-a100``, which is of groups.
+
+    Returns:
+        The costs, which name their source; plan with them as ``hr.Problem(costs=...,
+        devices=...)``.
+
+    Raises:
+        CostError: For another name.
+    """
     names = sorted(file.name.removesuffix(".json") for file in _PUBLISHED.iterdir())
     if name not in names:
         hint = did_you_mean(name, names) or f"known are {', '.join(names)}"

@@ -180,7 +180,7 @@ class MemoryParts:
 
     @property
     def peak(self) -> int:
-        """All of them together."""
+        """Bytes of all parts together, the peak of the micro-batch."""
         return self.stored + self.working + self.layers + self.ends + self.passing
 
 

@@ -35,8 +35,13 @@ def _check_coefficients(what: str, values: dict[str, float]) -> None:
 class Quadratic:
     """Seconds of one micro-batch: T(lengths) = sum(a l^2 + b l) + c.
 
-    ``a`` seconds per squared token, ``b`` seconds per token, ``c`` seconds per micro-batch.
-    Raises CostError for a negative or non-finite coefficient.
+    Attributes:
+        a: Seconds per squared token of a sequence.
+        b: Seconds per token.
+        c: Seconds per micro-batch.
+
+    Raises:
+        CostError: For a negative or non-finite coefficient.
     """
 
     a: float = 0.0
@@ -52,7 +57,15 @@ class Quadratic:
         return self.of_sums(sum(length * length for length in tokens), sum(tokens))
 
     def of_sums(self, squares: float, tokens: float) -> float:
-        """The same from sum(l^2) and sum(l)."""
+        """Seconds of a micro-batch from its sums over sequences.
+
+        Args:
+            squares: sum(l^2), in squared tokens.
+            tokens: sum(l), in tokens.
+
+        Returns:
+            Seconds.
+        """
         return self.a * squares + self.b * tokens + self.c
 
     def __add__(self, other: Quadratic) -> Quadratic:
@@ -62,15 +75,24 @@ class Quadratic:
         return Quadratic(a=self.a * factor, b=self.b * factor, c=self.c * factor)
 
     def to_json(self) -> list[float]:
-        """``[a, b, c]``."""
+        """The coefficients as JSON.
+
+        Returns:
+            The list ``[a, b, c]``.
+        """
         return [self.a, self.b, self.c]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """Bytes of one rank for a micro-batch of some tokens: slope * tokens + constant.
+    """Bytes of one rank for a micro-batch: slope * tokens + constant.
 
-    Raises CostError for a negative or non-finite coefficient.
+    Attributes:
+        slope: Bytes per token.
+        constant: Bytes per micro-batch.
+
+    Raises:
+        CostError: For a negative or non-finite coefficient.
     """
 
     slope: float = 0.0
@@ -84,13 +106,23 @@ class Linear:
         return self.slope * tokens + self.constant
 
     def to_json(self) -> list[float]:
-        """``[slope, constant]``."""
+        """The coefficients as JSON.
+
+        Returns:
+            The list ``[slope, constant]``.
+        """
         return [self.slope, self.constant]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitError:
-    """Relative errors |fitted / measured - 1| of a fit over its own points."""
+    """Relative errors |fitted / measured - 1| of a fit over its own points.
+
+    Attributes:
+        median: The median error, as a fraction.
+        worst: The largest error, as a fraction.
+        points: Points that were fitted.
+    """
 
     median: float
     worst: float
@@ -104,12 +136,26 @@ class FitError:
 
 
 def fit_quadratic(lengths: Sequence[Pack], seconds: Sequence[float]) -> tuple[Quadratic, FitError]:
-    """The non-negative quadratic with the least sum of squared *relative* errors.
+    """Fit the non-negative quadratic with the least sum of squared *relative* errors.
 
-    ``lengths[i]`` is one measured micro-batch: the tokens of its only sequence, or those of all
-    its sequences; ``seconds[i]`` is what it took. A plain fit would let the longest pack decide
-    alone. Raises CostError for points that are not finite and positive, and for points that do
-    not determine three coefficients, naming lengths to add.
+    A fit of absolute errors would let the longest pack decide alone.
+
+    Args:
+        lengths: Measured micro-batches: the tokens of the only sequence of each, or those of all
+            its sequences.
+        seconds: What each took.
+
+    Returns:
+        The quadratic, and its errors over these points.
+
+    Raises:
+        CostError: For points that are not finite and positive, and for points that do not determine
+            three coefficients; it names lengths to add.
+
+    Example:
+        >>> line, error = hr.costs.fit_quadratic([100, 200, 400], [0.2, 0.5, 1.7])
+        >>> round(line.c, 6), error.points
+        (0.1, 3)
     """
     packs = [(pack,) if isinstance(pack, int) else tuple(pack) for pack in lengths]
     check_points("fit of seconds", packs, seconds, zero_allowed=False)
@@ -131,11 +177,19 @@ def fit_quadratic(lengths: Sequence[Pack], seconds: Sequence[float]) -> tuple[Qu
 
 
 def fit_linear(tokens: Sequence[int], byte_counts: Sequence[float]) -> tuple[Linear, FitError]:
-    """The non-negative line with the least sum of squared relative errors.
+    """Fit the non-negative line with the least sum of squared relative errors.
 
-    ``tokens[i]`` of a pack needed ``byte_counts[i]`` bytes; counts below a thousandth of the
-    largest weigh like that thousandth, so that zeros are allowed. Raises CostError for points
-    that are not finite or are negative, and for fewer than two different token counts.
+    Args:
+        tokens: Tokens of each measured pack.
+        byte_counts: Bytes that each needed. Counts below a thousandth of the largest weigh like
+            that thousandth, so that zeros are allowed.
+
+    Returns:
+        The line, and its errors over these points.
+
+    Raises:
+        CostError: For points that are not finite or are negative, and for fewer than two different
+            token counts.
     """
     packs = [(count,) for count in tokens]
     check_points("fit of bytes", packs, byte_counts, zero_allowed=True)

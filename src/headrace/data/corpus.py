@@ -42,7 +42,7 @@ class Skipped:
 
 
 class Corpus(Protocol):
-    """Documents as token ids."""
+    """A collection of documents as token ids."""
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ class Corpus(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """Ids are below this."""
+        """The number of ids: all are below it."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class Corpus(Protocol):
         ...
 
     def __len__(self) -> int:
-        """Documents."""
+        """The number of documents in it."""
         ...
 
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:

@@ -59,11 +59,11 @@ class LogNormal:
 
     @property
     def longest(self) -> int:
-        """``max``."""
+        """The longest length in tokens that can be drawn, ``max``."""
         return self.max
 
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        """So many lengths, ``[count]``."""
+        """Draw ``count`` lengths in tokens, an array [count]."""
         logs = np.log(self.median) + self.sigma * generator.standard_normal(count)
         if self.tail:
             begin = np.log(self.median) + self.sigma * NormalDist().inv_cdf(1 - self.tail)
@@ -102,7 +102,7 @@ class Bins:
         return self.edges[-1] - 1
 
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        """So many lengths, ``[count]``."""
+        """Draw ``count`` lengths in tokens, an array [count]."""
         borders = np.cumsum([0.0, *self.shares]) / sum(self.shares)
         logs = np.interp(generator.random(count), borders, np.log(self.edges))
         return np.clip(np.exp(logs).astype(np.int64), self.edges[0], self.longest)
@@ -128,7 +128,7 @@ class Resampled:
         return max(self.lengths)
 
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        """So many lengths, ``[count]``."""
+        """Draw ``count`` lengths in tokens, an array [count]."""
         return np.array(self.lengths)[generator.integers(len(self.lengths), size=count)]
 
     def __str__(self) -> str:
@@ -154,7 +154,7 @@ class Mixture:
         return max(part.longest for part in self.parts)
 
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        """So many lengths, ``[count]``."""
+        """Draw ``count`` lengths in tokens, an array [count]."""
         shares = np.array(self.weights) / sum(self.weights)
         which = np.searchsorted(np.cumsum(shares)[:-1], generator.random(count), side="right")
         drawn = np.stack([part.draw(count, generator) for part in self.parts])

@@ -32,7 +32,7 @@ class Skips:
     more: int = 0
 
     def add(self, path: str, reason: str) -> None:
-        """Leave one thing out."""
+        """Note one thing that was left out, and why."""
         if len(self.items) < self.listed:
             self.items.append(Skipped(path=path, reason=reason))
         else:

@@ -66,7 +66,7 @@ def open_corpus(
 
 
 def _silent(what: str, done: int, total: int) -> None:
-    """Progress that nobody watches."""
+    """Take progress and show nothing of it."""
 
 
 def _token_files(source: Source, found: Found) -> tuple[TokenFile, ...]:

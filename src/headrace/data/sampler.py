@@ -141,7 +141,7 @@ class SamplerOptions:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> SamplerOptions:
-        """The inverse of :meth:`to_json`."""
+        """Read the options that :meth:`to_json` gave."""
         return cls(**value)
 
     def full(self, *, sequences: int, tokens: int, following: int) -> bool:
@@ -160,7 +160,7 @@ class EpochOrder:
 
     @property
     def batches(self) -> int:
-        """Batches of the epoch."""
+        """The number of batches of the epoch."""
         return len(self.bounds) - 1
 
     def batch(self, index: int) -> NDArray[np.int64]:
@@ -293,12 +293,12 @@ class MeasuredDocuments(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal documents."""
+        """A text that is equal for equal documents."""
         ...
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document."""
+        """Tokens of each document, an array [documents]."""
         ...
 
 
@@ -343,12 +343,12 @@ class Sampler:
 
     @property
     def options(self) -> SamplerOptions:
-        """How batches are drawn."""
+        """The options by which batches are drawn."""
         return self._options
 
     @property
     def samples(self) -> int:
-        """Samples per epoch."""
+        """The number of samples of one epoch."""
         return len(self._kept)
 
     def _current(self) -> EpochOrder:

@@ -57,7 +57,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The paths, for people."""
+        """The paths as one text for people."""
         return " + ".join(self.paths)
 
     def to_json(self) -> dict[str, Any]:
@@ -73,6 +73,6 @@ class Source:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Source:
-        """The inverse of :meth:`to_json`."""
+        """Read the source that :meth:`to_json` gave."""
         rest = {name: item for name, item in value.items() if name not in ("paths", "patterns")}
         return cls(paths=tuple(value["paths"]), patterns=tuple(value["patterns"]), **rest)

@@ -32,7 +32,7 @@ class BlockSums:
     _room: int = 0
 
     def update(self, data: bytes | memoryview) -> None:
-        """Take the next bytes."""
+        """Take the next bytes into the checksums."""
         rest = memoryview(data).cast("B")
         while len(rest):
             if not self._room:
@@ -43,7 +43,7 @@ class BlockSums:
             self._room -= len(part)
 
     def array(self) -> NDArray[np.uint32]:
-        """The checksums, ``[blocks]``."""
+        """The checksums as an array [blocks]."""
         return np.array(self.sums, dtype="<u4")
 
 

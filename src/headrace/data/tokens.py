@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """Ids are below this."""
+        """The number of ids: all are below it."""
         ...
 
     @property
@@ -86,7 +86,7 @@ class Kmers:
 
     @property
     def name(self) -> str:
-        """``kmer:3``."""
+        """What the tokenizer is called, such as ``kmer:3``."""
         return f"kmer:{self.k}"
 
     @property
@@ -101,12 +101,12 @@ class Kmers:
 
     @property
     def end_id(self) -> int:
-        """The last id."""
+        """The id that ends a document, the last one."""
         return 4**self.k + 1
 
     @property
     def mask_id(self) -> None:
-        """None."""
+        """None, as there is no id for masked tokens."""
         return
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int32]]:
@@ -137,7 +137,7 @@ class ReadyIds:
 
     @property
     def name(self) -> str:
-        """``ids:50257`` or ``ids:50257:50256``."""
+        """What it is called, such as ``ids:50257`` or, with the end's id, ``ids:50257:50256``."""
         return f"ids:{self.vocabulary}" + ("" if self.end_id is None else f":{self.end_id}")
 
     @property

@@ -24,7 +24,10 @@ from headrace.comm.ranks import World
 from headrace.config import Config
 from headrace.config.clips_config import ClipsConfig
 from headrace.config.model import OptimizerConfig
-from headrace.data import Corpus, Sampler, make_tokenizer, summarise
+from headrace.data.corpus import Corpus
+from headrace.data.length_summary import summarise
+from headrace.data.sampler import Sampler
+from headrace.data.tokens import make_tokenizer
 from headrace.engine.attach import Attached, begin
 from headrace.engine.attach_options import MeasureOptions, SampleOptions, SpreadOptions
 from headrace.engine.listener import Listener
@@ -361,6 +364,7 @@ def _attached(
         steps=config.run.steps,
         scheduler=scheduler,
         clip=config.optimizer.clip or None,
+        check_loss=True,
         seed=config.run.seed,
         planner=config.planner,
         samples=SampleOptions(labels="next"),

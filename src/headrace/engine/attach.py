@@ -43,16 +43,16 @@ from headrace.engine.attach_options import (
     SpreadOptions,
     refuse_former,
 )
-from headrace.engine.drawn_steps import DrawnSteps, EarlyAndRare
 from headrace.engine.listener import ProgressLines, tell
 from headrace.engine.loop_checkpoint import LoopCheckpoints
 from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner
-from headrace.engine.record import RunRecord, run_facts
+from headrace.engine.loop_start import optimizer_text, require_trainable, share_weights
+from headrace.engine.record import DrawnSteps, EarlyAndRare, RunRecord, run_facts
 from headrace.engine.recovery import LeaveGroups, Recovery
 from headrace.engine.run_planner import RunPlanner
 from headrace.engine.sample_order import DrawnOrder, LoopBatch, SampleOrder, Samples, StreamOrder
 from headrace.engine.step_engine import Engine, RunningStep
-from headrace.errors import CostError, DataError, HeadraceError, SpecError
+from headrace.errors import CostError, DataError, HeadraceError, PlanMismatch, SpecError
 from headrace.native.checkpoint import BackgroundWriter
 from headrace.native.machine import machine_facts
 from headrace.spec.step import Step
@@ -77,6 +77,7 @@ def attach(
     steps: int | None = None,
     scheduler: Any = None,
     clip: float | None = None,
+    check_loss: bool = True,
     seed: int = 0,
     planner: Literal["adaptive", "bucket", "packed", "dcp"] | PlannerConfig = "adaptive",
     samples: SampleOptions | None = None,
@@ -104,6 +105,9 @@ def attach(
         steps: Steps to take.
         scheduler: Takes one step after each of the optimizer's.
         clip: The largest norm of the gradient.
+        check_loss: Whether losses are looked at in the first step, and the first after a ``load``:
+            the loop gets a micro-batch of each rank three times more (``micro.checking``), and what
+            is no sum over the labels, divided by ``micro.targets``, is refused.
         seed: Of the order of samples and of the planner.
         planner: ``adaptive`` decides for each step; to compare with, ``bucket`` and ``packed``
             parallel, and the accumulation of Data-Centric Parallel (``dcp``); or all options of a
@@ -143,6 +147,7 @@ def attach(
         steps=steps,
         scheduler=scheduler,
         clip=clip,
+        check_loss=check_loss,
         seed=seed,
         planner=planner if isinstance(planner, PlannerConfig) else PlannerConfig(name=planner),
         samples=samples,
@@ -165,6 +170,7 @@ def begin(
     steps: int | None,
     scheduler: Any,
     clip: float | None,
+    check_loss: bool,
     seed: int,
     planner: PlannerConfig,
     samples: SampleOptions,
@@ -184,9 +190,16 @@ def begin(
         budget: Tokens of one optimizer step, where it has a budget.
     """
     module = model.model if isinstance(model, AxisModel) else model
+    require_trainable(module, optimizer, scheduler, clip=clip)
     device = _device_of(module)
     join_world(device)
     groups = Groups(device=device)
+    held = HeldWeights.of(module, groups.ranks)
+    quiet = groups.rank > 0
+    agree("optimizer of the loop", optimizer_text(optimizer), groups.world)
+    asked = [budget, epochs, steps, clip, seed, str(planner), str(spread), measure.memory]
+    agree("arguments of hr.attach", repr(asked), groups.world)
+    share_weights(held, groups, (lambda text: None) if quiet else say)
     driven = _spread(model, samples, spread, groups)
     order = order_of(driven)
     agree("data of the loop", order.fingerprint, groups.world)
@@ -195,10 +208,9 @@ def begin(
         given = samples.longest
         document = driven.length(order.first()) if given is None else _tokens(given)
     most = order.total if budget is None else min(order.total, budget)
-    quiet = groups.rank > 0
     setup = LoopSetup(
         model=driven,
-        held=HeldWeights.of(module, groups.ranks),
+        held=held,
         optimizer=optimizer,
         groups=groups,
         device=device,
@@ -218,6 +230,7 @@ def begin(
         seed=seed,
         scheduler=scheduler,
         clip=clip,
+        check_loss=check_loss,
         steps=steps,
         epochs=epochs,
         out=out,
@@ -242,6 +255,7 @@ class Attached:
         seed: int,
         scheduler: Any,
         clip: float | None,
+        check_loss: bool,
         steps: int | None,
         epochs: int,
         out: str | Path | None,
@@ -252,7 +266,8 @@ class Attached:
         self._steps, self._epochs = steps, epochs
         self._state = order.state()
         self._begun, self.number = False, 0
-        self._writer = BackgroundWriter()
+        self._open: LoopStep | None = None
+        self._writer: BackgroundWriter | None = None
         self._restore = setup.model.begin(sample, setup.device)
         try:
             self.found = measured(setup, sample)
@@ -261,7 +276,7 @@ class Attached:
                 EarlyAndRare() if steps is None else DrawnSteps(wanted=_DRAWN, steps=steps)
             )
             self._planner = self._planner_of(self.found.costs)
-            self.engine = self._engine(scheduler, clip, on_step)
+            self.engine = self._engine(scheduler, clip, check_loss, on_step)
             if order.longest is not None:
                 self._planner.check(order.longest)
         except BaseException:
@@ -279,25 +294,42 @@ class Attached:
         return self._setup.groups.rank
 
     def __iter__(self) -> Iterator[LoopStep]:
-        """The steps that are left, planned one by one.
+        """The steps that are left, planned one by one. A loop that is left by ``break`` goes on in
+        the next one with the same batch, unless it was trained or skipped (``step.skip()``).
 
         Raises:
             HeadraceError: For a step whose micro-batches were not all trained.
+            PlanMismatch: On every rank where ranks read other lengths of a stream, or one ends.
         """
         if self._record is not None and not self._begun:
             self._record.begin(self.number, self._facts())
+        if not self._begun:
+            self._plan_ahead()
         self._begun = True
-        self._plan_ahead()
-        while self._more():
-            step = self.engine.next_step(self.number, self._order.next_batch)
+        while self._open is not None or self._more():
+            left = self._open
+            if left is None:
+                step = self.engine.next_step(self.number, self._next_batch)
+            else:
+                step = left.again() if left.begun else left
+            self._open = step
             yield step
             if not step.done:
                 raise HeadraceError(
                     f"step {step.number}",
                     got="micro-batches that were not trained",
-                    wanted="a loop over all of them: for micro in step",
+                    wanted="a loop over all of them: for micro in step, or step.skip()",
                 )
         self.finish_saving()
+
+    def __len__(self) -> int:
+        """The steps of the whole loop. Raises TypeError where it is a stream of some epochs."""
+        if self._steps is not None:
+            return self._steps
+        left = self._order.coming(self._epochs)
+        if left is None:
+            raise TypeError("a stream of samples has no length; give hr.attach steps=")
+        return self.number + sum(1 for _ in left)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -307,7 +339,15 @@ class Attached:
         return None if part is None else part.group
 
     def recompute(self, layer: Callable[..., Any], *inputs: Any) -> Any:
-        """``layer(*inputs)``, computed again in the backward but for its attention."""
+        """Run a layer so that its backward computes it again, all but its attention.
+
+        Args:
+            layer: The layer, or any function.
+            inputs: Its inputs.
+
+        Returns:
+            ``layer(*inputs)``.
+        """
         return recomputed(layer, *inputs)
 
     @contextmanager
@@ -363,13 +403,16 @@ class Attached:
             except CostError as error:
                 self._setup.say(f"what was learnt about costs is not kept ({error})")
         self.finish_saving()
+        if background and self._writer is None:
+            self._writer = BackgroundWriter()
         writer = self._writer if background else None
         return self._checkpoints().save(Path(folder), self.number, extra, keep=keep, writer=writer)
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is written in the background. Collective; raises as
         :meth:`save`."""
-        self._writer.finish(self._checkpoints().gather)
+        if self._writer is not None:
+            self._writer.finish(self._checkpoints().gather)
 
     def load(self, folder: str | Path) -> bool:
         """Go on from a checkpoint. Collective, before the first step. On as many ranks as before
@@ -390,11 +433,13 @@ class Attached:
         if extra is None:
             return False
         self._order.restore(extra["data"])
+        self._open = None
         self.number, self._state = int(extra["step"]), dict(extra["data"])
         if self._runner.scheduler is not None:
             self._runner.scheduler.load_state_dict(extra["scheduler"])
         if extra["ranks"] == self._setup.groups.ranks:
             self._plan_as(extra["planner"])
+        self._runner.resumed()
         self._setup.say(f"going on with step {self.number}, saved by {extra['ranks']} ranks")
         return True
 
@@ -415,7 +460,8 @@ class Attached:
     def detach(self) -> None:
         """Restore the user's model and close all files."""
         self._restore()
-        if self._writer.busy:
+        self._runner.detach()
+        if self._writer is not None and self._writer.busy:
             self._setup.say(
                 "the last checkpoint is not published: run.finish_saving() was not called"
             )
@@ -430,7 +476,11 @@ class Attached:
         return runner
 
     def _engine(
-        self, scheduler: Any, clip: float | None, on_step: Callable[[Step], object]
+        self,
+        scheduler: Any,
+        clip: float | None,
+        check_loss: bool,
+        on_step: Callable[[Step], object],
     ) -> Engine[LoopBatch, LoopMicroBatch]:
         setup = self._setup
         groups, held = setup.groups, setup.held
@@ -448,6 +498,7 @@ class Attached:
                 recovery=recovery,
                 scheduler=scheduler,
                 clip=clip,
+                check_losses=check_loss,
             ),
             planner=self._planner,
             recovery=recovery,
@@ -461,10 +512,11 @@ class Attached:
         )
 
     def _finished(self, step: LoopStep) -> None:
-        """Note that a step is done: it may be saved before the loop asks for the next."""
-        self.number = step.number + 1
+        """Stand after a step that is done: it may be saved before the loop asks for the next."""
+        self.number, self._open = step.number + 1, None
         self._state = dict(step.batch.state_after)
-        self._writer.look(self._checkpoints().gather)
+        if self._writer is not None:
+            self._writer.look(self._checkpoints().gather)
 
     def _planner_of(self, costs: CostModel) -> RunPlanner:
         """A planner for this run with these costs."""
@@ -498,7 +550,45 @@ class Attached:
     def _more(self) -> bool:
         if self._steps is not None:
             return self.number < self._steps
-        return self._order.epoch < self._epochs
+        more, order = False, self._order
+        failure = self._failing(lambda: order.epoch)
+        if failure is None:
+            more = order.epoch < self._epochs
+        self._agreed(f"{'more' if more else 'the end'} before step {self.number}", failure)
+        return more
+
+    def _next_batch(self) -> LoopBatch:
+        """The samples of the next step, as long on every rank. Collective for a stream."""
+        found = list[LoopBatch]()
+        failure = self._failing(lambda: found.append(self._order.next_batch()))
+        lengths = found[0].lengths.tokens if found else ()
+        self._agreed(f"{len(lengths)} samples of {sum(lengths):,} tokens: {lengths}", failure)
+        return found[0]
+
+    def _failing(self, read: Callable[[], object]) -> Exception | None:
+        """What reading a stream raises; a data set that is drawn from is alike on all ranks."""
+        if not isinstance(self._order, StreamOrder):
+            read()
+            return None
+        try:
+            read()
+        except Exception as error:  # told to all ranks, which would wait for this one
+            return error
+        return None
+
+    def _agreed(self, text: str, failure: Exception | None) -> None:
+        """Raise on every rank where one failed to read a stream, or read other lengths."""
+        if not isinstance(self._order, StreamOrder):
+            return
+        told = text if failure is None else f"{type(failure).__name__}: {failure}"
+        try:
+            agree("stream of samples", told, self._setup.groups.world)
+        except PlanMismatch:
+            if failure is not None:
+                raise failure from None
+            raise
+        if failure is not None:
+            raise failure
 
     def _facts(self) -> dict[str, Any]:
         """The facts of the run for its report."""
@@ -531,7 +621,7 @@ def _spread(
     if isinstance(model, AxisModel):
         model.join(groups, label_name=samples.label_name)
         return model
-    return adopt(
+    adopted = adopt(
         model,
         backend=spread.backend,
         labels=samples.labels,
@@ -541,6 +631,8 @@ def _spread(
         exchange=spread.exchange,
         logits=spread.logits,
     )
+    adopted.label_place = samples.label_place
+    return adopted
 
 
 def _order(

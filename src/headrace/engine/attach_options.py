@@ -16,6 +16,7 @@ from headrace.errors import SpecError
 if TYPE_CHECKING:
     from headrace.adopt.labels import Labels
     from headrace.adopt.placement import Exchange
+    from headrace.adopt.samples import LabelPlace
 
 __all__ = ["LengthSource", "MeasureOptions", "SampleOptions", "SpreadOptions", "refuse_former"]
 
@@ -37,6 +38,8 @@ class SampleOptions:
         labels: Whether labels are of the ``next`` token or of the ``same`` place; known for models
             of transformers.
         label_name: The field with labels.
+        label_place: The token that has the label of a sample with a single one: its ``first`` or
+            its ``last``. Where it is None, every token has a label.
         longest: Tokens of the longest sample of a stream (``"128Ki"``); those of its first one
             where it is None.
     """
@@ -46,6 +49,7 @@ class SampleOptions:
     tokens: str | None = None
     labels: Labels | None = None
     label_name: str = "labels"
+    label_place: LabelPlace | None = None
     longest: int | str | None = None
 
 

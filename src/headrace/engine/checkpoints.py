@@ -160,8 +160,8 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state of a checkpoint without tensors: step, order of the data, planner,
-        architecture, config."""
+        """What it holds besides tensors, which is step, order of the data, planner, architecture,
+        config."""
         return checkpoint.load(self.path, [])
 
     @property

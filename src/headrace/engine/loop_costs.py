@@ -115,10 +115,9 @@ class ModelProbes:
         return [min(most, tokens - start) for start in range(0, tokens, most)]
 
     def choose(self, first: Sequence[Recompute]) -> None:
-        """Set the recompute level of the first layers; the others recompute nothing."""
-        if self.levels is not None and self.layers is not None:
-            rest: list[Recompute] = ["none"] * (len(self.layers) - len(first))
-            self.levels.choose([*first, *rest])
+        """Have the first layers recompute as given, and the others nothing."""
+        if self.levels is not None:
+            self.levels.choose(first)
 
     def shard(
         self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: str

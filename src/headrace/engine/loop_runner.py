@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -29,11 +30,12 @@ from headrace.adopt.spread_model import BatchPart, Pack, SpreadModel
 from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.engine.loop_costs import ModelProbes
-from headrace.engine.loss_check import check_loss
+from headrace.engine.loss_check import LossCheck, Trial, require_loss, set_aside
 from headrace.engine.recovery import Recovery
 from headrace.engine.sample_order import LoopBatch
 from headrace.errors import DataError, HeadraceError, ModelError, PlanMismatch
 from headrace.native.spans import StepClock, clock_of
+from headrace.ops.loss import IGNORED
 from headrace.spec.checker import check_turns
 from headrace.spec.measurement import Row
 from headrace.spec.method_facts import Members
@@ -59,6 +61,9 @@ class LoopMicroBatch:
         ranks: The ranks that work on it together.
         group: The group of these ranks, for collectives of the model's own; None for one rank.
         done: Whether its backward has run.
+        checking: Whether the loss is only looked at: in the first step, and the first after a
+            ``load``, the loop gets some micro-batches three times more, with other targets and
+            with some labels ignored, to see that the loss is a sum. Nothing of these counts.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -71,6 +76,7 @@ class LoopMicroBatch:
     group: dist.ProcessGroup | None
     _backward: Callable[[LoopMicroBatch, torch.Tensor], None] = field(repr=False)
     _survives: Callable[[BaseException, str], bool] = field(repr=False)
+    checking: bool = False
     done: bool = field(default=False, init=False)
 
     def __enter__(self) -> Self:
@@ -89,6 +95,14 @@ class LoopMicroBatch:
         if self.given_labels is None:
             raise DataError("labels of the samples", got="none", wanted="a field of them")
         return self.given_labels
+
+    @property
+    def share(self) -> torch.Tensor:
+        """This rank's part of the labels of the step, [], a number of 0 to 1 that adds up to 1 over
+        the micro-batches of all ranks: what a term that knows no token is multiplied by, as in
+        ``micro.loss(logits) + micro.share * penalty``. Raises DataError where samples have no
+        labels of tokens."""
+        return (self.labels != IGNORED).sum() / self.targets
 
     def loss(self, logits: torch.Tensor) -> torch.Tensor:
         """The cross entropy of the local tokens, summed, over the step's ``targets``.
@@ -135,12 +149,13 @@ class _Spent:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Work:
-    """This rank's work in a step: its program, the packs of its micro-batches, and the number of
-    tokens of all ranks that have a loss."""
+    """What this rank does in a step: its program, the packs of its micro-batches, the tokens of all
+    ranks that have a loss, and the actions whose losses are looked at where they are."""
 
     program: Program
     packs: dict[tuple[int, int], Pack]
     targets: int
+    checked: frozenset[Forward | Idle]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -157,7 +172,8 @@ class LoopRunner:
         recovery: Notified when memory runs out within a micro-batch.
         scheduler: Takes one step after each of the optimizer's, where there is one.
         clip: The largest norm of the gradient; None leaves it as it is.
-        part: This rank's part of the current micro-batch.
+        check_losses: Whether losses are looked at in the first step and after a load.
+        part: What this rank works on, within a micro-batch.
     """
 
     model: SpreadModel
@@ -169,6 +185,7 @@ class LoopRunner:
     recovery: Recovery
     scheduler: Any = None
     clip: float | None = None
+    check_losses: bool = True
     part: BatchPart | None = field(default=None, init=False)
     targets: int = field(default=0, init=False)
     action: str = field(default="", init=False)
@@ -177,14 +194,28 @@ class LoopRunner:
     _update: tuple[Any, Any] | None = field(default=None, init=False)
     _sum: torch.Tensor | None = field(default=None, init=False)
     _spent: dict[int, _Spent] = field(default_factory=dict, init=False)
+    _checks: list[LossCheck] = field(default_factory=list, init=False)
+    check: bool = field(default=True, init=False)
+    _updating: bool = field(default=False, init=False)
+    _taken: int | None = field(default=None, init=False)
+    _hook: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._clock = clock_of(self.device)
+        self.check = self.check_losses
+        # Accelerate's optimizer is a shell around the user's.
+        own = getattr(self.optimizer, "optimizer", self.optimizer)
+        self._hook = own.register_step_pre_hook(self._refuse_steps)
+
+    def detach(self) -> None:
+        """Leave the optimizer to the user again."""
+        self._hook.remove()
 
     def attempt(self, number: int, batch: LoopBatch, plan: Plan) -> Iterator[LoopMicroBatch]:
         """Hand out this rank's micro-batches of a plan, until one of them runs out of memory."""
         self._sum, self._update = None, None
         self._spent.clear()
+        self._checks.clear()
         self._begun = self._clock.mark()
         self.action = "the making of groups"
         work = self._work(batch, plan)
@@ -194,19 +225,41 @@ class LoopRunner:
                 if not isinstance(action, Forward | Idle):
                     continue  # the loop has run the backward; the update comes at the step's end
                 self.action = str(action)
-                micro = self._handed(number, plan, action, work)
-                try:
-                    yield micro
-                finally:
-                    self._release()
+                check = None
+                if self.check and action in work.checked:
+                    check = LossCheck(part=self._placed(plan, action, work))
+                    for trial in check.trials:
+                        with set_aside(self.held.model, self.device):
+                            yield from self._call(number, plan, action, work, check, trial)
+                        if self.recovery.failed:
+                            return
+                yield from self._call(number, plan, action, work, check)
                 if self.recovery.failed:
                     return
-                if not micro.done:
-                    raise HeadraceError(
-                        f"micro-batch of step {number}",
-                        got="no backward",
-                        wanted="micro.backward(loss) for each micro-batch",
-                    )
+
+    def _call(
+        self,
+        number: int,
+        plan: Plan,
+        action: Forward | Idle,
+        work: _Work,
+        check: LossCheck | None,
+        trial: Trial | None = None,
+    ) -> Iterator[LoopMicroBatch]:
+        """Hand out one micro-batch, once."""
+        self.targets = work.targets * (2 if trial == "doubled" else 1)
+        micro = self._handed(plan, action, work, check, trial)
+        try:
+            yield micro
+        finally:
+            self._release()
+            self.targets = work.targets
+        if not self.recovery.failed and not micro.done:
+            raise HeadraceError(
+                f"micro-batch of step {number}",
+                got="no backward",
+                wanted="micro.backward(loss) for each micro-batch",
+            )
 
     @property
     def own_loss(self) -> float:
@@ -217,6 +270,9 @@ class LoopRunner:
         """Add up gradients over ranks, and take one step of optimizer and scheduler, unless the
         loss or the norm of the gradient is not finite. Collective."""
         start, norm = self._clock.mark(), math.nan
+        if self.check:
+            self._require_sums()
+            self.check = False
         if math.isfinite(loss):
             self.held.add_up()
             whole = self.held.norm()
@@ -224,9 +280,7 @@ class LoopRunner:
             if math.isfinite(norm):
                 if self.clip is not None:
                     self.held.scale_down(whole, self.clip)
-                self.optimizer.step()
-                if self.scheduler is not None:
-                    self.scheduler.step()
+                self._step()
         self.optimizer.zero_grad()
         self._update = start, self._clock.mark()
         return loss, norm
@@ -259,17 +313,27 @@ class LoopRunner:
         """Read this rank's samples, agree on the packs of all ranks, make their groups, and compile
         and check this rank's program. Collective."""
         me = self.groups.rank
-        mine = [
-            (index, pack, ranks)
-            for index, micro in enumerate(plan.micro_batches)
-            if me in plan.pipelines[micro.pipeline].ranks
-            for pack, ranks in self._packs(batch, plan, index)
-        ]
-        led = sum(pack.targets for _, pack, ranks in mine if ranks[0] == me)
-        groups_of: dict[int, list[Members]] = {}
-        for index, _, ranks in mine:
-            groups_of.setdefault(index, []).append(ranks)
-        packs, targets = _agreed(led, groups_of, plan, self.groups)
+        mine = list[tuple[int, Pack, Members]]()
+        failure: Exception | None = None
+        try:
+            mine = [
+                (index, pack, ranks)
+                for index, micro in enumerate(plan.micro_batches)
+                if me in plan.pipelines[micro.pipeline].ranks
+                for pack, ranks in self._packs(batch, plan, index)
+            ]
+        except Exception as error:  # told to all ranks, which would wait for this one
+            failure = error
+        rates = [group.get("lr") for group in self.optimizer.param_groups]
+        said = _Said(
+            led=sum(pack.targets for _, pack, ranks in mine if ranks[0] == me),
+            alike=f"learning rates {[float(rate or 0) for rate in rates]}",
+            packs={},
+            failure=None if failure is None else f"{type(failure).__name__}: {failure}",
+        )
+        for index, pack, ranks in mine:
+            said.packs.setdefault(str(index), []).append([list(ranks), _checksum(pack)])
+        packs, targets = _agreed(said, plan, self.groups, failure)
         wanted = sorted({ranks for groups in packs for ranks in groups})
         self.model.prepare(some for ranks in wanted for some in self.model.groups_of(ranks))
         program = compile_turns(plan, packs, me)
@@ -278,7 +342,58 @@ class LoopRunner:
         for index, pack, _ in mine:
             numbered[index, count[index]] = pack
             count[index] += 1
-        return _Work(program=program, packs=numbered, targets=targets)
+        checked = _checked(program, packs, plan)
+        return _Work(program=program, packs=numbered, targets=targets, checked=checked)
+
+    def _step(self) -> None:
+        """One step of the optimizer, and one of the scheduler. Raises HeadraceError where the loop
+        has taken one of the scheduler's too."""
+        self._updating = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._updating = False
+        scheduler = self.scheduler
+        if scheduler is None:
+            return
+        taken = getattr(scheduler, "last_epoch", None)
+        if self._taken is not None and taken != self._taken:
+            raise HeadraceError(
+                "scheduler.step()",
+                got="a step by the loop",
+                wanted="none: the run takes one after each of the optimizer's",
+                hint="leave scheduler.step() out, or give hr.attach no scheduler",
+            )
+        scheduler.step()
+        self._taken = getattr(scheduler, "last_epoch", None)
+
+    def resumed(self) -> None:
+        """Look at losses in the next step, and take the scheduler as it is now."""
+        self.check, self._taken = self.check_losses, None
+
+    def _refuse_steps(self, *_: Any) -> None:
+        """Raise HeadraceError for a step of the optimizer by the loop, before it is taken."""
+        if not self._updating:
+            raise HeadraceError(
+                "optimizer.step()",
+                got="a call by the loop",
+                wanted="none: the run takes one step when the last micro-batch is done",
+                hint="leave optimizer.step() and optimizer.zero_grad() out",
+            )
+
+    def _require_sums(self) -> None:
+        """Raise ModelError on every rank where any has a loss that is no sum over the labels of the
+        step, with weights and optimizer as they were. Collective."""
+        errors = [error for check in self._checks if (error := check.error()) is not None]
+        mine = errors[0] if errors else None
+        values = None if mine is None else [mine.what, mine.got, mine.wanted, mine.hint]
+        said = gather_bytes(json.dumps(values).encode(), self.groups.world)
+        for rank, text in enumerate(said):
+            if (found := json.loads(text)) is not None:
+                self.abandon()
+                what, got, wanted, hint = found
+                where = f" on rank {rank}" if len(said) > 1 else ""
+                raise ModelError(f"{what}{where}", got=got, wanted=wanted, hint=hint)
 
     def _packs(self, batch: LoopBatch, plan: Plan, index: int) -> Iterator[tuple[Pack, Members]]:
         """The packs of a micro-batch, each with the ranks that it can be spread over."""
@@ -286,37 +401,54 @@ class LoopRunner:
         for pack in self.model.packs([batch.read(i) for i in micro.sequences]):
             yield pack, self.model.ranks_for(pack, plan.pipelines[micro.pipeline].ranks)
 
+    def _pack_of(
+        self, plan: Plan, action: Forward | Idle, work: _Work
+    ) -> tuple[Pack, Members, str | None]:
+        """What an action works on: a pack, the ranks that share it, and how they exchange."""
+        if isinstance(action, Idle):
+            return self._nothing(), (self.groups.rank,), None
+        micro = plan.micro_batches[action.micro_batch]
+        # Some of the ranks may be too many for a pack: it is run as it was planned for all.
+        spread = len(plan.pipelines[micro.pipeline].ranks) > 1
+        exchange = micro.layers.options[0].attention if spread else None
+        return work.packs[action.micro_batch, action.pack], action.group, exchange
+
+    def _placed(
+        self, plan: Plan, action: Forward | Idle, work: _Work, targets: int | None = None
+    ) -> BatchPart:
+        """This rank's part of the micro-batch of an action."""
+        pack, ranks, exchange = self._pack_of(plan, action, work)
+        values = pack.to(self.device).values
+        return self.model.place(values, ranks, targets=targets or work.targets, exchange=exchange)
+
     def _handed(
-        self, number: int, plan: Plan, action: Forward | Idle, work: _Work
+        self,
+        plan: Plan,
+        action: Forward | Idle,
+        work: _Work,
+        check: LossCheck | None,
+        trial: Trial | None,
     ) -> LoopMicroBatch:
-        """The micro-batch of an action; the model is spread for it from now on."""
-        if isinstance(action, Forward):
-            micro = plan.micro_batches[action.micro_batch]
-            pack, ranks = work.packs[action.micro_batch, action.pack], action.group
-            options, sequences = micro.layers.options, micro.sequences
-            # Some of the ranks may be too many for a pack: it is run as it was planned for all.
-            spread = len(plan.pipelines[micro.pipeline].ranks) > 1
-            exchange = options[0].attention if spread else None
-        else:
-            pack, ranks, options, sequences, exchange = (
-                self._nothing(),
-                (self.groups.rank,),
-                (),
-                (),
-                None,
-            )
-        spent = self._begin_timing(plan, action, pack)
-        self.probes.choose([option.recompute for option in options])
-        self.part = part = self.model.place(
-            pack.to(self.device).values, ranks, targets=work.targets, exchange=exchange
-        )
+        """The micro-batch of an action, which the model works on from here on; its loss is told to
+        ``check``, and counts unless it is a ``trial``."""
+        pack, ranks, _ = self._pack_of(plan, action, work)
+        idle = isinstance(action, Idle)
+        micro = None if isinstance(action, Idle) else plan.micro_batches[action.micro_batch]
+        spent = None if trial is not None else self._begin_timing(plan, action, pack)
+        if self.probes.levels is not None:
+            options = () if micro is None else micro.layers.options
+            self.probes.levels.choose([option.recompute for option in options])
+        self.part = part = self._placed(plan, action, work, self.targets)
+        if check is not None and trial is not None:
+            self.part = part = check.changed(part, trial)
         self.model.take(part)
         start = self._clock.mark()
 
-        def backward(handed: LoopMicroBatch, loss: torch.Tensor) -> None:
-            loss = loss if spent is not None else loss * 0.0
-            if not number and pack.targets:
-                check_loss(loss, handed.targets, part.tokens)
+        def backward(_: LoopMicroBatch, loss: torch.Tensor) -> None:
+            if self.check:
+                require_loss(loss)
+            if idle:
+                loss = loss * 0.0
             middle = self._clock.mark()
             loss.backward()
             if spent is not None:
@@ -324,17 +456,23 @@ class LoopRunner:
                 spent.backward.append((middle, self._clock.mark()))
             self._release()
             own = loss.detach()
-            self._sum = own if self._sum is None else self._sum + own
+            if check is not None and not idle:
+                check.losses[trial or "whole"] = own
+                if trial is None:
+                    self._checks.append(check)
+            if trial is None:
+                self._sum = own if self._sum is None else self._sum + own
 
         return LoopMicroBatch(
             inputs=part.inputs,
             rest=part.rest,
             given_labels=part.labels,
             tokens=pack.targets,
-            targets=work.targets,
+            targets=self.targets,
             ranks=ranks,
             group=part.group,
-            sequences=sequences,
+            sequences=() if micro is None else micro.sequences,
+            checking=trial is not None,
             _backward=backward,
             _survives=self.recovery.survives,
         )
@@ -383,29 +521,94 @@ class LoopRunner:
             yield Row(rank=rank, action="U", kind="update", start_s=start_s, end_s=end_s)
 
 
+def _checked(program: Program, packs: Packs, plan: Plan) -> frozenset[Forward | Idle]:
+    """The actions of a program whose losses are looked at, so that every rank has one and all ranks
+    of a pack know of it: in lockstep the first of each rank, else each that has a rank that comes
+    for the first time."""
+    turns = [action for action in program.actions if isinstance(action, Forward | Idle)]
+    if plan.semantics == "lockstep":
+        return frozenset(turns[:1])
+    seen, chosen = set[int](), set[tuple[int, int]]()
+    for index, groups in enumerate(packs):
+        for at, ranks in enumerate(groups):
+            if not seen.issuperset(ranks):
+                seen.update(ranks)
+                chosen.add((index, at))
+    return frozenset(
+        action
+        for action in turns
+        if isinstance(action, Forward) and (action.micro_batch, action.pack) in chosen
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """What a rank tells all others before a step: the targets of packs that it leads, what all must
+    have alike, the ranks and a checksum of each of its packs by micro-batch, and what failed."""
+
+    led: int
+    alike: str
+    packs: dict[str, list[list[Any]]]
+    failure: str | None
+
+
+def _checksum(pack: Pack) -> int:
+    """A number that differs where values do."""
+    found = 0
+    for name in sorted(pack.values):
+        value = pack.values[name].detach().cpu().contiguous()
+        found = zlib.crc32(f"{name} {value.dtype} {list(value.shape)}".encode(), found)
+        found = zlib.crc32(value.view(-1).view(torch.uint8).numpy().data, found)
+    return found
+
+
 def _agreed(
-    led: int, groups_of: dict[int, list[Members]], plan: Plan, groups: Groups
+    mine: _Said, plan: Plan, groups: Groups, failure: Exception | None
 ) -> tuple[Packs, int]:
     """The packs of all micro-batches, by the ranks that share each, and the tokens of all ranks
-    that have a loss: this rank leads packs of ``led`` such tokens. Collective.
+    that have a loss. Collective.
 
-    Raises PlanMismatch on every rank where ranks of one micro-batch read other samples.
+    Raises on every rank: HeadraceError where one could not read its samples, PlanMismatch where
+    ranks have other learning rates or ranks of one micro-batch other samples, and DataError where
+    no token of the step has a loss.
     """
-    mine = json.dumps([led, {str(index): some for index, some in groups_of.items()}]).encode()
-    said = [json.loads(text) for text in gather_bytes(mine, groups.world)]
+    told = [mine.led, mine.alike, mine.packs, mine.failure]
+    said = [
+        _Said(led=led, alike=alike, packs=packs, failure=failed)
+        for led, alike, packs, failed in map(
+            json.loads, gather_bytes(json.dumps(told).encode(), groups.world)
+        )
+    ]
+    for rank, one in enumerate(said):
+        if one.failure is not None:
+            if failure is not None:
+                raise failure
+            raise HeadraceError(f"samples of rank {rank}", got=one.failure, wanted="its samples")
+        if one.alike != said[0].alike:
+            raise PlanMismatch(
+                f"optimizer of rank {rank}",
+                got=one.alike,
+                wanted=f"{said[0].alike}, as on rank 0",
+                hint="every rank must set the same rate",
+            )
     packs: list[list[Members]] = []
     for index, micro in enumerate(plan.micro_batches):
         ranks = plan.pipelines[micro.pipeline].ranks
-        views = [said[rank][1].get(str(index)) for rank in ranks]
-        other = next(
-            (rank for rank, view in zip(ranks, views, strict=True) if view != views[0]), None
+        views = [said[rank].packs.get(str(index), []) for rank in ranks]
+        for rank, view in zip(ranks, views, strict=True):
+            if view != views[0]:
+                raise PlanMismatch(
+                    f"samples {list(micro.sequences)[:8]} of the step on rank {rank}",
+                    got=f"checksums {[sum_ for _, sum_ in view]}",
+                    wanted=f"{[sum_ for _, sum_ in views[0]]}, as on rank {ranks[0]}",
+                    hint="every rank must read the same samples",
+                )
+        packs.append([tuple(group) for group, _ in views[0]])
+    targets = sum(one.led for one in said)
+    if not targets:
+        raise DataError(
+            "labels of the step",
+            got=f"all of {sum(plan.lengths.tokens):,} tokens IGNORED (-100)",
+            wanted="at least one token with a loss",
         )
-        if other is not None:
-            raise PlanMismatch(
-                f"packs of micro-batch {index} on rank {other}",
-                got=f"groups {views[ranks.index(other)]}",
-                wanted=f"groups {views[0]}, as on rank {ranks[0]}",
-                hint="every rank must read the same samples",
-            )
-        packs.append([tuple(group) for group in views[0] or ()])
-    return packs, sum(targets for targets, _ in said)
+    return packs, targets

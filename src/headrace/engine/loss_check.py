@@ -1,84 +1,148 @@
-"""Whether a loss is what a plan needs: a sum over tokens, divided by those of the whole step.
+"""Whether a loss is what a plan needs: a sum over labels, divided by those of the whole step.
 
-A mean over the tokens of one micro-batch weighs samples by whom they were packed with. It cannot be
-told from the number alone, but from how it was made: torch's cross entropy leaves a node in the
-graph that knows the tokens it was over, and the gradient of the loss by its result says what each
-of them weighs.
+Any other loss weighs samples by whom they were packed with, and it cannot be told from the number
+alone. So the loop computes the loss of a micro-batch under changes whose effect is known:
+
+    doubled     twice the targets: half the loss
+    even, odd   every other label ignored: losses that add up to the whole one
+
+A mean, by whatever formula, does not halve. A term that knows no token (a penalty on weights) is
+counted once in each. What is drawn at random and what a forward leaves in buffers is put back
+before each of them, so that nothing else differs; gradients of these calls are dropped.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
+from headrace.adopt.spread_model import BatchPart
 from headrace.errors import ModelError
+from headrace.ops.loss import IGNORED
 
-__all__ = ["check_loss"]
+__all__ = ["LossCheck", "Trial", "require_loss", "set_aside"]
 
-_TOKEN_LOSSES = ("NllLossBackward0", "NllLoss2DBackward0")
-_VALUE_LOSSES = ("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
-_MEAN = 1
-_FAR = 64
-"""Autograd nodes that are searched: a loss is near the end of a graph."""
+Trial = Literal["doubled", "even", "odd"]
+
+_TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-8, torch.float32: 1e-4}
+"""Relative differences that sums in another order may have; 3 % in half types."""
 
 
-def check_loss(loss: torch.Tensor, targets: int, tokens: int) -> None:
-    """Raise ModelError for a loss that does not belong to a graph or is no single number, and have
-    its backward raise one where one of this rank's ``tokens`` weighs something else than one over
-    the step's ``targets``. Of losses between values (mse_loss) only means are judged: a sum may
-    leave values out."""
-    if loss.dim() or not loss.requires_grad:
+def require_loss(loss: torch.Tensor) -> None:
+    """Raise ModelError for what is no single number with a gradient."""
+    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+        shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        without = isinstance(loss, torch.Tensor) and not loss.requires_grad
         raise ModelError(
             "loss of a micro-batch",
-            got=f"shape {list(loss.shape)}{'' if loss.requires_grad else ' without gradient'}",
+            got=f"shape {shape}{' without gradient' if without else ''}",
             wanted="a single number with a gradient",
         )
-    nodes = _loss_nodes(loss)
-    if len(nodes) != 1 or not targets:
-        return
-    (node,) = nodes
 
-    # In the backward itself: an extra backward of these nodes would trigger hooks of FSDP2.
-    def judge(outer: Sequence[torch.Tensor | None]) -> None:
-        weight = _weight(outer[0], node, tokens)
-        if weight is not None and abs(weight * targets - 1) > 1e-3:
-            raise ModelError(
-                "loss of a micro-batch",
-                got=f"each token weighs 1 / {1 / weight:,.6g}",
-                wanted=f"1 / {targets:,}, over all tokens of the step that have a loss",
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LossCheck:
+    """The losses of one part of a batch, of the tokens that one rank has.
+
+    Attributes:
+        part: What the rank has.
+        losses: The loss under each trial, and ``whole``.
+    """
+
+    part: BatchPart
+    losses: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """The changes to try: labels that are not classes of tokens cannot be ignored."""
+        labels = self.part.labels
+        classes = labels is not None and not labels.is_floating_point() and labels.dim() == 2
+        return ("doubled", "even", "odd") if classes else ("doubled",)
+
+    def changed(self, part: BatchPart, trial: Trial) -> BatchPart:
+        """A part of the same tokens, as a trial has it: labels that it leaves out are IGNORED, and
+        other values of their tokens that the model does not take are 0."""
+        labels = part.labels
+        if trial == "doubled" or labels is None:
+            return part
+        counted = (labels != IGNORED).cumsum(1) % 2 == (1 if trial == "even" else 0)
+        few = torch.where(counted, labels, IGNORED)
+        inputs = {name: few if value is labels else value for name, value in part.inputs.items()}
+        rest = {name: _kept(value, counted) for name, value in part.rest.items()}
+        return replace(part, labels=few, inputs=inputs, rest=rest)
+
+    def error(self) -> ModelError | None:
+        """What is wrong with the loss, by its numbers. Waits for the device."""
+        loss = self.losses["whole"]
+        whole, doubled = float(loss), 2 * float(self.losses["doubled"])
+        halves = [float(self.losses[name]) for name in ("even", "odd") if name in self.losses]
+        total = sum(halves) if halves else whole
+        most = max(abs(whole), abs(doubled), *map(abs, halves))
+        if not math.isfinite(whole):  # the step says so itself
+            return None
+        limit = _TOLERANCES.get(loss.dtype, 3e-2) * most
+        if abs(doubled - whole) <= limit and abs(total - whole) <= limit:
+            return None
+        what = "loss of a micro-batch"
+        if abs(doubled - 2 * whole) <= limit:
+            return ModelError(
+                what,
+                got=f"{whole:.6g} whatever micro.targets is",
+                wanted="a sum over the labels, divided by micro.targets",
                 hint="a mean over one micro-batch weighs samples by their company: use "
-                'reduction="sum" and divide by step.tokens, or micro.loss(logits)',
+                'reduction="sum" and divide by micro.targets, or micro.loss(logits)',
             )
+        apart = doubled - whole
+        if halves and abs(total - whole - apart) <= limit:
+            return ModelError(
+                what,
+                got=f"{apart:.6g} of {whole:.6g} that is not divided by micro.targets",
+                wanted="a sum over the labels, divided by micro.targets",
+                hint="every micro-batch of every rank adds such a term: write micro.loss(logits) + "
+                "micro.share * penalty, as the shares of a step add up to 1",
+            )
+        if abs(doubled - whole) > limit:
+            got = f"{doubled / 2:.6g} with twice the micro.targets, {whole:.6g} without"
+            return ModelError(what, got=got, wanted="half as much")
+        return ModelError(
+            what,
+            got=f"{halves[0]:.6g} and {halves[1]:.6g} for two halves of the labels",
+            wanted=f"parts that add up to {whole:.6g}",
+            hint="a loss is a sum over tokens whose label is not IGNORED (-100)",
+        )
 
-    node.register_prehook(judge)
+
+def _kept(value: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Values of tokens [b, s, ...] where they are counted, else 0."""
+    if value.shape[:2] != counted.shape:
+        return value
+    where = counted.view(*counted.shape, *[1] * (value.dim() - 2))
+    return torch.where(where, value, torch.zeros_like(value))
 
 
-def _loss_nodes(loss: torch.Tensor) -> list[Any]:
-    """The nodes of torch's losses near the end of a graph."""
-    found, seen = list[Any](), set[Any]()
-    coming = deque([loss.grad_fn])
-    while coming and len(seen) < _FAR:
-        node = coming.popleft()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() in (*_TOKEN_LOSSES, *_VALUE_LOSSES):
-            found.append(node)
-            continue
-        coming.extend(following for following, _ in node.next_functions)
-    return found
-
-
-def _weight(outer: torch.Tensor | None, node: Any, tokens: int) -> float | None:
-    """The weight of each of ``tokens`` tokens in the loss, where ``outer`` is the gradient of the
-    loss by the node's result; None where it cannot be determined."""
-    if outer is None or outer.dim():
-        return None
-    mean = node._saved_reduction == _MEAN  # noqa: SLF001
-    if node.name() in _VALUE_LOSSES:
-        return float(outer) / tokens if mean else None
-    within = float(node._saved_total_weight) if mean else 1.0  # noqa: SLF001
-    return float(outer) / within if within else None
+@contextmanager
+def set_aside(model: torch.nn.Module, device: str) -> Iterator[None]:
+    """Leave gradients, buffers and the state of generators as they were before the block."""
+    gradients = {p: p.grad for p in model.parameters()}
+    for parameter in gradients:
+        parameter.grad = None
+    buffers = [(x, x.detach().clone()) for x in model.buffers()]
+    drawn = torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state(device) if device.startswith("cuda") else None
+    try:
+        yield
+    finally:
+        # FSDP2's parameters are others, with gradients of their own, once a backward is done.
+        for parameter in model.parameters():
+            parameter.grad = gradients.get(parameter)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        torch.set_rng_state(drawn)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)

@@ -33,7 +33,6 @@ from headrace.spec.strategy import Strategy
 
 __all__ = [
     "baselines",
-    "best_static",
     "draw",
     "listed_methods",
     "make_problem",
@@ -53,12 +52,30 @@ _recent: deque[Problem] = deque(maxlen=4)
 def plan(
     lengths: Lengths | Iterable[int], costs: _Costs, *, seed: int = 0, previous: Plan | None = None
 ) -> Plan:
-    """The quickest plan found for one batch of sequences of ``lengths`` tokens.
+    """Plan one batch: which devices work on which sequences, and how.
 
-    Deterministic in ``lengths``, ``costs``, ``seed`` and ``previous``, the plan of the step before
-    (its layers are kept where the problem smooths). The plan carries a lower bound, says why, and
-    knows its clock, so that it can be drawn. Raises InfeasiblePlan when a sequence fits nowhere,
-    saying by how much and what would help.
+    The plan is the quickest found. The same arguments give the same plan.
+
+    Args:
+        lengths: Tokens of each sequence of the batch.
+        costs: What work costs on the devices; or a problem, which restricts the choices and says
+            for how many devices published costs are planned with.
+        seed: Of the search.
+        previous: The plan of the step before, whose layers are kept where the problem smooths.
+
+    Returns:
+        The plan: with a lower bound, reasons, and a clock, so that it can be drawn.
+
+    Raises:
+        InfeasiblePlan: When a sequence fits nowhere; it says by how much and what would help.
+        SpecError: For published costs without a problem, and for no lengths.
+
+    Example:
+        >>> model = hr.Architecture.preset("llama-tiny")
+        >>> costs = hr.costs.roofline(model, "h100", devices=4)
+        >>> plan = hr.plan([5000, 400, 300, 20], costs)
+        >>> plan.predicted_s >= plan.lower_bound_s
+        True
     """
     problem = _problem(costs)
     found = plan_batch(problem, _lengths(lengths), seed=seed, previous=previous)
@@ -66,8 +83,19 @@ def plan(
 
 
 def baselines(lengths: Lengths | Iterable[int], costs: _Costs) -> dict[str, Plan]:
-    """Plans with groups of one size, as configured by hand: one for each size on which the longest
-    sequence fits, by name (``static-cp8``), smallest first."""
+    """Plan one batch with groups of one size, as configured by hand, to compare with.
+
+    Args:
+        lengths: Tokens of each sequence of the batch.
+        costs: As for :func:`plan`.
+
+    Returns:
+        A plan for each group size on which the longest sequence fits, by name (``static-cp8``),
+        smallest first; empty when it fits on none.
+
+    Raises:
+        SpecError: For published costs without a problem, and for no lengths.
+    """
     problem = _problem(costs)
     return {
         made.planner: _timed(made, problem) for made in _static_plans(problem, _lengths(lengths))
@@ -75,11 +103,21 @@ def baselines(lengths: Lengths | Iterable[int], costs: _Costs) -> dict[str, Plan
 
 
 def simulate(plan: Plan, costs: _Costs) -> Timeline:
-    """Run the checked programs of a plan on a clock: what every rank does, and when; of published
-    costs, which know no layers, its micro-batches by their formula.
+    """Run a plan on a clock: what every rank does, and when.
 
-    Raises CostError when the costs lack what the plan uses, ProgramError when the programs would
-    deadlock or leave something out.
+    The programs of all ranks are compiled, checked and walked with the seconds of the costs.
+    Published costs know no layers: of these each micro-batch takes what its formula says.
+
+    Args:
+        plan: The plan of one step.
+        costs: Those of the plan, or others for the same devices.
+
+    Returns:
+        The predicted timeline.
+
+    Raises:
+        CostError: When the costs lack what the plan uses.
+        ProgramError: When the programs would deadlock or leave something out.
     """
     given = costs.costs if isinstance(costs, Problem) else costs
     if not isinstance(given, CostModel):
@@ -147,19 +185,14 @@ def programs_of(plan: Plan, costs: CostModel) -> tuple[Program, ...]:
     return programs
 
 
-def best_static(problem: Problem, lengths: Lengths) -> Plan | None:
-    """The fastest plan of one group size; None when no single size fits."""
-    return _held(problem.replace(planner="static", static_size=None), lengths)
-
-
 def rivals(problem: Problem, lengths: Lengths, *, seed: int = 0) -> dict[str, Plan]:
-    """Plans of other planners with the same costs, by name: the best static one, bucket and packed
-    parallel; only those that can hold the batch."""
-    made = {"best static": best_static(problem, lengths)} | {
-        name: _held(problem.replace(planner=name, static_size=None), lengths, seed)
-        for name in ("bucket", "packed")
+    """Plans of others with the same costs, by what they are called: the best static one, bucket and
+    packed parallel; those that hold the batch."""
+    made = {
+        called: _held(problem.replace(planner=name, static_size=None), lengths, seed)
+        for called, name in (("best static", "static"), ("bucket", "bucket"), ("packed", "packed"))
     }
-    return {name: plan for name, plan in made.items() if plan is not None}
+    return {called: plan for called, plan in made.items() if plan is not None}
 
 
 def _held(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:

@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +28,16 @@ from headrace.errors import HeadraceError, MissingExtra
 from headrace.spec.profile import Profile
 from headrace.spec.step import Step
 
-__all__ = ["Journal", "RunRecord", "Tracker", "make_trackers", "require_trackers", "run_facts"]
+__all__ = [
+    "DrawnSteps",
+    "EarlyAndRare",
+    "Journal",
+    "RunRecord",
+    "Tracker",
+    "make_trackers",
+    "require_trackers",
+    "run_facts",
+]
 
 
 class RunRecord:
@@ -307,3 +317,27 @@ def make_trackers(
 
 def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: metrics[name] for name in _SCALARS if metrics.get(name) is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnSteps:
+    """``wanted`` of ``steps`` steps, evenly, and the last one; none where none are wanted.
+
+    Rows of all ranks are many: they are predicted, and gathered, for these steps only.
+    """
+
+    wanted: int
+    steps: int
+
+    def __contains__(self, number: object) -> bool:
+        """Whether the step ``number`` is recorded."""
+        if not self.wanted or not isinstance(number, int):
+            return False
+        return number % max(1, self.steps // self.wanted) == 0 or number == self.steps - 1
+
+
+class EarlyAndRare:
+    """The steps to record where nobody knows how many there will be: 1, 2, 4, ..."""
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and number > 0 and number & (number - 1) == 0

@@ -12,15 +12,15 @@ from headrace.config import Config
 from headrace.costs import CostModel
 from headrace.costs.calibration import Calibration
 from headrace.costs.drift import Drift
-from headrace.data import Reader, summarise
+from headrace.data.length_summary import summarise
+from headrace.data.reader import Reader
 from headrace.engine.agreement import newest_whole
 from headrace.engine.checkpoints import SavedState, changed
 from headrace.engine.cost_cache import calibration_path
-from headrace.engine.drawn_steps import DrawnSteps
 from headrace.engine.measured_costs import learnt, measured_costs
 from headrace.engine.native_runner import NativeRunner, TrainingBatch
 from headrace.engine.rank import Rank
-from headrace.engine.record import RunRecord, make_trackers, run_facts
+from headrace.engine.record import DrawnSteps, RunRecord, make_trackers, run_facts
 from headrace.engine.recovery import LeaveWorld, Recovery
 from headrace.engine.run_planner import RunPlanner
 from headrace.engine.step_engine import Engine

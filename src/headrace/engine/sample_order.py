@@ -234,8 +234,7 @@ class StreamOrder:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch."""
-        self._look()
+        """The pass of the next batch."""
         return self._place["epoch"]
 
     @property
@@ -256,6 +255,7 @@ class StreamOrder:
 
     def next_batch(self) -> LoopBatch:
         """The items that follow, as many as the budget holds, one at least."""
+        self._look()
         epoch, items, total = self.epoch, list[Item](), 0
         while (item := self._held) is not None:
             count = self._reader.length(item)
@@ -313,7 +313,12 @@ class StreamOrder:
         if self._held is None:
             self._held = self._read()
         if self._held is None:
-            raise DataError("stream of samples", got="no item", wanted="at least one")
+            raise DataError(
+                "stream of samples",
+                got="no item",
+                wanted="at least one in every epoch",
+                hint="a generator gives its items once: give what can be looped over again",
+            )
 
     def _read(self) -> Item | None:
         at = f"item {self._place['items']} of the stream"

@@ -9,8 +9,11 @@ from pathlib import Path
 from headrace.config import Config
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.costs.library import roofline
-from headrace.data import Corpus, Sampler, SamplerOptions, Source, make_tokenizer, open_corpus
-from headrace.data.tokens import Tokenizer, tokenizer_sizes
+from headrace.data.corpus import Corpus
+from headrace.data.opening import open_corpus
+from headrace.data.sampler import Sampler, SamplerOptions
+from headrace.data.source import Source
+from headrace.data.tokens import Tokenizer, make_tokenizer, tokenizer_sizes
 from headrace.errors import SpecError
 from headrace.spec.architecture import Architecture
 from headrace.spec.hf_config import read_architecture

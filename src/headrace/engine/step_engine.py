@@ -260,6 +260,35 @@ class RunningStep(Generic[Batch, Handed]):
         for _ in self:
             pass
 
+    @property
+    def begun(self) -> bool:
+        """Whether a loop over it has begun."""
+        return self._begun
+
+    def again(self) -> RunningStep[Batch, Handed]:
+        """The same batch and plan as a step that has not begun, for one that was left."""
+        return RunningStep(
+            engine=self.engine,
+            number=self.number,
+            batch=self.batch,
+            planned=self.planned,
+            waited_s=self.waited_s,
+        )
+
+    def skip(self) -> None:
+        """Leave the batch out: nothing is trained, no step is taken, and the run goes on with the
+        next batch. Call it on every rank.
+
+        Raises:
+            HeadraceError: For a step that a loop has begun.
+        """
+        if self._begun:
+            raise HeadraceError(
+                f"step {self.number}", got="skip() after its loop began", wanted="one or the other"
+            )
+        self._begun = self.done = True
+        self.engine.finished(self)
+
     def __iter__(self) -> Iterator[Handed]:
         """Run the step: its micro-batches, then the update.
 

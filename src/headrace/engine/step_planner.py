@@ -11,7 +11,7 @@ from headrace.config.model import PlannerConfig
 from headrace.costs import CostModel
 from headrace.costs.calibration import raised_margin
 from headrace.costs.library import memory_margin_of
-from headrace.engine.plans import best_static, make_problem
+from headrace.engine.plans import make_problem
 from headrace.errors import InfeasiblePlan
 from headrace.planning import Problem
 from headrace.planning import plan as plan_batch
@@ -84,8 +84,10 @@ class StepPlanner:
     def best_static(self, request: PlanRequest) -> BestStatic | None:
         """The fastest plan of one group size for a step; None when no single size fits."""
         problem = self._asked(request)
-        made = best_static(problem, request.lengths)
-        if made is None:
+        static = problem.replace(planner="static", static_size=None, strategies=())
+        try:
+            made = plan_batch(static, request.lengths)
+        except InfeasiblePlan:
             return None
         return BestStatic(
             strategy=str(made.strategy),

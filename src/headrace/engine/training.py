@@ -139,8 +139,21 @@ def train_rank(rank: Rank, folder: Path, *, resume: bool) -> RankRun:
 
 
 def profile(config: Config, *, fresh: bool = False) -> CostModel:
-    """Measure what a layer costs on the ranks of a configuration, or read the cached profile;
-    ``fresh`` measures again. Ranks are started as by :func:`train`."""
+    """Measure what a layer costs on the ranks of a configuration, or read what was measured before.
+
+    Ranks are started as by :func:`train`.
+
+    Args:
+        config: The run whose model, devices and methods are measured.
+        fresh: Whether to measure again what is in the cache.
+
+    Returns:
+        The costs, to plan and simulate with.
+
+    Raises:
+        HeadraceError: As a rank raised it.
+        LaunchError: When a rank died.
+    """
     return on_ranks(config, _Profiling(config=config, fresh=fresh), Listener())
 
 

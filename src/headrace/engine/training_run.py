@@ -34,7 +34,14 @@ _LEAST_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """A run in its folder, finished or not: ``hr.TrainingRun("runs/my-run")``."""
+    """A run in its folder, finished or not.
+
+    Attributes:
+        folder: The folder.
+
+    Example:
+        >>> run = hr.TrainingRun("runs/my-run")
+    """
 
     folder: Path
 
@@ -54,12 +61,29 @@ class TrainingRun:
         return Checkpoints(folder=self.folder)
 
     def summary(self) -> str:
-        """A summary of the run in about eleven lines."""
+        """Say what the run did.
+
+        Returns:
+            About eleven lines of a name and a text.
+
+        Raises:
+            DataError: When the folder holds no run, or one that cannot be read.
+        """
         return summary_text(self.folder)
 
     def report(self, out: str | Path | None = None) -> Path:
-        """Write the report, one HTML file with pictures, and return its path: ``report.html`` in
-        the folder unless told. Raises MissingExtra without the packages of the extra ``report``."""
+        """Write the report, one HTML file with pictures.
+
+        Args:
+            out: The file; ``report.html`` in the folder when left out.
+
+        Returns:
+            Its path.
+
+        Raises:
+            DataError: When the folder holds no run, or the file cannot be written.
+            MissingExtra: Without the packages of the extra ``report``.
+        """
         return write_report(self.folder, None if out is None else Path(out))
 
     def __str__(self) -> str:

@@ -47,13 +47,18 @@ __all__ = [
 ]
 
 Times = tuple[float, float, float]
-"""Of a pipeline the seconds before which it does not start, as weights are on their way; those that
-it computes; and those from then until its gradients are sent."""
+"""Seconds of a pipeline: before it can start, as weights are on their way; of computing; and from
+then until its gradients are sent."""
 
 
 class Chains:
-    """Pipelines in their order, each on some ranks. ``before[g]`` are those that pipeline g waits
-    for, ``last_of`` is the last one of every rank that has one, and ``last`` has these once."""
+    """Which pipelines wait for which, given the ranks of each in their order.
+
+    Attributes:
+        before: ``before[g]`` are the pipelines that pipeline g waits for.
+        last_of: The last pipeline of every rank that has one.
+        last: The pipelines in ``last_of``, each once.
+    """
 
     def __init__(self, ranks: Iterable[Sequence[int]]) -> None:
         self.last_of: dict[int, int] = {}
@@ -64,27 +69,34 @@ class Chains:
         self.last = sorted(set(self.last_of.values()))
 
     def free_s(self, times: Iterable[Times]) -> list[float]:
-        """When each pipeline has nothing left to compute."""
+        """Seconds until each pipeline has nothing left to compute."""
         free = list[float]()
         for (there_s, seconds, _), before in zip(times, self.before, strict=True):
             start_s = there_s
-            for h in before:  # by hand, as ``max`` of a list takes longer than of one or two
+            for h in before:  # a loop, as ``max`` of a list takes longer for one or two
                 if free[h] > start_s:
                     start_s = free[h]
             free.append(start_s + seconds)
         return free
 
     def sent_s(self, times: Sequence[Times]) -> dict[int, float]:
-        """When each of the ``last`` has its gradients sent."""
+        """Seconds until each of the ``last`` has sent its gradients."""
         free = self.free_s(times)
         return {g: free[g] + times[g][2] for g in self.last}
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Micro-batches of one pipeline: positions in the batch, each with a row of the frontier and
-    its seconds on one stage, and the pipeline's seconds. The longest takes ``longest_s`` and the
-    next ``next_s``, which is the same where there is one."""
+    """The micro-batches of one pipeline.
+
+    Attributes:
+        seconds: Seconds of the pipeline, its stages included.
+        bins: Positions in the batch of each micro-batch.
+        rows: The row of the frontier of each.
+        times: Seconds of each on one stage.
+        longest_s: Seconds of the longest.
+        next_s: Seconds of the second longest; ``longest_s`` where there is one.
+    """
 
     seconds: float
     bins: tuple[tuple[int, ...], ...]
@@ -119,15 +131,21 @@ def longest_two(times: Sequence[float]) -> tuple[float, float]:
 Floats = NDArray[np.float64]
 Value = TypeVar("Value")
 
-_FORWARD = 1 / 3  # of a micro-batch's seconds
-_FEW_PRICES = 16_384  # of rows and lengths: all of them are looked at
+_FORWARD = 1 / 3  # share of a micro-batch's seconds that its forward takes
+_FEW_PRICES = 16_384  # up to so many pairs of a row and a length, all are worked out at once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SortedBatch:
-    """Sequences longest first (ties by index): position i is sequence ``order[i]`` of ``lengths``
-    and has ``tokens[i]`` tokens. Run r are the ``counts[r]`` positions with the r-th longest of the
-    lengths that differ, which is ``run_tokens[r]``."""
+    """A batch with its longest sequences first, ties by index.
+
+    Attributes:
+        lengths: The batch.
+        order: Position i is sequence ``order[i]`` of the batch.
+        tokens: Tokens of each position.
+        run_tokens: Tokens of each run, a run being the positions of equal length.
+        counts: Positions of each run.
+    """
 
     lengths: Lengths
     order: tuple[int, ...]
@@ -138,7 +156,7 @@ class SortedBatch:
 
     @classmethod
     def of(cls, lengths: Lengths) -> SortedBatch:
-        """Sort ``lengths``."""
+        """Sort the sequences of a batch, the longest first."""
         given = np.array(lengths.tokens, dtype=np.int64)
         order = np.argsort(-given, kind="stable")
         falling = given[order]
@@ -156,12 +174,12 @@ class SortedBatch:
 
     @cached_property
     def values(self) -> Floats:
-        """``tokens`` as an array."""
+        """``tokens`` as an array of floats [sequences]."""
         return np.array(self.tokens, dtype=np.float64)
 
     @cached_property
     def run_values(self) -> Floats:
-        """``run_tokens`` as an array."""
+        """``run_tokens`` as an array of floats [runs]."""
         return np.array(self.run_tokens, dtype=np.float64)
 
     def turns(self, order: Sequence[int] | None) -> list[tuple[int, int, int]]:
@@ -208,14 +226,19 @@ class SortedBatch:
 
 
 class PriceTable:
-    """A batch on ``devices`` with some schemes, those of the fewest devices first.
+    """The prices of a batch on some schemes, those of the fewest devices first.
 
-    ``alone``, ``work`` and ``spread`` [schemes, runs] as above. ``seconds(k)[i]`` and
-    ``room(k)[i]`` are those of position i on scheme k by its usual row, ``priced(k)`` both of every
-    run. ``pull_s`` and ``push_s`` are the seconds in which weights arrive and gradients leave if no
-    computation hides them; the share ``unhidden`` of both is never hidden. ``packs`` are those made
-    so far, by scheme and members; ``needs`` are the devices that sequences take, and ``rankings``
-    the order of schemes by them, by a step of the time (:mod:`headrace.planning.side_by_side`).
+    Attributes:
+        alone: Least seconds of a micro-batch of its own [schemes, runs].
+        work: Least seconds without any constant, likewise.
+        spread: Least seconds with a share of the constant, likewise.
+        pull_s: Seconds in which weights arrive if no computation hides them.
+        push_s: Seconds in which gradients leave if no computation hides them.
+        unhidden: The share of both that is never hidden.
+        packs: Packed pipelines so far, by scheme and members.
+        needs: Devices that sequences take, by step of the time
+            (:mod:`headrace.planning.side_by_side`).
+        rankings: The order of schemes by these, likewise.
     """
 
     def __init__(
@@ -261,22 +284,22 @@ class PriceTable:
 
     @cached_property
     def c(self) -> list[float]:
-        """The constant of each usual row."""
+        """Seconds of the constant of each usual row, per micro-batch."""
         return [s.frontier.rows[row][2] for s, row in zip(self.schemes, self.rows, strict=True)]
 
     @cached_property
     def cap(self) -> list[int]:
-        """The tokens of each usual row."""
+        """Tokens that a micro-batch of each usual row holds."""
         return [s.frontier.caps[row] for s, row in zip(self.schemes, self.rows, strict=True)]
 
     @cached_property
     def share(self) -> list[float]:
-        """A token's share of each usual row's constant."""
+        """Seconds of each usual row's constant that one token bears, c / cap."""
         return [c / cap if cap else 0.0 for c, cap in zip(self.c, self.cap, strict=True)]
 
     @cached_property
     def dealt(self) -> list[bool]:
-        """Whether a scheme's constants are dealt out to tokens, not counted."""
+        """Whether each scheme's constants are charged to tokens, not counted by micro-batch."""
         return [fluid or deep for fluid, deep in zip(self.fluid, self.staged, strict=True)]
 
     @cached_property
@@ -286,7 +309,7 @@ class PriceTable:
 
     @cached_property
     def each_alike(self) -> list[list[int]]:
-        """:meth:`alike` of all schemes."""
+        """:meth:`alike` of every scheme, in the order of the table."""
         return [self.alike(k) for k in range(len(self))]
 
     @cached_property
@@ -296,13 +319,12 @@ class PriceTable:
 
     @cached_property
     def lines(self) -> list[Line]:
-        """A pipeline of each scheme by its usual row."""
+        """Each scheme's pipeline with the constant and capacity of its usual row."""
         columns = zip(self.depth, self.c, self.cap, self.util, strict=True)
         return [Line(stages=d, c=c, cap=cap, util=util) for d, c, cap, util in columns]
 
     def _usual(self, scheme: PricedScheme) -> int:
-        """The row that is quickest for a pipeline's part of the batch, of the rows that hold
-        something of it."""
+        """The row by which a pipeline's even share of the batch is quickest."""
         frontier, (squares, tokens) = scheme.frontier, self.batch.sums
         if len(frontier.caps) == 1:
             return 0
@@ -312,8 +334,8 @@ class PriceTable:
         return int(seconds.argmin())
 
     def seconds(self, k: int) -> list[float]:
-        """What each sequence adds to a pipeline of scheme k, without constants; infinite where it
-        does not fit."""
+        """Seconds that each position adds to a pipeline of scheme k by the usual row, without
+        constants; infinite where it does not fit."""
         if k not in self._seconds:
             self._seconds[k] = self.batch.listed(self.priced(k)[0])
         return self._seconds[k]
@@ -337,7 +359,7 @@ class PriceTable:
         return self._priced[k]
 
     def priced_arrays(self, k: int) -> tuple[Floats, Floats]:
-        """:meth:`priced` as arrays."""
+        """:meth:`priced` as two arrays, each [runs]."""
         values = self.batch.run_values
         if not self.fluid[k]:
             return self.work[k], values
@@ -346,8 +368,8 @@ class PriceTable:
         return seconds, np.minimum(values, cap)
 
     def alike(self, k: int) -> list[int]:
-        """Tokens that sequences of each run take of micro-batches of scheme k. Where it has stages
-        like lengths come together, so one takes as much as if there were only such ones."""
+        """Tokens that sequences of each run take of micro-batches of scheme k [runs]. Where it has
+        stages, like lengths come together. Effective tokens: cap // (cap // length)."""
         room, cap = self.priced(k)[1], self.cap[k]
         if self.depth[k] == 1:
             return room
@@ -363,9 +385,10 @@ class PriceTable:
         return 0.0 if room and tokens <= room[-1] else self.c[k]
 
     def exposed_s(self, k: int, first_s: float, last_s: float) -> tuple[float, float]:
-        """Seconds, about, that ranks wait for weights at a pipeline of scheme k that starts with
-        the step, and for gradients behind it: the forward of its first micro-batch of ``first_s``
-        hides a pull, the backward of its last of ``last_s`` a push."""
+        """Estimated seconds that ranks wait: for weights before a pipeline of scheme k that starts
+        with the step, and for gradients after it. The forward of its first micro-batch, of
+        ``first_s``, hides some of the pull; the backward of its last, of ``last_s``, some of the
+        push."""
         if not self.push_s:
             return 0.0, 0.0
         pull_s, push_s = self.pull_s / self.depth[k], self.push_s / self.depth[k]
@@ -375,7 +398,7 @@ class PriceTable:
         return waited_s, max(behind_s, self.unhidden * self.push_s)
 
     def times(self, k: int, packed: Packed) -> Times:
-        """The times, about, of a pipeline of scheme k with its micro-batches."""
+        """Estimated times of a pipeline of scheme k with its micro-batches."""
         there_s, behind_s = self.exposed_s(k, packed.next_s, packed.longest_s)
         return there_s, packed.seconds, behind_s
 
@@ -398,7 +421,7 @@ class PriceTable:
         insort(room, left)
 
     def sum_s(self, k: int) -> float:
-        """Sum of :meth:`seconds`."""
+        """Seconds of all sequences on scheme k together, those of :meth:`seconds`."""
         return sum(self.seconds(k))
 
 
@@ -414,7 +437,7 @@ def prices(frontier: Frontier, lengths: Floats) -> Floats:
 
 
 def _longer(frontier: Frontier, some: Floats, out: Floats) -> None:
-    """:func:`prices` of sequences that only some of the rows hold."""
+    """Fill in :func:`prices` of sequences that only some of the rows hold."""
     if not len(some):
         return
     first = np.searchsorted(frontier.limits, some)

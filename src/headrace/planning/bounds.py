@@ -86,8 +86,8 @@ __all__ = ["Bound", "BoundRows", "allows", "lower_bound", "step_bound_s"]
 Floats = NDArray[np.float64]
 
 _COLUMNS = ("ranks", "stages", "opening", "shared", "over", "alone", "work", "spread")
-_CLOSE = 1e-5
-_BEYOND = 1.001  # of where a time seems to do, so that it does
+_CLOSE = 1e-5  # relative distance up to which the bound is narrowed
+_BEYOND = 1.001  # a time guessed to suffice is raised by this factor, so that it does
 # The bound is a sum in another order than the prediction: this much relative error is rounding.
 _ROUNDING = 1e-10
 
@@ -110,9 +110,20 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BoundRows:
-    """What the claim needs of schemes [rows] and runs of equal sequences [rows, runs]. ``shared``
-    is what two sequences of one pipeline take at least, per second of work; ``spread`` may be too
-    much by ``over`` seconds of a pipeline; ``counts`` are the sequences of the runs."""
+    """What the claim needs to know of schemes and runs.
+
+    Attributes:
+        ranks: Ranks of each scheme [schemes, 1].
+        stages: Stages of each, likewise.
+        opening: Least seconds of a constant of each, likewise.
+        shared: Seconds per second of work that two sequences of one pipeline take at least,
+            likewise.
+        over: Seconds of a pipeline by which the sum of ``spread`` may be too high, likewise.
+        alone: As in :mod:`headrace.planning.batch` [schemes, runs].
+        work: Likewise.
+        spread: Likewise.
+        counts: Sequences of each run [runs].
+    """
 
     ranks: Floats
     stages: Floats
@@ -126,7 +137,7 @@ class BoundRows:
 
     @classmethod
     def of(cls, table: PriceTable) -> BoundRows:
-        """The rows of a table whose pipelines take what the formula says."""
+        """Rows for the schemes of a table."""
         return cls(
             ranks=table.ranks,
             stages=table.stages,
@@ -141,8 +152,8 @@ class BoundRows:
 
     @classmethod
     def of_models(cls, batch: SortedBatch, models: Sequence[Least]) -> BoundRows:
-        """Rows of whole models on stages: micro-batches keep the ranks of a width busy so long in
-        sum over the stages, and pass all of them one after the other."""
+        """Rows for whole models cut into stages: a micro-batch keeps the ranks of a width busy for
+        its seconds on all stages together."""
         rows = [(*batch.row(one.alone)[:2], batch.row(one.dealt)[1]) for one in models]
         alone, work, dealt = np.stack(rows, axis=1)
         column = np.ones((len(models), 1))
@@ -160,7 +171,7 @@ class BoundRows:
 
     @classmethod
     def joined(cls, some: Sequence[BoundRows]) -> BoundRows:
-        """All rows of several, of one batch."""
+        """Rows of several for the same batch, one after the other."""
         if len(some) == 1:
             return some[0]
         return cls(
@@ -169,20 +180,20 @@ class BoundRows:
         )
 
     def only(self, some: Sequence[int]) -> BoundRows:
-        """Some of the rows."""
+        """The same columns for some of the schemes."""
         return BoundRows(
             **{name: getattr(self, name)[list(some)] for name in _COLUMNS}, counts=self.counts
         )
 
     @cached_property
     def elapsed(self) -> Floats:
-        """What a sequence of each run takes at least on its way through a pipeline."""
+        """Least seconds of a sequence of each run on its way through a pipeline [rows, runs]."""
         return self.stages * self.alone
 
     @cached_property
     def _from(self) -> tuple[Floats, Floats]:
-        """(spread, work) of each run and all shorter ones together, and nothing [rows, runs + 1]:
-        runs are open from one on."""
+        """Sums of spread and of work over each run and all shorter ones, 0 in the last column
+        [rows, runs + 1]."""
         spread, work = np.zeros((2, len(self.ranks), len(self.counts) + 1))
         for sums, each in ((spread, self.spread), (work, self.work)):
             np.cumsum((each * self.counts)[:, ::-1], axis=1, out=sums[:, -2::-1])
@@ -213,12 +224,12 @@ class BoundRows:
         return shares
 
     def held(self, shares: Floats) -> float:
-        """Devices that ``shares`` take, by 4, where pipelines share none."""
+        """Devices that ``shares`` need by part 4 of the claim, where pipelines share none."""
         opened = np.flatnonzero(np.isfinite(shares[:, 0])).tolist()
         return min((self._with_one(shares, k) for k in opened), default=float("inf"))
 
     def _with_one(self, shares: Floats, k: int) -> float:
-        """Where there is a pipeline of scheme k."""
+        """Devices needed by part 4 of the claim if there is a pipeline of scheme k."""
         own, ranks = shares[k], float(self.ranks[k, 0])
         others = np.delete(shares, k, axis=0).min(axis=0, initial=np.inf)
         fits = np.isfinite(own)
@@ -241,9 +252,18 @@ def lower_bound(
     apart: bool = False,
     known_s: float = 0.0,
 ) -> Bound:
-    """The bound of a batch, each of whose sequences some row holds, in seconds without the costs'
-    scale; as far as ``close`` below the tightest that the claim proves. ``apart``: of pipelines
-    that share no device. Given a bound that is ``known_s``, one that is no looser."""
+    """The bound of a batch in seconds, without the costs' scale.
+
+    Args:
+        rows: The schemes; some holds each sequence.
+        devices: All devices.
+        close: How far, relatively, it may be below the tightest that the claim proves.
+        apart: Whether pipelines share no device.
+        known_s: A bound that is known; the result is no looser.
+
+    Returns:
+        The bound.
+    """
     crowding, longest_s = _Crowding(rows, devices, apart), _longest_s(rows)
     work = float((rows.ranks * rows.spread).min(axis=0) @ rows.counts)
     low_s = max(longest_s, known_s, work / devices - float(rows.over.max()))  # the latter by 2a
@@ -255,7 +275,7 @@ def lower_bound(
 
 
 def allows(rows: BoundRows, devices: int, tau: float) -> bool:
-    """Whether the bound of a batch is ``tau`` seconds or less, which takes less than to know it."""
+    """Whether the bound of a batch is at most ``tau`` seconds, without working it out."""
     return _longest_s(rows) <= tau and _Crowding(rows, devices)(tau) <= 1
 
 
@@ -264,8 +284,8 @@ def _longest_s(rows: BoundRows) -> float:
 
 
 class _Crowding:
-    """How many times the devices that a time takes by 2, 3 and, of pipelines ``apart``, 4 there
-    are."""
+    """The ratio of needed devices to those there are, as a function of the time: the largest of
+    parts 2, 3 and, for pipelines that are ``apart``, 4 of the claim."""
 
     def __init__(self, rows: BoundRows, devices: int, apart: bool = False) -> None:
         self.rows, self.devices, self.apart = rows, devices, apart
@@ -284,10 +304,11 @@ class _Crowding:
 
 
 def _least_tau(crowding: Callable[[float], float], low_s: float, low: float, close: float) -> float:
-    """The least time in which nothing is crowded, from below, given one in which ``low`` times the
-    devices are needed. Needs are about inverse to the time less something, so the next guess is
-    where a hyperbola through both ends of the interval says. Where that has not halved it one end
-    is near: then where the need would be 1 if it were inverse to the time; else the middle."""
+    """The least time, in seconds and from below, in which enough devices are there; in ``low_s``
+    ``low`` times as many are needed. Needs are about inverse to the time less a constant, so the
+    next guess is where a hyperbola through both ends crosses 1. Where that has not halved the
+    interval, one end is near: then the next guess is where the need would be 1 if it were inverse
+    to the time, else the middle."""
     high_s = low_s * min(low, 4.0) * _BEYOND
     high = crowding(high_s)
     while high > 1:
@@ -315,7 +336,7 @@ def _least_tau(crowding: Callable[[float], float], low_s: float, low: float, clo
 
 
 def step_bound_s(costs: CostModel, compute_s: float) -> float:
-    """The bound of a whole step, scaled, from that of its computations, which is not."""
+    """The bound of a whole step in scaled seconds, from unscaled seconds of its computations."""
     exchange = costs.exchange_s
     moved_s = (exchange.pull_s + exchange.push_s) * (1 - _ROUNDING)
     seconds = max(compute_s + exposed_s(costs) * (1 - _ROUNDING), moved_s) + exchange.update_s

@@ -84,7 +84,8 @@ def _lockstep(plan: Plan, times: list[float]) -> list[float]:
 
 
 def _drain(plan: Plan, times: list[float], rows: list[list[Row]]) -> None:
-    """After the micro-batches of a pipeline with stages the time that its last stage is behind."""
+    """Add a row of waiting behind each pipeline with stages, as long as its last stage is behind
+    the first."""
     for number, pipeline in enumerate(plan.pipelines):
         own = [
             taken_s

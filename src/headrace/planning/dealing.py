@@ -26,10 +26,19 @@ def joined(
     tokens: int,
     count: int,
 ) -> tuple[int, float]:
-    """How many of ``count`` sequences of ``need_s`` seconds and ``tokens`` tokens a pipeline of
-    scheme k takes that has ``spare_s`` seconds left, and what it has left then. ``room`` are the
-    tokens left of its micro-batches, which change; one number where the scheme has stages or is
-    fluid, as there constants are dealt out to tokens."""
+    """How many of ``count`` equal sequences a pipeline of scheme k takes, and the seconds it has
+    left then.
+
+    Args:
+        table: The prices.
+        k: The scheme.
+        spare_s: Seconds that the pipeline has left.
+        room: Tokens left of its micro-batches, changed in place; one number where the scheme has
+            stages or is fluid, as there constants are dealt out to tokens.
+        need_s: Seconds of each sequence.
+        tokens: Tokens of each sequence.
+        count: Number of sequences.
+    """
     if table.depth[k] > 1 or table.fluid[k]:
         return _dealt(table.share[k], spare_s, room, need_s, tokens, count)
     return _counted(table.c[k], table.cap[k], spare_s, room, need_s, tokens, count)
@@ -38,7 +47,8 @@ def joined(
 def _counted(
     c: float, cap: int, spare_s: float, room: list[int], need_s: float, tokens: int, count: int
 ) -> tuple[int, float]:
-    """Each into the micro-batch that it fills best, a new one where none has room."""
+    """:func:`joined` where micro-batches are counted: each sequence into the fullest that holds it,
+    else into a new one."""
     taken = 0
     while taken < count:
         at = bisect_left(room, tokens)
@@ -58,7 +68,8 @@ def _counted(
 def _dealt(
     share: float, spare_s: float, room: list[int], need_s: float, tokens: int, count: int
 ) -> tuple[int, float]:
-    """Those that fit the tokens left, then those that pay for theirs."""
+    """:func:`joined` where constants are dealt out: first sequences for which tokens are left, then
+    those that pay for theirs."""
     free = min(count, room[0] // tokens, _times(spare_s, need_s, count))
     spare_s -= free * need_s
     left = room[0] - free * tokens

@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 _SAME = 1e-6
-_WORTH_SAYING = 0.005  # of the bound
-_WORTH_TELLING = 0.05  # of the step
+_GAP_SHOWN = 0.005  # the bound of unstaged plans is told where its gap is smaller by this
+_EXPOSED_SHOWN = 0.05  # exposed traffic is told from this share of the step on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +97,13 @@ def _binding(problem: Problem, bound: Bound, best: Candidate) -> str:
 
 
 def _flat(problem: Problem, bound: Bound, flat: Bound, best: Candidate) -> str | None:
-    """How far the plan is above those of its kind, where what others may gain lowers the bound."""
+    """Gap to the bound of unstaged plans, where it is much smaller."""
     unscaled = problem.model.replace(scale=1.0)
     over, flat_over = (
         _ratio(best.plan.predicted_s, step_bound_s(unscaled, one.seconds)) - 1
         for one in (bound, flat)
     )
-    if flat_over < 0 or flat_over > over - _WORTH_SAYING:
+    if flat_over < 0 or flat_over > over - _GAP_SHOWN:
         return None
     return f"at most {percent_text(flat_over)} above any plan without stages and tensor blocks"
 
@@ -119,7 +119,7 @@ def _static(problem: Problem, best: Candidate, static: Candidate) -> str:
 
 
 def _next(problem: Problem, tried: Sequence[Candidate], static: Candidate | None) -> str | None:
-    """The next candidate that differs in its strategy, and is not the static plan."""
+    """A sentence about the next candidate of another strategy that is not the static plan."""
     best_s, mine = tried[0].plan.predicted_s, tried[0].schedule.strategy
     for other in tried[1:]:
         if other is static or other.schedule.strategy == mine:
@@ -134,8 +134,7 @@ def _next(problem: Problem, tried: Sequence[Candidate], static: Candidate | None
 
 
 def _layers(problem: Problem, plan: Plan) -> str | None:
-    """The layers of the micro-batches on every width where methods could be chosen, the most
-    frequent of them."""
+    """A sentence about the layers most frequent on each width where methods could be chosen."""
     used: dict[int, Counter[str]] = {}
     for (width, _), (layers, count) in _used(plan).items():
         used.setdefault(width, Counter())[str(layers)] += count
@@ -149,8 +148,8 @@ def _layers(problem: Problem, plan: Plan) -> str | None:
 
 
 def _used(plan: Plan) -> dict[tuple[int, int], tuple[LayerPlan, int]]:
-    """How many micro-batches of a width have which layers: by identity, as comparing all layers of
-    all micro-batches takes longer than the few that are equal and not the same."""
+    """By width and identity of a layer plan: the plan and how many micro-batches have it. Comparing
+    all layers of all plans would take longer than keeping a few equal ones apart."""
     found: dict[tuple[int, int], tuple[LayerPlan, int]] = {}
     for micro in plan.micro_batches:
         key = plan.pipelines[micro.pipeline].scheme.width, id(micro.layers)
@@ -181,10 +180,11 @@ def _idle(plan: Plan) -> str | None:
 
 
 def _exposed(problem: Problem, best: Candidate) -> str | None:
-    """What of the step is neither computing nor the update."""
+    """A sentence about seconds of the step that are neither computing nor the update, where there
+    are many."""
     step_s = best.plan.predicted_s
     bare_s = step_s - best.schedule.seconds - problem.model.exchange_s.update_s
-    if bare_s <= _WORTH_TELLING * step_s:
+    if bare_s <= _EXPOSED_SHOWN * step_s:
         return None
     return (
         f"{_text(problem, bare_s)} of moving weights and gradients, "
@@ -225,8 +225,8 @@ def require_lockstep(problem: Problem, longest: int, index: int) -> None:
 def require_strategies(
     problem: Problem, strategies: Sequence[Strategy], longest: int, index: int
 ) -> None:
-    """The same for pipelines of the strategies; raises InfeasiblePlan, too, for a strategy that
-    the problem's costs or devices do not support."""
+    """Raise InfeasiblePlan when sequence ``index``, the ``longest``, fits no pipeline of the
+    strategies, and for a strategy that the problem's costs or devices do not support."""
     _require_positions(problem, longest, index)
     for strategy in strategies:
         problem.pricing.require(strategy)
@@ -285,7 +285,7 @@ def _refuse(
 
 
 def _least_bytes(problem: Problem, among: Iterable[Scheme], tokens: int) -> tuple[int, str, Scheme]:
-    """The thriftiest way to hold a micro-batch: (bytes, in words, scheme)."""
+    """The fewest bytes that hold a micro-batch of ``tokens``, how in words, and the scheme."""
     found = list[tuple[int, Scheme, str]]()
     capacity = problem.model.capacity_bytes
     for scheme in among:

@@ -30,7 +30,7 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 Kind = tuple[int, ...]
 
-_TRIED = 20_000
+_TRIED = 20_000  # plans, at most
 
 
 def listed_frontier(table: Table, slots: Sequence[tuple[LayerOption, ...]]) -> Frontier:
@@ -114,7 +114,7 @@ def _along(table: Table, kinds: Sequence[Kind]) -> Counts:
 
 
 def _caps(table: Table, layers: Counts) -> Floats:
-    """Tokens that fit when the layers stand as they do."""
+    """Tokens of which the activations fit, with the layers in this order [plans]."""
     most = np.full(len(layers), float(MOST_TOKENS))
     slope = np.full(len(layers), table.kept[-1, 0])
     constant = np.full(len(layers), table.kept[-1, 1])

@@ -44,7 +44,7 @@ def bounded(table: PriceTable) -> Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormulaSearch:
-    """One batch being planned."""
+    """The search for the plan of one batch, timed by the formulas of its schemes."""
 
     problem: Problem
     batch: SortedBatch
@@ -52,10 +52,9 @@ class FormulaSearch:
     limits: SearchLimits
 
     def plan(self) -> Plan:
-        """See :func:`headrace.planning.planner.plan`."""
+        """Plan the batch, as :func:`headrace.planning.planner.plan` says."""
         table = formula_table(self.problem, self.batch)
         others = self.problem.others
-        # A search from the looser bound has tried more by the time that it succeeds.
         low = bound = bounded(table)
         if self.problem.apart and others is None:
             rows = BoundRows.of(table)
@@ -88,7 +87,7 @@ class FormulaSearch:
         return [] if made is None else [made]
 
     def _others(self, table: PriceTable, name: str) -> list[Assignment]:
-        """What a baseline makes of the batch."""
+        """Schedules of the baseline that the problem names."""
         made = BASELINES[name].tried([table], self.problem.semantics, self.seed)
         if not made:
             raise InfeasiblePlan(
@@ -99,7 +98,7 @@ class FormulaSearch:
         return made
 
     def _found(self, table: PriceTable, low: Bound, found: list[Assignment]) -> list[Assignment]:
-        """Schedules, the quickest first."""
+        """The schedules that are there and those of the search, the quickest first."""
         if self.problem.semantics == "free":
             return self._free(table, low.seconds, found)
         made = waves(table, low.seconds, seed=self.seed)
@@ -107,8 +106,8 @@ class FormulaSearch:
         return sorted(every, key=lambda schedule: schedule.seconds)
 
     def _closer(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> Bound:
-        """The bound of waves, where the best plan is far above the other and ranks have sequences
-        enough for parts of them to tell something."""
+        """The tighter bound of waves, where the best plan is far above ``bound`` and ranks have so
+        many sequences that prices tell something."""
         many = len(table.tokens) >= self.limits.loose_each * table.devices
         loose_s = bound.seconds * (1 + self.limits.loose)
         lockstep = self.problem.semantics == "lockstep" and not any(table.staged)
@@ -142,9 +141,9 @@ class FormulaSearch:
         return scheduled(drafts, found, low_s, limits) if drafts or not known else found
 
     def _rivals(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> list[Assignment]:
-        """With what others' planners make, where a bound of theirs is below the best: few
-        sequences are a lottery that any of them may win. For many sequences or devices only the
-        brief ones are asked, where the best plan is far above the bound."""
+        """Add schedules of others' planners whose bound is below the best: with few sequences any
+        of them may win. With many sequences or devices only brief planners are run, and only where
+        the best plan is far above the bound."""
         best_s = found[0].seconds if found else float("inf")
         few = len(table.tokens) <= self.limits.few and not table.devices > self.limits.crowded
         doubtful_s = bound.seconds * (1 + self.limits.doubtful)
@@ -256,7 +255,7 @@ def reasons(found: Sequence[Assignment], bound: Bound) -> tuple[str, ...]:
 
 
 _SAME = 1e-5
-"""Less of a difference is shown as none."""
+"""Smallest relative difference of seconds that is shown."""
 
 
 def _over(seconds: float, least_s: float) -> float:

@@ -32,28 +32,46 @@ __all__ = ["Draft", "SearchLimits", "nested", "scheduled", "side_by_side"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLimits:
-    """What a search spends, in sequences placed, steps and schedules: never in time.
+    """What a search may spend, in sequences placed, steps and schedules: never in time.
 
-    Batches of up to ``few`` sequences are tried in more ways, ``shaken`` of them placed in drawn
-    orders. Where something is known, what does not gain ``probe_few`` of it for few sequences, or
-    ``probe`` for more, is not searched. ``levels`` are the parts of the time up to which sequences
-    are dealt out again. Where schemes with stages seem cheaper than they turn out to be, their
-    devices count ``biases`` times. Exchanges of pipelines place up to ``exchanged`` sequences; on
-    more than ``large`` devices, where frontiers have many rows, nothing is exchanged, and more
-    than ``sparse`` sequences for each device are dealt out again for the first of ``levels`` only.
-    Nested groups are drafted for ``targets`` times the bound, without some sizes too where that is
-    ``dropped`` above it, and filled where there are at most ``crowd`` sequences for each device,
-    with up to ``promotions`` larger sizes. ``packed`` drafts are packed exactly; ``polished`` of
-    those, within ``near_polished`` of the best and at most ``alike`` of one source, are improved in
-    ``steps`` steps, or as many as place ``step_work`` sequences; within ``enough`` of the bound
-    nothing more is tried. Where frontiers have many rows packing takes longer: there
-    ``packed_fluid`` drafts are packed, ``polished_fluid`` within ``near`` of the best are improved
-    in ``steps_fluid`` steps, or as many as place ``step_work_fluid`` sequences. A nested draft is
-    dealt out as long as it is within ``near`` of the best. Others' planners are run for few
-    sequences on at most ``crowded`` devices; else only brief ones, where a plan is ``doubtful``
-    above the bound. The bound of waves is asked for where a plan is ``loose`` above the other and
-    each device has ``loose_each`` sequences. Times grow by ``least`` at least and are halved
-    ``halvings`` times; of more than ``many`` sequences, each of which matters less, less is tried.
+    Seconds and bounds are compared by ratios. *Fluid* tables have frontiers of many rows, of which
+    packing takes longer.
+
+    Attributes:
+        few: Batches of up to so many sequences are tried in more ways.
+        fewest: For batches of up to so many sequences, all drafts are packed.
+        probe_few: Of few sequences, a draft must gain this share of what is known to be searched.
+        probe: The same of more sequences.
+        shaken: Sequences that are placed in drawn orders, where they are few.
+        levels: Shares of the time; sequences up to each are dealt out again.
+        biases: How many times their devices schemes with stages are taken to need.
+        exchanged: Sequences placed in exchanges of pipelines.
+        large: On more devices than this nothing is exchanged, where tables are fluid.
+        sparse: On such devices, with more sequences for each, only the first of ``levels`` counts.
+        targets: Nested groups are drafted for these times the bound.
+        dropped: They are drafted without some sizes, too, where that is this share above the bound.
+        crowd: They are filled where there are at most so many sequences for each device.
+        promotions: Sequences that a filling may give a larger size.
+        packed: Drafts that are packed exactly.
+        polished: Packed drafts that are improved by local search.
+        alike: Of these, drafts of one source.
+        near: Packed drafts up to this share above the best are improved, where tables are fluid;
+            nested drafts up to this share above it are made.
+        near_polished: Packed drafts up to this share above the best are improved, elsewhere.
+        steps: Steps of local search for each draft.
+        step_work: Sequences placed in these steps.
+        packed_fluid: As ``packed``, where tables are fluid.
+        polished_fluid: As ``polished``, where tables are fluid.
+        steps_fluid: As ``steps``, where tables are fluid.
+        step_work_fluid: As ``step_work``, where tables are fluid.
+        enough: Up to this share above the bound, nothing more is tried.
+        crowded: On more devices than this, only brief planners of others are run.
+        doubtful: And only where the plan is this share above the bound.
+        loose: Where the plan is this share above the bound, the bound of waves is asked for.
+        loose_each: And only where each device has so many sequences.
+        many: Of more sequences than this, each of which matters less, less is tried.
+        least: Least share by which a guessed time grows.
+        halvings: Halvings of a time that succeeded.
     """
 
     few: int = 300
@@ -110,9 +128,17 @@ class SearchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Draft:
-    """Pipelines with their sequences, larger ones first, the seconds to expect of computations, and
-    with weights and gradients on their way. ``ends`` are the pipelines after which a rank has
-    nothing left to do, by number, where it is known those that are expected to end last first."""
+    """A schedule before it is packed, timed by the usual rows.
+
+    Attributes:
+        table: The prices.
+        seconds: Expected seconds of computing.
+        expected_s: Expected seconds until gradients are sent.
+        groups: Its pipelines with their sequences, larger ones first.
+        source: The generator, by name.
+        ends: Pipelines that are the last of some rank, those expected to end last first where that
+            is known.
+    """
 
     table: PriceTable
     seconds: float
@@ -141,8 +167,8 @@ class Draft:
         )
 
     def is_late(self, limit_s: float) -> bool:
-        """Whether one of the pipelines of ``ends``, packed exactly in this order with those that
-        it waits for, has its gradients sent no sooner than that: then the rest need no packing."""
+        """Whether a pipeline of ``ends``, packed exactly after those that it waits for, has its
+        gradients sent at ``limit_s`` or later: then the rest need no packing."""
         before = (
             self.table.chained(ranks for _, ranks, _ in self.groups).before if self.ends else []
         )
@@ -171,10 +197,19 @@ def side_by_side(
     known: bool = False,
     exchanges: bool = True,
 ) -> Iterator[Draft]:
-    """Drafts of pipelines side by side that may take less than ``high_s``; ``most[k]`` limits the
-    pipelines of each scheme. ``deeper``: those without stages are known already. ``known``: others
-    are, which take ``high_s``: what hardly takes less is not searched. ``exchanges``: pipelines of
-    a strategy are exchanged for others even where filling finds none."""
+    """Drafts of pipelines side by side that may take less than ``high_s`` seconds.
+
+    Args:
+        table: The prices.
+        bound_s: Seconds that no plan beats.
+        high_s: Seconds of the best schedule known.
+        seed: The seed of drawn orders.
+        limits: What the search may spend.
+        most: The most pipelines of each scheme.
+        deeper: Whether drafts without stages are known already.
+        known: Whether other drafts are known, so that what hardly gains is not searched.
+        exchanges: Whether pipelines of a strategy are exchanged even where filling finds none.
+    """
     starts, single = list[Counts](), [depth == 1 for depth in table.depth]
     crowded = any(table.fluid) and table.devices > limits.large
     # Where devices have few sequences each level finds something, and costs little.
@@ -209,7 +244,8 @@ def side_by_side(
 
 
 def _biases(single: Sequence[bool], limits: SearchLimits, deeper: bool) -> Iterator[list[float]]:
-    """With the schemes of one stage only, then with all."""
+    """Biases of schemes to fill with: those that leave schemes with stages out, then those of
+    ``limits``."""
     if any(single) and not deeper:
         yield [1.0 if one else float("inf") for one in single]
     if not all(single):
@@ -255,7 +291,8 @@ def _filled(
 
 
 def _dealt(filler: Filler, found: Searched[Pipelines], levels: Sequence[float]) -> Iterator[Draft]:
-    """What a filling gives, and dealt out in other ways."""
+    """Drafts of a filling: as it is, and with short sequences dealt out again up to each of
+    ``levels``."""
     table = filler.table
     yield Draft.of(table, found.seconds, placed(table, found.result), "filled")
     for level in levels:
@@ -313,7 +350,7 @@ def nested(
 
 
 def _drafts(nesting: Nesting, bound_s: float, high_s: float, limits: SearchLimits) -> list[Draft]:
-    """Sizes by a row of target times, then without those that cost more than they bring."""
+    """Nested drafts: for each target time, then without sizes that cost more than they bring."""
     drafts, tried = list[tuple[float, list[Group]]](), set[tuple[int, ...]]()
 
     def drafted(target_s: float, levels: Sequence[int]) -> tuple[float, float, tuple[int, ...]]:
@@ -356,8 +393,8 @@ def _chain(table: PriceTable, rows: Sequence[int]) -> list[int]:
 
 
 def _various(drafts: Iterable[Draft], limits: SearchLimits) -> list[Draft]:
-    """The best drafts, a few of each source and of several tables, as some promise what
-    packing does not keep; all of them for the fewest sequences."""
+    """The best drafts, some of each source and of several tables, as packing may reorder them; all
+    for the fewest sequences."""
     drafts = sorted(drafts, key=lambda draft: draft.expected_s)
     if not drafts:
         return []

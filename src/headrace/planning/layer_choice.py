@@ -14,9 +14,8 @@ by the counts, and equal options stand together. Which option has the larger tra
 with the tokens of the pack; then every order of the options is tried.
 
 Solved for all packs at once: the mixtures of at most three options make one frontier per group
-size. It is exact for mixtures of three while no more than sixty thousand are to be tried and no
-more than a thousand compared (three recompute levels and 40 layers, eight options and 6 layers);
-beyond that :mod:`headrace.planning.mixtures` says what is tried and
+size. It is exact for mixtures of three while no more than six thousand are to be tried and no more
+than three hundred compared; beyond that :mod:`headrace.planning.mixtures` says what is tried and
 :mod:`headrace.planning.priced` what is kept. Measured on one core with 45 options of 32 layers,
 their costs made up but as uneven as measured ones (30 are not beaten by another): 0.04 to 0.1 s,
 and over random packs 0.05 % slower on average than the best mixture of three, 1.3 % at worst.

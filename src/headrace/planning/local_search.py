@@ -17,10 +17,10 @@ from headrace.planning.schedule import Assignment, Group
 
 __all__ = ["improved"]
 
-_OTHERS = 8  # pipelines that end first, and one of each scheme beside them
-_PACKED = 4  # changes that are packed exactly in a step
-_NEAR = 2  # sequences of another pipeline on either side of the one that would level both
-_GAIN = 1e-6  # relative: less is rounding
+_OTHERS = 8  # earliest pipelines that may take a sequence, besides the first of each other scheme
+_PACKED = 4  # changes of a step that are packed exactly, at most
+_NEAR = 2  # sequences tried in exchange on either side of the one that would level both ends
+_GAIN = 1e-6  # relative gain below which a change counts as rounding
 
 _Change = tuple[float, int, int, int, int]
 """(expected later end of the two, from, to, sequence over, sequence back or -1)."""
@@ -104,8 +104,8 @@ class _Search:
         return found
 
     def _changes(self, source: int, target: int, last_s: float, best: list[_Change]) -> None:
-        """Add changes between two pipelines to the ``best``, the most promising first: of each
-        sequence that leaves one at most."""
+        """Add to ``best`` the changes between two pipelines that promise most, one at most for each
+        sequence that leaves."""
         table, limit_s = self.table, last_s * (1 - _GAIN)
         k, j = self.groups[source][0], self.groups[target][0]
         ours, room, c = table.seconds(k), table.room(k), self._constant(k)
@@ -149,11 +149,12 @@ class _Search:
                 limit_s = best[-1][0] if len(best) == _PACKED else last_s * (1 - _GAIN)
 
     def _constant(self, k: int) -> float:
-        """What a micro-batch more costs a scheme whose micro-batches are counted one by one."""
+        """Seconds of a further micro-batch of scheme k, 0 where micro-batches are not counted one
+        by one."""
         return 0.0 if self.table.depth[k] > 1 or self.table.fluid[k] else self.table.c[k]
 
     def _spare(self, g: int) -> int:
-        """Tokens fewer by which a micro-batch less may do."""
+        """Tokens that pipeline g has to lose to need one micro-batch less."""
         k = self.groups[g][0]
         room = self.table.room(k)
         held = sum([room[i] for i in self.members[g]])

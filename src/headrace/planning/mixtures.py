@@ -30,7 +30,7 @@ __all__ = ["Table", "mixed_frontier"]
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
-_TRIED = 6_000
+_TRIED = 6_000  # mixtures, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,14 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class _Mixtures:
-    """Rows of ``counts`` of the options of the same row of ``chosen``, in the order of the layers,
-    with their seconds and capacities."""
+    """Layer plans by counts of options.
+
+    Attributes:
+        chosen: Options of each plan [plans, options], in the order of the layers.
+        counts: Layers that take each of them, likewise.
+        seconds: Coefficients (a, b, c) of each plan [plans, 3].
+        caps: Tokens that each plan holds [plans].
+    """
 
     chosen: Counts
     counts: Counts
@@ -145,7 +151,8 @@ def _compositions(total: int, parts: int) -> Counts:
 
 
 def _coarse(total: int, parts: int, subsets: int) -> Counts:
-    """Rows of counts, all but one of them from a geometric row as fine as the budget allows."""
+    """Rows of counts that sum to ``total``, all but one of each from a geometric series as fine as
+    the budget allows."""
     found = _of_row(total, parts, (1, max(1, total - parts + 1)))
     for marks in range(3, total):
         row = np.geomspace(1, total - parts + 1, marks).round().astype(int).tolist()
@@ -206,8 +213,8 @@ def _caps(table: Table, chosen: Counts, counts: Counts) -> Floats:
 
 
 def _promising(tried: Sequence[_Mixtures], layers: int) -> Counts:
-    """The subsets of the last mixtures that are worth keeping, those found most often first, as
-    many as may be tried with all counts."""
+    """The subsets of options that the last mixtures worth keeping use most often, as many as can be
+    tried with all counts."""
     found, often = np.unique(np.sort(_worth_keeping(tried), axis=1), axis=0, return_counts=True)
     most = max(1, _TRIED // comb(layers - 1, found.shape[1] - 1))
     return found[np.argsort(-often, kind="stable")[:most]]

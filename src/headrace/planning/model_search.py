@@ -25,18 +25,30 @@ from headrace.spec import Plan, Strategy
 
 __all__ = ["ModelSearch"]
 
-_PROMISED = 0.6  # of what the best is above the best table's bound, others will be above theirs
-_SIMULATED = 2  # schedules, of different strategies or sources, beside the static one
-_NEAR = 1.03  # times the best by computing: what is slower is not simulated
-_FREE_OF_MEMORY = 1.01  # times the ideal bound: deeper schemes could gain no more than that
-_DEEPER = 2e-3  # of their bound stages and tensor blocks must save, as they fill less evenly
-_CLOSE_ENOUGH = 1 + 2e-4  # of the bound: no search beyond it
+_PROMISED = 0.6  # share of the gap between the best schedule and the bounds that a table must close
+_SIMULATED = 2  # schedules that are simulated beside the static one, of other strategies or sources
+_NEAR = 1.03  # schedules that compute longer than this times the best are not simulated
+_FREE_OF_MEMORY = 1.01  # up to this times the bound without memory, deeper schemes are not tried
+_DEEPER = 2e-3  # share of the bound that deeper schemes must save, as they fill less evenly
+_CLOSE_ENOUGH = 1 + 2e-4  # up to this times the bound, the search ends
 
 
 @dataclass(slots=True, kw_only=True)
 class ModelSearch:
-    """One batch being planned. ``found`` are schedules; ``flat`` is the bound of those without
-    stages and tensor blocks; ``laid`` is what was laid out so far, ``tables`` what was priced."""
+    """The search for the plan of one batch, timed by the simulated step.
+
+    Attributes:
+        problem: What is planned for.
+        batch: The batch, longest sequences first.
+        seed: The seed of drawn orders.
+        limits: What the search may spend.
+        found: Schedules that are packed.
+        drafts: Drafts that are not packed yet.
+        lows: Lower bounds, in seconds, of the tables that were searched.
+        flat: The bound of plans without stages and tensor blocks.
+        laid: Schedules whose plans were simulated.
+        tables: Tables of prices made so far.
+    """
 
     problem: Problem
     batch: SortedBatch
@@ -50,7 +62,7 @@ class ModelSearch:
     tables: dict[Hashable, PriceTable] = field(default_factory=dict)
 
     def plan(self, previous: Plan | None) -> Plan:
-        """See :func:`headrace.planning.planner.plan`."""
+        """Plan the batch, as :func:`headrace.planning.planner.plan` says."""
         problem, batch = self.problem, self.batch
         if problem.strategies:
             require_strategies(problem, problem.strategies, batch.tokens[0], batch.order[0])
@@ -66,7 +78,7 @@ class ModelSearch:
         return min((one.seconds for one in (*self.found, *self.drafts)), default=inf)
 
     def _free(self) -> Bound:
-        """Any strategy that the problem allows."""
+        """The bound of any strategy that the problem allows; its drafts and schedules are added."""
         problem, pricing = self.problem, self.problem.pricing
         tables = [
             table
@@ -98,7 +110,8 @@ class ModelSearch:
         return self._deeper(tables)
 
     def _table(self, schemes: Sequence[PricedScheme]) -> PriceTable | None:
-        """A table, where some scheme holds the longest sequence; one for schemes that are alike."""
+        """The table of prices of some schemes, made once; None where none holds the longest
+        sequence."""
         longest = self.batch.tokens[0]
         if not any(scheme.most_tokens >= longest for scheme in schemes):
             return None
@@ -119,8 +132,7 @@ class ModelSearch:
         return self.best_s <= low_s * _CLOSE_ENOUGH
 
     def _promises(self, rows: BoundRows) -> bool:
-        """Whether schemes may bring something: whether their bound is below the best known by half
-        of what the best bound of others is."""
+        """True unless the bound of these schemes closes less than 60 % of the current gap."""
         if not self.lows:
             return True
         best_s = self.best_s
@@ -130,12 +142,11 @@ class ModelSearch:
         return allows(rows, self.problem.devices, limit_s)
 
     def _low_s(self, rows: BoundRows) -> float:
-        """The bound, roughly, of schemes that promise something."""
+        """The bound in seconds, to 0.1 %, of schemes that promise something."""
         return lower_bound(rows, self.problem.devices, close=1e-3).seconds
 
     def _static(self, tables: Sequence[PriceTable]) -> None:
-        """Schedules of one group size that may be the best by the step's clock: those whose bound
-        may be below the step of the best."""
+        """Add schedules of one group size whose bound is below the best simulated step."""
         size = self.problem.static_size
         for table in tables:
             if size is None:
@@ -145,8 +156,8 @@ class ModelSearch:
                 self.found += [] if made is None else [made]
 
     def _latest_s(self, best: Assignment | None) -> float:
-        """Seconds of computing from which no step is quicker than those of ``best`` and of what
-        was laid out before."""
+        """Seconds of computing from which on no step beats that of ``best`` or one that was
+        simulated."""
         costs = self.problem.model
         if best is not None:
             self._laid_out(best)
@@ -217,7 +228,7 @@ class ModelSearch:
         return lower_bound(BoundRows.of_models(self.batch, whole), problem.devices)
 
     def _deeper(self, tables: Sequence[PriceTable]) -> Bound:
-        """With tensor blocks and stages too."""
+        """The bound with tensor blocks and stages too; their drafts are added."""
         problem, pricing = self.problem, self.problem.pricing
         some = list[PricedScheme]()
         groups_s = min(self.lows, default=inf)
@@ -233,8 +244,8 @@ class ModelSearch:
         return lower_bound(self._least([*map(BoundRows.of, tables)], some), problem.devices)
 
     def _least(self, rows: list[BoundRows], some: Sequence[PricedScheme]) -> BoundRows:
-        """``rows`` and those of some more schemes: what their stages take together, where they
-        have several."""
+        """Rows of the bound with those of some more schemes: of schemes with stages, what all take
+        together."""
         single = [scheme for scheme in some if scheme.stages is None]
         staged = [scheme.stages.least for scheme in some if scheme.stages is not None]
         if single:
@@ -245,7 +256,7 @@ class ModelSearch:
         return BoundRows.joined(rows)
 
     def _given(self) -> Bound:
-        """Only the strategies that the problem lists."""
+        """The bound of the strategies that the problem lists; their drafts are added."""
         problem, pricing = self.problem, self.problem.pricing
         bounds = list[Bound]()
         for strategy in dict.fromkeys(problem.strategies):
@@ -265,7 +276,7 @@ class ModelSearch:
         return min(bounds, key=lambda bound: bound.seconds)
 
     def _best(self, bound: Bound, previous: Plan | None) -> Plan:
-        """The quickest of the best several on the simulator."""
+        """Simulate the most promising schedules and return the quickest plan, with its reasons."""
         problem, costs = self.problem, self.problem.model
         unscaled = costs.replace(scale=1.0)
         tried = list[Candidate]()
@@ -304,8 +315,8 @@ class ModelSearch:
         return self.problem.planner if size is None else f"static-cp{size}"
 
     def _promising(self, bound: Bound) -> list[Assignment]:
-        """What is simulated: the quickest by computing, one of each strategy and source, and the
-        static schedule."""
+        """The schedules to simulate: the quickest by computing, one of each strategy and source,
+        and the static one."""
         if self.problem.planner == "static" or self.problem.others is not None:
             return sorted(self.found, key=lambda schedule: schedule.seconds)
         self.found = scheduled(self.drafts, self.found, bound.seconds, self.limits)
@@ -326,8 +337,8 @@ def _is_static(candidate: Candidate) -> bool:
 
 
 def _larger_last(schedule: Assignment) -> bool:
-    """Whether ranks that work in several groups should have their gradients sent sooner if they
-    worked in the larger ones last."""
+    """Whether some ranks work in several groups and would send gradients sooner with the larger
+    ones last."""
     used = sum(len(ranks) for _, ranks, _ in schedule.groups)
     if used == len({rank for _, ranks, _ in schedule.groups for rank in ranks}):
         return False
@@ -336,7 +347,7 @@ def _larger_last(schedule: Assignment) -> bool:
 
 
 def _rules(one: PriceTable, other: PriceTable) -> bool:
-    """Whether every sequence takes no longer on any size by ``one``, which has all sizes."""
+    """Whether every sequence is at least as quick on each size by ``one``, which has all sizes."""
     if one.width != other.width:
         return False
     pairs = (one.alone, other.alone), (one.work, other.work), (one.spread, other.spread)
@@ -344,8 +355,8 @@ def _rules(one: PriceTable, other: PriceTable) -> bool:
 
 
 def _whole_model(problem: Problem, width: int, depth: int) -> Least:
-    """What a model takes at least on stages of a width, if memory had no end: of every layer
-    option, without fetching weights."""
+    """The least that micro-batches take on stages of a width, whatever the memory: with every layer
+    option, and no fetching of weights."""
     known = problem.ideals
     if width not in known:
         costs = problem.model.replace(scale=1.0)

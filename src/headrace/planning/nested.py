@@ -94,9 +94,9 @@ class Nesting:
         return found
 
     def by_deadline(self, tau: float) -> list[Group] | float:
-        """:meth:`fill` in another way, for sizes that divide one another and few sequences: longest
-        first over all sizes, each where it takes the fewest device-seconds and still ends by
-        ``tau``, in the group that it fills best; so a size is chosen for the room that is left."""
+        """:meth:`fill` in another way, for sizes that divide one another and few sequences. Longest
+        first, each goes to the size on which it takes the fewest device-seconds and still ends by
+        ``tau``, into the group that it fills best."""
         table = self.table
         area = table.batch.each(np.where(self.alone > tau, np.inf, self.area))
         order = area.argsort(axis=0, kind="stable").T.tolist()
@@ -149,7 +149,7 @@ class Nesting:
 
     @cached_property
     def _rest_s(self) -> list[float]:
-        """What each sequence and all shorter ones take at least of the seconds of all ranks."""
+        """Least device-seconds of each sequence and all shorter ones together."""
         least = self.table.batch.each(self.table.usual[self.rows].min(axis=0))
         return np.cumsum(least[::-1])[::-1].tolist()
 
@@ -229,7 +229,8 @@ class Nesting:
 
     @staticmethod
     def _larger(area: np.ndarray, level: int, i: int) -> int | None:
-        """The larger size of the fewest device-seconds for a sequence."""
+        """The level of the larger size on which sequence i takes the fewest device-seconds; None
+        where there is none."""
         above = area[level + 1 :, i]
         if not len(above) or not np.isfinite(above).any():
             return None
@@ -238,8 +239,8 @@ class Nesting:
     def _level(
         self, level: int, some: Sequence[int], segments: Sequence[Segment], tau: float
     ) -> tuple[list[Segment], list[Group]] | int:
-        """When ranks are free after the sequences ``some`` of one size, and their groups; or the
-        sequence that found no room."""
+        """Free times of ranks after the sequences ``some`` of one size, and the groups made; or the
+        position of a sequence without room."""
         table, k = self.table, self.rows[level]
         seconds, tokens, c = table.seconds(k), table.room(k), table.c[k]
         groups, left = _cut(segments, table.width[k])

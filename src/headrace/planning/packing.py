@@ -28,9 +28,9 @@ from headrace.planning.staged_packing import Line, best_fit, pack_stages
 
 __all__ = ["likely", "pack"]
 
-_COUNTS_RANKED = 8
-_COUNTS_TRIED = 2
-_FEW_PACKS = 3  # of the quickest row: with more, the fewest micro-batches recompute for nothing
+_COUNTS_RANKED = 8  # numbers of micro-batches that are compared by an even split
+_COUNTS_TRIED = 2  # of these, the best that are filled
+_FEW_PACKS = 3  # beyond so many packs of the quickest row, the roomiest row is not tried
 
 Bins = list[list[int]]
 
@@ -83,8 +83,8 @@ def _packed(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
 def _tries(
     tokens: Sequence[int], members: Sequence[int], total: int, squares: float, frontier: Frontier
 ) -> Iterator[tuple[int, Callable[[], Bins | None]]]:
-    """Ways to pack ``members`` of ``total`` tokens worth trying, each with the fewest micro-batches
-    that it may give."""
+    """(least number of micro-batches, function that packs) for each way to pack ``members`` that is
+    worth trying."""
     quick, most = frontier.quickest_cap(squares, total), frontier.most_tokens
     if len(members) == 1 or total <= quick:  # in one micro-batch there is nothing to choose
         yield 1, lambda: [list(members)]
@@ -100,8 +100,8 @@ def _tries(
 
 
 def likely(table: PriceTable, k: int, members: Sequence[int]) -> Packed:
-    """About what :func:`pack` will give, without the micro-batches: alike ones by the usual row,
-    the longest of which holds at least the longest sequence."""
+    """An estimate of what :func:`pack` gives: equal micro-batches by the usual row, the longest of
+    which takes at least as long as the longest sequence."""
     seconds, room = table.seconds(k), table.room(k)
     count = max(1, -(-sum([room[i] for i in members]) // table.cap[k]))
     total_s = sum([seconds[i] for i in members]) + table.c[k] * count
@@ -126,8 +126,8 @@ def _priced(bins: Bins, tokens: Sequence[int], frontier: Frontier) -> tuple[list
 def _counts(
     sequences: int, total: int, squares: float, quick: int, frontier: Frontier
 ) -> list[int]:
-    """Numbers of micro-batches worth trying, by the cost of an even split, up to one more than
-    the quickest row, which holds ``quick`` tokens, takes."""
+    """Numbers of micro-batches worth trying, best first by the seconds of an even split; at most
+    one more than the quickest row, of ``quick`` tokens, needs."""
     least = -(-total // frontier.most_tokens)
     most = min(sequences, max(least, -(-total // quick)) + 1)
     step = (most / least) ** (1 / _COUNTS_RANKED)

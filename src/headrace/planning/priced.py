@@ -47,25 +47,32 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 _EXACT = 300
-"""As many plans are compared with one another."""
+"""Up to so many plans are compared with one another; of more, some are picked by packs."""
 
 _STEP = 1e-3
+"""Seconds within this share of each other count as equal when plans are picked."""
 
 _LIKE = 8
-"""Mean lengths, and tokens, within a factor of exp(1 / 8) are alike."""
+"""Packs whose mean length and tokens agree within a factor of exp(1 / 8) count as alike."""
 
 _PACKS = [(length, length * many) for length in (64, 1024, 16_384, 262_144) for many in (1, 64)]
-"""(tokens of a sequence, tokens of a pack of such sequences) for which plans are thinned."""
+"""Shapes of packs by which plans are picked: (tokens of a sequence, tokens of the pack)."""
 
 
 Columns = tuple[Floats, Floats, Floats, Floats, Floats]
-"""a, b, c, c for each token and tokens of some plans [plans, 1]."""
+"""Columns a, b, c, c / cap, cap of some rows, each [rows, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Coefficients of the plans of a frontier when a sequence bears some of the constant; which
-    plans rule all later ones, and which are quickest for some sequence if memory is no matter."""
+    """The rows of a frontier when a sequence bears some of the constant.
+
+    Attributes:
+        b: Seconds per token of each row.
+        c: Seconds of the constant that is borne whole, of each row.
+        rules: Whether a row is as quick as every later one for any sequence.
+        quickest: Rows that are the quickest for some sequence if memory is no matter.
+    """
 
     b: Floats
     c: Floats
@@ -75,10 +82,15 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """Layer plans of one group size, smallest capacity first.
+    """Layer plans of one scheme, smallest capacity first; published costs have rows without plans.
 
-    Plan i takes ``a[i] sum(l^2) + b[i] sum(l) + c[i]`` seconds, forward and backward, and holds
-    ``caps[i]`` tokens; its layer j is ``options[layers[i, j]]``.
+    Attributes:
+        options: Layer options of the plans.
+        a: Seconds per squared token of each plan, forward and backward.
+        b: Seconds per token.
+        c: Seconds per micro-batch.
+        caps: Tokens that a micro-batch of each plan holds.
+        layers: Indices of options [plans, layers].
     """
 
     options: tuple[LayerOption, ...]
@@ -107,13 +119,13 @@ class Frontier:
         )
 
     def columns(self, first: int) -> Columns:
-        """The columns of the plans from ``first`` on."""
+        """The columns of the rows from ``first`` on, each [rows, 1]."""
         a, b, c, share, caps = self._columns
         return a[first:], b[first:], c[first:], share[first:], caps[first:]
 
     @cached_property
     def quick(self) -> Columns:
-        """The columns of :attr:`quickest`."""
+        """The columns of the rows in :attr:`quickest`."""
         a, b, c, share, caps = self._columns
         some = self.quickest
         return a[some], b[some], c[some], share[some], caps[some]
@@ -152,7 +164,7 @@ class Frontier:
 
     @cached_property
     def limits(self) -> Floats:
-        """``caps`` as an array."""
+        """``caps`` as an array of floats [rows], in tokens."""
         return np.array(self.caps, dtype=np.float64)
 
     @cached_property
@@ -188,8 +200,8 @@ class Frontier:
         return a * squares + b * tokens + c, first
 
     def nearly_best(self, squares: float, tokens: int) -> tuple[float, int] | None:
-        """:meth:`best` as searches ask it, many times: of packs of about the same mean length and
-        tokens that the same plans hold, one plan is taken to be the quickest."""
+        """:meth:`best`, quicker: packs of about the same mean length and tokens that the same plans
+        hold share an answer."""
         first = bisect_left(self.caps, tokens)
         if first == len(self.caps):
             return None
@@ -214,7 +226,7 @@ class Frontier:
         return self._quickest[key]
 
     def layer_plan(self, index: int) -> LayerPlan:
-        """The layer plan of one entry."""
+        """The layer plan of row ``index``."""
         if index not in self._plans:
             chosen = self.layers[index].tolist()
             self._plans[index] = LayerPlan(options=tuple(self.options[o] for o in chosen))
@@ -260,7 +272,8 @@ def _unbeaten(seconds: Floats, caps: Floats) -> Counts:
 
 
 def _quickest(table: Floats) -> Counts:
-    """Rows that no other beats in every column, where these are few; of equal ones the first."""
+    """Indices of the rows that no other row beats in every column, of equal ones the first; quick
+    where these are few."""
     left, found = np.argsort(table.sum(axis=1), kind="stable"), list[int]()
     while len(left):
         best = int(left[0])
@@ -270,7 +283,8 @@ def _quickest(table: Floats) -> Counts:
 
 
 def _thinned(seconds: Floats, caps: Floats) -> Counts:
-    """For every shape of pack the quickest of all that hold as much, in steps of seconds."""
+    """Indices of plans to keep, of many: for each shape of pack the quickest among those that hold
+    as much, where they differ by a step of seconds."""
     falling = np.argsort(-caps, kind="stable")
     packs = np.array([(length, 1.0, 1.0 / tokens) for length, tokens in _PACKS])
     per_token = packs @ seconds[falling].T
@@ -301,9 +315,16 @@ def shares_of(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerTable:
-    """Layer plans, and what one layer of their options costs in a scheme: option ``layers[i, j]``
-    is that of layer j in plan i; of every option ``seconds`` [options, 3] forward and backward,
-    ``kept`` and ``passing`` [options, 2], slope and constant of its bytes."""
+    """Layer plans on one scheme, and what one layer of each option costs.
+
+    Attributes:
+        plans: The layer plans.
+        options: The layer options in them.
+        layers: Indices of options [plans, layers].
+        seconds: Coefficients of one layer's forward and backward [options, 3].
+        kept: Slope and constant of the bytes that a layer keeps [options, 2].
+        passing: Slope and constant of the bytes that it needs in passing, likewise.
+    """
 
     plans: tuple[LayerPlan, ...]
     options: tuple[LayerOption, ...]
@@ -316,7 +337,7 @@ class LayerTable:
     def of(
         cls, costs: CostModel, scheme: Scheme, working: Working, plans: Sequence[LayerPlan]
     ) -> LayerTable:
-        """The table of some plans."""
+        """The table for some layer plans on a scheme."""
         number: dict[LayerOption, int] = {}
         layers = [
             [at for o, count in plan.counts for at in [number.setdefault(o, len(number))] * count]
@@ -338,7 +359,7 @@ class LayerTable:
         )
 
     def only(self, some: Counts) -> LayerTable:
-        """With some plans only."""
+        """The table with some of its layer plans only."""
         return replace(
             self, plans=tuple(self.plans[i] for i in some.tolist()), layers=self.layers[some]
         )
@@ -346,9 +367,15 @@ class LayerTable:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Least:
-    """What micro-batches take at least of stages of ``width`` ranks, of all ``depth`` together:
-    ``alone`` one of its own; ``dealt`` what a sequence adds with its share of constants, all of
-    which may be less by ``over_s`` for each stage."""
+    """The least that micro-batches take on stages of a width, in seconds of all stages together.
+
+    Attributes:
+        width: Ranks of a stage.
+        depth: Number of stages.
+        alone: Rows of a sequence in a micro-batch of its own.
+        dealt: Rows of a sequence with its share of the constants.
+        over_s: Seconds per stage by which the constants of ``dealt`` may be too high in all.
+    """
 
     width: int
     depth: int
@@ -370,13 +397,13 @@ class StageCosts:
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """The pipeline on the first ranks."""
+        """The pipeline as if it stood on the first ranks."""
         ranks = tuple(range(self.scheme.devices))
         return Pipeline(scheme=self.scheme, ranks=ranks, shares=self.shares)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Its stages."""
+        """The stages of the pipeline, the first one first."""
         return self.pipeline.stages(self.costs.shape.layers)
 
     @cached_property
@@ -401,23 +428,23 @@ class StageCosts:
 
     @cached_property
     def lines(self) -> list[list[tuple[Linear, list[Linear]]]]:
-        """What each plan keeps on each stage, and its moments: what is kept of it so far and
-        needed in passing."""
+        """By plan and stage, the bytes kept of a micro-batch, and those at each moment that may be
+        its peak, as lines over tokens."""
         return [self._of_stages(plan) for plan in self.table.plans]
 
     @cached_property
     def slowest(self) -> list[Row]:
-        """Coefficients of each plan that no stage exceeds."""
+        """By plan, coefficients (a, b, c) that no stage exceeds."""
         return [(a, b, c) for a, b, c in self.rows.max(axis=1).tolist()]
 
     @property
     def pace_s(self) -> float:
-        """Seconds per token of short sequences, by the quickest plan."""
+        """Seconds per token of short sequences on the slowest stage, by the quickest plan."""
         return float(self.rows[:, :, 1].max(axis=1).min())
 
     @cached_property
     def caps(self) -> list[int]:
-        """By plan the tokens of a micro-batch of which as many fit as may be held at once."""
+        """By plan, the most tokens of a micro-batch of which as many fit as are in flight."""
         return self.caps_at(len(self.stages))
 
     def variants(self) -> Iterator[StageCosts]:
@@ -430,8 +457,8 @@ class StageCosts:
 
     @cached_property
     def least(self) -> Least:
-        """What no pipeline beats, whatever the variant, the order of its micro-batches and what
-        they are beside: seconds of all stages together, without messages."""
+        """Rows that no pipeline beats, whatever its shares of the layers and the order of its
+        micro-batches, in seconds of all stages together without messages."""
         caps = np.array([variant.caps_at(1) for variant in self.variants()]).max(axis=0)
         ends = self.costs.ends[self.scheme.width]
         both = ends.forward + ends.backward
@@ -453,15 +480,15 @@ class StageCosts:
 
     @property
     def in_flight(self) -> Floats:
-        """By plan the tokens of each of as many micro-batches as the first stage holds, if it held
-        nothing else."""
+        """By plan, tokens of each of as many micro-batches as there are stages, if they alone
+        filled the first stage's memory."""
         held, _ = self._moments(self.stages[0])
         slope = len(self.stages) * held[:, 0]
         most = np.full(len(slope), float(MOST_TOKENS))
         return np.divide(max(0, self.rooms[0]), slope, out=most, where=slope > 0)
 
     def caps_at(self, at_once: int) -> list[int]:
-        """:attr:`caps` where a stage holds up to ``at_once`` micro-batches."""
+        """:attr:`caps` where up to ``at_once`` micro-batches are in flight."""
         table, depth = self.table, len(self.stages)
         most = np.full(len(table.plans), float(MOST_TOKENS))
         for s, (stage, room) in enumerate(zip(self.stages, self.rooms, strict=True)):
@@ -489,12 +516,12 @@ class StageCosts:
         )
 
     def seconds(self, plan: int, squares: float, tokens: int) -> float:
-        """Of the slowest stage for a pack of sum(l^2) ``squares`` and sum(l) ``tokens``."""
+        """Seconds on the slowest stage for a pack with sums ``squares`` of l^2, ``tokens`` of l."""
         return float((self.rows[plan] @ np.array([squares, tokens, 1.0])).max())
 
     def needs(self, plan: int, tokens: int) -> int:
-        """Bytes that a pipeline of micro-batches of ``tokens`` lacks of the memory at its fullest
-        stage; not positive where they fit."""
+        """Bytes that micro-batches of ``tokens`` lack on the fullest stage; 0 or less where they
+        fit."""
         depth = len(self.stages)
         lacks = [
             (depth - s - 1) * kept(tokens) + max(line(tokens) for line in peaks) - room
@@ -505,9 +532,8 @@ class StageCosts:
         return -floor(-max(lacks))
 
     def fits(self, packs: Sequence[tuple[int, int]]) -> bool:
-        """Whether micro-batches, as (tokens, plan) in their order, fit the stages' memory: in each
-        forward beside those in flight, and in each backward beside those after it, which are fewer
-        and fewer behind the last forward."""
+        """Whether micro-batches, as (tokens, plan) in their order, fit the memory of every stage,
+        each forward beside those in flight and each backward beside those still behind it."""
         depth, last = len(self.stages), len(packs) - 1
         for s, room in enumerate(self.rooms):
             kept = [self.lines[plan][s][0](tokens) for tokens, plan in packs]
@@ -546,9 +572,18 @@ def _lines(lines: Sequence[Linear]) -> Floats:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedScheme:
-    """``name`` is how the source writes the scheme. Micro-batches of ``util`` tokens or more keep
-    the devices busy: no more micro-batches are made than hold so many. ``stages`` says what each
-    stage takes and holds where the source knows; its plans have the frontier's numbers."""
+    """A scheme with its prices.
+
+    Attributes:
+        scheme: The degrees of its pipelines.
+        frontier: Seconds and tokens of a micro-batch on one stage, by layer plan.
+        weights: How its ranks hold weights.
+        name: How the source of the costs writes the scheme.
+        util: Tokens from which on a micro-batch keeps the devices busy: no more micro-batches are
+            made than hold so many.
+        stages: What each stage takes and holds, where the source knows; its plans have the numbers
+            of the frontier's rows.
+    """
 
     scheme: Scheme
     frontier: Frontier
@@ -560,12 +595,12 @@ class PricedScheme:
 
     @property
     def devices(self) -> int:
-        """Devices of one pipeline."""
+        """The number of devices of one pipeline."""
         return self.scheme.devices
 
     @property
     def depth(self) -> int:
-        """Stages of one pipeline."""
+        """The number of stages of one pipeline."""
         return self.scheme.pipeline
 
     @property

@@ -43,16 +43,16 @@ __all__ = [
 ]
 
 Slots = tuple[tuple[LayerOption, ...], ...]
-"""Options of each layer, or of all in one where they are free."""
+"""The options of each layer, or one tuple for all layers where they are free."""
 
 _MOST_TENSOR = 8
-"""Tensor blocks of more ranks than a machine has are not proposed."""
+"""Largest tensor degree that is proposed, the ranks of a usual machine."""
 
 _PAYS = 2e-3
-"""Part of the device-seconds that a scheme with stages or tensor blocks saves at least."""
+"""Least share of device-seconds that a scheme with stages or tensor blocks must save."""
 
 _LENGTHS = 40
-"""As many lengths are looked at, up to the longest that a scheme holds."""
+"""Number of lengths for which schemes are compared, up to the longest that one holds."""
 
 
 class Pricing:
@@ -81,9 +81,8 @@ class Pricing:
         return self._kinds[kind, weights]
 
     def lockstep(self) -> tuple[PricedScheme, ...]:
-        """Groups of every size where all ranks meet at every layer, as its weights are gathered
-        from the whole world and its gradients scattered over it: with the world's gather on each
-        layer, and the memory that shards of the world leave."""
+        """Groups of every size for steps in lockstep: weights are gathered from the whole world at
+        every layer, which costs seconds, and each rank holds a shard of the world's."""
         if "lockstep" not in self._lockstep:
             world = max(self.costs.working_bytes)
             found = (self._in_lockstep(p, world) for p in self.problem.group_sizes)
@@ -105,8 +104,8 @@ class Pricing:
         return PricedScheme(scheme=Scheme(context=p), frontier=frontier, weights="sharded")
 
     def nested(self, weights: Working, sizes: Sequence[int]) -> tuple[PricedScheme, ...]:
-        """The same where ranks work in groups of all ``sizes`` in one step: shards of several
-        sizes are different rows, which add up."""
+        """Groups of all ``sizes`` on ranks that work in each of them in one step: they hold the
+        shards of every size."""
         key = (weights, tuple(sizes))
         if key not in self._nested:
             found = list[PricedScheme]()
@@ -142,8 +141,8 @@ class Pricing:
                         yield scheme
 
     def slots(self, scheme: Scheme) -> Slots:
-        """Options of each layer, or of all in one where they are free; none when the costs do not
-        support the scheme."""
+        """The options of each layer, or one tuple for all where they are free; empty when the costs
+        do not support the scheme."""
         width, problem = scheme.width, self.problem
         if width not in problem.group_sizes or scheme.pipeline > self.costs.shape.layers:
             return ()
@@ -239,9 +238,9 @@ class Pricing:
         return listed_frontier(table, slots)
 
     def _staged(self, scheme: Scheme, weights: Working) -> PricedScheme | None:
-        """Several stages: every layer plan as all micro-batches in flight could have it. The
-        shares of the layers are those with the quickest slowest stage for short sequences, where
-        the head weighs most; if these hold nothing, those that hold the most."""
+        """A scheme with several stages, priced so that all micro-batches in flight fit with the
+        same layer plan. Layers are shared so that the slowest stage is quickest for short
+        sequences, where the head weighs most; if nothing fits then, so that the most tokens fit."""
         table = LayerTable.of(self.costs, scheme, weights, self.layer_plans(scheme))
         tried = list[StageCosts]()
         for shares in shares_of(self.costs.shape.layers, scheme.pipeline):
@@ -275,8 +274,8 @@ class Pricing:
 def _paying(
     deeper: Sequence[PricedScheme], groups: Sequence[PricedScheme]
 ) -> tuple[PricedScheme, ...]:
-    """The schemes in which sequences of some length take clearly fewer device-seconds than in every
-    group that is as quick for them alone."""
+    """Schemes on which sequences of some length take clearly fewer device-seconds than on every
+    group that is as quick for them."""
     most = max((scheme.most_tokens for scheme in deeper), default=1)
     lengths = np.geomspace(most, 1, _LENGTHS).round()
     with np.errstate(invalid="ignore"):
@@ -310,25 +309,41 @@ _PRICED_BY = ("costs", "sizes", "methods", "layers", "recompute", "holding", "st
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Planning for ``devices`` equal ranks with ``costs``: a model's (profiled, by formula,
-    rehearsed), or published ones of pipelines or of groups. A model's costs know their devices.
+    """What is planned for: costs, devices, and which choices are open.
 
-    ``semantics``: ``free`` groups start when their ranks are free; in ``lockstep`` all ranks meet
-    at every layer, so that micro-batches run in waves. ``planner`` restricts the plans: to
-    pipelines side by side (``strategies``), to one group size, ``static_size`` or the best
-    (``static``), or not at all (``adaptive``); ``bucket``, ``packed`` and ``dcp`` are what others
-    do (:mod:`headrace.planning.baselines`), to compare with. ``strategies`` are all that may be
-    chosen, if there are any.
+    One problem serves many batches: it keeps what it has worked out. On one rank there is nothing
+    to spread, so of ``methods`` and ``layers`` only the recompute levels count there.
 
-    Of a model's costs, ``sizes``, ``methods``, ``recompute`` and ``holding`` restrict the group
-    sizes, the layers' methods, what they may recompute and how groups may hold weights; everything
-    with costs by default. ``layers`` gives every layer's methods instead, as ``METHOD`` or
-    ``ATTENTION/FEED_FORWARD``, with ``+LEVEL`` also what it recomputes: one entry for each layer
-    or one for all. On one rank there is nothing to spread, so only the levels count there.
-    Without ``stages`` no pipeline has several: for models that run in one piece. ``smoothing`` is
-    the share of a micro-batch's seconds that may be lost to keep the layers of the step before. One
-    problem serves many batches: it keeps what it has worked out. Raises SpecError for choices that
-    do not exist.
+    Attributes:
+        costs: What work costs: of a model (profiled, by formula, rehearsed), or published ones of
+            pipelines or of groups.
+        devices: Equal ranks to plan for; costs of a model know their devices.
+        semantics: When micro-batches start: ``free`` as soon as their ranks are free, ``lockstep``
+            in waves, as all ranks meet at every layer.
+        planner: What plans may be: ``adaptive`` anything, ``strategies`` pipelines side by side,
+            ``static`` one group size. To compare with, ``bucket``, ``packed`` and ``dcp`` are what
+            others do (:mod:`headrace.planning.baselines`).
+        static_size: The group size of ``static``; the best one when left out.
+        strategies: All strategies that may be chosen, if there are any.
+        sizes: Group sizes that may be used; all with costs when left out.
+        methods: Methods of layers that may be used; all with costs when left out.
+        layers: The methods of every layer in the place of ``methods``: one entry for each layer or
+            one for all, ``METHOD`` or ``ATTENTION/FEED_FORWARD``; ``+LEVEL`` fixes what it
+            recomputes too.
+        recompute: Recompute levels that may be used.
+        holding: How groups may hold weights.
+        stages: Whether pipelines may have several stages; not for models that run in one piece.
+        smoothing: The share of a micro-batch's seconds that may be lost to keep the layers of the
+            step before.
+
+    Raises:
+        SpecError: For choices that do not exist.
+
+    Example:
+        >>> costs = hr.costs.published("flexsp-7b-a100")
+        >>> problem = hr.Problem(costs=costs, devices=8)
+        >>> hr.plan([4000, 1000], problem).devices
+        8
     """
 
     costs: Costs
@@ -454,12 +469,12 @@ class Problem:
 
     @property
     def nests(self) -> bool:
-        """Whether groups may lie one in another: where costs are of groups."""
+        """Whether groups may lie one in another, as they may where costs are of groups."""
         return self.planner == "adaptive" and not isinstance(self.costs, PipelineCosts)
 
     @property
     def apart(self) -> bool:
-        """Whether every pipeline has its devices for itself all the step: where costs are of
+        """Whether every pipeline has its devices for itself all the step, as where costs are of
         pipelines."""
         return isinstance(self.costs, PipelineCosts) and self.semantics == "free"
 
@@ -472,7 +487,7 @@ class Problem:
 
     @property
     def ideals(self) -> dict[int, Least]:
-        """Rows of whole models by width, for whoever works them out."""
+        """Cache of relaxed whole-model rows, by group width."""
         return self._ideals
 
     @property
@@ -519,7 +534,8 @@ class Problem:
 
     @cached_property
     def slots(self) -> dict[int, tuple[tuple[LayerOption, ...], ...]]:
-        """For every size the options of each layer, or of all layers in one where they are free."""
+        """By group size, the options of each layer, or one tuple for all layers where they are
+        free."""
         sizes = [p for p in sorted(set(self.sizes or self.model.group_sizes)) if p <= self.devices]
         return {p: self._slots(p, self._levels(p)) for p in sizes}
 
@@ -557,8 +573,18 @@ class Problem:
         return self.group_sizes
 
     def replace(self, **changes: Any) -> Problem:
-        """The same costs under other restrictions; what is worked out of them is kept where it
-        still holds."""
+        """Pose the same costs with other restrictions; what was worked out is kept where it still
+        holds.
+
+        Args:
+            changes: The new values by the names of fields.
+
+        Returns:
+            The other problem.
+
+        Raises:
+            SpecError: As for a new problem.
+        """
         other = replace(self, **changes)
         if all(getattr(other, name) == getattr(self, name) for name in _PRICED_BY):
             for kept in _KEPT:
@@ -566,15 +592,38 @@ class Problem:
         return other
 
     def rescaled(self, scale: float) -> Problem:
-        """The same problem with another ``scale`` of its seconds; what is worked out is kept, as
-        it does not depend on the scale."""
+        """Pose the same problem with another scale; what was worked out is kept, as it does not
+        depend on it.
+
+        Args:
+            scale: What all seconds of the costs are multiplied by.
+
+        Returns:
+            The other problem.
+
+        Raises:
+            SpecError: For published costs.
+            CostError: For a scale that is not above zero.
+        """
         other = replace(self, costs=self.model.replace(scale=scale))
         for kept in _KEPT:
             object.__setattr__(other, kept, getattr(self, kept))
         return other
 
     def frontier(self, p: int, working: Working, sizes: Collection[int] = ()) -> Frontier:
-        """Layer plans of size p on ranks that also work in groups of ``sizes``."""
+        """The layer plans worth having on one group size, with seconds and tokens of a micro-batch.
+
+        Args:
+            p: Ranks of the group.
+            working: How groups hold weights.
+            sizes: Other group sizes in which the same ranks work in the step.
+
+        Returns:
+            The frontier, in seconds without the costs' scale.
+
+        Raises:
+            SpecError: For published costs.
+        """
         held = self.model.held_bytes({p, *sizes}, working)
         key = (p, working, held)
         if key not in self._frontiers:
@@ -589,8 +638,15 @@ class Problem:
         return listed_frontier(table, self.slots[p])
 
     def uniform_layers(self, p: int) -> list[LayerPlan]:
-        """Layer plans of size p of equal layers, or of one level where their methods are given:
-        the thriftiest plan keeps about as much as the thriftiest of them."""
+        """Plans of equal layers, or of one recompute level where methods are given: the thriftiest
+        plan keeps about as much as the thriftiest of them.
+
+        Args:
+            p: Ranks of the group.
+
+        Returns:
+            A plan for each option, or for each recompute level.
+        """
         slots = self.slots[p]
         if len(slots) == 1:
             return [LayerPlan.uniform(o, self.model.shape.layers) for o in slots[0]]
@@ -600,7 +656,15 @@ class Problem:
         ]
 
     def allows(self, p: int, layers: LayerPlan) -> bool:
-        """Whether a micro-batch on p ranks may have these layers, memory aside."""
+        """Whether a micro-batch may have some layers, memory aside.
+
+        Args:
+            p: Ranks of the group.
+            layers: The option of every layer.
+
+        Returns:
+            False, too, for another number of layers than the model's.
+        """
         slots, number = self.slots.get(p, ()), self.model.shape.layers
         if len(layers.options) != number:
             return False

@@ -48,11 +48,20 @@ _Bins = tuple[int, tuple[int, ...], list[list[int]]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Assignment:
-    """``packs[g]`` are the micro-batches of ``groups[g]``. ``seconds`` is when the last rank has
-    nothing left to compute if all weights are there at once, without the costs' scale, and
-    ``expected_s`` about when all of them have sent their gradients too. Where there are ``phases``,
-    they are schedules of parts of the batch, and changes between them take ``switch_s`` of the
-    seconds."""
+    """A schedule: pipelines on ranks, their sequences packed into micro-batches.
+
+    Attributes:
+        table: The prices it was made with.
+        groups: Its pipelines: scheme, ranks, sequences.
+        packs: The micro-batches of each.
+        seconds: Until the last rank has nothing left to compute, if all weights are there at once;
+            without the costs' scale.
+        expected_s: Estimated seconds until all ranks have sent their gradients.
+        source: What made it, by name.
+        semantics: When its pipelines start.
+        phases: Schedules of parts of the batch, one after the other, where it has several.
+        switch_s: Seconds of ``seconds`` that changes between phases take.
+    """
 
     table: PriceTable
     groups: tuple[Group, ...]
@@ -150,8 +159,8 @@ def _joined(given: Iterable[_Bins]) -> list[_Bins]:
 def _ends(
     table: PriceTable, groups: Sequence[Group], packs: Sequence[Packed]
 ) -> tuple[float, float]:
-    """When the last rank has nothing left to compute if all weights are there at once, and about
-    when all have their gradients sent."""
+    """Seconds until the last rank has computed, all weights there at once; and, estimated, until
+    all have sent their gradients."""
     chains = table.chained(ranks for _, ranks, _ in groups)
     free_s = max(chains.free_s((0.0, own.seconds, 0.0) for own in packs), default=0.0)
     if not table.push_s:
@@ -166,7 +175,7 @@ def expected_s(table: PriceTable, groups: Sequence[Group], packs: Sequence[Packe
 
 
 def _in_step_s(devices: int, groups: Iterable[Group], packs: Iterable[Packed]) -> float:
-    """When the last rank is free in lockstep, given pipelines in order."""
+    """Seconds until the last rank is free in lockstep, given pipelines in order."""
     done, steps = [0] * devices, list[float]()
     for (_, ranks, _), own in zip(groups, packs, strict=True):
         seconds = own.seconds
@@ -293,8 +302,7 @@ def micro_batches_of(
 
 
 def _pipeline_ends(groups: Sequence[tuple[int, ...]]) -> list[tuple[bool, bool]]:
-    """Whether each of several groups of ranks, in order, is the first of some rank, and the
-    last."""
+    """Whether each group of ranks, in order, is the first of some rank, and whether the last."""
     first, last = dict[int, int](), dict[int, int]()
     for number, ranks in enumerate(groups):
         for rank in ranks:
@@ -333,8 +341,9 @@ def _set_up(
     batch: SortedBatch,
     costs: CostModel,
 ) -> _Setup:
-    """The quickest shares for micro-batches longest first, then the quickest order: shortest
-    first, or the longest in the middle, so that short ones fill and drain the pipeline."""
+    """The quickest shares of layers for micro-batches longest first, then the quickest order of
+    these: shortest first, or the longest in the middle, so that short ones fill and drain the
+    pipeline."""
     assert priced.stages is not None, "asked only of pipelines with stages"
     falling = _falling(packed)
     orders = [falling, falling[::-1], [*falling[1::2][::-1], *falling[::2]]]
@@ -360,7 +369,8 @@ def _timed_orders(
     batch: SortedBatch,
     costs: CostModel,
 ) -> tuple[float, _Setup]:
-    """(seconds, set-up) of a pipeline alone, infinite where it does not fit."""
+    """Seconds of a pipeline alone with its micro-batches in the best order, infinite where they do
+    not fit; and that set-up."""
     bins = tuple(packed.bins[j] for j in order)
     rows = _quickened(stages, bins, [packed.rows[j] for j in order], batch)
     pipeline = Pipeline(scheme=priced.scheme, ranks=ranks, shares=stages.shares)
@@ -393,8 +403,8 @@ def _alone(priced: PricedScheme, setup: _Setup, batch: SortedBatch, costs: CostM
 def _quickened(
     stages: StageCosts, bins: Sequence[Sequence[int]], rows: Sequence[int], batch: SortedBatch
 ) -> tuple[int, ...]:
-    """Rows of micro-batches in this order, quicker ones than ``rows`` where the stages have memory
-    for what is in flight at the same time, what gains most first."""
+    """The rows of micro-batches in this order, made quicker where the stages have memory for all
+    that is in flight, the largest gains first."""
     sums = [
         (sum([batch.tokens[i] ** 2 for i in own]), sum([batch.tokens[i] for i in own]))
         for own in bins

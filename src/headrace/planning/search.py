@@ -23,7 +23,7 @@ __all__ = ["Effort", "Searched", "least_time"]
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
-_NEXT = 0.4  # of a step before it: about what is missing after it
+_NEXT = 0.4  # After an unmeasured probe, assume 40 % of the last shortfall is left.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,8 @@ class Fill(Protocol[Result_co]):
     def __call__(
         self, tau: float, order: Sequence[int] | None = None, *, measured: bool = True
     ) -> Result_co | float:
-        """What was placed; the part of the work that found no place where some did not, or where it
-        need not be ``measured`` any number."""
+        """What was placed; else, as a float, the share of the work that found no place, which is
+        any number unless ``measured``."""
         ...
 
 
@@ -115,7 +115,7 @@ def _halved(
         tau = min(tau, high_s)
         if best is not None and tau >= high_s:
             break
-        result = fill(tau, measured=step % 2 == 0)  # a guess between two is quicker
+        result = fill(tau, measured=step % 2 == 0)  # unmeasured probes are quicker
         if not isinstance(result, float):
             best, high_s = Searched(seconds=tau, result=result), tau
             break
@@ -123,10 +123,10 @@ def _halved(
             return None
         low_s = tau
         lacks = lacks * _NEXT if step % 2 else result
-        reached = tau * (1 + lacks) >= high_s  # then it is doubtful whether high_s is enough
+        reached = tau * (1 + lacks) >= high_s  # even high_s may fail
         tau = high_s if reached else tau * (1 + max(least, effort.growth * lacks))
         least *= effort.wider
-    for _ in range(effort.steps if best is None else 0):  # all those were too small
+    for _ in range(effort.steps if best is None else 0):  # none of the steps succeeded
         tau = min(high_s, 2 * low_s)
         result = fill(tau, measured=False)
         if not isinstance(result, float):

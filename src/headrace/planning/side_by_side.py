@@ -34,18 +34,22 @@ __all__ = ["Filler", "Pipelines"]
 
 Floats = NDArray[np.float64]
 
-_STEP = 0.04  # of the time: within it the order of schemes stays
+_STEP = 0.04  # schemes are ranked anew when the time has changed by this share
 _LEAST_S = 1e-30
 _ROUNDING = 1e-9
-_LOOKS = 16  # pipelines that a sequence looks at before it takes one with seconds to spare
-_RANKED = 4  # schemes that a sequence looks at, the cheapest first
+_LOOKS = 16  # pipelines tried for a sequence before it takes any with seconds to spare
+_RANKED = 4  # schemes tried for a sequence, the cheapest first
 
 
 class Filler:
-    """Fills pipelines of a table's schemes. ``most[k]`` is how many of scheme k there may be; as
-    many as there is room for where it is None. ``bias[k]`` is how many times its devices a scheme
-    seems to need; infinite where it is not to be used. ``devices`` are those of all pipelines that
-    there may be."""
+    """Fills pipelines of a table's schemes.
+
+    Args:
+        table: The prices.
+        most: The most pipelines of each scheme; as many as there is room for when left out.
+        bias: How many times its devices each scheme is taken to need; infinite where it is not to
+            be used.
+    """
 
     def __init__(
         self,
@@ -68,8 +72,8 @@ class Filler:
         self._cheapest: dict[int, list[list[int]]] = {}
 
     def cheapest(self, tau: float) -> list[list[int]]:
-        """For every run the schemes that may end it within about ``tau``, by the devices that it
-        takes of them."""
+        """For every run the schemes that may end it within about ``tau`` seconds, by the devices
+        that it needs of them."""
         step = round(log(max(tau, _LEAST_S)) / _STEP)
         if step not in self._cheapest:
             if self.most is None or (self.weights != 1).any():
@@ -99,7 +103,7 @@ class Filler:
         return [*chain.from_iterable(repeat(row, count) for row, count in rows)]
 
     def is_like(self, other: Filler, tau: float) -> bool:
-        """Whether another filler of the same table fills alike within ``tau``, where that ends."""
+        """Whether another filler of the same table fills alike within ``tau`` seconds."""
         return tau < inf and self.cheapest(tau) == other.cheapest(tau)
 
     def fill(
@@ -245,15 +249,15 @@ class Filler:
         return found
 
     def _least(self) -> tuple[list[float], float]:
-        """What a sequence of each run takes at least of the seconds of all devices, by the usual
-        rows, and the sum of all."""
+        """Least device-seconds of a sequence of each run by the usual rows, and the sum over all
+        sequences."""
         if self._least_s is None:
             least = self.table.usual[self.used].min(axis=0, initial=np.inf)
             self._least_s = least.tolist(), float(least @ self.table.batch.counts)
         return self._least_s
 
     def _rest(self, i: int) -> float:
-        """The part of the work of position i and those after it."""
+        """The share of the work that position i and those after it have."""
         if self._after is None:
             least = self.table.batch.each((self.table.ranks * self.table.spread).min(axis=0))
             self._after = np.cumsum(least[::-1])[::-1] / least.sum()
@@ -281,7 +285,8 @@ class Filler:
         return end_s, [(k, members) for k, members in kept if members]
 
     def _idle(self, found: Pipelines) -> Iterator[int]:
-        """Schemes without stages of pipelines that there may be besides those found."""
+        """Schemes without stages of which there may be more pipelines than were found, one for
+        each."""
         table = self.table
         if self.most is not None:
             used = Counter(k for k, _ in found)
@@ -293,15 +298,15 @@ class Filler:
 
 
 def _needs(table: PriceTable, step: int) -> Floats:
-    """:func:`_needed` for a step of the time."""
+    """:func:`_needed` for a step of the time, worked out once."""
     if step not in table.needs:
         table.needs[step] = _needed(table, float(np.exp((step + 1) * _STEP)))
     return table.needs[step]
 
 
 def _ranking(table: PriceTable, step: int) -> list[tuple[list[int], int]]:
-    """All schemes that may end a sequence in time, by the devices that it takes of them, for as
-    many runs as have the same."""
+    """For each set of runs that rank them alike: the schemes that may end such a sequence in time,
+    by the devices it needs."""
     if step not in table.rankings:
         needed = _needs(table, step)
         order = needed.argsort(axis=0, kind="stable")
@@ -314,8 +319,8 @@ def _ranking(table: PriceTable, step: int) -> list[tuple[list[int], int]]:
 
 
 def _needed(table: PriceTable, tau: float) -> Floats:
-    """Devices that a sequence of each run takes of each scheme for ``tau`` [schemes, runs], if it
-    is the longest of its pipeline; infinite where it does not end in time."""
+    """Devices that a sequence of each run needs of each scheme for ``tau`` seconds [schemes, runs],
+    as the longest of its pipeline; infinite where it does not end in time."""
     needed = table.ranks * table.spread / tau
     needed[table.stages * table.alone > tau] = np.inf
     for k, line in enumerate(table.lines):

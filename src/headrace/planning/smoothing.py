@@ -41,7 +41,7 @@ def smoothed(problem: Problem, plan: Plan, before: Plan) -> Plan:
 
 
 def _sizes(plan: Plan) -> list[set[int]]:
-    """By pipeline the sizes of all groups in which one of its ranks works."""
+    """For each pipeline, all group sizes in which any of its ranks works."""
     of_rank: dict[int, set[int]] = {}
     for pipeline in plan.pipelines:
         for rank in pipeline.ranks:

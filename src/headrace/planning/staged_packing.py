@@ -22,10 +22,10 @@ from math import ceil, inf, sqrt
 
 __all__ = ["Line", "best_fit", "pack_stages"]
 
-_COUNTS_TRIED = 3
-_STEPS = 12
-_OTHERS = 3
-_LEVEL = 1.002  # of what no packing beats: no improvement beyond it
+_COUNTS_TRIED = 3  # numbers V of micro-batches that are filled, at most
+_STEPS = 12  # moves and swaps of one filling, at most
+_OTHERS = 3  # shortest micro-batches with which the longest exchanges
+_LEVEL = 1.002  # up to this times what no packing beats, nothing is improved
 
 Seconds = Mapping[int, float] | Sequence[float]
 
@@ -79,7 +79,7 @@ class Line:
             return limit_s - self.c, self.cap
         bubbles = self.stages - 1
         rest_s = limit_s - bubbles * self.c
-        if rest_s <= 0 or longest_s == inf:  # which no micro-batch holds
+        if rest_s <= 0 or longest_s == inf:  # no micro-batch holds such a sequence
             return 0.0, 0
         count = (rest_s - bubbles * longest_s) / (longest_s + self.c) if longest_s else rest_s
         if self.c > 0:
@@ -125,8 +125,8 @@ def pack_stages(
 
 
 def _pigeons_s(sums: Sequence[float], v: int) -> float:
-    """What some of ``v`` micro-batches takes at least, given the sums of seconds before each of
-    the sequences, longest first."""
+    """Least seconds of the fullest of ``v`` micro-batches: of m v + 1 sequences some one holds m +
+    1. ``sums`` are prefix sums of their seconds, longest first."""
     most = (len(sums) - 2) // v
     if most < 1:
         return 0.0
@@ -171,7 +171,7 @@ def _longest_first(
 
 
 def _first_fit(tokens: Sequence[int], seconds: Seconds, cap: int, members: Sequence[int]) -> _Bins:
-    """As few micro-batches as fitting the fullest first finds."""
+    """Micro-batches filled longest sequence first, each into the fullest with room."""
     bins = best_fit(tokens, members, cap)
     return _Bins(
         members=bins,
@@ -202,8 +202,8 @@ def best_fit(tokens: Sequence[int], members: Sequence[int], cap: int) -> list[li
 def _improved(
     line: Line, tokens: Sequence[int], seconds: Seconds, filled: _Bins, enough_s: float
 ) -> float:
-    """Moves and swaps out of the longest micro-batch until it takes ``enough_s``, in place; the
-    pipeline's seconds."""
+    """Move and swap sequences out of the longest micro-batch, in place, until the pipeline takes
+    ``enough_s``; returns its seconds."""
     bins, times, held = filled.members, filled.times, filled.held
     for _ in range(_STEPS if len(bins) > 1 else 0):
         top = times.index(max(times))

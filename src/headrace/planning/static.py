@@ -51,9 +51,9 @@ def best_static(table: PriceTable) -> Assignment | None:
 def best_statics(
     table: PriceTable, latest_s: Callable[[Assignment | None], float] | None = None
 ) -> list[Assignment]:
-    """The static schedules that may be the best, quickest first: those with the least seconds, or
-    those that take less than ``latest_s`` of the best, which is asked before there is one, and
-    about what takes longer than it. Schemes whose bound says that theirs does not are left out."""
+    """Static schedules that may be the best, quickest first. Without ``latest_s`` these are those
+    of the least seconds; else those below what it says of the best so far (it is asked before there
+    is one, and about whatever takes longer). Schemes whose bound is above are left out."""
     found, best_s = list[tuple[float, int, Assignment]](), inf
 
     def late(seconds: float) -> bool:
@@ -78,16 +78,16 @@ def best_statics(
 
 
 def static_bounds(table: PriceTable) -> Iterator[tuple[float, int]]:
-    """What the pipelines of one scheme cannot beat, and the scheme, for each that holds the longest
-    sequence and that there is room for."""
+    """(seconds, scheme) for each scheme that holds the longest sequence and fits the devices: what
+    its static schedule cannot beat."""
     for k in range(len(table)):
         if table.width[k] <= table.devices and np.isfinite(table.alone[k, 0]):
             yield static_s(table, k), k
 
 
 def static_s(table: PriceTable, k: int) -> float:
-    """What pipelines of scheme k cannot beat: their share of the sequences, and the longest
-    alone."""
+    """Seconds that the static schedule of scheme k cannot beat: an even share of the work, or the
+    longest sequence."""
     count = table.devices // table.width[k]
     work_s = float(table.work[k] @ table.batch.counts) / count + float(table.least_c[k, 0])
     busy_s = max(float(table.spread[k] @ table.batch.counts) / count, work_s)

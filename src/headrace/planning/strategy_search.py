@@ -23,8 +23,8 @@ __all__ = ["climbed", "counts_of", "worthwhile"]
 Counts = tuple[int, ...]
 """A strategy: how many pipelines of each of a table's schemes."""
 
-_GAIN = 1e-3
-_KINDS = 8
+_GAIN = 1e-3  # share of the time by which an exchange has to be quicker
+_KINDS = 8  # schemes that take part in exchanges, at most
 
 
 def counts_of(table: PriceTable, pipelines: Pipelines) -> Counts:
@@ -55,8 +55,8 @@ def climbed(
     bound_s: float,
     work: int,
 ) -> Iterator[tuple[Filler, Searched[Pipelines]]]:
-    """Fillings that take less and less than ``best_s``, by exchanges from ``starts``, the most
-    promising first; ``work`` sequences are placed at most."""
+    """Fillings that take less and less than ``best_s`` seconds, found by exchanges from ``starts``,
+    the most promising first; at most ``work`` sequences are placed."""
     seen, waiting = set(starts), list(starts)
     shares = cache(BoundRows.of(table).shares)
 

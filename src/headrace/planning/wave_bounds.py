@@ -50,15 +50,15 @@ __all__ = ["wave_bound_s"]
 
 Floats = NDArray[np.float64]
 
-_INTERVALS = 12  # at first, and about as many new ones each time that some are split
-_AT_ONCE = 4  # intervals that are split, those of the least bounds,
-_NEAR = 1.01  # up to so many times the least
-_SAMPLES = 64
-_SWEEPS = 2  # over the schemes, whose parts are improved one after the other
-_PRICES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
-_STEPS = (0.06, 0.03, 0.015)  # from the price of an interval to those of its parts, for each split
-_PARTS = np.linspace(0.0, 1.0, 5)  # of a price, for time
-_NEVER = 1e200  # rank-seconds, where a scheme is not open
+_INTERVALS = 12  # intervals of D at first, and new ones of each round of splits
+_AT_ONCE = 4  # intervals split in a round at most, those with the least bounds,
+_NEAR = 1.01  # as long as these are at most this times the least
+_SAMPLES = 64  # runs for which prices are sought
+_SWEEPS = 2  # passes over the schemes, whose parts a_k are improved one after the other
+_PRICES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)  # prices p tried at first
+_STEPS = (0.06, 0.03, 0.015)  # distances to the next prices tried, by round of splits
+_PARTS = np.linspace(0.0, 1.0, 5)  # values of a_k / p that are tried
+_NEVER = 1e200  # rank-seconds of a sequence on a scheme that is not open to it
 _ROUNDING = 1e-10
 
 
@@ -88,8 +88,14 @@ def wave_bound_s(table: PriceTable, known_s: float, most_s: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Interval:
-    """Times of the longest wave, the bound of plans in which it takes one of them, and at which
-    price."""
+    """Times that the longest wave may take.
+
+    Attributes:
+        begin_s: The least of these times.
+        end_s: The largest.
+        bound_s: Seconds that no plan with such a longest wave beats.
+        price: The price p at which that is shown.
+    """
 
     begin_s: float
     end_s: float
@@ -100,7 +106,7 @@ class _Interval:
 def _bounded(
     every: _Sequences, some: _Sequences, ends_s: Floats, prices: Floats
 ) -> list[_Interval]:
-    """The intervals between ends that rise, at the best of some ``prices``."""
+    """The intervals between ``ends_s``, which rise, each with the best bound of some ``prices``."""
     found = zip(pairwise(ends_s.tolist()), *_best(some, ends_s, prices), strict=True)
     return [
         _Interval(
@@ -115,8 +121,13 @@ def _bounded(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Sequences:
-    """What the claim needs of runs of equal sequences on ``devices`` ranks: the ``rows`` of the
-    plain bound, and ``room`` [schemes, runs]."""
+    """What the claim needs to know of runs of equal sequences.
+
+    Attributes:
+        devices: Ranks N.
+        rows: The rows of the plain bound.
+        room: Ranks whose memory a sequence takes [schemes, runs].
+    """
 
     devices: int
     rows: BoundRows
@@ -153,11 +164,13 @@ class _Sequences:
         return _Sequences(devices=self.devices, rows=some, room=self.room[:, at])
 
     def times(self, end_s: float) -> Floats:
-        """By 2, for waves of at most ``end_s`` [schemes, runs]."""
+        """Rank-seconds that a sequence takes of waves of at most ``end_s``, by part 2 of the claim
+        [schemes, runs]."""
         return np.minimum(self.rows.shares(end_s) * end_s, _NEVER)
 
     def bound_s(self, begin_s: float, end_s: float, price: float, parts: Floats) -> float:
-        """The right side for times of an interval, with ``parts`` [schemes] of a price for time."""
+        """The right side of the claim over an interval of D, for a price p and shares a_k / p
+        [schemes]."""
         times, part = self.times(end_s), parts[:, None]
         paid = price * (part * times + (1 - part) * begin_s * self.room)
         paid[times >= _NEVER] = _NEVER
@@ -166,8 +179,7 @@ class _Sequences:
 
 
 def _best(some: _Sequences, ends_s: Floats, prices: Floats) -> tuple[list[float], Floats]:
-    """For each interval the best of some prices, and the parts of it that schemes pay for time
-    [intervals, schemes], which are improved scheme by scheme."""
+    """By interval, the best of some prices and the shares a_k / p at it [intervals, schemes]."""
     begins_s, schemes = ends_s[:-1], range(len(some.room))
     times = np.stack([some.times(end_s) for end_s in ends_s[1:]])  # [intervals, schemes, runs]
     rooms = np.where(times < _NEVER, begins_s[:, None, None] * some.room, _NEVER)

@@ -51,17 +51,23 @@ Floats = NDArray[np.float64]
 
 Wave = Pipelines
 
-_FULL = 2e-3  # of the time or the tokens: a group with less left is not looked at again
+_FULL = 2e-3  # a group with less than this share of its time or tokens left counts as full
 _ROUNDING = 1e-9
-_SHORT = 1 / 16  # of the time: sequences that are dealt out again to level the groups
+_SHORT = 1 / 16  # sequences below this share of the time are dealt out again to level the groups
 
 
 class WaveFiller:
-    """Fills groups of the table's schemes ``kinds``, each of one stage. ``cheapest[i]`` are those
-    that hold sequence i, by rising area. By kind and sequence: ``alone`` are the seconds of a
-    launch of its own, ``bare`` the device-seconds without the constant ``opening``, ``part`` the
-    ranks whose tokens it takes. By sequence: ``needs`` are the device-seconds that it takes at
-    least, ``least`` those with its share of a constant."""
+    """Fills groups of the table's schemes ``kinds``, each of one stage.
+
+    Attributes:
+        cheapest: By sequence, the kinds that hold it, by rising device-seconds.
+        alone: Seconds of a launch of its own [kinds, sequences].
+        bare: Device-seconds without the constant [kinds, sequences].
+        opening: Seconds of the constant of a launch [kinds, 1].
+        part: Ranks whose memory it fills [kinds, sequences].
+        needs: Least device-seconds of each sequence, without constants.
+        least: Least device-seconds of each with its share of a constant.
+    """
 
     def __init__(self, table: PriceTable, kinds: Sequence[int]) -> None:
         self.table, self.kinds = table, list(kinds)
@@ -225,8 +231,8 @@ class WaveFiller:
         return found
 
     def levelled(self, groups: Pipelines, ranks: int) -> Pipelines:
-        """The same groups, and groups of one of what is left of ``ranks``, with the short sequences
-        dealt out again: longest first, each to the group that ends first and has room for it."""
+        """The same groups with their short sequences dealt out again, longest first, each to the
+        group that ends first and has room; ranks that are left get groups of one."""
         table, top_s = self.table, self.wave_s(groups)
         kept, loose = Pipelines(), list[int]()
         for k, members in groups:
@@ -289,23 +295,30 @@ def sorted_into_waves(
     return None
 
 
-_LONG = 8  # times the longest time that one wave may need
-_EXACT = 128  # sequences, the longest; of the others every so many are alike
-_ALIKE = 24
-_CHUNKS = 32  # of such, at most
-_GRID_STEP = 1.05  # from one time of the grid to the next
-_FINE_UP_TO = 1.5  # times what the fewest waves last: up to there the grid is that fine
-_READ = 0.99  # of what is read between two times, for what is least
-_APART = 1.5  # from one time to the next elsewhere, where waves hardly are
-_RESOLUTION = 1e-5  # of the longest time: what is shorter is not told apart
-_NEVER = 1e18  # rank-waves, for what does not end in time
-_MORE = np.array([1.0, 1.12, 1.3, 1.6, 2.0, 2.5])  # times the fewest waves that hold the tokens
+# Estimates look at the longest sequences one by one and at the others in chunks, the middle one of
+# which stands for all; needs are worked out for a grid of wave times and interpolated between them.
+_EXACT = 128  # longest sequences that are looked at one by one
+_ALIKE = 24  # sequences of a chunk, at least
+_CHUNKS = 32  # chunks, at most
+_LONG = 8  # the grid ends at this times the longest or the mean wave
+_GRID_STEP = 1.05  # ratio of neighbouring times where most waves will be
+_FINE_UP_TO = 1.5  # the fine part ends at this times what the fewest waves last
+_APART = 1.5  # ratio of neighbouring times elsewhere
+_RESOLUTION = 1e-5  # the grid begins at this share of its last time
+_READ = 0.99  # Safety factor on interpolated lower estimates.
+_NEVER = 1e18  # rank-waves of a sequence that does not end within the time
+_MORE = np.array([1.0, 1.12, 1.3, 1.6, 2.0, 2.5])  # numbers of waves tried, over the fewest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaveCount:
-    """A number of waves; the seconds of each are hardly below ``least_s``, and about ``guess_s``
-    where no launch holds sequences of different kinds."""
+    """A number of waves that is worth trying.
+
+    Attributes:
+        count: The number.
+        least_s: Seconds of a wave, estimated from below.
+        guess_s: Seconds of a wave, estimated as if no launch held sequences of different kinds.
+    """
 
     count: int
     least_s: float
@@ -313,8 +326,11 @@ class WaveCount:
 
 
 class Estimates:
-    """About how many waves any part of a batch takes, and how long. A part is an array: how many
-    sequences of each sample it has; ``all`` is the whole batch."""
+    """Estimates of how many waves any part of a batch takes, and of their seconds.
+
+    A part is an array [samples]: how many sequences it has that each sample stands for; ``all`` is
+    the whole batch.
+    """
 
     def __init__(self, filler: WaveFiller) -> None:
         self.devices, count = filler.table.devices, len(filler.table.tokens)
@@ -333,15 +349,15 @@ class Estimates:
         self.opening_s = float(filler.opening.max())
         self.times, self.bare, self.part = (own.min(axis=0) for own in (self._times, bare, part))
         self.grid = self._grid()
-        # In times that are too short for a sequence it counts as in the least that is not: that the
-        # longest must end is asked for apart, and a jump could not be read between two times.
+        # At times too short for a sequence its need is that of the least time in which it ends:
+        # jumps could not be interpolated, and whether the longest ends is checked elsewhere.
         limits = np.maximum(self.grid[:, None], self.times)
         needs = self._needs(limits)
         self.mixed: Floats = needs.min(axis=1)
         self.apart: Floats = np.maximum(needs, part).min(axis=1)
 
     def _grid(self) -> Floats:
-        """Times, rising; close to one another where waves of most of the batch will be."""
+        """Times of waves in seconds, rising, close together where most waves will be."""
         fewest = float(self._counts(self.all[None])[0].min())
         longest_s = max(float(self.times.max()), 1e-300)
         even_s = float(self.bare @ self.all) / self.devices + self.opening_s
@@ -357,8 +373,8 @@ class Estimates:
         return np.concatenate([*found, [most_s]])
 
     def _needs(self, times_s: Floats) -> Floats:
-        """The rank-waves that one of each sample takes of the seconds of waves of some times
-        [times, samples or 1], by kind [times, kinds, samples]."""
+        """Rank-waves that one sequence of each sample takes in waves of some times: seconds [times,
+        samples or 1] to [times, kinds, samples]."""
         limits = times_s[:, None]
         needs: Floats = self._bare / np.maximum(limits - self._opening, 1e-280)
         np.putmask(needs, self._times > limits * (1 + 1e-9), _NEVER)
@@ -372,23 +388,23 @@ class Estimates:
         return left
 
     def launches_s(self, some: Floats, heads: int) -> Floats:
-        """The seconds, rising, that launches of one of the ``heads`` longest sequences of a part
-        take on every scheme, where the longest ends."""
+        """Possible seconds of a wave, rising: those of a launch of one of the ``heads`` longest
+        sequences on any kind, as long as the longest ends within them."""
         times = self._times[:, some.nonzero()[0][:heads]]
         found = set(times[(times >= times[:, 0].min()) & (times < _NEVER)].tolist())
         return np.array(sorted(found))
 
     def after(self, some: Floats, times_s: Floats) -> Floats:
-        """About what waves of each time, which take the longest sequences first, leave of a part
-        [times, samples]."""
+        """The part that is left, about, after one wave of each of some times that takes the longest
+        sequences first [times, samples]."""
         wanted = np.maximum(self._needs(times_s[:, None]), self._part).min(axis=1) * some
         over = np.maximum(np.cumsum(wanted, axis=1) - self.devices, 0.0)
         left: Floats = some * np.minimum(over / np.maximum(wanted, 1e-300), 1.0)
         return left
 
     def likely(self, parts: Floats) -> tuple[Floats, Floats]:
-        """The most promising numbers of waves for parts [parts, samples], and about how long each
-        would be; of nothing no waves."""
+        """The most promising number of waves of each of some parts [parts, samples], and its
+        seconds per wave; 0 for an empty part."""
         counts, least_s = self._counts(parts)
         ranks = counts * self.devices
         needs = (self.apart @ parts.T).T
@@ -412,7 +428,8 @@ class Estimates:
         return sorted(found.values(), key=lambda one: (one.guess_s * one.count, one.count))
 
     def _counts(self, parts: Floats) -> tuple[Floats, Floats]:
-        """Numbers of waves for parts [parts, numbers], and what a wave of them lasts at least."""
+        """Numbers of waves to consider for each part [parts, numbers], and least seconds of a wave
+        [parts]."""
         fewest = np.maximum(1, np.ceil(parts @ self.part / self.devices * (1 - 1e-9)))[:, None]
         counts = np.concatenate([np.round(fewest * _MORE), fewest + 1, fewest + 2], axis=1)
         even_s = parts @ self.bare / self.devices + self.opening_s
@@ -421,32 +438,39 @@ class Estimates:
 
 
 def _crossing(grid: Floats, need: Floats, ranks: Floats) -> Floats:
-    """The times at which a falling need, about linear in 1 / D, comes down to each of ``ranks``."""
+    """The times at which a need of rank-waves, which falls about linearly in 1 / time, comes down
+    to each of ``ranks``."""
     falling = np.minimum.accumulate(need)[::-1]
     return 1 / np.interp(ranks, falling, 1 / grid[::-1])
 
 
-_WIDE = 2  # openings that are made longer
-_LONGEST = 10  # waves
-_HEADS = 2, 4  # of the longest sequences, at least and at most: a wave lasts as long as one takes
-_RANKS_EACH = 16  # for each of those: a wave of few ranks holds few of the longest
-_SHORTEST = 0.2  # times the time of waves of one time: shorter waves cost ranks for nothing
-_LEFT_BEHIND = 1.02  # times the best estimate: such openings are not made longer
-_FILLED = 2  # waves that may come next, for each opening
-FEW = 300  # sequences: of fewer, all waves that may come next are filled
-_ESTIMATED = 100  # sequences placed while an estimate is made
+_WIDE = 2  # openings of each length that are made longer, the best by estimate
+_LONGEST = 10  # waves of an opening, at most
+_HEADS = 2, 4  # longest sequences, at least and at most, whose seconds a wave may last
+_RANKS_EACH = 16  # ranks for each of those: few ranks hold few of the longest
+_SHORTEST = 0.2  # no opening wave is shorter than this times the waves that follow
+_LEFT_BEHIND = 1.02  # openings above this times the best estimate are not made longer
+_FILLED = 2  # next waves that are filled for each opening, the most promising
+FEW = 300  # with fewer sequences left, every next wave is filled
+_ESTIMATED = 100  # effort of an estimate, in sequences placed
 _ROUNDED = 1 + 1e-9
 
-# What is promised for waves that are not filled yet may be this much above the best estimate, and
-# more where a rank has few sequences: then estimates are too low, as whole sequences leave gaps.
+# A next wave is filled if its estimate is at most 1 + _ABOVE + _ABOVE_EACH ranks / sequences times
+# the best: with few sequences per rank estimates are too low, as whole sequences leave gaps.
 _ABOVE = 0.002
-_ABOVE_EACH = 0.12  # times ranks for each sequence
+_ABOVE_EACH = 0.12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """First waves and their seconds, and the sequences that are left, longest first; as a part of
-    all, for the estimates."""
+    """The first waves of a plan.
+
+    Attributes:
+        before: These waves.
+        spent_s: Their seconds.
+        left: Positions of the sequences that are left, longest first.
+        part: The same sequences as a part for :class:`Estimates`.
+    """
 
     before: list[Wave]
     spent_s: float
@@ -456,8 +480,13 @@ class Begun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """Where a plan ``begun``; of what is left about the seconds of a wave; and the estimated
-    seconds of it all."""
+    """First waves, and an estimate of what follows.
+
+    Attributes:
+        begun: The first waves.
+        wave_s: Estimated seconds of each wave for what is left.
+        estimate_s: Estimated seconds of the whole plan.
+    """
 
     begun: Begun
     wave_s: float
@@ -465,8 +494,8 @@ class Opening:
 
 
 def openings(filler: WaveFiller, estimates: Estimates, effort: int) -> list[Opening]:
-    """Openings for all sequences, the most promising first, as long as ``effort``, in sequences
-    placed, lasts; the one without waves is among them."""
+    """Openings to continue from, the most promising first; among them the one without waves.
+    ``effort`` is in sequences placed."""
     every = list(range(len(filler.table.tokens)))
     start = Begun(before=[], spent_s=0.0, left=every, part=estimates.all)
     found = wide = _estimated(estimates, [start])
@@ -488,7 +517,7 @@ def openings(filler: WaveFiller, estimates: Estimates, effort: int) -> list[Open
 
 
 def _may_win(filler: WaveFiller, opening: Opening, best_s: float) -> bool:
-    """Whether a longer opening may be better than the best."""
+    """Whether making an opening longer may beat the best estimate."""
     begun, estimate_s = opening.begun, opening.estimate_s
     least_s = begun.spent_s + float(filler.least[begun.left].sum()) / filler.table.devices
     return bool(begun.left) and estimate_s <= best_s * _LEFT_BEHIND and least_s < best_s
@@ -504,8 +533,8 @@ def _estimated(estimates: Estimates, some: Collection[Begun]) -> list[Opening]:
 
 
 def _promising(estimates: Estimates, opening: Opening, best_s: float) -> list[float]:
-    """The seconds of waves that may come next: those that one of the longest sequences left takes
-    and in which the longest ends, if estimates promise a plan that is not far from the best."""
+    """Seconds of waves to try next: those in which the longest sequence left ends, and, of many,
+    those whose estimate is near the best."""
     begun = opening.begun
     heads = min(max(estimates.devices // _RANKS_EACH, _HEADS[0]), _HEADS[1])
     times_s = estimates.launches_s(begun.part, heads)
@@ -521,7 +550,7 @@ def _promising(estimates: Estimates, opening: Opening, best_s: float) -> list[fl
 
 
 def _filled(filler: WaveFiller, estimates: Estimates, begun: Begun, time_s: float) -> Begun:
-    """One wave more, of ``time_s`` or as long as the longest sequence takes."""
+    """The opening with a wave more, of ``time_s`` or of the longest sequence's quickest launch."""
     limit_s = max(time_s, filler.quickest_s(begun.left[0])) * _ROUNDED
     groups, left = filler.fill(limit_s, filler.table.devices, begun.left, whole=False)
     return Begun(
@@ -534,23 +563,23 @@ def _filled(filler: WaveFiller, estimates: Estimates, begun: Begun, time_s: floa
 
 Span = tuple[float, float]
 
-_CLOSE_ENOUGH = 1 + 2e-3  # of the bound: no search beyond it
-_EFFORT = 20_000
-_COARSE = (1.0, 1.004, 1.012, 1.03, 1.08)  # times the guess
-_FINE = tuple(1 + 0.004 * k for k in range(1, 30))  # times the least
-_FAR = (1.08, 1.3, 1.6, 2.2, 4.0, 10.0, 40.0)  # times the guess, if there is no plan in these
-_COUNTS = 3  # numbers of waves for the most promising opening
-_COUNTS_LATER = 2  # and for the others
-_FINISHED = 5  # openings
-_FINISHED_FEW = 24
-_HOPE = 1.003  # times the best: openings with longer estimates are not finished
-_HOPE_FEW = 1.1
-_SPREADS = (0.03, 0.1, 0.3)
-_CLOSE = 1e-3  # of a time: how closely the least is sought
-_TRIED = 30  # sequences that could be placed while a try begins
-_MISSED = 45  # drawn orders in a row, or as many as place so many sequences:
-_PLACED = 1500
-_STEP = 0.998  # of the best: less gain is not worth a try
+_CLOSE_ENOUGH = 1 + 2e-3  # up to this times the bound, the search ends
+_EFFORT = 20_000  # sequences placed
+_COARSE = (1.0, 1.004, 1.012, 1.03, 1.08)  # wave times tried, over the guess
+_FINE = tuple(1 + 0.004 * k for k in range(1, 30))  # for few sequences, over the least time
+_FAR = (1.08, 1.3, 1.6, 2.2, 4.0, 10.0, 40.0)  # over the guess, where none of those succeeds
+_COUNTS = 3  # numbers of waves tried for the most promising opening
+_COUNTS_LATER = 2  # and for each of the others
+_FINISHED = 5  # openings that are finished
+_FINISHED_FEW = 24  # and with few sequences
+_HOPE = 1.003  # openings estimated above this times the best are not finished
+_HOPE_FEW = 1.1  # and with few sequences
+_SPREADS = (0.03, 0.1, 0.3)  # standard deviations of the noise on log lengths in drawn orders
+_CLOSE = 1e-3  # halving ends when the least time is known to this share
+_TRIED = 30  # effort of beginning a try, in sequences placed
+_MISSED = 45  # drawn orders that may fail in a row, or
+_PLACED = 1500  # as many as place this many sequences
+_STEP = 0.998  # a try asks for at most this times the best
 
 
 def waves(
@@ -605,12 +634,12 @@ class _Search:
 
     @property
     def over(self) -> bool:
-        """Whether to stop: close enough to the bound, or, with a plan, spent."""
+        """Whether to stop, as the best is near the bound or, with a plan, the effort is spent."""
         return self.seconds <= self.enough_s or (self.effort <= 0 and bool(self.best))
 
     def finish(self, begun: Begun, counts: Sequence[WaveCount], *, far: bool) -> None:
-        """Waves of one time for what a beginning leaves, where they are better: of about the times
-        that are guessed, or ``far`` above them."""
+        """Try to place what an opening leaves in waves of one time, and keep what is better;
+        ``far`` tries times well above the guess."""
         if not begun.left:
             self._keep(begun, 0.0, [])
             return
@@ -629,7 +658,8 @@ class _Search:
                     break
 
     def one_by_one(self, begun: Begun) -> None:
-        """Wave after wave as long as its longest sequence takes on the size of least area."""
+        """Place what is left in waves that last as long as their longest sequence takes on its
+        cheapest size."""
         filler, made, left = self.filler, list[Wave](), begun.left
         while left:
             time_s = filler.alone_s(filler.cheapest[left[0]][0], left[0]) * (1 + 1e-9)
@@ -638,8 +668,9 @@ class _Search:
         self._keep(begun, filler.waves_s(made), made)
 
     def shuffled(self, random: np.random.Generator, start: Begun) -> None:
-        """As many waves after the best beginning, or from the ``start`` where it left nothing, in a
-        little less time, with the sequences in other orders; until too many in a row failed."""
+        """Try drawn orders of the sequences in as many waves after the best opening (after
+        ``start`` where that one left nothing), each a little shorter, until too many in a row fail.
+        """
         begun = self.begun if self.begun.left else start
         length, missed = self.filler.table.batch.values[begun.left], 0
         least_s, most = self.filler.quickest_s(begun.left[0]), max(_MISSED, _PLACED // len(length))
@@ -656,7 +687,7 @@ class _Search:
             missed = 0 if groups else missed + 1
 
     def _halve(self, begun: Begun, count: int, low_s: float, high_s: float) -> Pipelines:
-        """The groups of the least time found between two times."""
+        """The groups of the least time found by halving between two times."""
         best: Pipelines = []
         while high_s - low_s > _CLOSE * low_s and not self.over:
             middle_s = (low_s + high_s) / 2
@@ -668,8 +699,8 @@ class _Search:
         return best
 
     def _try(self, begun: Begun, order: Sequence[int], count: int, time_s: float) -> Pipelines:
-        """Groups of ``count`` waves of ``time_s`` that hold what is left, taken in this ``order``;
-        none when there are no such."""
+        """Groups of ``count`` waves of ``time_s`` seconds that hold what is left, taken in this
+        ``order``; empty when filling fails."""
         ranks = count * self.filler.table.devices
         for join_any in (True, False)[: 1 + (len(order) < FEW)]:
             groups, left = self.filler.fill(time_s, ranks, order, join_any=join_any)
@@ -687,15 +718,16 @@ class _Search:
             self._keep(begun, *found)
 
     def _keep(self, begun: Begun, more_s: float, found: list[Wave]) -> None:
-        """What has begun, and after it waves that take ``more_s``, where they are the best."""
+        """Keep an opening and the waves after it, of ``more_s`` seconds, if they are the best so
+        far."""
         seconds = begun.spent_s + more_s
         if seconds < self.seconds:
             self.seconds, self.best, self.begun = seconds, begun.before + found, begun
 
 
 def _times(one: WaveCount, limit_s: float, *, few: bool, far: bool) -> Iterator[Span]:
-    """Times to try, with the one below each, rising to ``limit_s``: of ``few`` sequences from the
-    least in small steps, else from the guess in larger ones, as what is between will be halved."""
+    """Pairs (time below, time) to try in seconds, rising to ``limit_s``: for ``few`` sequences in
+    small steps from the least, else in larger ones from the guess, as halving follows."""
     low_s, start_s = one.least_s * _STEP, one.least_s if few and not far else one.guess_s
     for factor in _FAR if far else _FINE if few else _COARSE:
         time_s = min(start_s * factor, limit_s)

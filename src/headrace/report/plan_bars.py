@@ -83,7 +83,7 @@ def bars_of_plan(plan: Plan, timeline: Timeline) -> PlanBars:
 
 
 def _runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours together."""
+    """Neighbouring ranks taken together, as (first, last) of each run."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

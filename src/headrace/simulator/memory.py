@@ -17,12 +17,21 @@ _ROUNDING_BYTES = 1e-3
 
 
 def peak_bytes(plan: Plan, costs: CostModel) -> tuple[int, ...]:
-    """Peak bytes of each rank over one step of ``plan``.
+    """Predict the peak bytes of each rank over one step.
 
     A rank holds its state always, from the pull to the push the working weights of every stage in
     which it works, and from forward to backward the activations of its micro-batches: of one at a
-    time without stages, of as many as are in flight with them. A rank without work holds its
-    state. Raises CostError for a scheme without costs.
+    time without stages, of as many as are in flight with them. A rank without work holds its state.
+
+    Args:
+        plan: The plan of the step.
+        costs: What it costs, of a model.
+
+    Returns:
+        Bytes of each rank.
+
+    Raises:
+        CostError: For a scheme or a layer option without costs.
     """
     check_costs(plan, costs)
     used: list[set[int]] = [set() for _ in range(plan.devices)]

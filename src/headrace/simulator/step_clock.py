@@ -33,10 +33,12 @@ from headrace.spec.program import (
     Send,
     Update,
     compile_rank,
+    meeting,
+    meeting_key,
     pushes_of,
 )
 from headrace.spec.strategy import Scheme, Stage
-from headrace.spec.walk import Posted, meeting, meeting_key, messages_of
+from headrace.spec.walk import Posted, messages_of
 
 __all__ = [
     "Walk",

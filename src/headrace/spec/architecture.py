@@ -31,15 +31,36 @@ _MOST_LAYERS = 2**16
 class Architecture:
     """A Transformer of equal layers.
 
-    ``hidden`` features h, ``heads`` query heads n of d = h / n features, ``kv_heads`` key-value
-    heads g (n for MHA, 1 for MQA), ``ffn`` features f of the feed-forward.
-    ``kind`` fixes the block: ``llama`` is RMSNorm, SwiGLU, rotary positions and no biases;
-    ``gpt`` is LayerNorm, GELU (tanh), learned positions and biases; ``bert`` is the same with
-    exact GELU and the norms after the residual sums, is bidirectional, and learns to guess masked
-    tokens (``mask_id`` stands in their place) instead of the next one.
-    ``positions`` is the longest sequence that learned positions can take (unused by ``llama``).
-    ``gate_block`` are the rows in which gate and up are interleaved, where weights that were stored
-    want others than :attr:`ffn_block` chooses.
+    The ``kind`` fixes the block: ``llama`` is RMSNorm, SwiGLU, rotary positions and no biases;
+    ``gpt`` is LayerNorm, GELU (tanh), learned positions and biases; ``bert`` is the same with exact
+    GELU and the norms after the residual sums, is bidirectional, and learns to guess masked tokens
+    instead of the next one.
+
+    Attributes:
+        layers: Layers of the model.
+        hidden: Features h of a token between layers.
+        heads: Query heads n, each of d = h / n features.
+        kv_heads: Key-value heads g: n for MHA, 1 for MQA.
+        ffn: Features f of the feed-forward.
+        vocabulary: Token ids, 0 to ``vocabulary - 1``.
+        kind: The block, ``llama``, ``gpt`` or ``bert``.
+        tied: Whether the head's matrix is the embedding's.
+        causal: Whether a token sees only itself and earlier ones.
+        positions: Tokens of the longest sequence that learned positions can take; unused by
+            ``llama``.
+        rope_theta: Base of the rotary positions of ``llama``.
+        norm_eps: What norms add to a mean square or variance.
+        dropout: The fraction that is dropped, 0 <= dropout < 1.
+        mask_id: The token that stands in the place of masked ones, for ``bert``.
+        gate_block: Rows in which gate and up are interleaved, where weights that were stored want
+            others than :attr:`ffn_block` chooses.
+
+    Raises:
+        SpecError: For numbers out of range, and for values that contradict each other.
+
+    Example:
+        >>> hr.Architecture.preset("gpt2").longest
+        1024
     """
 
     layers: int
@@ -108,7 +129,7 @@ class Architecture:
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward has a gate (SwiGLU: three matrices)."""
+        """Whether the feed-forward has a gate, as SwiGLU has with its three matrices."""
         return self.kind == "llama"
 
     @property
@@ -118,7 +139,7 @@ class Architecture:
 
     @property
     def gelu(self) -> Literal["tanh", "none"]:
-        """How GELU is approximated where there is no gate: by tanh, or not at all."""
+        """How GELU is approximated where there is no gate, by tanh or not at all."""
         return "tanh" if self.kind == "gpt" else "none"
 
     @property
@@ -138,7 +159,7 @@ class Architecture:
 
     @property
     def head_share(self) -> float:
-        """The share of tokens that the head is run for: those that are guessed, or all."""
+        """The share of tokens that the head is run for, those that are guessed or all."""
         return 0.15 if self.masked else 1.0
 
     @property
@@ -154,7 +175,7 @@ class Architecture:
 
     @property
     def tensor_ranks(self) -> int:
-        """The most ranks that can share a layer's matrices: each needs a key-value head and a
+        """The most ranks that can share a layer's matrices, as each needs a key-value head and a
         block of the feed-forward."""
         return min(self.kv_heads, self.ffn // self.ffn_block)
 
@@ -176,9 +197,16 @@ class Architecture:
         return self.positions if self.learned_positions else None
 
     def flops_per_token(self, length: int) -> float:
-        """FLOPs of forward and backward of one token of a sequence of ``length`` tokens.
+        """FLOPs of forward and backward of one token.
 
-        Three times the forward: 2 per weight, and 4 h per key seen (half of them when causal).
+        They are three times those of the forward: 2 per weight, and 4 h per key seen (half of the
+        keys when causal).
+
+        Args:
+            length: Tokens of the sequence that the token is part of.
+
+        Returns:
+            FLOPs, averaged over the tokens of the sequence.
         """
         h, kv = self.hidden, self.kv_heads * self.head_features
         linear = 2 * h * h + 2 * h * kv + (3 if self.gated else 2) * h * self.ffn
@@ -188,7 +216,23 @@ class Architecture:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Architecture:
-        """A named architecture, with any field changed."""
+        """A model by its name, with any field changed.
+
+        Args:
+            name: ``llama-tiny``, ``gpt-tiny``, ``bert-tiny``, ``gpt2``, ``gpt3-175b``,
+                ``bert-large``, ``llama-8b`` or ``llama-70b``.
+            changes: Fields to change, by their names.
+
+        Returns:
+            The architecture.
+
+        Raises:
+            SpecError: For a name that is not known, and for changes that do not fit together.
+
+        Example:
+            >>> hr.Architecture.preset("llama-8b", layers=16).layers
+            16
+        """
         if name not in PRESETS:
             hint = did_you_mean(name, PRESETS) or f"known are {', '.join(PRESETS)}"
             raise SpecError("architecture", got=repr(name), hint=hint)
@@ -201,12 +245,26 @@ class Architecture:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that :meth:`from_json` reads back."""
+        """The architecture as JSON.
+
+        Returns:
+            An object that :meth:`from_json` reads back.
+        """
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Architecture:
-        """The inverse of :meth:`to_json`. Raises SpecError when it is malformed."""
+        """Read what :meth:`to_json` gave.
+
+        Args:
+            value: The JSON object.
+
+        Returns:
+            The architecture.
+
+        Raises:
+            SpecError: When the object is malformed.
+        """
         try:
             found = cls(**value)
             if found.gated and "gate_block" not in value:
@@ -407,7 +465,7 @@ def buckets(architecture: Architecture) -> tuple[tuple[WeightSpec, ...], ...]:
 
 
 def parameter_count(architecture: Architecture) -> int:
-    """Elements of all weights."""
+    """The number of elements of all weights."""
     return sum(weight.elements for weight in weight_table(architecture))
 
 

@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
     @property
     def scores(self) -> int:
-        """Scores that count."""
+        """The number of pairs of a query and a key that it sees."""
         rows, columns = self.q_stop - self.q_start, self.k_stop - self.k_start
         return rows * (rows + 1) // 2 if self.causal else rows * columns
 

@@ -329,7 +329,7 @@ def _needs(
 
 
 def _check_once(rank: int, parts: Parts, jobs: Sequence[_Job], bucket_count: int) -> None:
-    """Rule 4."""
+    """Rule 4: a rank does each of its actions once."""
     wanted: set[Action] = {Update()}
     for bucket in range(bucket_count):
         wanted |= {Pull(bucket=bucket), Push(bucket=bucket)}

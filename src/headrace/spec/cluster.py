@@ -13,7 +13,16 @@ __all__ = ["Cluster"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """``devices`` equal devices with ``memory_bytes`` each that a rank may use."""
+    """Equal devices, one for each rank.
+
+    Attributes:
+        devices: How many there are.
+        memory_bytes: Bytes of each that a rank may use.
+        device: What they are called, such as ``cpu`` or ``h100``.
+
+    Raises:
+        SpecError: For fewer than one device or one byte.
+    """
 
     devices: int
     memory_bytes: int
@@ -29,12 +38,26 @@ class Cluster:
         return f"{self.devices} x {self.device} with {bytes_text(self.memory_bytes)}"
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that :meth:`from_json` reads back."""
+        """The cluster as JSON.
+
+        Returns:
+            An object that :meth:`from_json` reads back.
+        """
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Cluster:
-        """The inverse of :meth:`to_json`. Raises SpecError when it is malformed."""
+        """Read what :meth:`to_json` gave.
+
+        Args:
+            value: The JSON object.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            SpecError: When the object is malformed.
+        """
         try:
             return cls(**value)
         except TypeError as error:

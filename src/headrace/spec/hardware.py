@@ -308,7 +308,7 @@ USUAL: dict[str, Usual] = {
     "mi250": Usual(links=("xgmi", "infiniband-hdr"), devices_per_node=8),
     "cpu": Usual(links=("shared-memory", "ethernet-100g"), devices_per_node=2),
 }
-"""By the device's name."""
+"""Links and devices of a node that a device usually comes with, by its name."""
 
 
 _Preset = TypeVar("_Preset", Device, Link)

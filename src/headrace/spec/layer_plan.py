@@ -53,7 +53,7 @@ class LayerOption:
 
     @classmethod
     def parse(cls, text: str) -> LayerOption:
-        """The inverse of ``str``."""
+        """Read an option as ``str`` writes it. Raises SpecError for a malformed text."""
         methods, _, recompute = text.partition("+")
         attention, _, feed_forward = methods.partition("/")
         if not attention:
@@ -89,7 +89,7 @@ class LayerPlan:
 
     @classmethod
     def parse(cls, text: str) -> LayerPlan:
-        """The inverse of ``str``."""
+        """Read a layer plan as ``str`` writes it. Raises SpecError for a malformed text."""
         options: list[LayerOption] = []
         for word in text.split():
             count, star, option = word.partition("*")

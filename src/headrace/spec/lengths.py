@@ -13,10 +13,18 @@ __all__ = ["Lengths"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Tokens of each sequence of one batch.
+    """The lengths of the sequences of one batch.
 
-    ``tokens[i]`` is the length of sequence ``i`` in tokens, ``ids[i]`` its number in the corpus
-    (``0, 1, ...`` when left out). Raises SpecError for an empty batch or a length below one.
+    Attributes:
+        tokens: Tokens of each sequence.
+        ids: The number of each sequence in the corpus; 0, 1, ... when left out.
+
+    Raises:
+        SpecError: For an empty batch, a length below one, or another number of ids than of lengths.
+
+    Example:
+        >>> hr.Lengths.parse("512x3 1024").total
+        2560
     """
 
     tokens: tuple[int, ...]
@@ -35,7 +43,18 @@ class Lengths:
 
     @classmethod
     def of(cls, tokens: Iterable[int], ids: Iterable[int] = ()) -> Lengths:
-        """Lengths from any iterables of integers (numpy's too)."""
+        """Make lengths of any iterables of integers, numpy's too.
+
+        Args:
+            tokens: Tokens of each sequence.
+            ids: The number of each sequence in the corpus; 0, 1, ... when empty.
+
+        Returns:
+            The lengths.
+
+        Raises:
+            SpecError: As for the class.
+        """
         return cls(tokens=tuple(int(t) for t in tokens), ids=tuple(int(i) for i in ids))
 
     def __len__(self) -> int:
@@ -53,7 +72,7 @@ class Lengths:
 
     @property
     def predicted(self) -> int:
-        """Tokens that carry a next-token loss: every token but the last of each sequence."""
+        """Tokens that carry a next-token loss, every token but the last of each sequence."""
         return self.total - len(self.tokens)
 
     def __str__(self) -> str:
@@ -62,7 +81,18 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Read ``"512x3 1024"``: three sequences of 512 tokens and one of 1024."""
+        """Read lengths from a text.
+
+        Args:
+            text: Lengths with blanks between, ``LENGTHxCOUNT`` for several equal ones: ``"512x3
+                1024"`` is three sequences of 512 tokens and one of 1024.
+
+        Returns:
+            The lengths.
+
+        Raises:
+            SpecError: For a word that is no length, and for none at all.
+        """
         tokens: list[int] = []
         for word in text.split():
             length, times, repeat = word.partition("x")
@@ -73,10 +103,24 @@ class Lengths:
         return cls(tokens=tuple(tokens))
 
     def to_json(self) -> dict[str, list[int]]:
-        """A JSON object that :meth:`from_json` reads back."""
+        """The lengths as JSON.
+
+        Returns:
+            An object that :meth:`from_json` reads back.
+        """
         return {"tokens": list(self.tokens), "ids": list(self.ids)}
 
     @classmethod
     def from_json(cls, value: dict[str, list[int]]) -> Lengths:
-        """The inverse of :meth:`to_json`."""
+        """Read what :meth:`to_json` gave.
+
+        Args:
+            value: The JSON object.
+
+        Returns:
+            The lengths.
+
+        Raises:
+            SpecError: For lengths that a batch cannot have.
+        """
         return cls(tokens=tuple(value["tokens"]), ids=tuple(value["ids"]))

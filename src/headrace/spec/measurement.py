@@ -15,12 +15,21 @@ BUSY = ("forward", "backward", "update")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One action of one rank; seconds since the step began on that rank's clock.
+    """One action of one rank.
 
-    ``kind`` is that of the action: pull, forward, backward, send, recv, exchange, push or update;
-    ``tokens`` is the pack's size for forward and backward, the rows of messages (0 otherwise),
-    ``ranks`` the size of the group that met. ``waited_s`` are the seconds of a forward or backward
-    in which it waited for weights, which have rows of their own.
+    Attributes:
+        rank: The rank.
+        action: The action in words, as programs write it.
+        kind: Its kind: pull, forward, backward, send, recv, exchange, push or update.
+        start_s: Seconds from the start of the step to that of the action, on the rank's own clock.
+        end_s: Seconds from the start of the step to the end of the action.
+        tokens: Tokens of the pack for forward and backward, rows of messages, else 0.
+        ranks: Ranks of the group that met.
+        waited_s: Seconds of a forward or backward in which it waited for weights, which have rows
+            of their own.
+
+    Raises:
+        SpecError: For an end before the start.
     """
 
     rank: int
@@ -38,13 +47,19 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """How long the action took."""
+        """The seconds that the action took."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The rows of one step of all ranks, measured by the executor or predicted by the simulator."""
+    """What every rank did in one step, and when.
+
+    Attributes:
+        source: Whether a run ``measured`` the rows or the simulator ``predicted`` them.
+        rows: The actions of all ranks.
+        devices: Ranks of the step, those without rows too.
+    """
 
     source: Literal["measured", "predicted"]
     rows: tuple[Row, ...]
@@ -52,18 +67,22 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the start of the step to the end of its last action."""
+        """Seconds from the start of the step to the end of its last action."""
         return max((row.end_s for row in self.rows), default=0.0)
 
     @property
     def idle(self) -> float:
-        """Fraction of all ranks' time in which no forward, backward or update ran."""
+        """The fraction of all ranks' time in which no forward, backward or update ran."""
         busy = sum(row.seconds - row.waited_s for row in self.rows if row.kind in BUSY)
         total = self.devices * self.seconds
         return max(0.0, 1 - busy / total) if total > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that :meth:`from_json` reads back."""
+        """The timeline as JSON.
+
+        Returns:
+            An object that :meth:`from_json` reads back.
+        """
         return {
             "source": self.source,
             "devices": self.devices,
@@ -72,13 +91,26 @@ class Timeline:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Timeline:
-        """The inverse of :meth:`to_json`."""
+        """Read what :meth:`to_json` gave.
+
+        Args:
+            value: The JSON object.
+
+        Returns:
+            The timeline.
+        """
         rows = tuple(Row(**row) for row in value["rows"])
         return cls(source=value["source"], rows=rows, devices=value["devices"])
 
     def to_chrome_trace(self, step: int = 0) -> list[dict[str, Any]]:
-        """Events of the Chrome trace format (opens in Perfetto): ranks as threads of one process
-        per source, times in microseconds."""
+        """Events of the Chrome trace format, which Perfetto opens.
+
+        Args:
+            step: The number of the step, which every event carries.
+
+        Returns:
+            An event per row: ranks are threads of one process per source, times in microseconds.
+        """
         return [
             {
                 "name": row.action,

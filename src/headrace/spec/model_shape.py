@@ -61,7 +61,7 @@ class ModelShape:
 
     @property
     def bucket_count(self) -> int:
-        """Buckets of the model: embedding, layers, end."""
+        """Number of buckets of the model, those of the embedding, the layers and the end."""
         return self.layers + 2
 
     def held_share(self, buckets: Collection[int], parts: int) -> float:

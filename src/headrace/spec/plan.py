@@ -41,7 +41,7 @@ class NumberReader:
     at: int = 0
 
     def take(self, count: int) -> Sequence[int]:
-        """The next ``count`` numbers."""
+        """Take the next ``count`` numbers and move on."""
         self.at += count
         if count < 0 or self.at > len(self.numbers):
             raise ValueError(f"{len(self.numbers)} numbers are too few")
@@ -117,10 +117,15 @@ def stored_working(word: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """One pipeline: its scheme and the ranks that form it, stage by stage.
+    """One pipeline: its scheme and the ranks that form it.
 
-    Within a stage tensor ranks are neighbours. ``shares`` are the layers of each stage; without,
-    they are as even as can be.
+    Attributes:
+        scheme: Its tensor, context and pipeline degrees.
+        ranks: Its ranks, stage by stage; within a stage tensor ranks are neighbours.
+        shares: Layers of each stage; as even as can be when empty.
+
+    Raises:
+        SpecError: For ranks that are not distinct, or not as many as the scheme has.
     """
 
     scheme: Scheme
@@ -171,11 +176,19 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One packed run through one pipeline: indices into the batch's lengths, in pack order.
+    """One packed run through one pipeline.
 
-    ``order`` says how the pack's tokens lie on the ranks of a group: in ``natural`` order each
-    rank holds one run of the pack; in ``zigzag`` order every long document is cut into twice as
-    many pieces as ranks, and rank r holds piece r from the front and piece r from the back.
+    Attributes:
+        pipeline: The index of its pipeline among those of the plan.
+        sequences: Indices into the lengths of the batch, in pack order.
+        layers: The option of every layer.
+        order: How the tokens of the pack lie on the ranks of a group. In ``natural`` order each
+            rank holds one run of the pack; in ``zigzag`` order every long document is cut into
+            twice as many pieces as ranks, and rank r holds piece r from the front and piece r from
+            the back.
+
+    Raises:
+        SpecError: For an order that is not known.
     """
 
     pipeline: int
@@ -192,20 +205,31 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything the runtime needs to know about one step.
+    """Everything that the ranks need to know about one step.
 
-    ``micro_batches`` stand in one global order; each rank runs those of its pipelines in that
-    order, so that ranks which share several pipelines meet their groups in the same order.
-    A rank may belong to pipelines of several sizes, one after the other, when none is pipelined.
+    Attributes:
+        lengths: The lengths of the batch.
+        devices: Ranks of the job; some may have no work.
+        pipelines: The pipelines. A rank may belong to several, one after the other, when none of
+            these has stages.
+        micro_batches: The micro-batches in one global order. Each rank runs those of its pipelines
+            in that order, so that ranks which share several pipelines meet their groups alike.
+        predicted_s: Predicted seconds of the whole step.
+        lower_bound_s: Seconds that no plan of the step beats, at most ``predicted_s``.
+        working: How a pipeline of several ranks holds weights while it propagates: ``replicated``
+            (each rank pulls all rows once per step) or ``sharded`` (each pulls its part, and
+            methods gather a layer's rows when it runs).
+        semantics: When micro-batches start: ``free`` as soon as their ranks are free, ``lockstep``
+            in waves, as all ranks meet at every layer.
+        planner: The planner that made it, by name.
+        seed: The seed of its search.
+        why: Reasons for the plan, a sentence each.
+        clock: Gives the timeline of the plan, for pictures; None for a plan that was loaded, as it
+            is not saved.
 
-    ``working`` says how a pipeline of several ranks holds weights while it propagates:
-    ``replicated`` (each rank pulls all rows once per step) or ``sharded`` (each pulls its part and
-    the methods gather a layer's rows when it runs). ``semantics``: ``free`` groups start when
-    their ranks are free; ``lockstep`` ranks meet at every layer.
-
-    ``lower_bound_s <= predicted_s``, both in seconds of the whole step. ``clock`` tells what every
-    rank does and when, for pictures, where the plan came with one; it is not saved.
-    Raises SpecError when a sequence is missing or doubled, or a rank does not exist.
+    Raises:
+        SpecError: When a sequence is missing or doubled, a rank does not exist, or the bound is
+            above the prediction.
     """
 
     lengths: Lengths
@@ -268,7 +292,7 @@ class Plan:
 
     @property
     def layers(self) -> int:
-        """Layers of the model that it is for."""
+        """The number of layers of the model that the plan is for."""
         return len(self.micro_batches[0].layers.options) if self.micro_batches else 0
 
     @property
@@ -284,18 +308,35 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """SHA-256 over the decisions (not the predictions): equal hashes run equally."""
+        """SHA-256 over the decisions, not the predictions. Plans of equal hashes run equally."""
         texts, numbers = numbers_of(self, _ORDERS)
         digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode())
         digest.update(numbers)
         return digest.hexdigest()
 
     def tokens_of(self, micro: MicroBatch) -> tuple[int, ...]:
-        """Lengths of the sequences of a micro-batch, in pack order."""
+        """The lengths of a micro-batch.
+
+        Args:
+            micro: One of the plan's micro-batches.
+
+        Returns:
+            Tokens of each of its sequences, in pack order.
+        """
         return tuple(self.lengths.tokens[i] for i in micro.sequences)
 
     def replace(self, **changes: Any) -> Plan:
-        """A copy with some fields changed. Raises what a new plan does."""
+        """Copy the plan with some fields changed.
+
+        Args:
+            changes: The new values by the names of fields.
+
+        Returns:
+            The copy.
+
+        Raises:
+            SpecError: As for a new plan.
+        """
         if not changes.keys() <= set(_TOLD):
             return replace(self, **changes)
         made = copy(self)  # its decisions have been checked
@@ -305,7 +346,11 @@ class Plan:
         return made
 
     def explain(self) -> str:
-        """Why this plan, in words: one reason per line."""
+        """Say why the plan is as it is.
+
+        Returns:
+            One reason per line; empty for a plan without reasons.
+        """
         return "\n".join(self.why)
 
     def __str__(self) -> str:
@@ -327,7 +372,11 @@ class Plan:
         return "\n".join(f"{name:<14}{text}" for name, text in rows)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that :meth:`from_json` reads back."""
+        """The plan as JSON, without its clock.
+
+        Returns:
+            An object that :meth:`from_json` reads back.
+        """
         return {
             "lengths": self.lengths.to_json(),
             "devices": self.devices,
@@ -356,7 +405,17 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Plan:
-        """The inverse of :meth:`to_json`. Raises SpecError when a key is missing."""
+        """Read what :meth:`to_json` gave.
+
+        Args:
+            value: The JSON object.
+
+        Returns:
+            The plan, without a clock.
+
+        Raises:
+            SpecError: When a key is missing or a value malformed.
+        """
         try:
             known = {
                 text: LayerPlan.parse(text)
@@ -394,15 +453,28 @@ class Plan:
             raise SpecError("plan", got=f"{type(error).__name__}: {error}", wanted="its JSON form")
 
     def to_bytes(self) -> bytes:
-        """The plan as it travels between ranks of one kind of machine: a line of JSON, then
-        numbers, int64 as they lie in memory."""
+        """The plan as it travels between ranks of one kind of machine.
+
+        Returns:
+            A line of JSON, then numbers, int64 as they lie in memory.
+        """
         texts, numbers = numbers_of(self, _ORDERS)
         told = {name: getattr(self, name) for name in _TOLD}
         return json.dumps(texts | told).encode() + b"\n" + numbers.tobytes()
 
     @classmethod
     def from_bytes(cls, value: bytes) -> Plan:
-        """The inverse of :meth:`to_bytes`. Raises SpecError for anything else."""
+        """Read what :meth:`to_bytes` gave.
+
+        Args:
+            value: The bytes.
+
+        Returns:
+            The plan, without a clock.
+
+        Raises:
+            SpecError: For anything else.
+        """
         head, _, tail = value.partition(b"\n")
         try:
             texts: dict[str, Any] = json.loads(head)
@@ -415,7 +487,14 @@ class Plan:
             raise SpecError("plan", got=f"{type(error).__name__}: {error}", wanted="its bytes")
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON form to a file. Raises SpecError when it cannot be written."""
+        """Write the plan to a file as JSON.
+
+        Args:
+            path: The file.
+
+        Raises:
+            SpecError: When it cannot be written.
+        """
         try:
             Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
         except OSError as error:
@@ -423,7 +502,17 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a file of :meth:`save`. Raises SpecError when it cannot be read or is malformed."""
+        """Read a file of :meth:`save`.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The plan; to draw it, give ``hr.draw`` a timeline, as its clock is not saved.
+
+        Raises:
+            SpecError: When the file cannot be read or is malformed.
+        """
         try:
             value = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -433,7 +522,15 @@ class Plan:
         return cls.from_json(value)
 
     def draw(self, path: str | Path, timeline: Timeline | None = None) -> NoReturn:
-        """Renamed: raises SpecError, which says that ``hr.draw(plan, path)`` draws a plan."""
+        """Renamed: use ``hr.draw(plan, path)``.
+
+        Args:
+            path: As for ``hr.draw``.
+            timeline: As for ``hr.draw``.
+
+        Raises:
+            SpecError: Always; it names the new way.
+        """
         raise SpecError("plan.draw", got="its former name", wanted="hr.draw(plan, path)")
 
     def _repr_html_(self) -> str:

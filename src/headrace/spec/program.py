@@ -30,7 +30,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from headrace.errors import SpecError
 from headrace.spec.plan import MicroBatch, Pipeline, Plan
@@ -55,6 +55,8 @@ __all__ = [
     "compile_turns",
     "connected",
     "is_last",
+    "meeting",
+    "meeting_key",
     "parse_action",
     "pushes_of",
     "rows_of",
@@ -284,7 +286,7 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """The inverse of ``str``."""
+        """Read a program as ``str`` writes it. Raises SpecError for a malformed text."""
         head, colon, body = text.partition(":")
         word, _, rank = head.strip().partition(" ")
         if not colon or word != "rank" or not rank.isdecimal():
@@ -442,12 +444,12 @@ class _Line:
         self._member = stage.ranks.index(rank)
 
     def forward(self, i: int) -> Action:
-        """The forward."""
+        """The forward of the i-th micro-batch on this rank."""
         stage = self._stage
         return Forward(stage=stage.index, micro_batch=self._micros[i][0], group=stage.ranks)
 
     def backward(self, i: int) -> Action:
-        """The backward."""
+        """The backward of the i-th micro-batch on this rank."""
         stage = self._stage
         return Backward(stage=stage.index, micro_batch=self._micros[i][0], group=stage.ranks)
 
@@ -512,3 +514,22 @@ def is_last(plan: Plan, backward: Backward) -> bool:
     group = set(backward.group)
     later = plan.micro_batches[backward.micro_batch + 1 :]
     return all(group.isdisjoint(plan.pipelines[micro.pipeline].ranks) for micro in later)
+
+
+def meeting(action: Action, rank: int, world: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks that stand at the same action before any goes on."""
+    match action:
+        case Forward(group=group) | Backward(group=group):
+            return group
+        case Update():
+            return world
+    return (rank,)
+
+
+def meeting_key(action: Action) -> tuple[Any, ...]:
+    """What ranks that meet have in common. The pushes issued in a backward are not: each rank
+    issues its own in its own last backward."""
+    match action:
+        case Forward() | Backward():
+            return (action.kind, action.stage, action.micro_batch, action.group)
+    return (action.kind,)

@@ -120,7 +120,7 @@ def packed_rows(rows: Sequence[Row]) -> bytes:
 
 
 def rows_of_packed(told: bytes, rank: int) -> tuple[Row, ...]:
-    """The inverse of :func:`packed_rows`."""
+    """The rows of one rank that :func:`packed_rows` packed."""
     texts, _, numbers = told.partition(b"\n")
     lines = np.frombuffer(numbers, dtype=np.float64).reshape(-1, 5).tolist()
     return tuple(
@@ -243,7 +243,7 @@ class Exhausted:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks."""
+        """The ranks that ran out of memory."""
         return tuple(rank for rank, _ in self.actions)
 
     def __str__(self) -> str:

@@ -22,8 +22,18 @@ _FIELDS = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Scheme:
-    """Degrees of one pipeline, written ``tp4-cp2-pp2``; degrees of one are left out, and a
-    pipeline of a single device is ``cp1`` (Hydraulis, "parallel scheme")."""
+    """The degrees of one pipeline, written ``tp4-cp2-pp2`` (Hydraulis, "parallel scheme").
+
+    Degrees of one are left out of the text; a pipeline of a single device is ``cp1``.
+
+    Attributes:
+        tensor: Neighbouring ranks of a stage that hold the rows of a weight together.
+        context: Blocks of such ranks among which the tokens are split.
+        pipeline: Stages, each with some of the layers.
+
+    Raises:
+        SpecError: For a degree below one.
+    """
 
     tensor: int = 1
     context: int = 1
@@ -36,12 +46,12 @@ class Scheme:
 
     @property
     def devices(self) -> int:
-        """Devices of one pipeline."""
+        """The number of devices of one pipeline, the product of its degrees."""
         return self.tensor * self.context * self.pipeline
 
     @property
     def width(self) -> int:
-        """Ranks of one stage."""
+        """The number of ranks of one stage, the tensor times the context degree."""
         return self.tensor * self.context
 
     def parts(self, *, sharded: bool) -> int:
@@ -68,10 +78,20 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """How many pipelines of each scheme, written ``1*cp4 + 4*cp1``, largest scheme first.
+    """How many pipelines of each scheme a plan has, written ``1*cp4 + 4*cp1``.
 
     The pipelines stand side by side when their ranks sum to at most the cluster's; a plan whose
     ranks work in pipelines of several sizes one after the other lists them all.
+
+    Attributes:
+        counts: Each scheme with the number of its pipelines, the largest scheme first.
+
+    Raises:
+        SpecError: For a count below one, and for a scheme that is listed twice.
+
+    Example:
+        >>> hr.Strategy.parse("1*tp2-pp2 + 4*cp1").devices
+        8
     """
 
     counts: tuple[tuple[Scheme, int], ...]
@@ -85,14 +105,21 @@ class Strategy:
 
     @classmethod
     def of(cls, schemes: Iterable[Scheme]) -> Strategy:
-        """Count schemes, largest first."""
+        """Count schemes.
+
+        Args:
+            schemes: The scheme of every pipeline.
+
+        Returns:
+            The strategy, the largest scheme first.
+        """
         counted = Counter(schemes)
         order = sorted(counted, key=lambda scheme: (-scheme.devices, scheme))
         return cls(counts=tuple((scheme, counted[scheme]) for scheme in order))
 
     @property
     def devices(self) -> int:
-        """Sum of the devices of all pipelines."""
+        """The number of devices of all pipelines together."""
         return sum(scheme.devices * count for scheme, count in self.counts)
 
     def __str__(self) -> str:
@@ -100,7 +127,17 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """The inverse of ``str``."""
+        """Read a strategy as ``str`` writes it.
+
+        Args:
+            text: Terms ``COUNT*SCHEME``, or a scheme for one pipeline, joined by ``+``.
+
+        Returns:
+            The strategy.
+
+        Raises:
+            SpecError: For a term that is malformed.
+        """
         if text.strip() == "none":
             return cls(counts=())
         schemes: list[Scheme] = []
@@ -130,18 +167,18 @@ class Stage:
 
     @property
     def first(self) -> bool:
-        """Whether it embeds."""
+        """Whether the stage is the first, which embeds the tokens."""
         return self.index == 0
 
     @property
     def last(self) -> bool:
-        """Whether it has the head and the loss."""
+        """Whether the stage is the last, which has the head and the loss."""
         return self.index == self.count - 1
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """The weight buckets of its segments, in the order of the forward: 0 the embedding,
-        i + 1 layer i, then what follows the last layer."""
+        """The weight buckets of its segments in the order of the forward, which are 0 for the
+        embedding, i + 1 for layer i, then that of what follows the last layer."""
         ends = 1 if self.last else 0
         return (0,) * self.first + tuple(range(self.start + 1, self.stop + 1 + ends))
 

@@ -33,10 +33,11 @@ from headrace.spec.program import (
     Push,
     Recv,
     Send,
-    Update,
+    meeting,
+    meeting_key,
 )
 
-__all__ = ["Posted", "disordered", "meeting", "meeting_key", "messages_of", "waiting"]
+__all__ = ["Posted", "disordered", "messages_of", "waiting"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,25 +72,6 @@ def messages_of(action: Action) -> tuple[Posted, ...]:
                 ),
             )
     return ()
-
-
-def meeting(action: Action, rank: int, world: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks that stand at the same action before any goes on."""
-    match action:
-        case Forward(group=group) | Backward(group=group):
-            return group
-        case Update():
-            return world
-    return (rank,)
-
-
-def meeting_key(action: Action) -> tuple[Any, ...]:
-    """What ranks that meet have in common. The pushes issued in a backward are not: each rank
-    issues its own in its own last backward."""
-    match action:
-        case Forward() | Backward():
-            return (action.kind, action.stage, action.micro_batch, action.group)
-    return (action.kind,)
 
 
 def waiting(programs: Sequence[Program]) -> list[tuple[int, Action]]:
@@ -180,7 +162,7 @@ class _Walk:
         return steps[place] if place < len(steps) else None
 
     def run(self) -> None:
-        """Move until nobody can."""
+        """Move every rank on until none can go on."""
         while self._ready:
             self._move(self._ready.pop())
 

@@ -100,7 +100,7 @@ every = 2
 
 def alone(config: hr.Config, model: Any) -> list[float]:
     """The losses of one process, which runs every document by itself."""
-    from headrace.data import make_tokenizer
+    from headrace.data.tokens import make_tokenizer
     from headrace.engine.adopted_run import user_optimizer
     from headrace.engine.setup import open_sampler
 

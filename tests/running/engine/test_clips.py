@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -343,15 +344,12 @@ def test_a_mean_over_one_micro_batch_is_told(tmp_path: Path) -> None:
     """Catches losses that weigh clips by their company."""
     for loss, fine in (("sum", True), ("mean", False)):
         run, called = attached("alone", tmp_path, costs=costs(1), steps=1)
-        step = next(iter(run))
-        micros = iter(step)
-        micro = next(micros)
-        out = mse_loss(called(**micro.inputs), micro.labels, reduction=loss)
-        if fine:
-            micro.backward(out / micro.targets / 4)
-        else:
-            with pytest.raises(ModelError, match="1 / 20, wanted 1 / 44"):
-                micro.backward(out)
+        refused = nullcontext() if fine else pytest.raises(ModelError, match="whatever micro")
+        with refused:
+            for step in run:
+                for micro in step:
+                    out = mse_loss(called(**micro.inputs), micro.labels, reduction=loss)
+                    micro.backward(out / micro.targets / 4 if fine else out)
 
 
 @pytest.mark.apart

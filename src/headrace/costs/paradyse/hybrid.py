@@ -126,7 +126,7 @@ class Pair:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Pair:
-        """The inverse of :meth:`to_json`."""
+        """Read the pair that :meth:`to_json` gave."""
         return cls(
             longest=value["longest"],
             steps=Steps.from_json(value["steps"]),
@@ -207,7 +207,7 @@ class HybridModel:
         return found
 
     def boundaries(self) -> list[Boundary]:
-        """Where every pair switches."""
+        """Where every pair switches from its forest to its polynomial."""
         return [
             Boundary(
                 p=p,

@@ -57,7 +57,7 @@ class Polynomial:
 
     @property
     def degree(self) -> int:
-        """The highest power."""
+        """The highest power of tokens that it has."""
         return len(self.coefficients) - 1
 
     def __call__(self, tokens: ArrayLike) -> Floats:
@@ -84,7 +84,7 @@ class Polynomial:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Polynomial:
-        """The inverse of :meth:`to_json`."""
+        """Read the polynomial that :meth:`to_json` gave."""
         return cls(coefficients=tuple(value["coefficients"]), unit=value["unit"])
 
 

@@ -20,7 +20,7 @@ __all__ = ["DEPTH", "SEED", "TREES", "Steps", "fit_steps", "need_scikit_learn", 
 Floats = NDArray[np.float64]
 
 TREES, DEPTH, SEED = 50, 10, 42
-"""ParaDySe's forests."""
+"""Trees, their depth and the seed of the forests in ParaDySe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Steps:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Steps:
-        """The inverse of :meth:`to_json`."""
+        """Read the step function that :meth:`to_json` gave."""
         return cls(breaks=tuple(value["breaks"]), values=tuple(value["values"]))
 
 

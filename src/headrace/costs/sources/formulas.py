@@ -52,19 +52,27 @@ __all__ = [
 class Speeds:
     """The constants of a device, by default of a made-up one; all are attained, not peaks.
 
-    ``flops_per_s`` are those of matrix products and, without ``attention_flops_per_s``, of
-    attention. ``link_bytes_per_s`` is what a device sends in one direction, ``latency_s`` the
-    seconds to start a collective or a hop. ``memory_bytes_per_s`` bounds the optimizer,
-    ``touched_bytes_per_s`` norms, rotations, activations, residual sums and the loss (by default
-    they are free). ``launch_s`` is the seconds to launch one layer's forward, ``element_bytes``
-    the size of an element of activations and working weights.
+    Attributes:
+        flops_per_s: FLOPs per second of matrix products.
+        link_bytes_per_s: Bytes per second that a device sends in one direction.
+        memory_bytes_per_s: Bytes per second that the optimizer reads and writes.
+        launch_s: Seconds to launch the forward of one layer.
+        latency_s: Seconds to start a collective or a hop.
+        element_bytes: Bytes of an element of activations and working weights.
+        attention_flops_per_s: FLOPs per second of attention; those of products when left out.
+        touched_bytes_per_s: Bytes per second of norms, rotations, activations, residual sums and
+            the loss; by default they are free.
+        across_bytes_per_s: As ``link_bytes_per_s``, between nodes.
+        across_latency_s: As ``latency_s``, between nodes.
+        devices_per_node: Devices that talk over the first link; groups that span nodes also talk
+            over the second. All devices are one node when left out.
+        counted: Whether attention has the operations that kernels run: the scores up to and on the
+            diagonal, and five products in the backward for two in the forward. Else it has those
+            that are usually called useful: half the square, and four for two.
 
-    Ranks of one node, ``devices_per_node`` of them, talk over that link; groups that span nodes
-    also over one of ``across_bytes_per_s`` and ``across_latency_s``.
-
-    ``counted`` attention has the operations that kernels run: the scores up to and on the
-    diagonal, and five products in the backward for two in the forward. Otherwise it has those that
-    are usually called useful: half the square, and four for two.
+    Raises:
+        CostError: For speeds that are not above zero, times below zero, and for only one of
+            ``across_bytes_per_s`` and ``devices_per_node``.
     """
 
     flops_per_s: float = 1e14
@@ -109,11 +117,18 @@ class Speeds:
         return max(4, self.element_bytes)
 
     def sending(self, p: int, pattern: TrafficPattern) -> tuple[float, float]:
-        """Seconds per byte that a rank of a group of p sends, and seconds to start.
+        """Seconds per byte that a rank of a group sends, and seconds to start.
 
         A group spans as few nodes as hold it, evenly. Of a gather each byte crosses to a node once
-        and is spread inside it; of an all-to-all what is for ranks of other nodes crosses; hops
-        are as slow as the one between two nodes.
+        and is spread inside it; of an all-to-all what is for ranks of other nodes crosses; hops are
+        as slow as the one between two nodes.
+
+        Args:
+            p: Ranks of the group.
+            pattern: How bytes travel: a gather, an all-to-all, or hops.
+
+        Returns:
+            Seconds per byte, seconds before the first byte.
         """
         inside = 1 / self.link_bytes_per_s
         if self.devices_per_node is None or self.across_bytes_per_s is None:
@@ -131,7 +146,7 @@ class Speeds:
 
 
 FORMULA_METHODS = tuple(facts.name for facts in FACTS.values() if facts.attention_use is not None)
-"""Methods with formulas."""
+"""Names of the methods that have formulas."""
 
 _NOTHING = Quadratic()
 
@@ -302,7 +317,14 @@ _OPTIMIZER_BYTES = 16  # fp32 master weight, gradient and two moments
 
 
 def group_sizes_of(devices: int) -> tuple[int, ...]:
-    """Group sizes worth costs on ``devices`` ranks: all up to 8, then powers of two and all."""
+    """Group sizes that are worth costs: all up to 8, then powers of two and all devices.
+
+    Args:
+        devices: How many devices there are.
+
+    Returns:
+        The sizes, smallest first.
+    """
     sizes = {p for p in range(1, devices + 1) if p <= 8 or p & (p - 1) == 0} | {devices}
     return tuple(sorted(sizes))
 

@@ -46,12 +46,23 @@ def roofline_costs(
     element_bytes: int = 2,
     memory_bytes: int | None = None,
 ) -> CostModel:
-    """Costs of an architecture on ``devices`` of some hardware.
+    """Costs of an architecture on some hardware, by data sheets and formulas.
 
-    ``sizes`` defaults to :func:`headrace.costs.group_sizes_of`, ``methods`` to all with formulas,
-    ``memory_bytes`` (what a rank may use) to those of the device. ``element_bytes`` is the size of
-    activations and working weights: 2, 4 or 8. Raises CostError for a method without formulas or
-    another size, SpecError for a dtype that the device does not know.
+    Args:
+        hardware: The devices and their links.
+        devices: How many devices there are.
+        architecture: The model.
+        sizes: Group sizes; those of :func:`headrace.costs.group_sizes_of` when left out.
+        methods: Methods of layers; all that have formulas when left out.
+        element_bytes: Bytes of an element of activations and working weights: 2, 4 or 8.
+        memory_bytes: Bytes of a device that a rank may use; all when left out.
+
+    Returns:
+        The costs.
+
+    Raises:
+        CostError: For a method without formulas, and for another size of an element.
+        SpecError: For a dtype that the device does not know.
     """
     return formula_model(
         architecture,

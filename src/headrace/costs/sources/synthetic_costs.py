@@ -29,13 +29,27 @@ def synthetic_costs(
     device: str = "synthetic",
     methods: tuple[str, ...] | None = None,
 ) -> CostModel:
-    """A cost model of ``devices`` equal made-up devices by formulas.
+    """Costs of equal made-up devices, by formulas.
 
-    ``architecture`` defaults to a Llama of ``layers`` layers of 1024 features; ``sizes`` to
-    :func:`group_sizes_of`. Group size 1 is the method ``local``. Larger ones have ``methods`` (of
-    :data:`headrace.costs.FORMULA_METHODS`) as far as the architecture supports them, in all pairs
-    of attention and feed-forward; without ``methods`` they have ``ulysses_z``, even where ranks
-    outnumber heads. Raises CostError for a method without formulas, and when no size has an option.
+    Group size 1 has the method ``local``. Larger ones have ``methods`` as far as the architecture
+    supports them, in all pairs of attention and feed-forward.
+
+    Args:
+        devices: How many devices there are.
+        layers: Layers of the model, where no architecture is given.
+        architecture: The model; a Llama with 1024 features when left out.
+        memory_bytes: Bytes of a device that a rank may use.
+        speeds: Constants of the devices.
+        sizes: Group sizes; those of :func:`group_sizes_of` when left out.
+        device: What the devices are called.
+        methods: Some of :data:`headrace.costs.FORMULA_METHODS`; ``ulysses_z`` when left out, even
+            where ranks outnumber heads.
+
+    Returns:
+        The costs.
+
+    Raises:
+        CostError: For a method without formulas, and when no size has an option.
     """
     if architecture is None:
         architecture = Architecture(

@@ -29,24 +29,27 @@ from headrace.spec.plan import Semantics
 
 __all__ = ["BASELINES", "Baseline"]
 
-_ABOUT = 1.01  # times the seconds of a group's launches, which are issued by rows about as quick
+_ABOUT = 1.01  # Slack: launches are priced by a row up to 1 % slower.
 
-_NEAR = 1.03  # times the least bound
+_NEAR = 1.03  # Bounds up to this times the least count as equal.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
     """A planner of others.
 
-    ``schedules`` plans one batch under some semantics with a seed; None where it cannot hold the
-    batch. ``least_s`` is a bound of its schedules that costs less than making them, or 0.
-    ``staged``: it plans tables of any schemes, else only of groups, and only it knows ``prepare``,
-    which decides for all batches at once (with a seed and the model's parameters, if known) and
-    gives what plans one after the other; this raises InfeasiblePlan where a batch fits nowhere.
-    ``brief``: it takes little time, however many sequences there are.
-    ``one_size``: all its groups are of one size, the smallest of a table that holds the batch; as
-    the planner of a problem it is given each size, and the quickest counts.
-    ``meaning`` is one line for people.
+    Attributes:
+        schedules: Plans one batch under some semantics with a seed; None where it cannot hold the
+            batch.
+        least_s: A bound of its schedules, in seconds, that costs less than making them, or 0.
+        meaning: One line for people.
+        staged: Whether it plans tables of any schemes; else only of groups.
+        brief: Whether it takes little time, however many sequences there are.
+        one_size: Whether all its groups have one size, the smallest of a table that holds the
+            batch; as the planner of a problem it is given each size, and the quickest counts.
+        prepare: Of those that are ``staged``, decides for all batches at once, with a seed and the
+            model's parameters, if known; gives what plans one after the other, which raises
+            InfeasiblePlan where a batch fits nowhere.
     """
 
     schedules: Callable[[PriceTable, Semantics, int], Assignment | None]
@@ -60,8 +63,8 @@ class Baseline:
     def tried(
         self, tables: Sequence[PriceTable], semantics: Semantics, seed: int
     ) -> list[Assignment]:
-        """What it makes of each table, some scheme of which holds the longest sequence, or of each
-        of their sizes; the quickest first, none where it cannot hold the batch."""
+        """Its schedules for each table, or for each size of each; the quickest first, none where it
+        cannot hold the batch."""
         given = [one for table in tables for one in _sizes(table)] if self.one_size else tables
         made = (self.schedules(table, semantics, seed) for table in given)
         return sorted((one for one in made if one is not None), key=lambda one: one.seconds)
@@ -78,7 +81,7 @@ def _nothing_s(_: PriceTable) -> float:
 
 
 def _fitting_s(table: PriceTable) -> float:
-    """What groups of the smallest size that holds the longest cannot beat."""
+    """Seconds that no groups of the smallest size that holds the longest sequence beat."""
     k = fitting(table)
     return 0.0 if k is None else static_s(table, k)
 
@@ -88,7 +91,8 @@ def _best_static_s(table: PriceTable) -> float:
 
 
 def _hybrid_s(table: PriceTable) -> float:
-    """Every sequence in a launch of its own, on the size of the least device-seconds."""
+    """Seconds if every sequence is alone on the size of the fewest device-seconds, shared by all
+    devices."""
     alone = (table.ranks * table.alone).min(axis=0)
     return float(alone @ table.batch.counts) / table.devices if np.isfinite(alone).all() else 0.0
 

@@ -31,9 +31,9 @@ Whole = NDArray[np.int64]
 Part = tuple[int, float]
 """A scheme and how many pipelines of it."""
 
-_BINS = 32
-_UNITS = 128
-_FRACTIONS = 4  # of a device
+_BINS = 32  # ranges of lengths
+_UNITS = 128  # steps in which devices are counted, at most
+_FRACTIONS = 4  # a relaxed step is at least one device over this
 
 
 def proposed(
@@ -58,7 +58,8 @@ def proposed(
 
 
 class _Program:
-    """``best[s][u]``: least seconds of all sequences up to edge s on u steps of devices."""
+    """The dynamic program: ``best[s][u]`` are the least seconds of all sequences up to edge s on u
+    steps of devices."""
 
     def __init__(
         self, table: PriceTable, lengths: Sequence[int], relaxed: bool, bins: int, units: int
@@ -121,12 +122,13 @@ class _Program:
                 self.choice[s, u] = before, taken, (k, number)
 
     def _number(self, kinds: Whole, taken: Whole) -> Floats:
-        """How many pipelines of a scheme so many steps of devices are."""
+        """How many pipelines of each scheme the ``taken`` steps of devices are."""
         number = taken * self.step / self.widths[kinds]
         return number if self.relaxed else np.floor(number)
 
     def _ways(self, before: int, s: int) -> tuple[Whole, Whole]:
-        """Schemes, and steps of devices of each, for the range of lengths between two edges."""
+        """Schemes that may serve the range of lengths between two edges, each with a number of
+        steps of devices."""
         table = self.table
         fitting = [k for k in self.kinds if table.schemes[k].most_tokens >= self.edges[s]]
         if not fitting:

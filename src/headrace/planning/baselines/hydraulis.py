@@ -21,8 +21,8 @@ from headrace.planning.strategy_search import Counts
 
 __all__ = ["by_greedy", "greedy", "hydraulis", "hydraulis_candidates"]
 
-_TRIALS = 100
-_MOST_CANDIDATES = 40
+_TRIALS = 100  # random orders of the sequences
+_MOST_CANDIDATES = 40  # strategies that are dispatched for a batch
 
 
 def hydraulis(tables: Sequence[PriceTable], seed: int) -> BatchPlanner:

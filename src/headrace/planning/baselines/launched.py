@@ -47,8 +47,8 @@ def interleaved(table: PriceTable, k: int, taken: Sequence[Sequence[list[int]]])
 def static_launches(
     table: PriceTable, k: int, semantics: Semantics, *, late: Callable[[float], bool] | None = None
 ) -> Assignment | None:
-    """The static schedule of scheme k; in lockstep launch by launch, the longest of each group
-    first. None where it takes so long that it is ``late``."""
+    """The static schedule of scheme k, in lockstep launch by launch with the longest of each group
+    first; None where it takes so long that it is ``late``."""
     found = static_schedule(table, k, late=late)
     if found is None or semantics == "free":
         return found

@@ -108,7 +108,7 @@ class StrategySelector:
         return left
 
     def _searched(self, pack: tuple[int, ...]) -> Selection:
-        """Lines 5 to 30."""
+        """The quickest choice of layers that fits: lines 5 to 30."""
         strategies = self.strategies(pack)
         fastest = self._selection(pack, strategies[:1] * self._layers)
         if fastest.fits:
@@ -133,7 +133,7 @@ class StrategySelector:
                         yield list(strategies)
 
     def _smoothed(self, pack: tuple[int, ...], best: Selection) -> Selection:
-        """Line 33."""
+        """The layers of the step before, where they are nearly as quick: line 33."""
         if self._before is None or self.gamma == 0:
             return best
         before = self._selection(pack, list(self._before.options))

@@ -1,0 +1,117 @@
+"""What a loop is refused for before its first step, and what all ranks must have alike.
+
+Nothing here is wrong by itself: a second model's optimizer, another seed on each rank. But ranks
+that begin with other weights or rates train on without a word, each its own model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headrace.adopt.held_weights import HeldWeights
+from headrace.comm.collectives import agree, gather_bytes
+from headrace.comm.mesh import Groups
+from headrace.errors import ModelError, SpecError
+
+__all__ = ["optimizer_text", "require_trainable", "share_weights"]
+
+
+def require_trainable(
+    model: torch.nn.Module, optimizer: Any, scheduler: Any, *, clip: float | None
+) -> None:
+    """Raise SpecError or ModelError for what a loop cannot be driven with."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        given = type(optimizer).__name__
+        raise SpecError("optimizer", got=given, wanted="an optimizer of torch.optim")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise SpecError(
+            "optimizer",
+            got="LBFGS, which computes the loss again",
+            wanted="one whose step() takes no closure",
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise SpecError(
+            "scheduler",
+            got="ReduceLROnPlateau, which takes a step by a metric",
+            wanted="one that takes a step after each of the optimizer's, or none",
+            hint="leave it out, and call its step(metric) where you evaluate, on all ranks alike",
+        )
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise SpecError("scheduler", got=type(scheduler).__name__, wanted="something with step()")
+    if clip is not None and not clip > 0:
+        raise SpecError("clip", got=clip, wanted="a norm above 0")
+    if not model.training:
+        raise ModelError(
+            "model",
+            got="evaluation mode",
+            wanted="training mode",
+            hint="call model.train() before hr.attach",
+        )
+    _require_own(model, optimizer)
+
+
+def _require_own(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ModelError for parameters whose gradients nobody would add up over ranks."""
+    own = {id(p) for p in model.parameters()}
+    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if others:
+        raise ModelError(
+            "parameters of the optimizer",
+            got=f"{len(others)} that the model has not, the first of shape {list(others[0].shape)}",
+            wanted="parameters of the model",
+            hint="make what is learnt beside the model a parameter of it, so that its gradient is "
+            "summed over ranks; make the optimizer after the model is wrapped",
+        )
+
+
+def share_weights(held: HeldWeights, groups: Groups, say: Callable[[str], object]) -> None:
+    """Have every rank begin with the same weights where each has all of them: those of the first
+    rank where they differ, as DDP does. Collective."""
+    if held.sharded or groups.ranks == 1:
+        return
+    tensors = [x for x in held.inner.state_dict(keep_vars=True).values() if torch.is_tensor(x)]
+    shapes = [[list(x.shape), str(x.dtype)] for x in tensors]
+    agree("shapes of the model's weights", json.dumps(shapes), groups.world)
+    mine = json.dumps([_checksum(x.detach()) for x in tensors])
+    said = gather_bytes(mine.encode(), groups.world)
+    odd = [rank for rank, text in enumerate(said) if text != said[0]]
+    if not odd:
+        return
+    say(
+        f"weights of rank {odd[0]} were not those of rank 0: all ranks begin with those of rank 0 "
+        "(call torch.manual_seed before the model is made)"
+    )
+    with torch.no_grad():
+        for x in tensors:
+            dist.broadcast(x.data, src=0, group=groups.world)
+
+
+def _checksum(x: torch.Tensor) -> int:
+    """A number that differs where bits do, made on the device."""
+    if not x.numel():
+        return 0
+    words = x.contiguous().view(-1).view(torch.uint8).to(torch.int64)
+    places = torch.arange(len(words), device=x.device) % 65521 + 1
+    return int((words * places).sum())
+
+
+def optimizer_text(optimizer: torch.optim.Optimizer) -> str:
+    """The options of an optimizer's groups, which all ranks must have alike."""
+    return json.dumps(
+        [type(optimizer).__name__, *(_options(group) for group in optimizer.param_groups)]
+    )
+
+
+def _options(group: Mapping[str, Any]) -> list[list[str]]:
+    plain = {k: v for k, v in group.items() if k != "params"}
+    shapes = [list(p.shape) for p in group["params"]]
+    return [*([k, repr(_plain(v))] for k, v in sorted(plain.items())), ["params", str(shapes)]]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if torch.is_tensor(value) else value
