@@ -119,8 +119,8 @@ class Levels:
     Attributes:
         choose: Given what each layer recomputes in the next forward, ``none`` or a level; layers
             beyond the end of what is given recompute nothing.
-        known: The levels besides nothing.
-        entries: Tensors as large as a layer's input that are kept of one that computes all again.
+        known: The supported levels.
+        entries: Tensors as large as its input that a layer saves when it recomputes everything.
     """
 
     choose: Callable[[Sequence[Recompute]], None]

@@ -512,7 +512,7 @@ class Attached:
         )
 
     def _finished(self, step: LoopStep) -> None:
-        """Stand after a step that is done: it may be saved before the loop asks for the next."""
+        """Note that a step is done: it may be saved before the loop asks for the next."""
         self.number, self._open = step.number + 1, None
         self._state = dict(step.batch.state_after)
         if self._writer is not None:

@@ -173,7 +173,7 @@ class LoopRunner:
         scheduler: Takes one step after each of the optimizer's, where there is one.
         clip: The largest norm of the gradient; None leaves it as it is.
         check_losses: Whether losses are looked at in the first step and after a load.
-        part: What this rank works on, within a micro-batch.
+        part: This rank's part of the current micro-batch.
     """
 
     model: SpreadModel

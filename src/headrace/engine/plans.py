@@ -186,8 +186,8 @@ def programs_of(plan: Plan, costs: CostModel) -> tuple[Program, ...]:
 
 
 def rivals(problem: Problem, lengths: Lengths, *, seed: int = 0) -> dict[str, Plan]:
-    """Plans of others with the same costs, by what they are called: the best static one, bucket and
-    packed parallel; those that hold the batch."""
+    """Plans of other planners with the same costs, by name: the best static one, bucket and packed
+    parallel; only those that can hold the batch."""
     made = {
         called: _held(problem.replace(planner=name, static_size=None), lengths, seed)
         for called, name in (("best static", "static"), ("bucket", "bucket"), ("packed", "packed"))

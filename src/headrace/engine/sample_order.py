@@ -234,7 +234,7 @@ class StreamOrder:
 
     @property
     def epoch(self) -> int:
-        """The pass of the next batch."""
+        """The epoch of the next batch."""
         return self._place["epoch"]
 
     @property
