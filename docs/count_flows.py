@@ -106,7 +106,8 @@ def attached_flow() -> set[str]:
 
     torch.manual_seed(0)
     model = _small_model()
-    data = [{"ids": torch.randint(0, 256, (n,))} for n in range(20, 400, 10)]
+    drawn = [torch.randint(0, 256, (n + 1,)) for n in range(20, 400, 10)]
+    data = [{"ids": ids[:-1], "labels": ids[1:]} for ids in drawn]
     run = hr.attach(
         model,
         torch.optim.AdamW(model.parameters()),

@@ -141,7 +141,8 @@ def _labels(
             f"labels of {what}",
             got="none",
             wanted=f"[{count}], one for each token",
-            hint="only a model that predicts the next token learns from tokens alone",
+            hint="a model that predicts the next token learns from tokens alone: say "
+            'samples=hr.SampleOptions(labels="next")',
         )
     if given is not None and given.numel() == 1 and (count > 1 or not given.dim()):
         if place is None:

@@ -266,7 +266,11 @@ class RunningStep(Generic[Batch, Handed]):
         return self._begun
 
     def again(self) -> RunningStep[Batch, Handed]:
-        """The same batch and plan as a step that has not begun, for one that was left."""
+        """Take a step that was left anew.
+
+        Returns:
+            The same batch and plan, as a step that has not begun.
+        """
         return RunningStep(
             engine=self.engine,
             number=self.number,
