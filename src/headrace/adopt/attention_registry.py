@@ -145,7 +145,8 @@ def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
         sliding_window: int | None = None,
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
-        """q [b, N, s_r, D], k and v [b, G, s_r, D] to [b, s_r, N, D]."""
+        """Attention as transformers calls it: q [b, N, s_r, D], k and v [b, G, s_r, D] to
+        ([b, s_r, N, D], no weights)."""
         _refuse(module, attention_mask, dropout, rest)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         window = _window(module, sliding_window, causal=causal)

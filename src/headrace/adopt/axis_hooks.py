@@ -213,7 +213,7 @@ class HookManager:
         # The batch: whether the model is spread, its shards, and shards given for the next forward.
         self.spread = False
         self.shards: AxisShards | None = None
-        self._told: AxisShards | None = None
+        self._next_shards: AxisShards | None = None
         # The current forward: stages that have begun and not ended, and all stages called so far.
         self._entered = list[str]()
         self._called = list[torch.nn.Module]()
@@ -313,7 +313,7 @@ class HookManager:
     def take(self, shards: AxisShards) -> None:
         """Use ``shards`` from now on: for the next forward, even if wrappers copy its inputs, or
         for stages that are called by hand."""
-        self._told = self.shards = shards
+        self._next_shards = self.shards = shards
         shards.begin(self.axis)
         self._entered.clear()  # a forward that raised left some
         self._called.clear()
@@ -351,9 +351,9 @@ class HookManager:
             wanted.append((stage, during))
             axis = axis if stage.returns else during
         numbers = {module: number for number, module in enumerate(self.stages)}
-        legs = route(wanted, shards, self._group_slot)
+        routes = route(wanted, shards, self._group_slot)
         self.last_axis = axis
-        return dict(zip((numbers[module] for module in modules), legs, strict=True))
+        return dict(zip((numbers[module] for module in modules), routes, strict=True))
 
     def _begin(self, module: Any, args: Any, named: Any) -> None:
         if self.mode is HookMode.PLAIN:
@@ -364,13 +364,13 @@ class HookManager:
     # Compilers break their graphs here: only at run time is it known which axis is sharded.
     @torch.compiler.disable
     def _begun(self, args: Any, named: Any) -> None:
-        shards = self.shards_of((*args, *named.values())) or self._told
+        shards = self.shards_of((*args, *named.values())) or self._next_shards
         if shards is None:
             raise ModelError(
                 "inputs of the model", got="others than were sharded", wanted="what shard() gave"
             )
         self.take(shards)
-        self._told = None
+        self._next_shards = None
         self._outside.enter_context(self._recomputing(shards))
 
     @torch.compiler.disable
@@ -485,10 +485,10 @@ class HookManager:
 
     def _chosen(self, stage: AxisStage, at: int, shards: AxisShards) -> AxisChoice:
         everything = self.axes <= set(stage.mixed)
-        told = self.axes <= shards.totals.keys()
+        sized = self.axes <= shards.totals.keys()
         known = self._known_of
         planned = known.heads or not everything
-        if told and planned and not stage.returns and known.order[at : at + 1] == (stage.mixed,):
+        if sized and planned and not stage.returns and known.order[at : at + 1] == (stage.mixed,):
             key = known.order, known.heads, tuple(shards.totals.items()), shards.ranks
             if key not in self._plans:
                 self._plans[key] = self._planned()

@@ -601,7 +601,7 @@ class AxisModel:
         self._manager.forget()
 
     def detach(self) -> None:
-        """Take the hooks off the model, for good."""
+        """Remove all hooks from the model; it cannot be spread any more."""
         self._manager.close()
 
     def _tensors(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:

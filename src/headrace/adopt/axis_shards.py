@@ -129,7 +129,7 @@ class AxisShards:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks in the group."""
         return dist.get_world_size(self.group) if self.group is not None else 1
 
     @property

@@ -52,8 +52,8 @@ def recomputed(function: Callable[..., Any], *inputs: Any, level: Kept = "attent
 
 
 def recompute_blocks(model: Any, level: Kept) -> None:
-    """Have a model of transformers compute its blocks again. Raises ModelError for models that do
-    not know their blocks."""
+    """Turn on activation checkpoints of the blocks of a transformers model. Raises ModelError for
+    models that do not support them."""
     _enable(model, {} if level == "full" else {"context_fn": _contexts})
 
 

@@ -38,7 +38,7 @@ class HeldWeights:
 
     @classmethod
     def of(cls, model: torch.nn.Module, ranks: int) -> HeldWeights:
-        """Look at a model. Raises ModelError for wrappers that are not known."""
+        """Find out how a model's weights are held. Raises ModelError for FSDP1."""
         for module in model.modules():
             if isinstance(module, Fsdp1):
                 raise ModelError(
@@ -73,7 +73,7 @@ class HeldWeights:
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
-        """Parameters that require gradients."""
+        """Parameters of the model that require gradients."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def norm(self) -> torch.Tensor:

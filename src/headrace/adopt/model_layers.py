@@ -104,6 +104,8 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> Layers | None:
 
 
 def _noting(calls: dict[int, list[tuple[Any, Any]]]) -> Callable[..., None]:
+    """A forward hook that appends (inputs, output) to the list of its module, by id."""
+
     def hook(module: nn.Module, inputs: tuple[Any, ...], out: Any) -> None:
         calls.setdefault(id(module), []).append((inputs, out))
 

@@ -88,7 +88,7 @@ class ModelSlot:
     """What one adopted model works on now: the slot's ``handle`` finds it from a graph.
 
     While something is in the slot the model is spread, else it is the user's plain model.
-    ``switches`` are told when that changes.
+    ``switches`` are called when that changes.
     """
 
     def __init__(self) -> None:

@@ -91,7 +91,7 @@ class Placement:
 
     ``tokens`` tells which rank holds which tokens of ``rows`` rows; ``subgroup(members)`` is the
     group of some of the ranks. ``targets`` is how many tokens of the whole step have a loss, None
-    where nobody knows; ``places`` [S] are the tokens' own where they are not counted from 0.
+    where it is not known; ``places`` [S] are the tokens' own where they are not counted from 0.
     """
 
     tokens: TokenPlan

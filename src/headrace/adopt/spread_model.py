@@ -1,4 +1,4 @@
-"""One protocol for models that nobody here wrote, spread over ranks: by tokens or by axes.
+"""One protocol for users' models that are spread over ranks, by tokens or by axes.
 
 samples   items of a data set as tensors, with a length in tokens (places of a clip)
 packs     samples that the model takes in one call

@@ -22,7 +22,7 @@ _BACKEND = "fake"
 
 @contextmanager
 def fake_world(rank: int, ranks: int) -> Iterator[Groups]:
-    """A world of ``ranks`` in which this process is ``rank`` and nobody else exists.
+    """A world of ``ranks`` in which this process is ``rank`` and no other process exists.
 
     torch.distributed must not be initialised; afterwards it is not.
     """

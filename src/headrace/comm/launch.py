@@ -248,8 +248,8 @@ def join(
 ) -> int:
     """Run ``main`` as the rank that the environment describes, as set by torchrun; returns 0.
 
-    When ``main`` fails, the others are told, and the process ends itself with the code that
-    :func:`start` would return for this rank. Signals end it too, as with :func:`start`, with a
+    When ``main`` fails, the other ranks are notified, and the process ends itself with the code
+    that :func:`start` would return for this rank. Signals end it too, as with :func:`start`, with a
     line that says where it was: torchrun sends them when another rank has died. All ranks meet in
     the store first, so that a restart on any machine is a new attempt for all.
 

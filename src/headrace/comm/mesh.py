@@ -192,7 +192,7 @@ class Groups:
         self.renew()
 
     def renew(self) -> None:
-        """Begin anew in a new world: the groups of the old one are forgotten."""
+        """Use the current default group as the world, and drop all groups of the former world."""
         world = dist.group.WORLD
         assert world is not None, "torch.distributed is initialised"
         self.world: dist.ProcessGroup = world
@@ -221,8 +221,8 @@ class Groups:
 
     def prepare(self, wanted: Iterable[tuple[int, ...]]) -> None:
         """Make and open the groups of ``wanted`` that do not exist yet, and open the world.
-        Collective: all ranks call it alike, and none returns from making groups before the others
-        have theirs: nobody can be freed from that. Groups of one rank need no communicator and are
+        Collective: all ranks make the same call, and none returns before all groups exist; a rank
+        that waits in it cannot be freed. Groups of one rank need no communicator and are
         skipped."""
         new = sorted({r for r in wanted if len(r) > 1} - self._made.keys())
         if not self._opened and self.ranks > 1:

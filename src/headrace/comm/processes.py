@@ -56,6 +56,7 @@ def flush(limit_s: float = 0.5) -> None:
 
 
 def _flush() -> None:
+    """Flush stdout and stderr; errors are ignored."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or its reader is gone
             stream.flush()
@@ -252,7 +253,7 @@ def execute(
 
 
 def _spawned(memory: int, rank: int) -> int:
-    """The process of a rank."""
+    """Start a new Python process for a rank; returns its process id."""
     folders = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]
     words = [*map(str, (memory, rank, os.getpid())), *folders]
     return os.posix_spawn(sys.executable, [sys.executable, "-c", _RANK, *words], dict(os.environ))

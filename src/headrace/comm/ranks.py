@@ -91,7 +91,8 @@ def run_rank(
     obey: tuple[signal.Signals, ...] = (),
     lifeline: Lifeline | None = None,
 ) -> int:
-    """Run ``main`` as one rank and return its exit code, having told the others of any failure.
+    """Run ``main`` as one rank and return its exit code, having notified the other ranks of a
+    failure.
 
     ``store`` is a client for the process groups; the watcher gets its own. Signals in ``obey`` end
     the rank with a line that says where it was; a broken ``lifeline`` tells that the rank before

@@ -23,7 +23,7 @@ from headrace.comm.watcher import Watcher
 
 __all__ = ["Rerendezvous"]
 
-_NOTICE_S = 1.5  # what a rank meets first may be a broken connection: the cause is told this soon
+_NOTICE_S = 1.5  # a broken connection may be seen first: the request follows within this
 
 
 class Rerendezvous:
@@ -77,16 +77,16 @@ class Rerendezvous:
             time.sleep(0.02)
         return found
 
-    def meet_anew(self, groups: Groups, let_go: Callable[[], object] = lambda: None) -> None:
-        """Leave the old world and create a new one, for ``groups`` too. Collective. ``let_go`` is
-        called when no rank waits any more; afterwards nothing may refer to transfers of the old
-        world."""
+    def meet_anew(self, groups: Groups, drop_attempt: Callable[[], object] = lambda: None) -> None:
+        """Leave the old world and create a new one, for ``groups`` too. Collective.
+        ``drop_attempt`` is called when no rank waits any more; afterwards nothing may refer to
+        transfers of the old world."""
         self._watcher.enter("meeting anew", limit_s=self._timeout_s)
         self._watcher.keep()
         self.connections.cut()
         self.connections.settle()
         waiting.leave_behind()
-        let_go()
+        drop_attempt()
         groups.forget()
         dist.destroy_process_group()
         self._number += 1

@@ -1,8 +1,8 @@
 """The connections of process groups, and how to break them so that waiting ranks return.
 
 A rank that waits in gloo waits for its whole timeout when the one it waits for will never answer:
-aborting or destroying the group from another thread returns at once and unblocks nobody. What does
-is to shut down the connections themselves. So the connections that appear while a group is made
+aborting or destroying the group from another thread returns at once and unblocks no rank. Shutting
+down the connections themselves does. So the connections that appear while a group is made
 are remembered, and nothing else of the process (the store's, a tracker's) is ever cut. A rank may
 serve the store itself, and connections of others to it appear while a group is made: they are known
 by their port.
@@ -67,7 +67,7 @@ class Connections:
         self._groups.append(weakref.ref(group))
 
     def cut(self) -> int:
-        """Shut all connections down: whoever waits for one, here or at its other end, gets an
+        """Shut all connections down: threads that wait for one, here or at its other end, get an
         error. Abort all groups. From any thread. Returns how many connections were open."""
         found = 0
         while self._groups:

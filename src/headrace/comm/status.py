@@ -97,7 +97,7 @@ class StatusBoard:
         return ", ".join(f"rank {rank} {beat or 'not started'}" for rank, beat in enumerate(beats))
 
     def note_raised(self, rank: int) -> None:
-        """Note that a rank raised an error of this library."""
+        """Note that a rank raised an error of this library: lower ``lowest``, count ``raised``."""
         expected = ""
         while (lowest := int(self._store.compare_set("lowest", expected, str(rank)))) > rank:
             expected = str(lowest)

@@ -146,6 +146,7 @@ class AwakeClock:
                 self._too_long(self.waited_s)
 
     def _asleep(self, now_s: float) -> float:
+        """Seconds asleep up to ``now_s``: a tick that is much too late counts as sleep."""
         asleep_s, last_s = self._tick
         late_s = now_s - last_s - self._tick_s
         return asleep_s + (late_s if late_s > _ASLEEP_S else 0.0)
@@ -338,6 +339,7 @@ class Watcher:
         self._check_limit()
 
     def _obey_death(self, death: Death, *, code: int = STOPPED) -> None:
+        """End this process because of a failure, with a line about it unless it was printed."""
         if death.already_told:
             end(code)
         self._stop(str(death), code=code)
@@ -380,6 +382,7 @@ class Watcher:
         self._obey_death(counts)
 
     def _stop(self, why: str, *, code: int = STOPPED) -> None:
+        """Print why and where this rank stops, and end the process with ``code``."""
         line = f"rank {self._rank} stops: {why}; this rank was {self._beat()}"
         if code != STOPPED and self._before is not None:  # the killed rank cannot report it itself
             line += f"; rank {(self._rank - 1) % self._ranks} last heard of {self._before[0].where}"

@@ -213,7 +213,7 @@ class Producer:
         self.heard_s = time.monotonic()
 
     def stop(self, why: str) -> None:
-        """Kill the process, which may be frozen, because of ``why``."""
+        """Kill the process, which may be frozen; ``why`` is reported later."""
         self._silent = why
         self.process.kill()
 

@@ -572,7 +572,7 @@ class Attached:
             return None
         try:
             read()
-        except Exception as error:  # told to all ranks, which would wait for this one
+        except Exception as error:  # raised on all ranks, which wait for this one
             return error
         return None
 

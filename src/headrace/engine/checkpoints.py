@@ -177,7 +177,8 @@ class Checkpoint:
         return len(checkpoint.names(self.path))
 
     def _weights(self) -> tuple[Architecture, list[str]]:
-        """The model and the names of its weights, which are all there."""
+        """The architecture and the names of its weights. Raises CheckpointError unless all are
+        there."""
         architecture, held = SavedState.read(self.path).architecture, checkpoint.names(self.path)
         for weight in weight_table(architecture):
             found = held.get(weight.name, (None, None))[0]

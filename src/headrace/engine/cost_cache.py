@@ -122,6 +122,7 @@ def _folder(config: Config) -> Path:
 
 
 def _latest(config: Config, shape: ModelShape, ranks: int) -> Path:
+    """The file with the costs last used for a model of this shape on so many ranks."""
     model = json.dumps(shape.to_json(), sort_keys=True)
     digest = hashlib.sha256(f"{model} {ranks}".encode()).hexdigest()[:16]
     return _folder(config) / f"latest-{digest}.json"

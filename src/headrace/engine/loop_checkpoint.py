@@ -99,7 +99,8 @@ class LoopCheckpoints:
         return extra
 
     def _require(self, path: Path, extra: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for one that is not of a loop, or of another optimizer."""
+        """Raise CheckpointError for a checkpoint of another kind of run, or of another
+        optimizer."""
         if extra.get("loop") != _FORMAT:
             raise CheckpointError(
                 f"checkpoint {path}", got="not one of a loop", wanted="one that run.save() wrote"
@@ -208,6 +209,7 @@ class LoopCheckpoints:
             yield StoredShard(name=name, first_row=start, tensor=part, shape=shape)
 
     def _sharded(self, name: str, x: DTensor) -> Iterator[StoredShard]:
+        """This rank's rows of a tensor that FSDP2 shards; none where it has no rows."""
         if len(x.placements) != 1 or not x.placements[0].is_shard(0):
             raise CheckpointError(
                 f"checkpoint of {name}",

@@ -289,7 +289,7 @@ class LoopRunner:
         """A row for all forwards and one for all backwards of each micro-batch, and the update."""
         return tuple(self._rows())
 
-    def let_go(self) -> None:
+    def drop_attempt(self) -> None:
         """Drop gradients and records of forwards, as not all ranks have run the same ones."""
         self.optimizer.zero_grad()
         self.model.forget()

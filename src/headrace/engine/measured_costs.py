@@ -65,7 +65,7 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
 def learnt(rank: Rank, fingerprint: str) -> Calibration:
     """The calibration of earlier runs for the costs of a fingerprint, from the first rank's file.
 
-    Collective. A damaged file is told and counts as none.
+    Collective. A damaged file is reported and counts as none.
     """
     found = Calibration(fingerprint=fingerprint)
     if rank.first:

@@ -90,7 +90,7 @@ class NativeRunner:
         """A row for each action of the program."""
         return () if self._result is None else self._result.rows
 
-    def let_go(self) -> None:
+    def drop_attempt(self) -> None:
         """Free the working weights of a failed step and the cached memory of the device."""
         self.executor.storage.forget_layouts()
         gc.collect()  # a transfer kept by a reference cycle would wait in the old world
@@ -111,6 +111,7 @@ class NativeRunner:
         return found
 
     def _utilisation(self, plan: Plan, step_s: float) -> float | None:
+        """Model FLOP/s of a step as a fraction of the peak of all devices."""
         if not self.peak_flops_per_s:
             return None
         architecture = self.executor.storage.architecture

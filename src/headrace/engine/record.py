@@ -163,7 +163,7 @@ class Journal:
                 self._files[name] = path.open("a", encoding="utf-8")
 
     def facts(self, facts: dict[str, Any]) -> None:
-        """Write ``facts`` to run.json."""
+        """Write the facts of the run to run.json."""
         path = self.folder / "run.json"
         with _said(path):
             _write_aside(path, json.dumps(facts, indent=1) + "\n")

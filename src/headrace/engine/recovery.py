@@ -59,9 +59,9 @@ class WayToLeave(Protocol):
         not possible."""
         ...
 
-    def leave(self, let_go: Callable[[], None]) -> None:
-        """Leave the collectives that this rank or others wait in. ``let_go`` frees the memory of
-        the step; it is called when no rank waits any more."""
+    def leave(self, drop_attempt: Callable[[], None]) -> None:
+        """Leave the collectives that this rank or others wait in. ``drop_attempt`` frees the memory
+        of the step; it is called when no rank waits any more."""
         ...
 
     def end(self) -> None:
@@ -116,13 +116,13 @@ class Recovery:
         self._failed = self._failed or found
         return found
 
-    def meet(self, loss: float, let_go: Callable[[], None]) -> tuple[float, Exhausted | None]:
+    def meet(self, loss: float, drop_attempt: Callable[[], None]) -> tuple[float, Exhausted | None]:
         """End an attempt. No exception of the failed attempt may be alive: its frames hold what the
         step held. Collective.
 
         Args:
             loss: This rank's part of the step's loss.
-            let_go: Drops what the step held, called where the attempt failed on any rank.
+            drop_attempt: Drops what the step held, called where the attempt failed on any rank.
 
         Returns:
             The sum of all ranks' losses, and the ranks that ran out of memory, if any did. Where
@@ -133,7 +133,7 @@ class Recovery:
         """
         failed = self._failed
         if failed:
-            self.way.leave(let_go)
+            self.way.leave(drop_attempt)
         elif not self.way.meets_always:
             return loss, None
         self.way.end()
@@ -143,7 +143,7 @@ class Recovery:
         if failed and not actions:
             raise HeadraceError("step", got="a broken connection", wanted="ranks that all answer")
         if actions and not failed:
-            self.way.leave(let_go)
+            self.way.leave(drop_attempt)
             self.way.end()
         return sum(part for part, _ in told), Exhausted(actions=actions) if actions else None
 
@@ -184,9 +184,9 @@ class LeaveWorld:
             return True
         return False
 
-    def leave(self, let_go: Callable[[], None]) -> None:
+    def leave(self, drop_attempt: Callable[[], None]) -> None:
         """Leave the old world and meet in a new one. Collective."""
-        self.rerendezvous.meet_anew(self.groups, let_go)
+        self.rerendezvous.meet_anew(self.groups, drop_attempt)
 
     def end(self) -> None:
         """Do nothing: no request is open in the new world."""
@@ -228,13 +228,13 @@ class LeaveGroups:
             _store().set(self._key, action)
         return self.possible_here
 
-    def leave(self, let_go: Callable[[], None]) -> None:
+    def leave(self, drop_attempt: Callable[[], None]) -> None:
         """Leave all groups but the world."""
         self.groups.leave()
-        let_go()
+        drop_attempt()
 
     def end(self) -> None:
-        """Stop polling the store."""
+        """Stop polling the store while waiting."""
         if self.possible_here:
             waiting.heed(lambda: False)
 

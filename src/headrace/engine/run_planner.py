@@ -186,7 +186,7 @@ class RunPlanner:
         self.ratio += weight * (seen - self.ratio)
 
     def learn(self, step: Step) -> tuple[str, ...]:
-        """Take the times and peaks of a finished step; returns what a user should be told, a
+        """Take the times and peaks of a finished step; returns warnings for the user, a
         sentence each: drift, where it is watched, and a raised margin. Nothing on other ranks than
         the first.
 

@@ -94,7 +94,7 @@ def native_or_why(config: Config) -> str:
 
 
 def architecture_of(config: Config) -> Architecture:
-    """The architecture of a configuration whose corpus is not at hand."""
+    """The architecture of a configuration, without opening its corpus."""
     folder = _of_folder(config)
     vocabulary, mask_id = tokenizer_sizes(config.data.tokenizer)
     return _architecture(config, folder, vocabulary, mask_id)

@@ -137,7 +137,7 @@ class PlanRunner(Protocol[Batch, Handed]):
         """What this rank measured in the step, by seconds since its start. Waits for the device."""
         ...
 
-    def let_go(self) -> None:
+    def drop_attempt(self) -> None:
         """Free the memory of an attempt that ran out of memory, so that another can be made."""
         ...
 
@@ -341,7 +341,7 @@ class RunningStep(Generic[Batch, Handed]):
                     runner.abandon()
                     raise
             # Outside of the handler, so that the memory of the failed attempt is freed first.
-            loss, exhausted = recovery.meet(runner.own_loss, runner.let_go)
+            loss, exhausted = recovery.meet(runner.own_loss, runner.drop_attempt)
             if exhausted is None:
                 return loss
             self.planned = engine.planner.replan(self.batch.lengths, self.plan, exhausted)

@@ -210,7 +210,7 @@ class MemoryMargin:
         self, step: int, predicted: Sequence[int], measured: Sequence[int]
     ) -> tuple[str, ...]:
         """Leave more memory free after a peak that came too near, as far as the longest sequence
-        allows; returns what a user should be told. Peaks are bytes of every rank."""
+        allows; returns warnings for the user. Peaks are bytes of every rank."""
         old, memory = self.value, self.planner.costs.cluster.memory_bytes
         wanted = raised_margin(old, predicted, measured, memory)
         if self._fixed or wanted <= max(old, self._refused):

@@ -138,6 +138,7 @@ def _chosen(config: JobConfig, out: Path | None, *, resume: bool) -> Path:
 
 
 def _newest(config: JobConfig) -> Path:
+    """The newest folder of a run with the configuration's name. Raises ConfigError if none."""
     found = sorted(Path(config.run.out).glob(f"{config.run.name}-*/run.json"))
     if not found:
         raise ConfigError(

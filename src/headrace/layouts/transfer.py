@@ -58,7 +58,7 @@ class BucketLink:
     def pull(self, storage: Tensors, working: Tensors, wire: torch.dtype | None = None) -> Pending:
         """Issue the copy of ``storage`` rows into ``working``; both hold this rank's parts.
 
-        ``wire`` is the dtype in which they travel, that of ``storage`` unless told.
+        ``wire`` is the dtype in which they travel, by default that of ``storage``.
         """
         names, serving, reading = self._names, self._serving, self._reading
         own = zip(reading.own(names, working), serving.own(names, storage), strict=True)
@@ -118,7 +118,7 @@ def bucket_links(
             serving, reading = (
                 np.stack([between[id(o), id(r)][side] for o, r in pairs], axis=1) for side in (0, 1)
             )
-            # From global rows to those of the tensors that hold this rank's.
+            # From rows of the weight to rows of the tensor that holds this rank's part.
             owned = [owner.parts[rank] for owner, _ in pairs]
             serving -= np.array([[[rows.start] for rows in owned]])
             reading -= np.array([[[reader.parts[rank].start] for _, reader in pairs]])

@@ -150,7 +150,7 @@ class _Steps:
 
     @classmethod
     def of(cls, owners: Partition, readers: Partition, rank: int, node_ranks: int) -> _Steps:
-        """The steps of ``rank``."""
+        """The two steps of ``rank``, for nodes of ``node_ranks`` ranks."""
         node, place = divmod(rank, node_ranks)
         needs = _needs(readers, node_ranks)
         mine = owners.parts[place::node_ranks]

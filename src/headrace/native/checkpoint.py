@@ -291,6 +291,7 @@ class BackgroundWriter:
             self._failed = error
 
     def _written(self) -> dict[str, Any]:
+        """The table of this rank's file; waits for its thread. Raises what failed in it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

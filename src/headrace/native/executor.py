@@ -183,7 +183,7 @@ class Executor:
 
     ``entered`` is called with each action before it starts (the watcher publishes it), and before
     the update with those that the device has not ended; ``checked`` looks for values that are not
-    finite after each layer, and names the layer. ``clock`` is that of ``device`` unless told.
+    finite after each layer, and names the layer. ``clock`` is that of ``device`` by default.
     Nothing of the storage is written before the update: a step that fails leaves the weights as
     they were. Pulls, and pushes, have at most ``in_flight_bytes`` in flight, or one at a time: the
     next waits for the oldest. Without ``overlap`` nothing is computed while weights arrive or

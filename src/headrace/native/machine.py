@@ -68,6 +68,7 @@ def _levels(top: Path, kind: str, group: str) -> Iterator[Path]:
 
 
 def _text(path: Path) -> str:
+    """The text of a file; empty where it cannot be read."""
     try:
         return path.read_text()
     except OSError:

@@ -235,7 +235,7 @@ class MicroBatchRun:
         self, grad: torch.Tensor | None = None, done: Needed = lambda bucket: None
     ) -> None:
         """Run the segments backwards, dropping each when it is done; ``grad`` [T / R, h] is what
-        the next stage sent. ``done`` is told the bucket of each finished segment."""
+        the next stage sent. ``done`` is called with the bucket of each finished segment."""
         if self.stage.last:
             grad, self._last_grad = self._last_grad, None
         for bucket in reversed(self.stage.buckets):

@@ -204,6 +204,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _header(shards: Sequence[StoredShard]) -> bytes:
+    """The header of a safetensors file: its length in 8 bytes, then JSON, padded with spaces."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for shard in shards:
@@ -421,7 +422,7 @@ def table_of(shards: Sequence[StoredShard], file: FileInfo) -> dict[str, Any]:
 
 
 def join_tables(tables: Sequence[Any], *, step: int, extra: Mapping[str, Any]) -> Index:
-    """The index of what all ranks tell (:func:`table_of`), in rank order.
+    """The index of a checkpoint, joined from the tables of all ranks (:func:`table_of`) in order.
 
     Raises CheckpointError when ranks contradict each other or rows are missing.
     """
@@ -474,6 +475,7 @@ def _interval(row: Any) -> Interval:
 
 
 def _tensor(value: Any) -> TensorInfo:
+    """The TensorInfo of its JSON form. Raises CheckpointError where it is malformed."""
     shape = tuple(_count(n, "a shape of") for n in _get(value, "shape", list))
     dtype = _get(value, "dtype", str)
     if dtype not in DTYPES:

@@ -86,13 +86,15 @@ class Working:
             partial.zero_()
 
     def pull(self, bucket: int) -> Pending | None:
-        """Issue the pull of a bucket; None when nothing moves."""
+        """Start the pull of a bucket: from stored rows to working weights. None when nothing
+        moves."""
         link = self._links[bucket]
         wire = self._storage.working_dtype
         return link.pull(self._storage.masters, self.values, wire=wire) if link else None
 
     def push(self, bucket: int) -> Pending | None:
-        """Issue the push of a bucket; None when nothing moves."""
+        """Start the push of a bucket: from partial gradients to stored sums. None when nothing
+        moves."""
         link = self._links[bucket]
         if link is None:
             return None
@@ -125,7 +127,7 @@ class Working:
 class Storage:
     """This rank's rows of every weight, of its gradient sum and of the optimizer's state.
 
-    ``dtype`` is theirs, ``working_dtype`` (the same unless told) that of the weights with which
+    ``dtype`` is theirs, ``working_dtype`` (the same by default) that of the weights with which
     plans propagate.
     """
 
@@ -236,6 +238,7 @@ class Storage:
         return sum(seen.values())
 
     def _tensors(self) -> Iterable[torch.Tensor]:
+        """All tensors of this rank: masters, sums, optimizer state, working weights, gradients."""
         yield from self.masters.values()
         yield from self.sums.values()
         for state in self.optimizer.state.values():

@@ -63,7 +63,7 @@ def _cpu_backward(
     causal: bool,
     **rest: Any,
 ) -> int:
-    return 5 * _cpu(q, k, v, dropout, causal) // 2
+    return 5 * _cpu(q, k, v, dropout, causal) // 2  # five products, not two
 
 
 def _flash(

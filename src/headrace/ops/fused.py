@@ -37,7 +37,7 @@ _LIBRARY = torch.library.Library("headrace", "FRAGMENT")
 
 class Fused:
     """A pure function of tensors. ``kernels`` is how many kernels a device runs for it: sums over
-    tokens take more than one. ``plain`` is what a CPU runs, the function itself unless told."""
+    tokens take more than one. ``plain`` is what a CPU runs, by default the function itself."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ _made: dict[Hashable, torch.Tensor] = {}
 
 
 def index_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The values, int64, on ``device``."""
+    """The values as an int64 tensor on ``device``; it is cached."""
     key = (tuple(values), device)
     return kept(key, lambda: to_device(torch.tensor(key[0], dtype=torch.int64), device))
 

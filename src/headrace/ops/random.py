@@ -81,6 +81,7 @@ def _splitmix(x: int) -> int:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Hash each int32 value to a pseudo-random int32."""
     # int32 shifts are arithmetic: the mask after each makes them logical.
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D

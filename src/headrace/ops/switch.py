@@ -170,7 +170,7 @@ class Resharding:
         return self.joined(self.issue_out(x))
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
-        """The adjoint of :meth:`out`."""
+        """The adjoint of :meth:`out`: shards of ``from_dim`` again."""
         return self.added(self.issue_back(x))
 
     def issue_out(self, x: torch.Tensor) -> Coming:

@@ -173,7 +173,7 @@ class Sweeper:
         return not slowest(self._groups, [float(failed)])[0]
 
     def _point(self, sweep: Sweep, lengths: tuple[int, ...], *, counting: bool) -> ProfilePoint:
-        """Agreed measurements of a pack."""
+        """The point of a pack: the largest values of all ranks, of times the least of some runs."""
         mine = block(self._groups, sweep.p)
         probe = sweep.probe(self._groups, mine, lengths) if mine else None
         seconds = [inf] * 2

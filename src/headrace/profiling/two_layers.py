@@ -40,7 +40,7 @@ class EndsProbe:
     _last: torch.Tensor | None = None
 
     def forward(self, passed: Passed) -> None:
-        """Embedding, then head and loss with its gradient."""
+        """Run the embedding, then the head and the loss, which computes its gradient at once."""
         run = self.run
         passed()
         x = run.model.embedding(run.ids, run.weights, run.context)
@@ -63,7 +63,7 @@ class EndsProbe:
 
 
 def branch_probe(run: MicroBatchRun, part: Branch, option: LayerOption, layers: int) -> ChainProbe:
-    """The same branch of some layers, one after the other, as a micro-batch would run it."""
+    """A probe of one branch of the first ``layers`` layers, run as a micro-batch would run it."""
 
     def entry() -> torch.Tensor:
         shape = (len(run.ids), run.context.architecture.hidden)
