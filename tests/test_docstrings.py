@@ -28,13 +28,22 @@ from headrace.engine.step_engine import RunningStep
 SOURCE = Path(hr.__file__).parent
 
 ROOMS = (
+    "adopt",
     "cli",
+    "comm",
     "config",
     "costs",
     "data",
+    "engine",
     "errors.py",
+    "layouts",
     "lengths.py",
+    "methods",
+    "models",
+    "native",
+    "ops",
     "planning",
+    "profiling",
     "report",
     "simulator",
     "spec",

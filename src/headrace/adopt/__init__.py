@@ -1,1 +1,1 @@
-"""Models that nobody here wrote, spread over ranks by their tokens (AutoSP) or their axes (DSP)."""
+"""Users' models, spread over ranks by their tokens (AutoSP) or their axes (DSP)."""

@@ -1,8 +1,8 @@
 """The entry point of transformers: its public registry of attention functions.
 
 A model that asks the registry is given one function, under a name of its own and without a mask
-function: so no dense mask is made, and what a layer wants it says in arguments. Everything that
-changes the result and is not known here is refused.
+function: no dense mask is built, and a layer states its window and scale as arguments. Everything
+that changes the result and is not known here is refused.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _HARMLESS = {
 
 
 class _Layer(Protocol):
-    """What an attention module is asked."""
+    """The attributes of an attention module that are read here."""
 
     config: Any
     is_causal: bool
@@ -130,7 +130,7 @@ def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
             wanted="false",
             hint="the loss of the router is a mean over tokens of one rank",
         )
-    handle = slot.handle  # not the slot: the registry never forgets
+    handle = slot.handle  # not the slot: the registry keeps functions for ever
     name = f"headrace_{handle}"
 
     def spread(
@@ -145,7 +145,8 @@ def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
         sliding_window: int | None = None,
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
-        """q [b, N, s_r, D], k and v [b, G, s_r, D] to [b, s_r, N, D]."""
+        """Attention as transformers calls it: q [b, N, s_r, D], k and v [b, G, s_r, D] to
+        ([b, s_r, N, D], no weights)."""
         _refuse(module, attention_mask, dropout, rest)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         window = _window(module, sliding_window, causal=causal)
@@ -157,7 +158,8 @@ def registered(model: Any, slot: ModelSlot) -> Callable[[bool], None]:
 
 
 class _Configurations:
-    """Gives the modules of ``model`` configurations that name an attention, and back their own."""
+    """Gives the modules of ``model`` copies of their configurations that name another attention
+    function, and gives back the user's own."""
 
     def __init__(self, model: torch.nn.Module, name: str) -> None:
         self._model, self._name = model, name
@@ -165,7 +167,7 @@ class _Configurations:
         self._copies: dict[int, tuple[Any, dict[str, Any], Any]] = {}
 
     def __call__(self, on: bool) -> None:
-        """Switch on or off."""
+        """Give the modules the copied configurations when ``on``, else the user's own."""
         for module, plain in self._given:
             vars(module)["config"] = plain
         self._given.clear()

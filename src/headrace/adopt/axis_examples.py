@@ -72,7 +72,8 @@ class AxisExample:
 
 
 def _distance(mine: torch.nn.Module, other: torch.nn.Module) -> float:
-    """Of two gradients, over the norm of the second."""
+    """The norm of the difference of two models' gradients, divided by the norm of the second
+    gradient."""
     off, norm = 0.0, 0.0
     for ours, theirs in zip(mine.parameters(), other.parameters(), strict=True):
         a = torch.zeros_like(ours) if ours.grad is None else ours.grad
@@ -214,7 +215,7 @@ EXAMPLES: dict[str, dict[str, Callable[[], AxisExample]]] = {
         ("wan", wan),
     )
 }
-"""By their names on the command line, several of each."""
+"""Each model's examples by the names that the command line takes."""
 
 EXAMPLES["latte"]["4 frames, recomputed"] = partial(latte, frames=4, checkpoints=True)
 EXAMPLES["timesformer"]["4 frames, recomputed"] = partial(timesformer, frames=4, checkpoints=True)

@@ -1,9 +1,9 @@
-"""A model's way through its stages: which axis is in shards, and where it is switched.
+"""The hooks of a model with stages: which axis is sharded in each, and where it is switched.
 
-Hooks on the modules of stages switch before one that mixes the axis in shards. The order of stages
-is learnt in the first forward; from then on axes are those of :func:`plan_axes`. What a model's own
-checkpoints compute again finds the shards that it was first computed on, and switches outside of
-what is recomputed repeat no traffic.
+A hook on a stage that mixes the sharded axis shards another axis first, by one all-to-all. The
+order of stages is recorded in the first forward; later forwards use the axes of :func:`plan_axes`.
+Where the model checkpoints activations, recomputed stages use the shards of their first forward;
+switches stand outside of the checkpoints, so recompute repeats no traffic.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteSwitch:
-    """A switch of a tensor of ``dims``, of ``here`` places on this rank before."""
+    """A switch of a tensor with dims ``dims`` from shards of ``from_dim`` to shards of ``to_dim``.
+    ``here`` are the local sizes of its axes before the switch."""
 
     dims: Dims
     here: Mapping[str, int]
@@ -52,7 +53,7 @@ class RouteSwitch:
     rank: int
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """The tensor afterwards."""
+        """Switch ``x``: the local tensor with ``to_dim`` sharded."""
         opened = self.dims.opened(x, self.here)
         moved = traced_switch(
             opened, self.from_dim, self.to_dim, self.sizes, self.to_sizes, self.handle, self.rank
@@ -62,8 +63,8 @@ class RouteSwitch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRoute:
-    """What happens around a stage. ``cuts`` are the other arguments of which this rank needs a
-    part: the dims, places of all names, the dim that is cut, where from, and how many."""
+    """The switches before and after a stage. ``cuts`` tells which other arguments are cut to this
+    rank's part, as (dims, full sizes of the axes, the cut dim, first index, count)."""
 
     enter: RouteSwitch | None = None
     leave: RouteSwitch | None = None
@@ -72,7 +73,7 @@ class StageRoute:
     )
 
     def entered(self, args: Any, named: Any) -> tuple[Any, Any]:
-        """The arguments of the stage."""
+        """The arguments of the stage after the switch and the cuts: (positional, keyword)."""
         given = {**dict(enumerate(args)), **named}
         key = next(iter(given))
         if self.enter is not None:
@@ -84,7 +85,7 @@ class StageRoute:
         return tuple([given[at] for at in range(len(args))]), {k: given[k] for k in named}
 
     def left(self, out: Any) -> Any:
-        """The results of the stage."""
+        """The result of the stage after the switch back, where there is one."""
         if self.leave is None:
             return out
         if isinstance(out, tuple):
@@ -95,7 +96,8 @@ class StageRoute:
 def _cut(
     x: torch.Tensor, dims: Dims, totals: Mapping[str, int], at: int, start: int, count: int
 ) -> torch.Tensor:
-    """This rank's part of an argument that has all places; one that has not stays as it is."""
+    """This rank's part of an argument that has all places of the axis; any other argument is
+    returned unchanged."""
     name = dims.flat[at]
     inside = next(i for i, names in enumerate(dims.names) if name in names)
     known = math.prod([totals[n] for n in dims.names[inside] if n in totals])
@@ -105,7 +107,7 @@ def _cut(
 
 
 def _route_switch(shards: AxisShards, dims: Dims, axis: str, slot: GroupSlot) -> RouteSwitch:
-    """The switch to another axis, which is in shards afterwards."""
+    """The switch from the sharded axis to ``axis``; ``shards.axis`` is ``axis`` afterwards."""
     found = RouteSwitch(
         dims=dims,
         here=shards.here(),
@@ -123,7 +125,7 @@ def _route_switch(shards: AxisShards, dims: Dims, axis: str, slot: GroupSlot) ->
 def _cuts(
     stage: AxisStage, shards: AxisShards
 ) -> dict[int | str, tuple[Dims, Mapping[str, int], int, int, int]]:
-    """Those of a stage while its axis is in shards."""
+    """The arguments of ``stage`` to cut to this rank's part, as in :class:`StageRoute`."""
     sizes = shards.sizes(shards.axis)
     found: dict[int | str, tuple[Dims, Mapping[str, int], int, int, int]] = {}
     for side, text in stage.sides.items():
@@ -143,7 +145,8 @@ def _cuts(
 def route(
     stages: Sequence[tuple[AxisStage, str]], shards: AxisShards, slot: GroupSlot
 ) -> list[StageRoute]:
-    """The routes of stages in their order, each with the axis that is in shards during it."""
+    """The switches around each stage, given as (stage, the axis that is sharded while it runs) in
+    calling order. ``shards`` is unchanged afterwards."""
     begun, found = shards.axis, list[StageRoute]()
     for stage, axis in stages:
         before = shards.axis
@@ -158,12 +161,14 @@ def route(
 
 
 _LINK_BYTES_S = 1e11
-"""Only ratios count where all links are alike."""
+"""Bandwidth of a link. Its value does not matter: all links are alike, so plans depend on ratios of
+times only."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """Where a tensor was met: on which shards, with which axis, before which module of a stage."""
+    """The context in which a tensor was last seen: its shards, the sharded axis, the number of the
+    stage, and the module that received it."""
 
     shards: AxisShards
     axis: str
@@ -173,8 +178,9 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Learnt:
-    """What the last forward on some ranks has shown: the axes that its stages mixed, their modules,
-    and heads of attention over all places. Ranks that work together have seen the same."""
+    """Facts from the last forward on some ranks: the axes that each stage mixed, the modules of the
+    stages in calling order, and the heads of attention over all places. All ranks that work
+    together have the same record."""
 
     order: tuple[tuple[str, ...], ...] = ()
     modules: tuple[torch.nn.Module, ...] = ()
@@ -182,7 +188,7 @@ class _Learnt:
 
 
 class HookMode(Enum):
-    """What the hooks of a model do."""
+    """What the hooks of a model do at the moment."""
 
     PLAIN = auto()
     """Nothing: the model is the user's own."""
@@ -191,34 +197,33 @@ class HookMode(Enum):
     TRACED = auto()
     """Call the switches that were planned before: a compiler traces the forward."""
     RECOMPUTED = auto()
-    """Nothing, inside of what a checkpoint computes, at first and again: the switches stand outside
-    of it."""
+    """Nothing, as a checkpoint computes or recomputes this part: its switches stand outside of the
+    checkpoint."""
 
 
 class HookManager:
-    """The hooks of ``model``, and the ``shards`` at work; a forward begins with ``axis``.
-
-    ``mode`` says what the hooks do."""
+    """Owns the hooks of ``model`` and the ``shards`` of the current batch; a forward begins with
+    ``axis`` sharded. ``mode`` says what the hooks do."""
 
     def __init__(self, model: torch.nn.Module, stages: Sequence[AxisStage], axis: str) -> None:
         # The model: its stages by their modules, and the names of its axes.
         self.model, self.axis = model, axis
         self.stages = modules_of(model, tuple(stages))
         self.axes = {axis, *(name for stage in stages for name in stage.mixed)}
-        # The batch: whether the model is spread, its shards, and whether a wrapper is to be told.
+        # The batch: whether the model is spread, its shards, and shards given for the next forward.
         self.spread = False
         self.shards: AxisShards | None = None
-        self._told: AxisShards | None = None
-        # The forward at work: stages entered and not left, and all that were called.
+        self._next_shards: AxisShards | None = None
+        # The current forward: stages that have begun and not ended, and all stages called so far.
         self._entered = list[str]()
         self._called = list[torch.nn.Module]()
         self._recomputing_now = False
         self._slot = ModelSlot()
-        # Earlier forwards: what they showed, plans made from it, and where tensors were met.
+        # Earlier forwards: their records, plans made from these, and the context of each tensor.
         self._learnt: dict[Members, _Learnt] = {}
         self._plans: dict[Any, tuple[AxisChoice, ...]] = {}
         self._known: MutableMapping[torch.Tensor, _Place] = WeakIdKeyDictionary()
-        # Tracing: whether a compiler is asked for, and the switches of the forward that it traces.
+        # Tracing: whether the user asked for a compiler, and the switches of the traced forward.
         self.traced, self.routes = False, dict[int, StageRoute]()
         self.last_axis = axis
         self._group_slot: GroupSlot | None = None
@@ -235,7 +240,7 @@ class HookManager:
 
     @property
     def mode(self) -> HookMode:
-        """What the hooks do now."""
+        """The mode of the hooks at this moment."""
         if torch.compiler.is_compiling() and self.routes:
             return HookMode.TRACED
         if not self.spread:
@@ -244,27 +249,28 @@ class HookManager:
 
     @property
     def _known_of(self) -> _Learnt:
-        """Of the ranks at work. What other ranks have shown this one does not count, as not all of
-        these have seen it: they would choose other axes."""
+        """The record of the ranks that share the current batch. Records of other groups do not
+        count: not all of these ranks have them, so their plans would differ."""
         return self._learnt.get(self.at_work.members, _Learnt())
 
     @property
     def at_work(self) -> AxisShards:
-        """The shards that the model works on. Raises ModelError where there are none."""
+        """The shards of the current batch. Raises ModelError where there are none."""
         if self.shards is None:
             raise ModelError("shards", got="none", wanted="a call of shard() before")
         return self.shards
 
     def __deepcopy__(self, memo: Any) -> HookManager:
-        """The same: forwards of a copied model that ask it are answered as the plain model."""
+        """Returns this object itself: a deep copy of the model shares it, and its forwards run as
+        those of the plain model."""
         return self
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove all hooks from the model."""
         self._hooks.close()
 
     def forget(self) -> None:
-        """What was learnt of stages: not all ranks may have seen the last forward."""
+        """Drop the records of earlier forwards, as not all ranks may have run the last one."""
         self._learnt.clear()
 
     def on(
@@ -275,9 +281,9 @@ class HookManager:
         *,
         always: bool = False,
     ) -> Callable[[], None]:
-        """More hooks, of those who know the model: ``before(args, named)`` gives them anew,
-        ``after(args, result)`` the result; ``always`` after a forward that failed, too. Returns
-        what takes them away."""
+        """Add hooks that act while the model is spread: ``before(args, named)`` returns new
+        arguments, ``after(args, result)`` a new result; with ``always`` also after a forward that
+        raised. Returns a function that removes them."""
         own = ExitStack()
         if before is not None:
 
@@ -295,27 +301,27 @@ class HookManager:
         return own.close
 
     def know(self, x: torch.Tensor, shards: AxisShards) -> None:
-        """``x`` is an input on ``shards``."""
+        """Record that ``x`` is an input of the model that lies on ``shards``."""
         self._known[x] = _Place(shards, self.axis, 0)
 
     def shards_of(self, given: Sequence[Any]) -> AxisShards | None:
-        """Those of inputs; None where they are not known."""
+        """The shards of the first input that is known; None where none is known."""
         tensors = (x for x in given if isinstance(x, torch.Tensor))
         places = (self._known.get(x) for x in tensors)
         return next((place.shards for place in places if place is not None), None)
 
     def take(self, shards: AxisShards) -> None:
-        """Work on shards from here on: the next forward, whatever wrappers made of its inputs, or
-        stages that are called by hand."""
-        self._told = self.shards = shards
+        """Use ``shards`` from now on: for the next forward, even if wrappers copy its inputs, or
+        for stages that are called by hand."""
+        self._next_shards = self.shards = shards
         shards.begin(self.axis)
-        self._entered.clear()  # a forward that failed left some
+        self._entered.clear()  # a forward that raised left some
         self._called.clear()
         self.routes = self._routes() if self.traced else {}
 
     def _routes(self) -> dict[int, StageRoute]:
-        """The switches of the next forward by the numbers of its stages; none while their order is
-        not known. Raises ModelError for stages that cannot be traced."""
+        """The switches of the next forward by stage number; empty while the calling order of stages
+        is not known. Raises ModelError for stages that cannot be traced."""
         shards, modules = self.at_work, self._known_of.modules
         if not modules:
             return {}
@@ -345,9 +351,9 @@ class HookManager:
             wanted.append((stage, during))
             axis = axis if stage.returns else during
         numbers = {module: number for number, module in enumerate(self.stages)}
-        legs = route(wanted, shards, self._group_slot)
+        routes = route(wanted, shards, self._group_slot)
         self.last_axis = axis
-        return dict(zip((numbers[module] for module in modules), legs, strict=True))
+        return dict(zip((numbers[module] for module in modules), routes, strict=True))
 
     def _begin(self, module: Any, args: Any, named: Any) -> None:
         if self.mode is HookMode.PLAIN:
@@ -355,21 +361,21 @@ class HookManager:
         elif self.mode is not HookMode.TRACED:
             self._begun(args, named)
 
-    # Compilers break their graphs here: what is in shards is known when a stage runs.
+    # Compilers break their graphs here: only at run time is it known which axis is sharded.
     @torch.compiler.disable
     def _begun(self, args: Any, named: Any) -> None:
-        shards = self.shards_of((*args, *named.values())) or self._told
+        shards = self.shards_of((*args, *named.values())) or self._next_shards
         if shards is None:
             raise ModelError(
                 "inputs of the model", got="others than were sharded", wanted="what shard() gave"
             )
         self.take(shards)
-        self._told = None
+        self._next_shards = None
         self._outside.enter_context(self._recomputing(shards))
 
     @torch.compiler.disable
     def _refuse_sharded(self, args: Any, named: Any) -> None:
-        """Raise ModelError where the plain model is given a part of a batch."""
+        """Raise ModelError where the plain model receives a part of a batch."""
         if self.shards_of((*args, *named.values())) is not None:
             raise ModelError(
                 "inputs of shard() given to the model itself",
@@ -410,7 +416,7 @@ class HookManager:
                 wanted=f"a tensor of dims {stage.dims}",
             )
         place = self._known.get(first)
-        if place is not None and place.module is module:  # what a checkpoint computes again
+        if place is not None and place.module is module:  # a checkpoint recomputes this module
             self.shards = place.shards
             place.shards.axis, place.shards.position = place.axis, place.position
         shards = self.at_work
@@ -447,7 +453,8 @@ class HookManager:
     def _jointly(
         self, stage: AxisStage, module: Any, forward: Callable[..., Any], *args: Any, **named: Any
     ) -> Any:
-        """The forward of a stage that mixes all axes, where one of them is in shards."""
+        """Run the forward of a stage that mixes all axes, so that one of them is sharded: its
+        attention meets the places of other ranks (:class:`JointAttention`)."""
         shards = self.shards
         plain = not self.spread or module not in self.stages
         if plain or shards is None or shards.group is None:
@@ -467,8 +474,9 @@ class HookManager:
         return out
 
     def _next(self, stage: AxisStage, at: int) -> AxisChoice:
-        """What is in shards from this stage on: as planned from the order that stages had before;
-        at first, and where stages return, the axis of most places."""
+        """The axis to shard from stage number ``at`` on; a choice of an earlier forward is kept
+        unless it cannot run this stage.
+        """
         shards = self.at_work
         known = shards.chosen.get(at)
         if known is None or (known.axis in stage.mixed and known.method == "none"):
@@ -477,10 +485,10 @@ class HookManager:
 
     def _chosen(self, stage: AxisStage, at: int, shards: AxisShards) -> AxisChoice:
         everything = self.axes <= set(stage.mixed)
-        told = self.axes <= shards.totals.keys()
+        sized = self.axes <= shards.totals.keys()
         known = self._known_of
         planned = known.heads or not everything
-        if told and planned and not stage.returns and known.order[at : at + 1] == (stage.mixed,):
+        if sized and planned and not stage.returns and known.order[at : at + 1] == (stage.mixed,):
             key = known.order, known.heads, tuple(shards.totals.items()), shards.ranks
             if key not in self._plans:
                 self._plans[key] = self._planned()
@@ -513,7 +521,8 @@ class HookManager:
 
     @contextmanager
     def _recomputing(self, shards: AxisShards) -> Iterator[None]:
-        """Have checkpoints of the model's own switch outside of what they compute again."""
+        """Context in which the model's own activation checkpoints switch outside of the part that
+        they recompute."""
         name = "_gradient_checkpointing_func"
         found = [module for module in self.model.modules() if name in module.__dict__]
         kept = [getattr(module, name) for module in found]
@@ -544,7 +553,7 @@ class HookManager:
     def _silent(
         self, there: tuple[AxisShards, str, int], function: Callable[..., Any], *args: Any
     ) -> Any:
-        """Without switches, at first and again."""
+        """Run ``function`` in mode RECOMPUTED, in the first forward and in the recompute."""
         shards, axis, position = there
         before, self._recomputing_now, last = self._recomputing_now, True, shards.position
         shards.position = position
@@ -556,7 +565,8 @@ class HookManager:
     def _again(
         self, shards: AxisShards, axis: str, function: Callable[..., Any], *args: Any
     ) -> Any:
-        """On the shards that it was first computed on: others may be at work by now."""
+        """Run ``function`` on the shards of its first forward; the model may have other current
+        shards by now."""
         before, last = self.shards, shards.axis
         self.shards, shards.axis = shards, axis
         try:

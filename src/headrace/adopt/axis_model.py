@@ -6,10 +6,10 @@
     loss = ((out.sample - run.local(target, "b c t h w")) ** 2).sum() / target.numel()
     run.backward(loss); run.add_up(loss)             # gradients of all ranks
 
-An axis is in shards in which the stage at work mixes nothing; where the next one does, one
-all-to-all between the modules puts another one in shards. The objective is the sum of all ranks'
-losses: what all ranks compute alike is divided by their number (``alike=True``), what those with
-the same samples do by ``mates``.
+The sharded axis is one that the current stage does not mix; before a stage that mixes it, one
+all-to-all shards another axis instead. The objective is the sum of all ranks'
+losses: a term that all ranks compute alike is divided by the number of ranks
+(``alike=True``), a term that ranks with the same samples compute alike by ``mates``.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from headrace.units import bytes_text
 __all__ = ["AxisModel", "axis_groups"]
 
 _GRAPHS = 1 << 16
-"""Graphs that a compiler may make of one model."""
+"""Graphs that a compiler may make of one model before it gives up."""
 
 Sizes = Callable[[Mapping[str, torch.Tensor]], Mapping[str, int]] | None
-"""Places of axes by name, for inputs by name."""
+"""A function from the inputs by name to the sizes of axes by name."""
 
 
 class AxisModel:
@@ -102,8 +102,8 @@ class AxisModel:
     whole = False
 
     def install(self) -> Callable[[], None]:
-        """Have the model itself give results on the shards that its inputs have, while it is
-        spread; its hooks are there already. Returns what takes that back."""
+        """Have the model itself give results on the shards of its inputs while it is spread; its
+        hooks exist already. Returns a function that undoes this."""
 
         def back(_: Any, out: Any) -> Any:
             return self.back(out, str(self._main)) if self._manager.spread else None
@@ -112,13 +112,12 @@ class AxisModel:
 
     @property
     def shards(self) -> AxisShards | None:
-        """What the model works on."""
+        """The shards of the current batch; None where the model is not spread."""
         return self._manager.shards
 
     @property
     def moves(self) -> tuple[AxisMove, ...]:
-        """What this rank exchanged with others in the last forward that was not compiled, in its
-        order."""
+        """The exchanges of this rank in the last forward that was not compiled, in order."""
         return () if self.shards is None else tuple(self.shards.moves)
 
     def __str__(self) -> str:
@@ -140,8 +139,8 @@ class AxisModel:
 
     @property
     def _groups(self) -> Groups | None:
-        """Those of the world, which may begin after the model was adapted. Raises LaunchError for
-        ranks of a launcher that have not met."""
+        """The groups of the world, which may be set up after the model was adapted. Raises
+        LaunchError on a launched rank whose process group is not initialized."""
         if not self._met:
             self._given, self._met = groups_here(device_of(self.model)), True
         return self._given
@@ -199,9 +198,9 @@ class AxisModel:
         exchange: str | None = None,
         groups: Groups | None = None,
     ) -> BatchPart:
-        """:meth:`shard` of a batch that is known to be alike on all ``ranks``, whose groups
-        (:meth:`groups_for`) were made among ``groups``: no rank is asked. What the model does not
-        take is in ``rest``."""
+        """:meth:`shard` without a check that ``ranks`` have the same batch: no communication. Their
+        groups (:meth:`groups_for`) must exist in ``groups``. Fields that the model does not take
+        are in ``rest``."""
         known = {name: value for name, value in values.items() if name in self.inputs}
         others = {name: value for name, value in values.items() if name not in known}
         shards, placed = self._placed(known, ranks, groups)
@@ -228,7 +227,7 @@ class AxisModel:
         )
 
     def take(self, part: BatchPart) -> None:
-        """Spread the model: it works on a part from here on."""
+        """Spread the model: its forwards work on ``part`` from now on."""
         self._manager.take(part.placed)
         self._manager.spread = True
 
@@ -239,7 +238,7 @@ class AxisModel:
     def _placed(
         self, batch: Mapping[str, Any], ranks: Members, groups: Groups | None
     ) -> tuple[AxisShards, dict[str, Any]]:
-        """The shards of a batch on this rank, and its inputs on them."""
+        """The shards of a batch on this rank, and the local inputs."""
         if isinstance(self.model, FSDPModule):
             add_plainly(self.model)
         tensors, groups = self._tensors(batch), groups or self._groups
@@ -265,12 +264,12 @@ class AxisModel:
         found = dict(batch)
         for name, value in tensors.items():
             part = self.local(value, str(self.inputs[name]))
-            found[name] = part.view_as(part) if part is value else part  # whole is no shard
+            found[name] = part.view_as(part) if part is value else part  # not the input itself
             self._manager.know(found[name], shards)
         return shards, found
 
     def _local_labels(self, values: Mapping[str, Any], shards: AxisShards) -> torch.Tensor | None:
-        """The labels of this rank's places, of the dims of the first input with axes."""
+        """The labels of this rank's places; their dims are those of the first input with axes."""
         labels = values.get(self._label_name)
         if labels is None or self._label_name in self.inputs or self._main is None:
             return None if labels is None else labels
@@ -410,7 +409,7 @@ class AxisModel:
         """The model's result, compiled where that is asked for and the order of stages is known."""
         if self._compiled is None or not self._manager.routes:
             return self.model(**inputs)
-        # Every shape is a graph of its own.
+        # Every shape gets its own graph.
         with torch._dynamo.config.patch(  # noqa: SLF001
             recompile_limit=_GRAPHS, accumulated_recompile_limit=_GRAPHS
         ):
@@ -419,8 +418,8 @@ class AxisModel:
         return out
 
     def _bound(self, out: Any, shards: AxisShards) -> Any:
-        """Have the backward of a result run while the model is spread: checkpoints run stages
-        again there."""
+        """Have the backward of a result run while the model is spread, as checkpoints recompute
+        stages in it."""
 
         def begin(_: Sequence[torch.Tensor]) -> None:
             if not self._manager.spread:
@@ -466,7 +465,7 @@ class AxisModel:
         shards = self._manager.at_work
         axis = shards.axis
         summed_loss(self.model, loss / len(shards.members) if alike else loss).backward()
-        self._manager.shards, shards.axis = shards, axis  # checkpoints go back to others
+        self._manager.shards, shards.axis = shards, axis  # recompute has set others
 
     def add_up(self, loss: torch.Tensor, *, alike: bool = False) -> torch.Tensor:
         """Sum the loss over all ranks, and gradients too, where no wrapper does; call it after the
@@ -602,7 +601,7 @@ class AxisModel:
         self._manager.forget()
 
     def detach(self) -> None:
-        """Take the hooks off the model, for good."""
+        """Remove all hooks from the model; it cannot be spread any more."""
         self._manager.close()
 
     def _tensors(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -629,7 +628,8 @@ class AxisModel:
         return {name: n for name, n in found.items() if name in wanted}
 
     def _require_declared(self, batch: Mapping[str, Any], samples: int) -> None:
-        """Raise DataError for tensors that may be of all samples, where ranks have some of them."""
+        """Raise DataError for tensors without declared dims that may have a dim of samples, where
+        ranks have different samples."""
         for name, value in batch.items():
             tensor = isinstance(value, torch.Tensor) and value.dim() > 0
             if name not in self.inputs and tensor and len(value) == samples > 1:
@@ -644,8 +644,8 @@ class AxisModel:
         return totals.get(self.batch, 1) if self.batch else 1
 
     def _parts(self, totals: Mapping[str, int], ranks: int) -> int:
-        """Parts of the samples that ``ranks`` work on apart: each axis has places for all ranks of
-        a part."""
+        """Parts into which samples are split so that every axis has at least one place for each of
+        the ranks that share a part."""
         places = min(n for name, n in totals.items() if name != self.batch)
         return split_batch(self._samples(totals), totals[self.axis], ranks, fewest=places)
 
@@ -677,7 +677,8 @@ class AxisModel:
         return 1 if at is None else int(values[self._main].shape[at])
 
     def _kind(self, sample: Item) -> Any:
-        """What samples of one pack have alike: shapes, and inputs that have no samples."""
+        """A key that is equal for samples of one pack: their shapes, and the values of inputs that
+        have no dim of samples."""
         found: list[Any] = []
         for name, value in sorted(sample.items()):
             dims = self._dims(name)
@@ -695,7 +696,8 @@ class AxisModel:
         return Pack(values=values, tokens=places, targets=places)
 
     def _shrunk(self, sample: Item, places: float, ranks: int) -> Item:
-        """A sample of about so many places, and one for each rank on every axis."""
+        """A sample cut to about ``places`` places, with at least one for each rank on every
+        axis."""
         sizes = dict[str, int]()
         for name, dims in self.inputs.items():
             for at, names in enumerate(dims.names):
@@ -717,6 +719,7 @@ class AxisModel:
 
 
 def axis_groups(ranks: Members, each: int) -> list[Members]:
-    """Blocks of ``each`` of the ranks, and those of the same place in all blocks."""
+    """Blocks of ``each`` consecutive ranks, and the groups of ranks that have the same index in all
+    blocks."""
     blocks = [ranks[at : at + each] for at in range(0, len(ranks), each)]
     return [*blocks, *(ranks[at::each] for at in range(each))]

@@ -26,7 +26,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """The names in each dim of a tensor."""
+    """The axis names in each dim of a tensor; a dim that flattens several axes has several
+    names."""
 
     names: tuple[tuple[str, ...], ...]
 
@@ -48,8 +49,8 @@ class Dims:
         return " ".join(texts)
 
     def opened(self, x: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
-        """``x`` with a dim for each name, ``sizes`` being those of the axes here. Raises DataError
-        for a tensor of other dims or sizes."""
+        """``x`` unflattened: one dim for each name, where ``sizes`` are the local sizes of the
+        axes. Raises DataError for a tensor of other dims or sizes."""
         if x.dim() != len(self.names):
             self._refuse(x, sizes)
         shape: list[int] = []
@@ -63,7 +64,7 @@ class Dims:
         return x.reshape(shape)
 
     def closed(self, x: torch.Tensor) -> torch.Tensor:
-        """The other way, from a dim for each name."""
+        """The inverse of :meth:`opened`: flattens the dims of names that share one."""
         shape: list[int] = []
         at = 0
         for names in self.names:
@@ -72,7 +73,8 @@ class Dims:
         return x.reshape(shape)
 
     def dim_of(self, name: str) -> int:
-        """The dim of an axis once they are opened. Raises SpecError where it is not there."""
+        """The dim of an axis in an unflattened tensor. Raises SpecError where it has no such
+        axis."""
         if name not in self:
             raise SpecError("axis of a tensor", got=name, wanted=f"one of {self}")
         return self.flat.index(name)
@@ -103,8 +105,8 @@ def _parsed(text: str) -> Dims:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AxisShards:
-    """The places of ``axis`` are over the ranks of ``group``; other names are whole. Ranks of
-    ``across`` have other samples, ``members`` are all that work on the batch.
+    """The places of ``axis`` are sharded over the ranks of ``group``, all other axes are not. Ranks
+    of ``across`` have other samples; ``members`` are all ranks that share the batch.
 
     ``totals`` are the places of each name that is known, for the samples of this group; ``samples``
     are the first one, how many, and of how many. ``passed`` are the axes that the stages of the
@@ -127,42 +129,43 @@ class AxisShards:
 
     @property
     def ranks(self) -> int:
-        """Of the group."""
+        """Number of ranks in the group."""
         return dist.get_world_size(self.group) if self.group is not None else 1
 
     @property
     def rank(self) -> int:
-        """This one, in the group."""
+        """The number of this rank in its group."""
         return dist.get_rank(self.group) if self.group is not None else 0
 
     def sizes(self, axis: str) -> tuple[int, ...]:
-        """The places of each rank while an axis is in shards."""
+        """The places of each rank while ``axis`` is sharded."""
         return split_sizes(self.totals[axis], self.ranks)
 
     def joint_sizes(self, mixed: tuple[str, ...]) -> tuple[int, ...]:
-        """The places of each rank on several axes together, one of them in shards."""
+        """The places of each rank over several axes together, one of which is sharded."""
         others = math.prod(self.totals[name] for name in mixed if name != self.axis)
         return tuple(size * others for size in self.sizes(self.axis))
 
     def begin(self, axis: str) -> None:
-        """A forward begins."""
+        """Reset the record of stages and exchanges for a new forward, which starts with shards of
+        ``axis``."""
         self.axis, self.position = axis, 0
         self.chosen = dict[int, AxisChoice]()
         self.passed, self.moves = list[tuple[str, ...]](), list[AxisMove]()
 
     def pass_stage(self, mixed: tuple[str, ...]) -> int:
-        """The number of a stage that begins, now or again."""
+        """The number of the stage that begins; ``mixed`` is kept the first time it is reached."""
         if self.position == len(self.passed):
             self.passed.append(mixed)
         self.position += 1
         return self.position - 1
 
     def here(self) -> dict[str, int]:
-        """The places of every name on this rank."""
+        """The local size of every axis."""
         return self.totals | {self.axis: self.sizes(self.axis)[self.rank]}
 
     def local(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
-        """This rank's part of a tensor that is whole."""
+        """This rank's part of a tensor that is not sharded."""
         if self.axis not in dims or self.group is None:
             return x
         whole = dims.opened(x, self.totals)
@@ -170,7 +173,7 @@ class AxisShards:
         return dims.closed(split(whole, at, self.group, sizes=self.sizes(self.axis)))
 
     def whole(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
-        """A tensor of which each rank has its part, on all of them."""
+        """The full tensor on every rank, gathered from this rank's part. Collective."""
         if self.axis not in dims or self.group is None:
             return x
         part = dims.opened(x, self.here())
@@ -178,13 +181,13 @@ class AxisShards:
         return dims.closed(gather(part, at, self.group, sizes=self.sizes(self.axis)))
 
     def learn(self, x: torch.Tensor, dims: Dims, axes: Collection[str]) -> None:
-        """Take down how many places those of ``axes`` have that are whole in a tensor."""
+        """Record the full sizes of those of ``axes`` that are not sharded in ``x``."""
         sizes = zip(dims.flat, dims.opened(x, self.here()).shape, strict=True)
         self.totals |= {name: n for name, n in sizes if name in axes and name != self.axis}
 
     def switched(self, x: torch.Tensor, dims: Dims, axis: str) -> torch.Tensor:
-        """Another axis in shards from here on. Raises InfeasiblePlan where ranks would be left
-        without places."""
+        """Switch ``x`` so that ``axis`` is sharded; it is the sharded axis from now on. Raises
+        InfeasiblePlan where a rank would be left without places. Collective."""
         part = dims.opened(x, self.here())
         self.totals[axis] = part.shape[dims.dim_of(axis)]
         if self.totals[axis] < self.ranks:
@@ -210,8 +213,8 @@ class AxisShards:
         return dims.closed(moved)
 
     def cut(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
-        """What a stage needs of another argument: this rank's places where it has all of them.
-        Raises DataError for one that has neither all nor these."""
+        """Another argument of a stage, cut to this rank's places where it has all of them. Raises
+        DataError for one that has neither all nor the local places."""
         if self.axis not in dims or self.group is None:
             return x
         for sizes, done in ((self.here(), True), (self.totals, False)):

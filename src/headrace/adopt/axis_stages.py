@@ -1,4 +1,4 @@
-"""Stages of a model as its author's reader names them."""
+"""Stages of a model, as a user declares them: modules, the axes they mix, and their dims."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class AxisStage:
 
     @property
     def mixed(self) -> tuple[str, ...]:
-        """The axes that it mixes."""
+        """The axes that the stage mixes."""
         return tuple(self.mixes.split())
 
     @property

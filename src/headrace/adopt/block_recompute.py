@@ -52,15 +52,15 @@ def recomputed(function: Callable[..., Any], *inputs: Any, level: Kept = "attent
 
 
 def recompute_blocks(model: Any, level: Kept) -> None:
-    """Have a model of transformers compute its blocks again. Raises ModelError for models that do
-    not know their blocks."""
+    """Turn on activation checkpoints of the blocks of a transformers model. Raises ModelError for
+    models that do not support them."""
     _enable(model, {} if level == "full" else {"context_fn": _contexts})
 
 
 class BlockLevels:
-    """Chooses before each forward of a model of transformers what each of its ``blocks`` computes
-    again. Raises ModelError for models that do not know their blocks, and for blocks that it does
-    not know as such."""
+    """Chooses before each forward which recompute level each of the ``blocks`` of a transformers
+    model uses. Raises ModelError for a model that does not support checkpoints, and for ``blocks``
+    that do not."""
 
     def __init__(self, model: Any, blocks: Sequence[torch.nn.Module]) -> None:
         self._blocks = [cast(_Block, block) for block in blocks]
@@ -81,7 +81,7 @@ class BlockLevels:
         self._coming = deque(level for level in levels if level != "none")
 
     def _next(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What a block that is about to run is computed again under."""
+        """The two contexts (forward, recompute) of the next block's checkpoint."""
         level = self._coming.popleft() if self._coming else "full"
         return _contexts() if level == "attention" else (nullcontext(), nullcontext())
 
@@ -104,11 +104,11 @@ class WrappedLevels:
             block.forward = partial(self._run, index, block.forward)
 
     def __deepcopy__(self, memo: Any) -> WrappedLevels:
-        """The same: blocks of a copied model compute again what these do."""
+        """Returns this object itself: the blocks of a copied model follow the same levels."""
         return self
 
     def remove(self) -> None:
-        """Leave the blocks as they were."""
+        """Give the blocks back their own forwards."""
         self._hooks.close()
 
     def choose(self, levels: Sequence[Recompute]) -> None:

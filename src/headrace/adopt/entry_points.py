@@ -34,7 +34,7 @@ EntryPointName = Literal["attention registry", "calls", "graph"]
 
 
 class ChosenLevels(Protocol):
-    """What blocks compute again in the next forward."""
+    """Sets the recompute level of each block for the next forward."""
 
     def choose(self, levels: Sequence[Recompute]) -> None:
         """Set what each block recomputes in the next forward; those beyond ``levels`` nothing."""
@@ -47,12 +47,14 @@ class EntryPoint:
 
     Attributes:
         name: Which entry point it is.
-        call: Runs the model, ``call(**inputs)``, while it is spread.
-        probing: The same, without a compiler that takes long.
-        install: Has the model itself do so while it is spread; returns what takes that back.
-        remove: Takes everything back, for good.
-        compiler: Counts what was compiled, where a compiler runs the model.
-        levels: Chooses what blocks compute again; None where they cannot be told apart.
+        call: Runs the spread model as ``call(**inputs)``.
+        probing: Like ``call``, but without a slow compiler backend.
+        install: Has the model itself do what ``call`` does while it is spread; returns a
+            function that undoes this.
+        remove: Removes every hook and replaced function; the entry point is of no use afterwards.
+        compiler: Counts compiled graphs; None where the model is not compiled.
+        levels: Makes the object that sets recompute levels of blocks; None where blocks cannot be
+            told apart.
     """
 
     name: EntryPointName
@@ -150,7 +152,7 @@ def _graph(
         return opened.close
 
     def levels(blocks: Sequence[torch.nn.Module]) -> ChosenLevels:
-        # Of a graph they are tags on its nodes, for the partitioner.
+        # In a graph, levels are tags on the nodes, which the partitioner reads.
         wrapped = WrappedLevels(blocks, _as_it_is)
         opened.callback(wrapped.remove)
         return wrapped
@@ -167,7 +169,7 @@ def _graph(
 
 
 def _nothing() -> None:
-    """Take nothing back."""
+    """Undo nothing: this entry point changes the model only while it is spread."""
 
 
 def _as_it_is(forward: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
@@ -175,8 +177,8 @@ def _as_it_is(forward: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
 
 
 def _compiled(model: torch.nn.Module, compiler: Compiler, *, fullgraph: bool) -> Callable[..., Any]:
-    """The model, compiled. Hooks of wrappers break graphs; what a broken graph may hide the probe
-    finds."""
+    """The compiled model. Hooks of wrappers break graphs; if that hides tokens from the pass, the
+    probe finds it."""
     compiled = torch.compile(model, backend=compiler, fullgraph=fullgraph, dynamic=True)
     return partial(_sized, compiled)
 

@@ -21,7 +21,8 @@ def is_wrapped(model: torch.nn.Module) -> bool:
 
 
 def summed_loss(model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
-    """The loss whose backward gives sums: DDP divides its sums by the ranks."""
+    """The loss to start the backward from so that gradients are sums over ranks: DDP divides its
+    sums by the number of ranks."""
     averaged = isinstance(model, DistributedDataParallel)
     return loss * dist.get_world_size() if averaged else loss
 

@@ -1,7 +1,7 @@
 """The entry point of the compiler: a pass over the graph that Dynamo traced with the local shard.
 
 Every operation that treats tokens alone has the right shapes already, as the graph was traced with
-a rank's part of the batch. What knows of other tokens is replaced:
+a rank's part of the batch. Calls that depend on other tokens are replaced:
 
     scaled_dot_product_attention   attention over the group
     multi_head_attention_forward   the same, with its projections
@@ -9,7 +9,7 @@ a rank's part of the batch. What knows of other tokens is replaced:
     table[:tokens] of parameters   the rows of the local tokens (learned or rotary positions)
     cross_entropy, mean            the sum, divided by the targets of the step
 
-in the graph and in all bodies within, as those of checkpoints.
+in the graph and in all nested graphs, such as those of checkpoints.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _REDUCTIONS = {1: "mean", 2: "sum"}  # as torch numbers them
 
 
 class Compiler:
-    """A backend of torch.compile: the pass for models that ``slot`` reaches through their graph,
-    then ``backend``. ``times`` counts."""
+    """A backend of torch.compile: rewrites the graph where the model is reached through it (by
+    ``slot``), then calls ``backend``. ``times`` counts compiled graphs."""
 
     def __init__(self, backend: str, slot: ModelSlot | None = None) -> None:
         self.times = 0
         self._backend, self._slot = backend, slot
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        """Compile one graph."""
+        """Compile one graph, rewritten for the local tokens where there is a slot."""
         if self._slot is not None:
             _rewrite(module, self._slot.handle)
         made: Compiled = module.forward
         if self._backend != "eager":
             made = torch._dynamo.lookup_backend(self._backend)(module, list(inputs))  # noqa: SLF001
-        self.times += 1  # once it is whole: backends may have a graph traced again
+        self.times += 1  # at the end: a backend may have a graph traced again
         return made
 
 
@@ -68,7 +68,7 @@ def _rewrite(module: GraphModule, handle: int) -> None:
 
 
 def _width(module: GraphModule) -> str | None:
-    """How the graph writes the tokens of a row here: the second size of its token numbers."""
+    """The symbol of the number of tokens in a row: the second size of the graph's token ids."""
     for node in module.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
@@ -93,12 +93,14 @@ def _replace(node: Node, handle: int, width: str | None) -> None:
 
 
 def _call(node: Node, function: Callable[..., Any], **more: Any) -> None:
-    """Call ``function`` in place of what a node calls, with the same arguments and more."""
+    """Replace the function that a node calls by ``function``, with the same arguments and
+    ``more``."""
     node.target, node.kwargs = function, {**node.kwargs, **more}
 
 
 def _after(node: Node, function: Callable[..., Any], handle: int) -> None:
-    """Call ``function`` with what a node gives, and let it stand for it."""
+    """Insert a call of ``function`` on the result of ``node``, and have all users of ``node`` use
+    it."""
     with node.graph.inserting_after(node):
         made = node.graph.call_function(function, (node, handle))
         made.meta = dict(node.meta)
@@ -113,7 +115,7 @@ def _counts(node: Node, width: str | None) -> bool:
 
 
 def _sliced(node: Node, width: str | None) -> Cut | None:
-    """How a table of positions is cut to the tokens of a row, if it is one."""
+    """The cut of a table of positions to the tokens of a row; None where ``node`` is none."""
     base, index = node.args
     value = node.meta.get("example_value")
     before = base.meta.get("example_value") if isinstance(base, Node) else None

@@ -38,7 +38,7 @@ class HeldWeights:
 
     @classmethod
     def of(cls, model: torch.nn.Module, ranks: int) -> HeldWeights:
-        """Look at a model. Raises ModelError for wrappers that are not known."""
+        """Find out how a model's weights are held. Raises ModelError for FSDP1."""
         for module in model.modules():
             if isinstance(module, Fsdp1):
                 raise ModelError(
@@ -51,43 +51,44 @@ class HeldWeights:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 holds them."""
+        """Whether the weights are sharded by FSDP2."""
         return isinstance(self.model, FSDPModule)
 
     @property
     def semantics(self) -> Semantics:
-        """Of the plans that can be run."""
+        """The kind of plan that this model can run."""
         return "lockstep" if self.sharded else "free"
 
     def step(self) -> AbstractContextManager[Any]:
-        """Around the micro-batches of a step."""
+        """A context around the micro-batches of a step, in which DDP does not synchronize
+        gradients."""
         if isinstance(self.model, DistributedDataParallel):
             return self.model.no_sync()
         return nullcontext()
 
     def add_up(self) -> None:
-        """Gradients of all ranks' micro-batches, where FSDP2 has not added them. Collective."""
+        """Sum gradients over all ranks, unless FSDP2 has done so. Collective."""
         if not self.sharded and self.ranks > 1:
             add_up(self.trained)
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
-        """Parameters with gradients."""
+        """Parameters of the model that require gradients."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def norm(self) -> torch.Tensor:
-        """The norm of the whole gradient, [], the same on all ranks."""
+        """The norm of the full gradient, [], the same on all ranks."""
         gradients = [p.grad for p in self.trained if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def scale_down(self, norm: torch.Tensor, most: float) -> None:
-        """Scale the gradient, of such a ``norm``, down to ``most`` where that is less."""
+        """Clip the gradient, whose norm is ``norm``, to a norm of at most ``most``."""
         torch.nn.utils.clip_grads_with_norm_(self.trained, most, norm)
 
 
 def bytes_now(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """What this rank holds of weights, gradients that are there, and the optimizer's state."""
+    """Bytes on this rank of weights, existing gradients and optimizer state."""
     parameters = list(model.parameters())
     grads = [p.grad for p in parameters if p.grad is not None]
     states = [x for s in optimizer.state.values() for x in s.values() if torch.is_tensor(x)]
@@ -95,8 +96,8 @@ def bytes_now(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """What this rank always holds: weights, gradients, and the optimizer's state, as it is or as
-    its first step will make it."""
+    """Bytes that this rank always holds: weights, gradients and optimizer state; where there is no
+    state yet, what the first step will add."""
     absent = sum(_local(p).nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
     held = bytes_now(model, optimizer) + absent
     if optimizer.state:

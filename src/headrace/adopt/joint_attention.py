@@ -1,4 +1,4 @@
-"""Attention over all places at once, of which each rank has some: heads for places, or a ring.
+"""Attention over the places of all ranks, within a stage that mixes the sharded axis.
 
 Inside a stage that mixes the axis in shards, calls of ``scaled_dot_product_attention`` meet the
 other ranks' places. Nothing is masked there, so the order of places does not matter.
@@ -29,8 +29,9 @@ JointMethod = Literal["ulysses", "ring"]
 
 
 class JointAttention(TorchFunctionMode):
-    """In force during one call of a stage, ``what``, that mixes the axes ``mixed`` with shards of
-    one of them. ``calls`` of attention were met, the last of so many ``heads``."""
+    """A torch function mode that is active during one call of a stage, named ``what``, that mixes
+    the axes ``mixed``, one of which is sharded. ``calls`` counts calls of attention, ``heads`` are
+    those of the last one."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class JointAttention(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Attention anew, all else as it is."""
+        """Replace attention; run any other function unchanged."""
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return self._attended(*args, **(kwargs or {}))
@@ -100,7 +101,7 @@ class JointAttention(TorchFunctionMode):
 def _placement(
     shards: AxisShards, sizes: tuple[int, ...], rows: int, method: JointMethod
 ) -> Placement:
-    """Where the places of ``rows`` rows are."""
+    """The placement of the places of ``rows`` rows, for attention over them."""
     key = sizes, rows, method
     if key not in shards.joint:
         total, ends = sum(sizes), list(accumulate(sizes, initial=0))

@@ -1,4 +1,4 @@
-"""Which adapter a model has."""
+"""Adapters for models with axes that are known by class: Latte, TimeSformer, Wan and others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LATTE_INPUTS = {"hidden_states": "b c t y x", "timestep": "b", "encoder_hidden_
 
 
 def adapt_latte(model: Any, *, groups: Groups | None = None) -> AxisModel:
-    """Latte on shards; its inputs go by their names."""
+    """Adapt a Latte; inputs must be given by name."""
     inner: Any = getattr(model, "module", model)
     side = inner.config.patch_size
 
@@ -165,7 +165,7 @@ _ROTARY = Dims.parse("k (t s) j d")
 
 
 def adapt_wan(model: Any, *, groups: Groups | None = None) -> AxisModel:
-    """Wan on shards; its inputs go by their names. Raises ModelError for patches of several
+    """Adapt a Wan; inputs must be given by name. Raises ModelError for patches that span several
     frames."""
     inner = getattr(model, "module", model)
     deep, high, wide = inner.config.patch_size
@@ -207,7 +207,7 @@ KNOWN: Mapping[str, Callable[..., AxisModel]] = {
     "Transformer2D": adapt_transformer_2d,
     "WanTransformer3DModel": adapt_wan,
 }
-"""Adapters by the names of models' classes."""
+"""Adapters by the class names of models."""
 
 
 def adapt(

@@ -40,11 +40,12 @@ _CONVENTIONS: dict[str, Labels] = {
     "LMHeadModel": "next",
     "ForMaskedLM": "same",
 }
-"""By the end of the names of transformers' classes."""
+"""Which labels a transformers model predicts, by the ending of its class name."""
 
 
 def convention_of(model: torch.nn.Module) -> Labels:
-    """What a model of transformers predicts. Raises ModelError where its name does not tell."""
+    """Which labels a transformers model predicts. Raises ModelError where its class name does not
+    show it."""
     name = type(model).__name__
     for end, kind in _CONVENTIONS.items():
         if name.endswith(end):
@@ -58,7 +59,7 @@ def convention_of(model: torch.nn.Module) -> Labels:
 
 
 def predicted(labels: torch.Tensor, kind: Labels) -> torch.Tensor:
-    """The label that each place predicts [b, S]."""
+    """The label that the model predicts at each place, [b, S]."""
     if kind == "same":
         return labels
     last = labels.new_full((labels.shape[0], 1), IGNORED)
@@ -126,8 +127,8 @@ def loss_of(outputs: Any) -> torch.Tensor | None:
 
 
 class LossHead:
-    """The head of ``model``, which makes the loss where one is expected. Raises ModelError for
-    models without a linear head."""
+    """Replaces the output head of ``model``, so that it computes the loss where one is expected.
+    Raises ModelError for models without a linear head."""
 
     def __init__(self, model: Any) -> None:
         find = getattr(model, "get_output_embeddings", None)
@@ -148,16 +149,17 @@ class LossHead:
         self._head.forward = self._instead
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model's own head."""
         self._head.forward = self._forward
 
     def expect(self, labels: torch.Tensor | None, targets: int | None) -> None:
-        """Make the loss of ``labels`` [b, s_r] in the next forward; logits where they are None."""
+        """Have the next forward compute the loss of ``labels`` [b, s_r]; logits where they are
+        None."""
         self._labels, self._targets, self._made = labels, targets, None
 
     def take(self, logits: torch.Tensor) -> torch.Tensor:
-        """The loss that stands in the place of ``logits``. Raises ModelError where the model did
-        something to them."""
+        """The loss that the head put in the place of ``logits``. Raises ModelError where the model
+        changed it."""
         loss, made = logits.flatten()[0], self._made
         self._labels = self._made = None
         if not self._trusted and not isinstance(loss, FakeTensor):
@@ -198,7 +200,7 @@ class LossHead:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The loss with its gradients, which are made in the same pass."""
+    """The loss and its gradients, which are computed together in the forward."""
 
     @staticmethod
     def forward(
@@ -222,7 +224,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 class _Gradient:
-    """A weight whose gradient is kept aside."""
+    """A weight whose gradient is collected here and not in ``weight.grad``."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight.detach()

@@ -23,7 +23,7 @@ class LayerCall:
 
 
 class _Passing(nn.Module):
-    """Stands in the place of a layer and gives back what it was given."""
+    """Stands in for a layer: records the call and returns its input."""
 
     def __init__(self, layer: nn.Module, called: list[LayerCall], *, many: bool) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class _Passing(nn.Module):
         self._behind = [layer]  # in a list, so that it is no part of this module
 
     def forward(self, x: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        """The first input."""
+        """Record the call and return the first input, in a tuple where the layer returns one."""
         self._called.append(LayerCall(x=x, rest=rest, named=named))
         return (x,) if self._many else x
 
@@ -39,7 +39,7 @@ class _Passing(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self._behind[0], name)  # what models ask their layers about themselves
+            return getattr(self._behind[0], name)  # attributes of a layer that the model reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,13 +58,15 @@ class Layers:
         return len(self.modules)
 
     def call(self, index: int, x: torch.Tensor, how: LayerCall) -> torch.Tensor:
-        """One layer as the model called it, of another input."""
+        """The output of layer ``index`` for the input ``x``, with the other arguments of the call
+        ``how``."""
         out = self.modules[index](x, *how.rest, **how.named)
         return out[0] if self.many else out  # type: ignore[no-any-return]
 
     @contextmanager
     def left_out(self) -> Iterator[list[LayerCall]]:
-        """The model without its layers, while the context lasts; the calls that it makes."""
+        """Context in which the layers return their inputs; gives the list of calls that the model
+        makes."""
         called = list[LayerCall]()
         try:
             for index, layer in enumerate(self.modules):
@@ -102,6 +104,8 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> Layers | None:
 
 
 def _noting(calls: dict[int, list[tuple[Any, Any]]]) -> Callable[..., None]:
+    """A forward hook that appends (inputs, output) to the list of its module, by id."""
+
     def hook(module: nn.Module, inputs: tuple[Any, ...], out: Any) -> None:
         calls.setdefault(id(module), []).append((inputs, out))
 
@@ -114,7 +118,7 @@ def _alike(modules: nn.ModuleList) -> bool:
 
 
 def _chained(calls: Sequence[list[tuple[Any, Any]]]) -> bool:
-    """Whether each was called once, with what the one before gave."""
+    """Whether each module was called once, with the output of the module before."""
     if any(len(own) != 1 or not own[0][0] for own in calls):
         return False
     entries = [own[0][0][0] for own in calls]

@@ -44,7 +44,8 @@ __all__ = [
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StandIn:
-    """``places`` [s] are those of the tokens in their rows; ``calls`` counts."""
+    """Replaces the group's attention while a model is probed. ``places`` [s] are the places of the
+    tokens in their rows; ``calls`` counts the calls of attention."""
 
     places: np.ndarray
     targets: int
@@ -57,8 +58,9 @@ class StandIn:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of q [t, N, D] and k, v [t, G, D] the values, weighted by how alike q and k are, in the
-        shapes of :func:`headrace.adopt.operators.attend`. It has no backward."""
+        """Stand-in for attention: the values v [t, G, D], weighted by the similarity of q [t, N, D]
+        and k [t, G, D] of the same token; the results have the shapes of
+        :func:`headrace.adopt.operators.attend`. It has no backward."""
         self.calls += 1
         heads = torch.arange(q.shape[1], device=q.device) * k.shape[1] // q.shape[1]
         alike = torch.tanh((q * k[:, heads]).sum(-1, keepdim=True))
@@ -71,22 +73,22 @@ class StandIn:
         )
 
 
-# A registered operator takes tensors and numbers only, so what it needs is found by a number.
+# A registered operator takes tensors and numbers only, so it looks up its objects by number.
 _slots: WeakValueDictionary[int, ModelSlot] = WeakValueDictionary()
 _placements: WeakValueDictionary[int, Placement] = WeakValueDictionary()
 
 _handles = count(1)
 
 _RECENT = 32
-"""Batches of one model whose backward may still come, where a compiler made it: eager graphs keep
-theirs."""
+"""Placements of one compiled model that are kept for a backward to come; eager graphs keep theirs
+themselves."""
 
 
 class ModelSlot:
     """What one adopted model works on now: the slot's ``handle`` finds it from a graph.
 
     While something is in the slot the model is spread, else it is the user's plain model.
-    ``switches`` are told when that changes.
+    ``switches`` are called when that changes.
     """
 
     def __init__(self) -> None:
@@ -98,7 +100,7 @@ class ModelSlot:
 
     @property
     def now(self) -> Placement | StandIn:
-        """What the model works on. Raises ModelError when that is nothing."""
+        """The current placement. Raises ModelError where there is none."""
         if self._now is None:
             raise ModelError(
                 "attention of a model with sequence parallelism",
@@ -110,11 +112,11 @@ class ModelSlot:
 
     @property
     def held(self) -> Placement | StandIn | None:
-        """What the model works on, if it is spread."""
+        """The current placement; None where the model is not spread."""
         return self._now
 
     def take(self, now: Placement | StandIn | None) -> None:
-        """Work on another batch from here on; None makes the model plain again."""
+        """Use another placement from now on; None makes the model plain again."""
         changes = (now is None) != (self._now is None)
         self._now = now
         if isinstance(now, Placement):
@@ -192,8 +194,8 @@ def _(
 def _kept_sizes(
     q: Tensor, k: Tensor, handle: int, *, causal: bool, window: int
 ) -> tuple[int | torch.SymInt, int | torch.SymInt]:
-    """Elements that the backward keeps, and their log-sum-exp: symbols in a graph, which serves all
-    placements; those of the placement in force where nothing is traced, as in a rehearsal."""
+    """Number of elements of the two saved tensors. They are symbols in a graph, which serves all
+    placements; where nothing is traced, as in a rehearsal, the sizes of the current placement."""
     context = torch.library.get_ctx()
     if context._shape_env is not None:  # noqa: SLF001
         return context.new_dynamic_size(), context.new_dynamic_size()
@@ -240,7 +242,7 @@ def _attend_backward(
 def _unpacked(
     core: Core, heads: Heads, kept: Tensor, lse: Tensor, rows: int, features: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What a core kept, in its own shapes: (qkv, saved)."""
+    """The saved tensors in the shapes that the core expects: (qkv, saved)."""
     if not isinstance(core, SwitchedCore):
         count = heads.queries + 2 * heads.keys
         return kept.view(rows, count, features), (lse.view(heads.queries, rows),)

@@ -21,7 +21,7 @@ class OwnHook:
         self._module, self._function = module, function
 
     def __call__(self, module: torch.nn.Module, *given: Any) -> Any:
-        """What the function returns for its own module, None for another."""
+        """Call the function where ``module`` is its own module; None for any other."""
         return self._function(module, *given) if module is self._module else None
 
     def __deepcopy__(self, memo: Any) -> InertHook:

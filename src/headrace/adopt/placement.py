@@ -3,13 +3,13 @@
 Shape legend: a batch [b, S] of rows; t_r tokens of it on rank r of R; N query and G key-value
 heads of D features.
 
-A rank's part of a batch is a tensor [b, s_r], t_r = b s_r: the same tokens of every row. What a
-model does to each token alone needs no other rank; attention meets them in one of four exchanges:
+A rank's part of a batch is a tensor [b, s_r], t_r = b s_r: the same tokens of every row. Only
+attention depends on tokens of other ranks; it reaches them by one of four exchanges:
 
-    ulysses  heads for tokens, and back (DeepSpeed Ulysses)
+    ulysses  all-to-all: all tokens of some heads, and back (DeepSpeed Ulysses)
     ring     keys and values travel from rank to rank (ring attention)
     gather   keys and values are gathered (Llama 3)
-    2d       heads for tokens inside blocks of neighbours, a ring across them (USP)
+    2d       ulysses within blocks of neighbouring ranks, a ring across them (USP)
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _serials = count(1)
 
 
 def placed_rows(documents: tuple[tuple[int, ...], ...], ranks: int, order: TokenOrder) -> TokenPlan:
-    """The tokens of rows, each given as the lengths of its documents: one row as a pack, of
-    several the same tokens of each."""
+    """The token plan of rows, each given as the lengths of its documents: a single row is dealt out
+    as a pack; of several rows every rank gets the same tokens of each."""
     if len(documents) == 1:
         return TokenPlan(lengths=documents[0], ranks=ranks, order=order)
     width = sum(documents[0])
@@ -76,7 +76,8 @@ def placed_rows(documents: tuple[tuple[int, ...], ...], ranks: int, order: Token
 
 
 def group_parts(ranks: Members) -> list[Members]:
-    """A group, and the blocks and rings of all meshes that it may be."""
+    """The groups that an exchange over ``ranks`` may need: all of them, and the blocks and rings of
+    every mesh."""
     found = [ranks]
     for inner in (d for d in range(2, len(ranks)) if len(ranks) % d == 0):
         mesh = RankBlocks(ranks=len(ranks), inner=inner)
@@ -88,9 +89,9 @@ def group_parts(ranks: Members) -> list[Members]:
 class Placement:
     """One batch on a group of ranks, of which this one is ``member``.
 
-    ``tokens`` say who holds what of ``rows`` rows; ``subgroup(members)`` is the group of some of
-    the ranks. ``targets`` is how many tokens of the whole step have a loss, None where
-    nobody knows; ``places`` [S] are the tokens' own where they are not counted from 0.
+    ``tokens`` tells which rank holds which tokens of ``rows`` rows; ``subgroup(members)`` is the
+    group of some of the ranks. ``targets`` is how many tokens of the whole step have a loss, None
+    where it is not known; ``places`` [S] are the tokens' own where they are not counted from 0.
     """
 
     tokens: TokenPlan
@@ -108,19 +109,19 @@ class Placement:
 
     @property
     def width(self) -> int:
-        """s_r."""
+        """s_r: tokens of each row on this rank."""
         return self.tokens.sizes[self.member] // self.rows
 
     def index(self) -> np.ndarray:
-        """[s_r] int64: which tokens of each row are here."""
+        """[s_r] int64: indices in a row of the tokens on this rank."""
         return self.tokens.index(self.member)[: self.width]
 
     def positions(self) -> np.ndarray:
-        """[s_r] int64: their places, as the model counts them."""
+        """[s_r] int64: position ids of the tokens on this rank."""
         return self.index() if self.places is None else self.places[self.index()]
 
     def core(self, heads: Heads, causal: bool, window: int, device: torch.device) -> Core:
-        """The attention of this rank over heads like these; ``window`` 0 is none."""
+        """The attention core of this rank for ``heads``; a ``window`` of 0 is no window."""
         key = (heads, causal, window, device)
         if key not in self._cores:
             self._cores[key] = self._core(heads, causal, window or None, device)
@@ -184,7 +185,7 @@ class Placement:
         )
 
     def _inner(self, heads: Heads) -> int:
-        """Ranks of a block that exchange heads."""
+        """Ranks of a block that exchange heads, for the exchange ``2d``."""
         ranks = self.tokens.ranks
         if self.exchange == "ulysses":
             return ranks
@@ -209,7 +210,8 @@ class Placement:
 
 
 def require_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> None:
-    """Raise SpecError without token numbers, and DataError for tensors that are not of tokens."""
+    """Raise SpecError where the batch has no token ids, and DataError for tensors whose shape is
+    not that of tokens."""
     if tokens not in batch or batch[tokens].dim() != 2:
         raise SpecError("batch", got=", ".join(batch) or "nothing", wanted=f"{tokens} [b, S]")
     rows, width = batch[tokens].shape
@@ -225,8 +227,8 @@ def require_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> None:
 
 
 def documents_of(batch: Mapping[str, torch.Tensor], tokens: str) -> tuple[tuple[int, ...], ...]:
-    """The lengths of the documents of every row: places that begin again at 0 begin one, and
-    padding is one of its own. Raises DataError for masks that are no padding."""
+    """The lengths of the documents of every row. A document starts where position ids start again
+    at 0; padding is a document of its own. Raises DataError for a mask that is no padding."""
     rows, width = batch[tokens].shape
     begins = np.zeros((rows, width), dtype=bool)
     begins[:, 0] = True
@@ -257,8 +259,8 @@ def documents_of(batch: Mapping[str, torch.Tensor], tokens: str) -> tuple[tuple[
 
 
 def declared_places(batch: Mapping[str, torch.Tensor]) -> np.ndarray | None:
-    """[S] the places that a batch gives its tokens, for models that count tokens themselves; None
-    where it gives none. Raises DataError where rows differ."""
+    """[S] the position ids of the batch, for models that number tokens themselves; None where the
+    batch has none. Raises DataError where rows differ."""
     places = batch.get("position_ids")
     if places is None:
         return None
@@ -279,8 +281,9 @@ def local_inputs(
     *,
     first: int | None,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    """(what the model is given, labels of the local places), of a batch whose ``labels`` are at the
-    places that predict them; with ``position_ids`` from ``first`` where the model takes them."""
+    """(local model inputs, local labels) of a batch whose ``labels`` are already shifted to the
+    places that predict them. Adds ``position_ids`` that start at ``first``, where that is no
+    None."""
     rows = batch[tokens].shape[0]
     index = torch.from_numpy(placement.index()).to(batch[tokens].device)
     found: dict[str, torch.Tensor] = {}
@@ -296,7 +299,7 @@ def local_inputs(
 
 
 def fingerprint(batch: Mapping[str, torch.Tensor], extra: Sequence[object]) -> str:
-    """A hash of what ranks of a group must see alike."""
+    """A hash of all that the ranks of a group must have in common."""
     digest = hashlib.blake2b(repr([sorted(batch), *extra]).encode(), digest_size=16)
     for name in sorted(batch):
         digest.update(f"{list(batch[name].shape)} {batch[name].dtype}".encode())

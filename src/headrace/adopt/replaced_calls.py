@@ -1,12 +1,12 @@
-"""The entry point of calls: what knows of other tokens is replaced while a model's Python runs.
+"""The entry point of calls: torch functions that depend on other tokens are replaced at run time.
 
-A mode of torch sees the functions that the model's modules call, and no others. It sees them again
-where a checkpoint computes modules again, as that calls them too; nothing is traced, so hooks of
-wrappers (FSDP2) and Python that no graph can hold are no matter.
+A torch function mode sees the functions that the model's modules call, and no others; those that a
+checkpoint recomputes, too. Nothing is traced, so hooks of wrappers (FSDP2) and Python that no
+compiler can trace do no harm.
 
-A graph tells a size that is the number of tokens from one that is the same by chance; numbers do
-not. So calls that count tokens are known by their places in the code: those whose sizes followed
-the tokens through all lengths of the probe.
+A symbolic graph distinguishes the number of tokens from a size that equals it by chance; plain
+numbers do not. So calls that count tokens are recognized by their places in the code: those whose
+sizes were the number of tokens for all lengths of the probe.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = [
 
 
 class Cut(NamedTuple):
-    """The part ``at`` of an index, which takes the first rows of ``dim``: of ``made``, in the
-    result."""
+    """The component ``at`` of an index, which takes the first rows of dim ``dim`` of the table;
+    they are dim ``made`` of the result."""
 
     at: int
     dim: int
@@ -52,8 +52,8 @@ class Cut(NamedTuple):
 
 
 def cuts_of(index: Any, dims: int) -> list[Cut]:
-    """What an index of a tensor of ``dims`` dims cuts to its first rows: none where it does more
-    than to cut and pick."""
+    """The components of an index of a tensor of ``dims`` dims that take first rows; none where the
+    index does more than slice and pick."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(isinstance(part, (torch.Tensor, list, bool)) for part in parts):
         return []
@@ -76,8 +76,8 @@ def cuts_of(index: Any, dims: int) -> list[Cut]:
 def rows_of(
     table: torch.Tensor, index: Any, *, at: int, dim: int, made: int, handle: int
 ) -> torch.Tensor:
-    """``table[index]`` with the rows of the local tokens in place of as many first ones: those of a
-    :class:`Cut`."""
+    """``table[index]`` for this rank: where a :class:`Cut` takes the first rows, the rows of the
+    local tokens."""
     counted = torch.arange(table[index].shape[made], device=table.device)
     parts = index if isinstance(index, tuple) else (index,)
     rest = tuple(slice(None) if i == at else part for i, part in enumerate(parts))
@@ -197,8 +197,8 @@ def cross_entropy(
     *,
     handle: int,
 ) -> torch.Tensor:
-    """Of a mean the part of the local tokens: their sum, divided by the targets of the step. Raises
-    ModelError for means that are weighted by classes."""
+    """This rank's part of a mean over all tokens: the sum over its own tokens, divided by the
+    targets of the step. Raises ModelError for means that are weighted by class."""
     if size_average is not None or reduce is not None:
         raise ModelError("cross_entropy", got="size_average or reduce", wanted="reduction")
     if reduction != "mean":
@@ -227,7 +227,8 @@ _REPLACED: Mapping[Callable[..., Any], Callable[..., Any]] = {
 }
 
 _FRAMES = 8
-"""Functions by which a call is known, at most: models count tokens in functions of their own."""
+"""Most functions of the call stack that identify a call: models count tokens in functions of their
+own."""
 
 _TORCH = str(Path(torch.__file__).parent)
 _MODULES = torch.nn.modules.module.__file__
@@ -238,8 +239,8 @@ Frames = tuple[tuple[CodeType, int], ...]
 
 @dataclass(slots=True, kw_only=True)
 class _Seen:
-    """How a call's size and the tokens went together: the numbers of tokens that it followed, and
-    the sizes that it had when there were other numbers of tokens."""
+    """Sizes of one call in the probe: the numbers of tokens that it was equal to, and its sizes
+    where it was not."""
 
     followed: set[int] = field(default_factory=set)
     others: set[int] = field(default_factory=set)
@@ -250,8 +251,8 @@ class _Seen:
 
 
 class ReplacedCalls(TorchFunctionMode):
-    """In force while ``model`` is spread and modules of it run that its author wrote, until
-    :meth:`remove`."""
+    """A torch function mode that is active while ``model`` is spread and its author's modules run,
+    until :meth:`remove`."""
 
     def __init__(self, model: torch.nn.Module, slot: ModelSlot) -> None:
         super().__init__()
@@ -270,16 +271,16 @@ class ReplacedCalls(TorchFunctionMode):
                 self._hooks.callback(hook_after(module, self._leave, always=True))
 
     def __deepcopy__(self, memo: Any) -> ReplacedCalls:
-        """The same: forwards of a copied model are run as they are."""
+        """Returns this object itself: forwards of a copied model run unchanged."""
         return self
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Restore the forwards of the model's modules."""
         self._hooks.close()
 
     def run(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-        """``function(*args, **named)``, a forward that a checkpoint calls: this is in force there
-        too, where it is computed again. For a module of another model it is not."""
+        """``function(*args, **named)``, a forward within a checkpoint: calls are replaced in its
+        recompute too. A forward of another model runs unchanged."""
         owner = getattr(function, "__self__", None)
         if isinstance(owner, torch.nn.Module) and id(owner) not in self._own:
             return function(*args, **named)
@@ -290,7 +291,7 @@ class ReplacedCalls(TorchFunctionMode):
             self._leave()
 
     def _enter(self, *_: Any) -> None:
-        # Backward begins without the modes of its forward, whatever this thread is inside of.
+        # A backward starts without the modes of its forward, whatever is active on this thread.
         spread = self._slot.held is not None
         enters = spread and self not in _get_current_function_mode_stack()
         self._entered().append(enters)
@@ -303,7 +304,7 @@ class ReplacedCalls(TorchFunctionMode):
             self.__exit__(None, None, None)
 
     def _entered(self) -> list[bool]:
-        """Of each module that is running on this thread, whether it put this in force."""
+        """For each module that is running on this thread, whether its hook activated the mode."""
         if not hasattr(self._here, "entered"):
             self._here.entered = []
         return self._here.entered  # type: ignore[no-any-return]
@@ -315,7 +316,7 @@ class ReplacedCalls(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What is replaced, and all else as it is."""
+        """Call the replacement of ``func`` where there is one, else ``func`` itself."""
         named = kwargs or {}
         if func in _REPLACED:
             if not torch.compiler.is_compiling():
@@ -326,7 +327,7 @@ class ReplacedCalls(TorchFunctionMode):
         out = func(*args, **named)
         if func is torch.arange and _begins_at_zero(*args, **named):
             return self._counted(out)
-        if func is torch.Tensor.__getitem__ and args[0].grad_fn is None:  # what is held has none
+        if func is torch.Tensor.__getitem__ and args[0].grad_fn is None:  # weights have none
             return self._cut(out, args[0], args[1])
         return out
 
@@ -340,7 +341,7 @@ class ReplacedCalls(TorchFunctionMode):
         return rows_of(table, index, **follow[0]._asdict(), handle=self._slot.handle)
 
     def _is_held(self, table: torch.Tensor) -> bool:
-        """Whether a module holds a tensor, in this call of the model's outermost module."""
+        """Whether ``table`` is a tensor of a module, during this call of the outermost module."""
         if self._tables is None:
             self._tables = set(map(id, _tables(self._model)))
         return id(table) in self._tables
@@ -349,8 +350,8 @@ class ReplacedCalls(TorchFunctionMode):
         return positions(out, self._slot.handle) if self._follows(len(out)) else out
 
     def _follows(self, size: int, part: int = 0) -> bool:
-        """Whether the size of the call that is being made, or of a ``part`` of its index, is the
-        number of tokens. Raises ModelError where that cannot be told."""
+        """Whether the size of the current call, or of component ``part`` of its index, is the
+        number of tokens. Raises ModelError where the probe could not decide that."""
         now = self._slot.now
         tokens, frames = len(now.positions()), _site()
         seen = self._sites.get((frames, part))
@@ -371,7 +372,7 @@ class ReplacedCalls(TorchFunctionMode):
 
 
 def _compiled_within(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Modules that their author compiles."""
+    """Modules that the model's author compiles."""
     return [
         module
         for module in model.modules()
@@ -381,11 +382,11 @@ def _compiled_within(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 _replacing: WeakKeyDictionary[torch.nn.Module, ReplacedCalls] = WeakKeyDictionary()
-"""What replaces the calls of each model."""
+"""The active replacement of each model."""
 
 
 def _remove_older(model: torch.nn.Module) -> None:
-    """Take away what replaces the calls of a model, or of modules of it: they are replaced once."""
+    """Remove earlier replacements of a model or of its modules: calls are replaced once."""
     for module in model.modules():
         older = _replacing.pop(module, None)
         if older is not None:
@@ -393,8 +394,8 @@ def _remove_older(model: torch.nn.Module) -> None:
 
 
 def _calls_functions(module: torch.nn.Module) -> bool:
-    """Whether a module's forward may call what is replaced: one that is not torch's own, or has
-    parts, or a loss."""
+    """Whether a module's forward may call a replaced function: one that is not torch's own, or has
+    submodules, or is a loss."""
     own = not type(module).__module__.startswith("torch.nn.modules")
     return own or any(True for _ in module.children()) or isinstance(module, _LOSSES)
 
@@ -403,7 +404,7 @@ _LOSSES = (torch.nn.CrossEntropyLoss,)
 
 
 def _tables(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors that modules hold."""
+    """Parameters, buffers and other tensor attributes of all modules."""
     for module in model.modules():
         yield from module._parameters.values()  # type: ignore[misc]  # noqa: SLF001
         yield from module._buffers.values()  # type: ignore[misc]  # noqa: SLF001
@@ -418,9 +419,9 @@ def _begins_at_zero(*args: Any, **named: Any) -> bool:
 
 
 def _site() -> Frames:
-    """Where the call is made that is being replaced: in which functions of its module's forward,
-    however that was called. Raises ModelError where a checkpoint, or a function with a backward of
-    its own, runs functions that are no module: what they do again would not be replaced."""
+    """The place in the code of the current call: the functions of its module's forward, however
+    that was called. Raises ModelError where a checkpoint or an autograd function runs a function
+    that is no module: its recompute would not be replaced."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     found = list[tuple[CodeType, int]]()
     while frame is not None and (file := frame.f_code.co_filename) != _MODULES:
@@ -440,7 +441,7 @@ def _site() -> Frames:
 
 
 def _named(frames: Sequence[tuple[CodeType, int]]) -> str:
-    """The first function of a site, and where it is written."""
+    """The first function of a call stack, with file and line."""
     if not frames:
         return "a function of torch"
     code, _ = frames[0]

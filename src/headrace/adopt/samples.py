@@ -1,4 +1,4 @@
-"""Items of a user's data set as tensors: what models of tokens read of them."""
+"""Items of a user's data set as tensors, for models of tokens."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _labels(
 
 
 def packed(samples: Sequence[Item]) -> Item:
-    """Samples in one row [1, t, ...], with places that begin again at 0 with each."""
+    """Samples concatenated in one row [1, t, ...], with position ids that start at 0 in each."""
     row = {name: torch.cat([sample[name] for sample in samples])[None] for name in samples[0]}
     if "position_ids" not in row:
         counts = [torch.arange(len(sample["labels"])) for sample in samples]

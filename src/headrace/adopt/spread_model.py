@@ -1,4 +1,4 @@
-"""One protocol for models that nobody here wrote, spread over ranks: by tokens or by axes.
+"""One protocol for users' models that are spread over ranks, by tokens or by axes.
 
 samples   items of a data set as tensors, with a length in tokens (places of a clip)
 packs     samples that the model takes in one call
@@ -30,12 +30,12 @@ Item = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pack:
-    """What a model takes in one call.
+    """The samples that a model takes in one call.
 
     Attributes:
-        values: Its inputs, and other fields of its samples, whole.
+        values: Inputs and other fields of the samples, not sharded.
         tokens: How many tokens (places) it has.
-        targets: How many of these have a loss.
+        targets: How many of these tokens have a loss.
     """
 
     values: dict[str, torch.Tensor]
@@ -50,17 +50,17 @@ class Pack:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchPart(Mapping[str, Any]):
-    """What one rank has of a batch. As a mapping it is its ``inputs``: ``run(**part)``.
+    """One rank's part of a batch. As a mapping it is its ``inputs``: ``run(**part)``.
 
     Attributes:
-        inputs: What the model is given: of tokens [b, s_r, ...], the local ones of every row.
+        inputs: Arguments of the model: for tokens [b, s_r, ...], the local ones of every row.
         labels: The labels of the local places, [b, s_r] of tokens, with IGNORED (-100) where there
             is no loss; None where the batch has none.
         group: The group of ranks that share the batch; None where this rank has it alone.
         targets: Tokens of the whole step that have a loss; 0 where nobody knows.
         tokens: Tokens (places) on this rank.
         rest: Fields of the local samples that the model does not take.
-        placed: Where the whole batch is: a :class:`~headrace.adopt.placement.Placement` of tokens,
+        placed: How the batch is sharded: a :class:`~headrace.adopt.placement.Placement` of tokens,
             :class:`~headrace.adopt.axis_shards.AxisShards` of axes.
     """
 
@@ -114,13 +114,13 @@ class SampleReader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Levels:
-    """What layers may compute again in the backward.
+    """The recompute levels that layers support.
 
     Attributes:
         choose: Given what each layer recomputes in the next forward, ``none`` or a level; layers
             beyond the end of what is given recompute nothing.
-        known: The levels besides nothing.
-        entries: Tensors as large as a layer's input that are kept of one that computes all again.
+        known: The supported levels.
+        entries: Tensors as large as its input that a layer saves when it recomputes everything.
     """
 
     choose: Callable[[Sequence[Recompute]], None]
@@ -129,7 +129,7 @@ class Levels:
 
 
 class SpreadModel(SampleReader, Protocol):
-    """A model whose batches are worked on by groups of ranks."""
+    """A model that groups of ranks run together, each rank on its part of a batch."""
 
     @property
     def model(self) -> torch.nn.Module:
@@ -143,12 +143,12 @@ class SpreadModel(SampleReader, Protocol):
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """How ranks of a group may meet, of which the quickest is kept for each size."""
+        """The exchanges that ranks of a group may use; the quickest is kept for each group size."""
         ...
 
     @property
     def whole(self) -> bool:
-        """Whether the model can only be run, and measured, as a whole."""
+        """Whether the model can be run and measured only with all its layers."""
         ...
 
     def shard(self, batch: Any) -> BatchPart:
@@ -236,7 +236,7 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def detach(self) -> None:
-        """Give the model back as it was, for good."""
+        """Restore the model as it was; this object is of no use afterwards."""
         ...
 
     def join(self, groups: Groups, *, label_name: str) -> None:
@@ -345,5 +345,5 @@ class SpreadModel(SampleReader, Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop what was learnt in forwards: after a failure ranks have run different ones."""
+        """Drop records of earlier forwards: after a failure they may differ between ranks."""
         ...

@@ -190,7 +190,7 @@ class TokenModel:
 
     @property
     def door(self) -> NoReturn:
-        """Renamed: raises ModelError, which says that it is ``entry_point``."""
+        """Renamed: raises ModelError, which names ``entry_point`` instead."""
         raise ModelError("run.door", got="its former name", wanted="run.entry_point")
 
     @property
@@ -210,7 +210,7 @@ class TokenModel:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether what blocks compute again can be told, of a model that was probed."""
+        """Whether the blocks of a probed model are known, so that levels can be chosen for each."""
         knows = getattr(self.inner, "supports_gradient_checkpointing", False)
         registry = self.entry_point == "attention registry"
         return self._layers is not None or (registry and bool(knows))
@@ -281,9 +281,9 @@ class TokenModel:
         exchange: str | None = None,
         groups: Groups | None = None,
     ) -> BatchPart:
-        """:meth:`shard` of a batch that is known to be alike on all ``ranks`` of ``groups``, for a
-        model that was probed: no rank is asked. Its ``labels`` are at the places that predict
-        them."""
+        """:meth:`shard` without communication, for a batch that is alike on all ``ranks`` of
+        ``groups`` and a model that was probed. Its ``labels`` are already shifted to the places
+        that predict them."""
         groups = groups or self._groups
         if not self._adds and isinstance(self.model, FSDPModule):
             add_plainly(self.model)
@@ -330,7 +330,7 @@ class TokenModel:
         )
 
     def take(self, part: BatchPart) -> None:
-        """Spread the model: calls of it are about ``part`` from here on."""
+        """Spread the model: its forwards work on ``part`` from now on."""
         self._slot.take(part.placed)
 
     def release(self) -> None:
@@ -352,7 +352,7 @@ class TokenModel:
                 wanted="what shard() gave",
                 hint="give a shard's inputs as they are; move a batch before it is sharded",
             )
-        if self._leaving:  # a backward that failed
+        if self._leaving:  # a backward raised before its end
             self._left()
         before = self._slot.held
         self._slot.take(placement)
@@ -365,9 +365,10 @@ class TokenModel:
         return self._bound(outputs, placement)
 
     def install(self) -> Callable[[], None]:
-        """Have the model itself do what a call of this does while it is spread, so that a loop that
-        calls the model need not change: of models of transformers the loss is that of
-        :meth:`loss`; with a backend others are compiled in place. Returns what takes it back."""
+        """Have the model itself do what a call of this object does while it is spread, so that a
+        loop that calls the model need not change: models of transformers give the loss of
+        :meth:`loss`; others are compiled in place where there is a backend. Returns a function that
+        undoes this."""
         model = self.inner
         hooks = ExitStack()
         hooks.callback(self._entry.install())
@@ -392,7 +393,7 @@ class TokenModel:
         return hooks.close
 
     def detach(self) -> None:
-        """Give the model back as it was, for good: no hook and no function of this stays."""
+        """Restore the model as it was: no hook or replaced function stays."""
         self.release()
         self._refusing()
         self._entry.remove()
@@ -512,7 +513,8 @@ class TokenModel:
         """Work in a training loop, whose groups and labels were given when this was made."""
 
     def begin(self, sample: Item, device: str) -> Callable[[], None]:
-        """Probe the model by a sample, and :meth:`install`; returns what takes all of it back."""
+        """Probe the model with a sample, and :meth:`install`; returns a function that undoes
+        both."""
         row = {name: value.to(device) for name, value in packed([sample]).items()}
         self.probe(row)
         installed = self.install()
@@ -572,19 +574,19 @@ class TokenModel:
         return "natural" if exchange == "ulysses" else "zigzag"
 
     def levels(self, layers: Sequence[torch.nn.Module]) -> Levels | None:
-        """What chooses recompute of blocks that can be told apart. Raises ModelError for blocks
-        that the model does not know as such."""
+        """The recompute levels of blocks. Raises ModelError for blocks that the model does not know
+        as such."""
         chosen = self._chosen_levels(layers)
         if chosen is None:
             return None
         return Levels(choose=chosen.choose, known=("attention", "full"))
 
     def forget(self) -> None:
-        """Do nothing: nothing is learnt of forwards."""
+        """Does nothing: no record of forwards is kept."""
 
     def _refuse_sharded(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Raise ModelError where the plain model is given a part of a batch: its tokens would see
-        those of this rank only."""
+        """Raise ModelError where the plain model receives a part of a batch: its tokens would see
+        only those of this rank."""
         if torch.compiler.is_compiling() or self._slot.held is not None:
             return
         given = named.get(self.tokens, args[0] if args else None)
@@ -600,8 +602,8 @@ class TokenModel:
         return self._entry.levels(blocks)
 
     def _bound(self, outputs: Any, placement: Placement | StandIn | None) -> Any:
-        """Have the backward of ``outputs`` work on their placement: what it computes again is of
-        their batch, whatever was run since."""
+        """Have the backward of ``outputs`` use their placement, so that recompute works on their
+        batch whatever was run since."""
         if isinstance(placement, Placement):
             self._called_last = placement
 
@@ -618,7 +620,7 @@ class TokenModel:
         return outputs
 
     def _left(self) -> None:
-        """End a backward of the plain model's results: the model is plain again."""
+        """End a backward that ran while the model was plain: the model is plain again."""
         self._leaving = False
         self._slot.take(None)
 
@@ -656,7 +658,7 @@ class TokenModel:
         )
 
     def _compute_again(self, level: Kept) -> None:
-        """Have the blocks of a model that does not know them compute ``level`` again."""
+        """Have the blocks of a model without support for checkpoints recompute by ``level``."""
         layers = self._layers
         levels = None if layers is None else self._chosen_levels(layers.modules)
         if layers is None or levels is None:
@@ -681,7 +683,7 @@ class TokenModel:
         )
 
     def _known(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the model takes of a batch when it is probed."""
+        """The inputs of a batch that the model is given when it is probed."""
         named = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
         if self._hugging:
             named.pop(self._label_name, None)
@@ -695,12 +697,12 @@ class TokenModel:
 
 
 def _mark_dynamic(inputs: Mapping[str, Any]) -> None:
-    """Graphs of these inputs serve any number of tokens."""
+    """Mark the number of tokens as dynamic, so that one graph serves any number."""
     for value in inputs.values():
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
             torch._dynamo.maybe_mark_dynamic(value, 1)  # noqa: SLF001
 
 
 def _repeated(x: torch.Tensor, count: int) -> torch.Tensor:
-    """The first ``count`` values, begun again where there are not as many."""
+    """The first ``count`` values; the values are repeated where there are not as many."""
     return x.repeat(-(-count // len(x)), *[1] * (x.dim() - 1))[:count]

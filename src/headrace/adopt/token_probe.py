@@ -1,9 +1,9 @@
-"""Whether a model can be run on parts of its tokens: asked of the model, not of a list of names.
+"""Whether a model can be run on parts of its tokens: tested by a run, not by a list of names.
 
-With attention replaced by a stand-in that looks at no other token, the model is run on a few
-tokens and on parts of them. If the parts of the result are the results of the parts, everything
-beside attention treats tokens alone and knows their places. If not, something meets other tokens
-that nobody has replaced: attention of its own, a convolution, pooling, a mean over tokens, places
+With attention replaced by a stand-in that looks at no other token, the model is run on a few tokens
+and on parts of them. If the results of the parts are the parts of the result, everything beside
+attention treats each token alone and uses its right place. If not, something that was not replaced
+depends on other tokens: attention of its own, a convolution, pooling, a mean over tokens, places
 that it counts itself.
 """
 
@@ -94,7 +94,7 @@ def probe(
 
 @contextmanager
 def _evaluated(model: torch.nn.Module, slot: ModelSlot) -> Iterator[None]:
-    """A model that is run to look at it: nothing of it is drawn or changed."""
+    """Context in which the model runs in evaluation mode, so that nothing is random or updated."""
     training, before = [module for module in model.modules() if module.training], slot.held
     model.eval()
     try:

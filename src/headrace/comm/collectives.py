@@ -40,7 +40,7 @@ _LENGTH = struct.Struct("=q")
 
 
 class Arriving:
-    """A collective under way: ``wait`` gives its result, and is called exactly once.
+    """An issued collective: ``wait`` returns its result, and is called exactly once.
 
     Ranks of a group issue what they share in the same order; waits may come in any.
     """
@@ -56,7 +56,7 @@ class Arriving:
 
     @classmethod
     def there(cls, x: torch.Tensor) -> Arriving:
-        """What needs no communication."""
+        """A result ``x`` that needs no communication."""
         return cls(None, lambda: x)
 
     def wait(self) -> torch.Tensor:
@@ -64,7 +64,7 @@ class Arriving:
         if self._transfer is not None:
             self._transfer.wait()
         result = self._result()
-        del self._transfer, self._keep, self._result  # the buffers of a sum too
+        del self._transfer, self._keep, self._result  # frees the buffers of a sum, too
         return result
 
 
@@ -113,7 +113,7 @@ def all_gather_rows(
 def issue_all_gather(
     x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None
 ) -> Arriving:
-    """:func:`all_gather_rows`, issued."""
+    """Start :func:`all_gather_rows`; the result is returned by ``wait``."""
     if group is None:
         return Arriving.there(x)
     ranks = dist.get_world_size(group)
@@ -130,8 +130,8 @@ def issue_all_gather(
 
 
 def _padded_gather(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Arriving:
-    """As of equal sizes, with a row more where there is one less: a device has kernels of its own
-    for those, and nobody copies its rows for each of the others."""
+    """An all-gather of equal sizes, padded by one row where a rank has one less: a device has
+    kernels for equal sizes, and no rank copies its rows once for each other rank."""
     coming = issue_padded_gather(x, sizes, group)
 
     def joined() -> torch.Tensor:
@@ -144,8 +144,8 @@ def _padded_gather(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGro
 def issue_padded_gather(
     x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
 ) -> Arriving:
-    """:func:`issue_all_gather` of max(sizes) rows of each rank: those that a rank has not hold
-    anything."""
+    """:func:`issue_all_gather` of max(sizes) rows from each rank; rows beyond ``sizes[r]`` hold
+    arbitrary values."""
     most = max(sizes)
     missing = x.new_empty((most - len(x), *x.shape[1:]))
     padded = torch.cat((x, missing)) if len(missing) else x
@@ -178,7 +178,7 @@ def issue_reduce_scatter(
     *,
     add: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Arriving:
-    """:func:`reduce_scatter_rows`, issued."""
+    """Start :func:`reduce_scatter_rows`; the result is returned by ``wait``."""
     if group is None:
         return Arriving.there(x) if add is None else Arriving(None, lambda: add(x[None]))
     add = add or sum_of_parts
@@ -238,8 +238,8 @@ def gather_bytes(payload: bytes, group: dist.ProcessGroup | None) -> list[bytes]
 
 
 def gather_to_first(payload: bytes, group: dist.ProcessGroup | None) -> list[bytes] | None:
-    """Every rank's payload in rank order on the group's first rank, None on the others, who have
-    no more to do for it the more ranks there are. Payloads are padded to the longest."""
+    """Every rank's payload in rank order on the group's first rank, None on the others, whose work
+    does not grow with the number of ranks. Payloads are padded to the longest."""
     if group is None:
         return [payload]
     first, mine = dist.get_global_rank(group, 0), dist.get_rank(group) == 0
@@ -262,7 +262,7 @@ def gather_to_first(payload: bytes, group: dist.ProcessGroup | None) -> list[byt
 
 
 def from_first(payload: bytes, group: dist.ProcessGroup | None) -> bytes:
-    """The payload of the group's first rank, on all of them; the others' are not looked at."""
+    """The payload of the group's first rank, on all ranks; the other payloads are ignored."""
     if group is None:
         return payload
     first, mine = dist.get_global_rank(group, 0), dist.get_rank(group) == 0
@@ -288,7 +288,7 @@ def gather_floats(values: Sequence[float], group: dist.ProcessGroup | None) -> l
 
 
 def meet(group: dist.ProcessGroup | None) -> None:
-    """Wait until all ranks of the group have come, on the host."""
+    """A barrier on the host: wait until all ranks of the group have called it."""
     if group is not None:
         x = torch.zeros(1)
         work = dist.all_reduce(x, group=group, async_op=True)
@@ -296,8 +296,8 @@ def meet(group: dist.ProcessGroup | None) -> None:
 
 
 def agree(what: str, value: str, group: dist.ProcessGroup | None) -> None:
-    """Raise PlanMismatch on every rank when ``value`` is not the same on all of them. What travels
-    is a digest, of one size for any number of ranks; the values do where they differ."""
+    """Raise PlanMismatch on every rank when ``value`` is not the same on all of them. A digest of
+    fixed size is compared; the values are exchanged only where digests differ."""
     if group is None:
         return
     # max(d) and ~max(~d) = min(d) are the same where all digests are.

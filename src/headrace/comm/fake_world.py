@@ -1,4 +1,4 @@
-"""Playing one rank of a job without the others.
+"""One rank of a job without the others, in a single process.
 
 Collectives of these groups return at once. What they would have delivered is whatever was in the
 buffer (all-to-all copies what it sends), so results mean nothing; shapes, bytes and the work of
@@ -22,7 +22,7 @@ _BACKEND = "fake"
 
 @contextmanager
 def fake_world(rank: int, ranks: int) -> Iterator[Groups]:
-    """A world of ``ranks`` in which this process is ``rank`` and nobody else exists.
+    """A world of ``ranks`` in which this process is ``rank`` and no other process exists.
 
     torch.distributed must not be initialised; afterwards it is not.
     """
@@ -34,5 +34,6 @@ def fake_world(rank: int, ranks: int) -> Iterator[Groups]:
 
 
 def fake_groups() -> Groups:
-    """Groups of a real world whose partners are never heard: to try alone what could fail."""
+    """Groups in a real world whose collectives return at once without communication: to try a
+    rank's part where it could fail."""
     return Groups(backend=_BACKEND)

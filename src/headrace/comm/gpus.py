@@ -1,8 +1,8 @@
-"""GPUs of this machine: how many there are, whose is which, and how one begins.
+"""GPUs of this machine: their number, their assignment to ranks, and their initialization.
 
-[Note: forks] Ranks are forked where they can be, and CUDA does not live on in a child of a process
-that has begun it; for some questions (is there a device? how many, where the driver's library for
-management is missing) torch begins it. So the launcher has a child ask.
+[Note: forks] Ranks are forked where possible, and CUDA cannot be used in a child of a process that
+has initialized it; some queries of torch initialize it (is there a device? how many, where the
+driver's management library is missing). So the launcher runs such queries in a child.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VARIABLES = (
 
 
 def count_gpus() -> int:
-    """GPUs that this process would see; it may be forked afterwards."""
+    """Number of GPUs visible to this process, which may still fork afterwards."""
     if not torch.backends.cuda.is_built():
         return 0
     if torch.cuda.is_initialized():
@@ -36,14 +36,14 @@ def count_gpus() -> int:
 
 
 def cuda_begun() -> bool:
-    """Whether CUDA was begun in this process, or asked for, so that no fork of it can use it."""
+    """Whether CUDA was initialized in this process, or queried, so that its forks cannot use it."""
     if not torch.backends.cuda.is_built():
         return False
     return torch.cuda.is_initialized() or bool(_asked(torch.cuda._is_in_bad_fork))  # noqa: SLF001
 
 
 def _asked(question: Callable[[], int]) -> int:
-    """What a forked child answers; 0 where it does not."""
+    """The answer of ``question`` in a forked child; 0 where the child fails."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -59,7 +59,7 @@ def _asked(question: Callable[[], int]) -> int:
 
 
 def begin_gpu(local_rank: int, *, deterministic: bool = False) -> str:
-    """Begin this rank's GPU and make it the current one; its name.
+    """Initialize this rank's GPU and make it the current one; returns its name, ``cuda:K``.
 
     Raises LaunchError where there is none for it, and in a child of a process that asked for CUDA.
     """
@@ -71,9 +71,9 @@ def begin_gpu(local_rank: int, *, deterministic: bool = False) -> str:
             hint="start ranks from a new process, or with torchrun",
         )
     index = gpu_of(local_rank, torch.cuda.device_count(), own=sees_own_gpus())
-    # Packs have new sizes all the time: without it freed memory is in pieces, and given back.
+    # Packs have ever new sizes: without this the freed memory is fragmented, and returned.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # torch's watchdog would end the process when a communicator is aborted, or fails; who failed,
+    # torch's watchdog would end the process when a communicator is aborted, or fails; which rank,
     # and where, is said by our own. torchrun sets the first one.
     os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
     if deterministic:
@@ -94,8 +94,8 @@ def _take_deterministic_kernels() -> None:
 
 
 def gpu_of(local_rank: int, count: int, *, own: bool) -> int:
-    """The GPU of a rank that sees ``count``: its ``own`` where a launcher shows each rank another.
-    Raises LaunchError where there is none for it."""
+    """The index of the GPU of a rank that sees ``count`` GPUs; ``own`` where the launcher shows
+    each rank a GPU of its own. Raises LaunchError where there is none for this rank."""
     if own and count == 1:
         return 0
     if local_rank >= count:

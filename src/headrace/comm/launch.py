@@ -1,8 +1,8 @@
 """Starting ranks: by ``start`` on this machine, or by ``join`` as one rank of a torchrun job.
 
 Both give every rank the same :class:`World`. ``start`` forks after one import of torch, so ranks
-are ready a tenth of a second later, or has new processes where it cannot fork; the store lives in
-the launcher, so it outlives every rank and can tell the others who died.
+are ready a tenth of a second later, or starts new processes where it cannot fork; the launcher
+hosts the store, so it outlives every rank and can report which one died.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.comm.gpus import VARIABLES, cuda_begun
-from headrace.comm.meeting import Comer, interface_of, reach_store, route, take_seat
+from headrace.comm.meeting import JoinRequest, interface_of, join_attempt, reach_store, route
 from headrace.comm.processes import bury, caught, end, execute, fork, stopping, supervise
 from headrace.comm.ranks import RankPlace, Settings, World, here, run_rank
 from headrace.comm.status import StatusBoard
@@ -88,7 +88,7 @@ def start(
         forked = not ((_threaded.is_set() and several) or (device == "cuda" and cuda_begun()))
     # torch's optimizers import it when they are first made: once here, not on every rank.
     importlib.import_module("torch._dynamo")
-    gc.collect()  # a store that an earlier world left behind would be joined by ranks, and abort
+    gc.collect()  # ranks would join the threads of a leftover store, and abort
     children: dict[int, int] = {}
     with _listen(port) as listener, caught(*stopping()) as heard:
         body = _Started(
@@ -113,7 +113,7 @@ def start(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Started:
-    """A rank's life, in its own process."""
+    """The main function of a rank process: set up torch, connect to the store, run ``main``."""
 
     main: Callable[[World], int]
     ranks: int
@@ -122,7 +122,7 @@ class _Started:
     precision: str
 
     def __call__(self, rank: int) -> int:
-        torch.set_float32_matmul_precision(self.precision)  # as where it was started
+        torch.set_float32_matmul_precision(self.precision)  # as in the starting process
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever networks come and go
         place = RankPlace(
             rank=rank,
@@ -248,8 +248,8 @@ def join(
 ) -> int:
     """Run ``main`` as the rank that the environment describes, as set by torchrun; returns 0.
 
-    When ``main`` fails, the others are told, and the process ends itself with the code that
-    :func:`start` would return for this rank. Signals end it too, as with :func:`start`, with a
+    When ``main`` fails, the other ranks are notified, and the process ends itself with the code
+    that :func:`start` would return for this rank. Signals end it too, as with :func:`start`, with a
     line that says where it was: torchrun sends them when another rank has died. All ranks meet in
     the store first, so that a restart on any machine is a new attempt for all.
 
@@ -279,20 +279,20 @@ def join(
 
 
 def _meet(place: RankPlace, store: dist.Store, lifeline: Lifeline, *, limit_s: float) -> RankPlace:
-    """Meet the other ranks; the place, with the number of the attempt."""
+    """Run the rendezvous with the other ranks; returns ``place`` with the number of the attempt."""
     mine, theirs = route(place.host, place.port)
-    seat = take_seat(
+    joined = join_attempt(
         store,
-        Comer(address=mine, store=theirs, port=lifeline.port),
+        JoinRequest(address=mine, store=theirs, port=lifeline.port),
         rank=place.rank,
         ranks=place.ranks,
         limit_s=limit_s,
     )
     if place.ranks > 1:
-        lifeline.hold(seat.before)
+        lifeline.hold(joined.before)
     if not os.environ.get("GLOO_SOCKET_IFNAME"):
-        os.environ["GLOO_SOCKET_IFNAME"] = _interface(seat.address)
-    return replace(place, attempt=seat.attempt)
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(joined.address)
+    return replace(place, attempt=joined.attempt)
 
 
 def _interface(address: str) -> str:

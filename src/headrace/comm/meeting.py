@@ -1,18 +1,19 @@
-"""Where ranks of several machines meet before they know anything of each other: which attempt it
-is, and at what addresses the others are.
+"""The rendezvous of ranks on several machines, through the job's store: the ranks agree on the
+number of the attempt and learn each other's addresses.
 
-An agent (torchrun's) counts the restarts of its own node, so ranks of one attempt may be given
-different counts, and the store still holds what a dead attempt wrote. So each start of a rank
-comes with a token of its own. The first rank calls those that have come, under a new number;
-whoever finds his own token called answers, and the attempt begins when all have. A rank that died
-meanwhile never answers; when it has come again all are called again::
+An agent (torchrun's) counts the restarts of its own node only, so ranks of one attempt may be given
+different counts, and the store still holds the keys of a dead attempt. So each start of a rank
+registers with a new random token. When all ranks have registered, the first rank invites them under
+a new attempt number; a rank that finds its own token invited answers, and the attempt begins when
+all have answered. A rank that died meanwhile never answers; when it has been restarted and has
+registered again, all are invited again::
 
-    here/{rank}      who has come: token and addresses
-    attempts         how many calls there were; the last one's number is this less one
-    call/{rank}      who was called: token, number of the attempt, addresses
-    answers/{n}      how many answered the n-th call
-    begun/{n}        set when all have
-    old              the tokens of the last attempt that began: dead ones, for the next
+    here/{rank}      registration of a rank: token and addresses
+    attempts         number of invitations so far; the last one has this number less one
+    call/{rank}      invitation of a rank: token, number of the attempt, addresses
+    answers/{n}      ranks that answered invitation n
+    begun/{n}        set when all ranks have answered
+    old              tokens of the last attempt that began: the next attempt ignores them
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ from headrace.errors import LaunchError
 from headrace.units import seconds_text
 
 __all__ = [
-    "Comer",
-    "Seat",
+    "JoinRequest",
+    "JoinedAttempt",
     "interface_of",
     "reach_store",
     "route",
-    "take_seat",
+    "join_attempt",
 ]
 
 _POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comer:
-    """A rank that comes: its ``address`` on the way to the store, the ``store``'s as it sees it,
-    and the ``port`` at which the next rank watches it."""
+class JoinRequest:
+    """The registration of a rank: its own ``address`` on the route to the store, the address of the
+    ``store`` as this rank sees it, and the ``port`` at which the next rank watches it."""
 
     address: str
     store: str
@@ -57,35 +58,38 @@ class Comer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """What a rank is told: the number of the ``attempt``, its own ``address`` as other machines
-    reach it, and where the rank ``before`` it listens."""
+class JoinedAttempt:
+    """The result of the rendezvous for one rank: the number of the ``attempt``, its own ``address``
+    as other machines reach it, and the address and port of the rank ``before`` it."""
 
     attempt: int
     address: str
     before: tuple[str, int]
 
 
-def take_seat(store: dist.Store, comer: Comer, *, rank: int, ranks: int, limit_s: float) -> Seat:
-    """Come to the meeting, and return when all ranks have. Collective; restarts may come and go.
+def join_attempt(
+    store: dist.Store, request: JoinRequest, *, rank: int, ranks: int, limit_s: float
+) -> JoinedAttempt:
+    """Register this rank, and return when all ranks have joined the same attempt. Collective; ranks
+    may be restarted meanwhile.
 
     Raises LaunchError when some rank has not come within ``limit_s``.
     """
     token, deadline = secrets.token_hex(8), time.monotonic() + limit_s
     store = dist.PrefixStore("meeting", store)
     first = _First(store, ranks) if rank == 0 else None
-    values = [token, comer.address, comer.store, comer.port]
+    values = [token, request.address, request.store, request.port]
     store.set(f"here/{rank}", json.dumps(values))
-    seat: Seat | None = None
+    joined: JoinedAttempt | None = None
     while True:
         if first is not None:
             first.call()
         called = _called(store, rank, token)
-        if called is not None and called != seat:
-            seat = called
-            store.add(f"answers/{seat.attempt}", 1)
-        if seat is not None and store.check([f"begun/{seat.attempt}"]):
-            return seat
+        if called is not None and called != joined:
+            joined = called
+            store.add(f"answers/{joined.attempt}", 1)
+        if joined is not None and store.check([f"begun/{joined.attempt}"]):
+            return joined
         if time.monotonic() > deadline:
             raise LaunchError(
                 "ranks of the job",
@@ -97,7 +101,8 @@ def take_seat(store: dist.Store, comer: Comer, *, rank: int, ranks: int, limit_s
 
 
 class _First:
-    """The first rank's part: it calls those that have come, again when others have."""
+    """The first rank's part of the rendezvous: it invites all ranks once they have registered, and
+    again after restarts."""
 
     def __init__(self, store: dist.Store, ranks: int) -> None:
         self._store, self._ranks = store, ranks
@@ -106,25 +111,26 @@ class _First:
         self._attempt = 0
 
     def call(self) -> None:
-        """Call those that have come, and begin when they have answered."""
+        """Invite all ranks if their registrations are new, and begin the attempt when all have
+        answered."""
         came = self._came()
         if came and came != self._called:
             self._called, self._attempt = came, self._store.add("attempts", 1) - 1
-            self._seat()
+            self._invite()
         if self._called and self._store.add(f"answers/{self._attempt}", 0) == self._ranks:
             self._store.set(f"begun/{self._attempt}", "1")
             self._store.set("old", json.dumps([token for token, *_ in self._called]))
 
     def _came(self) -> list[list[Any]]:
-        """What all ranks of this attempt said; nothing while some of them have not come."""
+        """The registrations of all ranks in this attempt; empty while some are missing."""
         keys = [f"here/{rank}" for rank in range(self._ranks)]
         if not self._store.check(keys):
             return []
         came = [json.loads(value) for value in self._store.multi_get(keys)]
         return [] if any(token in self._old for token, *_ in came) else came
 
-    def _seat(self) -> None:
-        # A machine may know itself as 127.0.0.1 only; the others know the one with the store.
+    def _invite(self) -> None:
+        # A machine may see only 127.0.0.1 as its own address; others know the store's machine.
         seen = [store for _, _, store, _ in self._called if not _loops(store)]
         known = [
             seen[0] if seen and _loops(address) else address for _, address, _, _ in self._called
@@ -136,12 +142,16 @@ class _First:
             self._store.set(f"call/{rank}", json.dumps(values))
 
 
-def _called(store: dist.Store, rank: int, token: str) -> Seat | None:
-    """The seat that the rank with this token was called to."""
+def _called(store: dist.Store, rank: int, token: str) -> JoinedAttempt | None:
+    """The invitation of this rank; None while there is none for its ``token``."""
     if not store.check([f"call/{rank}"]):
         return None
     called, attempt, address, (host, port) = json.loads(store.get(f"call/{rank}"))
-    return Seat(attempt=attempt, address=address, before=(host, port)) if called == token else None
+    return (
+        JoinedAttempt(attempt=attempt, address=address, before=(host, port))
+        if called == token
+        else None
+    )
 
 
 def _missing(store: dist.Store, ranks: int) -> str:
@@ -155,7 +165,7 @@ def _loops(address: str) -> bool:
 
 
 def reach_store(host: str, port: int, *, serve: bool, limit_s: float) -> dist.TCPStore:
-    """A client of the store at ``host:port``, which this process keeps itself if ``serve``.
+    """A client of the store at ``host:port``, which this process hosts itself if ``serve``.
 
     Raises LaunchError when the port is taken, or when no store answers within ``limit_s``.
     """
@@ -180,7 +190,7 @@ def reach_store(host: str, port: int, *, serve: bool, limit_s: float) -> dist.TC
 
 
 def _knock(host: str, port: int, where: str, deadline: float) -> None:
-    """Return once somebody listens: torch's own attempt prints pages when nobody does."""
+    """Return once a port is open there: torch's own client prints pages of errors while none is."""
     while True:
         try:
             socket.create_connection((host, port), timeout=1).close()
@@ -197,12 +207,12 @@ def _knock(host: str, port: int, where: str, deadline: float) -> None:
 
 
 def _enter(host: str, port: int, limit_s: float) -> dist.TCPStore | None:
-    """A client, made in a thread: its constructor waits forever for whoever listens there but is
-    no store."""
+    """A client of the store; None where there is none within the limit. It is made in a thread, as
+    its constructor waits for ever for a server that is no store."""
     made: list[dist.TCPStore] = []
 
     def make() -> None:
-        with suppress(RuntimeError):  # somebody answered, in another language
+        with suppress(RuntimeError):  # a server of another protocol answered
             made.append(
                 dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
             )
@@ -214,8 +224,8 @@ def _enter(host: str, port: int, limit_s: float) -> dist.TCPStore | None:
 
 
 def route(host: str, port: int) -> tuple[str, str]:
-    """The addresses at both ends of the way to ``host``: this machine's and that one's. Nothing is
-    sent. Raises OSError when there is no way."""
+    """The addresses at both ends of the network route to ``host``: (this machine's, the host's).
+    Nothing is sent. Raises OSError when there is no route."""
     kind, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
         probe.connect(target)

@@ -1,7 +1,7 @@
 """Groups of ranks: made once per set of ranks, in one global order, and cached.
 
 [Note: opening communicators] NCCL makes a communicator at its first collective, and the connection
-between two ranks at their first message: all members stand still until the last has come. In the
+between two ranks at their first message: all members block until the last one has called it. In the
 middle of a step, with transfers under way that others have not posted, they may wait for ever. So
 every communicator is used once where it is made, before the step, by all its members, on the device
 where it will be used; on CPUs as well, so that all runs do the same.
@@ -35,16 +35,16 @@ __all__ = [
 
 @dataclass(slots=True)
 class _Sent:
-    """A message under way: its buffer lives as long as it does, and it is waited for once."""
+    """A sent message in flight: keeps its buffer alive, and is waited for once."""
 
     transfer: Transfer
     buffer: torch.Tensor
 
 
 class Messages:
-    """This rank's messages over ``group``, which spans the world.
+    """Point-to-point messages of this rank over ``group``, which spans the world.
 
-    At most one message to each neighbour is under way: the next one waits for it, as memory for
+    At most one message to each neighbour is in flight: the next one waits for it, as memory for
     any number of them is not planned for.
     """
 
@@ -53,8 +53,8 @@ class Messages:
         self._sent: dict[int, _Sent] = {}
 
     def greet(self, peers: Sequence[int], device: str | torch.device) -> None:
-        """Exchange a number with each of ``peers``, all at once: the first message between two
-        ranks makes their connection, and has both stand still."""
+        """Exchange a number with each of ``peers`` at once: the first message between two ranks
+        opens their connection, which blocks both."""
         if not peers:
             return
         sent = torch.ones(len(peers), device=device)
@@ -68,21 +68,22 @@ class Messages:
             Transfer(work, self._group, sent, here=True).wait()
 
     def send(self, x: torch.Tensor, peer: int) -> None:
-        """Issue ``x`` to rank ``peer``; its values must not change until the next message there."""
+        """Start to send ``x`` to rank ``peer``; its values must not change until the next message
+        to that rank."""
         self._settle(peer)
         self._post([dist.P2POp(dist.isend, x.contiguous(), peer, self._group)])
 
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: str | torch.device, peer: int
     ) -> torch.Tensor:
-        """What rank ``peer`` sends next, of this shape; waits for it."""
+        """The next message of rank ``peer``, of this shape; waits for it."""
         out = torch.empty(tuple(shape), dtype=dtype, device=device)
         for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, out, peer, self._group)]):
             Transfer(work, self._group, out, here=True).wait()
         return out
 
     def exchange(self, x: torch.Tensor, shape: Sequence[int], peer: int) -> torch.Tensor:
-        """Send ``x`` and receive what the same neighbour sends, both posted at once."""
+        """Send ``x`` to a neighbour and receive a tensor from it, both posted at once."""
         self._settle(peer)
         out = x.new_empty(tuple(shape))
         receive = dist.P2POp(dist.irecv, out, peer, self._group)
@@ -91,7 +92,7 @@ class Messages:
         return out
 
     def settle(self) -> None:
-        """Wait for all messages under way."""
+        """Wait for all messages in flight."""
         for peer in list(self._sent):
             self._settle(peer)
 
@@ -101,7 +102,7 @@ class Messages:
             sent.transfer.wait()  # once: a second wait never returns
 
     def _post(self, operations: list[dist.P2POp]) -> None:
-        """Post operations with one neighbour: the first is a send, which is left under way."""
+        """Post operations with one neighbour: the first is a send, which stays in flight."""
         works = dist.batch_isend_irecv(operations)
         x = operations[0].tensor
         transfers = [Transfer(work, self._group, x, here=True) for work in works]
@@ -114,14 +115,14 @@ class Messages:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Where a model's parameters are."""
+    """The device of a model's parameters."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def groups_here(device: str | torch.device = "cpu") -> Groups | None:
-    """The groups of the world that the user began, for tensors on ``device``; None for a process
-    alone. Raises LaunchError in one of several processes of a launcher where nobody began it: each
-    would work for itself."""
+    """The groups of the user's initialized world, for tensors on ``device``; None for a single
+    process. Raises LaunchError in one of several launched processes where no world is initialized:
+    each would train alone."""
     if dist.is_initialized():
         return Groups(device=device)
     if under_torchrun() and number("WORLD_SIZE") > 1:
@@ -146,9 +147,9 @@ def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroups:
-    """Of a rank of several nodes with ``ranks`` each: those ``inside`` its node, and ``across`` the
-    nodes those that have its place in theirs; on a device the stream ``aside``, on which one waits
-    for the other."""
+    """Groups of a rank for two-step transfers over nodes of ``ranks`` ranks each: ``inside`` is its
+    node; ``across`` are the ranks of all nodes that have the same index in their node; ``aside`` is
+    the CUDA stream on which one step waits for the other, None on CPUs."""
 
     ranks: int
     inside: dist.ProcessGroup
@@ -191,7 +192,7 @@ class Groups:
         self.renew()
 
     def renew(self) -> None:
-        """Begin anew in a new world: the groups of the old one are forgotten."""
+        """Use the current default group as the world, and drop all groups of the former world."""
         world = dist.group.WORLD
         assert world is not None, "torch.distributed is initialised"
         self.world: dist.ProcessGroup = world
@@ -203,14 +204,14 @@ class Groups:
         self._opened = False
 
     def forget(self) -> None:
-        """Let go of all groups: the world is about to end."""
+        """Drop all groups, as the world is about to be destroyed."""
         self._made.clear()
         self._messages = self._nodes = None
         del self.world
 
     def leave(self) -> None:
-        """Leave all groups but the world, whoever waits in them, here or elsewhere: each is made
-        anew when it is prepared for. The world must have been made by somebody else."""
+        """Leave all groups but the world, even while ranks wait in them: each is created again when
+        it is prepared next. The world must belong to the user."""
         self._connections.cut()
         self._connections.settle()
         waiting.leave_behind()
@@ -220,8 +221,8 @@ class Groups:
 
     def prepare(self, wanted: Iterable[tuple[int, ...]]) -> None:
         """Make and open the groups of ``wanted`` that do not exist yet, and open the world.
-        Collective: all ranks call it alike, and none returns from making groups before the others
-        have theirs: nobody can be freed from that. Groups of one rank need no communicator and are
+        Collective: all ranks make the same call, and none returns before all groups exist; a rank
+        that waits in it cannot be freed. Groups of one rank need no communicator and are
         skipped."""
         new = sorted({r for r in wanted if len(r) > 1} - self._made.keys())
         if not self._opened and self.ranks > 1:
@@ -236,8 +237,8 @@ class Groups:
 
     def _make(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Make a group, and open it where this rank is of it."""
-        # Who is not in it opens nothing, and counts it only: looking for what was opened would
-        # take a rank longer the more ranks, and so groups, there are.
+        # A rank outside of the group opens nothing and only counts it: a search for new
+        # connections would take longer the more ranks, and so groups, there are.
         mine = self.rank in ranks
         with self._connections.opening() if mine else nullcontext():
             made = self._new(ranks)
@@ -247,7 +248,8 @@ class Groups:
         return made
 
     def _make_nodes(self, each: int) -> NodeGroups:
-        """Make the groups of links of all nodes, then of all places in them; this rank's."""
+        """Create the groups of links inside of each node, then those across nodes; returns this
+        rank's."""
         nodes = [range(at, at + each) for at in range(0, self.ranks, each)]
         places = [range(at, self.ranks, each) for at in range(each)]
         inside, across = (
@@ -285,7 +287,7 @@ class Groups:
     def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """A group, None where this rank is not in it."""
         made = dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend)
-        if not isinstance(made, dist.ProcessGroup):  # torch's mark of one without this rank
+        if not isinstance(made, dist.ProcessGroup):  # torch's marker for a group without this rank
             return None
         self._connections.keep(made)
         return made

@@ -1,4 +1,4 @@
-"""The launcher's side: ranks are forked, watched until they end, and none is left behind."""
+"""The launcher's side: starts the processes of ranks, watches them, and leaves none running."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ def flush(limit_s: float = 0.5) -> None:
 
 
 def _flush() -> None:
+    """Flush stdout and stderr; errors are ignored."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or its reader is gone
             stream.flush()
@@ -70,7 +71,7 @@ def end(code: int) -> None:
 
 
 _POLL_S = 0.02
-_GRACE_S = 2.0  # for the last words of the others
+_GRACE_S = 2.0  # for the other ranks to print their errors
 _PR_SET_PDEATHSIG = 1
 
 
@@ -113,17 +114,17 @@ def fork(ranks: int, body: Callable[[int], int]) -> dict[int, int]:
             bury(children)
             raise LaunchError(f"rank {rank}", got=error, wanted="a process", hint="fewer ranks")
         if pid == 0:
-            gc.freeze()  # a collection would write to, and so copy, every page of what was imported
+            gc.freeze()  # else a collection would copy shared pages of all modules
             live(parent, rank, body)
         children[rank] = pid
     return children
 
 
 def live(parent: int, rank: int, body: Callable[[int], int]) -> None:
-    """The life of a child of ``parent``; never returns into the code that began it."""
+    """Run the body of a child of ``parent``, then end the process; never returns to the caller."""
     code = 1
     try:
-        for number in (signal.SIGINT, signal.SIGHUP):  # the terminal sends it to all of us
+        for number in (signal.SIGINT, signal.SIGHUP):  # the terminal sends them to all
             signal.signal(number, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
@@ -172,7 +173,7 @@ def supervise(
 
 
 def bury(children: dict[int, int]) -> None:
-    """Kill and reap whichever of the children are still there."""
+    """Kill and reap the children that still run."""
     for pid in children.values():
         with suppress(ProcessLookupError, ChildProcessError):
             if os.waitpid(pid, os.WNOHANG)[0] == 0:
@@ -197,7 +198,7 @@ def _signal_all(running: dict[int, int], number: signal.Signals) -> None:
 
 
 def _autopsy(rank: int, status: int, board: StatusBoard) -> Death | None:
-    """How a rank failed; None when it ended well."""
+    """The failure of a rank by its wait status; None when it ended well."""
     code = os.waitstatus_to_exitcode(status)
     if code == 0:
         beat = board.last(rank)
@@ -252,14 +253,14 @@ def execute(
 
 
 def _spawned(memory: int, rank: int) -> int:
-    """The process of a rank."""
+    """Start a new Python process for a rank; returns its process id."""
     folders = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]
     words = [*map(str, (memory, rank, os.getpid())), *folders]
     return os.posix_spawn(sys.executable, [sys.executable, "-c", _RANK, *words], dict(os.environ))
 
 
 def begin(memory: int, rank: int, parent: int) -> None:
-    """What a new process does first and last: the body's part of ``rank``."""
+    """The main function of a new process: run the sent body as ``rank``, then end."""
 
     def body(rank: int) -> int:
         size = os.fstat(memory).st_size
@@ -295,7 +296,7 @@ def _unsendable(why: str) -> LaunchError:
 
 
 def _names_main(data: bytes) -> bool:
-    """Whether something is of the program itself, which is another one in a new process."""
+    """Whether a pickle refers to the module ``__main__``, which is another one in a new process."""
     return any(value == "__main__" for _, value, _ in pickletools.genops(data))
 
 

@@ -1,4 +1,5 @@
-"""A rank's life: it joins the world, runs its main function, and leaves so that nobody hangs."""
+"""One rank from start to end: it joins the world, runs its main function, and leaves in a way
+that no other rank hangs."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _BROKEN = ("gloo", "Connection closed by peer", "Connection reset", "Application
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Which rank of the job a process is and where the job's store listens."""
+    """The rank's numbers in the job, and the address of the job's store."""
 
     rank: int
     ranks: int
@@ -63,11 +64,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What a rank knows of its job; torch.distributed is initialised.
+    """A rank's view of its job; torch.distributed is initialised.
 
     ``attempt`` counts restarts from 0; ``device`` is "cpu" or "cuda:K" and has been made current;
-    ``watcher`` is told each action; ``timeout_s`` is that of collectives.
-    ``rerendezvous`` lets ranks whose groups are of no use any more meet anew.
+    ``watcher`` publishes each action; ``timeout_s`` is that of collectives.
+    ``rerendezvous`` lets ranks whose groups have failed create new ones.
     """
 
     rank: int
@@ -90,7 +91,8 @@ def run_rank(
     obey: tuple[signal.Signals, ...] = (),
     lifeline: Lifeline | None = None,
 ) -> int:
-    """Run ``main`` as one rank and return its exit code, having told the others of any failure.
+    """Run ``main`` as one rank and return its exit code, having notified the other ranks of a
+    failure.
 
     ``store`` is a client for the process groups; the watcher gets its own. Signals in ``obey`` end
     the rank with a line that says where it was; a broken ``lifeline`` tells that the rank before
@@ -196,7 +198,7 @@ def _failed(error: BaseException, rank: int, watcher: Watcher) -> int:
         watcher.refuse(str(error))
         return 2
     if is_broken_connection(error):
-        time.sleep(_NOTICE_S)  # the watcher ends the process when the cause is told
+        time.sleep(_NOTICE_S)  # the watcher ends the process when the cause is known
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     death = watcher.fail(f"raised {text}")
     if death.rank == rank:
@@ -207,7 +209,7 @@ def _failed(error: BaseException, rank: int, watcher: Watcher) -> int:
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """Whether an error is what a rank sees when another has gone: never the cause itself."""
+    """Whether an error is a consequence of another rank's end, never the cause itself."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, dist.DistError):  # NCCL's, and the store's

@@ -1,10 +1,10 @@
-"""Meeting anew: what ranks do when one of them cannot go on with a step.
+"""A second rendezvous of the ranks, when one of them cannot go on with a step.
 
-A rank that fails in the middle of a collective leaves the others waiting in it. It asks on the
-board for a meeting, cuts its connections, and everybody who waits for it gets an error, looks at
-the board and comes too; those who wait for somebody else are freed by their watchers, and so are
-all who wait for a device. All leave the old world, with whatever never ends in it, and make a new
-one under new keys of the store. What cannot be left within the timeout of collectives ends the job.
+A rank that fails in the middle of a collective leaves the others waiting in it. It requests a
+rendezvous on the status board and cuts its connections; ranks that wait for it get an error, see
+the request and join; ranks that wait for another rank, or for a device, are freed by their
+watchers. All leave the old world, with transfers that never end, and create a new one under new
+keys of the store. A rank that cannot leave within the timeout of collectives ends the job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace.comm.watcher import Watcher
 
 __all__ = ["Rerendezvous"]
 
-_NOTICE_S = 1.5  # what a rank meets first may be a broken connection: the cause is told this soon
+_NOTICE_S = 1.5  # a broken connection may be seen first: the request follows within this
 
 
 class Rerendezvous:
@@ -47,7 +47,7 @@ class Rerendezvous:
         self.connections = Connections(spared=store_port)
 
     def meet(self) -> None:
-        """Make the world and its default group. Collective."""
+        """Create the world and its default group. Collective."""
         with self.connections.opening():
             dist.init_process_group(
                 self._backend,
@@ -64,11 +64,12 @@ class Rerendezvous:
         self._watcher.free(self._number + 1, self._free)
 
     def ask(self) -> None:
-        """Ask all ranks to meet anew."""
+        """Request a new rendezvous of all ranks."""
         self._watcher.board.ask_again(self._number + 1)
 
     def asked(self) -> bool:
-        """Whether some rank asks, perhaps only in a moment."""
+        """Whether some rank requests a rendezvous, even if the request is only seen a moment
+        later."""
         deadline = time.monotonic() + _NOTICE_S
         while not (found := self._watcher.board.asked_again(self._number + 1)):
             if time.monotonic() > deadline:
@@ -76,16 +77,16 @@ class Rerendezvous:
             time.sleep(0.02)
         return found
 
-    def meet_anew(self, groups: Groups, let_go: Callable[[], object] = lambda: None) -> None:
-        """Leave the old world and make a new one, for ``groups`` too. Every rank must come.
-        ``let_go`` is called when nothing stands still any more, for none may still hold transfers
-        of the old world."""
+    def meet_anew(self, groups: Groups, drop_attempt: Callable[[], object] = lambda: None) -> None:
+        """Leave the old world and create a new one, for ``groups`` too. Collective.
+        ``drop_attempt`` is called when no rank waits any more; afterwards nothing may refer to
+        transfers of the old world."""
         self._watcher.enter("meeting anew", limit_s=self._timeout_s)
         self._watcher.keep()
         self.connections.cut()
         self.connections.settle()
         waiting.leave_behind()
-        let_go()
+        drop_attempt()
         groups.forget()
         dist.destroy_process_group()
         self._number += 1
@@ -94,5 +95,5 @@ class Rerendezvous:
         self._watcher.leave()
 
     def _free(self) -> None:
-        waiting.free()  # first: who comes out of a kernel that was aborted must see it
+        waiting.free()  # first: a thread that returns from an aborted kernel must see it
         self.connections.cut()

@@ -1,8 +1,8 @@
-"""What process groups are connected by, and how to cut it.
+"""The connections of process groups, and how to break them so that waiting ranks return.
 
 A rank that waits in gloo waits for its whole timeout when the one it waits for will never answer:
-aborting or destroying the group from another thread returns at once and unblocks nobody. What does
-is to shut down the connections themselves. So the connections that appear while a group is made
+aborting or destroying the group from another thread returns at once and unblocks no rank. Shutting
+down the connections themselves does. So the connections that appear while a group is made
 are remembered, and nothing else of the process (the store's, a tracker's) is ever cut. A rank may
 serve the store itself, and connections of others to it appear while a group is made: they are known
 by their port.
@@ -36,7 +36,7 @@ _PATIENCE_S = 4  # of the system with a machine that no longer answers
 
 
 class Abortable(Protocol):
-    """A process group, as far as it matters here."""
+    """The part of a process group that is used here."""
 
     def abort(self) -> None:
         """End all its operations, where its backend can (NCCL does, gloo does nothing)."""
@@ -67,7 +67,7 @@ class Connections:
         self._groups.append(weakref.ref(group))
 
     def cut(self) -> int:
-        """Shut all connections down: whoever waits for one, here or at its other end, gets an
+        """Shut all connections down: threads that wait for one, here or at its other end, get an
         error. Abort all groups. From any thread. Returns how many connections were open."""
         found = 0
         while self._groups:
@@ -87,7 +87,7 @@ class Connections:
         return found
 
     def settle(self) -> None:
-        """Wait until all that were cut have been aborted."""
+        """Wait until all groups that were cut have been aborted."""
         while self._aborting:
             self._aborting.pop().join()
 
@@ -116,8 +116,8 @@ def _sockets() -> dict[int, int]:
 
 
 def make_impatient(connection: socket.socket) -> None:
-    """Have the system break the connection when the machine at its other end has been silent for
-    four seconds, whether or not anything was sent. Its processes may be as slow as they like."""
+    """Set TCP options so that the system breaks the connection after four silent seconds of the
+    other machine, whether or not anything was sent. Its processes may be slow."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         for option, value in (
@@ -130,7 +130,7 @@ def make_impatient(connection: socket.socket) -> None:
 
 
 def hurry(port: int) -> None:
-    """Make this process's connections to ``port`` of whatever machine impatient."""
+    """Apply :func:`make_impatient` to this process's connections to ``port`` of any machine."""
     for number in _sockets().values():
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             remote = connection.family in (socket.AF_INET, socket.AF_INET6)

@@ -1,4 +1,4 @@
-"""The status board: what ranks tell each other through the store, besides their collectives.
+"""The status board: messages between ranks through the store, besides their collectives.
 
     beat/{rank}   the rank's latest heartbeat: its action and how long it has been in it
     raised        how many ranks raised an error of ours, and the lowest of them
@@ -49,14 +49,14 @@ class Beat:
 class Death:
     """A failure: ``rank`` and ``how`` make a sentence ("rank 1" "was killed by SIGKILL").
 
-    ``code`` is the exit code of the job; ``quiet`` when the user has been told all there is to
-    tell, so that the other ranks stop without a word.
+    ``code`` is the exit code of the job; ``already_told`` where the error was printed already, so
+    that the other ranks stop without a message.
     """
 
     rank: int
     how: str
     code: int = 1
-    quiet: bool = False
+    already_told: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.how}"
@@ -74,7 +74,7 @@ class StatusBoard:
         return cls(dist.PrefixStore(f"attempt{attempt}/board", store))
 
     def put(self, rank: int, beat: Beat) -> None:
-        """Publish a heartbeat."""
+        """Publish the latest heartbeat of ``rank``."""
         values = [beat.count, beat.action, beat.seconds, beat.left]
         self._store.set(f"beat/{rank}", json.dumps(values))
 
@@ -97,18 +97,18 @@ class StatusBoard:
         return ", ".join(f"rank {rank} {beat or 'not started'}" for rank, beat in enumerate(beats))
 
     def note_raised(self, rank: int) -> None:
-        """Note that a rank raised an error of ours."""
+        """Note that a rank raised an error of this library: lower ``lowest``, count ``raised``."""
         expected = ""
         while (lowest := int(self._store.compare_set("lowest", expected, str(rank)))) > rank:
             expected = str(lowest)
         self._store.add("raised", 1)
 
     def raised(self) -> int:
-        """How many ranks noted so."""
+        """Number of ranks that raised an error of this library."""
         return self._store.add("raised", 0)
 
     def lowest_raised(self) -> int:
-        """The lowest rank that noted so; at least one must have."""
+        """The lowest rank that raised an error of this library; at least one must have."""
         return int(self._store.get("lowest"))
 
     def done(self) -> int:
@@ -116,7 +116,7 @@ class StatusBoard:
         return self._store.add("done", 1)
 
     def finish(self) -> None:
-        """Say that every rank is finished."""
+        """Note that every rank is finished."""
         self._store.set("finished", "1")
 
     def finished(self) -> bool:
@@ -132,16 +132,16 @@ class StatusBoard:
         return self._store.add("left", 0)
 
     def ask_again(self, number: int) -> None:
-        """Ask all ranks to leave their groups and to meet anew, for the ``number``-th time."""
+        """Request the ``number``-th new rendezvous: all ranks leave their groups and meet."""
         self._store.set(f"again/{number}", "1")
 
     def asked_again(self, number: int) -> bool:
-        """Whether some rank asked so."""
+        """Whether some rank requested the ``number``-th new rendezvous."""
         return self._store.check([f"again/{number}"])
 
     def declare(self, death: Death) -> Death:
         """Declare a failure; returns the one that counts, which is the first."""
-        values = json.dumps([death.rank, death.how, death.code, death.quiet])
+        values = json.dumps([death.rank, death.how, death.code, death.already_told])
         return _death(self._store.compare_set("dead", "", values))
 
     def death(self) -> Death | None:
@@ -150,5 +150,5 @@ class StatusBoard:
 
 
 def _death(values: bytes) -> Death:
-    rank, how, code, quiet = json.loads(values)
-    return Death(rank=rank, how=how, code=code, quiet=quiet)
+    rank, how, code, already_told = json.loads(values)
+    return Death(rank=rank, how=how, code=code, already_told=already_told)

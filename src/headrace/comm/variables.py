@@ -1,4 +1,4 @@
-"""What a launcher such as torchrun tells each process in variables. No torch here."""
+"""Environment variables that a launcher such as torchrun sets for each process. No torch here."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def sees_own_gpus() -> bool:
 
 
 def speaks_here() -> bool:
-    """Whether what all ranks of this machine meet alike, before they have met, is this one's to
-    tell: the first one's of those that a launcher started."""
+    """Whether this process prints messages that all ranks of this machine would print alike before
+    they are connected: the first of the launched ranks does."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def variable(name: str) -> str:
-    """Its value. Raises LaunchError where it is missing."""
+    """The value of an environment variable. Raises LaunchError where it is missing."""
     value = os.environ.get(name)
     if not value:
         raise LaunchError(f"variable {name}", got="none", wanted="a value", hint=_WITH_TORCHRUN)
@@ -44,7 +44,8 @@ def variable(name: str) -> str:
 
 
 def number(name: str, default: int | None = None) -> int:
-    """Its value as a number. Raises LaunchError where it is none, or missing without a default."""
+    """An environment variable as a number. Raises LaunchError where it is none, or missing without
+    a default."""
     if default is not None and not os.environ.get(name):
         return default
     text = variable(name)

@@ -1,10 +1,10 @@
 """Waiting for transfers in a way that a rank can be freed from.
 
-gloo tells a broken connection to whoever waits for a message that has not begun. Of a message that
-is half-way it forgets him: he waits for the timeout of his group, and nothing wakes him (torch
-2.13). So where ranks may have to leave their groups they wait in slices, look between two of them
-whether they have been freed, and keep what they leave behind: to destroy a group with such a
-transfer is to wait for it.
+When a connection breaks, gloo raises in a thread that waits for a message that has not begun. If
+the message is partly received, it does not: the thread waits for the timeout of its group, and
+nothing wakes it (torch 2.13). So where ranks may have to leave their groups they wait in slices,
+check between two slices whether they have been freed, and keep references to unfinished transfers:
+destroying a group would wait for them.
 
 The host does not wait for a transfer of a device: the device does. The result of one that was
 aborted (:mod:`headrace.comm.sockets`) may hold anything, so the host asks by :func:`check` before
@@ -33,11 +33,11 @@ _CLOSING_S = 1.0  # after this a transfer of closed connections will not end
 
 
 class Freed(RuntimeError):
-    """Raised in a rank that waited when all were asked to leave their groups."""
+    """Raised in a waiting rank when all ranks are asked to leave their groups."""
 
 
 class Transfer:
-    """A collective or a message of ``x`` under way; :meth:`wait` for it at most once.
+    """A collective or message of ``x`` in flight; :meth:`wait` for it at most once.
 
     ``here`` where it is the waiting thread that drives the transfer (messages on gloo): a limited
     wait would break it, so another thread waits in its place.

@@ -1,4 +1,4 @@
-"""The watcher: a thread per rank that says where the rank is and stops it when another has died.
+"""The watcher: a thread per rank that publishes its action and stops it when another rank died.
 
 Neither gloo nor NCCL tells who died, and gloo's sends and receives may wait for their whole
 timeout when a peer is killed in the middle of a transfer; nothing but the end of the process
@@ -37,20 +37,20 @@ _CONNECT_S = 30.0
 
 
 class Lifeline:
-    """This rank's end of two connections: the rank after connects to ``port``, and this one
+    """The liveness connections of this rank: the next rank connects to its ``port``, and it
     connects to the rank before."""
 
     def __init__(self) -> None:
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
-        # Nobody accepts: the system does, and breaks what waits here when this process ends.
-        self._door = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
+        # Never accepted by us: the system does, and breaks the connections when this process ends.
+        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
         self._before: socket.socket | None = None
 
     @property
     def port(self) -> int:
-        """Where the rank after this one connects."""
-        return int(self._door.getsockname()[1])
+        """The port to which the next rank connects."""
+        return int(self._listener.getsockname()[1])
 
     def hold(self, before: tuple[str, int]) -> None:
         """Connect to the rank before. Raises LaunchError when it cannot be reached."""
@@ -68,11 +68,11 @@ class Lifeline:
 
     @property
     def sockets(self) -> tuple[socket.socket, ...]:
-        """What becomes readable when the rank before is gone."""
+        """The sockets that become readable when the rank before is gone."""
         return () if self._before is None else (self._before,)
 
     def what_broke(self) -> str:
-        """What became of the rank before, after "rank N"; empty while it is there."""
+        """How the rank before ended, as a phrase after "rank N"; empty while it runs."""
         if self._before is None:
             return ""
         try:
@@ -89,8 +89,8 @@ class Lifeline:
         return why
 
     def close(self) -> None:
-        """Let go of both."""
-        for held in (self._door, *self.sockets):
+        """Close the listening socket and the connection to the rank before."""
+        for held in (self._listener, *self.sockets):
             held.close()
 
 
@@ -114,27 +114,27 @@ class AwakeClock:
         self._thread = threading.Thread(target=self._run, name="clock", daemon=True)
 
     def start(self) -> None:
-        """Begin to tick."""
+        """Start the thread that ticks."""
         self._tick = (0.0, time.monotonic())
         self.answered()
         self._thread.start()
 
     def seconds(self) -> float:
-        """Seconds awake, from some beginning."""
+        """Seconds that this process was awake, from an arbitrary zero."""
         now_s = time.monotonic()
         return now_s - self._asleep(now_s)
 
     def answered(self) -> None:
-        """What is waited for has come; it is waited for anew."""
+        """Note that the awaited answer has come; the wait for the next one starts."""
         self._answered_s = self.seconds()
 
     @property
     def waited_s(self) -> float:
-        """Seconds since it last came."""
+        """Seconds awake since the last answer."""
         return self.seconds() - self._answered_s
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and wait for it."""
         self._ended.set()
         self._thread.join()
 
@@ -146,6 +146,7 @@ class AwakeClock:
                 self._too_long(self.waited_s)
 
     def _asleep(self, now_s: float) -> float:
+        """Seconds asleep up to ``now_s``: a tick that is much too late counts as sleep."""
         asleep_s, last_s = self._tick
         late_s = now_s - last_s - self._tick_s
         return asleep_s + (late_s if late_s > _ASLEEP_S else 0.0)
@@ -154,8 +155,8 @@ class AwakeClock:
 STOPPED = 75
 """Exit code of a rank that stops because another failed (``EX_TEMPFAIL``: try again)."""
 
-_NOTICE_S = 0.5  # for those who know more about a rank that is gone
-_CUT_OFF_S = 1.0  # a store that is gone breaks at once; one that is only out of reach, after this
+_NOTICE_S = 0.5  # for a rank or launcher that knows the cause to report it
+_CUT_OFF_S = 1.0  # connections to a dead store break at once, to an unreachable one after this
 
 
 class Watcher:
@@ -185,7 +186,7 @@ class Watcher:
         self._action: tuple[str, float, float | None] = ("", self._clock.seconds(), None)
         self._before: tuple[Beat, float] | None = None
         self._ending = False
-        self._obeyed: dict[signal.Signals, Any] = {}  # and the handlers before
+        self._obeyed: dict[signal.Signals, Any] = {}  # signals to obey, and their former handlers
         self._again: tuple[int, Callable[[], object]] | None = None
         self._again_lock = threading.Lock()
         self._wake, self._waker = os.pipe()
@@ -206,13 +207,13 @@ class Watcher:
         self._action = (action, self._clock.seconds(), limit_s)
 
     def free(self, number: int, cut: Callable[[], object]) -> None:
-        """From now on ``cut`` what the rank may be waiting for, as soon as some rank asks for the
-        ``number``-th meeting anew."""
+        """From now on call ``cut`` as soon as some rank requests the ``number``-th new rendezvous:
+        it breaks the connections in which this rank may wait."""
         with self._again_lock:
             self._again = (number, cut)
 
     def keep(self) -> None:
-        """Cut nothing any more; what was about to be cut has been when this returns."""
+        """Stop cutting connections; a cut that had begun is over when this returns."""
         with self._again_lock:
             self._again = None
 
@@ -229,17 +230,17 @@ class Watcher:
         for number in signals:
             self._obeyed[number] = signal.signal(number, lambda *_: None)
 
-    def fail(self, text: str, *, code: int = 1, quiet: bool = False) -> Death:
+    def fail(self, text: str, *, code: int = 1, already_told: bool = False) -> Death:
         """This rank fails: ``text`` says how, after "rank N". Returns the failure that counts.
 
         The caller then ends the process; the thread beats on until it does, and stops nothing.
         """
         self._ending = True
         text = f"{' '.join(text.split())} ({self._beat().where})"
-        mine = Death(rank=self._rank, how=text, code=code, quiet=quiet)
+        mine = Death(rank=self._rank, how=text, code=code, already_told=already_told)
         try:
             return self.board.declare(mine)
-        except RuntimeError:  # the store is gone: nobody is left to tell
+        except RuntimeError:  # the store is gone: no rank can be notified
             return mine
 
     def refuse(self, text: str, *, code: int = 2, wait_s: float = 0.3) -> None:
@@ -255,7 +256,7 @@ class Watcher:
             everyone = self.board.raised() == self._ranks
         except RuntimeError:
             everyone = False
-        if self.fail(f"refused: {text}", code=code, quiet=True).rank == self._rank:
+        if self.fail(f"refused: {text}", code=code, already_told=True).rank == self._rank:
             say(text if everyone else f"rank {self._rank}: {text}")
 
     def part(self) -> None:
@@ -278,7 +279,7 @@ class Watcher:
         self._thread.join()
         with suppress(RuntimeError):
             left = self.board.leave()  # after the thread's last beat
-            if self._rank == 0 and left < self._ranks:  # it may be rank 0's: it goes last
+            if self._rank == 0 and left < self._ranks:  # it may host the store: it leaves last
                 _poll(lambda: self.board.left() == self._ranks, limit_s=2.0)
         self._clock.close()
         if self._lifeline is not None:
@@ -338,12 +339,13 @@ class Watcher:
         self._check_limit()
 
     def _obey_death(self, death: Death, *, code: int = STOPPED) -> None:
-        if death.quiet:
+        """End this process because of a failure, with a line about it unless it was printed."""
+        if death.already_told:
             end(code)
         self._stop(str(death), code=code)
 
     def _check_lifeline(self) -> None:
-        """Is the process of the rank before this one still there?"""
+        """End the job if the process of the rank before this one is gone."""
         how = "" if self._lifeline is None else self._lifeline.what_broke()
         if not how:
             return
@@ -355,10 +357,10 @@ class Watcher:
         self._obey_death(self.board.declare(Death(rank=before, how=how, code=STOPPED)))
 
     def _check_before(self) -> None:
-        """Has the rank before this one beaten since the last round?"""
+        """Declare the rank before this one dead if it has not beaten for too long."""
         before = (self._rank - 1) % self._ranks
         beat = self.board.last(before) if before != self._rank else None
-        if beat is None:  # it may not have started: the launcher sees to that
+        if beat is None:  # it may not have started: the launcher watches that
             return
         if self._before is None or self._before[0].count != beat.count:
             self._before = (beat, self._clock.seconds())
@@ -380,15 +382,16 @@ class Watcher:
         self._obey_death(counts)
 
     def _stop(self, why: str, *, code: int = STOPPED) -> None:
+        """Print why and where this rank stops, and end the process with ``code``."""
         line = f"rank {self._rank} stops: {why}; this rank was {self._beat()}"
-        if code != STOPPED and self._before is not None:  # the one killed cannot speak for itself
+        if code != STOPPED and self._before is not None:  # the killed rank cannot report it itself
             line += f"; rank {(self._rank - 1) % self._ranks} last heard of {self._before[0].where}"
         say(line)
         end(code)
 
 
 def _poll(holds: Callable[[], bool], limit_s: float = float("inf")) -> None:
-    """Wait until ``holds()``, asking ever less often, for at most ``limit_s``."""
+    """Wait until ``holds()`` is true, polling at growing intervals, for at most ``limit_s``."""
     deadline, pause_s = time.monotonic() + limit_s, 0.002
     while not holds() and time.monotonic() < deadline:
         time.sleep(pause_s)

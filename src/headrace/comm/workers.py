@@ -5,8 +5,8 @@ whatever the number of producers, and whichever of them dies. A producer is a pr
 that imports the planning side only; one that dies is replaced, and what it had to plan is planned
 again. One that is waited for and gives no sign of life is killed: it may be frozen, or swapped out.
 
-Whatever else is to be made of a batch is made once its plan is sent and no other batch waits. It is
-lost with the process that was to make it, and left out for batches that are trained by then.
+A second function of each batch (``after``) runs once its plan is sent and no other batch waits. Its
+result is lost with the process that computes it, and skipped for batches that are trained by then.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ __all__ = [
 
 
 class Answer(NamedTuple):
-    """What a producer says of the item ``number``: ``data`` is what was made of it, or the error
-    where it ``failed``, pickled. ``after`` tells what is made after a plan from the plan."""
+    """The answer of a producer for the item ``number``: ``data`` is the pickled result, or the
+    error where it ``failed``. ``after`` distinguishes results of the second function from plans."""
 
     number: int
     data: bytes
@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 
 
 ALIVE = Answer(-1, b"")
-"""A sign of life."""
+"""The answer that only shows that a producer is alive."""
 
 _NUMBER = Struct("q")
 _POLL_S = 1.0  # between two looks whether the parent is still there
@@ -72,7 +72,7 @@ def command(fd: int, note: int) -> list[str]:
 
 
 def noted(note: int) -> int:
-    """The number of the item that a producer began last, -1 for none."""
+    """The number of the item that a producer began last; -1 for none."""
     data = os.pread(note, _NUMBER.size, 0)
     return int(_NUMBER.unpack(data)[0]) if len(data) == _NUMBER.size else -1
 
@@ -81,13 +81,14 @@ _Work = tuple[bool, int, bytes]
 """(whether the item is planned already, its number, the pickled item): plans come first."""
 
 _Said = tuple[Answer, bytes | None]
-"""(what is said, the pickled item whose plan it is)"""
+"""(an answer, the pickled item of the answered plan)"""
 
 
 def serve(fd: int, note: int, parent: int) -> None:
-    """Plan what comes over ``fd``: first the pickled functions, which plan and what is made after
-    it, and how many items are in work at most; then (number, pickled item)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all of us
+    """The loop of a producer: plan the items that arrive over ``fd``. First come the pickled
+    functions (planning, and the second one) and the most items in work; then (number, pickled
+    item)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all ranks
     connection = Connection(fd)
     plan, after, depth = _received_functions(connection)
     work: PriorityQueue[_Work] = PriorityQueue()
@@ -108,7 +109,8 @@ def serve(fd: int, note: int, parent: int) -> None:
 def _received_functions(
     connection: Connection,
 ) -> tuple[Callable[[Any], Any], Callable[[Any], Any] | None, int]:
-    """What was sent first; in the place of functions that cannot be had one that raises why."""
+    """The functions that were sent first; one that cannot be unpickled is replaced by one that
+    raises the reason."""
     try:
         data = connection.recv_bytes()
     except (EOFError, OSError):
@@ -193,7 +195,7 @@ class Producer:
                 ours.close()
                 self.note.close()
                 raise LaunchError("producer of plans", got=error.strerror, wanted="a process")
-        with suppress(OSError):  # dead already: noticed when its answer is waited for
+        with suppress(OSError):  # dead already: noticed while waiting for its answer
             self.connection.send_bytes(functions)
 
     def end(self) -> None:
@@ -211,7 +213,7 @@ class Producer:
         self.heard_s = time.monotonic()
 
     def stop(self, why: str) -> None:
-        """Kill the process, which may be frozen, because of ``why``."""
+        """Kill the process, which may be frozen; ``why`` is reported later."""
         self._silent = why
         self.process.kill()
 
@@ -235,8 +237,8 @@ Item = TypeVar("Item")
 Plan = TypeVar("Plan")
 After = TypeVar("After")
 
-_MOST_DEATHS = 3  # over one batch: then it is the batch
-_LOOK_S = 1.0  # between two looks who has been silent
+_MOST_DEATHS = 3  # producers that die on one batch: then the batch is at fault
+_LOOK_S = 1.0  # between two checks for silent producers
 
 
 class PlanAhead(Generic[Item, Plan, After]):
@@ -269,8 +271,8 @@ class PlanAhead(Generic[Item, Plan, After]):
         self._items: Iterator[Item] | None = iter(items)
         self._depth, self._tell, self._silent_s = depth, tell, silent_s
         self._turn, self._read = 0, 0
-        self._data: dict[int, bytes] = {}  # of items that are not answered
-        self._waiting: deque[int] = deque()  # of them, those that no producer has
+        self._data: dict[int, bytes] = {}  # pickled items by number, until answered
+        self._waiting: deque[int] = deque()  # numbers of items that no producer has
         self._answers: dict[int, tuple[bool, Any]] = {}
         self._afters: dict[int, tuple[bool, Any]] = {}
         self._deaths: dict[int, int] = {}
@@ -302,8 +304,8 @@ class PlanAhead(Generic[Item, Plan, After]):
         return value
 
     def made_after(self) -> After | None:
-        """What was made of the item whose plan was taken last; None where it is not there yet.
-        Raises the error of what could not be made."""
+        """The second function's result for the item whose plan was taken last; None where it is not
+        there yet. Raises the error of that function."""
         self._receive(0)
         failed, value = self._afters.pop(self._turn - 1, (False, None))
         if failed:
@@ -331,7 +333,7 @@ class PlanAhead(Generic[Item, Plan, After]):
         self._finalizer()
 
     def _hand_out(self) -> None:
-        """Read items as far as the depth goes, and give them to whoever has the fewest."""
+        """Read items up to the depth, and give each to the producer with the fewest."""
         while self._items is not None and self._read < self._turn + self._depth:
             try:
                 self._data[self._read] = _pickled(f"batch {self._read}", next(self._items))
@@ -350,7 +352,7 @@ class PlanAhead(Generic[Item, Plan, After]):
             number = self._waiting.popleft()
             producer = min(self._team, key=lambda some: len(some.numbers))
             producer.numbers.append(number)
-            with suppress(OSError):  # dead: noticed when its answer is waited for
+            with suppress(OSError):  # dead: noticed while waiting for its answer
                 producer.connection.send((number, self._data[number]))
 
     def _receive(self, limit_s: float) -> None:
@@ -375,14 +377,14 @@ class PlanAhead(Generic[Item, Plan, After]):
                 self._replace(producer)
 
     def _stop_silent(self, since_s: float) -> None:
-        """Kill producers that have said nothing for too long, of the time since ``since_s``: before
-        nobody listened."""
+        """Kill producers that have been silent for too long, counted from ``since_s`` at the
+        earliest: before, nothing was received."""
         for producer in [some for some in self._team if some.numbers]:
             if time.monotonic() - max(since_s, producer.heard_s) > self._silent_s:
                 producer.stop(f"gave no sign of life for {self._silent_s:g} s")
 
     def _replace(self, producer: Producer) -> None:
-        """Put what a dead producer had back; the next to hand out starts another."""
+        """Take the items of a dead producer back; the next hand-out starts another process."""
         last, how = producer.buried()
         lost = list(producer.numbers)
         self._team.remove(producer)

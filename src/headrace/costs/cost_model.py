@@ -686,8 +686,8 @@ def segment_rows(
 def message_s(costs: CostModel, rows: int) -> float:
     """Seconds of a message of ``rows`` rows to a neighbouring stage.
 
-    Between ranks what the pull of a step moves in its seconds: (N - 1) / N of all weights to each
-    rank; 0 where costs know of no exchange.
+    The bandwidth is that of the measured pull, which moves (N - 1) / N of all weights to each
+    rank; 0 seconds where costs have no measured pull.
     """
     n, shape = costs.cluster.devices, costs.shape
     elements = shape.elements * (n - 1) / n

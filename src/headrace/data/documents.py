@@ -39,7 +39,7 @@ class Skips:
             self.more += 1
 
     def all(self) -> tuple[Skipped, ...]:
-        """Everything left out, the uncounted tail as one."""
+        """Everything left out; items beyond ``listed`` are one entry with their number."""
         tail = Skipped(path="and more", reason=f"{self.more:,} others", count=self.more)
         return (*self.items, *((tail,) if self.more else ()))
 

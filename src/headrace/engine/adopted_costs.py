@@ -57,7 +57,8 @@ class LoopSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelCosts:
-    """A model's probes, and what was measured with them, unless costs were given."""
+    """The probes of a model and its costs, with the profile that was measured unless costs were
+    given."""
 
     probes: ModelProbes
     profile: Profile | None
@@ -102,8 +103,8 @@ def _measured(setup: LoopSetup, sample: Item) -> ModelCosts:
 
 
 def _extrapolated(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> str:
-    """How well two layers stand for the model: a whole forward and backward beside what they
-    predict, of a pack that fits for sure. Collective."""
+    """Compare the prediction from two layers with a forward and backward of the whole model, for a
+    pack that fits for sure; returns a sentence. Collective."""
     p = costs.group_sizes[0]
     plain = LayerPlan.uniform(
         LayerOption.of(SINGLE_RANK if p == 1 else setup.model.exchanges[0]), costs.shape.layers
@@ -139,8 +140,7 @@ def _given(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> CostModel
 
 
 def _probes(setup: LoopSetup, sample: Item) -> ModelProbes:
-    """What the model can be measured by: its layers, if it shows them, and what they compute again,
-    if it can be told."""
+    """The probes of a model: by layers where they can be found, with their recompute levels."""
     model, inner = setup.model, setup.held.inner
     probes = ModelProbes(
         model=model,
@@ -197,7 +197,7 @@ def _largest(setup: LoopSetup, value: int) -> int:
 
 
 def _fingerprint(setup: LoopSetup, probes: ModelProbes) -> str:
-    """Everything that changes what is measured. Collective: machines may differ."""
+    """A hash of everything that changes the measurement. Collective: machines may differ."""
     machine, inner = machine_facts(setup.device), setup.held.inner
     digest = hashlib.sha256()
     for name, parameter in inner.named_parameters():

@@ -1,4 +1,4 @@
-"""One rank's part of ``headrace train`` on a model that nobody here wrote.
+"""One rank's part of ``headrace train`` on a model that is not native.
 
 The model is that of a folder of any type of transformers that ``hr.compile`` takes, or one that a
 factory makes. The run is a training loop over :func:`headrace.attach`, so planner, recovery,
@@ -44,7 +44,7 @@ from headrace.units import bytes_text, count_text
 __all__ = ["Factory", "run_loop", "train_adopted", "user_optimizer"]
 
 Factory = Callable[[], torch.nn.Module]
-"""Makes a model, the same on every rank."""
+"""A function that makes the model, the same on every rank."""
 
 _NATIVE_ONLY = ("strategies", "rotate", "methods", "candidates", "smoothing")
 """Keys of the planner that only native models know."""
@@ -192,12 +192,12 @@ class CorpusOrder:
 
     @property
     def total(self) -> int:
-        """Tokens of all samples."""
+        """Sum of the tokens of all samples."""
         return int(self._corpus.lengths.sum())
 
     @property
     def fingerprint(self) -> str:
-        """That of the corpus."""
+        """The fingerprint of the corpus."""
         return self._corpus.fingerprint
 
     def next_batch(self) -> LoopBatch:
@@ -220,7 +220,7 @@ class CorpusOrder:
             yield sampler.next_batch().lengths
 
     def first(self) -> Item:
-        """The longest sample."""
+        """The longest sample of the corpus."""
         ids = self._corpus.tokens(int(self._corpus.lengths.argmax()), 0, self.longest)
         return self._read(ids, "the longest document")
 
@@ -233,7 +233,7 @@ class CorpusOrder:
         }
 
     def state(self) -> dict[str, Any]:
-        """Where the order stands."""
+        """The position in the order of the corpus, as JSON."""
         return self._sampler.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -246,7 +246,7 @@ class CorpusOrder:
 
 
 def _require_known(config: Config) -> None:
-    """Raise ConfigError for what only native models do."""
+    """Raise ConfigError for options that only native models have."""
     given = config.planner.model_fields_set & set(_NATIVE_ONLY)
     if given:
         raise ConfigError(
@@ -380,7 +380,7 @@ def _attached(
 
 
 def _logits(outputs: Any) -> torch.Tensor:
-    """The logits among a model's outputs."""
+    """The logits in the outputs of a model."""
     found = getattr(outputs, "logits", None)
     if found is None:
         found = outputs[0] if isinstance(outputs, tuple) else outputs
@@ -396,7 +396,7 @@ def _announce(
     listener: Listener,
     folder: Path,
 ) -> None:
-    """Say what is trained, on what, and where."""
+    """Report the model, the corpus and the folder of the run."""
     parameters = sum(p.numel() for p in model.parameters())
     memory = config.devices.memory_bytes
     listener.tell(str(summarise(corpus)))

@@ -1,4 +1,4 @@
-"""What all ranks agree on when a run begins: the memory of a rank, a profile, a checkpoint."""
+"""Agreement of all ranks at the start of a run: memory of a rank, profile, checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headrace.spec.profile import Profile
 __all__ = ["agreed_cluster", "agreed_profile", "newest_whole", "read_profile"]
 
 _SHARE = 0.8
-"""The part of the free memory that a rank uses unless told."""
+"""The fraction of the free memory that a rank uses by default."""
 
 Found = TypeVar("Found")
 
@@ -127,7 +127,7 @@ def newest_whole(
 
 
 def _loaded(path: Path, load: Callable[[Path], Found]) -> tuple[Found | None, str]:
-    """What a checkpoint holds, or what is wrong with it on this rank."""
+    """(loaded checkpoint, "") or (None, the error on this rank)."""
     try:
         return load(path), ""
     except DamagedCheckpoint as error:
@@ -138,7 +138,7 @@ def _loaded(path: Path, load: Callable[[Path], Found]) -> tuple[Found | None, st
 
 def read_profile(path: Path, fingerprint: str, tell: Callable[[str], object]) -> Profile | None:
     """The profile in a file; None where there is none, or one of another set-up. A damaged file is
-    told and counts as none."""
+    reported and counts as none."""
     try:
         profile = Profile.from_json(unsealed(path.read_text()))
     except FileNotFoundError:

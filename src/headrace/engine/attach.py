@@ -1,4 +1,4 @@
-"""Anyone's training loop, driven by plans (Data-Centric Parallel).
+"""A user's training loop, driven by plans (Data-Centric Parallel).
 
     run = headrace.attach(model, optimizer, dataset, batch_tokens="64Ki", scheduler=scheduler)
     for step in run:
@@ -61,7 +61,7 @@ from headrace.units import parse_bytes, parse_count
 __all__ = ["Attached", "attach", "begin"]
 
 _DRAWN = 8
-"""Steps of which the rows of all ranks are recorded, where it is known how many there are."""
+"""Number of steps whose timelines of all ranks are recorded, where the total is known."""
 
 LoopStep: TypeAlias = RunningStep[LoopBatch, LoopMicroBatch]
 
@@ -458,7 +458,7 @@ class Attached:
         return None if self._record is None else self._record.run.report(out)
 
     def detach(self) -> None:
-        """Give the model back, without what was put in its place, and close what is open."""
+        """Restore the user's model and close all files."""
         self._restore()
         self._runner.detach()
         if self._writer is not None and self._writer.busy:
@@ -512,14 +512,14 @@ class Attached:
         )
 
     def _finished(self, step: LoopStep) -> None:
-        """Stand after a step that is done: it may be saved before the loop asks for the next."""
+        """Note that a step is done: it may be saved before the loop asks for the next."""
         self.number, self._open = step.number + 1, None
         self._state = dict(step.batch.state_after)
         if self._writer is not None:
             self._writer.look(self._checkpoints().gather)
 
     def _planner_of(self, costs: CostModel) -> RunPlanner:
-        """The planner of this run with such costs."""
+        """A planner for this run with these costs."""
         setup = self._setup
         return RunPlanner(
             costs=costs,
@@ -533,14 +533,14 @@ class Attached:
         )
 
     def _plan_as(self, state: Mapping[str, Any]) -> None:
-        """Plan with the costs and the corrections of a checkpoint."""
+        """Plan with the costs and the calibration of a checkpoint."""
         costs = CostModel.from_json(state["costs"]).replace(cluster=self.found.costs.cluster)
         self._planner.close()
         self.engine.planner = self._planner = self._planner_of(costs)
         self._planner.restore(state)
 
     def _plan_ahead(self) -> None:
-        """Have coming batches planned by a process beside, where it is known which they are."""
+        """Have coming batches planned by another process, where their lengths are known."""
         depth = self._setup.options.ahead
         left = None if self._steps is None else self._steps - self.number
         coming = self._order.coming(self._epochs if left is None else None) if depth else None
@@ -572,7 +572,7 @@ class Attached:
             return None
         try:
             read()
-        except Exception as error:  # told to all ranks, which would wait for this one
+        except Exception as error:  # raised on all ranks, which wait for this one
             return error
         return None
 

@@ -22,7 +22,7 @@ __all__ = ["LengthSource", "MeasureOptions", "SampleOptions", "SpreadOptions", "
 
 LengthSource = Sequence[int] | NDArray[np.int64] | str | Callable[[Any], int] | None
 """Lengths in tokens: a number for each item, the name of a column, a function of an item, or
-nothing, where every item is read once to count its tokens."""
+None: every item is read once to count its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,7 +71,7 @@ class SpreadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureOptions:
-    """What the model costs on these ranks.
+    """How the costs of a model on these ranks are measured.
 
     Attributes:
         memory: What a rank may use (``"8GiB"``); 80 % of what is free where it is None.

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which there are, whether they are whole, their weights for others."""
+"""The checkpoints of a run: list them, verify them, export their weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SavedState:
         return CostModel.from_json(self.planner["costs"])
 
     def to_json(self) -> dict[str, Any]:
-        """The ``extra`` of a checkpoint."""
+        """The state as JSON, stored as the ``extra`` of a checkpoint."""
         return {
             "step": self.step,
             "updates": self.updates,
@@ -110,11 +110,11 @@ _MALFORMED = (
     IndexError,
     ArithmeticError,
 )
-"""What parsers of JSON that was tampered with raise."""
+"""Errors that parsing malformed JSON raises."""
 
 
 _OF_NO_STEP = (("run", "out"), ("run", "name"), ("planner", "compare"))
-"""Keys that no step depends on."""
+"""Configuration keys, as (section, key), that have no influence on steps."""
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -166,7 +166,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Steps that were done."""
+        """Optimizer steps that were done before this checkpoint."""
         return SavedState.read(self.path).step
 
     def verify(self) -> int:
@@ -177,7 +177,8 @@ class Checkpoint:
         return len(checkpoint.names(self.path))
 
     def _weights(self) -> tuple[Architecture, list[str]]:
-        """The model and the names of its weights, which are all there."""
+        """The architecture and the names of its weights. Raises CheckpointError unless all are
+        there."""
         architecture, held = SavedState.read(self.path).architecture, checkpoint.names(self.path)
         for weight in weight_table(architecture):
             found = held.get(weight.name, (None, None))[0]

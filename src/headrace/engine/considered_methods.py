@@ -88,7 +88,8 @@ def _listed(texts: tuple[str, ...]) -> _Names:
 
 
 def _broken(names: _Names, a: Architecture, p: int, *, fixed: bool) -> list[str]:
-    """The rules that keep a group of ``p`` from running a branch of what is named."""
+    """The rules that keep a group of ``p`` ranks from running some branch with the methods in
+    ``names``."""
     rules: list[str] = []
     for part, some in names.items():
         found = [rule for name in sorted(some) if (rule := facts_of(name).rule(part, a, p))]

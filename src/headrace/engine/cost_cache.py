@@ -39,7 +39,7 @@ def profile_path(config: Config, fingerprint: str) -> Path:
 
 
 def calibration_path(config: Config, fingerprint: str) -> Path:
-    """What runs like this one learnt about the costs of a fingerprint, beside its cached profile.
+    """The file with the calibration that runs like this one made for the costs of a fingerprint.
 
     Peaks depend on what fills the memory, so a run of another planner, optimizer, budget or memory
     learns for itself.
@@ -73,7 +73,7 @@ def newest_costs(config: Config, architecture: Architecture, ranks: int) -> Cost
 
 
 def _learnt_margin(config: Config, costs: CostModel) -> float:
-    """What runs of this configuration learnt to leave free, else what a first one begins with."""
+    """The memory margin that runs of this configuration learned, else the initial one."""
     prior = memory_margin_of(costs.cluster.device)
     path = calibration_path(config, costs.fingerprint)
     try:
@@ -122,6 +122,7 @@ def _folder(config: Config) -> Path:
 
 
 def _latest(config: Config, shape: ModelShape, ranks: int) -> Path:
+    """The file with the costs last used for a model of this shape on so many ranks."""
     model = json.dumps(shape.to_json(), sort_keys=True)
     digest = hashlib.sha256(f"{model} {ranks}".encode()).hexdigest()[:16]
     return _folder(config) / f"latest-{digest}.json"

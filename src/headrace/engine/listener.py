@@ -1,4 +1,4 @@
-"""What a run says, and who hears it; no torch here."""
+"""Messages of a run (lines, progress, steps), and their listeners; no torch here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class ProgressLines:
 
 
 class Listener:
-    """Hears what the first rank of a run says: lines go to ``tell``, finished steps to ``on_step``.
+    """Receives the messages of the first rank: text goes to ``tell``, finished steps to
+    ``on_step``.
 
     Other front ends override its methods.
     """
@@ -67,15 +68,15 @@ class Listener:
         self._progress = ProgressLines(tell)
 
     def tell(self, text: str) -> None:
-        """A line that is no step."""
+        """Print a line of text."""
         self._tell(text)
 
     def progress(self, what: str, done: int, of: int) -> None:
-        """``done`` of ``of`` parts of a preparation are done."""
+        """Report that ``done`` of ``of`` parts of a preparation, named ``what``, are done."""
         self._progress(what, done, of)
 
     def begin(self, first: int, steps: int) -> None:
-        """The steps ``first`` to ``steps - 1`` begin."""
+        """The steps ``first`` to ``steps - 1`` are about to start."""
 
     def step(self, step: Step, notices: Sequence[str]) -> None:
         """A step is finished; ``notices`` are sentences that a user should read."""
@@ -85,4 +86,4 @@ class Listener:
             self.tell(notice)
 
     def end(self) -> None:
-        """No step follows."""
+        """The run has ended: no step follows."""

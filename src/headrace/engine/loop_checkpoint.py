@@ -1,7 +1,7 @@
 """Checkpoints of a loop: the user's model and optimizer in rows, and everything small as JSON.
 
 Replicated weights are written by all ranks together, each its share of the rows;
-what FSDP2 shards is written as it lies. Any number of ranks loads what any other has saved.
+each shard of FSDP2 is written by its rank. Any number of ranks loads what any other has saved.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LoopCheckpoints:
         return step_folder(root, step)
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """What all ranks say."""
+        """The ``payload`` of every rank, by rank. Collective."""
         return gather_bytes(payload, self.groups.world)
 
     def load(self, root: Path, tell: Callable[[str], object]) -> dict[str, Any] | None:
@@ -86,7 +86,7 @@ class LoopCheckpoints:
         return None if newest is None else newest[1]
 
     def _loaded(self, path: Path) -> dict[str, Any]:
-        """What a checkpoint says besides tensors, which are loaded."""
+        """Load the tensors of a checkpoint; returns its other values."""
         self._require(path, checkpoint.facts(path))
         names = checkpoint.names(path)
         wanted = [
@@ -123,7 +123,8 @@ class LoopCheckpoints:
         return name in names and tuple(names[name][0]) == (self.groups.ranks, len(x))
 
     def _require(self, path: Path, extra: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for one that is not of a loop, or of another optimizer."""
+        """Raise CheckpointError for a checkpoint of another kind of run, or of another
+        optimizer."""
         if extra.get("loop") != _FORMAT:
             raise CheckpointError(
                 f"checkpoint {path}", got="not one of a loop", wanted="one that run.save() wrote"
@@ -140,7 +141,7 @@ class LoopCheckpoints:
         return type(self.optimizer).__name__
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers that are saved; those that are one are there once."""
+        """Parameters and buffers to save, by name; a shared tensor is there once."""
         seen, found = set[int](), dict[str, torch.Tensor]()
         for name, x in self.model.state_dict(keep_vars=True).items():
             if torch.is_tensor(x) and id(x) not in seen:
@@ -163,7 +164,7 @@ class LoopCheckpoints:
                 yield self._names[id(parameter)], key, value
 
     def _plain(self) -> dict[str, dict[str, Any]]:
-        """What is no tensor in the optimizer's state."""
+        """The values of the optimizer's state that are no tensors, by parameter and key."""
         found: dict[str, dict[str, Any]] = {}
         for name, key, value in self._entries():
             if not torch.is_tensor(value):
@@ -178,7 +179,7 @@ class LoopCheckpoints:
         ]
 
     def _new_state(self, names: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Tensors for the optimizer's state as a checkpoint has it, to be filled."""
+        """Empty tensors in the form of the optimizer state of a checkpoint, to be loaded into."""
         parameters = dict(self.model.named_parameters())
         found: dict[str, torch.Tensor] = {}
         for name, (_, dtype) in names.items():
@@ -199,7 +200,7 @@ class LoopCheckpoints:
         return key, parameter
 
     def _take(self, saved: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> None:
-        """Have the optimizer go on with a state."""
+        """Give the optimizer a loaded state."""
         parameters = dict(self.model.named_parameters())
         self.optimizer.state.clear()
         for name, value in state.items():
@@ -216,8 +217,8 @@ class LoopCheckpoints:
                     group[key] = tuple(value) if isinstance(own, tuple) else value
 
     def _parts(self, name: str, x: torch.Tensor, *, whole: bool) -> Iterator[StoredShard]:
-        """This rank's rows of a tensor; ``whole``: those that it works with, not its share of
-        writing."""
+        """This rank's rows of a tensor: all that it works with if ``whole``, else those it has to
+        write."""
         shape = tuple(x.shape) or (1,)
         if isinstance(x, DTensor):
             yield from self._sharded(name, x)
@@ -232,6 +233,7 @@ class LoopCheckpoints:
             yield StoredShard(name=name, first_row=start, tensor=part, shape=shape)
 
     def _sharded(self, name: str, x: DTensor) -> Iterator[StoredShard]:
+        """This rank's rows of a tensor that FSDP2 shards; none where it has no rows."""
         if len(x.placements) != 1 or not x.placements[0].is_shard(0):
             raise CheckpointError(
                 f"checkpoint of {name}",

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _PROBED = 2
-"""Layers that are run."""
+"""Layers that a probe runs."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -63,13 +63,14 @@ class ModelProbes:
     def whole(
         self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: str
     ) -> Probe:
-        """The model for a pack of documents on ``ranks``, without its layers where it has some."""
+        """A probe of the model for a pack of documents on ``ranks``: without its layers where these
+        are known."""
         return _WholeProbe(probes=self, shard=self.shard(groups, ranks, lengths, exchange))
 
     def complete(
         self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: str
     ) -> Probe:
-        """The model with all its layers."""
+        """A probe of the model with all its layers."""
         shard = self.shard(groups, ranks, lengths, exchange)
         return _WholeProbe(probes=self, shard=shard, complete=True)
 
@@ -81,7 +82,7 @@ class ModelProbes:
         exchange: str,
         level: Recompute,
     ) -> Probe:
-        """Two of the layers, for a pack of documents on ``ranks``."""
+        """A probe of two layers, for a pack of documents on ``ranks``."""
         layers = self.layers
         if layers is None:
             return self.whole(groups, ranks, lengths, exchange)
@@ -99,7 +100,7 @@ class ModelProbes:
         return ChainProbe(entry, [partial(layer, index) for index in range(_PROBED)])
 
     def calls(self, shard: BatchPart) -> Sequence[LayerCall]:
-        """How the model calls its layers for a shard."""
+        """The calls that the model makes of its layers for one part of a batch."""
         assert self.layers is not None, "there are layers"
         self.model.take(shard)
         self.choose([])
@@ -108,7 +109,8 @@ class ModelProbes:
         return called
 
     def documents(self, tokens: int) -> list[int]:
-        """The documents of a pack of so many tokens, none longer than the model may know."""
+        """The lengths of the documents of a pack of ``tokens`` tokens, none longer than
+        ``document``."""
         most = self.document
         return [min(most, tokens - start) for start in range(0, tokens, most)]
 
@@ -120,7 +122,7 @@ class ModelProbes:
     def shard(
         self, groups: Groups, ranks: tuple[int, ...], lengths: tuple[int, ...], exchange: str
     ) -> BatchPart:
-        """A pack of documents on ``ranks``."""
+        """This rank's part of a pack of documents on ``ranks``."""
         pack = self.model.made(self.sample, lengths, len(ranks), document=self.document)
         values = pack.to(self.device).values
         return self.model.place(
@@ -137,7 +139,7 @@ class _WholeProbe:
     _loss: torch.Tensor | None = field(default=None, init=False)
 
     def forward(self, passed: Passed) -> None:
-        """The model up to a loss."""
+        """Run the model and keep a scalar of its results."""
         probes = self.probes
         probes.model.take(self.shard)
         probes.choose([])
@@ -151,7 +153,7 @@ class _WholeProbe:
         passed()
 
     def backward(self, passed: Passed) -> None:
-        """Its backward."""
+        """Run the backward of the last forward."""
         assert self._loss is not None, "forward came before"
         loss, self._loss = self._loss, None
         loss.backward()
@@ -163,13 +165,14 @@ class _WholeProbe:
 
 
 _EVERY = 8
-"""Up to so many ranks every group size is measured, of more the powers of two and all ranks."""
+"""Up to this many ranks every group size is measured; above, powers of two and the number of
+ranks."""
 
 _COUNTED = 2
-"""Points with bytes that a line needs."""
+"""Points with a measured number of bytes that a fit of a line needs."""
 
 _LEAST_S = 1e-9
-"""Stands for what takes no time."""
+"""The least time of a point, as costs are never zero."""
 
 
 def sizes_for(ranks: int, semantics: str) -> tuple[int, ...]:
@@ -212,7 +215,7 @@ class LoopProfiler:
     progress: Callable[[str, int, int], None] = lambda what, done, of: None
 
     def profile(self, fingerprint: str, shape: ModelShape) -> Profile:
-        """Run all sweeps. Collective: every rank calls it alike. Gradients are let go of."""
+        """Run all sweeps. Collective: every rank makes the same call. Gradients are dropped."""
         started = time.perf_counter()
         options = SweepOptions(longest=self.longest, point_s=self.point_s, counts=1)
         sweeper = Sweeper(
@@ -304,13 +307,13 @@ class LoopProfiler:
         )
 
     def _counter(self) -> Callable[[], Counter] | None:
-        """Counts bytes on a CPU where a model is compiled, which counting operators would forbid;
-        the usual counter otherwise."""
+        """A counter of bytes for compiled models on a CPU, where the usual one (a dispatch mode)
+        cannot be used; None for the usual one."""
         model = self.probes.model
         return (lambda: SavedBytes(model.inner.parameters())) if model.whole else None
 
     def _entry_bytes(self, p: int, point: ProfilePoint) -> int:
-        """Bytes of what a layer keeps on a rank that computes all of it again."""
+        """Bytes of the input that a layer with recompute ``full`` keeps on a rank."""
         levels = self.probes.levels
         tokens = -(-sum(point.lengths) // p) * (1 if levels is None else levels.entries)
         dtype = next(iter(self.probes.model.inner.parameters())).dtype
@@ -320,7 +323,7 @@ class LoopProfiler:
         return "natural" if p == 1 else self.probes.model.order(exchange)
 
     def _sum_s(self) -> float:
-        """Seconds in which all ranks' gradients are added up."""
+        """Seconds to sum the gradients of all ranks."""
         for parameter in self.held.trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -335,7 +338,8 @@ class LoopProfiler:
 
 
 def _hidden(probes: ModelProbes) -> int:
-    """Features of a token between layers; of a model without layers, those of its embedding."""
+    """Features of a token between layers; for a model without known layers, those of its
+    embedding."""
     if probes.layers is not None:
         return probes.layers.hidden
     for module in probes.model.inner.modules():
@@ -355,7 +359,7 @@ def _of_ends(
 
 
 def _longest_s(found: dict[str, list[ProfilePoint]], exchange: str) -> float:
-    """Seconds of the longest pack that all exchanges have."""
+    """Seconds of the longest pack that all exchanges could run."""
     shared = min(len(points) for points in found.values())
     point = found[exchange][shared - 1]
     return point.forward_s + point.backward_s

@@ -53,10 +53,10 @@ class LoopMicroBatch:
     planned with less memory and taken again (:mod:`headrace.engine.recovery`).
 
     Attributes:
-        inputs: What the model is given: local tokens, their places, labels where it takes them.
+        inputs: Arguments of the model: local tokens, position ids, labels where it takes them.
         rest: Fields that the model does not take, of the samples that this rank works on.
         tokens: Tokens of the micro-batch, on all its ranks, that have a loss.
-        targets: The same of the whole step: what sums of losses are divided by.
+        targets: Tokens of the whole step that have a loss: sums of losses are divided by it.
         sequences: The samples of the micro-batch, by their numbers in the batch.
         ranks: The ranks that work on it together.
         group: The group of these ranks, for collectives of the model's own; None for one rank.
@@ -137,8 +137,8 @@ class LoopMicroBatch:
 
 @dataclass(slots=True, kw_only=True)
 class _Spent:
-    """What a micro-batch took on this rank: marks of when it began, and of when its forwards and
-    backwards did and ended."""
+    """Times of a micro-batch on this rank: marks of its beginning, and of the begin and end of its
+    forwards and backwards."""
 
     forward_action: Forward
     tokens: int
@@ -167,13 +167,13 @@ class LoopRunner:
         held: How its weights are held.
         optimizer: The user's.
         groups: The groups of this rank.
-        device: Where the model lives.
-        probes: What chooses recompute of its layers.
-        recovery: Told of memory that runs out within a micro-batch.
+        device: The device of the model, as torch names it.
+        probes: Set the recompute levels of the layers.
+        recovery: Notified when memory runs out within a micro-batch.
         scheduler: Takes one step after each of the optimizer's, where there is one.
         clip: The largest norm of the gradient; None leaves it as it is.
         check_losses: Whether losses are looked at in the first step and after a load.
-        part: What this rank works on, within a micro-batch.
+        part: This rank's part of the current micro-batch.
     """
 
     model: SpreadModel
@@ -263,7 +263,7 @@ class LoopRunner:
 
     @property
     def own_loss(self) -> float:
-        """The sum of this rank's losses. Waits for the device."""
+        """The sum of this rank's losses. Synchronizes with the device."""
         return 0.0 if self._sum is None else float(self._sum)
 
     def update(self, number: int, loss: float) -> tuple[float, float]:
@@ -289,14 +289,14 @@ class LoopRunner:
         """A row for all forwards and one for all backwards of each micro-batch, and the update."""
         return tuple(self._rows())
 
-    def let_go(self) -> None:
-        """Drop gradients and what was learnt of forwards, which not all ranks have run."""
+    def drop_attempt(self) -> None:
+        """Drop gradients and records of forwards, as not all ranks have run the same ones."""
         self.optimizer.zero_grad()
         self.model.forget()
         gc.collect()
 
     def abandon(self) -> None:
-        """Drop the gradients of a step that is left."""
+        """Drop the gradients of a step that is not finished."""
         self.optimizer.zero_grad()
 
     def bytes_now(self) -> int:
@@ -304,7 +304,7 @@ class LoopRunner:
         return bytes_now(self.held.model, self.optimizer)
 
     def metrics(self, number: int, plan: Plan, step_s: float | None) -> dict[str, Any]:
-        """The learning rate, and the tokens that have a loss."""
+        """Metrics of a step: the learning rate, and the tokens that have a loss."""
         rate = float(self.optimizer.param_groups[0]["lr"])
         found: dict[str, Any] = {"lr": rate, "targets": self.targets}
         return found if step_s is None else found | {"mfu": None}
@@ -478,17 +478,17 @@ class LoopRunner:
         )
 
     def _release(self) -> None:
-        """Make the model the user's plain one again."""
+        """Make the model plain again."""
         self.part = None
         self.model.release()
 
     def _nothing(self) -> Pack:
-        """A pack of two tokens without a loss, for a turn in which this rank has no work."""
+        """A pack of two tokens without a loss, for an idle turn of this rank."""
         pack = self.model.made(self.probes.sample, (2,), 1, document=self.probes.document)
         return replace(pack, targets=0)
 
     def _begin_timing(self, plan: Plan, action: Forward | Idle, pack: Pack) -> _Spent | None:
-        """What the micro-batch of an action has taken so far; None for an idle turn."""
+        """A new record of times for the micro-batch of an action; None for an idle turn."""
         if isinstance(action, Idle):
             return None
         index = action.micro_batch

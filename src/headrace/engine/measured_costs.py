@@ -63,9 +63,9 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
 
 
 def learnt(rank: Rank, fingerprint: str) -> Calibration:
-    """What earlier runs learnt about the costs of a fingerprint, as the first rank's file says.
+    """The calibration of earlier runs for the costs of a fingerprint, from the first rank's file.
 
-    Collective. A damaged file is told and counts as none.
+    Collective. A damaged file is reported and counts as none.
     """
     found = Calibration(fingerprint=fingerprint)
     if rank.first:
@@ -114,7 +114,7 @@ def _hosts(rank: Rank) -> dict[str, str]:
     sizes = [ranks for local, ranks, _ in said if local == 0]
     hosts = {key: " + ".join(sorted({str(one[key]) for *_, one in said})) for key in facts}
     if len(sizes) == 1:
-        del hosts["links"]  # nothing leaves the machine
+        del hosts["links"]  # no link between machines is used
     return hosts | {"nodes": "+".join(map(str, sizes))}
 
 

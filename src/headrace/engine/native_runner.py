@@ -50,7 +50,7 @@ class NativeRunner:
     Attributes:
         executor: Runs this rank's program of a plan, the update too.
         schedule: The learning rate of each step.
-        peak_flops_per_s: What one device can do; None leaves the utilisation out.
+        peak_flops_per_s: Peak of one device; None leaves the utilisation out.
     """
 
     executor: Executor
@@ -60,11 +60,11 @@ class NativeRunner:
 
     @property
     def action(self) -> str:
-        """The action of the program that this rank is in."""
+        """The program action that this rank is executing."""
         return self.executor.action
 
     def attempt(self, number: int, batch: TrainingBatch, plan: Plan) -> Iterator[None]:
-        """Run the program of a plan, from the pulls to the update; hands out nothing."""
+        """Run the program of a plan, from the pulls to the update; yields nothing."""
         self._result = None
         rate = self.schedule.rate(number)
         self._result = self.executor.run(plan, batch.tokens, step=number, lr=rate)
@@ -90,28 +90,28 @@ class NativeRunner:
         """A row for each action of the program."""
         return () if self._result is None else self._result.rows
 
-    def let_go(self) -> None:
-        """Drop the working weights of a failed step and give a device's memory back."""
+    def drop_attempt(self) -> None:
+        """Free the working weights of a failed step and the cached memory of the device."""
         self.executor.storage.forget_layouts()
-        gc.collect()  # a transfer in a cycle would still wait in the old world
+        gc.collect()  # a transfer kept by a reference cycle would wait in the old world
         give_back_memory(self.executor.groups.device)
 
     def abandon(self) -> None:
-        """Do nothing: gradients of a step that did not end are not kept."""
+        """Do nothing: gradients of an unfinished step are not kept."""
 
     def bytes_now(self) -> int:
         """Bytes of master weights, optimizer state and gradient sums on this rank."""
         return self.executor.storage.bytes_now()
 
     def metrics(self, number: int, plan: Plan, step_s: float | None) -> dict[str, Any]:
-        """The learning rate of a step, and the model's FLOP/s as a part of what all devices can
-        do."""
+        """Metrics of a step: its learning rate, and the model FLOPs utilisation (MFU)."""
         found: dict[str, Any] = {"lr": self.schedule.rate(number)}
         if step_s is not None:
             found["mfu"] = self._utilisation(plan, step_s)
         return found
 
     def _utilisation(self, plan: Plan, step_s: float) -> float | None:
+        """Model FLOP/s of a step as a fraction of the peak of all devices."""
         if not self.peak_flops_per_s:
             return None
         architecture = self.executor.storage.architecture

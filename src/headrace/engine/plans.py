@@ -43,11 +43,10 @@ __all__ = [
 ]
 
 _Costs = CostModel | PipelineCosts | GroupCosts | Problem
-"""What a plan can be asked of: costs, or a problem that restricts the choices."""
+"""Inputs that a plan can be made from: costs, or a problem that restricts the choices."""
 
 _recent: deque[Problem] = deque(maxlen=4)
-"""The last problems that were posed by their costs alone: their schemes are priced once, not for
-every batch."""
+"""Problems made for the costs used last, kept so that schemes are not priced for every batch."""
 
 
 def plan(
@@ -187,8 +186,8 @@ def programs_of(plan: Plan, costs: CostModel) -> tuple[Program, ...]:
 
 
 def rivals(problem: Problem, lengths: Lengths, *, seed: int = 0) -> dict[str, Plan]:
-    """Plans of others with the same costs, by what they are called: the best static one, bucket and
-    packed parallel; those that hold the batch."""
+    """Plans of other planners with the same costs, by name: the best static one, bucket and packed
+    parallel; only those that can hold the batch."""
     made = {
         called: _held(problem.replace(planner=name, static_size=None), lengths, seed)
         for called, name in (("best static", "static"), ("bucket", "bucket"), ("packed", "packed"))
@@ -197,7 +196,7 @@ def rivals(problem: Problem, lengths: Lengths, *, seed: int = 0) -> dict[str, Pl
 
 
 def _held(problem: Problem, lengths: Lengths, seed: int = 0) -> Plan | None:
-    """The plan, whatever strategies the problem lists; None when the batch fits nowhere."""
+    """The plan without restrictions on strategies; None when the batch does not fit."""
     try:
         return plan_batch(problem.replace(strategies=()), lengths, seed=seed)
     except InfeasiblePlan:
@@ -234,7 +233,7 @@ def _lengths(lengths: Lengths | Iterable[int]) -> Lengths:
 
 
 def _timed(made: Plan, problem: Problem) -> Plan:
-    """The plan with the clock that draws it."""
+    """The plan with the clock that is needed to draw it."""
     return made.replace(clock=partial(simulate, costs=problem.costs))
 
 

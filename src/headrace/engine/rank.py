@@ -1,4 +1,4 @@
-"""What every rank of a job does first: device, memory, corpus, storage."""
+"""The start of every rank of a job: its device, memory, corpus and storage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Rank", "launch", "open_rank", "optimizer_options", "run_here"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """One rank, ready to work."""
+    """One rank with its groups, data and storage, ready to measure or train."""
 
     world: World
     config: Config
@@ -47,7 +47,7 @@ class Rank:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that speaks and writes."""
+        """Whether this is the first rank, which reports and writes files."""
         return self.world.rank == 0
 
     def say(self, text: str) -> None:
@@ -56,13 +56,15 @@ class Rank:
             self.listener.tell(text)
 
     def enters(self, action: str) -> None:
-        """This rank begins ``action``: what the others are told should it die or hang in it. On a
-        device, whose collectives nobody waits for on the host, it has a limit."""
+        """Announce that this rank begins ``action``: other ranks report it should this rank die or
+        hang. On a device, whose collectives the host does not wait for, the action has a time
+        limit."""
         gpu = self.world.device != "cpu"
         self.world.watcher.enter(action, self.world.timeout_s if gpu else None)
 
     def progress(self, what: str, done: int, of: int) -> None:
-        """``done`` of ``of`` parts of a preparation are done, as the first rank says."""
+        """Report progress from the first rank: ``done`` of ``of`` parts of a preparation are
+        done."""
         if self.first:
             self.listener.progress(what, done, of)
 
@@ -182,8 +184,8 @@ def _node_ranks(world: World, wanted: int) -> int | None:
 
 
 def _require_room(a: Architecture, ranks: int, stored: torch.dtype, limit_bytes: int) -> None:
-    """Raise InfeasiblePlan where no storage can be made: the planner, which would say what each
-    rank needs besides, is asked later."""
+    """Raise InfeasiblePlan where the storage alone exceeds the memory: the planner, which would say
+    what a rank needs besides, runs only later."""
     least = parameter_count(a) * stored.itemsize // ranks
     if least > limit_bytes:
         raise InfeasiblePlan(

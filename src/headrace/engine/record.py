@@ -88,7 +88,7 @@ class RunRecord:
             known.save(path)
 
     def close(self) -> None:
-        """Close all files, and let go of a temporary folder."""
+        """Close all files, and delete a temporary folder."""
         if self._journal is not None:
             self._journal.close()
         for tracker in self._trackers:
@@ -163,21 +163,21 @@ class Journal:
                 self._files[name] = path.open("a", encoding="utf-8")
 
     def facts(self, facts: dict[str, Any]) -> None:
-        """Write run.json."""
+        """Write the facts of the run to run.json."""
         path = self.folder / "run.json"
         with _said(path):
             _write_aside(path, json.dumps(facts, indent=1) + "\n")
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """Append a step's metrics."""
+        """Append the metrics of one step to metrics.jsonl."""
         self._append("metrics", row)
 
     def plan(self, row: dict[str, Any]) -> None:
-        """Append a step's plan."""
+        """Append the plan of one step to plans.jsonl."""
         self._append("plans", row)
 
     def timelines(self, row: dict[str, Any]) -> None:
-        """Append a step's timelines."""
+        """Append the timelines of one step to timelines.jsonl."""
         self._append("timelines", row)
 
     def step(self, step: Step, notices: Sequence[str]) -> None:
@@ -198,7 +198,7 @@ class Journal:
         )
 
     def close(self) -> None:
-        """Close all files. What a full disk did not take was told when it was written."""
+        """Close all files. A write error was raised when it happened."""
         for file in self._files.values():
             with suppress(OSError):
                 file.close()
@@ -211,7 +211,7 @@ class Journal:
 
 @contextmanager
 def _said(path: Path) -> Iterator[None]:
-    """What the disk says, in our words."""
+    """Context that turns an error of the file system into one of this library."""
     try:
         yield
     except OSError as error:
@@ -258,13 +258,13 @@ _SCALARS = (
 
 
 class Tracker(Protocol):
-    """Something that takes the metrics of each step."""
+    """An external service that receives the metrics of each step."""
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Take a step's metrics."""
+        """Send the metrics of one step."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Send whatever is still buffered."""
 
 
 class _TensorBoard:

@@ -6,14 +6,13 @@ Randomness is keyed by sample and step, so the loss is the one that it would hav
 
 There are two ways to leave, as there are two owners of the world:
 
-    LeaveWorld   ranks that headrace started leave their whole world and make a new one; on devices
-                 their watchers abort what waits there. Ranks meet anew only after a failure.
+    LeaveWorld   ranks that headrace started destroy all process groups and initialize new ones; on
+                 devices their watchers abort waiting collectives. Ranks meet only after a failure.
     LeaveGroups  a world that the user made stays. A rank asks for a meeting in the store and leaves
-                 its groups, whose connections break; those who wait see the broken connection, or
-                 look into the store between two slices of waiting. Ranks of other groups do not
-                 know, so all ranks meet at the end of every attempt. On gloo, with replicated
-                 weights: nobody watches there who would abort what waits in NCCL, and a gather of
-                 FSDP2 cannot be left.
+                 its groups, whose connections break; ranks that wait notice the broken connection,
+                 or poll the store while they wait. Ranks of other groups do not notice, so all
+                 ranks meet at the end of every attempt. Only on gloo with replicated weights: no
+                 watcher is there to abort NCCL, and a gather of FSDP2 cannot be left.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ __all__ = ["LeaveGroups", "LeaveWorld", "Recovery", "WayToLeave"]
 
 
 class WayToLeave(Protocol):
-    """How this rank leaves what it waits in, and how it hears that another wants it to."""
+    """How this rank leaves the collectives that it waits in, and learns that another rank asks for
+    it."""
 
     @property
     def meets_always(self) -> bool:
@@ -59,22 +59,22 @@ class WayToLeave(Protocol):
         not possible."""
         ...
 
-    def leave(self, let_go: Callable[[], None]) -> None:
-        """Leave what this rank or others wait in. ``let_go`` drops what the step held, once nothing
-        stands still any more."""
+    def leave(self, drop_attempt: Callable[[], None]) -> None:
+        """Leave the collectives that this rank or others wait in. ``drop_attempt`` frees the memory
+        of the step; it is called when no rank waits any more."""
         ...
 
     def end(self) -> None:
-        """End an attempt: nobody is to leave any more."""
+        """End an attempt: no rank is asked to leave any more."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Recovery:
-    """One rank's part in going on.
+    """The part of one rank in recovery from a lack of memory.
 
     Attributes:
-        way: How this rank leaves what it waits in.
+        way: How this rank leaves collectives that it waits in.
         groups: The groups of this rank; ranks meet in their world.
     """
 
@@ -116,13 +116,13 @@ class Recovery:
         self._failed = self._failed or found
         return found
 
-    def meet(self, loss: float, let_go: Callable[[], None]) -> tuple[float, Exhausted | None]:
+    def meet(self, loss: float, drop_attempt: Callable[[], None]) -> tuple[float, Exhausted | None]:
         """End an attempt. No exception of the failed attempt may be alive: its frames hold what the
         step held. Collective.
 
         Args:
             loss: This rank's part of the step's loss.
-            let_go: Drops what the step held, called where the attempt failed on any rank.
+            drop_attempt: Drops what the step held, called where the attempt failed on any rank.
 
         Returns:
             The sum of all ranks' losses, and the ranks that ran out of memory, if any did. Where
@@ -133,7 +133,7 @@ class Recovery:
         """
         failed = self._failed
         if failed:
-            self.way.leave(let_go)
+            self.way.leave(drop_attempt)
         elif not self.way.meets_always:
             return loss, None
         self.way.end()
@@ -143,20 +143,21 @@ class Recovery:
         if failed and not actions:
             raise HeadraceError("step", got="a broken connection", wanted="ranks that all answer")
         if actions and not failed:
-            self.way.leave(let_go)
+            self.way.leave(drop_attempt)
             self.way.end()
         return sum(part for part, _ in told), Exhausted(actions=actions) if actions else None
 
 
 @dataclass(slots=True, kw_only=True)
 class LeaveWorld:
-    """Leave the whole world and make a new one, with what nobody can be freed from left behind.
+    """Leave the whole world and make a new one; collectives that cannot be aborted stay behind.
 
     Attributes:
         rerendezvous: The worlds of this rank, one after the other.
         groups: The groups of this rank, which are made anew.
         recoverable: Whether nothing of the step was written, so that it can be taken again.
-        prepared: Whether the step's groups are made: from the making of groups nobody can be freed.
+        prepared: Whether the step's groups are made: a rank that waits in their making cannot be
+            freed.
     """
 
     rerendezvous: Rerendezvous
@@ -166,29 +167,29 @@ class LeaveWorld:
 
     @property
     def meets_always(self) -> bool:
-        """False: whoever waits for a rank that failed is freed by its watcher."""
+        """False: a rank that waits for a failed rank is freed by its watcher."""
         return False
 
     def begin(self) -> None:
-        """Do nothing: the world that was made last is in force."""
+        """Do nothing: the current world is used."""
 
     def possible(self, error: Exception, action: str) -> bool:
         """Whether another rank asks to meet anew, perhaps only in a moment."""
         return self.recoverable() and self.rerendezvous.asked()
 
     def ask(self, action: str) -> bool:
-        """Ask on the board, where the groups were made and nothing was written."""
+        """Ask by the shared status, if the groups are made and nothing was written."""
         if self.recoverable() and self.prepared():
             self.rerendezvous.ask()
             return True
         return False
 
-    def leave(self, let_go: Callable[[], None]) -> None:
+    def leave(self, drop_attempt: Callable[[], None]) -> None:
         """Leave the old world and meet in a new one. Collective."""
-        self.rerendezvous.meet_anew(self.groups, let_go)
+        self.rerendezvous.meet_anew(self.groups, drop_attempt)
 
     def end(self) -> None:
-        """Do nothing: nobody is freed in the new world."""
+        """Do nothing: no request is open in the new world."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,7 +211,7 @@ class LeaveGroups:
         return True
 
     def begin(self) -> None:
-        """Look into the store between two slices of waiting from now on."""
+        """Poll the store while waiting, from now on."""
         self._attempt += 1
         if self.possible_here:
             waiting.begin()
@@ -222,18 +223,18 @@ class LeaveGroups:
         return self.possible_here and left and self._asked()
 
     def ask(self, action: str) -> bool:
-        """Ask in the store."""
+        """Write the request to the store, with ``action``; False where groups cannot be left."""
         if self.possible_here:
             _store().set(self._key, action)
         return self.possible_here
 
-    def leave(self, let_go: Callable[[], None]) -> None:
+    def leave(self, drop_attempt: Callable[[], None]) -> None:
         """Leave all groups but the world."""
         self.groups.leave()
-        let_go()
+        drop_attempt()
 
     def end(self) -> None:
-        """Look into the store no more."""
+        """Stop polling the store while waiting."""
         if self.possible_here:
             waiting.heed(lambda: False)
 
@@ -246,6 +247,6 @@ class LeaveGroups:
 
 
 def _store() -> dist.Store:
-    """The store in which the ranks of the user's world met."""
+    """The store of the user's default process group."""
     found: Callable[[], dist.Store] = dist.distributed_c10d._get_default_store  # noqa: SLF001
     return found()

@@ -41,7 +41,8 @@ from headrace.units import bytes_text, count_text, percent_text
 __all__ = ["RankRun"]
 
 _IN_FLIGHT = 1 / 16
-"""Of the memory for pulls under way, and for pushes: the margin that plans keep has room for it."""
+"""Fraction of the memory for pulls in flight, and for pushes; the memory margin of plans covers
+both."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +97,7 @@ class RankRun:
             if profile is not None:  # measuring used the storage and reset its optimizer
                 checkpoint.load(path, self._shards())
             first = self._restore(path, saved)
-        # Before the first step, and not after the first hours.
+        # A sequence that does not fit is reported before the first step, not hours later.
         checkpoint.require_json(self._state(first, rank.data.sampler.state()).to_json())
         self._announce(first)
         rank.enters("planning for the longest sequence")
@@ -116,8 +117,8 @@ class RankRun:
         return True
 
     def _costs(self, saved: SavedState | None) -> tuple[CostModel, Profile | None, Calibration]:
-        """The costs the run was planned with, so that it goes on with the same plans, and what was
-        learnt about them; measured anew on another number of ranks."""
+        """The costs and the calibration of the saved run, so that it continues with the same plans;
+        measured again on another number of ranks."""
         rank, margin = self.rank, self.config.planner.memory_margin
         if saved is not None:
             costs = saved.costs
@@ -132,7 +133,7 @@ class RankRun:
         return costs, profile, known
 
     def _tell_margin(self, begun: CostModel) -> None:
-        """Say how much memory plans leave free, when that was learnt."""
+        """Report the memory that plans leave free, when it was learned."""
         margin, peaks = self.planner.margin, self.planner.calibration.peaks
         if self.config.planner.memory_margin is not None or not peaks.usual.count:
             return
@@ -144,7 +145,7 @@ class RankRun:
         )
 
     def _begin_record(self, first: int, fingerprint: str, profile: Profile | None) -> None:
-        """Begin the files of the run, which go on where they are there."""
+        """Open the files of the run; existing ones are continued."""
         rank, config = self.rank, self.config
         corpus, architecture = rank.data.corpus, rank.storage.architecture
         self.record = RunRecord(
@@ -232,7 +233,7 @@ class RankRun:
         self.rank.listener.step(step, notices)
 
     def _coming(self, steps: int) -> Iterator[Lengths]:
-        """The lengths of the batches to come, from a sampler of its own."""
+        """The lengths of the batches to come, from a second sampler."""
         sampler = self.rank.data.sampler.copy()
         return (sampler.next_batch().lengths for _ in range(steps))
 
@@ -269,7 +270,7 @@ class RankRun:
         )
 
     def _kept(self, folder: Path | None) -> None:
-        """What was learnt stays too where a checkpoint is whole."""
+        """Save the calibration, too, where a checkpoint in ``folder`` is complete."""
         if folder is None or self.record is None:
             return
         try:

@@ -1,6 +1,6 @@
 """The planner of a run: costs in, plans out, measurements back, one for all ranks.
 
-It is where the side that plans and the side that runs meet: the trainer asks it for plans as
+It connects planning and execution: the trainer asks it for plans as
 :class:`headrace.engine.trainer.Planner` and knows nothing of how they are made.
 """
 
@@ -27,10 +27,10 @@ from headrace.spec.step import BestStatic, Exhausted, Planned, PlanRequest, Step
 __all__ = ["RunPlanner"]
 
 _MEMORY = 0.9
-"""Of the old ratio, at each step."""
+"""Weight of the old ratio in the running mean, at each step."""
 
 _PLAN, _REFUSED = b"p", b"r"
-"""How what the first rank says begins."""
+"""First byte of a message of the first rank: a plan, or a refusal."""
 
 _Ahead = PlanAhead[PlanRequest, Planned, BestStatic | None]
 
@@ -66,13 +66,13 @@ class RunPlanner:
     Args:
         costs: Those that the run begins with.
         options: What the configuration asks of plans.
-        groups: All ranks; without, plans are this process's own and nobody is told.
+        groups: The groups of this rank; without, plans are made for this process alone.
         seed: The seed of the search.
         drawn: The steps that are drawn: clocks of all ranks are predicted for them.
         calibration: What is known of the costs; takes the residuals of every step.
         drift: Watches the residuals, where it is there.
         semantics: As in :class:`headrace.engine.step_planner.StepPlanner`.
-        stages: As there.
+        stages: As in :class:`headrace.engine.step_planner.StepPlanner`.
         tell: Gets a line when a process that plans ahead has died.
 
     Attributes:
@@ -104,7 +104,7 @@ class RunPlanner:
         self._groups, self._drawn, self._drift, self._tell = groups, drawn, drift, tell
         self._first = groups is None or groups.rank == 0
         self._observed = 0
-        self._step, self._done = 0, 0  # the next to plan, and how many were observed
+        self._step, self._done = 0, 0  # number of the next step to plan, steps observed
         self._previous: Plan | None = None
         self._ahead: _Ahead | None = None
         self._handed: _HandedOut | None = None
@@ -186,7 +186,7 @@ class RunPlanner:
         self.ratio += weight * (seen - self.ratio)
 
     def learn(self, step: Step) -> tuple[str, ...]:
-        """Take the times and peaks of a finished step; returns what a user should be told, a
+        """Take the times and peaks of a finished step; returns warnings for the user, a
         sentence each: drift, where it is watched, and a raised margin. Nothing on other ranks than
         the first.
 
@@ -252,7 +252,7 @@ class RunPlanner:
 
     @property
     def _planned_ratio(self) -> float:
-        """What the seconds of the plan handed out last were multiplied by."""
+        """The ratio that corrected the seconds of the last plan."""
         ratio = self._handed.request.ratio if self._handed is not None else None
         return 1.0 if ratio is None else ratio
 
@@ -282,7 +282,7 @@ class RunPlanner:
         return self._handed_out(found, found.request or request, None)
 
     def _request(self, lengths: Lengths, step: int | None = None) -> PlanRequest:
-        """What is asked for a step, the next one unless told."""
+        """The request for the plan of a step, by default the next one."""
         number = self._step if step is None else step
         return PlanRequest(
             lengths=lengths,
@@ -294,7 +294,7 @@ class RunPlanner:
         )
 
     def _handed_out(self, found: Planned, request: PlanRequest, maker: _Ahead | None) -> Planned:
-        """The plan, remembered; the one after it is the next step's."""
+        """Remember a plan that is about to be returned, and advance to the next step."""
         self._handed = _HandedOut(request=request, maker=maker)
         self._step += 1
         if self.steps.options.smoothing:
@@ -302,7 +302,7 @@ class RunPlanner:
         return found
 
     def _shared(self, decide: Callable[[], Planned]) -> Planned:
-        """What the first rank decides, on every rank."""
+        """Call ``decide`` on the first rank and give its result to every rank. Collective."""
         planned, payload = None, b""
         if self._first:
             try:
@@ -317,11 +317,11 @@ class RunPlanner:
 
     @property
     def _many(self) -> bool:
-        """Whether there are others to tell."""
+        """Whether there are other ranks to send plans to."""
         return self._groups is not None and self._groups.ranks > 1
 
     def _told(self, payload: bytes) -> bytes:
-        """What the first rank says, on every rank."""
+        """The ``payload`` of the first rank, on every rank. Collective."""
         world = self._groups.world if self._groups is not None and self._groups.ranks > 1 else None
         said = from_first(payload, world)
         kind, rest = said[:1], said[1:]

@@ -131,7 +131,7 @@ class LoopBatch:
 
 
 class SampleOrder(Protocol):
-    """Draws batches for ever."""
+    """Endless batches of samples, in an order that all ranks share."""
 
     @property
     def epoch(self) -> int:
@@ -150,7 +150,7 @@ class SampleOrder(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What all ranks must see alike."""
+        """A text that must be equal on all ranks."""
         ...
 
     def next_batch(self) -> LoopBatch:
@@ -171,7 +171,7 @@ class SampleOrder(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Where the order stands, as JSON."""
+        """The position in the order, as JSON."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -188,7 +188,7 @@ class DrawnOrder:
 
     @property
     def epoch(self) -> int:
-        """The pass of the next batch."""
+        """The epoch of the next batch."""
         return int(self._sampler.state()["epoch"])
 
     @property
@@ -198,7 +198,7 @@ class DrawnOrder:
 
     @property
     def total(self) -> int:
-        """Tokens of all samples."""
+        """Sum of the tokens of all samples."""
         return int(self.samples.lengths.sum())
 
     @property
@@ -218,26 +218,26 @@ class DrawnOrder:
         )
 
     def coming(self, epochs: int | None) -> Iterator[Lengths]:
-        """From a sampler of its own."""
+        """The lengths of the batches that follow, from a second sampler."""
         sampler = self._sampler.copy()
         while epochs is None or int(sampler.state()["epoch"]) < epochs:
             yield sampler.next_batch().lengths
 
     def facts(self) -> dict[str, Any]:
-        """How long the samples are."""
+        """The lengths of the samples, summarized."""
         found = summarise_lengths(self.samples.lengths, name=self.samples.name).facts()
         return found | {"fingerprint": self.samples.fingerprint, "context": self.longest}
 
     def first(self) -> Item:
-        """The longest sample."""
+        """The longest sample of the data set."""
         return self.samples.read(int(self.samples.lengths.argmax()))
 
     def state(self) -> dict[str, Any]:
-        """Where the order stands."""
+        """The position in the order, as JSON."""
         return self._sampler.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken."""
+        """Continue from a saved position."""
         self._sampler.restore(state)
 
 
@@ -254,22 +254,22 @@ class StreamOrder:
 
     @property
     def epoch(self) -> int:
-        """The pass of the next batch."""
+        """The epoch of the next batch."""
         return self._place["epoch"]
 
     @property
     def longest(self) -> int | None:
-        """Nobody knows."""
+        """None: a stream does not tell its longest sample."""
         return None
 
     @property
     def total(self) -> int:
-        """A budget."""
+        """More tokens than any batch has, as the tokens of a stream are not known."""
         return self._budget
 
     @property
     def fingerprint(self) -> str:
-        """Of the first item."""
+        """A text that shows the beginning of the first item."""
         shown = {name: x.flatten()[:64].tolist() for name, x in sorted(self.first().items())}
         return f"{self._reader.length(self.first())} tokens {shown}"
 
@@ -296,24 +296,24 @@ class StreamOrder:
         )
 
     def coming(self, epochs: int | None) -> None:
-        """Nobody knows."""
+        """None: the lengths of a stream are not known before it is read."""
 
     def facts(self) -> dict[str, Any]:
-        """Its kind."""
+        """The class of the data set, for reports."""
         return {"name": type(self._dataset).__name__}
 
     def first(self) -> Item:
-        """The next item."""
+        """The item that comes next, which is not consumed."""
         self._look()
         assert self._held is not None, "looked"
         return self._held
 
     def state(self) -> dict[str, Any]:
-        """How many items of which epoch are taken."""
+        """The epoch, and how many of its items were consumed."""
         return dict(self._place)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Pass over what was taken."""
+        """Continue from a saved position: skip the items that were consumed."""
         place = {key: state.get(key) for key in ("epoch", "items")}
         if any(type(value) is not int or value < 0 for value in place.values()):
             raise DataError("state of the data", got=dict(state), wanted="that of a stream")
@@ -329,7 +329,7 @@ class StreamOrder:
                 )
 
     def _look(self) -> None:
-        """Have the next item at hand."""
+        """Read the next item and hold it, unless one is held."""
         if self._held is None:
             self._held = self._read()
         if self._held is None:

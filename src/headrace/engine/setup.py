@@ -41,7 +41,7 @@ def open_data(
     config: Config, progress: Callable[[str, int, int], None] | None = None
 ) -> TrainingData:
     """Open (and index, the first time) the corpus of a configuration of a native model."""
-    folder = _of_folder(config)  # what is wrong there is said at once
+    folder = _of_folder(config)  # errors in the folder are raised first
     tokenizer = make_tokenizer(config.data.tokenizer)
     architecture = _architecture(config, folder, tokenizer.vocabulary, tokenizer.mask_id)
     corpus, sampler = open_sampler(config, tokenizer, progress)
@@ -82,7 +82,7 @@ def open_sampler(
 
 
 def native_or_why(config: Config) -> str:
-    """Why the model of a configuration is none of the native ones; empty where it is."""
+    """The reason why the model of a configuration is not native; empty where it is."""
     if config.model.from_ is None:
         return ""
     try:
@@ -94,7 +94,7 @@ def native_or_why(config: Config) -> str:
 
 
 def architecture_of(config: Config) -> Architecture:
-    """The architecture of a configuration whose corpus is not at hand."""
+    """The architecture of a configuration, without opening its corpus."""
     folder = _of_folder(config)
     vocabulary, mask_id = tokenizer_sizes(config.data.tokenizer)
     return _architecture(config, folder, vocabulary, mask_id)

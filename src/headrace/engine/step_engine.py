@@ -64,7 +64,7 @@ Handed = TypeVar("Handed", covariant=True)
 
 
 class StepPlans(Protocol):
-    """What the engine asks a planner: plans, and what it learns of steps that ran."""
+    """The planner as the engine uses it: makes plans, and learns from steps that ran."""
 
     def plan(self, lengths: Lengths) -> Planned:
         """The plan of the next step, the same on every rank. Collective."""
@@ -80,7 +80,7 @@ class StepPlans(Protocol):
         ...
 
     def learn(self, step: Step) -> tuple[str, ...]:
-        """Learn from a finished step on the first rank; returns what a user should be told."""
+        """Learn from a finished step on the first rank; returns warnings for the user."""
         ...
 
     def compared(self, step: Step) -> Step:
@@ -93,7 +93,7 @@ class PlanRunner(Protocol[Batch, Handed]):
 
     @property
     def action(self) -> str:
-        """Where this rank is in the step, in words for others."""
+        """The action that this rank is in, described for other ranks."""
         ...
 
     def attempt(self, number: int, batch: Batch, plan: Plan) -> Iterator[Handed]:
@@ -137,12 +137,12 @@ class PlanRunner(Protocol[Batch, Handed]):
         """What this rank measured in the step, by seconds since its start. Waits for the device."""
         ...
 
-    def let_go(self) -> None:
-        """Drop what an attempt holds that ran out of memory, so that another can be made."""
+    def drop_attempt(self) -> None:
+        """Free the memory of an attempt that ran out of memory, so that another can be made."""
         ...
 
     def abandon(self) -> None:
-        """Leave nothing of a step behind that is left for good: no gradients."""
+        """Drop the gradients of a step that will not be finished."""
         ...
 
     def bytes_now(self) -> int:
@@ -150,8 +150,8 @@ class PlanRunner(Protocol[Batch, Handed]):
         ...
 
     def metrics(self, number: int, plan: Plan, step_s: float | None) -> dict[str, Any]:
-        """What every rank knows of a step besides what the engine does (``lr``), and where
-        ``step_s`` is known what follows from it (``mfu``)."""
+        """Metrics that the engine does not know: ``lr``, and where ``step_s`` is known those that
+        follow from it (``mfu``)."""
         ...
 
 
@@ -162,16 +162,16 @@ class Engine(Generic[Batch, Handed]):
     Attributes:
         runner: The model and its optimizer.
         planner: Asked for the plan of every step.
-        recovery: Goes on where memory runs out.
+        recovery: Repeats a step where memory runs out.
         groups: The groups of this rank.
-        device: Where the model lives, as torch names it.
+        device: The device of the model, as torch names it.
         drawn: The steps whose rows are gathered from all ranks, the same on every rank.
         record: The files of the run, on the first rank.
         finished: Called with every step once it is done, on all ranks.
         heard: Called with every finished step and sentences for the user, on the first rank.
         tell: Called with a line for people.
-        entered: Called with what this rank begins between the actions of two steps.
-        advice: What helps where a loss is not finite.
+        entered: Called with the action that this rank begins between two steps.
+        advice: The hint of the error for a loss that is not finite.
     """
 
     runner: PlanRunner[Batch, Handed]
@@ -340,8 +340,8 @@ class RunningStep(Generic[Batch, Handed]):
                 if not recovery.survives(error, runner.action):
                     runner.abandon()
                     raise
-            # Out of the handler: what the failed attempt held goes before anything is made anew.
-            loss, exhausted = recovery.meet(runner.own_loss, runner.let_go)
+            # Outside of the handler, so that the memory of the failed attempt is freed first.
+            loss, exhausted = recovery.meet(runner.own_loss, runner.drop_attempt)
             if exhausted is None:
                 return loss
             self.planned = engine.planner.replan(self.batch.lengths, self.plan, exhausted)
@@ -350,7 +350,8 @@ class RunningStep(Generic[Batch, Handed]):
             engine.tell(f"{exhausted} of step {self.number}: taken again as {strategy}")
 
     def _finish(self, mine: RankTimes) -> None:
-        """Tell the first rank of the step; there it is learnt from and written down."""
+        """Send the times of the step to the first rank, which learns from them and records the
+        step."""
         engine, number, plan = self.engine, self.number, self.plan
         times, measured = told_to_first(mine, engine.groups, drawn=number in engine.drawn)
         step_s = None if times is None else times.step_s

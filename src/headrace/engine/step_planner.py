@@ -26,7 +26,7 @@ from headrace.units import bytes_text, percent_text
 __all__ = ["MemoryMargin", "StepPlanner"]
 
 _PROBLEMS = 2
-"""Margins of which the problem is kept: the one in force, and one that is tried."""
+"""Number of memory margins whose problem is cached: the current one, and one that is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ def _timeline(made: Plan, costs: CostModel) -> Timeline:
 
 Found = TypeVar("Found")
 
-# Of what a plan that ran out of memory was expected to take: the next that can be had.
+# Fractions of the predicted peak of the plan that ran out of memory, tried in this order.
 _THRIFTIER = (0.9, 0.97, 0.995)
 _FINER = 0.05  # by which a margin is lowered until the longest sequence fits
 
@@ -201,7 +201,7 @@ class MemoryMargin:
         )
 
     def _fitting(self, old: float, margin: float) -> float:
-        """The margin, lowered until the longest sequence fits, to ``old`` at most."""
+        """``margin``, lowered until the longest sequence fits, but not below ``old``."""
         while margin > old and not self.planner.fits(self.longest, margin):
             margin = max(old, margin - _FINER)
         return margin
@@ -210,7 +210,7 @@ class MemoryMargin:
         self, step: int, predicted: Sequence[int], measured: Sequence[int]
     ) -> tuple[str, ...]:
         """Leave more memory free after a peak that came too near, as far as the longest sequence
-        allows; returns what a user should be told. Peaks are bytes of every rank."""
+        allows; returns warnings for the user. Peaks are bytes of every rank."""
         old, memory = self.value, self.planner.costs.cluster.memory_bytes
         wanted = raised_margin(old, predicted, measured, memory)
         if self._fixed or wanted <= max(old, self._refused):

@@ -1,4 +1,4 @@
-"""Training from Python and from the command line: the same run, with another way to end.
+"""Training from Python and from the command line: the same run, which ends differently.
 
 From Python a run on one rank stays in this process; on several each is a process of its own, forked
 or new, and sends what the listener hears through a pipe, so that callbacks run in the calling
@@ -190,7 +190,7 @@ def on_ranks(config: Config, body: Callable[[World, Listener], Found], listener:
     if code == _INTERRUPTED:
         raise KeyboardInterrupt
     if code - 128 in stopping():
-        raise SystemExit(code)  # who ends a program ends it, not just what it trains
+        raise SystemExit(code)  # a signal that ends a job ends the whole program
     if code:
         raise LaunchError(
             "ranks",
@@ -234,7 +234,7 @@ def _in_this_process(
 
 
 class _Sender(Listener):
-    """Sends on what a rank says, to be heard in the process that started it."""
+    """A listener on a rank that forwards messages to the process that started the rank."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -258,7 +258,8 @@ class _Sender(Listener):
 
 @contextmanager
 def _errors_sent(sender: Connection) -> Iterator[None]:
-    """Errors for the user are sent, and raised here too: the others have to be told."""
+    """Context that sends errors for the user, and raises them here too, as other ranks have to be
+    notified."""
     try:
         yield
     except HeadraceError as error:
@@ -269,7 +270,7 @@ def _errors_sent(sender: Connection) -> Iterator[None]:
 
 
 class _Heard:
-    """Hears the ranks' ends of their pipes; called time and again while they run."""
+    """Receives messages from the ranks' pipes; called repeatedly while the ranks run."""
 
     def __init__(self, *, listener: Listener, ends: list[Connection]) -> None:
         self._listener, self._ends = listener, ends

@@ -29,7 +29,7 @@ _LOCK_S = 2.0
 _DEAD_LOCK_S = 120.0
 
 _LEAST_BYTES = 1 << 16
-"""Where no room is left for so much the run would not write a line."""
+"""Free bytes that a run needs to start: with less it could not write its record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,7 @@ def _chosen(config: JobConfig, out: Path | None, *, resume: bool) -> Path:
 
 
 def _newest(config: JobConfig) -> Path:
+    """The newest folder of a run with the configuration's name. Raises ConfigError if none."""
     found = sorted(Path(config.run.out).glob(f"{config.run.name}-*/run.json"))
     if not found:
         raise ConfigError(
@@ -187,7 +188,7 @@ def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
 
 
 def _lock(number: int) -> bool:
-    """Whether the file is ours now."""
+    """Whether this process got the lock of the file."""
     try:
         fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

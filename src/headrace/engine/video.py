@@ -1,4 +1,4 @@
-"""One rank's part of a run over clips: a loop of one's own, planned step by step."""
+"""One rank's part of a run over clips: a training loop over :func:`headrace.attach`."""
 
 from __future__ import annotations
 

@@ -88,7 +88,8 @@ def split_rows(rows: int, parts: int, unit: int = 1) -> tuple[Rows, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Who holds which rows of one weight: ``parts[rank]``, possibly empty or overlapping."""
+    """The rows of one weight that each rank holds: ``parts[rank]``, possibly empty or
+    overlapping."""
 
     rows: int
     parts: tuple[Rows, ...]
@@ -146,16 +147,16 @@ def storage_partitions(
 
 
 def group_shards(weight: WeightSpec, ranks: int) -> tuple[Rows, ...]:
-    """The part of each member of a group that holds its weights sharded, cut at unit borders;
-    weights without a unit are whole on every member."""
+    """The rows of each member of a group over which weights are sharded, cut at unit borders;
+    weights without a unit are replicated on every member."""
     if weight.unit is None:
         return (Rows(0, weight.rows),) * ranks
     return split_rows(weight.rows, ranks, weight.unit)
 
 
 def works_whole(plan: Plan) -> tuple[bool, ...]:
-    """For each rank whether it holds all rows of the weights that it works with while ``plan``
-    propagates: when some pipeline of it cuts none."""
+    """For each rank whether it holds all rows of its working weights while ``plan`` runs: true
+    where one of its pipelines does not shard them."""
     whole = [False] * plan.devices
     for pipeline in _used(plan):
         if pipeline.scheme.parts(sharded=plan.working == "sharded") == 1:
@@ -188,8 +189,8 @@ def working_partitions(table: Iterable[WeightSpec], plan: Plan) -> dict[str, Par
 
 
 def _stages(plan: Plan) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Ranks and buckets of the stages of all pipelines with work, and in how many parts each holds
-    its weights."""
+    """For the stages of all pipelines with work: (ranks, buckets, number of shards of each
+    weight)."""
     for pipeline in _used(plan):
         count = pipeline.scheme.parts(sharded=plan.working == "sharded")
         for stage in pipeline.stages(plan.layers):
@@ -214,7 +215,8 @@ def _working(
 
 
 def working_key(plan: Plan) -> tuple[object, ...]:
-    """All that working partitions depend on: plans of equal keys have equal ones."""
+    """A key of all that working partitions depend on: plans with equal keys have equal
+    partitions."""
     return (plan.devices, plan.working, plan.layers, *_used(plan))
 
 
@@ -248,9 +250,9 @@ def link(owners: Partition, readers: Partition) -> tuple[Slice, ...]:
 def rows_between(
     owners: Partition, readers: Partition, rank: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of :func:`link` what ``rank`` serves each reader, and what it reads of each owner: first row
-    and end [ranks, 2], the same where there is nothing. All that a rank needs of it, in time that
-    grows with the ranks, not with their pairs."""
+    """The part of :func:`link` that concerns ``rank``: the rows it serves to each reader, and those
+    it reads from each owner, as (first, end) [ranks, 2], equal where there are none. Takes time
+    proportional to the ranks, not to their pairs."""
     assert owners.is_disjoint_cover, "a storage layout covers each row once"
     serving = _meet(_bounds(readers), owners.parts[rank])
     return serving, _meet(_bounds(owners), readers.parts[rank])
@@ -262,7 +264,8 @@ def _bounds(partition: Partition) -> NDArray[np.int64]:
 
 
 def _meet(bounds: NDArray[np.int64], rows: Rows) -> NDArray[np.int64]:
-    """What each interval has in common with ``rows``; nothing begins and ends at their start."""
+    """The intersection of each interval with ``rows``; an empty one begins and ends at the
+    start."""
     starts, stops = np.maximum(bounds[:, 0], rows.start), np.minimum(bounds[:, 1], rows.stop)
     empty = stops <= starts
     starts[empty] = stops[empty] = rows.start

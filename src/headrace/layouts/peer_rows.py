@@ -39,12 +39,12 @@ class _Part:
     elements: int
 
     def of(self, tensor: torch.Tensor, peers: int = 1) -> torch.Tensor:
-        """The rows of so many peers [peers, elements]."""
+        """The rows of ``peers`` consecutive peers in ``tensor``, [peers, elements]."""
         return tensor[self.start : self.start + peers * self.rows].view(peers, self.elements)
 
 
 def _parts(bounds: Bounds, row_elements: Sequence[int]) -> tuple[_Part, ...]:
-    """What of ``bounds`` [weights, 2] is not empty, in order."""
+    """The non-empty intervals of ``bounds`` [weights, 2], in order."""
     found, at = list[_Part](), 0
     for place, ((start, end), width) in enumerate(zip(bounds.tolist(), row_elements, strict=True)):
         if end > start:
@@ -58,7 +58,7 @@ def _elements(parts: Sequence[_Part]) -> int:
 
 
 class ServedRows:
-    """What a rank serves of a bucket.
+    """The rows of a bucket that a rank serves to readers.
 
     ``bounds`` [peers, weights, 2] are first row and end, counted from the rank's own first, empty
     where they are the same; ``row_elements`` of each weight, of which the rank owns ``owned`` rows.
@@ -70,7 +70,7 @@ class ServedRows:
         places: dict[bytes, int] = {}
         self._kinds: list[tuple[_Part, ...]] = []
         self._readers: list[int] = []
-        self._own: int | None = None  # the turn of this rank's own rows among the readers
+        self._own: int | None = None  # index of this rank among the readers
         self.sizes = [0] * len(bounds)
         flat = np.ascontiguousarray(bounds).reshape(len(bounds), -1)
         for peer in np.flatnonzero((bounds[:, :, 1] > bounds[:, :, 0]).any(axis=1)).tolist():
@@ -104,7 +104,8 @@ class ServedRows:
     def pack(
         self, names: Sequence[str], tensors: Tensors, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        """What travels from ``tensors`` to all readers, as ``dtype`` or else theirs."""
+        """The buffer to send to all readers, packed from ``tensors``, as ``dtype`` or in their own
+        type."""
         like = tensors[names[0]]
         pieces = [
             torch.cat([part.of(tensors[names[part.place]])[0] for part in parts]).to(
@@ -120,7 +121,7 @@ class ServedRows:
     def add(
         self, wire: torch.Tensor, own: Sequence[torch.Tensor], names: Sequence[str], sums: Tensors
     ) -> None:
-        """Make ``sums`` what all readers sent, and ``own``, added in the order of their ranks."""
+        """Set ``sums`` to the rows that all readers sent plus ``own``, added in rank order."""
         total = sums[names[0]].new_zeros(_elements(self._all))
         into = [[total[at : at + count] for at, count in spans] for spans in self._spans]
         sizes = [
@@ -140,7 +141,8 @@ class ServedRows:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Owners that look alike: so many, with ``parts`` of the first one, from ``at`` on the wire."""
+    """A run of ``owners`` owners of equal rows: ``parts`` of the first one, from element ``at`` of
+    the buffer."""
 
     owners: int
     at: int
@@ -150,7 +152,8 @@ class _Run:
     def pairs(
         self, wire: torch.Tensor, names: Sequence[str], tensors: Tensors
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(on the wire, in the tensor) of every part, each [owners, elements of the part]."""
+        """(view of the buffer, view of the tensor) for every part, each [owners, elements of the
+        part]."""
         size = self.owners * _elements(self.parts)
         rows = wire[self.at : self.at + size].view(self.owners, -1)
         for part in self.parts:
@@ -159,7 +162,8 @@ class _Run:
 
 
 class ReadRows:
-    """What a rank reads of a bucket; ``bounds`` and ``row_elements`` as of :class:`ServedRows`."""
+    """The rows of a bucket that a rank reads from owners; ``bounds`` and ``row_elements`` as of
+    :class:`ServedRows`."""
 
     def __init__(self, bounds: Bounds, row_elements: Sequence[int], rank: int) -> None:
         lengths = bounds[:, :, 1] - bounds[:, :, 0]
@@ -182,7 +186,8 @@ class ReadRows:
     def pack(
         self, names: Sequence[str], tensors: Tensors, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        """What travels from ``tensors`` to all owners, as ``dtype`` or else theirs."""
+        """The buffer to send to all owners, packed from ``tensors``, as ``dtype`` or in their own
+        type."""
         like = tensors[names[0]]
         wire = like.new_empty(self.total, dtype=dtype or like.dtype)
         for there, here in self._pairs(wire, names, tensors):
@@ -190,7 +195,7 @@ class ReadRows:
         return wire
 
     def unpack(self, wire: torch.Tensor, names: Sequence[str], tensors: Tensors) -> None:
-        """Put what came from all owners into ``tensors``."""
+        """Copy the buffer received from all owners into ``tensors``."""
         for there, here in self._pairs(wire, names, tensors):
             here.copy_(there)
 
@@ -203,8 +208,9 @@ class ReadRows:
 
 
 def _cuts(bounds: Bounds, own: NDArray[np.bool_]) -> list[int]:
-    """Where runs begin among owners of ``bounds`` [owners, weights, 2], and the end. An owner joins
-    the one before when it has as many rows of every weight, which begin where those end."""
+    """The indices at which runs begin among owners of ``bounds`` [owners, weights, 2], and the end.
+    An owner joins the run when it has as many rows of every weight as the one before, and they
+    follow each other."""
     if not len(bounds):
         return [0]
     lengths = bounds[:, :, 1] - bounds[:, :, 0]

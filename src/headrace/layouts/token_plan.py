@@ -46,7 +46,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What some ranks hold together, in the order of the pack.
+    """The tokens that some ranks hold together, as intervals in the order of the pack.
 
     ``order`` [T] takes their rows, one rank after the other, into that order; None where they are
     in order already.
@@ -58,7 +58,7 @@ class Held:
 
     @property
     def tokens(self) -> int:
-        """Tokens held."""
+        """Number of tokens that these ranks hold."""
         return sum(len(part) for part in self.intervals)
 
 
@@ -88,7 +88,7 @@ class TokenPlan:
 
     @property
     def total(self) -> int:
-        """Tokens of the pack."""
+        """Number of tokens in the pack."""
         return sum(self.lengths)
 
     @cached_property
@@ -102,13 +102,13 @@ class TokenPlan:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens on each rank."""
+        """Number of tokens on each rank."""
         if self.given is not None:
             return tuple(sum(map(len, parts)) for parts in self.given)
         return tuple(len(part) for part in self._even)
 
     def index(self, rank: int) -> np.ndarray:
-        """[t] int64: each local token's place in the pack."""
+        """[t] int64: index in the pack of each token of a rank."""
         return _places(self.parts[rank])
 
     def positions(self, rank: int) -> np.ndarray:
@@ -131,7 +131,7 @@ class TokenPlan:
         return values[self.index(rank)]
 
     def held(self, members: tuple[int, ...]) -> Held:
-        """What ``members`` hold together."""
+        """The tokens that the ranks ``members`` hold together."""
         if members not in self._held:
             self._held[members] = self._hold(members)
         return self._held[members]
@@ -143,8 +143,8 @@ class TokenPlan:
         causal: bool,
         window: int | None = None,
     ) -> tuple[Block, ...]:
-        """The scores that count between the tokens of some ranks and of some ranks, as blocks
-        whose rows are those of :meth:`held`; squares before rectangles.
+        """The scores that count between queries of some ranks and keys of some ranks, as blocks
+        whose rows are counted in :meth:`held`; squares before rectangles.
 
         ``keys`` must be the same ranks, others, or contain them. ``window``: as in :class:`Band`.
         """
@@ -156,7 +156,8 @@ class TokenPlan:
         return self._blocks[key]
 
     def scores(self, rank: int, causal: bool) -> int:
-        """Scores that count of one rank's queries: its share of attention's work."""
+        """Number of scores that count for one rank's queries: its share of the work of
+        attention."""
         everyone = tuple(range(self.ranks))
         return sum(block.scores for block in self.blocks((rank,), everyone, causal))
 
@@ -221,7 +222,7 @@ def _shares(length: int, room: Sequence[int]) -> list[int]:
 
 
 def _fold(start: int, shares: Sequence[int], give: Callable[[int, int, int], None]) -> None:
-    """Pieces from the front in the order of the ranks, from the back in the same."""
+    """Cut a document so that rank r gets the r-th piece from the front and from the back."""
     fronts = [-(-share // 2) for share in shares]
     for rank, front in enumerate(fronts):
         give(rank, start, front)

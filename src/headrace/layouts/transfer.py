@@ -2,7 +2,7 @@
 
 Shape legend: a bucket holds several weights; a rank's rows of them travel as one flat buffer per
 peer, in the order of the bucket's weights, so no lengths are exchanged. Own rows are copied, not
-sent. Buckets whose weights are cut alike share the work of finding out what goes where.
+sent. Buckets whose weights have equal partitions share the computation of their links.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class BucketLink:
 
     @property
     def waits(self) -> bool:
-        """Whether the rank waits where it issues: never."""
+        """Whether the rank waits while it issues a transfer: never."""
         return False
 
     def between_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of what lies between two steps: none."""
+        """Bytes held between the two steps of a transfer: none, as there is one step."""
         return 0
 
     def pull(self, storage: Tensors, working: Tensors, wire: torch.dtype | None = None) -> Pending:
         """Issue the copy of ``storage`` rows into ``working``; both hold this rank's parts.
 
-        ``wire`` is the dtype in which they travel, that of ``storage`` unless told.
+        ``wire`` is the dtype in which they travel, by default that of ``storage``.
         """
         names, serving, reading = self._names, self._serving, self._reading
         own = zip(reading.own(names, working), serving.own(names, storage), strict=True)
@@ -102,7 +102,7 @@ def bucket_links(
     rank: int,
     group: dist.ProcessGroup,
 ) -> list[BucketLink]:
-    """The links of all buckets. What is cut alike, as most layers are, is worked out once."""
+    """The links of all buckets. Buckets with equal partitions, as most layers have, share them."""
     between: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
     sides: dict[tuple[tuple[int, int, int], ...], tuple[ServedRows, ReadRows]] = {}
     links: list[BucketLink] = []
@@ -118,7 +118,7 @@ def bucket_links(
             serving, reading = (
                 np.stack([between[id(o), id(r)][side] for o, r in pairs], axis=1) for side in (0, 1)
             )
-            # From global rows to those of the tensors that hold this rank's.
+            # From rows of the weight to rows of the tensor that holds this rank's part.
             owned = [owner.parts[rank] for owner, _ in pairs]
             serving -= np.array([[[rows.start] for rows in owned]])
             reading -= np.array([[[reader.parts[rank].start] for _, reader in pairs]])
@@ -145,16 +145,16 @@ class Pending:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its buffers."""
+        """Bytes of the buffers that the transfer keeps alive."""
         return sum(x.nbytes for x in self.buffers)
 
     def keeping(self, more: tuple[torch.Tensor, ...]) -> Pending:
-        """The same, with further buffers that nobody frees before its end."""
+        """This transfer, which also keeps the buffers ``more`` alive until its end."""
         self.buffers += more
         return self
 
     def wait(self) -> None:
-        """Wait for the transfer and put the rows in their place."""
+        """Wait for the transfer and copy the received rows to their tensors."""
         if self._transfer is not None:
             self._transfer.wait()
         self._finish()

@@ -44,8 +44,8 @@ from headrace.spec.architecture import WeightSpec
 __all__ = ["WeightLink", "crossing_rows", "links_over", "taken"]
 
 _WORTH = 1 / 8
-"""Of the rows that ranks read: so many fewer must cross, as all of them move inside once more, over
-links some nine times as fast."""
+"""Two steps are used if they save at least this fraction of the rows from crossing between nodes:
+all rows then move once more within nodes, over links some nine times as fast."""
 
 
 class WeightLink(Protocol):
@@ -63,19 +63,19 @@ class WeightLink(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether the rank waits where it issues."""
+        """Whether the rank waits while it issues a transfer."""
         ...
 
     def between_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of what lies between two steps, in such elements."""
+        """Bytes held between the two steps of a transfer, for elements of ``dtype``."""
         ...
 
     def pull(self, storage: Tensors, working: Tensors, wire: torch.dtype | None = None) -> Pending:
-        """As :meth:`BucketLink.pull`."""
+        """Start to copy rows of ``storage`` into ``working``; see :meth:`BucketLink.pull`."""
         ...
 
     def push(self, gradients: Tensors, sums: Tensors, wire: torch.dtype | None = None) -> Pending:
-        """As :meth:`BucketLink.push`."""
+        """Start to sum ``gradients`` into their owners' ``sums``; see :meth:`BucketLink.push`."""
         ...
 
 
@@ -140,8 +140,9 @@ def _needs(readers: Partition, node_ranks: int) -> list[Rows]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps:
-    """What moves of one kind of weight, for one rank: partitions of each step over its group,
-    counted from the step's first row; the rows ``held`` between them."""
+    """The two steps for one kind of weight and one rank: (owner, reader) partitions of each step
+    over its group, counted from the step's first row, and the number of rows ``held`` in
+    between."""
 
     held: int
     across: tuple[Partition, Partition]
@@ -149,7 +150,7 @@ class _Steps:
 
     @classmethod
     def of(cls, owners: Partition, readers: Partition, rank: int, node_ranks: int) -> _Steps:
-        """Those of ``rank``."""
+        """The two steps of ``rank``, for nodes of ``node_ranks`` ranks."""
         node, place = divmod(rank, node_ranks)
         needs = _needs(readers, node_ranks)
         mine = owners.parts[place::node_ranks]
@@ -166,7 +167,7 @@ class _Steps:
 
 
 def _within(outer: Rows, parts: Iterable[Rows]) -> Partition:
-    """Parts of ``outer``, counted from its first row."""
+    """Partition of ``outer`` into ``parts``, with rows counted from its first row."""
     moved = (Rows(p.start - outer.start, p.stop - outer.start) if p else Rows(0, 0) for p in parts)
     return Partition(rows=len(outer), parts=tuple(moved))
 
@@ -204,8 +205,8 @@ def _two_step_links(
 
 
 class _TwoSteps:
-    """One bucket's. ``held`` are the shapes of what lies between the steps; ``aside`` is the stream
-    on which the second begins, None on a CPU."""
+    """The two-step link of one bucket. ``held`` are the shapes of the tensors between the steps;
+    ``aside`` is the stream on which the second step is issued, None on a CPU."""
 
     def __init__(
         self,

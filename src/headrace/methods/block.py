@@ -1,4 +1,4 @@
-"""The parts of a layer that no method changes: norms, projections of local tokens, activations."""
+"""The parts of a layer that all methods share: norms, projections of local tokens, activations."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _projected(
 def _into(
     x: torch.Tensor, name: str, norm: Norm | None, state: State
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first product of a branch, after its norm, and x for the residual sum."""
+    """The first linear map of a branch, after its norm; and x, for the residual sum."""
     weight, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
     if norm is None:
         return linear(x, weight, bias), x
@@ -119,18 +119,18 @@ def output(heads: torch.Tensor, state: State, context: Context) -> torch.Tensor:
 
 
 def dropout_rate(context: Context) -> float:
-    """Of what branches add."""
+    """Dropout rate of a branch's output; 0 outside of training."""
     return context.architecture.dropout if context.training else 0.0
 
 
 def added(x: torch.Tensor, y: torch.Tensor, part: Branch, context: Context) -> torch.Tensor:
-    """The residual stream x [t, h] with what a branch adds, y [t, h], after its dropout."""
+    """The residual stream x [t, h] plus the output y [t, h] of a branch after dropout."""
     site = 2 * context.layer + BRANCHES.index(part)
     return x + dropout(y, dropout_rate(context), context.dropout, site)
 
 
 def gathered_feed_forward(x: torch.Tensor, state: State, context: Context) -> torch.Tensor:
-    """The feed-forward branch of local tokens with whole weights, gathered by their sources.
+    """The feed-forward branch of local tokens with full weights, gathered where they are sharded.
 
     x        [t, h]
     returns  [t, h]

@@ -44,7 +44,7 @@ __all__ = ["METHODS"]
 
 
 def _ring_core(context: Context, mesh: RankBlocks, heads: Heads) -> RingCore:
-    """The ring over blocks, each with what its ranks hold together."""
+    """The attention core of a ring over blocks, in which each step has the tokens of one block."""
     tokens, here = context.tokens, context.member // mesh.inner
     causal = context.architecture.causal
 

@@ -25,7 +25,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One micro-batch's tokens on one rank, and what is worked out of them once for all layers.
+    """The tokens of one micro-batch on one rank, and values derived from them once for all layers.
 
     ``group`` is None for a single rank; ``subgroup(members)`` is the group of some of its ranks,
     None for one. ``dtype`` is that of the activations. ``tensor``: ranks of a tensor-parallel
@@ -63,8 +63,8 @@ class Place:
         return tuple(range(first, first + self.tensor))
 
     def tables(self, members: Members) -> Tables | None:
-        """Rotary cosines and sines of what ``members`` hold together, in the order of the pack;
-        None where positions are learned."""
+        """Rotary cosines and sines for the tokens of ``members``, in the order of the pack; None
+        where positions are learned."""
         a = self.architecture
         if a.kind != "llama":
             return None
@@ -95,8 +95,8 @@ class Place:
         return self._orders[members]
 
     def arrival(self, members: Members, chunks: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As :meth:`order`, of rows that come a chunk after the other, each the same share of every
-        rank's; see :class:`headrace.ops.spread.Spread`."""
+        """As :meth:`order`, for rows that are gathered in chunks, each with the same share of every
+        rank's tokens; see :class:`headrace.ops.spread.Spread`."""
         key = members, chunks
         if key not in self._arrivals:
             order = self.tokens.held(members).order
@@ -117,7 +117,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What a method is given besides the activations and the weights."""
+    """The arguments of a method besides activations and weights."""
 
     place: Place
     dropout: DropoutKey
@@ -127,30 +127,30 @@ class Context:
 
     @property
     def architecture(self) -> Architecture:
-        """The model's shape."""
+        """The architecture of the model."""
         return self.place.architecture
 
     @property
     def tokens(self) -> TokenPlan:
-        """Which rank holds which tokens."""
+        """The token plan: which rank holds which tokens."""
         return self.place.tokens
 
     @property
     def member(self) -> int:
-        """This rank's place in the group."""
+        """The index of this rank in the group."""
         return self.place.member
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group."""
+        """The process group that runs the layer; None for a single rank."""
         return self.place.group
 
     @property
     def ranks(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks in the group."""
         return self.tokens.ranks
 
     @property
     def keeps_linear(self) -> bool:
-        """Whether results of linear parts are kept for the backward."""
+        """Whether the results of linear maps are saved for the backward."""
         return self.recompute != "attention"

@@ -49,7 +49,7 @@ from headrace.spec.method_facts import Members
 __all__ = ["METHODS", "Tensor", "attention", "feed_forward"]
 
 _CHUNK_TOKENS = 2048
-"""A chunk is not cut further: smaller products are slower and smaller messages too."""
+"""Least tokens of a chunk: smaller products and messages are slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Tensor:
 
     @property
     def spread(self) -> Spread:
-        """How the tokens of the members lie on them."""
+        """How the tokens of the members are sharded over them."""
         sizes = tuple(self.context.tokens.sizes[member] for member in self.members)
         orders = self.context.place.order(self.members)
         return Spread(
@@ -76,7 +76,7 @@ class Tensor:
         )
 
     def attention(self, x: torch.Tensor, core_of: Callable[[Heads], Core]) -> torch.Tensor:
-        """Gather, shard of the heads, scatter: x [t, h] to [t, h]."""
+        """Gather, attention over this rank's heads, scatter: x [t, h] to [t, h]."""
         a, place, spread = self.context.architecture, self.context.place, self.spread
         y, x = gather_linear(
             x,
@@ -99,7 +99,7 @@ class Tensor:
         return self._added(x, flat, matrix, bias, "attention", in_pack=True)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather, shard of the features, scatter: x [t, h] to [t, h]."""
+        """Gather, feed-forward over this rank's features, scatter: x [t, h] to [t, h]."""
         a, spread = self.context.architecture, self.spread
         parts = FeedForward(
             norm=first_norm(self.state, "norm2", a),
@@ -126,14 +126,15 @@ class Tensor:
         *,
         in_pack: bool,
     ) -> torch.Tensor:
-        """The residual stream x [t, h] with the second product of a branch; where there is no
-        dropout they are added with the ranks' sums."""
+        """The residual stream x [t, h] plus the second linear map of a branch; without dropout both
+        are added in the reduce-scatter."""
         onto = None if dropout_rate(self.context) else x
         z = linear_scatter(y, matrix, bias, onto, self.spread, in_pack=in_pack)
         return z if onto is not None else added(x, z, part, self.context)
 
     def _part(self, name: str, matrix: str) -> Part | None:
-        """The rows of a weight cut as ``matrix`` is; None where there is no such weight."""
+        """This rank's rows of a weight that is cut like ``matrix``; None where there is no such
+        weight."""
         weight, cuts = self.state.get(name), self.state[matrix].split(self.parts)
         return None if weight is None else weight.part([cuts[shard] for shard in self.shards])
 

@@ -1,4 +1,4 @@
-"""What runs of a method: two functions of one signature beside its facts."""
+"""A method: its facts, and the two functions that run the branches of a layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ __all__ = ["BranchFunction", "Method"]
 BranchFunction = Callable[[torch.Tensor, State, Context], torch.Tensor]
 """A branch of a layer: the residual stream x [T / R, h] to the stream with the branch added,
 [T / R, h]. It begins with its norm where the architecture has norms first, and ends with its
-dropout. Pure but for what weights add up."""
+dropout. Pure, but for gradients that weights
+accumulate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Method ``metp``: memory-efficient tensor parallelism, activations stay and weights pass by.
+"""Method ``metp``: memory-efficient tensor parallelism, activations stay and weights travel.
 
 Liang et al. 2025; the paper applies one kernel, O = f(A B) C, twice:
 
@@ -82,7 +82,7 @@ def _steps(
 
 
 def _fetched(steps: Sequence[_Step]) -> Iterator[tuple[_Step, torch.Tensor, torch.Tensor]]:
-    """Each step with its matrices, the next step's under way."""
+    """Each step with its two matrices; those of the next step are fetched meanwhile."""
     coming = steps[0].issue()
     for i, step in enumerate(steps):
         first, second = (arriving.wait() for arriving in coming)
@@ -93,7 +93,7 @@ def _fetched(steps: Sequence[_Step]) -> Iterator[tuple[_Step, torch.Tensor, torc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attention:
-    """Everything the attention branch is a function of besides x."""
+    """The arguments of the attention branch besides x."""
 
     norm: Norm | None
     steps: Sequence[_Step]
@@ -153,7 +153,7 @@ class _MetpAttention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FeedForward:
-    """Everything the feed-forward branch is a function of besides x."""
+    """The arguments of the feed-forward branch besides x."""
 
     norm: Norm | None
     steps: Sequence[_Step]

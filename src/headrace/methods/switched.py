@@ -79,8 +79,8 @@ def _expansion(group_of: list[int], groups: int) -> tuple[int, ...] | None:
 
 
 def local_heads(qkv: torch.Tensor, split: HeadSplit, member: int) -> tuple[torch.Tensor, Heads]:
-    """Switched columns [T, C, D] of a member as queries, keys and values that a kernel takes:
-    keys and values are repeated where the kernel's own grouping would pair them wrongly."""
+    """Columns [T, C, D] of a member after the switch, as queries, keys and values for a kernel:
+    keys and values are repeated where the kernel would pair them wrongly with queries."""
     count = len(split.queries.of[member])
     keys = (qkv.shape[1] - count) // 2
     expand = split.expand[member]
@@ -106,12 +106,12 @@ class SwitchedCore:
 
     @property
     def split(self) -> HeadSplit:
-        """Who takes which heads."""
+        """The heads that each rank attends with."""
         return split_heads(self.heads.queries, self.heads.keys, len(self.sizes))
 
     @property
     def inner(self) -> Heads:
-        """Heads that the core of this rank sees."""
+        """The heads of this rank's core."""
         split, count = self.split, len(self.split.queries.of[self.member])
         if split.expand[self.member] is not None:
             return Heads(queries=count, keys=count)
@@ -119,7 +119,7 @@ class SwitchedCore:
 
     @property
     def rows(self) -> int:
-        """T."""
+        """T, the tokens of all ranks of the block."""
         return sum(self.sizes)
 
     def forward(self, qkv: torch.Tensor) -> tuple[torch.Tensor, Saved]:
@@ -132,7 +132,7 @@ class SwitchedCore:
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
     ) -> Gradients:
-        """Those of qkv; ``qkv`` and ``out`` of the rank's tokens are not looked at."""
+        """The gradients of qkv; ``qkv`` and ``out`` of the local tokens are not used."""
         own, own_out, *rest = saved
         switched = self._sorted(self._columns(grad, self.split.queries))
         dqkv = self._folded(self.core.backward(switched, own, own_out, tuple(rest)).whole)
@@ -152,7 +152,7 @@ class SwitchedCore:
         return x if self.back is None else x.index_select(0, self.back)
 
     def _folded(self, dqkv: torch.Tensor) -> torch.Tensor:
-        """Gradients of repeated keys and values, added."""
+        """Sums the gradients of repeated keys and values."""
         expand = self.split.expand[self.member]
         if expand is None:
             return dqkv

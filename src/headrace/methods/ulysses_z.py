@@ -1,4 +1,4 @@
-"""Method ``ulysses_z``: heads are exchanged for tokens around the attention, weights are gathered.
+"""Method ``ulysses_z``: an all-to-all from tokens to heads around attention, gathered weights.
 
 Over R ranks, with T tokens, n query and g key-value heads of d features:
 

@@ -1,4 +1,4 @@
-"""Weights as a rank holds them: all rows, or a shard; and the parts that methods ask for.
+"""Weights of a rank, replicated (``Whole``) or sharded (``Shard``), and parts for methods.
 
 [Note: parts] A method names for every member of the group the rows that it wants: all of them
 (gather methods), the member's own shard (tensor methods), one shard for everybody or another one
@@ -31,15 +31,15 @@ __all__ = ["Part", "Shard", "State", "Weight", "Whole"]
 
 
 class Part(WeightSource, Protocol):
-    """Some rows of a weight as a source, of which the fetch can be issued ahead."""
+    """Some rows of a weight as a source; they can be fetched ahead of their use."""
 
     def issue(self) -> Arriving:
-        """The rows, issued."""
+        """Start to fetch the rows; the result is returned by ``wait``."""
 
 
 class Weight(Part, Protocol):
-    """One weight of a layer. Vectors are whole on every member and take the parts of the matrix
-    that they belong to."""
+    """One weight of a layer. Vectors are replicated on every member, and split like the matrix that
+    they belong to."""
 
     def split(self, parts: int) -> tuple[Rows, ...]:
         """Its rows cut into ``parts`` at the borders of units (KV groups, gate/up blocks)."""
@@ -54,7 +54,8 @@ State = Mapping[str, Weight]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """Rows of which this rank holds the value; gradients are partial sums, added by the push."""
+    """A weight, or rows of it, whose values this rank holds; gradients are partial sums, which the
+    push adds up."""
 
     value: torch.Tensor
     grad: torch.Tensor
@@ -62,19 +63,19 @@ class Whole:
     unit: int = 1
 
     def rows(self) -> torch.Tensor:
-        """All rows: no communication."""
+        """All rows of the value, without communication."""
         return self.value
 
     def issue(self) -> Arriving:
-        """All rows, which are here."""
+        """All rows of the value, available at once."""
         return Arriving.there(self.value)
 
     def sums(self) -> torch.Tensor:
-        """The partial sum, which is wide."""
+        """The wide tensor of the partial gradient sum itself."""
         return self.grad
 
     def add(self, grad: torch.Tensor) -> None:
-        """Add to the partial sum, unless it is that."""
+        """Add ``grad`` to the partial sum, unless it is that tensor."""
         if grad is not self.grad:
             self.grad.add_(grad)
 
@@ -83,11 +84,11 @@ class Whole:
         add_product(self.grad, left, right)
 
     def split(self, parts: int) -> tuple[Rows, ...]:
-        """Its rows in ``parts``."""
+        """The rows of the weight cut into ``parts`` at the borders of units."""
         return split_rows(len(self.value), parts, self.unit)
 
     def part(self, wanted: Sequence[Rows]) -> Part:
-        """A view."""
+        """A view of the rows that this member wants."""
         mine = slice(wanted[self.member].start, wanted[self.member].stop)
         return Whole(value=self.value[mine], grad=self.grad[mine])
 
@@ -116,20 +117,20 @@ class Shard:
         return [len(shard) for shard in self.shards]
 
     def rows(self) -> torch.Tensor:
-        """All rows, gathered from the group."""
+        """All rows, gathered from the group. Collective."""
         return all_gather_rows(self.value, self._sizes, self.group)
 
     def issue(self) -> Arriving:
-        """All rows, issued."""
+        """Start to gather all rows; the result is returned by ``wait``."""
         everything = (Rows(0, self.shards[-1].stop),) * len(self.shards)
         return self._fetched(everything).issue()
 
     def sums(self) -> torch.Tensor:
-        """Zeros of all rows."""
+        """A tensor of zeros for the gradient of all rows."""
         return self.grad.new_zeros((self.shards[-1].stop, *self.grad.shape[1:]))
 
     def add(self, grad: torch.Tensor) -> None:
-        """Sum over the group, keep this rank's rows."""
+        """Sum ``grad`` over the group, and add this rank's rows to its gradient."""
         self.grad.add_(reduce_scatter_rows(grad.to(self.grad.dtype), self._sizes, self.group))
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -137,11 +138,11 @@ class Shard:
         self.add(product(left, right, self.grad.dtype))
 
     def split(self, parts: int) -> tuple[Rows, ...]:
-        """Its rows in ``parts``."""
+        """The rows of the weight cut into ``parts`` at the borders of units."""
         return split_rows(self.shards[-1].stop, parts, self.unit)
 
     def part(self, wanted: Sequence[Rows]) -> Part:
-        """This rank's shard itself where everybody wants their own, else fetched rows."""
+        """This shard itself where every member wants its own rows, else fetched rows."""
         block = tuple(wanted[self.first : self.first + len(self.shards)])
         if block == self.shards:
             return Whole(value=self.value, grad=self.grad)
@@ -153,22 +154,22 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fetched:
-    """Rows ``wanted[member]`` of a shard's weight, from those who hold them."""
+    """The rows ``wanted[member]`` of a sharded weight, fetched from the members that hold them."""
 
     shard: Shard
     wanted: tuple[Rows, ...]
     member: int
 
     def _given(self) -> list[Rows]:
-        """Of this rank's rows those that each member wants."""
+        """The rows of this rank that each member wants."""
         return [self.shard.shards[self.member].meet(wanted) for wanted in self.wanted]
 
     def _taken(self) -> list[int]:
-        """How many of the rows wanted here each member holds."""
+        """The number of wanted rows that each member holds."""
         return [len(held.meet(self.wanted[self.member])) for held in self.shard.shards]
 
     def issue(self) -> Arriving:
-        """The rows, issued."""
+        """Start to fetch the wanted rows; the result is returned by ``wait``."""
         held, given = self.shard.shards[self.member], self._given()
         sent = torch.cat(
             [self.shard.value[rows.within(held)] for rows in given if len(rows)]
@@ -179,16 +180,17 @@ class _Fetched:
         )
 
     def rows(self) -> torch.Tensor:
-        """The rows."""
+        """The wanted rows of this member. Collective."""
         return self.issue().wait()
 
     def sums(self) -> torch.Tensor:
-        """Zeros of the rows."""
+        """A tensor of zeros for the gradient of the wanted rows."""
         wanted = self.wanted[self.member]
         return self.shard.grad.new_zeros((len(wanted), *self.shard.grad.shape[1:]))
 
     def add(self, grad: torch.Tensor) -> None:
-        """Send each owner its rows; the owners add them in the order of the members."""
+        """Send gradients to the members that hold the rows, which add them in the order of the
+        members."""
         held, given = self.shard.shards[self.member], self._given()
         arrived = all_to_all_rows(
             grad.to(self.shard.grad.dtype),
@@ -201,5 +203,5 @@ class _Fetched:
                 self.shard.grad[rows.within(held)] += part
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add left^T right likewise."""
+        """As :meth:`add`, of the product left^T right."""
         self.add(product(left, right, self.shard.grad.dtype))

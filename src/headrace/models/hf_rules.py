@@ -1,4 +1,4 @@
-"""Which weights of the Hugging Face stand for which of ours: Llama, GPT-2 and BERT.
+"""The correspondence of our weights to those of Hugging Face: Llama, GPT-2 and BERT.
 
 A rule is the correspondence of one of our weights to one or more of theirs: a function that
 splits ours and one that joins theirs, exact inverses that only move rows and columns. Shapes: n
@@ -28,7 +28,7 @@ from headrace.spec.architecture import Architecture
 
 __all__ = ["EMBEDDING", "HEAD", "HEAD_BIASES", "PREFIX", "Rule", "rules_of"]
 
-#: What the names of all weights but the head begin with.
+#: Prefix of the names of all weights but the head.
 PREFIX = {"llama": "model.", "gpt": "transformer.", "bert": "bert."}
 EMBEDDING = {
     "llama": "model.embed_tokens.weight",
@@ -177,7 +177,7 @@ def _fused(ours: str, theirs: str, a: Architecture) -> Rule:
 
 
 def _join_groups(qkv: Sequence[torch.Tensor], a: Architecture) -> torch.Tensor:
-    """q [n d, ...], k, v [g d, ...] to rows by groups [(n + 2 g) d, ...]."""
+    """Join q [n d, ...], k and v [g d, ...] to [(n + 2 g) d, ...]: per KV group its q, k, v."""
     parts = [part.unflatten(0, (a.kv_heads, -1)) for part in qkv]
     return torch.cat(parts, 1).flatten(0, 1)
 
@@ -189,7 +189,7 @@ def _split_groups(qkv: torch.Tensor, a: Architecture) -> tuple[torch.Tensor, ...
 
 
 def _join_blocks(both: Sequence[torch.Tensor], a: Architecture) -> torch.Tensor:
-    """gate, up [f, h] to blocks of rows by turns [2 f, h]."""
+    """Join gate and up [f, h] to [2 f, h]: blocks of rows of both in turn."""
     parts = [part.unflatten(0, (-1, a.ffn_block)) for part in both]
     return torch.stack(parts, 1).flatten(0, 2)
 

@@ -3,7 +3,7 @@
     folder/config.json, model.safetensors
     folder/config.json, model.safetensors.index.json, model-00001-of-00002.safetensors ...
 
-Weights stand whole on one process; pickled files are neither read nor written.
+Weights are held in full by one process; pickled files are neither read nor written.
 """
 
 from __future__ import annotations

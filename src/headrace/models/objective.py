@@ -1,7 +1,7 @@
-"""Objectives: what a model reads of a document, and what it must say.
+"""Objectives: the input that a model reads of a document, and the labels that it predicts.
 
-    next token  reads the document                         says at each token the one that follows
-    masked      reads it with picked tokens hidden         says what stood at the picked places
+    next token  reads the document                         predicts at each token the next one
+    masked      reads it with picked tokens hidden         predicts the hidden tokens
 
 [Note: the batch's count] A batch's loss is the sum of its token losses over the number of tokens
 that have one. Every rank knows that number for the whole batch without asking the others: it

@@ -1,4 +1,4 @@
-"""The model as one process would write it: plain autograd over whole weights, packed documents.
+"""The model as for a single process: plain autograd over full weights and packed documents.
 
 The reference that ``headrace verify`` compares with, and the hand-written loop of the benchmarks.
 It shares no operator with the methods.

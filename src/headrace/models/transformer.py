@@ -1,4 +1,4 @@
-"""A Transformer, written for one device: methods know how a layer is spread.
+"""A Transformer, written for one device: methods spread its layers over ranks.
 
 Shape legend: T tokens of a pack over R ranks, h hidden, V vocabulary. Activations between layers
 are [T / R, h] for every method.
@@ -32,7 +32,7 @@ from headrace.spec.layer_plan import BRANCHES, Branch, LayerOption
 __all__ = ["Transformer"]
 
 _CHUNK_TOKENS = 2048
-"""Embeddings of a block are not cut further, as products of tensor methods are not."""
+"""Least tokens of a chunk of a tensor-parallel embedding, as in ``methods.megatron_ts``."""
 
 
 class Transformer:
@@ -130,7 +130,7 @@ class Transformer:
         if context.place.tensor == 1:
             return head_loss(x, labels, weights[name], scale, bias=bias)
         sizes = _block_sizes(context)
-        if self.architecture.masked:  # how many are guessed is known where the tokens are
+        if self.architecture.masked:  # the number of labels differs between ranks
             sizes = _gathered_sizes(x, context)
         cuts = _cuts(weights[name], context)
         return spread_head_loss(
@@ -172,7 +172,7 @@ def _cuts(weight: Weight, context: Context) -> list[Rows]:
 
 
 def _spread(sizes: tuple[int, ...], context: Context) -> Spread:
-    """How ``sizes`` rows lie on the block."""
+    """How rows are sharded over the block: ``sizes[r]`` of them on rank r."""
     group = context.place.subgroup(context.place.block)
     chunks = min(len(sizes), max(1, sum(sizes) // _CHUNK_TOKENS))
     return Spread(sizes=sizes, group=group, chunks=chunks)

@@ -35,7 +35,7 @@ Attend2D = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape2D:
-    """Its sizes; ``layers`` of two blocks."""
+    """Sizes of a Transformer-2D; each of its ``layers`` has two blocks."""
 
     layers: int
     hidden: int
@@ -100,7 +100,7 @@ class Block2D(nn.Module):
         return x + gate2 * self.feed_forward(self.norm2(x) * (1 + scale2) + shift2)
 
     def modulation(self, time: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Six times [b, 1, 1, h]."""
+        """Six tensors [b, 1, 1, h]: shift, scale and gate of both branches."""
         return (self.table + time)[:, :, None, None].unbind(1)
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:

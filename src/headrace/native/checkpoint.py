@@ -70,12 +70,12 @@ _STEP = re.compile(r"step-([0-9]{6,})(\.old|\.part)?")
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies once it is whole."""
+    """The folder of the complete checkpoint of a step."""
     return root / f"step-{step:06d}"
 
 
 def part_of(folder: Path) -> Path:
-    """Where a checkpoint lies while it is written or deleted."""
+    """The folder that a checkpoint has while it is written or deleted."""
     return folder.with_name(folder.name.removesuffix(".old") + ".part")
 
 
@@ -111,7 +111,7 @@ def latest(root: Path) -> Path | None:
 
 
 def prepare(folder: Path) -> None:
-    """Clear away or restore what crashes left, and make an empty folder to write aside in."""
+    """Remove or restore what interrupted saves left, and make an empty temporary folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     ours = [path for path in folder.parent.iterdir() if step_of(path) is not None]
     for part in (path for path in ours if path.suffix == ".part"):
@@ -126,7 +126,7 @@ def prepare(folder: Path) -> None:
 
 
 def put_in_place(folder: Path) -> None:
-    """Give what was written aside its name, in place of what had that name before."""
+    """Rename the temporary folder to ``folder``, in place of a former one."""
     part, old = part_of(folder), folder.with_suffix(".old")
     fsync_folder(part)
     replaces = folder.exists()
@@ -154,10 +154,10 @@ def prune(root: Path, step: int, keep: int) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Delete a folder such that no crash leaves half of it under its name."""
+    """Delete a folder by renaming it first, so that a crash leaves no partial checkpoint."""
     try:
         shutil.rmtree(folder.rename(part_of(folder)))
-    except OSError as error:  # the new checkpoint is whole: nothing to stop a run for
+    except OSError as error:  # the new checkpoint is complete: no reason to stop a run
         text = f"{folder} cannot be deleted: {error.strerror}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
@@ -169,9 +169,9 @@ _NAMED_RANKS = 4
 
 
 class Writing:
-    """A checkpoint on its way: prepared, then the ranks' files written, then published.
+    """The save of one checkpoint: prepare, write the ranks' files, publish.
 
-    All ranks take part in the first and the last, between which each writes for itself.
+    The first and the last are collective; in between each rank writes by itself.
     """
 
     def __init__(
@@ -186,12 +186,12 @@ class Writing:
         self.folder = step_folder(self.root, step)
 
     def prepare(self, gather: Gather) -> None:
-        """Make room for the files. Raises CheckpointError as :func:`save`. Collective."""
+        """Make an empty temporary folder. Raises CheckpointError as :func:`save`. Collective."""
         with self._cleared(gather):
             self._first(gather, lambda: prepare(self.folder))
 
     def write(self, shards: Sequence[StoredShard]) -> dict[str, Any]:
-        """Write this rank's file; its table."""
+        """Write this rank's file; returns the table of its rows."""
         path = part_of(self.folder) / f"rank{self.rank:05d}.safetensors"
         return table_of(shards, write_shards(path, shards))
 
@@ -264,14 +264,14 @@ class BackgroundWriter:
         try:
             copies = self._copied(shards)
             writing.extra = deepcopy(writing.extra)
-        except Exception as error:  # no memory on the host, say: told where the ranks meet
+        except Exception as error:  # such as a lack of host memory: raised on all ranks later
             self._failed = error
             return
         self._thread = Thread(target=self._write, args=(writing, copies), daemon=True)
         self._thread.start()
 
     def look(self, gather: Gather) -> Path | None:
-        """Publish the checkpoint if all ranks have written it; its folder then. Raises as
+        """Publish the checkpoint if all ranks have written it; returns its folder then. Raises as
         :func:`headrace.native.checkpoint.save`. Collective while :attr:`busy`."""
         if not self.busy:
             return None
@@ -287,10 +287,11 @@ class BackgroundWriter:
     def _write(self, writing: Writing, copies: Sequence[StoredShard]) -> None:
         try:
             self._table = writing.write(copies)
-        except Exception as error:  # told where the ranks meet
+        except Exception as error:  # raised on all ranks by ``look`` or ``finish``
             self._failed = error
 
     def _written(self) -> dict[str, Any]:
+        """The table of this rank's file; waits for its thread. Raises what failed in it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -299,7 +300,7 @@ class BackgroundWriter:
         return self._table
 
     def _copied(self, shards: Sequence[StoredShard]) -> list[StoredShard]:
-        """The shards as they are now, in the host's memory."""
+        """Copies of the shards in host memory."""
         copies, devices = list[StoredShard](), set[torch.device]()
         for shard in shards:
             key, tensor = (shard.name, shard.first_row), shard.tensor.detach()
@@ -419,7 +420,7 @@ def _check_files(path: Path, files: Sequence[FileInfo]) -> None:
 
 @contextmanager
 def _naming_another(path: Path) -> Generator[None, None, None]:
-    """Errors from within name the checkpoint to take instead, if there is one."""
+    """Context in which errors name an earlier checkpoint to use instead, if there is one."""
     try:
         yield
     except CheckpointError as error:

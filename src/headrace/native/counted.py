@@ -20,14 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["ByteCounter", "DeviceBytes", "SavedBytes", "TrafficCounter", "sent_bytes", "tensors_in"]
 
 _PASSING = 3
-"""Tensors as large as the largest kept one: its gradient, what that is made into, and a copy."""
+"""Factor for temporary tensors of a backward, in sizes of the largest saved tensor: its gradient,
+the result computed from that, and a copy."""
 
 
 class ByteCounter(TorchDispatchMode):
     """``with ByteCounter() as counter``: bytes of storages made inside and still alive.
 
-    ``settle_s`` is waited before each look: gloo's threads let go of what they have sent a moment
-    after it arrived.
+    ``settle_s`` is waited before each look: gloo's threads free a sent buffer a moment after it
+    arrived.
     """
 
     def __init__(self, *, settle_s: float = 0.0) -> None:
@@ -92,7 +93,7 @@ class SavedBytes:
         self._hooks.__exit__(*exc)
 
     def look(self) -> tuple[int, int]:
-        """(bytes kept now, and what they pass for at most)."""
+        """(bytes saved now, estimate of the peak since the last look)."""
         kept = sum(self._alive.values())
         return kept, kept + _PASSING * self._largest
 
@@ -145,8 +146,8 @@ class TrafficCounter(TorchDispatchMode):
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments, or in what it gives. Lists of numbers are not
-    walked: a collective has two with a number for every rank."""
+    """All tensors in an operator's arguments or results. Lists of numbers are skipped: a collective
+    has two with a number for every rank."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, dict):

@@ -55,7 +55,7 @@ Ranks = tuple[int, ...]
 
 
 class PlanGroups:
-    """The groups of plans of one model: worked out once for every pipeline and layer plan."""
+    """The groups that plans of one model need, computed once for every pipeline and layer plan."""
 
     def __init__(self, architecture: Architecture) -> None:
         self._architecture = architecture
@@ -87,7 +87,7 @@ class PlanGroups:
         return self._layers[layers]
 
     def _groups(self, pipeline: Pipeline, layers: int, working: Working) -> frozenset[Ranks]:
-        """Of its members those that meet, by their ranks."""
+        """The groups of ranks that communicate within a pipeline."""
         kind = pipeline.scheme, pipeline.shares, layers, working
         if kind not in self._members:
             self._members[kind] = self._met(pipeline, self._plans[layers], working)
@@ -100,7 +100,7 @@ class PlanGroups:
         return frozenset(tuple(ranks[member] for member in met) for met in self._members[kind])
 
     def _met(self, pipeline: Pipeline, layers: LayerPlan, working: Working) -> frozenset[Ranks]:
-        """The groups of a pipeline, by the places of their members in its stages."""
+        """The groups of a pipeline, by indices of its members in its stages."""
         a, wanted = self._architecture, set[Ranks]()
         parts, width = pipeline.scheme.parts(sharded=working == "sharded"), pipeline.scheme.width
         for stage in pipeline.stages(a.layers):
@@ -124,7 +124,7 @@ class StepState:
     """The state of one step of a plan on one rank.
 
     ``arrived`` are the activations and ``returned`` the gradients that wait for their micro-batch;
-    ``losses`` are this rank's, where they were computed: to look at one is to wait for it.
+    ``losses`` are this rank's, on the device: reading one waits for the device.
     """
 
     plan: Plan
@@ -144,7 +144,7 @@ class StepState:
     norm: float = 0.0
 
     def leaving(self, message: Message) -> torch.Tensor:
-        """The activations or gradients of a message, which their micro-batch lets go of.
+        """The activations or gradients of a message; the micro-batch drops its reference to them.
 
         Raises PlanMismatch when there are more or fewer rows than the program says.
         """
@@ -163,15 +163,15 @@ class StepState:
         return value
 
     def arrive(self, message: Message, value: torch.Tensor) -> None:
-        """Keep what arrived for the micro-batch's next action."""
+        """Store a received tensor for the micro-batch's next action."""
         waiting = self.arrived if message.what == "a" else self.returned
         waiting[message.micro_batch] = value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step gave: the batch's mean loss (the same on all ranks), the gradient's norm
-    before clipping, and this rank's measured rows, seconds from the start of the step."""
+    """Results of one step: the batch's mean loss (the same on all ranks), the gradient's norm
+    before clipping, and this rank's measured rows, in seconds from the start of the step."""
 
     loss: float
     gradient_norm: float
@@ -181,15 +181,15 @@ class StepResult:
 class Executor:
     """Runs plans on this rank.
 
-    ``entered`` is told each action before it starts (the watcher publishes it), and before the
-    update those that the device has not ended; ``checked`` looks for values that are not finite
-    after each layer, and names the layer. ``clock`` is that of ``device`` unless told. Nothing of
-    the storage is written before the update: a step that fails leaves the weights as they were.
-    Pulls, and pushes, have at most ``in_flight_bytes`` under way, or one at a time: the next waits
-    for the first of them. Without ``overlap`` nothing is computed while weights arrive or gradients
-    leave: for comparison.
-    ``action`` is where a step that failed was, ``prepared`` whether its groups were made, and
-    ``written`` whether it had come to write.
+    ``entered`` is called with each action before it starts (the watcher publishes it), and before
+    the update with those that the device has not ended; ``checked`` looks for values that are not
+    finite after each layer, and names the layer. ``clock`` is that of ``device`` by default.
+    Nothing of the storage is written before the update: a step that fails leaves the weights as
+    they were. Pulls, and pushes, have at most ``in_flight_bytes`` in flight, or one at a time: the
+    next waits for the oldest. Without ``overlap`` nothing is computed while weights arrive or
+    gradients
+    leave: for comparison. After a failed step, ``action`` is where it failed, ``prepared`` whether
+    its groups were made, and ``written`` whether it had begun to change weights.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class Executor:
             case Forward():
                 self._timed(action, state, lambda: self._forward(action, state))
             case Backward():
-                self._await(list(state.pulls), state)  # those that only others need
+                self._await(list(state.pulls), state)  # pulls that only other ranks need
                 self._timed(action, state, lambda: self._backward(action, state))
             case Push(bucket=bucket):
                 self._push(bucket, state)
@@ -300,7 +300,7 @@ class Executor:
                     self.groups.messages.settle()
                 self._wait("G", list(state.pushes), state.pushes, state)
                 state.spans.reach(self._entered)
-                check()  # what was summed may be what aborted transfers left
+                check()  # sums may hold the garbage of aborted transfers
                 self._timed(action, state, lambda: self._update(state))
 
     @staticmethod
@@ -308,7 +308,7 @@ class Executor:
         return any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines)
 
     def _pull(self, bucket: int, state: StepState) -> None:
-        """Issue a pull."""
+        """Issue the pull of a weight bucket."""
         self._make_room("P", bucket, state.pulls, state)
         with self._issuing("P", bucket, state):
             issued = state.working.pull(bucket)
@@ -316,7 +316,7 @@ class Executor:
             state.pulls[bucket] = issued
 
     def _push(self, bucket: int, state: StepState) -> None:
-        """Issue a push."""
+        """Issue the push of a bucket's gradients."""
         self._make_room("G", bucket, state.pushes, state)
         with self._issuing("G", bucket, state):
             issued = state.working.push(bucket)
@@ -325,7 +325,7 @@ class Executor:
 
     @contextmanager
     def _issuing(self, letter: str, bucket: int, state: StepState) -> Iterator[None]:
-        """A row of its own where issuing waits for a first step."""
+        """Record a row of its own where issuing a transfer waits for its first step."""
         if not state.working.waits:
             yield
             return
@@ -335,15 +335,15 @@ class Executor:
     def _make_room(
         self, letter: str, bucket: int, pending: dict[int, Pending], state: StepState
     ) -> None:
-        """Wait for the first of those under way until one more may be. Nobody waits for ever: all
-        ranks issue what they share in one order, and what was issued before needs nothing more."""
+        """Wait for the oldest transfers until one more is allowed. This cannot deadlock: all ranks
+        issue shared transfers in one order, and an issued one needs nothing more of the host."""
         most = self._in_flight_bytes - state.working.buffer_bytes(bucket)
         while pending and sum(transfer.nbytes for transfer in pending.values()) > most:
             with state.spans.wait():
                 self._wait(letter, [next(iter(pending))], pending, state)
 
     def _await(self, buckets: Sequence[int], state: StepState) -> None:
-        """Wait for pulls that are under way."""
+        """Wait for pulls in flight."""
         due = [bucket for bucket in buckets if bucket in state.pulls]
         if due:
             with state.spans.wait():
@@ -409,7 +409,7 @@ class Executor:
             del state.runs[index]
 
     def _traffic(self, action: Send | Recv | Exchange, state: StepState) -> None:
-        """Send what a micro-batch leaves, put what arrives where its next action finds it."""
+        """Send the tensor that leaves a micro-batch; store a received one for its next action."""
         messages, device = self.groups.messages, self._device
         hidden, dtype = self.storage.architecture.hidden, self.storage.working_dtype
         match action:
@@ -426,5 +426,5 @@ class Executor:
         own = sum(map(float, state.losses))
         state.loss = sum(row[0] for row in gather_floats([own], self.groups.world))
         state.norm = self.storage.gradient_norm()
-        self.written = True  # every rank has come as far, so each will write
+        self.written = True  # no rank can fail any more before its own update
         self.storage.update(state.lr, state.norm)

@@ -1,4 +1,4 @@
-"""Facts of the machine a rank runs on: what reports name, fingerprints hold and doctor prints."""
+"""Facts of the machine a rank runs on, for reports, fingerprints and ``headrace doctor``."""
 
 from __future__ import annotations
 
@@ -68,6 +68,7 @@ def _levels(top: Path, kind: str, group: str) -> Iterator[Path]:
 
 
 def _text(path: Path) -> str:
+    """The text of a file; empty where it cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -113,8 +114,8 @@ def available_bytes(device: str) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had, on a device or on the host: of the
-    allocator, of a library that allocates beside it (cuBLAS, NCCL), or of the driver."""
+    """Whether an error reports a lack of memory, on a device or on the host: of the allocator, of a
+    library that allocates by itself (cuBLAS, NCCL), or of the driver."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error).lower()
@@ -162,8 +163,8 @@ def reset_peak_bytes(device: str) -> int:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Give the memory that the allocator of a GPU keeps for later back to it, when what was issued
-    there is done: what comes next may need it in other pieces."""
+    """Free the cached blocks of a GPU's allocator once issued work is done: later allocations may
+    need other sizes."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

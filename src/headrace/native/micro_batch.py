@@ -31,8 +31,8 @@ __all__ = ["MicroBatchRun", "layer_states", "sources"]
 def sources(
     table: tuple[WeightSpec, ...], working: Working, plan: Plan, pipeline: Pipeline, groups: Groups
 ) -> dict[str, Weight]:
-    """The weights of this rank's stage of a pipeline as its methods see them: whole where every
-    member holds all rows, shards of a block of members otherwise."""
+    """The weights of this rank's stage of a pipeline, for its methods: ``Whole`` where every member
+    holds all rows, else ``Shard`` over a block of members."""
     stage = pipeline.stage_of(groups.rank, plan.layers)
     whole, parts = works_whole(plan), pipeline.scheme.parts(sharded=plan.working == "sharded")
     gathered = not all(whole[rank] for rank in stage.ranks)
@@ -61,7 +61,7 @@ def sources(
 
 
 def _member(rank: int, ranks: tuple[int, ...]) -> int:
-    """A rank's place in its process group. Raises PlanMismatch when it is not in it."""
+    """The index of ``rank`` in its process group. Raises PlanMismatch when it is not in it."""
     if rank not in ranks:
         raise PlanMismatch(f"rank {rank}", got="outside the group", wanted=f"one of {ranks}")
     return ranks.index(rank)
@@ -81,7 +81,8 @@ def layer_states(weights: State, layers: int) -> tuple[State, ...]:
 
 
 Needed = Callable[[int], None]
-"""Told a weight bucket before a segment first works with it, or after its gradients are there."""
+"""Called with a weight bucket before a segment first uses it, or after its gradients are
+complete."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -179,7 +180,7 @@ class MicroBatchRun:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """What arrives and leaves: [T / R, h]."""
+        """Shape of the activations at the borders of the stage: [T / R, h]."""
         return len(self.ids), self.model.architecture.hidden
 
     def forward(
@@ -234,7 +235,7 @@ class MicroBatchRun:
         self, grad: torch.Tensor | None = None, done: Needed = lambda bucket: None
     ) -> None:
         """Run the segments backwards, dropping each when it is done; ``grad`` [T / R, h] is what
-        the next stage sent. ``done`` is told the bucket of each finished segment."""
+        the next stage sent. ``done`` is called with the bucket of each finished segment."""
         if self.stage.last:
             grad, self._last_grad = self._last_grad, None
         for bucket in reversed(self.stage.buckets):

@@ -37,11 +37,11 @@ class OptimizerOptions(Protocol):
 
     @property
     def decay(self) -> float:
-        """Weight decay of matrices."""
+        """Weight decay of matrices; other weights do not decay."""
 
     @property
     def clip(self) -> float:
-        """Largest norm of the gradient."""
+        """Largest norm of the whole gradient; 0 for no clipping."""
 
     def make(self, groups: Groups) -> torch.optim.Optimizer:
         """The optimizer of parameter groups that name their own decay."""
@@ -59,7 +59,7 @@ class AdamW:
     clip: float = 1.0
 
     def make(self, groups: Groups) -> torch.optim.Optimizer:
-        """torch's AdamW; on a device one kernel, which takes no memory for what lies between."""
+        """torch's AdamW; on a device the fused one, which allocates no temporary tensors."""
         on_gpu = all(x.is_cuda for group in groups for x in group["params"])
         return torch.optim.AdamW(
             groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=on_gpu or None
@@ -81,9 +81,9 @@ ELEMENTWISE: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elementwise:
-    """Any of them with torch's own ``options``. Raises SpecError for a name that is none, for
-    options that are fields here, and, when it is made, for those that the optimizer does not
-    take."""
+    """Any of torch's elementwise optimizers, with torch's own ``options``. Raises SpecError for an
+    unknown name, for options that are fields here, and, when it is made, for options that the
+    optimizer does not take."""
 
     name: str
     lr: float = 1e-3
@@ -101,7 +101,7 @@ class Elementwise:
                 raise SpecError(f"options of {self.name}", got=given, wanted=wanted)
 
     def make(self, groups: Groups) -> torch.optim.Optimizer:
-        """torch's optimizer."""
+        """torch's optimizer for these parameter groups."""
         try:
             return ELEMENTWISE[self.name](groups, lr=self.lr, **self.options)
         except (TypeError, ValueError) as error:

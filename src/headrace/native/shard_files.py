@@ -70,7 +70,7 @@ class TensorInfo:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Bytes of one row of the tensor."""
         return prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
 
     def __str__(self) -> str:
@@ -144,12 +144,12 @@ class StoredShard:
 
     @property
     def info(self) -> TensorInfo:
-        """What the index says of the whole tensor."""
+        """The index entry of the whole tensor."""
         return TensorInfo(shape=tuple(self.shape), dtype=_NAMES[self.tensor.dtype])
 
     @property
     def interval(self) -> Interval:
-        """What the index says of these rows."""
+        """The index entry of these rows."""
         return Interval(name=self.name, first_row=self.first_row, rows=self.tensor.shape[0])
 
 
@@ -204,6 +204,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _header(shards: Sequence[StoredShard]) -> bytes:
+    """The header of a safetensors file: its length in 8 bytes, then JSON, padded with spaces."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for shard in shards:
@@ -411,7 +412,8 @@ def _cover(wanted: Interval, held: Sequence[tuple[FileInfo, Interval]]) -> list[
 
 
 def table_of(shards: Sequence[StoredShard], file: FileInfo) -> dict[str, Any]:
-    """What one rank tells of its file and of its tensors, those without rows too, as JSON."""
+    """The description of one rank's file and tensors for :func:`join_tables`, as JSON; tensors
+    without rows are included."""
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         _add(tensors, shard.name, shard.info)
@@ -420,7 +422,7 @@ def table_of(shards: Sequence[StoredShard], file: FileInfo) -> dict[str, Any]:
 
 
 def join_tables(tables: Sequence[Any], *, step: int, extra: Mapping[str, Any]) -> Index:
-    """The index of what all ranks tell (:func:`table_of`), in rank order.
+    """The index of a checkpoint, joined from the tables of all ranks (:func:`table_of`) in order.
 
     Raises CheckpointError when ranks contradict each other or rows are missing.
     """
@@ -473,6 +475,7 @@ def _interval(row: Any) -> Interval:
 
 
 def _tensor(value: Any) -> TensorInfo:
+    """The TensorInfo of its JSON form. Raises CheckpointError where it is malformed."""
     shape = tuple(_count(n, "a shape of") for n in _get(value, "shape", list))
     dtype = _get(value, "dtype", str)
     if dtype not in DTYPES:

@@ -1,8 +1,8 @@
-"""What the actions of a step took, by marks that are read when the step is over.
+"""The times of a step's actions, by marks that are read when the step is over.
 
-A host issues work to its device and goes on: to read a clock there after each action would be to
-stand still until it is done. So an action's start and end are marks among the work, and so are
-those of a wait for weights, which is the device's: the host does not wait at all.
+A host issues work to its device and goes on: reading a clock after each action would block it until
+the device is done. So the start and end of an action are marks (events) in the device's stream. So
+are those of a wait for weights: the device waits, not the host.
 """
 
 from __future__ import annotations
@@ -28,38 +28,39 @@ __all__ = [
 
 
 class Clock(Protocol):
-    """What marks moments and tells the seconds between them."""
+    """Makes marks in time and measures the seconds between them."""
 
     def mark(self) -> Any:
-        """Now, in the order of the work: on a device, when what was issued so far has been done."""
+        """A mark at this place in the issued work: on a device, reached once the work before it is
+        done."""
 
     def between(self, start: Any, end: Any) -> float:
         """Seconds from one mark to a later one, for which it waits."""
 
 
 class StepClock(Clock, Protocol):
-    """A clock whose marks may be of moments to come."""
+    """A clock whose marks may lie in the future, as events of a device do."""
 
     def past(self, mark: Any) -> bool:
-        """Whether a moment has come."""
+        """Whether a mark has been reached."""
 
     def reach(self, mark: Any) -> None:
-        """Wait until a moment has come."""
+        """Wait until a mark is reached."""
 
 
 class HostClock:
     """The host's clock, for work that is done when its call returns."""
 
     def mark(self) -> float:
-        """Now."""
+        """The host's time now, in seconds."""
         return time.perf_counter()
 
     def past(self, mark: float) -> bool:
-        """It has come."""
+        """Always True: a mark of the host's clock lies in the past."""
         return True
 
     def reach(self, mark: float) -> None:
-        """It has come."""
+        """Return at once: a mark of the host's clock lies in the past."""
 
     def between(self, start: float, end: float) -> float:
         """Seconds from one mark to a later one."""
@@ -76,11 +77,11 @@ class EventClock:
         return event
 
     def past(self, mark: torch.cuda.Event) -> bool:
-        """Whether the device has come to an event."""
+        """Whether the device has reached an event."""
         return mark.query()
 
     def reach(self, mark: torch.cuda.Event) -> None:
-        """Wait until the device has."""
+        """Wait until the device has reached an event."""
         mark.synchronize()
 
     def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
@@ -118,7 +119,7 @@ class Spans:
 
     @contextmanager
     def action(self, text: str, kind: str, *, tokens: int = 0, ranks: int = 1) -> Iterator[None]:
-        """What is issued within is an action, with a row of its own."""
+        """Context whose issued work is one action, with a row of its own."""
         before, self._waits = self._waits, list[tuple[Any, Any]]()
         start = self._clock.mark()
         try:
@@ -139,21 +140,21 @@ class Spans:
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """The action around it waits for weights meanwhile."""
+        """Context in which the surrounding action waits for weights."""
         start = self._clock.mark()
         yield
         self._waits.append((start, self._clock.mark()))
 
     def reach(self, entered: Callable[[str], None]) -> None:
-        """Wait until all that was issued is done, one action after the other; ``entered`` is told
-        those that are not, so that one which never ends has a name."""
+        """Wait until all issued work is done, one action after the other; ``entered`` is called
+        with each action that is not done yet, so that a hanging one can be reported."""
         for span in self._spans:
             if not self._clock.past(span.end):
                 entered(span.action)
                 self._clock.reach(span.end)
 
     def rows(self) -> tuple[Row, ...]:
-        """A row for each action, when all are done."""
+        """A row for each action; waits until all are done."""
         return tuple(map(self._row, self._spans))
 
     def _row(self, span: _Span) -> Row:

@@ -1,4 +1,4 @@
-"""Storage: master weights, optimizer state and gradient sums, apart from propagation.
+"""Storage: master weights, optimizer state and gradient sums, sharded over all ranks.
 
 [Note: the tensors of a weight] Each weight goes through four tensors:
 
@@ -46,7 +46,7 @@ __all__ = ["Storage", "Working"]
 
 
 class Working:
-    """The weights of one rank while plans of one working layout propagate."""
+    """The working weights of one rank, for plans of one working layout."""
 
     def __init__(
         self,
@@ -81,18 +81,20 @@ class Working:
         self.partials[name] = storage.sums[name].new_zeros(shape)
 
     def begin(self) -> None:
-        """Clear the partial sums of the step to come."""
+        """Clear the partial gradient sums before a step."""
         for partial in self.partials.values():
             partial.zero_()
 
     def pull(self, bucket: int) -> Pending | None:
-        """Issue the pull of a bucket; None when nothing moves."""
+        """Start the pull of a bucket: from stored rows to working weights. None when nothing
+        moves."""
         link = self._links[bucket]
         wire = self._storage.working_dtype
         return link.pull(self._storage.masters, self.values, wire=wire) if link else None
 
     def push(self, bucket: int) -> Pending | None:
-        """Issue the push of a bucket; None when nothing moves."""
+        """Start the push of a bucket: from partial gradients to stored sums. None when nothing
+        moves."""
         link = self._links[bucket]
         if link is None:
             return None
@@ -101,7 +103,8 @@ class Working:
         return link.push(self.partials, sums, wire=self._storage.working_dtype)
 
     def buffer_bytes(self, bucket: int) -> int:
-        """Most bytes that a pull, or a push, of a bucket has under way here."""
+        """The largest number of bytes that a pull, or a push, of a bucket has in flight on this
+        rank."""
         link = self._links[bucket]
         if link is None:
             return 0
@@ -124,7 +127,7 @@ class Working:
 class Storage:
     """This rank's rows of every weight, of its gradient sum and of the optimizer's state.
 
-    ``dtype`` is theirs, ``working_dtype`` (the same unless told) that of the weights with which
+    ``dtype`` is theirs, ``working_dtype`` (the same by default) that of the weights with which
     plans propagate.
     """
 
@@ -158,8 +161,8 @@ class Storage:
         self._layout: tuple[object, ...] | None = None
 
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take whole weights by name, of any float type, in place of those of the seed: this rank's
-        rows of each."""
+        """Set the weights from full tensors by name, of any float type: this rank keeps its
+        rows."""
         for name, weight in weights:
             rows = self.partitions[name].parts[self._groups.rank]
             self.masters[name].copy_(weight[rows.start : rows.stop])
@@ -175,7 +178,7 @@ class Storage:
         )
 
     def reset_optimizer(self) -> None:
-        """Forget all optimizer state."""
+        """Discard all optimizer state and the count of updates."""
         self.optimizer = self._make_optimizer()
         self._updates, self._laid_out = 0, False
 
@@ -193,7 +196,7 @@ class Storage:
         return self._working
 
     def forget_layouts(self) -> None:
-        """Let go of the working weights, and of the links over a world that is no more."""
+        """Drop the working weights, and the links over a world that was destroyed."""
         self._working = self._layout = None
 
     def gradient_norm(self) -> float:
@@ -209,7 +212,7 @@ class Storage:
         if not norm < float("inf"):
             return norm
         if not self._updates:
-            self.reset_optimizer()  # SGD's first step is not that of a state that was laid out
+            self.reset_optimizer()  # SGD's first step differs once state exists
         factor = min(1.0, self.options.clip / (norm + 1e-6)) if self.options.clip > 0 else 1.0
         for name, master in self.masters.items():
             if factor < 1.0:
@@ -235,6 +238,7 @@ class Storage:
         return sum(seen.values())
 
     def _tensors(self) -> Iterable[torch.Tensor]:
+        """All tensors of this rank: masters, sums, optimizer state, working weights, gradients."""
         yield from self.masters.values()
         yield from self.sums.values()
         for state in self.optimizer.state.values():
@@ -271,7 +275,7 @@ class Storage:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps taken."""
+        """Number of optimizer steps taken."""
         return self._updates
 
     @updates.setter
@@ -289,7 +293,7 @@ class Storage:
 
 
 def _square(gradients: list[torch.Tensor]) -> float:
-    """The sum of all squares; of a device's in a few kernels, and looked at once."""
+    """The sum of all squares; on a device in a few kernels, with one synchronization."""
     if all(x.device.type == "cpu" for x in gradients):
         return sum(float(x.double().square().sum()) for x in gradients)
     norms = torch._foreach_norm(gradients)  # noqa: SLF001  torch's own clipping calls it

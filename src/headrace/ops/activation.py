@@ -1,4 +1,4 @@
-"""Activations that keep only their input; values with a forward and a backward, as norms are."""
+"""Activations as objects with a forward and a backward; autograd saves only their input."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Activation(Protocol):
     """A function of each token's features and its adjoint."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """y of x [T, ...]."""
+        """The activation y of x [T, ...]."""
 
     def backward(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """dx of dy."""
+        """The gradient dx of x, given ``grad`` = dy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +34,11 @@ class SwiGLU:
     block: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """y."""
+        """y [T, f] of x [T, 2 f]."""
         return _swiglu(x, self.block)  # type: ignore[no-any-return]
 
     def backward(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """dx."""
+        """dx [T, 2 f] of ``grad`` = dy [T, f]."""
         return _swiglu_backward(grad, x, self.block)  # type: ignore[no-any-return]
 
 
@@ -49,17 +49,17 @@ class Gelu:
     approximate: Literal["tanh", "none"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """y."""
+        """y [T, f] of x [T, f]."""
         return torch.nn.functional.gelu(x, approximate=self.approximate)
 
     def backward(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """dx."""
+        """dx [T, f] of ``grad`` = dy [T, f]."""
         dx: torch.Tensor = torch.ops.aten.gelu_backward(grad, x, approximate=self.approximate)
         return dx
 
 
 def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The activation under autograd; keeps x."""
+    """Apply an activation under autograd; saves x."""
     return _Activated.apply(x, activation)  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,7 @@
-"""Attention over packed documents: the one door to kernels.
+"""Attention over packed documents: the one entry point to attention kernels.
 
 Shape legend: Q query and K key tokens, N query heads, G key-value heads (G divides N), D features
-of a head; T tokens of a pack. Which scores count is said by blocks of rows and columns.
+of a head; T tokens of a pack. Blocks of rows and columns tell which scores count.
 
 A back end computes runs of documents; the first of ``BACKENDS`` that supports the tensors is used.
 The log-sum-exp is natural, of scaled scores, [N, Q], fp32 (fp64 for fp64).
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 BACKENDS: list[Backend] = [CpuFlash(), CudaFlash(), CudaEfficient(), Plain()]
-"""In order of preference."""
+"""All back ends, in order of preference."""
 
 
 def attend(
@@ -103,7 +103,7 @@ def attend_blocks(
         k, v      [K, G, D]
         returns   out [Q, N, D] in the type of q, lse [N, Q]
 
-    MarkedRows of several blocks are summed wide. MarkedRows of none get out 0 and lse -inf.
+    Rows of several blocks are summed wide. Rows of no block get out 0 and lse -inf.
     """
     backend = _backend(q)
     runs = runs_of(blocks, backend.documents) if q.shape[1] else ()
@@ -144,7 +144,7 @@ class Partial:
     __slots__ = ("_held", "_like", "_parts", "_sums", "_touched")
 
     def __init__(self, q: torch.Tensor) -> None:
-        """Of no keys, for queries like ``q`` [Q, N, D]."""
+        """Start with no keys, for queries like ``q`` [Q, N, D]."""
         self._like, self._touched, self._held = q, MarkedRows(), 0
         self._sums: Pair | None = None
         self._parts: list[_Result] = []
@@ -202,7 +202,7 @@ class Partial:
         return out, self._like.new_empty((heads, rows), dtype=wide(self._like))
 
     def _write(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """What is held into ``out`` and ``lse``."""
+        """Write the held results into ``out`` and ``lse``."""
         spans = [(part.start, part.start + len(part.out)) for part in self._parts]
         for a, b, of in segments(spans, len(self._like)):
             parts = [self._parts[i].rows(a, b) for i in of]
@@ -281,8 +281,8 @@ def add_gradients(
     dk: RowSum,
     dv: RowSum,
 ) -> None:
-    """:func:`attend_blocks_backward` into sums of Q, K and K rows, which hold the parts or have
-    added them when it returns."""
+    """:func:`attend_blocks_backward` into sums of Q, K and K rows. When it returns, the sums either
+    hold the parts or have added them."""
     backend = _backend(q)
     for run in runs_of(blocks, backend.documents) if q.shape[1] else ():
         at, of = run.queries, run.keys
@@ -293,7 +293,7 @@ def add_gradients(
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor) -> None:
-    """Results over some keys merged with those over others, in place."""
+    """Merge results over some keys into results over other keys, in place."""
     weight = (scale - lse).sigmoid_().t()[..., None]
     out.lerp_(rows.to(out.dtype), weight)
     torch.logaddexp(lse, scale, out=lse)
@@ -302,7 +302,7 @@ def _merge(out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, scale: torc
 def _merge_all(
     out: torch.Tensor, lse: torch.Tensor, rows: list[torch.Tensor], scales: list[torch.Tensor]
 ) -> None:
-    """Results over keys of all parts into ``out`` and ``lse``, which hold nothing yet."""
+    """Merge the results of all parts into ``out`` and ``lse``, which are uninitialized."""
     _log_sum(lse, scales)
     _weigh_up(out, lse, rows, scales)
 
@@ -319,7 +319,7 @@ def _log_sum(lse: torch.Tensor, scales: list[torch.Tensor]) -> None:
 def _weigh_up(
     out: torch.Tensor, lse: torch.Tensor, rows: list[torch.Tensor], scales: list[torch.Tensor]
 ) -> None:
-    """Rows [q, N, D] by e^(their scale - lse) [N, q], added."""
+    """The sum of ``rows`` [q, N, D], each times e^(its scale - lse) [N, q], into ``out``."""
     shares = [(scale - lse).exp().t()[..., None] for scale in scales]
     total = widened(rows[0]) * shares[0]
     for part, share in zip(rows[1:], shares[1:], strict=True):
@@ -337,7 +337,7 @@ def _forward(
     at, of = run.queries, run.keys
     if not run.turned:
         return backend.forward(q[at], k[of], v[of], run.q_lengths, run.k_lengths, run.causal)
-    # A square turned round is causal when its rows and columns are read from the end.
+    # With ``turned``, the square is causal when rows and columns are read from the end.
     out, lse = backend.forward(
         q[at].flip(0), k[of].flip(0), v[of].flip(0), run.q_lengths[::-1], run.k_lengths[::-1], True
     )
@@ -373,7 +373,7 @@ def _backward(
 
 
 def _touched(runs: Sequence[KernelRun]) -> tuple[MarkedRows, MarkedRows]:
-    """Queries of any run, and of more than one."""
+    """Rows of queries in at least one run, and in more than one."""
     touched, several = MarkedRows(), MarkedRows()
     for run in runs:
         for a, b, again in touched.mark(run.queries.start, run.queries.stop):
@@ -383,5 +383,5 @@ def _touched(runs: Sequence[KernelRun]) -> tuple[MarkedRows, MarkedRows]:
 
 
 def _left(rows: MarkedRows, count: int) -> list[tuple[int, int]]:
-    """MarkedRows below ``count`` that are not marked."""
+    """Rows below ``count`` that are not marked."""
     return [(a, b) for a, b, marked in rows.pieces(0, count) if not marked]

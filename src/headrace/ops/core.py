@@ -44,13 +44,13 @@ class Core(Protocol):
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
     ) -> Gradients:
-        """Those of qkv, of grad [t, N, D]."""
+        """The gradients of qkv, given ``grad`` [t, N, D] of out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """Of q [t, N, D], k and v [t, G, D]; of all three in one tensor, [t, N + 2 G, D], where they
-    were made so."""
+    """Gradients of q [t, N, D], k and v [t, G, D]; ``joint`` [t, N + 2 G, D] holds all three where
+    they were computed in one tensor."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -59,13 +59,13 @@ class Gradients:
 
     @classmethod
     def of(cls, dqkv: torch.Tensor, heads: Heads) -> Gradients:
-        """Views of one tensor."""
+        """Views of a joint gradient [t, N + 2 G, D]."""
         dq, dk, dv = heads.split(dqkv)
         return cls(q=dq, k=dk, v=dv, joint=dqkv)
 
     @property
     def whole(self) -> torch.Tensor:
-        """In one tensor."""
+        """All three gradients in one tensor, [t, N + 2 G, D]."""
         if self.joint is not None:
             return self.joint
         return torch.cat([self.q, self.k, self.v], dim=1)
@@ -92,14 +92,15 @@ class PackCore:
     blocks: Sequence[Block]
 
     def forward(self, qkv: torch.Tensor) -> tuple[torch.Tensor, Saved]:
-        """(out, (lse [N, t],))."""
+        """(out [t, N, D], (lse [N, t],))."""
         out, lse = attend_blocks(*self.heads.split(qkv), self.blocks)
         return out, (lse,)
 
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
     ) -> Gradients:
-        """Where a kernel makes them of all rows at once, they are what it gave."""
+        """The gradients of qkv; where one kernel computes all rows at once, its results are not
+        copied."""
         dqkv = torch.empty_like(qkv, dtype=_sum_dtype(qkv, self.blocks))
         q, k, v = self.heads.split(dqkv)
         dq, dk, dv = (RowSum(len(qkv), total=part) for part in (q, k, v))
@@ -113,14 +114,14 @@ class PackCore:
 
 
 def _sum_dtype(qkv: torch.Tensor, blocks: Sequence[Block]) -> torch.dtype:
-    """Rows that several blocks touch are added in fp32."""
+    """The type for gradients of q, k and v: fp32 where several blocks add to one row."""
     starts = {block.q_start for block in blocks}
     return qkv.dtype if len(starts) == len(blocks) else sum_dtype(qkv)
 
 
 def sum_dtype(x: torch.Tensor) -> torch.dtype:
-    """The type in which a gradient like ``x`` is added up: a CPU adds to it, wide; a device adds
-    what it holds in fp32 and rounds once."""
+    """The type in which a gradient like ``x`` is accumulated: a CPU adds to it, so it is wide; a
+    device holds parts, adds them in fp32 and rounds once."""
     return wide_dtype(x.dtype) if adds_at_once(x) else x.dtype
 
 
@@ -130,7 +131,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def attended(core: Core, qkv: torch.Tensor | Turned) -> torch.Tensor:
-    """The heads of ``qkv``: keeps qkv, the result and what the core says."""
+    """Attention over ``qkv``: heads [t, N, D]. Saves qkv, the result and what the core needs."""
     if isinstance(qkv, Turned):
         return _AttendedTurned.apply(qkv.token, core, qkv)  # type: ignore[no-any-return]
     return _Attended.apply(qkv, core)  # type: ignore[no-any-return]
@@ -170,9 +171,9 @@ class _AttendedTurned(torch.autograd.Function):
 def attended_again(
     core: Core, project: Callable[[torch.Tensor], tuple[Turned, torch.Tensor]], x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The heads of the first of ``project(x)``, and the second, which is x: keeps x, the heads and
-    what the core says, and makes q, k and v again in the backward. ``project`` must not communicate
-    activations."""
+    """Attention over the first result of ``project(x)``; returns the heads and ``project``'s second
+    result, which is x. Saves x, the heads and what the core needs; q, k and v are recomputed in the
+    backward. ``project`` must not communicate activations."""
     return _AttendedAgain.apply(core, project, x)  # type: ignore[no-any-return]
 
 

@@ -29,7 +29,8 @@ def flop_counter() -> FlopCounterMode:
 
 @dataclass(frozen=True, slots=True)
 class _Formula:
-    """A count from tensors; without the mark the counter passes their shapes."""
+    """A FLOP count from the tensors of a call; without ``_get_raw`` torch's counter passes
+    shapes."""
 
     count: Callable[..., int]
     _get_raw: ClassVar[bool] = True
@@ -62,7 +63,7 @@ def _cpu_backward(
     causal: bool,
     **rest: Any,
 ) -> int:
-    return 5 * _cpu(q, k, v, dropout, causal) // 2
+    return 5 * _cpu(q, k, v, dropout, causal) // 2  # five products, not two
 
 
 def _flash(

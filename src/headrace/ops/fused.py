@@ -27,17 +27,17 @@ __all__ = [
 ]
 
 FUSED: dict[str, Fused] = {}
-"""By name."""
+"""All fused functions by name."""
 
 _MOST_GRAPHS = 64
-"""Kinds of sizes, strides and types for which a function is compiled."""
+"""Combinations of sizes, strides and types for which one function may be compiled."""
 
 _LIBRARY = torch.library.Library("headrace", "FRAGMENT")
 
 
 class Fused:
     """A pure function of tensors. ``kernels`` is how many kernels a device runs for it: sums over
-    tokens take more than one. ``plain`` is what a CPU runs, the function itself unless told."""
+    tokens take more than one. ``plain`` is what a CPU runs, by default the function itself."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class Fused:
         self.operator: Callable[..., Any] = getattr(torch.ops.headrace, self.name).default
 
     def __call__(self, x: torch.Tensor, *others: Any) -> Any:
-        """The function where its first tensor is; under autograd, which the operator does not know,
-        in plain operators."""
+        """Run the kernel for the device of the first tensor; under autograd, which the operator
+        does not support, plain operators."""
         if x.device.type == "cpu":
             return self._plain(x, *others)
         if torch.is_grad_enabled() and any(
@@ -91,7 +91,8 @@ class Fused:
 def fused(
     schema: str, *, kernels: int = 1, plain: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Fused]:
-    """Make a function of tensors one of these; ``schema`` as torch writes it."""
+    """Decorator that makes a :class:`Fused` of a function of tensors; ``schema`` as torch writes
+    it."""
 
     def make(function: Callable[..., Any]) -> Fused:
         made = Fused(function, schema, kernels, plain)
@@ -111,14 +112,14 @@ _made: dict[Hashable, torch.Tensor] = {}
 
 
 def index_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The values, int64, on ``device``."""
+    """The values as an int64 tensor on ``device``; it is cached."""
     key = (tuple(values), device)
     return kept(key, lambda: to_device(torch.tensor(key[0], dtype=torch.int64), device))
 
 
 def kept(key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What ``make`` gives, which must depend on ``key`` alone; nobody may write to it. The last
-    ones made are kept, but for tensors without contents, which are of the mode that made them."""
+    """The cached result of ``make()``, which must depend on ``key`` alone and must not be written
+    to. The last ones are cached, except tensors without contents, which belong to a mode."""
     if detect_fake_mode() is not None:
         return make()
     found = _made.get(key)
@@ -131,7 +132,7 @@ def kept(key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def to_device(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """A tensor of the host on ``device``, without waiting for what that has to do before."""
+    """Copy a host tensor to ``device`` without waiting for work issued there before."""
     if torch.device(device).type == "cuda" and detect_fake_mode() is None:
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)

@@ -63,7 +63,7 @@ class GatheredCore:
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
     ) -> Gradients:
-        """Those of qkv."""
+        """The gradients of qkv; gathers keys and values again."""
         n, g, kv = self.heads.queries, self.heads.keys, self._gather(qkv)
         dqkv = torch.empty_like(qkv, dtype=sum_dtype(qkv))
         mine, own = dqkv[:, :n], dqkv[:, n:]
@@ -83,8 +83,8 @@ class GatheredCore:
         return Gradients.of(dqkv.to(qkv.dtype), self.heads)
 
     def _rows_of_ranks(self, dkv: torch.Tensor, dk: RowSum, dv: RowSum) -> torch.Tensor:
-        """The gradients of gathered rows, one rank after the other; ``dkv`` has room for them, or
-        them in the order of the pack where they were added at once."""
+        """The gradients of gathered rows in rank order. ``dkv`` is a buffer for them, or holds them
+        in pack order where they were added at once."""
         g, places = self.heads.keys, self.order
         if adds_at_once(dkv):
             places = None
@@ -104,7 +104,7 @@ class GatheredCore:
 
 
 def _padded(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """[T]: where each row of the ranks stands where each rank has max(sizes)."""
+    """[T]: index of each rank's rows in a gather that is padded to max(sizes) rows per rank."""
 
     def make() -> torch.Tensor:
         rows = [torch.arange(size) + rank * max(sizes) for rank, size in enumerate(sizes)]

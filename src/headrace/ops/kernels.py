@@ -82,7 +82,7 @@ class CpuFlash:
         k_lengths: Sequence[int],
         causal: bool,
     ) -> Pair:
-        """One document."""
+        """Attention within one document: (out [Q, N, D], lse [N, Q])."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(dense(x).transpose(0, 1)[None] for x in (q, k, v)), 0.0, causal
         )
@@ -100,7 +100,7 @@ class CpuFlash:
         k_lengths: Sequence[int],
         causal: bool,
     ) -> Triple:
-        """One document."""
+        """(dq, dk, dv) of one document, in the shapes of q, k, v."""
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         heads = [dense(x).transpose(0, 1)[None] for x in (grad, q, k, v, out)]
         grads = backward(*heads, lse.contiguous()[None], 0.0, causal)
@@ -115,7 +115,7 @@ class Plain:
     documents: int = 1
 
     def supports(self, q: torch.Tensor) -> bool:
-        """Anything."""
+        """Always True: plain operators take any tensor."""
         return True
 
     def forward(
@@ -127,7 +127,7 @@ class Plain:
         k_lengths: Sequence[int],
         causal: bool,
     ) -> Pair:
-        """One document."""
+        """Attention within one document: (out [Q, N, D], lse [N, Q])."""
         scores = self._scores(q, k, causal)
         lse = scores.logsumexp(-1)
         values = spread(v, q).to(scores.dtype)
@@ -146,7 +146,7 @@ class Plain:
         k_lengths: Sequence[int],
         causal: bool,
     ) -> Triple:
-        """One document."""
+        """(dq, dk, dv) of one document, in the shapes of q, k, v."""
         p = (self._scores(q, k, causal) - lse[..., None]).exp()
         g = grad.to(p.dtype)
         dv = fold(torch.einsum("nqk,qnd->knd", p, g), v)

@@ -63,7 +63,7 @@ class CudaFlash:
         k_lengths: Sequence[int],
         causal: bool,
     ) -> Pair:
-        """A run of documents."""
+        """Attention within each document of a run: (out [Q, N, D], lse [N, Q])."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             dense(q),
             dense(k),
@@ -89,7 +89,7 @@ class CudaFlash:
         k_lengths: Sequence[int],
         causal: bool,
     ) -> Triple:
-        """A run of documents."""
+        """(dq, dk, dv) of a run of documents, in the shapes of q, k, v."""
         # The kernel reads lse and grad by address.
         unread = _unread((2,), torch.uint64, q.device)
         _ = _workspace(q, k, len(q_lengths)) if q.is_meta else ()  # alive until the end
@@ -141,7 +141,7 @@ class CudaEfficient:
         k_lengths: Sequence[int],
         causal: bool,
     ) -> Pair:
-        """A run of documents."""
+        """Attention within each document of a run: (out [Q, N, D], lse [N, Q])."""
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
             dense(q)[None],
             dense(spread(k, q))[None],
@@ -169,7 +169,7 @@ class CudaEfficient:
         k_lengths: Sequence[int],
         causal: bool,
     ) -> Triple:
-        """A run of documents."""
+        """(dq, dk, dv) of a run of documents, in the shapes of q, k, v."""
         width = math.ceil(max(q_lengths) / _PAD) * _PAD
         rows = lse.new_full((q.shape[1], len(q_lengths) * width), math.inf)
         rows.index_copy_(1, _padded(q_lengths, width, q.device), lse)
@@ -215,9 +215,9 @@ def take_newest_flash() -> str:
 
 
 def _workspace(q: torch.Tensor, k: torch.Tensor, documents: int) -> tuple[torch.Tensor, ...]:
-    """What FlashAttention 2 allocates within its backward, for those who count bytes of tensors
-    without contents: sums of dq in fp32, padded for each document, a number for each row of them,
-    and dk, dv of every head where heads share keys."""
+    """Tensors that FlashAttention 2 allocates within its backward, to count their bytes where
+    tensors have no contents: sums of dq in fp32, padded for each document, a number for each row of
+    them, and dk, dv of every head where heads share keys."""
     tokens, (heads, features) = len(q) + _TILE * documents, q.shape[1:]
     wide = q.new_empty((tokens, heads, -(-features // 32) * 32), dtype=torch.float32)
     rows = q.new_empty((heads, tokens), dtype=torch.float32)
@@ -263,7 +263,7 @@ def _padded(lengths: Sequence[int], width: int, device: torch.device) -> torch.T
 
 
 def _unread(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A random state that only a dropout would read."""
+    """The random state argument of the kernel, which only dropout reads; uninitialized."""
     return kept(
         ("unread", shape, dtype, device), lambda: torch.zeros(shape, dtype=dtype, device=device)
     )

@@ -28,8 +28,8 @@ __all__ = [
 
 
 def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """left^T right, left [T, rows], right [T, columns]; on a device in ``dtype``, on a CPU, which
-    knows no such product, in theirs."""
+    """left^T right, left [T, rows], right [T, columns]: in ``dtype`` on a device; on a CPU, which
+    has no such mixed product, in the type of the factors."""
     if left.dtype == dtype or left.device.type == "cpu":
         return left.t() @ right
     return torch.mm(left.t(), right, out_dtype=dtype)
@@ -46,7 +46,8 @@ def add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> 
 
 
 def add_wide_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """The same without a rounding on a CPU either, for which the factors are widened there."""
+    """As :func:`add_product`, but without a rounding on a CPU, too: the factors are widened
+    there."""
     if left.device.type == "cpu":
         sums.addmm_(left.t().to(sums.dtype), right.to(sums.dtype))
     else:
@@ -59,14 +60,14 @@ def total(x: torch.Tensor) -> torch.Tensor:
 
 
 class WeightSource(Protocol):
-    """One weight as a layer sees it."""
+    """One weight of a layer, whose rows may be held by other ranks."""
 
     def rows(self) -> torch.Tensor:
         """All rows of the weight; may communicate."""
 
     def sums(self) -> torch.Tensor:
-        """Wide, of all rows: zeros, or where they are here the partial sum itself. Partial
-        gradients may be added to it, after which :meth:`add` takes it."""
+        """A wide tensor of all rows to add partial gradients to, before :meth:`add` takes it:
+        zeros, or the partial sum itself where it is local."""
 
     def add(self, grad: torch.Tensor) -> None:
         """Add a partial gradient of all rows; may communicate."""
@@ -199,7 +200,7 @@ class _Embed(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         (ids,) = ctx.saved_tensors
         weight, shape, anchor = ctx.rest
-        # A word comes often: a sum of its rows in a half type would stand still at 256 of them.
+        # An id may occur often: in bf16 a sum of equal rows stops growing at 256 of them.
         wide = torch.promote_types(grad.dtype, torch.float32)
         weight.add(grad.new_zeros(shape, dtype=wide).index_add_(0, ids, grad.to(wide)))
         return torch.zeros_like(anchor), None, None

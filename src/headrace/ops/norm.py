@@ -17,23 +17,23 @@ __all__ = ["LayerNorm", "Norm", "RMSNorm", "Vector", "normalised"]
 
 
 class Vector(Protocol):
-    """The weight of a norm, [h]: whole on every rank."""
+    """The weight of a norm, [h], which every rank holds in full."""
 
     def rows(self) -> torch.Tensor:
-        """Its value."""
+        """The value of the weight, [h]."""
 
     def add(self, grad: torch.Tensor) -> None:
-        """Add a partial gradient."""
+        """Add a partial gradient, [h]."""
 
 
 class Norm(Protocol):
     """A norm and its adjoint over x [T, h]; ``stats`` is what it keeps besides x."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """(y [T, h], stats)."""
+        """(y [T, h], statistics to save)."""
 
     def again(self, x: torch.Tensor, stats: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """y once more."""
+        """y [T, h], recomputed from x and the saved statistics."""
 
     def backward(
         self,
@@ -42,8 +42,8 @@ class Norm(Protocol):
         stats: tuple[torch.Tensor, ...],
         plus: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """dx [T, h], and ``plus`` [T, h], what else comes back to x; adds the gradients of the
-        weights."""
+        """(dx [T, h] + ``plus`` [T, h]), where ``plus`` is another gradient of x; adds the
+        gradients of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +60,12 @@ class RMSNorm:
     eps: float
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """(y, stats)."""
+        """(y [T, h], (r [T, 1],))."""
         y, scale = _rms(x, self.weight.rows(), self.eps)
         return y, (scale,)
 
     def again(self, x: torch.Tensor, stats: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """y once more."""
+        """y [T, h], recomputed from x and r."""
         return _rms_again(x, self.weight.rows(), stats[0])  # type: ignore[no-any-return]
 
     def backward(
@@ -75,7 +75,7 @@ class RMSNorm:
         stats: tuple[torch.Tensor, ...],
         plus: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """dx and ``plus``; adds dw."""
+        """dx [T, h] + ``plus``; adds dw to the weight."""
         dx, dw = _rms_backward(grad, x, self.weight.rows(), stats[0], plus)
         self.weight.add(dw)
         return dx  # type: ignore[no-any-return]
@@ -97,12 +97,12 @@ class LayerNorm:
     eps: float
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """(y, stats)."""
+        """(y [T, h], (mean [T, 1], s [T, 1]))."""
         y, mean, scale = _layer(x, self.weight.rows(), self.bias.rows(), self.eps)
         return y, (mean, scale)
 
     def again(self, x: torch.Tensor, stats: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """y once more."""
+        """y [T, h], recomputed from x, the mean and s."""
         return _layer_again(  # type: ignore[no-any-return]
             x, self.weight.rows(), self.bias.rows(), *stats
         )
@@ -114,7 +114,7 @@ class LayerNorm:
         stats: tuple[torch.Tensor, ...],
         plus: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """dx and ``plus``; adds dw and db."""
+        """dx [T, h] + ``plus``; adds dw and db."""
         dx, dw, db = _layer_backward(grad, x, self.weight.rows(), *stats, plus)
         self.weight.add(dw)
         self.bias.add(db)

@@ -20,7 +20,7 @@ __all__ = ["DropoutKey", "dropout", "keep_mask"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutKey:
-    """What a mask depends on besides the feature.
+    """All that a dropout mask depends on, besides the feature.
 
     ``seed`` and ``step`` of the run, ``samples`` [t] and ``positions`` [t] of this rank's tokens
     (int64): the sample's id in the corpus and the token's position in it.
@@ -81,6 +81,7 @@ def _splitmix(x: int) -> int:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Hash each int32 value to a pseudo-random int32."""
     # int32 shifts are arithmetic: the mask after each makes them logical.
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D

@@ -33,7 +33,8 @@ __all__ = ["Onto", "Ring", "RingCore"]
 
 
 Onto = Callable[[torch.Tensor | None], torch.Tensor]
-"""Adds a gradient to what others have added, [t_s, ...], in place."""
+"""Adds this rank's gradient, in place, to the sum [t_s, ...] of the ranks before; with None, starts
+the sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +47,15 @@ class Ring:
 
     @property
     def ranks(self) -> int:
-        """R."""
+        """R, the number of ranks."""
         return len(self.sizes)
 
     def source(self, step: int) -> int:
-        """Whose rows are here after ``step`` hops."""
+        """The rank whose rows are here after ``step`` hops."""
         return (self.member - step) % self.ranks
 
     def onward(self, x: torch.Tensor, step: int) -> Arriving | None:
-        """Issue the hop after ``step`` of rows that all ranks pass round; None after the last."""
+        """Issue the hop after ``step`` of rows that travel around the ring; None after the last."""
         if step + 1 == self.ranks:
             return None
         return issue_shift(x, self.sizes[self.source(step + 1)], self.group)
@@ -101,7 +102,7 @@ class RingCore:
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
     ) -> Gradients:
-        """Those of qkv."""
+        """The gradients of qkv; keys and values travel around the ring again."""
         n, g = self.heads.queries, self.heads.keys
         dqkv = torch.empty_like(qkv, dtype=sum_dtype(qkv))
         mine, own = dqkv[:, :n], dqkv[:, n:]
@@ -138,7 +139,7 @@ class _KeySums:
         self.dk, self.dv = (RowSum(len(kv), total=x) for x in self.into)
 
     def onto(self, behind: torch.Tensor | None) -> torch.Tensor:
-        """Added to what others have, wide."""
+        """The gradient added to ``behind``, the wide sum of the ranks before."""
         fresh = behind is None
         if behind is None:
             behind = self.kv.new_empty(self.kv.shape, dtype=wide_dtype(self.kv.dtype))
@@ -147,7 +148,7 @@ class _KeySums:
         return behind
 
     def finish(self, behind: torch.Tensor | None) -> torch.Tensor:
-        """Into ``own``, with what others have added."""
+        """Write the gradient into ``own``, with the sum ``behind`` of the other ranks."""
         assert self.own is not None, "of this rank's rows"
         if behind is not None:
             self.dk.add(0, behind[:, : self.g])

@@ -75,7 +75,8 @@ class Turned:
 
 
 def turned(qkv: torch.Tensor, rotation: Rotation) -> Turned:
-    """As :func:`rotate_and_sort`, for :func:`headrace.ops.core.attended`."""
+    """:func:`rotate_and_sort` for :func:`headrace.ops.core.attended`: gradients skip the joint
+    tensor."""
     made = Turned(token=qkv, qkv=qkv, grads=[])
     made.token = _Turn.apply(qkv, rotation, made)
     return made

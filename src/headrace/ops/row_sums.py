@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 RowSpan = tuple[int, int, bool]
-"""MarkedRows from, rows up to, whether they are marked."""
+"""Rows from, rows up to, whether they are marked."""
 
 
 class KernelRun(NamedTuple):
-    """Documents one after the other in both queries and keys, all of one kind."""
+    """A run of consecutive documents of one kind, which one kernel call computes."""
 
     queries: slice
     keys: slice
@@ -84,7 +84,7 @@ def _goes_on(block: Block, last: Block) -> bool:
 
 
 class MarkedRows:
-    """Marked rows, as disjoint intervals in order."""
+    """A set of rows, as disjoint sorted intervals."""
 
     __slots__ = ("_starts", "_stops")
 
@@ -96,7 +96,7 @@ class MarkedRows:
         return zip(self._starts, self._stops, strict=True)
 
     def index(self, row: int) -> int:
-        """Which interval holds a marked row."""
+        """Index of the interval that holds a marked row."""
         return bisect_right(self._starts, row) - 1
 
     def start(self, index: int) -> int:
@@ -104,7 +104,7 @@ class MarkedRows:
         return self._starts[index]
 
     def pieces(self, start: int, stop: int) -> list[RowSpan]:
-        """[start, stop) cut where marks begin and end."""
+        """[start, stop) cut at the borders of the marked rows."""
         cuts: list[RowSpan] = []
         at = bisect_right(self._stops, start)
         while start < stop:
@@ -117,8 +117,8 @@ class MarkedRows:
         return cuts
 
     def mark(self, start: int, stop: int) -> list[RowSpan]:
-        """Mark [start, stop); its pieces as they were before."""
-        if start < stop and self._stops and start == self._stops[-1]:  # most often: go on
+        """Mark [start, stop); returns its pieces as they were before."""
+        if start < stop and self._stops and start == self._stops[-1]:  # the usual case: extend
             self._stops[-1] = stop
             return [(start, stop, False)]
         before = self.pieces(start, stop)
@@ -137,7 +137,8 @@ take less than a gated feed-forward of 3.5 h features has in passing, which is n
 
 
 class Segment(NamedTuple):
-    """Rows [start, stop), and which of the parts have them all; of other parts none."""
+    """Rows [start, stop), and the indices of the parts that contain them; other parts contain none
+    of them."""
 
     start: int
     stop: int
@@ -161,7 +162,7 @@ def segments(spans: Sequence[tuple[int, int]], rows: int) -> list[Segment]:
 
 
 class RowSum:
-    """Of parts [n, ...] from some row on, a sum [rows, ...].
+    """The sum [rows, ...] of parts [n, ...], each with its first row.
 
     ``total`` [rows, ...] is what a CPU adds to at once; ``fresh``: it holds nothing yet.
     """
@@ -176,7 +177,7 @@ class RowSum:
             self._marked.mark(0, rows)
 
     def add(self, start: int, part: torch.Tensor) -> None:
-        """Rows from ``start`` on."""
+        """Add ``part`` [n, ...] to the rows from ``start`` on."""
         if not len(part):
             return
         if self._total is not None:
@@ -213,13 +214,13 @@ class RowSum:
                 out[start:stop].add_(parts[0])
 
     def only(self) -> torch.Tensor | None:
-        """The sum where it is a single part of all rows that is held, else None."""
+        """The held part where it is the only one and has all rows, else None."""
         if len(self._parts) != 1 or len(self._parts[0][1]) != self._rows:
             return None
         return self._parts[0][1]
 
     def _sliced(self) -> list[tuple[int, int, list[torch.Tensor]]]:
-        """Segments with the rows that each part has of them."""
+        """Segments, each with the rows of every part that contains it."""
         spans = [(start, start + len(part)) for start, part in self._parts]
         return [
             (a, b, [self._parts[i][1][a - spans[i][0] : b - spans[i][0]] for i in of])
@@ -227,7 +228,7 @@ class RowSum:
         ]
 
     def _join(self, like: torch.Tensor) -> None:
-        """Make the parts a wide one where there are several."""
+        """Replace several held parts by one wide sum."""
         joined = list[tuple[int, torch.Tensor]]()
         for start, stop, parts in self._sliced():
             if len(parts) > 1:
@@ -240,7 +241,7 @@ class RowSum:
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, pieces: Sequence[tuple[int, int, bool]]) -> None:
-    """Add to pieces that hold something, set the others; ``part`` has the rows of all."""
+    """Add ``part`` to the pieces of ``total`` that hold a value, and copy it to the others."""
     start = pieces[0][0]
     for a, b, known in pieces:
         rows = part if len(pieces) == 1 else part[a - start : b - start]

@@ -60,7 +60,7 @@ class ScoreRowsCore:
     def backward(
         self, grad: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, saved: Saved
     ) -> Gradients:
-        """Those of qkv."""
+        """The gradients of qkv; keys and values travel around the ring again."""
         n, g = self.heads.queries, self.heads.keys
         wide = wide_dtype(qkv.dtype)
         dqkv = torch.zeros_like(qkv, dtype=wide)
@@ -93,7 +93,8 @@ class ScoreRowsCore:
 
 
 class _Round:
-    """All ranks' rows of x, one hop after the other, each with its source."""
+    """Iterates over all ranks' rows of x as they arrive around the ring, each with its source
+    rank."""
 
     def __init__(self, ring: Ring, x: torch.Tensor) -> None:
         self._ring, self._rows, self._step = ring, x.contiguous(), 0

@@ -7,7 +7,7 @@ A chunk is the same share of every rank's tokens. The next one is on its way whi
 multiplied: two chunks of gathered activations are alive and never all of them, where Megatron-LM's
 sequence parallelism holds R local activations in passing.
 
-[Note: map] Chunks go through ``map``, which lets go of one before it asks for the next; variables
+[Note: map] Chunks go through ``map``, which drops one before it asks for the next; variables
 of a loop or a generator, ``enumerate`` and ``zip`` hold it on, and a third would be alive.
 """
 
@@ -38,8 +38,8 @@ __all__ = ["FeedForward", "Spread", "gather_linear", "linear_scatter", "spread_f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How tokens lie on a tensor group: ``sizes[r]`` on rank r; ``places`` [T] are the places in
-    the pack of all rows, one rank after the other, None where that is their order."""
+    """How tokens are sharded over a tensor group: ``sizes[r]`` on rank r. ``places`` [T] are the
+    places in the pack of all rows in rank order, None where both orders are equal."""
 
     sizes: tuple[int, ...]
     group: dist.ProcessGroup | None
@@ -48,17 +48,17 @@ class Spread:
 
     @property
     def total(self) -> int:
-        """T."""
+        """T, the tokens of all ranks."""
         return sum(self.sizes)
 
     @property
     def own(self) -> int:
-        """Tokens of this rank."""
+        """Number of tokens on this rank."""
         return self.sizes[0 if self.group is None else dist.get_rank(self.group)]
 
     def share(self, rank: int, chunk: int) -> slice:
-        """The rows of rank's tokens that are in a chunk: as many for every rank where they can be,
-        a row that only some ranks have in the last."""
+        """The rows of one rank's tokens that are in a chunk: the same number for every rank if
+        possible; rows that only some ranks have are in the last chunk."""
         size, least = self.sizes[rank], min(self.sizes)
         if max(self.sizes) != least + 1:
             return slice(size * chunk // self.chunks, size * (chunk + 1) // self.chunks)
@@ -75,7 +75,8 @@ class Spread:
         return [share.stop - share.start for share in shares]
 
     def gathered(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The chunks of everyone's rows of x [t_r, h], the next one under way."""
+        """The chunks of all ranks' rows of x [t_r, h], each gathered while the one before is
+        used."""
         coming: Arriving | None = self._issue(x, 0)
         for chunk in range(self.chunks):
             assert coming is not None
@@ -87,13 +88,13 @@ class Spread:
         return issue_all_gather(x[self.mine(chunk)], self.counts(chunk), self.group)
 
     def take(self, whole: torch.Tensor, chunk: int) -> torch.Tensor:
-        """The rows of a chunk, one rank after the other, out of ``whole`` [T, ...]."""
+        """The rows of a chunk in rank order, taken from ``whole`` [T, ...]."""
         if self.places is not None:
             return whole.index_select(0, torch.cat([self.places[s] for s in self._slices(chunk)]))
         return whole if self.chunks == 1 else torch.cat([whole[s] for s in self._slices(chunk)])
 
     def put(self, whole: torch.Tensor, chunk: int, rows: torch.Tensor) -> None:
-        """The inverse of :meth:`take`, into ``whole``."""
+        """Write the rows of a chunk back to ``whole``: the inverse of :meth:`take`."""
         if self.places is not None:
             places = torch.cat([self.places[s] for s in self._slices(chunk)])
             whole.index_copy_(0, places, rows)
@@ -107,19 +108,18 @@ class Spread:
 
     def apart(self, whole: torch.Tensor, chunk: int) -> torch.Tensor | None:
         """The rows of a chunk as a view [R, rows, ...] of ``whole``, where all ranks have as many
-        and products take them as they lie; else None."""
+        rows and matrix products accept the strides; else None."""
         if self.places is not None or len(set(self.sizes)) > 1 or not _takes_blocks(whole):
             return None
         return whole.unflatten(0, (len(self.sizes), self.sizes[0]))[:, self.share(0, chunk)]
 
     def rows(self, chunk: int) -> slice:
-        """The rows of a chunk where chunks stand one after the other, as they come."""
+        """The rows of a chunk in a tensor of all chunks, one after the other."""
         start = sum(sum(self.counts(before)) for before in range(chunk))
         return slice(start, start + sum(self.counts(chunk)))
 
     def arrival(self) -> np.ndarray:
-        """[T]: of each row as it comes, which of all ranks' rows it is, one rank after the
-        other."""
+        """[T]: for each row in the order of chunks, its index among the rows in rank order."""
         parts = [np.arange(s.start, s.stop) for c in range(self.chunks) for s in self._slices(c)]
         return np.concatenate(parts)
 
@@ -139,7 +139,7 @@ class Spread:
         return out
 
     def _slices(self, chunk: int) -> Iterator[slice]:
-        """A chunk's rows of each rank, counted over all ranks."""
+        """The slices of a chunk's rows, rank by rank, among the rows in rank order."""
         start = 0
         for rank, size in enumerate(self.sizes):
             share = self.share(rank, chunk)
@@ -149,7 +149,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class _Into:
-    """Adds parts [R, t, h] up in ``out`` [t, h], on ``onto`` [t, h] where it is given."""
+    """Sums parts [R, t, h] into ``out`` [t, h], plus ``onto`` [t, h] where it is given."""
 
     out: torch.Tensor
     onto: torch.Tensor | None

@@ -1,7 +1,7 @@
 """Switch, split and gather a dim of a tensor of any number of dims (DSP, Table 2).
 
-Shape legend: a tensor of any dims, one of them in shards over the R ranks of a group, ``sizes[r]``
-places on rank r in turn; M values in all. What the objective is: the sum of all ranks' losses. So
+Shape legend: a tensor of any dims, one of them sharded over the R ranks of a group, ``sizes[r]``
+places on rank r in turn; M values in all. The objective is the sum of all ranks' losses, so
 gradients are true adjoints, and nothing is scaled:
 
     switch   [.., s_r, .., S, ..] -> [.., s, .., S_r, ..]   all-to-all, adjoint: switched back
@@ -64,7 +64,7 @@ class Columns:
 
     @classmethod
     def even(cls, total: int, ranks: int) -> Columns:
-        """Neighbours for each rank, as even as can be."""
+        """Consecutive places for each rank, as evenly as possible."""
         return cls.consecutive(split_sizes(total, ranks))
 
     @classmethod
@@ -94,8 +94,8 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Section:
-    """Places that all ranks take alike: rank r, from place ``at`` of its own on, the ``count``
-    neighbours from ``start + r // share * count`` on."""
+    """Places that ranks take in a regular pattern: of its own places from index ``at`` on, rank r
+    takes the ``count`` consecutive ones from ``start + r // share * count`` on."""
 
     at: int
     start: int
@@ -106,7 +106,7 @@ class _Section:
 @lru_cache(maxsize=256)
 def _sections(columns: Columns) -> tuple[_Section, ...]:
     """Sections that cover every place of ``columns``, so that one copy serves all ranks; none where
-    ranks take too unlike ones."""
+    the places of ranks follow no such pattern."""
     ranks, mine = len(columns.of), len(columns.of[0])
     if not mine or any(len(own) != mine for own in columns.of):
         return ()
@@ -126,7 +126,7 @@ def _sections(columns: Columns) -> tuple[_Section, ...]:
 
 
 def _cuts(columns: Columns) -> list[int]:
-    """Where, of what a rank takes, some rank's next place is not the neighbour of the last."""
+    """The indices at which, for some rank, a place does not directly follow the one before."""
     mine = len(columns.of[0])
     if all(isinstance(own, range) and own.step == 1 for own in columns.of):
         return [0, mine]
@@ -136,7 +136,8 @@ def _cuts(columns: Columns) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Coming:
-    """An exchange under way: what comes is put into ``out``, ``in_place`` where it lies like it."""
+    """An exchange in flight: the received values go to ``out``; ``in_place`` if they are received
+    right there."""
 
     arriving: Arriving
     out: torch.Tensor
@@ -161,19 +162,19 @@ class Resharding:
 
     @property
     def rank(self) -> int:
-        """This one, of the group."""
+        """The index of this rank in the group."""
         return dist.get_rank(self.group)
 
     def out(self, x: torch.Tensor) -> torch.Tensor:
-        """Each rank its places."""
+        """Shard ``to_dim`` in place of ``from_dim``: each rank gets its places of ``to_dim``."""
         return self.joined(self.issue_out(x))
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
-        """The adjoint."""
+        """The adjoint of :meth:`out`: shards of ``from_dim`` again."""
         return self.added(self.issue_back(x))
 
     def issue_out(self, x: torch.Tensor) -> Coming:
-        """:meth:`out`, sent; :meth:`joined` makes the result."""
+        """Start :meth:`out`; :meth:`joined` returns its result."""
         mine = len(self.columns.of[self.rank])
         parts = [self._shape(x, self.sizes[self.rank], len(own)) for own in self.columns.of]
         if self.columns.in_turn and _leads(x.shape, self.to_dim) and x.is_contiguous():
@@ -191,7 +192,7 @@ class Resharding:
         return self._sent(sent, parts, shapes, whole, in_place=_leads(whole, self.from_dim))
 
     def joined(self, coming: Coming) -> torch.Tensor:
-        """What came, as one tensor."""
+        """The received values as one tensor; waits for them."""
         flat, out = coming.arriving.wait(), coming.out
         if coming.in_place:
             return out
@@ -207,7 +208,7 @@ class Resharding:
         return out
 
     def issue_back(self, x: torch.Tensor) -> Coming:
-        """:meth:`back`, sent; :meth:`added` makes the result."""
+        """Start :meth:`back`; :meth:`added` returns its result."""
         held, own = self.columns.of[self.rank], self.sizes[self.rank]
         parts = [self._shape(x, size, len(held)) for size in self.sizes]
         if _leads(x.shape, self.from_dim) and x.is_contiguous():
@@ -222,7 +223,7 @@ class Resharding:
         return self._sent(sent, parts, shapes, whole, in_place=in_place)
 
     def added(self, coming: Coming) -> torch.Tensor:
-        """What came back, every place in its own."""
+        """The received values, summed at their places; waits for them."""
         flat, out = coming.arriving.wait(), coming.out
         if coming.in_place:
             return out
@@ -249,8 +250,8 @@ class Resharding:
     def _alike(
         self, section: _Section, of_ranks: torch.Tensor, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of what is for each rank [R, ...] and of ``x``: [R / share, share, ...] and
-        [R / share, ...]."""
+        """Views of one section of the values for each rank [R, ...] and of ``x``: [R / share,
+        share, ...] and [R / share, ...]."""
         blocks = len(of_ranks) // section.share
         theirs = of_ranks.narrow(self.to_dim + 1, section.at, section.count)
         places = x.narrow(self.to_dim, section.start, blocks * section.count)
@@ -286,7 +287,7 @@ class Resharding:
             torch.index_select(x, self.to_dim, self.columns.index(rank, x.device), out=out)
 
     def _shape(self, x: torch.Tensor, size: int, count: int) -> _Shape:
-        """That of ``x`` with other numbers of places in both dims."""
+        """The shape of ``x`` with other sizes of the two dims."""
         shape = list(x.shape)
         shape[self.from_dim], shape[self.to_dim] = size, count
         return tuple(shape)
@@ -297,7 +298,7 @@ def _flat(
     parts: Sequence[_Shape],
     take: Callable[[torch.Tensor, int, torch.Tensor], None],
 ) -> torch.Tensor:
-    """The parts for all ranks one behind the other."""
+    """The parts for all ranks in one flat tensor."""
     flat, at = x.new_empty(sum(_counts(parts))), 0
     for rank, shape in enumerate(parts):
         count = _count(shape)
@@ -313,7 +314,8 @@ def _apart(x: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
 
 
 def _leads(shape: Sequence[int], dim: int) -> bool:
-    """Whether places of a dim lie one behind the other."""
+    """Whether ``dim`` is the outermost dim with more than one place, so that its parts are
+    contiguous."""
     return all(size == 1 for size in shape[:dim])
 
 
@@ -340,7 +342,7 @@ def switch(
     sizes: _Sizes | None = None,
     to_sizes: _Sizes | None = None,
 ) -> torch.Tensor:
-    """Make ``from_dim`` whole and shard ``to_dim`` instead: one all-to-all.
+    """Gather ``from_dim`` and shard ``to_dim`` instead: one all-to-all.
 
         x         [.., sizes[r], .., S, ..]
         returns   [.., sum(sizes), .., to_sizes[r], ..]
@@ -362,8 +364,8 @@ def issue_switch(
     sizes: _Sizes | None = None,
     to_sizes: _Sizes | None = None,
 ) -> Switching:
-    """:func:`switch`, issued: compute something else, then ``wait()``. The backward issues where
-    the forward waited, and waits where it issued."""
+    """Start a :func:`switch`: compute something else, then ``wait()``. The backward starts its
+    exchange where the forward waited, and waits where the forward started."""
     own, other = _dim(x, from_dim), _dim(x, to_dim)
     if own == other:
         raise SpecError("switch", got=f"dim {from_dim} twice", wanted="two dims")
@@ -383,7 +385,7 @@ def issue_switch(
 
 @dataclass(slots=True, kw_only=True)
 class Switching:
-    """A switch under way; :meth:`wait` is called once."""
+    """A switch in flight; :meth:`wait` is called once."""
 
     value: torch.Tensor
     _coming: _Messages | None = None
@@ -397,7 +399,8 @@ class Switching:
 
 @dataclass(slots=True, kw_only=True)
 class _Messages:
-    """What both halves of a switch know of it: the graph between them carries no values."""
+    """The exchanges that the two autograd functions of a switch share; the graph between them
+    carries no values."""
 
     how: Resharding
     under_way: list[Coming] = field(default_factory=list)
@@ -450,7 +453,7 @@ def split(
 def gather(
     x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, *, sizes: _Sizes | None = None
 ) -> torch.Tensor:
-    """All ranks' shards.
+    """Gather the shards of all ranks.
 
     x         [.., sizes[r], ..]
     returns   [.., sum(sizes), ..]   on every rank
@@ -590,14 +593,14 @@ class _SwitchBack(torch.autograd.Function):
 def to_columns(
     x: torch.Tensor, sizes: tuple[int, ...], columns: Columns, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """:func:`switch_heads` without autograd."""
+    """:func:`switch_heads` without autograd: tokens to columns."""
     return _resharding(sizes, columns, group).out(x)
 
 
 def to_tokens(
     x: torch.Tensor, sizes: tuple[int, ...], columns: Columns, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """:func:`switch_heads_back` without autograd."""
+    """:func:`switch_heads_back` without autograd: columns to tokens."""
     return _resharding(sizes, columns, group).back(x)
 
 

@@ -1,4 +1,4 @@
-"""The switch as a registered operator, for graphs: all it needs are numbers, groups too."""
+"""The switch as a registered operator, for traced graphs; a number stands for its group."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from headrace.ops.switch import Columns, Resharding
 
 __all__ = ["GroupSlot", "traced_switch"]
 
-# A registered operator takes tensors and numbers only: the group is found by a number.
+# A registered operator takes tensors and numbers only: it looks up the group by number.
 _slots: WeakValueDictionary[int, GroupSlot] = WeakValueDictionary()
 _handles = count(1)
 
 
 class GroupSlot:
-    """Keeps a group where graphs find it by its ``handle``, as long as somebody holds this."""
+    """Registers a group under the number ``handle``, by which graphs find it as long as this object
+    exists."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.handle = group, next(_handles)

@@ -1,4 +1,4 @@
-"""The vocabulary over a tensor group: each rank looks up and multiplies the words it holds.
+"""The vocabulary sharded over a tensor group: each rank works with the words (rows) it holds.
 
 Shape legend: t_r tokens on rank r of a tensor group of R, T in all, T_c in a chunk; h features;
 V words, of which this rank holds v from ``first`` on. t_r and v may be zero: every rank takes part
@@ -120,7 +120,7 @@ def spread_head_loss(
     def part(chunk: int, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = logits_of(rows, matrix, offset)
         words = targets - first
-        words.masked_fill_((words < 0) | (words >= len(matrix)), IGNORED)  # those of other ranks
+        words.masked_fill_((words < 0) | (words >= len(matrix)), IGNORED)  # words of other ranks
         normal, picked = _of_all_words(*label_terms(logits, words), spread.group)
         kept = (targets >= 0).to(normal.dtype)
         of_rank = ((normal - picked) * kept).split(spread.counts(chunk))
@@ -141,7 +141,7 @@ def spread_head_loss(
 
 
 def _held(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places in ``ids`` of words that are here, and those words counted from ``first``."""
+    """The indices in ``ids`` of this rank's words, and these words counted from ``first``."""
     places = ((ids >= first) & (ids < first + count)).nonzero().squeeze(1)
     return places, ids.index_select(0, places) - first
 

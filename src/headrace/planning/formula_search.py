@@ -73,6 +73,7 @@ class FormulaSearch:
         return made.replace(planner=name, seed=self.seed, why=reasons(found, bound))
 
     def _static(self, table: PriceTable) -> list[Assignment]:
+        """The best schedule with groups of one size; of ``static_size`` where it is given."""
         size, semantics = self.problem.static_size, self.problem.semantics
         if size is not None:
             some = [scheme for scheme in table.schemes if scheme.devices == size]

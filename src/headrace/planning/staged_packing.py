@@ -92,8 +92,9 @@ class Line:
 def pack_stages(
     line: Line, tokens: Sequence[int], seconds: Seconds, members: Sequence[int]
 ) -> tuple[float, list[list[int]]]:
-    """(seconds of the pipeline, micro-batches) for ``members``, longest first, each of which a
-    micro-batch holds; ``seconds[i]`` is what position i adds to one on every stage."""
+    """(seconds of the pipeline, micro-batches) for the sequences ``members``, longest first, each
+    of which fits a micro-batch; sequence i adds ``seconds[i]`` to its micro-batch on every
+    stage."""
     held = sum([tokens[i] for i in members])
     work, longest = sum([seconds[i] for i in members]), seconds[members[0]]
     bubbles = line.stages - 1

@@ -1,4 +1,4 @@
-"""What is measured of a native model: the branches of its layers, and its ends.
+"""Targets of measurement in a native model: the branches of its layers, and its ends.
 
 Attention is measured for every method, a feed-forward that several methods share once, a level
 that changes nothing not again, and the level ``full`` never: it follows from ``none``.

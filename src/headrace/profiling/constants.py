@@ -1,4 +1,4 @@
-"""What steps and layers pay whatever their lengths: exchange, gathers of shards, links, weights."""
+"""Costs of steps and layers that do not depend on lengths: pulls, gathers, links, weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MESSAGES = (1 << 14, 1 << 18, 1 << 22)
 """Bytes to each partner with which a link is measured."""
 
 _ROOMY = 0.5
-"""The part of the memory that a whole model may take to be exchanged whole."""
+"""The fraction of the memory up to which the exchange of the full model is measured directly."""
 
 
 def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> dict[Working, int]:

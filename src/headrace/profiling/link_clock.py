@@ -1,4 +1,4 @@
-"""Clocks of one rank that plays its part without partners.
+"""Clocks of a rehearsal, in which one rank runs its part of a job without partners.
 
 The collectives of a fake process group take no time. A clock sees every operator that the rank
 runs and adds what a collective would have cost, overlap included:
@@ -56,10 +56,10 @@ class LinkClock(TorchDispatchMode, ABC):
 
     @abstractmethod
     def now(self) -> float:
-        """Seconds since some moment."""
+        """Seconds since an arbitrary moment."""
 
     def mark(self) -> float:
-        """Now."""
+        """The current time as a mark, in seconds."""
         return self.now()
 
     def between(self, start: float, end: float) -> float:
@@ -67,7 +67,7 @@ class LinkClock(TorchDispatchMode, ABC):
         return end - start
 
     def _ran(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
-        """An operator has run that makes or changes tensors."""
+        """Account for an operator that has run and that makes or changes tensors."""
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -107,7 +107,7 @@ class LinkClock(TorchDispatchMode, ABC):
         return link.seconds(count)
 
     def _sent(self, func: Any, args: tuple[Any, ...], rest: Any) -> Any:
-        """What a collective gives."""
+        """The handle and results of a collective, which is called as it is."""
         return func(*args, **rest)
 
     def _wait(self, used: set[int]) -> None:
@@ -135,20 +135,21 @@ class Timed(LinkClock):
 
 
 class Stalls(LinkClock):
-    """Only what is waited for links, in seconds of a run in which operators take their own time;
-    under this clock, which looks at each of them, they take ``slower`` times as long, and so links
-    do, too, that as much of them is hidden."""
+    """Measures only the seconds that the rank waits for links. This clock intercepts every
+    operator, which makes operators ``slower`` times as slow; it slows links down by the same
+    factor, so that the same share of them overlaps with computation. Results are divided by
+    ``slower``."""
 
     def __init__(self, hardware: Hardware, device: str = "cpu", slower: float = 1.0) -> None:
         super().__init__(hardware)
         self._time, self._slower = Timed(hardware, device), slower
 
     def now(self) -> float:
-        """As :class:`Timed` does."""
+        """Seconds since the clock was made, waits for the link included."""
         return self._time.now() + self.stalled_s
 
     def mark(self) -> float:
-        """Seconds waited so far."""
+        """Seconds that the rank has waited for links so far, at normal speed."""
         return self.stalled_s / self._slower
 
     def _seconds(self, link: Link, count: int) -> float:
@@ -227,7 +228,7 @@ def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _is_view(func: Any, out: Any, known: set[int]) -> bool:
-    """Whether an operator only looks at tensors in another way, or asks something of them."""
+    """Whether an operator only makes a view of a tensor, or queries its metadata."""
     if func._schema.is_mutable:
         return False
     made = [x.untyped_storage()._cdata for x in tensors_in(out)]
@@ -235,7 +236,7 @@ def _is_view(func: Any, out: Any, known: set[int]) -> bool:
 
 
 def _allocates(func: Any) -> bool:
-    """Whether an operator only sets memory aside."""
+    """Whether an operator only allocates memory."""
     return func._schema.name.split("::")[1] in _ALLOCATING
 
 

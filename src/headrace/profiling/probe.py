@@ -20,7 +20,7 @@ __all__ = ["ChainProbe", "Counter", "Passed", "Probe", "bytes_of", "observe", "s
 Counter = ByteCounter | DeviceBytes | SavedBytes
 
 Passed = Callable[[], None]
-"""What a probe calls between its segments."""
+"""A function that a probe calls between its segments."""
 
 
 class Probe(Protocol):
@@ -115,6 +115,6 @@ def seconds_of(probe: Probe, clock: Clock) -> list[float]:
 
 def bytes_of(probe: Probe, counter: Callable[[], Counter], times: int = 1) -> list[int]:
     """[kept, transient] bytes of the segments that count: of several ``times`` the middle one of
-    what is kept, and the least of what is transient, as buffers let go of late come on top."""
+    what is kept, and the least of what is transient, as buffers that are freed late come on top."""
     seen = [observe(probe, HostClock(), counter())[1] for _ in range(times)]
     return [sorted(kept for kept, _ in seen)[times // 2], min(passing for _, passing in seen)]

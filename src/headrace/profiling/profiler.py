@@ -103,7 +103,8 @@ class Profiler:
         )
 
     def _room_in(self, cluster: Cluster) -> float:
-        """Bytes for activations beside what is stored and the two layers' weights, agreed."""
+        """Bytes left for activations on the fullest rank, beside storage and two layers'
+        weights."""
         held = self._agreed_max(self._storage.bytes_held() + self._two.bytes_held)
         if held >= cluster.memory_bytes:
             raise InfeasiblePlan(

@@ -1,4 +1,4 @@
-"""Rehearsal: what one rank of a job would do and hold, found without the others.
+"""Rehearsal: the times and bytes of one rank of a job, found without the other ranks.
 
 This process plays one rank of p in a world of absent partners (:mod:`headrace.comm.fake_world`)
 and runs the same two layers of the same methods as the profiler. In one of two ways:
@@ -184,14 +184,14 @@ class Rehearsal:
         )
 
     def _seconds(self, probe: Probe) -> list[float]:
-        """The least of three, on the device."""
+        """[forward, backward] seconds of a probe, each the least of three runs."""
         if self.device != "cpu":
             return self.alone_and_waiting(probe)
         return _least(lambda: self._under(self._clock(), probe))
 
     def alone_and_waiting(self, probe: Probe) -> list[float]:
-        """Seconds of operators that nobody looks at, which on a GPU would wait for who does, and
-        those of waiting for links, from runs under clocks that look at each."""
+        """[forward, backward] seconds on a device: operators timed without a clock that intercepts
+        them (it would slow them down), plus waits for links from runs under such clocks."""
         device = self.device or "cpu"
         alone = _least(lambda: seconds_of(probe, clock_of(device)))
         seen = _least(lambda: self._under(Timed(self.hardware, device), probe))

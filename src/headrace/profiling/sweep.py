@@ -6,7 +6,7 @@ a size run at the same time, as they will in training, and the slowest rank coun
 learns is agreed before the next pack, so all ranks measure alike.
 
 [Note: memory runs out] A pack that may take more than half of the memory is first tried by each
-rank alone, with partners that are never heard: who runs out of memory there keeps nobody waiting.
+rank alone, without communication: a rank that runs out of memory there blocks no other.
 Then the ranks agree; when any of them failed, the sweep ends and the pack is kept as one that does
 not fit. A pack whose bytes, extrapolated, exceed the memory is not tried at all.
 """
@@ -32,10 +32,10 @@ __all__ = ["Sweep", "SweepOptions", "Sweeper", "block", "blocks", "slowest"]
 Ranks = tuple[int, ...]
 
 _RISKY = 0.5
-"""The part of the memory above which a pack is tried alone first."""
+"""The fraction of the memory above which a pack is tried by each rank alone first."""
 
 _SETTLE_S = 2e-3
-"""Seconds in which gloo's threads let go of what they have sent."""
+"""Seconds in which gloo's threads free the buffers that they have sent."""
 
 _NOISY_S = 0.05
 """Seconds that may be spent on up to six timings of a pack, as those of short ones are noisy."""
@@ -43,7 +43,7 @@ _NOISY_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What is measured under the name ``option`` on groups of ``p`` ranks.
+    """The measurement of one option, named ``option``, on groups of ``p`` ranks.
 
     ``probe(groups, ranks, lengths)`` makes the probe of a pack of documents of ``lengths`` tokens
     on the ranks of one group; ``groups_of(ranks)`` are the groups it needs beside. ``order`` and
@@ -84,7 +84,7 @@ def blocks(ranks: int, p: int) -> list[Ranks]:
 
 
 def block(groups: Groups, p: int) -> Ranks | None:
-    """This rank's group of p; None when it is left over."""
+    """This rank's group of p; None where p does not divide the ranks and this rank is left over."""
     return next((b for b in blocks(groups.ranks, p) if groups.rank in b), None)
 
 
@@ -158,7 +158,7 @@ class Sweeper:
         yield (longest,), step < 5
 
     def _survives(self, sweep: Sweep, lengths: tuple[int, ...]) -> bool:
-        """Whether every rank got through a pack alone; the same answer on all of them."""
+        """Whether every rank could run a pack alone; the same answer on all ranks. Collective."""
         mine, failed = block(self._groups, sweep.p), False
         if self._absent is None:
             self._absent = fake_groups()
@@ -173,7 +173,7 @@ class Sweeper:
         return not slowest(self._groups, [float(failed)])[0]
 
     def _point(self, sweep: Sweep, lengths: tuple[int, ...], *, counting: bool) -> ProfilePoint:
-        """Agreed measurements of a pack."""
+        """The point of a pack: the largest values of all ranks, of times the least of some runs."""
         mine = block(self._groups, sweep.p)
         probe = sweep.probe(self._groups, mine, lengths) if mine else None
         seconds = [inf] * 2

@@ -1,4 +1,4 @@
-"""Probes of a native model: two layers of it, with weights of noise.
+"""Probes of a native model: two of its layers, with random weights.
 
 Two layers serve for the whole model, as layers are alike: the first warms up (DCP, section 3.5).
 """
@@ -40,7 +40,7 @@ class EndsProbe:
     _last: torch.Tensor | None = None
 
     def forward(self, passed: Passed) -> None:
-        """Embedding, then head and loss with its gradient."""
+        """Run the embedding, then the head and the loss, which computes its gradient at once."""
         run = self.run
         passed()
         x = run.model.embedding(run.ids, run.weights, run.context)
@@ -51,7 +51,7 @@ class EndsProbe:
         passed()
 
     def backward(self, passed: Passed) -> None:
-        """The same backward."""
+        """Run the backward of the last forward, and of the loss."""
         assert self._done is not None
         x, entry, ending = self._done
         self._done = None
@@ -63,7 +63,7 @@ class EndsProbe:
 
 
 def branch_probe(run: MicroBatchRun, part: Branch, option: LayerOption, layers: int) -> ChainProbe:
-    """The same branch of some layers, one after the other, as a micro-batch would run it."""
+    """A probe of one branch of the first ``layers`` layers, run as a micro-batch would run it."""
 
     def entry() -> torch.Tensor:
         shape = (len(run.ids), run.context.architecture.hidden)

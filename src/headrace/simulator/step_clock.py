@@ -453,7 +453,7 @@ def _runs(plan: Plan, forward: Floats, backward_s: Floats, there: Floats) -> tup
 
 
 def _last_of_ranks(plan: Plan) -> list[int]:
-    """The last micro-batch of every rank that has one."""
+    """Indices of all micro-batches that are the last one of some rank, in order."""
     last_of = {micro.pipeline: index for index, micro in enumerate(plan.micro_batches)}
     last: dict[int, int] = {}
     for pipeline, index in last_of.items():

@@ -187,7 +187,7 @@ class Architecture:
 
     @property
     def shape(self) -> ModelShape:
-        """What costs, planners and the simulator ask of the model."""
+        """The sizes of the model that costs, planners and the simulator need."""
 
         return shape_of(self)
 

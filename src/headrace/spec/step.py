@@ -86,7 +86,7 @@ class StepTimes:
 
     @classmethod
     def of(cls, told: Sequence[bytes]) -> StepTimes:
-        """What all ranks' :meth:`RankTimes.to_bytes` say together."""
+        """The times of a step, from :meth:`RankTimes.to_bytes` of all ranks in rank order."""
         ranks = [np.frombuffer(one, dtype=np.float64).reshape(-1, _WIDTH) for one in told]
         own, ends = np.stack([rank[0] for rank in ranks]), np.stack([rank[1] for rank in ranks])
         total_s = len(ranks) * float(ends[:, 0].max())

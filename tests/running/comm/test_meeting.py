@@ -9,22 +9,22 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from headrace.comm.meeting import Comer, Seat, interface_of, route, take_seat
+from headrace.comm.meeting import JoinedAttempt, JoinRequest, interface_of, join_attempt, route
 from headrace.errors import LaunchError
 
 RANKS = 4
 
 
-def comer(rank: int) -> Comer:
-    return Comer(address=f"10.0.0.{rank}", store="10.0.0.0", port=1000 + rank)
+def request(rank: int) -> JoinRequest:
+    return JoinRequest(address=f"10.0.0.{rank}", store="10.0.0.0", port=1000 + rank)
 
 
-def meet(store: dist.Store, late: dict[int, float] | None = None) -> list[Seat]:
+def meet(store: dist.Store, late: dict[int, float] | None = None) -> list[JoinedAttempt]:
     """All ranks come, some of them ``late`` by seconds."""
 
-    def come(rank: int) -> Seat:
+    def come(rank: int) -> JoinedAttempt:
         time.sleep((late or {}).get(rank, 0.0))
-        return take_seat(store, comer(rank), rank=rank, ranks=RANKS, limit_s=10)
+        return join_attempt(store, request(rank), rank=rank, ranks=RANKS, limit_s=10)
 
     with ThreadPoolExecutor(RANKS) as ranks:
         return list(ranks.map(come, range(RANKS)))
@@ -37,8 +37,8 @@ def test_attempts_follow_each_other(late: int) -> None:
     store = dist.HashStore()
     for attempt in range(3):
         seats = meet(store, {late: 0.2})
-        assert [seat.attempt for seat in seats] == [attempt] * RANKS
-        assert [seat.before[1] for seat in seats] == [1003, 1000, 1001, 1002]
+        assert [joined.attempt for joined in seats] == [attempt] * RANKS
+        assert [joined.before[1] for joined in seats] == [1003, 1000, 1001, 1002]
         assert seats[1].before[0] == "10.0.0.0"
 
 
@@ -54,7 +54,7 @@ def test_a_rank_dies_while_they_meet(first_again: bool) -> None:
         for rank in range(RANKS):
             dead.set(f"here/{rank}", json.dumps([f"dead{rank}", "10.9.9.9", "10.0.0.0", 1]))
     seats = meet(store, {2: 0.3})
-    assert len({seat.attempt for seat in seats}) == 1
+    assert len({joined.attempt for joined in seats}) == 1
     assert seats[0].attempt > 0
     assert seats[3].before == ("10.0.0.2", 1002)
 
@@ -63,14 +63,14 @@ def test_the_machine_of_the_store_learns_its_address() -> None:
     """Would catch ranks that tell others to reach them at 127.0.0.1, which is all that a machine
     may know of itself."""
 
-    def come(rank: int) -> Seat:
-        here = Comer(address="127.0.0.1", store="127.0.0.1", port=7)
-        return take_seat(store, comer(rank) if rank else here, rank=rank, ranks=2, limit_s=10)
+    def come(rank: int) -> JoinedAttempt:
+        here = JoinRequest(address="127.0.0.1", store="127.0.0.1", port=7)
+        return join_attempt(store, request(rank) if rank else here, rank=rank, ranks=2, limit_s=10)
 
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as ranks:
         seats = list(ranks.map(come, range(2)))
-    assert [seat.address for seat in seats] == ["10.0.0.0", "10.0.0.1"]
+    assert [joined.address for joined in seats] == ["10.0.0.0", "10.0.0.1"]
     assert seats[1].before == ("10.0.0.0", 7)
 
 
@@ -79,7 +79,7 @@ def test_ranks_that_never_come_are_named() -> None:
     store = dist.HashStore()
     dist.PrefixStore("meeting", store).set("here/2", "[]")
     with pytest.raises(LaunchError, match=r"got no rank 1, 3, wanted all 4 within 200 ms"):
-        take_seat(store, comer(0), rank=0, ranks=RANKS, limit_s=0.2)
+        join_attempt(store, request(0), rank=0, ranks=RANKS, limit_s=0.2)
 
 
 def test_the_way_to_a_machine() -> None:

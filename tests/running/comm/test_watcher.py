@@ -226,7 +226,7 @@ def test_the_first_death_counts() -> None:
     assert board.death() is None
     first = Death(rank=2, how="was killed by SIGKILL", code=137)
     assert board.declare(first) == first
-    assert board.declare(Death(rank=0, how="raised RuntimeError", quiet=True)) == first
+    assert board.declare(Death(rank=0, how="raised RuntimeError", already_told=True)) == first
     assert board.death() == first
     assert str(first) == "rank 2 was killed by SIGKILL"
 
