@@ -1,4 +1,5 @@
-"""Counts what four flows pass: the files whose code runs, and the modules that a verb loads.
+"""Counts what flows pass (the files whose code runs, the modules that a verb loads) and how often
+an idea is written down.
 
 python docs/count_flows.py           write the table of docs/concepts/house.md
 python docs/count_flows.py --check   exit 1 when a count is above its limit
@@ -11,6 +12,7 @@ differ by a file from one time to the next.
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -33,6 +35,14 @@ LIMITS = {
     "hr.attach loads": 220,
 }
 """The most files of a flow, or modules of the library that a verb loads."""
+
+IDEAS = {
+    "engines of a step (classes that take steps)": 1,
+    "protocols of adopted models": 1,
+    "planners in a chain (the search, and classes around it)": 3,
+    "statements laid out by hand (fmt: skip)": 0,
+}
+"""How often an idea may be written down."""
 
 
 @contextmanager
@@ -176,10 +186,41 @@ def counted(name: str) -> list[str]:
     return found
 
 
+def _classes(room: str) -> Iterator[tuple[ast.ClassDef, set[str], bool]]:
+    """The classes of a room, the names of their methods, and whether each is a protocol."""
+    for path in sorted((SOURCE / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+                yield node, methods, any("Protocol" in ast.unparse(b) for b in node.bases)
+
+
+def ideas() -> dict[str, int]:
+    """How often each idea is written down."""
+    engine, adopt = list(_classes("engine")), list(_classes("adopt"))
+    skips = sum(path.read_text("utf-8").count("fmt: skip") for path in SOURCE.rglob("*.py"))
+    return {
+        "engines of a step (classes that take steps)": sum(
+            "next_step" in methods and not protocol for _, methods, protocol in engine
+        ),
+        "protocols of adopted models": sum(
+            protocol and {"place", "take", "release", "detach"} <= methods
+            for _, methods, protocol in adopt
+        ),
+        "planners in a chain (the search, and classes around it)": 1
+        + sum("plan" in methods and not protocol for _, methods, protocol in engine),
+        "statements laid out by hand (fmt: skip)": skips,
+    }
+
+
 def page(counts: dict[str, int]) -> str:
     """The table of counts, as Markdown."""
     rows = [f"| {name} | {count} | {LIMITS[name]} |" for name, count in counts.items()]
-    return "\n".join(["| flow | passes or loads | at most |", "|---|---|---|", *rows, ""])
+    table = ["| flow | passes or loads | at most |", "|---|---|---|", *rows]
+    written = [f"| {name} | {count} | {IDEAS[name]} |" for name, count in ideas().items()]
+    return "\n".join(
+        [*table, "", "| idea | written down | at most |", "|---|---|---|", *written, ""]
+    )
 
 
 def _small_model() -> Any:
@@ -198,6 +239,9 @@ def main() -> int:
     counts = {name: len(counted(name)) for name in FLOWS}
     above = [
         f"{name}: {n}, at most {LIMITS[name]}" for name, n in counts.items() if n > LIMITS[name]
+    ]
+    above += [
+        f"{name}: {n}, at most {IDEAS[name]}" for name, n in ideas().items() if n > IDEAS[name]
     ]
     text = page(counts)
     if "--check" in sys.argv:
