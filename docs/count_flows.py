@@ -186,12 +186,13 @@ def counted(name: str) -> list[str]:
     return found
 
 
-def _classes(room: str) -> Iterator[tuple[ast.ClassDef, set[str], bool]]:
-    """The classes of a room, the names of their methods, and whether each is a protocol."""
+def _classes(room: str) -> Iterator[tuple[ast.ClassDef, dict[str, str], bool]]:
+    """The classes of a room, what their methods return, and whether each is a protocol."""
     for path in sorted((SOURCE / room).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+                own = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+                methods = {part.name: ast.unparse(part.returns or part.args) for part in own}
                 yield node, methods, any("Protocol" in ast.unparse(b) for b in node.bases)
 
 
@@ -204,11 +205,11 @@ def ideas() -> dict[str, int]:
             "next_step" in methods and not protocol for _, methods, protocol in engine
         ),
         "protocols of adopted models": sum(
-            protocol and {"place", "take", "release", "detach"} <= methods
+            protocol and {"place", "take", "release", "detach"} <= methods.keys()
             for _, methods, protocol in adopt
         ),
         "planners in a chain (the search, and classes around it)": 1
-        + sum("plan" in methods and not protocol for _, methods, protocol in engine),
+        + sum(methods.get("plan") == "Planned" and not protocol for _, methods, protocol in engine),
         "statements laid out by hand (fmt: skip)": skips,
     }
 
