@@ -86,6 +86,11 @@ class DataConfig(Section):
     field: str | None = None
     """Field of jsonl and parquet: ``text`` or ``input_ids``; found out when left out."""
 
+    ignore: tuple[str, ...] = ()
+    """Fields of jsonl and parquet that are left out on purpose: ``labels`` and masks of the loss
+    (``completion_mask``, ``loss_mask``, ``assistant_masks``) are refused elsewhere, as every token
+    is predicted; others are told once."""
+
     end_id: Natural | None = None
     """Id that ends a document in a token memmap without index."""
 

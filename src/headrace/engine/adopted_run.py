@@ -401,6 +401,8 @@ def _announce(
     listener.tell(str(summarise(corpus)))
     for skipped in corpus.skipped[:3]:
         listener.tell(f"skipped {skipped}")
+    for note in corpus.notes:
+        listener.tell(note)
     listener.tell(
         f"model         {type(model).__name__}, adopted, {count_text(parameters)} parameters\n"
         f"devices       {world.ranks} ranks of {world.device}"

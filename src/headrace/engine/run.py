@@ -354,6 +354,8 @@ class RankRun:
             rank.say(str(summarise(rank.data.corpus)))
         for skipped in rank.data.corpus.skipped[:3]:
             rank.say(f"skipped {skipped}")
+        for note in rank.data.corpus.notes:
+            rank.say(note)
         rank.say(
             f"model         {architecture}, {parameters} parameters\n"
             f"devices       {rank.world.ranks} ranks of {rank.cluster.device}, "
