@@ -77,7 +77,7 @@ def test_what_is_no_number_with_a_unit_is_refused(text: str) -> None:
 def test_commas_part_thousands_only(text: str) -> None:
     """Catches a list that is read as one number."""
     for read in (parse_count, parse_bytes):
-        with pytest.raises(SpecError, match="one number: commas part groups .* parted by '/'"):
+        with pytest.raises(SpecError, match=r"one number: commas part groups .* parted by '/'"):
             read(text)
 
 

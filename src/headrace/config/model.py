@@ -290,6 +290,11 @@ class CheckpointConfig(Section):
     """Whether threads write checkpoints while training goes on, from a copy in the host's memory;
     on devices when left out. The last one of a run is waited for."""
 
+    grace_s: Annotated[float, Field(ge=0)] = 25.0
+    """Seconds that a run has, after Ctrl-C or another first signal that ends it, to finish the step
+    under way and write a checkpoint; 0 ends it at once, as a second signal does. Schedulers kill
+    what has not ended after 30 s. Ranks of torchrun end at once."""
+
 
 class ReportConfig(Section):
     """What a run writes besides its checkpoints."""
@@ -318,6 +323,11 @@ class JobConfig(Protocol):
     @property
     def devices(self) -> DevicesConfig:
         """The ranks."""
+        ...
+
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        """State on disk."""
         ...
 
     @property

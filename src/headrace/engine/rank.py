@@ -86,7 +86,14 @@ def launch(
     }
     if under_torchrun():
         return join(main, **settings)
-    return start(main, ranks=options.ranks, each=each, inherited=inherited, **settings)
+    return start(
+        main,
+        ranks=options.ranks,
+        each=each,
+        inherited=inherited,
+        stop_s=config.checkpoint.grace_s,
+        **settings,
+    )
 
 
 def run_here(config: JobConfig, main: Callable[[World], int]) -> int:

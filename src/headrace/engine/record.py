@@ -37,6 +37,7 @@ __all__ = [
     "make_trackers",
     "require_trackers",
     "run_facts",
+    "steps_done",
 ]
 
 
@@ -220,6 +221,23 @@ def _said(path: Path) -> Iterator[None]:
             got=error.strerror or "an error",
             hint="free some space and continue with --resume",
         )
+
+
+def steps_done(folder: Path) -> int:
+    """The steps that a run has written down, as the last whole line of its metrics says."""
+    try:
+        lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        return max((_step_of(line) + 1 for line in lines[-2:]), default=0)
+    except OSError:
+        return 0
+
+
+def _step_of(line: bytes) -> int:
+    """The step of a line; -1 of one that is torn."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return -1
 
 
 def _drop_from(path: Path, first_step: int) -> None:

@@ -22,7 +22,7 @@ from headrace.engine.native_runner import NativeRunner, TrainingBatch
 from headrace.engine.rank import Rank
 from headrace.engine.record import DrawnSteps, RunRecord, make_trackers, run_facts
 from headrace.engine.recovery import LeaveWorld, Recovery
-from headrace.engine.run_planner import RunPlanner
+from headrace.engine.run_planner import RunPlanner, Stopped
 from headrace.engine.step_engine import Engine
 from headrace.errors import CheckpointError, CostError
 from headrace.models.hf_weights import read_pretrained
@@ -53,6 +53,7 @@ class RankRun:
     record: RunRecord | None = None
     planner: RunPlanner = field(init=False)
     writer: BackgroundWriter = field(init=False, default_factory=BackgroundWriter)
+    _saved_step: int = field(init=False, default=0)
 
     @property
     def config(self) -> Config:
@@ -181,12 +182,26 @@ class RankRun:
         if depth:
             self.planner.plan_ahead(self._coming(steps - first), depth=depth)
         rank, data = self.rank, self.config.data
-        with Reader(rank.data.corpus, rank.data.sampler, ahead=data.read_ahead) as reader:
-            batches = iter(reader)
-            for number in range(first, steps):
-                step = engine.next_step(number, lambda: next(batches))
-                step.run()
-                self._save_sometimes(number + 1, step.batch.state_after)
+        watcher, self._saved_step = rank.world.watcher, first
+        self.planner.stop_when(watcher.stop_asked)
+        done, sampler = first, rank.data.sampler.state()
+        reading = Reader(rank.data.corpus, rank.data.sampler, ahead=data.read_ahead)
+        with reading as batches, watcher.stoppable():
+            try:
+                while done < steps:
+                    step = engine.next_step(done, lambda: next(batches))
+                    step.run()
+                    done, sampler = done + 1, step.batch.state_after
+                    self._save_sometimes(done, sampler)
+            except Stopped:
+                self._save_stopped(done, sampler)
+
+    def _save_stopped(self, done: int, sampler: Mapping[str, Any]) -> None:
+        """Leave a checkpoint of the last step, as no other follows. Collective."""
+        if done > self._saved_step:
+            self._save(done, sampler, wait=True)
+        else:
+            self._kept(self.writer.finish(self._gather))
 
     def _engine(self, drawn: DrawnSteps) -> Engine[TrainingBatch, None]:
         rank, config, o = self.rank, self.config, self.config.optimizer
@@ -252,6 +267,7 @@ class RankRun:
     def _save(self, done: int, sampler: Mapping[str, Any], *, wait: bool) -> None:
         rank, background = self.rank, self.config.checkpoint.background
         rank.enters(f"writing checkpoint {done}")
+        self._saved_step = done
         if background is None:
             background = rank.world.device != "cpu"
         self._kept(self.writer.finish(self._gather))
