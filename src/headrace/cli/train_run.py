@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,8 @@ def train(
     code = launch(config, main)
     if code >= STOPPED:  # not by a mistake that would be made again
         why = "interrupted" if code == 128 + signal.SIGINT else "stopped"
-        tell(f"{why}{_kept(folder)}; continue with: {again} --out {folder} --resume")
+        out_again = shlex.quote(str(folder))
+        tell(f"{why}{_kept(folder)}; continue with: {again} --out {out_again} --resume")
     # The ranks have parted: nobody waits while the report is drawn. Under torchrun this is a rank.
     if code == 0 and ranks_here in ([], [0]):
         _finish(TrainingRun(folder), config)

@@ -79,4 +79,5 @@ class Source:
         """The inverse of :meth:`to_json`."""
         lists = ("paths", "patterns", "ignore")
         rest = {name: item for name, item in value.items() if name not in lists}
-        return cls(**rest, **{name: tuple(value.get(name, ())) for name in lists})
+        given: dict[str, Any] = {name: tuple(value.get(name, ())) for name in lists}
+        return cls(**rest, **given)

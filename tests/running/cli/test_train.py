@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -105,11 +106,11 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(whole, tmp_path):
 
 def _stopped(err, folder, again):
     """The step after which a run says that it stopped, with a checkpoint of it."""
-    found = re.search(r"after step (\d+); checkpoint (\S+); continue with: (.+)", err)
+    found = re.search(r"after step (\d+); checkpoint (.+); continue with: (.+)", err)
     assert found, err
     step = int(found[1])
     assert found[2] == str(folder / "checkpoints" / f"step-{step:06d}")
-    assert found[3] == f"headrace train {again} --out {folder} --resume"
+    assert found[3] == f"headrace train {again} --out {shlex.quote(str(folder))} --resume"
     assert (folder / "checkpoints" / f"step-{step:06d}" / "index.json").exists()
     assert len(metrics(folder)) == step
     return step
@@ -141,16 +142,17 @@ def test_control_c_keeps_what_was_trained(whole, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, spread.whole(signal.SIGHUP)])
 def test_other_signals_keep_it_too(whole, tmp_path, number):
-    """Would catch runs that a scheduler or a closed terminal ends without a checkpoint."""
-    config, _, _ = whole
-    steps = "run.steps=2000"
-    process = start("train", config, "--out", tmp_path / "run", "--set", steps)
-    wait_for_step(process, tmp_path / "run", 2)
+    """Would catch runs that a scheduler or a closed terminal ends without a checkpoint, and a
+    command to go on with that lacks a flag or that a shell reads otherwise."""
+    config, folder = whole[0], tmp_path / "my run"
+    given = ("--ranks", "2", "--steps", "2000", "--set", "run.seed=3")
+    process = start("train", config, "--out", folder, *given)
+    wait_for_step(process, folder, 2)
     os.kill(process.pid, number)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert f"stopped by {number.name}: rank 0 in" in err
-    _stopped(err, tmp_path / "run", f"{config} --set {steps}")
+    _stopped(err, folder, " ".join([str(config), *given]))
 
 
 @pytest.mark.parametrize("how", ["twice", "no grace", "too late"])
