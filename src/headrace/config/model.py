@@ -18,7 +18,7 @@ from headrace.config.planner_config import PlannerConfig
 from headrace.config.section import Count, Natural, Place, Positive, Section, number
 from headrace.spec.hardware import Hardware
 from headrace.spec.strategy import Strategy
-from headrace.units import parse_bytes
+from headrace.units import counted, parse_bytes
 
 __all__ = [
     "CheckpointConfig",
@@ -370,7 +370,8 @@ class Config(Section):
             devices = Strategy.parse(text).devices
             if not 1 <= devices <= self.devices.ranks:
                 raise ValueError(
-                    f"planner.strategies: {text!r} needs {devices} ranks of {self.devices.ranks}"
+                    f"planner.strategies: {text!r} needs {counted(devices, 'rank')}, "
+                    f"of {self.devices.ranks}"
                 )
         return self
 

@@ -32,6 +32,7 @@ from headrace.engine.attach import Attached, begin
 from headrace.engine.attach_options import MeasureOptions, SampleOptions, SpreadOptions
 from headrace.engine.listener import Listener
 from headrace.engine.loop_runner import LoopMicroBatch
+from headrace.engine.plans import sizes_left_out
 from headrace.engine.rank import optimizer_options
 from headrace.engine.run_planner import RunPlanner, Stopped
 from headrace.engine.sample_order import LoopBatch
@@ -40,7 +41,7 @@ from headrace.engine.training_run import lock_wait_s, locked
 from headrace.errors import CheckpointError, ConfigError, MissingExtra, SpecError
 from headrace.native.optimizers import Schedule
 from headrace.spec.lengths import Lengths
-from headrace.units import bytes_text, count_text
+from headrace.units import bytes_text, count_text, counted
 
 __all__ = ["Factory", "run_loop", "train_adopted", "user_optimizer"]
 
@@ -423,6 +424,8 @@ def _announce(
     """Say what is trained, on what, and where."""
     parameters = sum(p.numel() for p in model.parameters())
     memory = config.devices.memory_bytes
+    if left_out := sizes_left_out(config.planner, world.ranks):
+        listener.tell(left_out)
     listener.tell(str(summarise(corpus)))
     for skipped in corpus.skipped[:3]:
         listener.tell(f"skipped {skipped}")
@@ -430,7 +433,7 @@ def _announce(
         listener.tell(note)
     listener.tell(
         f"model         {type(model).__name__}, adopted, {count_text(parameters)} parameters\n"
-        f"devices       {world.ranks} ranks of {world.device}"
+        f"devices       {counted(world.ranks, 'rank')} of {world.device}"
         f"{'' if memory is None else f', {bytes_text(memory)} each'}\n"
         f"run           {folder}"
     )

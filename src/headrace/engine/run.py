@@ -19,6 +19,7 @@ from headrace.engine.checkpoints import SavedState, changed
 from headrace.engine.cost_cache import calibration_path
 from headrace.engine.measured_costs import learnt, measured_costs
 from headrace.engine.native_runner import NativeRunner, TrainingBatch
+from headrace.engine.plans import sizes_left_out
 from headrace.engine.rank import Rank
 from headrace.engine.record import DrawnSteps, RunRecord, make_trackers, run_facts
 from headrace.engine.recovery import LeaveWorld, Recovery
@@ -36,7 +37,7 @@ from headrace.spec.architecture import parameter_count
 from headrace.spec.lengths import Lengths
 from headrace.spec.profile import Profile
 from headrace.spec.step import Step
-from headrace.units import bytes_text, count_text, percent_text
+from headrace.units import bytes_text, count_text, counted, percent_text
 
 __all__ = ["RankRun"]
 
@@ -358,7 +359,7 @@ class RankRun:
         rank.storage.updates = saved.updates
         rank.data.sampler.restore(saved.sampler)
         self.planner.restore(saved.planner)
-        rank.say(f"continuing from {path}, saved by {saved.ranks} ranks")
+        rank.say(f"continuing from {path}, saved by {counted(saved.ranks, 'rank')}")
         if changes := changed(saved.config, self.config.to_json()):
             rank.say(f"changed since   {', '.join(changes)}")
         return saved.step
@@ -366,6 +367,8 @@ class RankRun:
     def _announce(self, first: int) -> None:
         rank, architecture = self.rank, self.rank.storage.architecture
         parameters = count_text(parameter_count(architecture))
+        if left_out := sizes_left_out(self.config.planner, rank.world.ranks):
+            rank.say(left_out)
         if first == 0:
             rank.say(str(summarise(rank.data.corpus)))
         for skipped in rank.data.corpus.skipped[:3]:
@@ -374,7 +377,7 @@ class RankRun:
             rank.say(note)
         rank.say(
             f"model         {architecture}, {parameters} parameters\n"
-            f"devices       {rank.world.ranks} ranks of {rank.cluster.device}, "
+            f"devices       {counted(rank.world.ranks, 'rank')} of {rank.cluster.device}, "
             f"{bytes_text(rank.cluster.memory_bytes)} each, in "
             f"{str(rank.dtype).removeprefix('torch.')}\n"
             f"run           {self.folder}"

@@ -98,7 +98,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(whole, tmp_path):
     less += ["--set", "planner.group_sizes=[3]"]
     code, _, err = run("train", config, "--out", copy, "--resume", "--ranks", "3", *less)
     assert code == 0, err
-    assert "saved by 1 ranks" in err
+    assert "saved by 1 rank" in err
     np.testing.assert_allclose(losses(copy), losses(folder), rtol=2e-5)
     assert _samples(copy) == _samples(folder)
     assert len({row["step"] for row in metrics(copy) if len(row["peak_bytes"]) == 3}) == 4
