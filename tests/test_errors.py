@@ -34,12 +34,16 @@ def test_the_text_says_what_got_wanted_and_hint(parts: dict, text: str) -> None:
 
 
 def test_a_long_value_is_shortened_in_the_text_alone() -> None:
-    """Catches a screen full of digits, and an error that no longer holds what was got."""
+    """Catches a screen full of digits or of names to choose from, and an error that no longer holds
+    what was got."""
     long = "a" * 900 + "b" * 900
     error = SpecError("size", got=long, wanted="less")
     assert error.got == long
-    assert 1000 < len(str(error)) < 1100
-    assert re.fullmatch(r"size: got a+ \.\.\.800 characters\.\.\. b+, wanted less", str(error))
+    assert 500 < len(str(error)) < 600
+    assert re.fullmatch(r"size: got a+ \.\.\.1,300 characters\.\.\. b+, wanted less", str(error))
+    many = SpecError("size", got="c", wanted=f"one of {', '.join(map(str, range(900)))}")
+    assert 500 < len(str(many)) < 600
+    assert re.fullmatch(r"size: got c, wanted one of 0, 1.*characters\.\.\..*, 899", str(many))
     assert shortened("x" * 80) == "x" * 80
 
 

@@ -45,6 +45,8 @@ COUNTS = {
     "1Mi": MIB,
     "1GI": GIB,
     "16_384": 16384,
+    "1,234,567": 1_234_567,
+    "12,345.5k": 12_345_500,
 }
 BAD = ["", " ", "GiB", "-1", "1..5", "1e9", "4 X", "4MM", "1 2", "four", ".5", "inf", "nan", "k4"]
 
@@ -69,6 +71,14 @@ def test_what_is_no_number_with_a_unit_is_refused(text: str) -> None:
     with pytest.raises(SpecError, match="ki") as of_count:
         parse_count(text)
     assert of_bytes.value.got == of_count.value.got == repr(text)
+
+
+@pytest.mark.parametrize("text", ["1,2,3", "12,34", "1,2345", "1234,567", "1,", "1,234_567"])
+def test_commas_part_thousands_only(text: str) -> None:
+    """Catches a list that is read as one number."""
+    for read in (parse_count, parse_bytes):
+        with pytest.raises(SpecError, match=r"one number: commas part groups .* parted by '/'"):
+            read(text)
 
 
 def test_units_of_bytes_are_not_units_of_counts() -> None:

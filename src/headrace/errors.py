@@ -42,8 +42,8 @@ __all__ = [
     "shortened",
 ]
 
-_LONGEST = 1000
-"""Characters of what was got that a message shows."""
+_LONGEST = 500
+"""Characters of what was got, and of what was wanted, that a message shows."""
 
 
 class HeadraceError(Exception):
@@ -69,7 +69,7 @@ class HeadraceError(Exception):
         if got is not None:
             text += f": got {shortened(got, _LONGEST)}"
         if wanted is not None:
-            text += f"{', ' if got is not None else ': '}wanted {wanted}"
+            text += f"{', ' if got is not None else ': '}wanted {shortened(wanted, _LONGEST)}"
         if hint:
             text += f"; {hint}"
         super().__init__(text)

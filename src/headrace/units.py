@@ -26,6 +26,7 @@ _BYTES |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": KIB, "mi": MIB, "gi": GIB}
 _DIGITS = 30
 _NUMBER = re.compile(r"^\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
+_THOUSANDS = re.compile(r"[0-9]{1,3}(,[0-9]{3})*(\.[0-9]+)?|[0-9_]+(\.[0-9]+)?")
 
 
 def _parse(text: str, table: dict[str, int], what: str) -> int:
@@ -38,6 +39,13 @@ def _parse(text: str, table: dict[str, int], what: str) -> int:
     if len(found[1]) > _DIGITS:
         raise SpecError(
             what, got=f"a number of {len(found[1])} digits", wanted=f"{_DIGITS} at most"
+        )
+    if not _THOUSANDS.fullmatch(found[1]):
+        raise SpecError(
+            what,
+            got=shortened(repr(text)),
+            wanted="one number: commas part groups of three digits, as in 1,234,567",
+            hint="numbers of a list are parted by '/'",
         )
     number, unit = found[1].replace(",", "").replace("_", ""), table[found[2].lower()]
     return round(float(number) * unit) if "." in number else int(number) * unit

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,17 @@ LINKED = {
     "gloo_latency_s": 5e-5,
     "gloo_bytes_per_s": 3e9,
 }
+
+
+def test_what_two_ranks_measure_goes_to_a_folder_of_their_own(monkeypatch, tmp_path) -> None:
+    """Catches a file whose name another user of the machine can foresee, and one left behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    written: list[Path] = []
+    monkeypatch.setattr(MODULE, "_exchanged", lambda path: written.append(path) or {})
+    MODULE._measure_gloo()
+    assert written[0].parent.parent == tmp_path
+    assert str(os.getpid()) not in written[0].name
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_two_ranks_can_talk_one_can_train(monkeypatch, capsys) -> None:

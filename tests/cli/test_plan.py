@@ -40,6 +40,18 @@ LENGTHS = "lognormal:median=60,sigma=1,max=256"
 ARCHITECTURE = Architecture(layers=2, hidden=32, heads=4, kv_heads=4, ffn=128, vocabulary=257)
 
 
+def test_group_sizes_beyond_the_ranks_are_left_out(monkeypatch, capsys) -> None:
+    """Catches a demo that takes no other number of ranks than its own, and sizes that are left out
+    without a word."""
+    demo = str(Path(__file__).parents[2] / "examples" / "python-sources.toml")
+    for ranks, said in ((2, "4 left out, as there are 2 ranks"), (1, "2, 4 left out")):
+        code = main(["plan", demo, "--ranks", str(ranks), "--lengths", "fixed:64"])
+        out, err = capsys.readouterr()
+        assert code == 0, err
+        assert f"planner.group_sizes: {said}" in err
+        assert out
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
     """A configuration of a tiny corpus: 40 texts of 8 to 632 bytes."""

@@ -67,6 +67,14 @@ TORCH: dict[str, tuple[list[str], str]] = {
 }
 
 
+def test_code_that_is_run_is_named(capsys) -> None:
+    """Catches a command that runs a program of whoever named it without a word."""
+    pytest.importorskip("torch")
+    code, _, err = call(capsys, "verify", "json:dumps")
+    assert code == 2
+    assert err.startswith("running the code of json:dumps ")
+
+
 @pytest.mark.parametrize("case", TORCH)
 def test_what_is_not_there_is_one_message(capsys, tmp_path: Path, case: str) -> None:
     """Catches a traceback, and an export that leaves an empty folder behind."""

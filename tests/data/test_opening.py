@@ -141,6 +141,7 @@ def test_labels_of_their_own_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"input_ids": [1, 2], "labels": [-100, 2]}\n')
     with pytest.raises(DataError, match=r"b\.jsonl:1: got labels that differ"):
         opened(tmp_path, "jsonl", "b.jsonl")
+    assert len(opened(tmp_path, "jsonl", "b.jsonl", ignore=("labels",))) == 1
 
 
 def test_labels_in_parquet(tmp_path: Path) -> None:
@@ -153,6 +154,48 @@ def test_labels_in_parquet(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table(same | {"labels": [[-100, 2]]}), tmp_path / "b.parquet")
     with pytest.raises(DataError, match=r"b\.parquet:0: got labels that differ"):
         opened(tmp_path, "parquet", "b.parquet")
+
+
+@pytest.mark.parametrize(
+    "mask", ["completion_mask", "loss_mask", "assistant_masks", "attention_mask"]
+)
+def test_masks_of_the_loss_are_refused(tmp_path: Path, mask: str) -> None:
+    """Catches a prompt that a mask takes out of the loss and that is trained on all the same, a
+    whole mask that is refused, and a named one that is not left out."""
+    (tmp_path / "a.jsonl").write_text(f'{{"input_ids": [1, 2], "{mask}": [1, 1]}}\n')
+    assert len(opened(tmp_path, "jsonl", "a.jsonl")) == 1
+    for number, values in enumerate(("[0, 1]", "[1]", "[true, false]", '"all"')):
+        name = f"b{number}.jsonl"
+        (tmp_path / name).write_text(f'{{"input_ids": [1, 2], "{mask}": {values}}}\n')
+        wanted = rf"{name}:1: got a {mask} that leaves tokens out.*data\.ignore = \[\"{mask}\"\]"
+        with pytest.raises(DataError, match=wanted):
+            opened(tmp_path, "jsonl", name)
+        assert len(opened(tmp_path, "jsonl", name, ignore=(mask,))) == 1
+
+
+def test_masks_in_parquet(tmp_path: Path) -> None:
+    """Catches the same in a column, and one of nothing but nulls that is refused."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = {"input_ids": [[1, 2], [3]], "completion_mask": [None, None]}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "a.parquet")
+    assert len(opened(tmp_path, "parquet", "a.parquet")) == 2
+    rows["completion_mask"] = [[1, 1], [0]]
+    parquet.write_table(pyarrow.table(rows), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet:1: got a completion_mask"):
+        opened(tmp_path, "parquet", "b.parquet")
+
+
+def test_fields_that_are_not_read_are_told_once(tmp_path: Path) -> None:
+    """Catches a column that is left out without a word, one line for each row, and a word about
+    what is named."""
+    row = '{"text": "a", "position_ids": [0], "id": 7}\n'
+    (tmp_path / "a.jsonl").write_text(2 * row)
+    (note,) = opened(tmp_path, "jsonl", "a.jsonl").notes
+    assert note.startswith("not read of the rows: 'id', 'position_ids' (data.ignore")
+    (note,) = opened(tmp_path, "jsonl", "a.jsonl", ignore=("id",)).notes
+    assert "'id'" not in note
+    assert not opened(tmp_path, "jsonl", "a.jsonl", ignore=("id", "position_ids")).notes
 
 
 def test_nothing_left(tmp_path: Path) -> None:

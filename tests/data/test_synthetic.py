@@ -66,6 +66,13 @@ def test_presets_against_facts_they_were_not_made_from() -> None:
 POSITIVE = st.floats(0.01, 10)
 
 
+@pytest.mark.parametrize("text", ["list:1,2,3", "list:512,700", "list:512, 700/9", "fixed:1,2"])
+def test_commas_part_no_lengths(text: str) -> None:
+    """Catches two lengths that are read as one of many digits."""
+    with pytest.raises(ConfigError, match="parted by '/'"):
+        parse_distribution(text)
+
+
 @given(
     st.one_of(
         st.builds(

@@ -251,8 +251,9 @@ def verify(
     fp64 on several ranks and compares the loss and every gradient with one plain process;
     ``checkpoint`` reads every file of a checkpoint and compares checksums. Anything else is a model
     that nobody here wrote: a type of transformers (a tiny one with random weights), a folder, or
-    MODULE:FUNCTION. Its losses and gradients with sequence parallelism are compared with one
-    process'; the exit code is 0 when they are equal, 1 when not, 2 when the model is refused.
+    MODULE:FUNCTION, whose code is run. Its losses and gradients with sequence parallelism are
+    compared with one process'; the exit code is 0 when they are equal, 1 when not, 2 when the model
+    is refused.
     ``latte``, ``wan``, ``timesformer``, ``transformer-2d`` and functions that make an AxisExample
     run on shards of their axes:
 

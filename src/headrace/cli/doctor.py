@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -120,12 +121,16 @@ def _links() -> dict[str, Any]:
 
 
 def _measure_gloo() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return _exchanged(Path(folder) / "seconds.json")
+
+
+def _exchanged(path: Path) -> dict[str, Any]:
+    """What two ranks measured, who write it to a file."""
     import torch
     import torch.distributed as dist
 
     from headrace.comm.launch import World, start
-
-    path = Path(f"/tmp/headrace-doctor-{os.getpid()}.json")
 
     def exchange(world: World) -> int:
         small, large = torch.zeros(2), torch.zeros(8 * 2**20)
@@ -148,8 +153,6 @@ def _measure_gloo() -> dict[str, Any]:
         latency, transfer = json.loads(path.read_text())
     except (OSError, ValueError):
         return {"gloo_works": False, "gloo_exit_code": code}
-    finally:
-        path.unlink(missing_ok=True)
     return {
         "gloo_works": code == 0,
         "ranks_ready_s": seconds,

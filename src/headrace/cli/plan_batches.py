@@ -16,7 +16,7 @@ from headrace.costs import CostModel
 from headrace.data.drawn_lengths import draw_batches, parse_distribution
 from headrace.engine.cost_cache import costs_at_hand
 from headrace.engine.listener import ProgressLines
-from headrace.engine.plans import programs_of, rivals
+from headrace.engine.plans import programs_of, rivals, sizes_left_out
 from headrace.engine.plans import simulate as run_clock
 from headrace.engine.setup import architecture_of, open_data
 from headrace.engine.step_planner import StepPlanner
@@ -157,8 +157,9 @@ def _prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> _Work:
         architecture = architecture_of(config)
         batches = _drawn(config, flags.lengths, flags.batches, flags.seed)
     costs, remark = costs_at_hand(config, architecture, flags.costs)
-    if remark:
-        tell(remark)
+    for line in (remark, sizes_left_out(config.planner, costs.cluster.devices)):
+        if line:
+            tell(line)
     planner = StepPlanner(costs=costs, options=config.planner, seed=config.run.seed)
     return _Work(planner=planner, batches=batches, source=remark or costs.fingerprint)
 

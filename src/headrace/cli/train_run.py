@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from headrace.config import Config
 from headrace.config.clips_config import ClipsConfig
 from headrace.config.model import JobConfig
 from headrace.engine.rank import launch
-from headrace.engine.record import require_trackers
+from headrace.engine.record import require_trackers, steps_done
 from headrace.engine.training import Training
 from headrace.engine.training_run import TrainingRun, choose_folder
 from headrace.errors import ConfigError
@@ -50,11 +51,23 @@ def train(
     code = launch(config, main)
     if code >= STOPPED:  # not by a mistake that would be made again
         why = "interrupted" if code == 128 + signal.SIGINT else "stopped"
-        tell(f"{why}; continue with: {again} --out {folder} --resume")
+        out_again = shlex.quote(str(folder))
+        tell(f"{why}{_kept(folder)}; continue with: {again} --out {out_again} --resume")
     # The ranks have parted: nobody waits while the report is drawn. Under torchrun this is a rank.
     if code == 0 and ranks_here in ([], [0]):
         _finish(TrainingRun(folder), config)
     return code
+
+
+def _kept(folder: Path) -> str:
+    """Where a run that was ended stands, and what is kept of it."""
+    done, newest = steps_done(folder), checkpoint.latest(folder / "checkpoints")
+    if newest is None:
+        return (
+            f" after step {done}; no checkpoint was written" if done else " before its first step"
+        )
+    again = ", later steps are taken again" if checkpoint.step_of(newest) != done else ""
+    return f" after step {done}; checkpoint {newest}{again}"
 
 
 def _finish(run: TrainingRun, config: JobConfig) -> None:

@@ -33,6 +33,7 @@ from headrace.spec.known_methods import FACTS, SINGLE_RANK, facts_of
 from headrace.spec.lengths import Lengths
 from headrace.spec.plan import Plan
 from headrace.spec.random_plans import random_plan, random_strategy
+from headrace.units import counted
 
 __all__ = ["verify"]
 
@@ -93,6 +94,8 @@ def verify(what: str, path: Path | None, flags: VerifyFlags) -> int:
     if flags.seed < 0:
         raise ConfigError("--seed", got=flags.seed, wanted=">= 0")
     if what != "native":
+        if ":" in what:
+            tell(f"running the code of {what}")
         from headrace.cli.verify_axes import axis_examples, verify_axes
 
         examples = axis_examples(what)
@@ -136,7 +139,7 @@ def _verify_checkpoint(path: Path | None) -> int:
 
 def _errors_of(case: _Case) -> _Errors | None:
     """Largest relative errors of a case, None when its ranks failed."""
-    tell(f"{case.model} on {case.ranks} ranks")
+    tell(f"{case.model} on {counted(case.ranks, 'rank')}")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
 

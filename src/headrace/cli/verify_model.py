@@ -26,7 +26,7 @@ from headrace.comm.launch import World, start
 from headrace.errors import HeadraceError, ModelError
 from headrace.native.counted import ByteCounter, SavedBytes
 from headrace.ops.loss import IGNORED
-from headrace.units import bytes_text
+from headrace.units import bytes_text, counted
 
 __all__ = ["on_all", "verify_model"]
 
@@ -136,7 +136,7 @@ def on_all(
     wrong said, where a model is refused."""
     found = list[dict[str, Any]]()
     for count in ranks:
-        tell(f"{name} on {count} ranks")
+        tell(f"{name} on {counted(count, 'rank')}")
         answer = _on_ranks(name, count, partial(cases, count))
         if "refused" in answer:
             tell(f"refused: {answer['refused']}")

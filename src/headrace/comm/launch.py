@@ -54,6 +54,7 @@ def start(
     each: Callable[[], None] = lambda: None,
     inherited: Sequence[int] = (),
     forked: bool | None = None,
+    stop_s: float = 0.0,
 ) -> int:
     """Run ``main`` on ``ranks`` ranks of this machine and return the job's exit code.
 
@@ -66,6 +67,8 @@ def start(
     ``heartbeat_s`` between signs of life; ``hang_s`` without one and a rank counts as dead, so
     ``main`` must not hold Python's lock that long. ``deterministic``: the same bits each time, on
     devices too. ``port`` of the store, 0 for any free one.
+    ``stop_s`` is the time that ranks have after a first signal to stop in order, where they are
+    :meth:`~headrace.comm.watcher.Watcher.stoppable`; a second signal ends them at once.
     ``each`` is called here time and again while the ranks run, and once more when they have ended;
     what it raises ends them.
 
@@ -106,7 +109,8 @@ def start(
         try:
             children = fork(ranks, in_child) if forked else execute(ranks, body, inherited)
             store = _serve(listener, body.port)  # after the fork: its threads would not survive it
-            return supervise(children, StatusBoard.of_attempt(store, 0), heard, each)
+            board = StatusBoard.of_attempt(store, 0)
+            return supervise(children, board, heard, each, stop_s)
         finally:
             bury(children)
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 
 from headrace.comm.status import Death, StatusBoard
 from headrace.errors import LaunchError
+from headrace.units import seconds_text
 
 __all__ = [
     "bury",
@@ -142,24 +143,37 @@ def supervise(
     board: StatusBoard,
     heard: list[int],
     each: Callable[[], None] = lambda: None,
+    stop_s: float = 0.0,
 ) -> int:
     """Wait for all children; returns the exit code of the job.
 
     The first failure is put on the board, so that the others stop by themselves; those that have
-    not after two seconds are killed. A signal in ``heard`` ends them all, a second one at once.
+    not after two seconds are killed. A signal in ``heard`` ends them all, a second one at once;
+    ranks that can stop in order have ``stop_s`` for it first.
     ``each`` is called in every round, and once more when all have ended.
     """
     running, ranks = dict(children), len(children)
-    kill_at, told = float("inf"), False
+    kill_at, told, asked, end_at = float("inf"), False, False, 0.0
     while running:
         for rank, status in _reap(running):
-            if (death := _autopsy(rank, status, board)) and not heard:
+            if (death := _autopsy(rank, status, board)) and not told:
                 kill_at = min(kill_at, time.monotonic() + _GRACE_S)
                 if board.declare(death) == death:
                     say(str(death))
-        if heard and not told:
-            told, kill_at = True, time.monotonic() + _GRACE_S
+        if heard and not asked:
+            asked = True
             say(f"stopped by {signal.Signals(heard[0]).name}: {board.everyone(ranks)}")
+            if stop_s and board.stoppable():
+                end_at = time.monotonic() + stop_s
+                board.ask_stop()
+                say(
+                    "the step under way is ended and a checkpoint written, in at most "
+                    f"{seconds_text(stop_s)}; a second signal ends all at once"
+                )
+        if asked and not told and time.monotonic() > end_at:
+            told, kill_at = True, time.monotonic() + _GRACE_S
+            if end_at:
+                say(f"not stopped within {seconds_text(stop_s)}: {board.everyone(ranks)}")
             _signal_all(running, signal.SIGTERM)
         if len(heard) > 1 or time.monotonic() > kill_at:
             _signal_all(running, signal.SIGKILL)

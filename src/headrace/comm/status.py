@@ -7,6 +7,8 @@
     finished      set when all have
     left          how many ranks will not use the store again
     again/{n}     set when the n-th meeting anew is wanted: some rank cannot go on with its groups
+    stoppable     "1" while ranks stop after a step when asked to
+    stop          set when they are asked
     dead          the first failure of the job; it is set once and ends all ranks
 
 Nothing here waits for a key: a client that waits holds its connection against other threads.
@@ -138,6 +140,22 @@ class StatusBoard:
     def asked_again(self, number: int) -> bool:
         """Whether some rank requested the ``number``-th new rendezvous."""
         return self._store.check([f"again/{number}"])
+
+    def tell_stoppable(self, stoppable: bool) -> None:
+        """Say whether ranks stop after a step, in order, when they are asked to."""
+        self._store.set("stoppable", "1" if stoppable else "0")
+
+    def stoppable(self) -> bool:
+        """Whether ranks look now, between two steps, if they are to stop."""
+        return self._store.check(["stoppable"]) and self._store.get("stoppable") == b"1"
+
+    def ask_stop(self) -> None:
+        """Ask all ranks to stop after the step under way."""
+        self._store.set("stop", "1")
+
+    def stop_asked(self) -> bool:
+        """Whether somebody asked so."""
+        return self._store.check(["stop"])
 
     def declare(self, death: Death) -> Death:
         """Declare a failure; returns the one that counts, which is the first."""

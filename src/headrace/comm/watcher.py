@@ -16,8 +16,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from headrace.comm.processes import end, say
@@ -186,6 +186,7 @@ class Watcher:
         self._action: tuple[str, float, float | None] = ("", self._clock.seconds(), None)
         self._before: tuple[Beat, float] | None = None
         self._ending = False
+        self._stoppable = self._stop_asked = False
         self._obeyed: dict[signal.Signals, Any] = {}  # signals to obey, and their former handlers
         self._again: tuple[int, Callable[[], object]] | None = None
         self._again_lock = threading.Lock()
@@ -220,6 +221,26 @@ class Watcher:
     def leave(self) -> None:
         """The rank has ended its action and begun no other."""
         self.enter("")
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Within it the ranks look between two steps whether they are to stop, so that who ends the
+        job asks first. For the first rank, whose word counts; nothing on others."""
+        if self._rank:
+            yield
+            return
+        self.board.tell_stoppable(True)
+        self._stoppable = True
+        try:
+            yield
+        finally:
+            self._stoppable = False
+            with suppress(RuntimeError):  # the store is gone: nobody asks
+                self.board.tell_stoppable(False)
+
+    def stop_asked(self) -> bool:
+        """Whether the ranks are to stop now, as the last round of the first rank has heard."""
+        return self._stop_asked
 
     def obey(self, *signals: signal.Signals) -> None:
         """Let these signals end the process from the thread, with a line that says where it was: a
@@ -334,6 +355,8 @@ class Watcher:
         with self._again_lock:
             if self._again is not None and self.board.asked_again(self._again[0]):
                 self._again[1]()
+        if self._stoppable and not self._stop_asked:
+            self._stop_asked = self.board.stop_asked()
         self._check_lifeline()
         self._check_before()
         self._check_limit()

@@ -18,7 +18,7 @@ from headrace.config.planner_config import PlannerConfig
 from headrace.config.section import Count, Natural, Place, Positive, Section, number
 from headrace.spec.hardware import Hardware
 from headrace.spec.strategy import Strategy
-from headrace.units import parse_bytes
+from headrace.units import counted, parse_bytes
 
 __all__ = [
     "CheckpointConfig",
@@ -85,6 +85,11 @@ class DataConfig(Section):
 
     field: str | None = None
     """Field of jsonl and parquet: ``text`` or ``input_ids``; found out when left out."""
+
+    ignore: tuple[str, ...] = ()
+    """Fields of jsonl and parquet that are left out on purpose: ``labels`` and masks of the loss
+    (``completion_mask``, ``loss_mask``, ``assistant_masks``) are refused elsewhere, as every token
+    is predicted; others are told once."""
 
     end_id: Natural | None = None
     """Id that ends a document in a token memmap without index."""
@@ -285,6 +290,11 @@ class CheckpointConfig(Section):
     """Whether threads write checkpoints while training goes on, from a copy in the host's memory;
     on devices when left out. The last one of a run is waited for."""
 
+    grace_s: Annotated[float, Field(ge=0)] = 25.0
+    """Seconds that a run has, after Ctrl-C or another first signal that ends it, to finish the step
+    under way and write a checkpoint; 0 ends it at once, as a second signal does. Schedulers kill
+    what has not ended after 30 s. Ranks of torchrun end at once."""
+
 
 class ReportConfig(Section):
     """What a run writes besides its checkpoints."""
@@ -313,6 +323,11 @@ class JobConfig(Protocol):
     @property
     def devices(self) -> DevicesConfig:
         """The ranks and what each may use."""
+        ...
+
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        """When the state of the run is written to disk, and how many of these states are kept."""
         ...
 
     @property
@@ -358,7 +373,8 @@ class Config(Section):
             devices = Strategy.parse(text).devices
             if not 1 <= devices <= self.devices.ranks:
                 raise ValueError(
-                    f"planner.strategies: {text!r} needs {devices} ranks of {self.devices.ranks}"
+                    f"planner.strategies: {text!r} needs {counted(devices, 'rank')}, "
+                    f"of {self.devices.ranks}"
                 )
         return self
 

@@ -45,7 +45,8 @@ class PlannerConfig(Section):
     """Group size of the static planner."""
 
     group_sizes: tuple[Positive, ...] = ()
-    """Group sizes to consider; all from one to the number of ranks when empty."""
+    """Group sizes to consider; all from one to the number of ranks when empty. Larger ones than
+    there are ranks are left out, and told."""
 
     methods: Literal["auto"] | MethodText | tuple[MethodText, ...] = "auto"
     """How layers are spread over the ranks of a group: ``auto`` chooses for each layer of each

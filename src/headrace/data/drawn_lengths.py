@@ -117,8 +117,9 @@ def _float(name: str, text: str) -> float:
 def _int(text: str) -> int:
     try:
         return parse_count(text)
-    except HeadraceError:
-        raise ConfigError("a length", got=repr(text), wanted="a count such as 4096 or 32Ki")
+    except HeadraceError as error:
+        wanted = "a count such as 4096, 32Ki or 1,234"
+        raise ConfigError("a length", got=repr(text), wanted=wanted, hint=error.hint)
 
 
 def _float_or_count(text: str) -> float:
@@ -150,6 +151,9 @@ def _fixed(text: str) -> Resampled:
 
 
 def _list(text: str) -> Resampled:
+    if "," in text:
+        wanted = "lengths parted by '/', as in list:512/700/90000"
+        raise ConfigError("list lengths", got=repr(text), wanted=wanted)
     return Resampled(lengths=tuple(_int(length) for length in text.split("/")))
 
 

@@ -94,7 +94,8 @@ def index_documents(
     skips.items.extend(found.skipped)
     total = sum(file.size for file in found.files)
     progress("tokenizing", 0, total)
-    documents = read_documents(found.files, Reading(source, skips, folder))
+    reading = Reading(source, skips, folder)
+    documents = read_documents(found.files, reading)
     with open(folder / "tokens.bin", "wb") as stream:
         for group, done in tokenize(documents, tokenizer):
             full = [ids for label, ids in group if len(ids) or skips.add(label, "no tokens")]
@@ -115,7 +116,7 @@ def index_documents(
     digest.update(counts.data)
     fingerprint = digest.hexdigest()
     (folder / "records.fai").unlink(missing_ok=True)
-    notes = tuple(found.notes)
+    notes = (*found.notes, *reading.notes)
     write_table(
         folder,
         table,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -19,6 +19,8 @@ from headrace.errors import DataError, MissingExtra
 __all__ = ["READERS", "Reading", "read_documents"]
 
 _LABELS = "labels"
+_MASKS = ("completion_mask", "loss_mask", "assistant_masks", "attention_mask")
+"""Columns that leave tokens out of the loss where they are 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,21 @@ class Reading:
     source: Source
     skips: Skips
     scratch: Path
+    unused: set[str] = field(default_factory=set)
+    """Fields of rows that are neither read nor named to be ignored."""
+
+    def pass_over(self, names: Iterable[str], read: str) -> None:
+        """Remember the fields of a row that are not read."""
+        self.unused.update(names)
+        self.unused.difference_update((read, _LABELS, *_MASKS, *self.source.ignore))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should be told of the fields of rows."""
+        if not self.unused:
+            return ()
+        names = _some(sorted(self.unused))
+        return (f"not read of the rows: {names} (data.ignore names what is left out on purpose)",)
 
 
 @contextmanager
@@ -62,21 +79,38 @@ def _lines(file: FoundFile, reading: Reading) -> Iterator[Document]:
             elif (name := _field(row, reading.source)) is None:
                 reading.skips.add(label, f"has {_some(row)}, not {_wanted(reading.source)}")
             else:
-                _refuse_labels(row, name, label)
+                _refuse_partial(row, name, label, reading.source.ignore)
+                reading.pass_over(row, name)
                 yield Document(label, row[name], raw.tell())
 
 
-def _refuse_labels(row: Mapping[str, Any], name: str, label: str) -> None:
-    """Raise DataError for ids with labels of their own: to predict every token instead would train
-    on what the labels leave out."""
-    ids, labels = row[name], row.get(_LABELS)
+def _refuse_partial(row: Mapping[str, Any], name: str, label: str, ignored: Iterable[str]) -> None:
+    """Raise DataError for a row with labels or a mask of its own: to predict every token instead
+    would train on what they leave out."""
+    ids, labels = row[name], None if _LABELS in ignored else row.get(_LABELS)
     if isinstance(ids, list) and labels is not None and labels != ids:
-        raise DataError(
-            label,
-            got="labels that differ from its ids",
-            wanted="ids alone: all are predicted",
-            hint="take the field 'labels' away to train on every token of such rows",
-        )
+        raise _partial(label, _LABELS, "labels that differ from its ids")
+    for mask in _MASKS:
+        values = None if mask in ignored else row.get(mask)
+        if values is not None and not _is_whole(values, ids):
+            raise _partial(label, mask, f"a {mask} that leaves tokens out")
+
+
+def _is_whole(values: Any, ids: Any) -> bool:
+    """Whether a mask has a one for each token."""
+    if not isinstance(values, list) or any(value != 1 for value in values):
+        return False
+    return not isinstance(ids, list) or len(values) == len(ids)
+
+
+def _partial(label: str, field: str, got: str) -> DataError:
+    return DataError(
+        label,
+        got=got,
+        wanted="ids alone: all are predicted",
+        hint=f"to train on every token of such rows take the field {field!r} away, or name it: "
+        f'data.ignore = ["{field}"]',
+    )
 
 
 def _field(names: Any, source: Source) -> str | None:
@@ -108,11 +142,12 @@ def _rows(file: FoundFile, reading: Reading) -> Iterator[Document]:
                 reading.skips.add(file.label, f"has {names}, not {_wanted(reading.source)}")
                 return
             done, rows = 0, max(1, table.metadata.num_rows)
-            columns = {name, *table.schema_arrow.names} & {name, _LABELS}
+            reading.pass_over(table.schema_arrow.names, name)
+            columns = {name, *table.schema_arrow.names} & {name, _LABELS, *_MASKS}
             for batch in table.iter_batches(batch_size=256, columns=sorted(columns)):
                 for row in batch.to_pylist():
                     label, done = f"{file.label}:{done}", done + 1
-                    _refuse_labels(row, name, label)
+                    _refuse_partial(row, name, label, reading.source.ignore)
                     yield Document(label, row[name], file.size * done // rows)
     except ArrowException as error:
         reading.skips.add(file.label, f"not a parquet file: {str(error).partition(chr(10))[0]}")

@@ -32,7 +32,8 @@ class Source:
 
     ``text`` is a document per file (UTF-8, or .gz of it), ``jsonl`` one per line and ``parquet``
     one per row, ``field`` being the text or the list of ids (left out: ``text``, else
-    ``input_ids``); ``fasta`` is one per record; ``memmap`` is ready tokens: Megatron's .bin with
+    ``input_ids``), other fields of ``ignore`` being left out without a word; ``fasta`` is one per
+    record; ``memmap`` is ready tokens: Megatron's .bin with
     its .idx, or a flat .bin of ``dtype`` whose documents end in ``end_id`` (left out: the
     tokenizer's). Raises ConfigError when malformed.
     """
@@ -43,6 +44,7 @@ class Source:
     field: str | None = None
     end_id: int | None = None
     dtype: Literal["uint16", "uint32"] = "uint16"
+    ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         kinds = get_args(Kind)
@@ -69,10 +71,13 @@ class Source:
             "field": self.field,
             "end_id": self.end_id,
             "dtype": self.dtype,
+            **({"ignore": list(self.ignore)} if self.kind in ("jsonl", "parquet") else {}),
         }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Source:
         """Read the source that :meth:`to_json` gave."""
-        rest = {name: item for name, item in value.items() if name not in ("paths", "patterns")}
-        return cls(paths=tuple(value["paths"]), patterns=tuple(value["patterns"]), **rest)
+        lists = ("paths", "patterns", "ignore")
+        rest = {name: item for name, item in value.items() if name not in lists}
+        given: dict[str, Any] = {name: tuple(value.get(name, ())) for name in lists}
+        return cls(**rest, **given)

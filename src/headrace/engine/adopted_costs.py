@@ -30,7 +30,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.known_methods import SINGLE_RANK
 from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.profile import Profile
-from headrace.units import bytes_text, seconds_text
+from headrace.units import bytes_text, counted, seconds_text
 
 __all__ = ["LoopSetup", "ModelCosts", "measured"]
 
@@ -133,8 +133,8 @@ def _given(setup: LoopSetup, probes: ModelProbes, costs: CostModel) -> CostModel
     if (costs.cluster.devices, costs.shape.layers) != (ranks, layers):
         raise CostError(
             "costs of a loop",
-            got=f"{costs.cluster.devices} ranks, {costs.shape.layers} layers",
-            wanted=f"{ranks} ranks, {layers} layers",
+            got=f"{counted(costs.cluster.devices, 'rank')}, {costs.shape.layers} layers",
+            wanted=f"{counted(ranks, 'rank')}, {layers} layers",
         )
     return costs
 
@@ -171,13 +171,14 @@ def _profile(
             wanted=f"less than {bytes_text(cluster.memory_bytes)}",
             hint="more memory, or weights sharded by FSDP2",
         )
-    setup.say(f"measuring the model on {cluster.devices} ranks of {cluster.device}")
+    setup.say(f"measuring the model on {counted(cluster.devices, 'rank')} of {cluster.device}")
     profiler = LoopProfiler(
         probes=probes,
         held=setup.held,
         groups=setup.groups,
         exchanges=setup.model.exchanges,
-        sizes=setup.options.group_sizes or sizes_for(setup.groups.ranks, setup.held.semantics),
+        sizes=tuple(p for p in setup.options.group_sizes if p <= cluster.devices)
+        or sizes_for(setup.groups.ranks, setup.held.semantics),
         longest=setup.longest,
         cluster=cluster,
         state_bytes=state,

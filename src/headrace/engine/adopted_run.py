@@ -32,14 +32,16 @@ from headrace.engine.attach import Attached, begin
 from headrace.engine.attach_options import MeasureOptions, SampleOptions, SpreadOptions
 from headrace.engine.listener import Listener
 from headrace.engine.loop_runner import LoopMicroBatch
+from headrace.engine.plans import sizes_left_out
 from headrace.engine.rank import optimizer_options
+from headrace.engine.run_planner import RunPlanner, Stopped
 from headrace.engine.sample_order import LoopBatch
 from headrace.engine.setup import open_sampler
 from headrace.engine.training_run import lock_wait_s, locked
 from headrace.errors import CheckpointError, ConfigError, MissingExtra, SpecError
 from headrace.native.optimizers import Schedule
 from headrace.spec.lengths import Lengths
-from headrace.units import bytes_text, count_text
+from headrace.units import bytes_text, count_text, counted
 
 __all__ = ["Factory", "run_loop", "train_adopted", "user_optimizer"]
 
@@ -123,7 +125,7 @@ def run_loop(
         loss: This rank's part of the step's loss, of a micro-batch.
         resume: Whether to go on from the last checkpoint, where there is one.
     """
-    first, steps, every = world.rank == 0, config.run.steps, config.checkpoint.every
+    first, steps = world.rank == 0, config.run.steps
     try:
         if resume and not run.load(folder / "checkpoints") and first:
             listener.tell("no checkpoint yet: starting from the first step")
@@ -135,19 +137,43 @@ def run_loop(
             return
         if first:
             listener.begin(run.number, steps)
+        planner = run.engine.planner
+        assert isinstance(planner, RunPlanner), "of any attached loop"
+        planner.stop_when(world.watcher.stop_asked)
+        with world.watcher.stoppable():
+            _take_steps(world, config, run, folder / "checkpoints", loss)
+    finally:
+        run.detach()
+        if first:
+            listener.end()
+
+
+def _take_steps(
+    world: World,
+    config: Config | ClipsConfig,
+    run: Attached,
+    checkpoints: Path,
+    loss: Callable[[LoopMicroBatch], torch.Tensor],
+) -> None:
+    """Take the steps that are left, or those until the run is to stop. Collective."""
+    saved, steps, every = run.number, config.run.steps, config.checkpoint.every
+
+    def save() -> None:
+        world.watcher.enter(f"writing checkpoint {run.number}")
+        run.save(checkpoints, keep=config.checkpoint.keep)
+
+    try:
         for step in run:
             world.watcher.enter(f"step {step.number}")
             for micro in step:
                 with micro:
                     micro.backward(loss(micro))
-            done = run.number
-            if done == steps or (every and done % every == 0):
-                world.watcher.enter(f"writing checkpoint {done}")
-                run.save(folder / "checkpoints", keep=config.checkpoint.keep)
-    finally:
-        run.detach()
-        if first:
-            listener.end()
+            if run.number == steps or (every and run.number % every == 0):
+                save()
+                saved = run.number
+    except Stopped:
+        if run.number > saved:
+            save()
 
 
 def user_optimizer(
@@ -399,12 +425,16 @@ def _announce(
     """Report the model, the corpus and the folder of the run."""
     parameters = sum(p.numel() for p in model.parameters())
     memory = config.devices.memory_bytes
+    if left_out := sizes_left_out(config.planner, world.ranks):
+        listener.tell(left_out)
     listener.tell(str(summarise(corpus)))
     for skipped in corpus.skipped[:3]:
         listener.tell(f"skipped {skipped}")
+    for note in corpus.notes:
+        listener.tell(note)
     listener.tell(
         f"model         {type(model).__name__}, adopted, {count_text(parameters)} parameters\n"
-        f"devices       {world.ranks} ranks of {world.device}"
+        f"devices       {counted(world.ranks, 'rank')} of {world.device}"
         f"{'' if memory is None else f', {bytes_text(memory)} each'}\n"
         f"run           {folder}"
     )

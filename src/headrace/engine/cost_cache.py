@@ -22,6 +22,7 @@ from headrace.engine.setup import formula_costs
 from headrace.errors import CostError
 from headrace.spec.architecture import Architecture
 from headrace.spec.model_shape import ModelShape
+from headrace.units import counted
 
 __all__ = [
     "calibration_path",
@@ -104,7 +105,9 @@ def costs_at_hand(
             other = fingerprint_difference(theirs.fingerprint, ours.fingerprint)
             raise CostError(f"costs {path}", got=f"a model {theirs} ({other})", wanted=ours)
         if costs.cluster.devices != ranks:
-            raise CostError(f"costs {path}", got=f"{costs.cluster.devices} ranks", wanted=ranks)
+            raise CostError(
+                f"costs {path}", got=counted(costs.cluster.devices, "rank"), wanted=ranks
+            )
         return costs, ""
     if config.devices.hardware is not None:
         what = f"roofline of {config.devices.hardware} in {config.devices.planned_dtype}"

@@ -22,7 +22,7 @@ from headrace.engine.rank import Rank
 from headrace.errors import CostError
 from headrace.profiling.profiler import ProfileOptions, Profiler
 from headrace.spec.profile import Profile
-from headrace.units import seconds_text
+from headrace.units import counted, seconds_text
 
 __all__ = ["learnt", "measured_costs"]
 
@@ -42,7 +42,7 @@ def measured_costs(rank: Rank, *, fresh: bool = False) -> tuple[CostModel, Profi
 
     def measure() -> Profile:
         rank.enters("measuring costs")
-        rank.say(f"measuring costs on {rank.world.ranks} ranks of {rank.cluster.device}")
+        rank.say(f"measuring costs on {counted(rank.world.ranks, 'rank')} of {rank.cluster.device}")
         found = _profiler(rank, sizes, methods).profile(fingerprint, rank.cluster)
         rank.say(f"measured {len(found.points)} points in {seconds_text(found.measured_in_s)}")
         return found

@@ -40,6 +40,7 @@ __all__ = [
     "programs_of",
     "rivals",
     "simulate",
+    "sizes_left_out",
 ]
 
 _Costs = CostModel | PipelineCosts | GroupCosts | Problem
@@ -241,7 +242,8 @@ def make_problem(
     costs: CostModel, options: PlannerConfig, *, semantics: Semantics = "free", stages: bool = True
 ) -> Problem:
     """The problem that a configuration poses with these costs."""
-    unknown = [p for p in options.group_sizes if p not in costs.group_sizes]
+    sizes = tuple(p for p in options.group_sizes if p <= costs.cluster.devices)
+    unknown = [p for p in sizes or options.group_sizes if p not in costs.group_sizes]
     if unknown:
         raise ConfigError(
             "planner.group_sizes",
@@ -258,13 +260,23 @@ def make_problem(
         planner=options.name,
         static_size=options.static_size if options.name == "static" else None,
         strategies=tuple(map(Strategy.parse, options.strategies)),
-        sizes=options.group_sizes or None,
+        sizes=sizes or None,
         methods=(*alone, *open_) if open_ else None,
         layers=listed_methods(options),
         recompute=options.recompute,
         smoothing=options.smoothing,
         holding=("replicated", "sharded") if options.working == "auto" else (options.working,),
     )
+
+
+def sizes_left_out(options: PlannerConfig, ranks: int) -> str:
+    """What a person is told where a configuration names groups of more ranks than there are; empty
+    where it names none."""
+    beyond = ", ".join(str(p) for p in options.group_sizes if p > ranks)
+    if not beyond:
+        return ""
+    there = "is 1 rank" if ranks == 1 else f"are {ranks} ranks"
+    return f"planner.group_sizes: {beyond} left out, as there {there}"
 
 
 def listed_methods(options: PlannerConfig) -> tuple[str, ...] | None:

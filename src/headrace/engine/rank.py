@@ -26,7 +26,7 @@ from headrace.native.storage import Storage
 from headrace.ops.kernels_cuda import flash_as_before, take_newest_flash
 from headrace.spec.architecture import Architecture, parameter_count
 from headrace.spec.cluster import Cluster
-from headrace.units import bytes_text
+from headrace.units import bytes_text, counted
 
 __all__ = ["Rank", "launch", "open_rank", "optimizer_options", "run_here"]
 
@@ -88,7 +88,14 @@ def launch(
     }
     if under_torchrun():
         return join(main, **settings)
-    return start(main, ranks=options.ranks, each=each, inherited=inherited, **settings)
+    return start(
+        main,
+        ranks=options.ranks,
+        each=each,
+        inherited=inherited,
+        stop_s=config.checkpoint.grace_s,
+        **settings,
+    )
 
 
 def run_here(config: JobConfig, main: Callable[[World], int]) -> int:
@@ -112,7 +119,7 @@ def _device(config: JobConfig) -> str:
     if wanted == "cuda" and not enough:
         raise ConfigError(
             "devices.device",
-            got=f"'cuda' with {count} devices for {needed} ranks",
+            got=f"'cuda' with {count} devices for {counted(needed, 'rank')}",
             wanted="a device for each rank",
             hint="lower devices.ranks, or device = 'cpu'",
         )
@@ -171,7 +178,7 @@ def _node_ranks(world: World, wanted: int) -> int | None:
             raise ConfigError(
                 "devices.node_ranks",
                 got=wanted,
-                wanted=f"a divisor of the {world.ranks} ranks",
+                wanted=f"a divisor of the {counted(world.ranks, 'rank')}",
                 hint="0 takes what the launcher says",
             )
         return wanted
@@ -190,7 +197,7 @@ def _require_room(a: Architecture, ranks: int, stored: torch.dtype, limit_bytes:
     if least > limit_bytes:
         raise InfeasiblePlan(
             f"weights of {a}",
-            got=f"{bytes_text(least)} on each of {ranks} ranks",
+            got=f"{bytes_text(least)} on each of {counted(ranks, 'rank')}",
             wanted=f"at most {bytes_text(limit_bytes)}",
             hint="more ranks, or a smaller model",
         )

@@ -17,16 +17,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import headrace
 from headrace.costs.calibration import Calibration
 from headrace.costs.sources.measured import fit_parts
+from headrace.engine.listener import tell
 from headrace.engine.training_run import TrainingRun
 from headrace.errors import HeadraceError, MissingExtra
 from headrace.spec.profile import Profile
 from headrace.spec.step import Step
+from headrace.units import counted
 
 __all__ = [
     "DrawnSteps",
@@ -37,6 +40,7 @@ __all__ = [
     "make_trackers",
     "require_trackers",
     "run_facts",
+    "steps_done",
 ]
 
 
@@ -147,8 +151,9 @@ class Journal:
     """Appends to the files of a run's folder; only the first rank holds one.
 
     ``first_step`` is the step the run goes on from: lines of that step and later, left by an
-    attempt that was killed after its last checkpoint, are dropped. Raises HeadraceError, as each
-    method but ``close``, when the folder does not take it.
+    attempt that was killed after its last checkpoint, are dropped. Where it is 0, the files of a
+    run that was there are kept in a folder of their own, which is said. Raises HeadraceError, as
+    each method but ``close``, when the folder does not take it.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -156,6 +161,8 @@ class Journal:
         self._files: dict[str, IO[str]] = {}
         with _said(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            if first_step == 0:
+                _keep_former(folder)
             for name in _FILES:
                 path = folder / f"{name}.jsonl"
                 if path.exists():
@@ -218,8 +225,39 @@ def _said(path: Path) -> Iterator[None]:
         raise HeadraceError(
             f"journal {path}",
             got=error.strerror or "an error",
-            hint="free some space and continue with --resume",
+            hint="free some space; the same command with --resume added, and --out "
+            f"{path if path.is_dir() else path.parent}, goes on",
         )
+
+
+def steps_done(folder: Path) -> int:
+    """The steps that a run has written down, as the last whole line of its metrics says."""
+    try:
+        lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        return max((_step_of(line) + 1 for line in lines[-2:]), default=0)
+    except OSError:
+        return 0
+
+
+def _step_of(line: bytes) -> int:
+    """The step of a line; -1 of one that is torn."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return -1
+
+
+def _keep_former(folder: Path) -> None:
+    """Move the files of a run that is begun anew into a folder of their own, and say so."""
+    done = steps_done(folder)
+    if not done:
+        return
+    aside = next(one for n in count(1) if not (one := folder / f"before-{n}").exists())
+    aside.mkdir()
+    for name in ("run.json", *(f"{name}.jsonl" for name in _FILES)):
+        if (folder / name).exists():
+            os.replace(folder / name, aside / name)
+    tell(f"the first {counted(done, 'step')} are taken again; what was written is kept in {aside}")
 
 
 def _drop_from(path: Path, first_step: int) -> None:

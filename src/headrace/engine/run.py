@@ -19,10 +19,11 @@ from headrace.engine.checkpoints import SavedState, changed
 from headrace.engine.cost_cache import calibration_path
 from headrace.engine.measured_costs import learnt, measured_costs
 from headrace.engine.native_runner import NativeRunner, TrainingBatch
+from headrace.engine.plans import sizes_left_out
 from headrace.engine.rank import Rank
 from headrace.engine.record import DrawnSteps, RunRecord, make_trackers, run_facts
 from headrace.engine.recovery import LeaveWorld, Recovery
-from headrace.engine.run_planner import RunPlanner
+from headrace.engine.run_planner import RunPlanner, Stopped
 from headrace.engine.step_engine import Engine
 from headrace.errors import CheckpointError, CostError
 from headrace.models.hf_weights import read_pretrained
@@ -36,7 +37,7 @@ from headrace.spec.architecture import parameter_count
 from headrace.spec.lengths import Lengths
 from headrace.spec.profile import Profile
 from headrace.spec.step import Step
-from headrace.units import bytes_text, count_text, percent_text
+from headrace.units import bytes_text, count_text, counted, percent_text
 
 __all__ = ["RankRun"]
 
@@ -54,6 +55,7 @@ class RankRun:
     record: RunRecord | None = None
     planner: RunPlanner = field(init=False)
     writer: BackgroundWriter = field(init=False, default_factory=BackgroundWriter)
+    _saved_step: int = field(init=False, default=0)
 
     @property
     def config(self) -> Config:
@@ -182,12 +184,26 @@ class RankRun:
         if depth:
             self.planner.plan_ahead(self._coming(steps - first), depth=depth)
         rank, data = self.rank, self.config.data
-        with Reader(rank.data.corpus, rank.data.sampler, ahead=data.read_ahead) as reader:
-            batches = iter(reader)
-            for number in range(first, steps):
-                step = engine.next_step(number, lambda: next(batches))
-                step.run()
-                self._save_sometimes(number + 1, step.batch.state_after)
+        watcher, self._saved_step = rank.world.watcher, first
+        self.planner.stop_when(watcher.stop_asked)
+        done, sampler = first, rank.data.sampler.state()
+        reading = Reader(rank.data.corpus, rank.data.sampler, ahead=data.read_ahead)
+        with reading as batches, watcher.stoppable():
+            try:
+                while done < steps:
+                    step = engine.next_step(done, lambda: next(batches))
+                    step.run()
+                    done, sampler = done + 1, step.batch.state_after
+                    self._save_sometimes(done, sampler)
+            except Stopped:
+                self._save_stopped(done, sampler)
+
+    def _save_stopped(self, done: int, sampler: Mapping[str, Any]) -> None:
+        """Leave a checkpoint of the last step, as no other follows. Collective."""
+        if done > self._saved_step:
+            self._save(done, sampler, wait=True)
+        else:
+            self._kept(self.writer.finish(self._gather))
 
     def _engine(self, drawn: DrawnSteps) -> Engine[TrainingBatch, None]:
         rank, config, o = self.rank, self.config, self.config.optimizer
@@ -253,6 +269,7 @@ class RankRun:
     def _save(self, done: int, sampler: Mapping[str, Any], *, wait: bool) -> None:
         rank, background = self.rank, self.config.checkpoint.background
         rank.enters(f"writing checkpoint {done}")
+        self._saved_step = done
         if background is None:
             background = rank.world.device != "cpu"
         self._kept(self.writer.finish(self._gather))
@@ -343,7 +360,7 @@ class RankRun:
         rank.storage.updates = saved.updates
         rank.data.sampler.restore(saved.sampler)
         self.planner.restore(saved.planner)
-        rank.say(f"continuing from {path}, saved by {saved.ranks} ranks")
+        rank.say(f"continuing from {path}, saved by {counted(saved.ranks, 'rank')}")
         if changes := changed(saved.config, self.config.to_json()):
             rank.say(f"changed since   {', '.join(changes)}")
         return saved.step
@@ -351,13 +368,17 @@ class RankRun:
     def _announce(self, first: int) -> None:
         rank, architecture = self.rank, self.rank.storage.architecture
         parameters = count_text(parameter_count(architecture))
+        if left_out := sizes_left_out(self.config.planner, rank.world.ranks):
+            rank.say(left_out)
         if first == 0:
             rank.say(str(summarise(rank.data.corpus)))
         for skipped in rank.data.corpus.skipped[:3]:
             rank.say(f"skipped {skipped}")
+        for note in rank.data.corpus.notes:
+            rank.say(note)
         rank.say(
             f"model         {architecture}, {parameters} parameters\n"
-            f"devices       {rank.world.ranks} ranks of {rank.cluster.device}, "
+            f"devices       {counted(rank.world.ranks, 'rank')} of {rank.cluster.device}, "
             f"{bytes_text(rank.cluster.memory_bytes)} each, in "
             f"{str(rank.dtype).removeprefix('torch.')}\n"
             f"run           {self.folder}"

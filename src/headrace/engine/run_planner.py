@@ -24,13 +24,13 @@ from headrace.spec.lengths import Lengths
 from headrace.spec.plan import Plan, Semantics
 from headrace.spec.step import BestStatic, Exhausted, Planned, PlanRequest, Step
 
-__all__ = ["RunPlanner"]
+__all__ = ["RunPlanner", "Stopped"]
 
 _MEMORY = 0.9
 """Weight of the old ratio in the running mean, at each step."""
 
-_PLAN, _REFUSED = b"p", b"r"
-"""First byte of a message of the first rank: a plan, or a refusal."""
+_PLAN, _REFUSED, _STOP = b"p", b"r", b"s"
+"""First byte of a message of the first rank: a plan, a refusal, or the end of the run."""
 
 _Ahead = PlanAhead[PlanRequest, Planned, BestStatic | None]
 
@@ -46,6 +46,11 @@ class _HandedOut:
 def _alike(one: PlanRequest, other: PlanRequest) -> bool:
     """Whether the plan of one request serves the other: ratios differ, and change no plan."""
     return (one.lengths, one.margin) == (other.lengths, other.margin)
+
+
+class Stopped(Exception):
+    """No step is planned any more, as the first rank was asked to stop: raised on every rank in the
+    place of the same plan."""
 
 
 class RunPlanner:
@@ -109,6 +114,11 @@ class RunPlanner:
         self._ahead: _Ahead | None = None
         self._handed: _HandedOut | None = None
         self._warm = False
+        self._stop_asked: Callable[[], bool] = lambda: False
+
+    def stop_when(self, asked: Callable[[], bool]) -> None:
+        """From now on no step is planned once the first rank is ``asked`` to stop."""
+        self._stop_asked = asked
 
     @property
     def margin(self) -> float:
@@ -126,8 +136,9 @@ class RunPlanner:
 
         Raises:
             InfeasiblePlan: On every rank, when nothing fits.
+            Stopped: On every rank, when the first was asked to stop.
         """
-        return self._shared(lambda: self._plan(lengths))
+        return self._shared(lambda: self._plan(lengths), stop=self._stop_asked())
 
     def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
         """A plan of the same batch that is expected to take a tenth less memory than ``failed`` did
@@ -301,10 +312,11 @@ class RunPlanner:
             self._previous = found.plan
         return found
 
-    def _shared(self, decide: Callable[[], Planned]) -> Planned:
-        """Call ``decide`` on the first rank and give its result to every rank. Collective."""
-        planned, payload = None, b""
-        if self._first:
+    def _shared(self, decide: Callable[[], Planned], *, stop: bool = False) -> Planned:
+        """Call ``decide`` on the first rank and give its result to every rank, unless the run is to
+        ``stop``. Collective."""
+        planned, payload = None, _STOP
+        if self._first and not stop:
             try:
                 planned = decide()
                 payload = _PLAN + (planned.plan.to_bytes() if self._many else b"")
@@ -327,4 +339,6 @@ class RunPlanner:
         kind, rest = said[:1], said[1:]
         if kind == _REFUSED:
             raise InfeasiblePlan(rest.decode())
+        if kind == _STOP:
+            raise Stopped
         return rest

@@ -62,6 +62,7 @@ def open_sampler(
         field=options.field,
         end_id=options.end_id,
         dtype=options.dtype,
+        ignore=options.ignore,
     )
     cache = options.cache_folder / "corpora"
     corpus = open_corpus(source, tokenizer, cache=cache, progress=progress)

@@ -20,7 +20,7 @@ from headrace.engine.loop_runner import LoopMicroBatch
 from headrace.engine.synthetic_clips import SyntheticClips
 from headrace.engine.training_run import lock_wait_s, locked
 from headrace.models.transformer_2d import SHAPES_2D, Shape2D, Transformer2D
-from headrace.units import count_text
+from headrace.units import count_text, counted
 
 __all__ = ["shape_of", "train_clips"]
 
@@ -73,7 +73,8 @@ def _attached(world: World, config: ClipsConfig, folder: Path, listener: Listene
             f"{count_text(int(clips.lengths.max()))}\n"
             f"model         Transformer-2D, {shape.layers} layers of {shape.hidden} features, "
             f"{count_text(parameters)} parameters\n"
-            f"devices       {world.ranks} ranks of {world.device}\nrun           {folder}"
+            f"devices       {counted(world.ranks, 'rank')} of {world.device}\n"
+            f"run           {folder}"
         )
     return attach(
         adapt_transformer_2d(model),

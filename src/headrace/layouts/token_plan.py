@@ -26,6 +26,7 @@ from headrace.errors import SpecError
 from headrace.layouts.partition import Rows, split_rows, split_sizes
 from headrace.spec.blocks import Band, Block, band_blocks, joined
 from headrace.spec.plan import TokenOrder
+from headrace.units import counted
 
 __all__ = ["Held", "TokenPlan"]
 
@@ -82,7 +83,7 @@ class TokenPlan:
         if self.ranks < 1 or min(self.lengths, default=1) < 1:
             raise SpecError(
                 "token plan",
-                got=f"{self.ranks} ranks, lengths {self.lengths[:8]}",
+                got=f"{counted(self.ranks, 'rank')}, lengths {self.lengths[:8]}",
                 wanted="at least one rank and tokens in every document",
             )
 

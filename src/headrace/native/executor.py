@@ -43,6 +43,7 @@ from headrace.spec.program import (
 )
 from headrace.spec.strategy import Scheme
 from headrace.spec.walk import messages_of
+from headrace.units import counted
 
 __all__ = [
     "Executor",
@@ -228,7 +229,7 @@ class Executor:
         if plan.semantics != "free" or plan.devices != self.groups.ranks:
             raise PlanMismatch(
                 "plan",
-                got=f"{plan.semantics} for {plan.devices} ranks",
+                got=f"{plan.semantics} for {counted(plan.devices, 'rank')}",
                 wanted=f"free for {self.groups.ranks}",
             )
         layers = self.storage.architecture.layers

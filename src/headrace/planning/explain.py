@@ -14,7 +14,7 @@ from headrace.planning.problem import Problem
 from headrace.planning.schedule import Assignment
 from headrace.spec import LayerPlan, Plan, Scheme, Strategy
 from headrace.spec.plan import Working
-from headrace.units import bytes_text, percent_text, seconds_text
+from headrace.units import bytes_text, counted, percent_text, seconds_text
 
 __all__ = [
     "Candidate",
@@ -91,7 +91,7 @@ def _binding(problem: Problem, bound: Bound, best: Candidate) -> str:
             f"{bytes_text(costs.state_bytes)} of it state, weights {best.plan.working}"
         )
     return (
-        f"bound by the total work: it keeps {problem.devices} ranks busy for "
+        f"bound by the total work: it keeps {counted(problem.devices, 'rank')} busy for "
         f"{_text(problem, bound_s)}, exchange included"
     )
 
@@ -176,7 +176,7 @@ def _recomputed(plan: Plan) -> str:
 
 def _idle(plan: Plan) -> str | None:
     idle = plan.devices - len({rank for p in plan.pipelines for rank in p.ranks})
-    return f"{idle} of {plan.devices} ranks are idle" if idle else None
+    return f"{idle} of {counted(plan.devices, 'rank')} are idle" if idle else None
 
 
 def _exposed(problem: Problem, best: Candidate) -> str | None:
@@ -328,7 +328,7 @@ def _ways_out(
     if room > 0 and scheme.pipeline == 1:
         # A rank's activations shrink with the group; its state is taken to stay.
         ranks = math.ceil(scheme.width * (needed - fixed) / room)
-        ways.append(f"about {max(ranks, scheme.width + 1)} ranks in a group")
+        ways.append(f"about {counted(max(ranks, scheme.width + 1), 'rank')} in a group")
     if holds:
         ways.append(f"a context of at most {holds:,} tokens")
     else:

@@ -34,6 +34,7 @@ from headrace.spec import LayerOption, LayerPlan, Pipeline, Scheme, Strategy
 from headrace.spec.known_methods import block_ranks
 from headrace.spec.layer_plan import RECOMPUTE, Recompute
 from headrace.spec.plan import Semantics, Working
+from headrace.units import counted
 
 __all__ = [
     "Costs",
@@ -177,7 +178,7 @@ class Pricing:
         if strategy.devices > self.problem.devices or not strategy.counts:
             raise InfeasiblePlan(
                 f"strategy {strategy}",
-                got=f"{strategy.devices} ranks",
+                got=counted(strategy.devices, "rank"),
                 wanted=f"1 to {self.problem.devices}",
             )
         for scheme, _ in strategy.counts:
@@ -197,8 +198,9 @@ class Pricing:
             return f"costs are of {', '.join(map(str, self.problem.group_sizes))} ranks in a stage"
         most = self.costs.shape.tensor_ranks
         if scheme.tensor > most:
-            return f"a layer's weights can be cut for at most {most} ranks: model.ffn is too narrow"
-        of = f"blocks of {scheme.tensor}" if scheme.context > 1 else f"{scheme.tensor} ranks"
+            few = counted(most, "rank")
+            return f"a layer's weights can be cut for at most {few}: model.ffn is too narrow"
+        of = f"blocks of {scheme.tensor}" if scheme.context > 1 else counted(scheme.tensor, "rank")
         return (
             f"no measured method shares a layer's weights among {of}; planner.candidates names "
             "what is measured"
@@ -392,7 +394,7 @@ class Problem:
                 raise SpecError("group size", got=p, wanted=f"one with costs: {known}")
         if min(self.sizes or self.model.group_sizes) > self.devices:
             known = ", ".join(map(str, self.model.group_sizes))
-            raise SpecError("group sizes", got=known, wanted=f"one of at most {self.devices} ranks")
+            raise SpecError("group sizes", got=known, wanted=f"one of at most {self.devices}")
         if not 0 <= self.smoothing < 1:
             raise SpecError("smoothing", got=self.smoothing, wanted="0 <= smoothing < 1")
         if self.methods is not None and self.layers is not None:

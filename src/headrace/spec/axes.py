@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace.errors import InfeasiblePlan, SpecError
+from headrace.units import counted
 
 __all__ = [
     "AxisChoice",
@@ -129,7 +130,7 @@ def plan_axes(
         if not found:
             raise InfeasiblePlan(
                 f"stage {number}, which mixes {', '.join(stage.mixes)}",
-                got=f"axes {_named(sizes)} for {ranks} ranks",
+                got=f"axes {_named(sizes)} for {counted(ranks, 'rank')}",
                 wanted=f"another axis of at least {ranks} places",
                 hint="fewer ranks for each sample, or heads to exchange",
             )
@@ -168,7 +169,7 @@ def split_batch(batch: int, places: int, ranks: int, *, fewest: int | None = Non
     if not found:
         raise InfeasiblePlan(
             f"{batch} samples of {most} places",
-            got=f"{ranks} ranks",
+            got=counted(ranks, "rank"),
             wanted="a place for each",
             hint="fewer ranks for each batch, or more samples in it",
         )

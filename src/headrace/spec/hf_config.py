@@ -52,11 +52,11 @@ _BERT_FIXED: dict[str, tuple[object, ...]] = {
     "is_decoder": (False,),
     "add_cross_attention": (False,),
 }
-# Rates at places where our model drops nothing; 0 where a file does not name them.
+# Rates at places where our model drops nothing, and what transformers takes of a file without them.
 _OTHER_DROPOUT = {
-    "llama": ("attention_dropout",),
-    "gpt2": ("embd_pdrop", "attn_pdrop"),
-    "bert": ("attention_probs_dropout_prob",),
+    "llama": {"attention_dropout": 0.0},
+    "gpt2": {"embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "bert": {"attention_probs_dropout_prob": 0.1},
 }
 _BERT_MASK = 103
 """``[MASK]`` in all vocabularies that were published with BERT; no field of theirs names it."""
@@ -85,8 +85,9 @@ def architecture_of(config: Mapping[str, Any], *, dropout: float | None = None) 
     BertForMaskedLM.
 
     ``dropout`` takes the place of all rates in the file. Without, it is GPT-2's and BERT's of the
-    residual stream, and a rate at another place that is named and not zero is refused. What is
-    kept as ``positions`` of a Llama is the longest context it was trained for. BERT's ``mask_id``
+    residual stream, and a rate at another place that is not zero is refused, be it named or meant
+    by its absence. What is kept as ``positions`` of a Llama is the longest context it was trained
+    for. BERT's ``mask_id``
     is ``mask_token_id`` where there is such a field, else 103 (the last id of smaller
     vocabularies). Raises SpecError for other models, for variants that our model does not compute,
     and for missing or malformed fields.
@@ -246,12 +247,12 @@ def _check_fixed(config: Mapping[str, Any], fixed: Mapping[str, tuple[object, ..
             raise SpecError(name, got=repr(config[name]), wanted=repr(values[0]))
 
 
-def _check_dropout(config: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    for name in names:
-        if _number(config, name, 0.0) != 0:
+def _check_dropout(config: Mapping[str, Any], usual: Mapping[str, float]) -> None:
+    for name, rate in usual.items():
+        if _number(config, name, rate) != 0:
             raise SpecError(
                 name,
-                got=config[name],
+                got=config.get(name, f"{rate}, what is meant where it is left out"),
                 wanted="0",
                 hint="model.dropout takes the place of all rates: there is none at this place",
             )

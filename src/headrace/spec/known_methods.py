@@ -45,6 +45,7 @@ from headrace.spec.method_facts import (
     tensor_blocks,
     ulysses_blocks,
 )
+from headrace.units import counted
 
 __all__ = [
     "COLOSSAL_Z",
@@ -76,7 +77,9 @@ def _one_each(name: str, part: str, count: Callable[[Architecture], int]) -> Sup
 
     def rule(architecture: Architecture, ranks: int) -> str | None:
         most = count(architecture)
-        return None if ranks <= most else f"{name} runs on at most {most} ranks, one per {part}"
+        if ranks <= most:
+            return None
+        return f"{name} runs on at most {counted(most, 'rank')}, one per {part}"
 
     return rule
 

@@ -186,6 +186,6 @@ def test_a_method_that_no_group_can_run_is_told_at_once(tmp_path: Path) -> None:
         "model.kv_heads=1",
     )
     assert (code, out) == (2, "")
-    assert "planner.methods: got megatron_ts, wanted megatron_ts runs on at most 1 ranks" in err
+    assert "planner.methods: got megatron_ts, wanted megatron_ts runs on at most 1 rank," in err
     assert "these would do" in err
     assert "Traceback" not in err

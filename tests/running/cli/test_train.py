@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -96,38 +98,85 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(whole, tmp_path):
     less += ["--set", "planner.group_sizes=[3]"]
     code, _, err = run("train", config, "--out", copy, "--resume", "--ranks", "3", *less)
     assert code == 0, err
-    assert "saved by 1 ranks" in err
+    assert "saved by 1 rank" in err
     np.testing.assert_allclose(losses(copy), losses(folder), rtol=2e-5)
     assert _samples(copy) == _samples(folder)
     assert len({row["step"] for row in metrics(copy) if len(row["peak_bytes"]) == 3}) == 4
 
 
-def test_control_c_ends_everything_with_130(whole, tmp_path):
-    """Would catch ranks that outlive their launcher, and an exit code scripts misread."""
+def _stopped(err, folder, again):
+    """The step after which a run says that it stopped, with a checkpoint of it."""
+    found = re.search(r"after step (\d+); checkpoint (.+); continue with: (.+)", err)
+    assert found, err
+    step = int(found[1])
+    assert found[2] == str(folder / "checkpoints" / f"step-{step:06d}")
+    assert found[3] == f"headrace train {again} --out {shlex.quote(str(folder))} --resume"
+    assert (folder / "checkpoints" / f"step-{step:06d}" / "index.json").exists()
+    assert len(metrics(folder)) == step
+    return step
+
+
+def test_control_c_keeps_what_was_trained(whole, tmp_path):
+    """Would catch ranks that outlive their launcher, an exit code scripts misread, steps that are
+    lost, ranks that stop after different steps, and a run that goes on with other samples."""
     config, _, _ = whole
-    process = start("train", config, "--out", tmp_path / "run", "--set", "run.steps=2000")
-    wait_for_step(process, tmp_path / "run", 2)
+    copy, more = tmp_path / "run", ("--set", "checkpoint.every=0", "--set", "run.steps=100")
+    process = start("train", config, "--out", copy, *more)
+    wait_for_step(process, copy, 2)
     ranks = children(process)
     os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "interrupted; continue with: headrace train" in err
+    assert "a second signal ends all at once" in err
     assert "Traceback" not in err
     assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)
+    step = _stopped(err, copy, " ".join([str(config), *more]))
+    assert 3 <= step < 100
+    code, _, err = run("train", config, "--out", copy, "--resume", *more)
+    assert code == 0, err
+    assert f"step-{step:06d}, saved by 2 ranks" in err
+    code, _, err = run("train", config, "--out", tmp_path / "whole", *more)
+    assert code == 0, err
+    assert losses(copy) == losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, spread.whole(signal.SIGHUP)])
-def test_other_signals_say_how_to_go_on(whole, tmp_path, number):
-    """Would catch runs that a scheduler or a closed terminal ends without a word."""
-    config, _, _ = whole
-    process = start("train", config, "--out", tmp_path / "run", "--set", "run.steps=2000")
-    wait_for_step(process, tmp_path / "run", 2)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, spread.whole(signal.SIGHUP)])
+def test_other_signals_keep_it_too(whole, tmp_path, number):
+    """Would catch runs that a scheduler or a closed terminal ends without a checkpoint, and a
+    command to go on with that lacks a flag or that a shell reads otherwise."""
+    config, folder = whole[0], tmp_path / "my run"
+    given = ("--ranks", "2", "--steps", "2000", "--set", "run.seed=3")
+    process = start("train", config, "--out", folder, *given)
+    wait_for_step(process, folder, 2)
     os.kill(process.pid, number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert f"stopped by {number.name}: rank 0 in" in err
-    again = f"headrace train {config} --set run.steps=2000 --out {tmp_path / 'run'} --resume"
-    assert f"stopped; continue with: {again}" in err
+    _stopped(err, folder, " ".join([str(config), *given]))
+
+
+@pytest.mark.parametrize("how", ["twice", "no grace", "too late"])
+def test_a_run_that_may_not_end_its_step_ends_all_the_same(whole, tmp_path, how):
+    """Would catch a second signal, a grace of 0 or the end of a grace that is waited beyond, and a
+    last line that promises what was not written."""
+    config, _, _ = whole
+    grace = {"twice": 25, "no grace": 0, "too late": 0.5}[how]
+    sets = ("--set", "run.steps=2000", "--set", "checkpoint.every=0")
+    sets += ("--set", f"checkpoint.grace_s={grace}")
+    process = start("train", config, "--out", tmp_path / "run", *sets)
+    wait_for_step(process, tmp_path / "run", 2)
+    if how != "no grace":
+        children(process)[1].send_signal(signal.SIGSTOP)  # its step will not end
+    os.kill(process.pid, signal.SIGTERM)
+    if how == "twice":
+        time.sleep(0.5)
+        os.kill(process.pid, signal.SIGTERM)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 143
+    assert re.search(r"stopped after step \d+; no checkpoint was written; continue with", err), err
+    assert ("not stopped within 500 ms: rank 0" in err) == (how == "too late")
 
 
 def test_a_stopped_rank_is_named(whole, tmp_path):

@@ -180,6 +180,34 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert train(path, out, "--resume").returncode == 0
 
 
+@pytest.mark.slow
+def test_a_run_that_is_stopped_keeps_its_steps(tmp_path: Path) -> None:
+    """Catches an adopted model whose steps since the last checkpoint are lost at a signal, and one
+    that goes on elsewhere than where it stopped."""
+    path, out = job(tmp_path, "qwen3"), tmp_path / "stopped"
+    more = ("--steps", "40", "--set", "checkpoint.every=0", "--set", "report.html=false")
+    command = [sys.executable, "-m", "headrace", "train", str(path), "--out", str(out), *more]
+    going = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, pipesize=1 << 20
+    )
+    deadline = time.monotonic() + 200
+    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_bytes():
+        assert going.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    going.send_signal(signal.SIGTERM)
+    _, said = going.communicate(timeout=60)
+    assert going.returncode == 143
+    steps = len((out / "metrics.jsonl").read_text().splitlines())
+    folder = out / "checkpoints" / f"step-{steps:06d}"
+    assert f"stopped after step {steps}; checkpoint {folder}; continue with: headrace" in said
+    for one, again in ((out, ["--resume"]), (tmp_path / "whole", [])):
+        done = train(path, one, *more, *again)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert 0 < steps < 40
+    assert hr.TrainingRun(out).losses == hr.TrainingRun(tmp_path / "whole").losses
+
+
 def test_a_factory_makes_the_model(tmp_path: Path) -> None:
     """Catches a factory that is not asked on every rank, and one beside a shape."""
     path = job(tmp_path, None)

@@ -323,7 +323,8 @@ def test_config_reads_back(a: Architecture) -> None:
 
 
 def test_config_of_old_and_bare_files() -> None:
-    """Alone catches defaults other than theirs: ffn, heads, tied head, epsilon, theta."""
+    """Alone catches defaults other than theirs: ffn, heads, tied head, epsilon, theta, and dropout
+    at all three places of which one is computed."""
     gpt2 = {
         "model_type": "gpt2",
         "n_embd": 768,
@@ -334,6 +335,10 @@ def test_config_of_old_and_bare_files() -> None:
         "vocab_size": 50257,
         "n_inner": None,
     }
+    wanted = "embd_pdrop: got 0.1, what is meant where it is left out, wanted 0; model.dropout"
+    with pytest.raises(SpecError, match=wanted):
+        architecture_of(gpt2)
+    gpt2 |= {"embd_pdrop": 0.0, "attn_pdrop": 0}
     assert architecture_of(gpt2) == Architecture.preset("gpt2", dropout=0.1)
     llama = {
         "model_type": "llama",
@@ -359,6 +364,9 @@ def test_config_of_old_and_bare_files() -> None:
         "max_position_embeddings": 512,
         "architectures": ["BertForPreTraining"],
     }
+    with pytest.raises(SpecError, match=r"attention_probs_dropout_prob: got 0\.1, what is meant"):
+        architecture_of(bert)
+    bert |= {"attention_probs_dropout_prob": 0.0}
     assert architecture_of(bert) == Architecture.preset("bert-large", dropout=0.1)
     assert architecture_of(bert | {"vocab_size": 50}).mask_id == 49
     assert architecture_of(bert | {"mask_token_id": 4}).mask_id == 4

@@ -44,6 +44,25 @@ def test_one_line_per_step_and_file(tmp_path: Path) -> None:
     )
 
 
+def test_a_run_that_begins_anew_keeps_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch hours of metrics that a resume without a checkpoint writes over, and the second
+    time over the first."""
+    for number in range(3):
+        journal = Journal(tmp_path, 0)
+        assert _lines(tmp_path, "metrics") == []
+        said = capsys.readouterr().err
+        assert (f"is kept in {tmp_path / f'before-{number}'}" in said) == (number > 0)
+        journal.facts({"name": f"run {number}"})
+        _write(journal, range(4 + number))
+        journal.close()
+    for number in (1, 2):
+        former = tmp_path / f"before-{number}"
+        assert len(_lines(former, "metrics")) == len(_lines(former, "plans")) == 3 + number
+        assert json.loads((former / "run.json").read_text()) == {"name": f"run {number - 1}"}
+
+
 @pytest.mark.parametrize("first_step", [0, 2, 5, 9])
 def test_going_on_from_a_step_drops_what_comes_after(tmp_path: Path, first_step: int) -> None:
     """Would catch a step told twice after a resume, or a step before it lost."""
