@@ -154,7 +154,7 @@ class StatusBoard:
         self._store.set("stop", "1")
 
     def stop_asked(self) -> bool:
-        """Whether somebody asked so."""
+        """Whether some process asked all ranks to stop."""
         return self._store.check(["stop"])
 
     def declare(self, death: Death) -> Death:
