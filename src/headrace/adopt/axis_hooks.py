@@ -263,6 +263,14 @@ class HookManager:
         """Take the hooks away."""
         self._hooks.close()
 
+    def drop(self, shards: AxisShards) -> None:
+        """Leave no trace of a forward on shards of ranks that are not there."""
+        self._told = None
+        self._learnt.pop(shards.members, None)
+        self._entered.clear()
+        self._called.clear()
+        self._outside.close()
+
     def forget(self) -> None:
         """What was learnt of stages: not all ranks may have seen the last forward."""
         self._learnt.clear()
@@ -454,7 +462,7 @@ class HookManager:
             return forward(*args, **named)
         chosen = shards.chosen.get(shards.position - 1)
         method = None if chosen is None or chosen.method == "none" else chosen.method
-        joint = JointAttention(shards, stage.mixed, self._slot, stage.modules, method)
+        joint = JointAttention(shards, stage, self._slot, method)
         with joint:
             out = forward(*args, **named)
         if not joint.calls:
@@ -494,7 +502,7 @@ class HookManager:
                 got=f"dims {stage.dims}, of which it mixes every axis",
                 wanted="an axis that it does not mix",
             )
-        return AxisChoice(axis=max(free, key=lambda name: shards.totals.get(name, 0)))
+        return AxisChoice(axis=shards.best(free))
 
     def _planned(self) -> tuple[AxisChoice, ...]:
         shards = self.at_work

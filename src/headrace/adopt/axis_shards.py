@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -125,6 +125,8 @@ class AxisShards:
     joint: dict[Any, Any] = field(default_factory=dict)
     moves: list[AxisMove] = field(default_factory=list)
 
+    simulated: ClassVar[bool] = False
+
     @property
     def ranks(self) -> int:
         """Of the group."""
@@ -161,6 +163,10 @@ class AxisShards:
         """The places of every name on this rank."""
         return self.totals | {self.axis: self.sizes(self.axis)[self.rank]}
 
+    def best(self, free: Sequence[str]) -> str:
+        """Which of several axes to take where no plan is known: that of most places."""
+        return max(free, key=lambda name: self.totals.get(name, 0))
+
     def local(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
         """This rank's part of a tensor that is whole."""
         if self.axis not in dims or self.group is None:
@@ -182,11 +188,8 @@ class AxisShards:
         sizes = zip(dims.flat, dims.opened(x, self.here()).shape, strict=True)
         self.totals |= {name: n for name, n in sizes if name in axes and name != self.axis}
 
-    def switched(self, x: torch.Tensor, dims: Dims, axis: str) -> torch.Tensor:
-        """Another axis in shards from here on. Raises InfeasiblePlan where ranks would be left
-        without places."""
-        part = dims.opened(x, self.here())
-        self.totals[axis] = part.shape[dims.dim_of(axis)]
+    def require_places(self, axis: str) -> None:
+        """Raise InfeasiblePlan where ranks would be left without places of an axis."""
         if self.totals[axis] < self.ranks:
             raise InfeasiblePlan(
                 f"axis {axis}",
@@ -194,6 +197,13 @@ class AxisShards:
                 wanted="a place for each",
                 hint="fewer ranks for each sample",
             )
+
+    def switched(self, x: torch.Tensor, dims: Dims, axis: str) -> torch.Tensor:
+        """Another axis in shards from here on. Raises InfeasiblePlan where ranks would be left
+        without places."""
+        part = dims.opened(x, self.here())
+        self.totals[axis] = part.shape[dims.dim_of(axis)]
+        self.require_places(axis)
         stays = self.sizes(axis)[self.rank] / self.totals[axis]
         self.moves.append(
             AxisMove(before=self.axis, after=axis, sent_bytes=round(part.nbytes * (1 - stays)))

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.ops.switch import gather, switch
 from ranks import run_ranks
-from running.adopt.axial import DIMS, table
+from running.adopt.axial import table
 from running.adopt.test_adapted import EXACT, adapted, drawn, gradients
 
 
