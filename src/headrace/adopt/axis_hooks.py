@@ -161,14 +161,9 @@ _LINK_BYTES_S = 1e11
 """Only ratios count where all links are alike."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Place:
-    """Where a tensor was met: on which shards, with which axis, before which module of a stage."""
-
-    shards: AxisShards
-    axis: str
-    position: int
-    module: torch.nn.Module | None = None
+def _backward_at_work() -> int:
+    """The number of the backward that this runs in, -1 in none."""
+    return int(torch._C._current_graph_task_id())  # noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,11 +208,13 @@ class HookManager:
         self._entered = list[str]()
         self._called = list[torch.nn.Module]()
         self._recomputing_now = False
+        # The backward at work: what was before it, and the axes that its forwards ended with.
+        self._resumed: dict[Any, Any] = {}
         self._slot = ModelSlot()
         # Earlier forwards: what they showed, plans made from it, and where tensors were met.
         self._learnt: dict[Members, _Learnt] = {}
         self._plans: dict[Any, tuple[AxisChoice, ...]] = {}
-        self._known: MutableMapping[torch.Tensor, _Place] = WeakIdKeyDictionary()
+        self._known: MutableMapping[torch.Tensor, AxisShards] = WeakIdKeyDictionary()
         # Tracing: whether a compiler is asked for, and the switches of the forward that it traces.
         self.traced, self.routes = False, dict[int, StageRoute]()
         self.last_axis = axis
@@ -290,7 +287,11 @@ class HookManager:
         if before is not None:
 
             def enter(at: Any, args: Any, named: Any) -> Any:
-                return before(args, named) if self.spread else None
+                if not self.spread:
+                    return None
+                if not torch.compiler.is_compiling():
+                    self._meet(at, own)
+                return before(args, named)
 
             own.callback(hook_before(module, enter, named=True))
         if after is not None:
@@ -304,19 +305,21 @@ class HookManager:
 
     def know(self, x: torch.Tensor, shards: AxisShards) -> None:
         """``x`` is an input on ``shards``."""
-        self._known[x] = _Place(shards, self.axis, 0)
+        self._known[x] = shards
 
     def shards_of(self, given: Sequence[Any]) -> AxisShards | None:
         """Those of inputs; None where they are not known."""
         tensors = (x for x in given if isinstance(x, torch.Tensor))
-        places = (self._known.get(x) for x in tensors)
-        return next((place.shards for place in places if place is not None), None)
+        known = (self._known.get(x) for x in tensors)
+        return next((shards for shards in known if shards is not None), None)
 
     def take(self, shards: AxisShards) -> None:
         """Work on shards from here on: the next forward, whatever wrappers made of its inputs, or
         stages that are called by hand."""
-        self._told = self.shards = shards
-        shards.begin(self.axis)
+        self._told = shards
+        if _backward_at_work() < 0:
+            self.end_backward()  # one that failed
+        self.shards = shards.begun(self.axis, _backward_at_work())
         self._entered.clear()  # a forward that failed left some
         self._called.clear()
         self.routes = self._routes() if self.traced else {}
@@ -373,7 +376,7 @@ class HookManager:
             )
         self.take(shards)
         self._told = None
-        self._outside.enter_context(self._recomputing(shards))
+        self._outside.enter_context(self._recomputing(self.at_work))
 
     @torch.compiler.disable
     def _refuse_sharded(self, args: Any, named: Any) -> None:
@@ -417,15 +420,11 @@ class HookManager:
                 got=f"{type(first).__name__} as its first argument",
                 wanted=f"a tensor of dims {stage.dims}",
             )
-        place = self._known.get(first)
-        if place is not None and place.module is module:  # what a checkpoint computes again
-            self.shards = place.shards
-            place.shards.axis, place.shards.position = place.axis, place.position
+        self._meet(module, module)
         shards = self.at_work
         at = shards.pass_stage(stage.mixed)
         if at == len(self._called):
             self._called.append(module)
-        self._known[first] = _Place(shards, shards.axis, at, module)
         self._entered.append(shards.axis)
         if shards.group is not None and shards.axis in stage.mixed:
             shards.learn(first, stage.layout, self.axes)
@@ -436,6 +435,41 @@ class HookManager:
             if isinstance(given.get(side), torch.Tensor):
                 given[side] = shards.cut(given[side], Dims.parse(text))
         return tuple(given[at] for at in range(len(args))), {k: given[k] for k in named}
+
+    def _meet(self, module: torch.nn.Module, hook: Any) -> None:
+        """Take down where the forward comes to a hook of a module; what a checkpoint computes again, in a
+        backward, goes on from there. Raises ModelError where that was in several places."""
+        shards = self.at_work
+        if _backward_at_work() == shards.task:
+            shards.entries.setdefault(hook, []).append((shards.axis, shards.position))
+            return
+        entries = shards.entries.get(hook, [])
+        ways = {(axis, shards.chosen.get(position)) for axis, position in entries}
+        if len(ways) > 1:
+            raise ModelError(
+                f"{type(module).__name__}, computed again by a checkpoint",
+                got=f"a module that runs {len(entries)} times, with other axes in shards",
+                wanted="the same axis each time",
+                hint="hr.AxisStage(..., returns=True), or no checkpoint around it",
+            )
+        if entries:
+            shards.axis, shards.position = entries[-1]
+
+    def resume(self, shards: AxisShards, at_end: Callable[[Callable[[], None]], None]) -> None:
+        """Be spread and on the shards of a forward whose backward begins, until it has ended."""
+        if not self._resumed:
+            self._resumed[None] = self.spread, self.shards
+            at_end(self.end_backward)
+        self._resumed.setdefault(shards, shards.axis)
+        self.spread, self.shards = True, shards
+
+    def end_backward(self) -> None:
+        """What was before a backward is again."""
+        if self._resumed:
+            self.spread, self.shards = self._resumed.pop(None)
+        for shards, axis in self._resumed.items():
+            shards.axis = axis
+        self._resumed.clear()
 
     def _leave(self, number: int, stage: AxisStage, module: Any, _: Any, out: Any) -> Any:
         mode = self.mode

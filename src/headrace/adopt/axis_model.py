@@ -105,7 +105,9 @@ class AxisModel:
         spread; its hooks are there already. Returns what takes that back."""
 
         def back(_: Any, out: Any) -> Any:
-            return self.back(out, str(self._main)) if self._manager.spread else None
+            if not self._manager.spread:
+                return None
+            return self._bound(self.back(out, str(self._main)), self._manager.at_work)
 
         return self._manager.on(self.inner, after=back)
 
@@ -405,12 +407,12 @@ class AxisModel:
         self._manager.take(shards)
         self._manager.spread = True
         try:
-            out = self._run(shards, inputs)
+            out = self._run(inputs)
         finally:
             self._manager.spread = before
-        return self._bound(out, shards)
+        return self._bound(out, self._manager.at_work)
 
-    def _run(self, shards: AxisShards, inputs: Mapping[str, Any]) -> Any:
+    def _run(self, inputs: Mapping[str, Any]) -> Any:
         """The model's result, compiled where that is asked for and the order of stages is known."""
         if self._compiled is None or not self._manager.routes:
             return self.model(**inputs)
@@ -419,18 +421,17 @@ class AxisModel:
             recompile_limit=_GRAPHS, accumulated_recompile_limit=_GRAPHS
         ):
             out = self._compiled(**inputs)
+        shards = self._manager.at_work
         shards.axis = self._manager.last_axis if shards.group is not None else self.axis
         return out
 
     def _bound(self, out: Any, shards: AxisShards) -> Any:
-        """Have the backward of a result run while the model is spread: checkpoints run stages
-        again there."""
+        """Have the backward of a result run while the model is spread, on the shards of its
+        forward: checkpoints run stages again there."""
+        queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 
         def begin(_: Sequence[torch.Tensor]) -> None:
-            if not self._manager.spread:
-                self._manager.spread = True
-                queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-                queue(self.release)
+            self._manager.resume(shards, queue)
 
         for value in result_tensors(out):
             if value.grad_fn is not None:
@@ -459,8 +460,11 @@ class AxisModel:
         of a collected result, counts once."""
         shards = self._manager.at_work
         axis = shards.axis
-        summed_loss(self.model, loss / len(shards.members) if alike else loss).backward()
-        self._manager.shards, shards.axis = shards, axis  # checkpoints go back to others
+        try:
+            summed_loss(self.model, loss / len(shards.members) if alike else loss).backward()
+        finally:
+            self._manager.end_backward()
+            self._manager.shards, shards.axis = shards, axis  # checkpoints go back to others
 
     def add_up(self, loss: torch.Tensor, *, alike: bool = False) -> torch.Tensor:
         """The loss of all ranks together, once gradients are there: after the last

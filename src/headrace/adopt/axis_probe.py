@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -87,6 +87,14 @@ class ProbeShards(AxisShards):
     def rank(self) -> int:
         """The one that is played."""
         return self.part or 0
+
+    def begun(self, axis: str, task: int) -> Self:
+        """Itself, before its first switch."""
+        self.axis, self.task, self.position, self.met = axis, task, 0, 0
+        self.passed.clear()
+        self.chosen.clear()
+        self.entries.clear()
+        return self
 
     def sizes(self, axis: str) -> tuple[int, ...]:
         """The places of each rank, or all on the first."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,7 @@ from headrace.ops.switch import gather, split, switch
 from headrace.spec.axes import AxisChoice, AxisMove
 from headrace.spec.method_facts import Members
 
-__all__ = [
-    "AxisShards",
-    "Dims",
-]
+__all__ = ["AxisShards", "Dims", "Entry"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +98,10 @@ def _parsed(text: str) -> Dims:
     return found
 
 
+Entry = tuple[str, int]
+"""The axis in shards at a hook, and how many stages were before."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class AxisShards:
     """The places of ``axis`` are over the ranks of ``group``; other names are whole. Ranks of
@@ -109,7 +110,8 @@ class AxisShards:
     ``totals`` are the places of each name that is known, for the samples of this group; ``samples``
     are the first one, how many, and of how many. ``passed`` are the axes that the stages of the
     forward mixed, ``position`` the number of the next one; ``chosen`` are the axes that they were
-    given, by number. ``joint`` keeps what attention over all places needs;
+    given, by number. ``joint`` keeps what attention over all places needs; ``entries`` tells where
+    the forward came to each hook, and ``task`` the backward in which it ran, -1 where in none;
     ``moves`` are the exchanges of the forward.
     """
 
@@ -123,6 +125,8 @@ class AxisShards:
     position: int = 0
     chosen: dict[int, AxisChoice] = field(default_factory=dict)
     joint: dict[Any, Any] = field(default_factory=dict)
+    entries: dict[Any, list[Entry]] = field(default_factory=dict)
+    task: int = -1
     moves: list[AxisMove] = field(default_factory=list)
 
     simulated: ClassVar[bool] = False
@@ -146,11 +150,20 @@ class AxisShards:
         others = math.prod(self.totals[name] for name in mixed if name != self.axis)
         return tuple(size * others for size in self.sizes(self.axis))
 
-    def begin(self, axis: str) -> None:
-        """A forward begins."""
-        self.axis, self.position = axis, 0
-        self.chosen = dict[int, AxisChoice]()
-        self.passed, self.moves = list[tuple[str, ...]](), list[AxisMove]()
+    def begun(self, axis: str, task: int) -> Self:
+        """The same places for a forward that begins. Each has shards of its own: its backward may
+        compute parts again when others have been run since."""
+        return replace(
+            self,
+            axis=axis,
+            task=task,
+            totals=dict(self.totals),
+            position=0,
+            passed=[],
+            chosen={},
+            entries={},
+            moves=[],
+        )
 
     def pass_stage(self, mixed: tuple[str, ...]) -> int:
         """The number of a stage that begins, now or again."""
