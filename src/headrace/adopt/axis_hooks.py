@@ -165,15 +165,9 @@ _LINK_BYTES_S = 1e11
 times only."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Place:
-    """The context in which a tensor was last seen: its shards, the sharded axis, the number of the
-    stage, and the module that received it."""
-
-    shards: AxisShards
-    axis: str
-    position: int
-    module: torch.nn.Module | None = None
+def _backward_at_work() -> int:
+    """The number of the backward that this runs in, -1 in none."""
+    return int(torch._C._current_graph_task_id())  # noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,12 +212,14 @@ class HookManager:
         self._entered = list[str]()
         self._called = list[torch.nn.Module]()
         self._recomputing_now = False
+        # The backward at work: what was before it, and the axes that its forwards ended with.
+        self._resumed: dict[Any, Any] = {}
         self._slot = ModelSlot()
         # Earlier forwards: their records, plans made from these, and the context of each tensor.
         self._learnt: dict[Members, _Learnt] = {}
         self._plans: dict[Any, tuple[AxisChoice, ...]] = {}
-        self._known: MutableMapping[torch.Tensor, _Place] = WeakIdKeyDictionary()
-        # Tracing: whether the user asked for a compiler, and the switches of the traced forward.
+        self._known: MutableMapping[torch.Tensor, AxisShards] = WeakIdKeyDictionary()
+        # Tracing: whether a compiler is asked for, and the switches of the forward that it traces.
         self.traced, self.routes = False, dict[int, StageRoute]()
         self.last_axis = axis
         self._group_slot: GroupSlot | None = None
@@ -269,6 +265,14 @@ class HookManager:
         """Remove all hooks from the model."""
         self._hooks.close()
 
+    def drop(self, shards: AxisShards) -> None:
+        """Leave no trace of a forward on shards of ranks that are not there."""
+        self._told = None
+        self._learnt.pop(shards.members, None)
+        self._entered.clear()
+        self._called.clear()
+        self._outside.close()
+
     def forget(self) -> None:
         """Drop the records of earlier forwards, as not all ranks may have run the last one."""
         self._learnt.clear()
@@ -288,7 +292,11 @@ class HookManager:
         if before is not None:
 
             def enter(at: Any, args: Any, named: Any) -> Any:
-                return before(args, named) if self.spread else None
+                if not self.spread:
+                    return None
+                if not torch.compiler.is_compiling():
+                    self._meet(at, own)
+                return before(args, named)
 
             own.callback(hook_before(module, enter, named=True))
         if after is not None:
@@ -301,21 +309,23 @@ class HookManager:
         return own.close
 
     def know(self, x: torch.Tensor, shards: AxisShards) -> None:
-        """Record that ``x`` is an input of the model that lies on ``shards``."""
-        self._known[x] = _Place(shards, self.axis, 0)
+        """``x`` is an input on ``shards``."""
+        self._known[x] = shards
 
     def shards_of(self, given: Sequence[Any]) -> AxisShards | None:
         """The shards of the first input that is known; None where none is known."""
         tensors = (x for x in given if isinstance(x, torch.Tensor))
-        places = (self._known.get(x) for x in tensors)
-        return next((place.shards for place in places if place is not None), None)
+        known = (self._known.get(x) for x in tensors)
+        return next((shards for shards in known if shards is not None), None)
 
     def take(self, shards: AxisShards) -> None:
-        """Use ``shards`` from now on: for the next forward, even if wrappers copy its inputs, or
-        for stages that are called by hand."""
-        self._next_shards = self.shards = shards
-        shards.begin(self.axis)
-        self._entered.clear()  # a forward that raised left some
+        """Work on shards from here on: the next forward, whatever wrappers made of its inputs, or
+        stages that are called by hand."""
+        self._told = shards
+        if _backward_at_work() < 0:
+            self.end_backward()  # one that failed
+        self.shards = shards.begun(self.axis, _backward_at_work())
+        self._entered.clear()  # a forward that failed left some
         self._called.clear()
         self.routes = self._routes() if self.traced else {}
 
@@ -370,8 +380,8 @@ class HookManager:
                 "inputs of the model", got="others than were sharded", wanted="what shard() gave"
             )
         self.take(shards)
-        self._next_shards = None
-        self._outside.enter_context(self._recomputing(shards))
+        self._told = None
+        self._outside.enter_context(self._recomputing(self.at_work))
 
     @torch.compiler.disable
     def _refuse_sharded(self, args: Any, named: Any) -> None:
@@ -415,15 +425,11 @@ class HookManager:
                 got=f"{type(first).__name__} as its first argument",
                 wanted=f"a tensor of dims {stage.dims}",
             )
-        place = self._known.get(first)
-        if place is not None and place.module is module:  # a checkpoint recomputes this module
-            self.shards = place.shards
-            place.shards.axis, place.shards.position = place.axis, place.position
+        self._meet(module, module)
         shards = self.at_work
         at = shards.pass_stage(stage.mixed)
         if at == len(self._called):
             self._called.append(module)
-        self._known[first] = _Place(shards, shards.axis, at, module)
         self._entered.append(shards.axis)
         if shards.group is not None and shards.axis in stage.mixed:
             shards.learn(first, stage.layout, self.axes)
@@ -434,6 +440,41 @@ class HookManager:
             if isinstance(given.get(side), torch.Tensor):
                 given[side] = shards.cut(given[side], Dims.parse(text))
         return tuple(given[at] for at in range(len(args))), {k: given[k] for k in named}
+
+    def _meet(self, module: torch.nn.Module, hook: Any) -> None:
+        """Take down where the forward comes to a hook of a module; what a checkpoint computes again, in a
+        backward, goes on from there. Raises ModelError where that was in several places."""
+        shards = self.at_work
+        if _backward_at_work() == shards.task:
+            shards.entries.setdefault(hook, []).append((shards.axis, shards.position))
+            return
+        entries = shards.entries.get(hook, [])
+        ways = {(axis, shards.chosen.get(position)) for axis, position in entries}
+        if len(ways) > 1:
+            raise ModelError(
+                f"{type(module).__name__}, computed again by a checkpoint",
+                got=f"a module that runs {len(entries)} times, with other axes in shards",
+                wanted="the same axis each time",
+                hint="hr.AxisStage(..., returns=True), or no checkpoint around it",
+            )
+        if entries:
+            shards.axis, shards.position = entries[-1]
+
+    def resume(self, shards: AxisShards, at_end: Callable[[Callable[[], None]], None]) -> None:
+        """Be spread and on the shards of a forward whose backward begins, until it has ended."""
+        if not self._resumed:
+            self._resumed[None] = self.spread, self.shards
+            at_end(self.end_backward)
+        self._resumed.setdefault(shards, shards.axis)
+        self.spread, self.shards = True, shards
+
+    def end_backward(self) -> None:
+        """What was before a backward is again."""
+        if self._resumed:
+            self.spread, self.shards = self._resumed.pop(None)
+        for shards, axis in self._resumed.items():
+            shards.axis = axis
+        self._resumed.clear()
 
     def _leave(self, number: int, stage: AxisStage, module: Any, _: Any, out: Any) -> Any:
         mode = self.mode
@@ -461,7 +502,7 @@ class HookManager:
             return forward(*args, **named)
         chosen = shards.chosen.get(shards.position - 1)
         method = None if chosen is None or chosen.method == "none" else chosen.method
-        joint = JointAttention(shards, stage.mixed, self._slot, stage.modules, method)
+        joint = JointAttention(shards, stage, self._slot, method)
         with joint:
             out = forward(*args, **named)
         if not joint.calls:
@@ -502,7 +543,7 @@ class HookManager:
                 got=f"dims {stage.dims}, of which it mixes every axis",
                 wanted="an axis that it does not mix",
             )
-        return AxisChoice(axis=max(free, key=lambda name: shards.totals.get(name, 0)))
+        return AxisChoice(axis=shards.best(free))
 
     def _planned(self) -> tuple[AxisChoice, ...]:
         shards = self.at_work

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from headrace.adopt.axis_hooks import HookManager
+from headrace.adopt.axis_probe import WholeFails, probe_axes, refuse_batch_norms
 from headrace.adopt.axis_shards import AxisShards, Dims
 from headrace.adopt.axis_stages import AxisStage
 from headrace.adopt.gradients import add_plainly, add_up, is_wrapped, summed_loss
@@ -50,6 +51,9 @@ __all__ = ["AxisModel", "axis_groups"]
 _GRAPHS = 1 << 16
 """Graphs that a compiler may make of one model before it gives up."""
 
+_FEWEST = 3
+"""Places of a sample on which a model is tried."""
+
 Sizes = Callable[[Mapping[str, torch.Tensor]], Mapping[str, int]] | None
 """A function from the inputs by name to the sizes of axes by name."""
 
@@ -57,17 +61,10 @@ Sizes = Callable[[Mapping[str, torch.Tensor]], Mapping[str, int]] | None
 class AxisModel:
     """A model that is spread by its axes; see :class:`~headrace.adopt.spread_model.SpreadModel`.
 
-    Args:
-        model: The model, alone or under DDP or FSDP2.
-        stages: The modules in which places of an axis see each other.
-        inputs: The dims of its inputs with places of axes, by name.
-        axis: The axis that is in shards where no stage says otherwise.
-        batch: The name of the samples, which may be worked on apart.
-        sizes: Gives places of axes that the model makes of its inputs, by name.
-        groups: The groups of this rank; those of the world when left out.
-
-    Raises:
-        SpecError: For an ``axis`` that no input has, where no ``sizes`` are given.
+    ``inputs`` are the dims of its inputs by name, those with places of ``axis``, which is in shards
+    where no stage says otherwise; ``batch`` names samples that may be worked on apart. ``sizes``
+    tells places of axes that the model makes of its inputs. ``check``: whether the model is tried
+    on shards of its first batch before it is run on any.
     """
 
     def __init__(
@@ -80,12 +77,14 @@ class AxisModel:
         batch: str | None = None,
         sizes: Sizes = None,
         groups: Groups | None = None,
+        check: bool = True,
     ) -> None:
         self.model = model
         self.inner = model.module if isinstance(model, DistributedDataParallel) else model
         self.inputs = {name: Dims.parse(text) for name, text in inputs.items()}
         self.axis, self.batch = axis, batch
-        self._sizes = sizes
+        self._sizes, self.check = sizes, check
+        self._untried: Mapping[str, Any] | None = None
         if sizes is None and not any(axis in dims for dims in self.inputs.values()):
             raise SpecError("axis of the inputs", got=axis, wanted="one of an input's dims")
         self._given, self._met = groups, groups is not None
@@ -106,7 +105,9 @@ class AxisModel:
         hooks exist already. Returns a function that undoes this."""
 
         def back(_: Any, out: Any) -> Any:
-            return self.back(out, str(self._main)) if self._manager.spread else None
+            if not self._manager.spread:
+                return None
+            return self._bound(self.back(out, str(self._main)), self._manager.at_work)
 
         return self._manager.on(self.inner, after=back)
 
@@ -166,6 +167,8 @@ class AxisModel:
             The part: call ``run(**part)``.
 
         Raises:
+            ModelError: For the first batch with places to try, on which shards of the model give
+                other results than the whole; for BatchNorm in training.
             DataError: For inputs of other dims, and for tensors without declared dims that may be
                 of all samples where ranks work on some of them.
             InfeasiblePlan: Where there are more ranks than samples and places together.
@@ -176,6 +179,7 @@ class AxisModel:
         if self._groups is not None:
             self._groups.prepare(needed)
             agree("inputs", fingerprint(self._tensors(batch), (needed,)), self._groups.world)
+        self._look_once(batch, may_wait=True)
         shards, found = self._placed(batch, members, None)
         labels = self._local_labels(found, shards)
         if self._label_name not in self._takes:
@@ -260,13 +264,66 @@ class AxisModel:
             across=groups.get(ranks[me::each]) if groups else None,
             members=ranks,
         )
+        return shards, self._on(shards, batch)
+
+    def _on(self, shards: AxisShards, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Inputs on shards, which the model works on from here on."""
         self._manager.take(shards)
         found = dict(batch)
-        for name, value in tensors.items():
+        for name, value in self._tensors(batch).items():
             part = self.local(value, str(self.inputs[name]))
             found[name] = part.view_as(part) if part is value else part  # not the input itself
             self._manager.know(found[name], shards)
-        return shards, found
+        return found
+
+    def _look_once(self, batch: Mapping[str, Any], *, may_wait: bool = False) -> None:
+        """Try the model on shards of a batch, the first one that has places for two ranks. Raises
+        ModelError, on all ranks, where results differ. Where the plain model fails it ``may_wait``
+        for the first call, which may have more inputs, or other types of numbers (autocast)."""
+        refuse_batch_norms(self.inner)
+        if not self.check or self._places_of_axis(batch) < 2:
+            return
+        error: Exception | None = None
+        try:
+            self._probe(batch)
+        except Exception as found:
+            error = found
+        later = isinstance(error, WholeFails) and may_wait
+        if self._groups is not None:
+            worst = torch.tensor([float(error is not None and not later), float(later)])
+            worst = worst.to(device_of(self.model))
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            later = later or (error is None and bool(worst[1]))
+            if worst[0] and (error is None or later):
+                error, later = _elsewhere(self.inner), False
+        self._untried = batch if later else None
+        if error is not None and not later:
+            raise error
+        self.check = later
+
+    def _places_of_axis(self, batch: Mapping[str, Any]) -> int:
+        return self._totals(self._tensors(batch))[self.axis]
+
+    def _probe(self, batch: Mapping[str, Any]) -> None:
+        """:func:`probe_axes` on two samples; on all where something may count them."""
+        inputs = {
+            name: value
+            for name, value in batch.items()
+            if name != self._label_name or name in self._takes
+        }
+        others = [value for name, value in inputs.items() if name not in self.inputs]
+        if not any(isinstance(x, torch.Tensor) or type(x) is int for x in others):
+            for name, value in self._tensors(inputs).items():
+                at = self._at(self.inputs[name])
+                inputs[name] = value if at is None else value.narrow(at, 0, min(2, value.shape[at]))
+        totals = self._totals(self._tensors(inputs))
+        samples = self._samples(totals)
+
+        def placed(shards: AxisShards) -> Mapping[str, Any]:
+            shards.samples = (0, samples, samples)
+            return self._on(shards, inputs)
+
+        probe_axes(self._manager, inputs, totals, placed)
 
     def _local_labels(self, values: Mapping[str, Any], shards: AxisShards) -> torch.Tensor | None:
         """The labels of this rank's places; their dims are those of the first input with axes."""
@@ -396,16 +453,19 @@ class AxisModel:
             raise ModelError(
                 "inputs of the model", got="others than were sharded", wanted="what shard() gave"
             )
+        if self._untried is not None:
+            more = {k: v for k, v in inputs.items() if not isinstance(v, torch.Tensor)}
+            self._look_once({**more, **self._untried})
         before = self._manager.spread
         self._manager.take(shards)
         self._manager.spread = True
         try:
-            out = self._run(shards, inputs)
+            out = self._run(inputs)
         finally:
             self._manager.spread = before
-        return self._bound(out, shards)
+        return self._bound(out, self._manager.at_work)
 
-    def _run(self, shards: AxisShards, inputs: Mapping[str, Any]) -> Any:
+    def _run(self, inputs: Mapping[str, Any]) -> Any:
         """The model's result, compiled where that is asked for and the order of stages is known."""
         if self._compiled is None or not self._manager.routes:
             return self.model(**inputs)
@@ -414,18 +474,17 @@ class AxisModel:
             recompile_limit=_GRAPHS, accumulated_recompile_limit=_GRAPHS
         ):
             out = self._compiled(**inputs)
+        shards = self._manager.at_work
         shards.axis = self._manager.last_axis if shards.group is not None else self.axis
         return out
 
     def _bound(self, out: Any, shards: AxisShards) -> Any:
-        """Have the backward of a result run while the model is spread, as checkpoints recompute
-        stages in it."""
+        """Have the backward of a result run while the model is spread, on the shards of its
+        forward: checkpoints run stages again there."""
+        queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 
         def begin(_: Sequence[torch.Tensor]) -> None:
-            if not self._manager.spread:
-                self._manager.spread = True
-                queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-                queue(self.release)
+            self._manager.resume(shards, queue)
 
         for value in result_tensors(out):
             if value.grad_fn is not None:
@@ -464,8 +523,11 @@ class AxisModel:
         """
         shards = self._manager.at_work
         axis = shards.axis
-        summed_loss(self.model, loss / len(shards.members) if alike else loss).backward()
-        self._manager.shards, shards.axis = shards, axis  # recompute has set others
+        try:
+            summed_loss(self.model, loss / len(shards.members) if alike else loss).backward()
+        finally:
+            self._manager.end_backward()
+            self._manager.shards, shards.axis = shards, axis  # checkpoints go back to others
 
     def add_up(self, loss: torch.Tensor, *, alike: bool = False) -> torch.Tensor:
         """Sum the loss over all ranks, and gradients too, where no wrapper does; call it after the
@@ -707,6 +769,12 @@ class AxisModel:
         wanted = {name: max(ranks, round(n * share)) for name, n in sizes.items()}
         return {name: self._cut(name, value, wanted) for name, value in sample.items()}
 
+    def _grown(self, sample: Item) -> Item:
+        """A sample of several places on every axis that inputs show."""
+        shown = self._totals(self._tensors(sample))
+        wanted = {name: max(_FEWEST, n) for name, n in shown.items() if name in self.axes}
+        return {name: self._cut(name, value, wanted) for name, value in sample.items()}
+
     def _cut(self, name: str, value: torch.Tensor, wanted: Mapping[str, int]) -> torch.Tensor:
         dims = self._dims(name)
         for at, names in enumerate(dims.names if dims is not None else ()):
@@ -716,6 +784,14 @@ class AxisModel:
                 times[at] = -(-count // value.shape[at])
                 value = value.repeat(times).narrow(at, 0, count)
         return value
+
+
+def _elsewhere(model: torch.nn.Module) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} on shards of its axes",
+        got="another result than on the whole, on another rank",
+        wanted="the same model and batch on all ranks",
+    )
 
 
 def axis_groups(ranks: Members, each: int) -> list[Members]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,7 @@ from headrace.ops.switch import gather, split, switch
 from headrace.spec.axes import AxisChoice, AxisMove
 from headrace.spec.method_facts import Members
 
-__all__ = [
-    "AxisShards",
-    "Dims",
-]
+__all__ = ["AxisShards", "Dims", "Entry"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +100,10 @@ def _parsed(text: str) -> Dims:
     return found
 
 
+Entry = tuple[str, int]
+"""The axis in shards at a hook, and how many stages were before."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class AxisShards:
     """The places of ``axis`` are sharded over the ranks of ``group``, all other axes are not. Ranks
@@ -111,7 +112,8 @@ class AxisShards:
     ``totals`` are the places of each name that is known, for the samples of this group; ``samples``
     are the first one, how many, and of how many. ``passed`` are the axes that the stages of the
     forward mixed, ``position`` the number of the next one; ``chosen`` are the axes that they were
-    given, by number. ``joint`` keeps what attention over all places needs;
+    given, by number. ``joint`` keeps what attention over all places needs; ``entries`` tells where
+    the forward came to each hook, and ``task`` the backward in which it ran, -1 where in none;
     ``moves`` are the exchanges of the forward.
     """
 
@@ -125,7 +127,11 @@ class AxisShards:
     position: int = 0
     chosen: dict[int, AxisChoice] = field(default_factory=dict)
     joint: dict[Any, Any] = field(default_factory=dict)
+    entries: dict[Any, list[Entry]] = field(default_factory=dict)
+    task: int = -1
     moves: list[AxisMove] = field(default_factory=list)
+
+    simulated: ClassVar[bool] = False
 
     @property
     def ranks(self) -> int:
@@ -146,12 +152,20 @@ class AxisShards:
         others = math.prod(self.totals[name] for name in mixed if name != self.axis)
         return tuple(size * others for size in self.sizes(self.axis))
 
-    def begin(self, axis: str) -> None:
-        """Reset the record of stages and exchanges for a new forward, which starts with shards of
-        ``axis``."""
-        self.axis, self.position = axis, 0
-        self.chosen = dict[int, AxisChoice]()
-        self.passed, self.moves = list[tuple[str, ...]](), list[AxisMove]()
+    def begun(self, axis: str, task: int) -> Self:
+        """The same places for a forward that begins. Each has shards of its own: its backward may
+        compute parts again when others have been run since."""
+        return replace(
+            self,
+            axis=axis,
+            task=task,
+            totals=dict(self.totals),
+            position=0,
+            passed=[],
+            chosen={},
+            entries={},
+            moves=[],
+        )
 
     def pass_stage(self, mixed: tuple[str, ...]) -> int:
         """The number of the stage that begins; ``mixed`` is kept the first time it is reached."""
@@ -163,6 +177,10 @@ class AxisShards:
     def here(self) -> dict[str, int]:
         """The local size of every axis."""
         return self.totals | {self.axis: self.sizes(self.axis)[self.rank]}
+
+    def best(self, free: Sequence[str]) -> str:
+        """Which of several axes to take where no plan is known: that of most places."""
+        return max(free, key=lambda name: self.totals.get(name, 0))
 
     def local(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
         """This rank's part of a tensor that is not sharded."""
@@ -185,11 +203,8 @@ class AxisShards:
         sizes = zip(dims.flat, dims.opened(x, self.here()).shape, strict=True)
         self.totals |= {name: n for name, n in sizes if name in axes and name != self.axis}
 
-    def switched(self, x: torch.Tensor, dims: Dims, axis: str) -> torch.Tensor:
-        """Switch ``x`` so that ``axis`` is sharded; it is the sharded axis from now on. Raises
-        InfeasiblePlan where a rank would be left without places. Collective."""
-        part = dims.opened(x, self.here())
-        self.totals[axis] = part.shape[dims.dim_of(axis)]
+    def require_places(self, axis: str) -> None:
+        """Raise InfeasiblePlan where ranks would be left without places of an axis."""
         if self.totals[axis] < self.ranks:
             raise InfeasiblePlan(
                 f"axis {axis}",
@@ -197,6 +212,13 @@ class AxisShards:
                 wanted="a place for each",
                 hint="fewer ranks for each sample",
             )
+
+    def switched(self, x: torch.Tensor, dims: Dims, axis: str) -> torch.Tensor:
+        """Another axis in shards from here on. Raises InfeasiblePlan where ranks would be left
+        without places."""
+        part = dims.opened(x, self.here())
+        self.totals[axis] = part.shape[dims.dim_of(axis)]
+        self.require_places(axis)
         stays = self.sizes(axis)[self.rank] / self.totals[axis]
         self.moves.append(
             AxisMove(before=self.axis, after=axis, sent_bytes=round(part.nbytes * (1 - stays)))

@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from headrace.adopt.attention_registry import attention
-from headrace.adopt.axis_shards import AxisShards
+from headrace.adopt.axis_shards import AxisShards, Dims
+from headrace.adopt.axis_stages import AxisStage
 from headrace.adopt.operators import ModelSlot
 from headrace.adopt.placement import Placement
 from headrace.errors import ModelError
@@ -29,20 +30,18 @@ JointMethod = Literal["ulysses", "ring"]
 
 
 class JointAttention(TorchFunctionMode):
-    """A torch function mode that is active during one call of a stage, named ``what``, that mixes
-    the axes ``mixed``, one of which is sharded. ``calls`` counts calls of attention, ``heads`` are
-    those of the last one."""
+    """In force during one call of a ``stage`` that mixes all axes with shards of one of them.
+    ``calls`` of attention were met, the last of so many ``heads``."""
 
     def __init__(
         self,
         shards: AxisShards,
-        mixed: tuple[str, ...],
+        stage: AxisStage,
         slot: ModelSlot,
-        what: str,
         method: JointMethod | None,
     ) -> None:
         super().__init__()
-        self._shards, self._mixed, self._slot, self._what = shards, mixed, slot, what
+        self._shards, self._stage, self._slot, self._what = shards, stage, slot, stage.modules
         self._method = method
         self.calls, self.heads = 0, 0
 
@@ -78,7 +77,7 @@ class JointAttention(TorchFunctionMode):
                 wanted="all places that see each other",
                 hint="hr.compile spreads causal attention and packed documents",
             )
-        sizes = self._shards.joint_sizes(self._mixed)
+        sizes = self._shards.joint_sizes(self._stage.mixed)
         here = sizes[self._shards.rank]
         if query.shape[-2] != here or key.shape[-2] != here:
             raise ModelError(
@@ -88,6 +87,14 @@ class JointAttention(TorchFunctionMode):
                 hint="name the module of the attention over places alone as the stage",
             )
         self.calls, self.heads = self.calls + 1, query.shape[-3]
+        if self._shards.simulated:
+            places = next(n for n in self._stage.layout.names if self._shards.axis in n)
+            rows = tuple((f"_{at}",) for at in range(key.dim() - 2))
+            dims = Dims((*rows, places, ("_",)))
+            key, value = (self._shards.whole(x, dims) for x in (key, value))
+            return scaled_dot_product_attention(
+                query, key, value, scale=scale, enable_gqa=enable_gqa
+            )
         rows = query.shape[:-3].numel()
         method = self._method or ("ulysses" if self.heads >= len(sizes) else "ring")
         axis = self._shards.axis

@@ -33,8 +33,8 @@ _LATTE_STAGES = (
 _LATTE_INPUTS = {"hidden_states": "b c t y x", "timestep": "b", "encoder_hidden_states": "b n e"}
 
 
-def adapt_latte(model: Any, *, groups: Groups | None = None) -> AxisModel:
-    """Adapt a Latte; inputs must be given by name."""
+def adapt_latte(model: Any, *, groups: Groups | None = None, check: bool = True) -> AxisModel:
+    """Latte on shards; its inputs go by their names."""
     inner: Any = getattr(model, "module", model)
     side = inner.config.patch_size
 
@@ -50,6 +50,7 @@ def adapt_latte(model: Any, *, groups: Groups | None = None) -> AxisModel:
         batch="b",
         sizes=sizes,
         groups=groups,
+        check=check,
     )
     kept = list[torch.Tensor]()
 
@@ -77,7 +78,7 @@ _PATCHES, _CLIP = Dims.parse("(b t) (h w) d"), Dims.parse("(b t) k d")
 _EMBEDDED = Dims.parse("b (h w t) d")
 
 
-def adapt_timesformer(model: Any, *, groups: Groups | None = None) -> AxisModel:
+def adapt_timesformer(model: Any, *, groups: Groups | None = None, check: bool = True) -> AxisModel:
     """TimeSformer on shards; its result [B, 1 + patches of this rank, d] begins with the clip's
     token, which all ranks have alike. Raises ModelError for attention that is not divided."""
     inner = getattr(model, "module", model)
@@ -103,6 +104,7 @@ def adapt_timesformer(model: Any, *, groups: Groups | None = None) -> AxisModel:
         batch="b",
         sizes=sizes,
         groups=groups,
+        check=check,
     )
 
     def embedded(_: Any, out: torch.Tensor) -> torch.Tensor:
@@ -142,7 +144,9 @@ _TRANSFORMER_2D_STAGES = (
 _TRANSFORMER_2D_INPUTS = {"x": "b t s c", "timestep": "b", "frames": "t", "patches": "s"}
 
 
-def adapt_transformer_2d(model: torch.nn.Module, *, groups: Groups | None = None) -> AxisModel:
+def adapt_transformer_2d(
+    model: torch.nn.Module, *, groups: Groups | None = None, check: bool = True
+) -> AxisModel:
     """Transformer-2D on shards, frames first."""
     return AxisModel(
         model,
@@ -151,6 +155,7 @@ def adapt_transformer_2d(model: torch.nn.Module, *, groups: Groups | None = None
         axis="t",
         batch="b",
         groups=groups,
+        check=check,
     )
 
 
@@ -164,8 +169,8 @@ _WAN_INPUTS = {
 _ROTARY = Dims.parse("k (t s) j d")
 
 
-def adapt_wan(model: Any, *, groups: Groups | None = None) -> AxisModel:
-    """Adapt a Wan; inputs must be given by name. Raises ModelError for patches that span several
+def adapt_wan(model: Any, *, groups: Groups | None = None, check: bool = True) -> AxisModel:
+    """Wan on shards; its inputs go by their names. Raises ModelError for patches of several
     frames."""
     inner = getattr(model, "module", model)
     deep, high, wide = inner.config.patch_size
@@ -184,6 +189,7 @@ def adapt_wan(model: Any, *, groups: Groups | None = None) -> AxisModel:
         batch="b",
         sizes=sizes,
         groups=groups,
+        check=check,
     )
 
     def all_frames(args: Any, named: dict[str, Any]) -> Any:
@@ -219,19 +225,20 @@ def adapt(
     batch: str | None = None,
     sizes: Sizes = None,
     groups: Groups | None = None,
+    check: bool = True,
 ) -> AxisModel:
     """Run a multi-dimensional model on shards of its axes, unchanged (DSP).
 
-    Args:
-        model: diffusers' Latte or Wan, or transformers' TimeSformer, which need nothing else, or
-            one whose stages are named; alone, under DDP or FSDP2.
-        stages: The modules in which places of an axis see each other.
-        inputs: The dims of the inputs with places of axes, by name: ``{"x": "b t s c"}``.
-        axis: The axis that is in shards where no stage says otherwise.
-        batch: The name of the samples, which are worked on apart where there are more ranks than
-            places of the axis.
-        sizes: Gives places of axes that the model makes of its inputs, by name.
-        groups: The groups of this rank; those of the world when left out.
+        model    diffusers' Latte or Wan, or transformers' TimeSformer, which need nothing else, or
+                 one whose stages are named; alone, under DDP or FSDP2
+        stages   the modules in which places of an axis see each other
+        inputs   dims of the inputs with places of axes, by name: ``{"x": "b t s c"}``
+        axis     in shards where no stage says otherwise
+        batch    the name of the samples, which are worked on apart where there are more ranks than
+                 places of the axis
+        sizes    places of axes that the model makes of its inputs, by name
+        check    whether the first batch is tried on shards in one process, and the model refused
+                 where they give another result than the whole
 
     Returns:
         The spread model: call it with what its ``shard`` gives.
@@ -249,7 +256,7 @@ def adapt(
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     known = KNOWN.get(type(inner).__name__.removeprefix("FSDP"))
     if known is not None and not stages:
-        return known(model, groups=groups)
+        return known(model, groups=groups, check=check)
     if not stages or inputs is None or axis is None:
         raise ModelError(
             f"axes of {type(inner).__name__}",
@@ -259,5 +266,12 @@ def adapt(
             'dims="(b s) t c"), ...], inputs={"x": "b t s c"}, axis="t")',
         )
     return AxisModel(
-        model, stages=stages, inputs=inputs, axis=axis, batch=batch, sizes=sizes, groups=groups
+        model,
+        stages=stages,
+        inputs=inputs,
+        axis=axis,
+        batch=batch,
+        sizes=sizes,
+        groups=groups,
+        check=check,
     )

@@ -9,7 +9,8 @@ gradients are true adjoints, and nothing is scaled:
     gather   [.., S_r, ..]        -> [.., S, ..]            all-gather, adjoint: reduce-scatter
 
 A switch sends M (R - 1) / R^2 values from each rank, not M / R as in Table 2, which leaves out that
-a rank keeps its own.
+a rank keeps its own. Backwards are made of these same operators, so gradients of gradients are
+exact, too.
 """
 
 from __future__ import annotations
@@ -399,37 +400,52 @@ class Switching:
 
 @dataclass(slots=True, kw_only=True)
 class _Messages:
-    """The exchanges that the two autograd functions of a switch share; the graph between them
-    carries no values."""
+    """What both halves of a switch know of it: the graph between them carries no values.
+    ``adjoint``: it goes back."""
 
     how: Resharding
+    adjoint: bool = False
     under_way: list[Coming] = field(default_factory=list)
+    _reverse: _Messages | None = None
+
+    @property
+    def reverse(self) -> _Messages:
+        """Those of the way of gradients, the same for both halves."""
+        if self._reverse is None:
+            self._reverse = _Messages(how=self.how, adjoint=not self.adjoint)
+        return self._reverse
+
+    def issue(self, x: torch.Tensor) -> None:
+        """Send."""
+        self.under_way.append(self.how.issue_back(x) if self.adjoint else self.how.issue_out(x))
+
+    def arrived(self) -> torch.Tensor:
+        """What came."""
+        coming = self.under_way.pop()
+        return self.how.added(coming) if self.adjoint else self.how.joined(coming)
 
 
 class _Issued(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, messages: _Messages) -> torch.Tensor:
         ctx.messages = messages
-        messages.under_way.append(messages.how.issue_out(x))
+        messages.issue(x)
         return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        messages: _Messages = ctx.messages
-        return messages.how.added(messages.under_way.pop()), None
+    def backward(ctx: Any, token: torch.Tensor) -> Any:  # type: ignore[override]
+        return _Waited.apply(token, ctx.messages.reverse), None
 
 
 class _Waited(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, messages: _Messages) -> torch.Tensor:
         ctx.messages = messages
-        return messages.how.joined(messages.under_way.pop())
+        return messages.arrived()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        messages: _Messages = ctx.messages
-        messages.under_way.append(messages.how.issue_back(grad))
-        return grad.new_empty(0), None
+        return _Issued.apply(grad, ctx.messages.reverse), None
 
 
 def split(
@@ -475,9 +491,20 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        dim, sizes, group = ctx.rest
-        mine = reduce_scatter_rows(grad.movedim(dim, 0), sizes, group).movedim(0, dim)
-        return mine, None, None, None
+        return _Scatter.apply(grad, *ctx.rest), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """The sum over ranks of this rank's places."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, sizes: _Sizes, group: Any) -> torch.Tensor:
+        ctx.rest = (dim, sizes, group)
+        return reduce_scatter_rows(x.movedim(dim, 0), sizes, group).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _Gather.apply(grad, *ctx.rest), None, None, None
 
 
 def _dim(x: torch.Tensor, dim: int) -> int:
@@ -560,12 +587,12 @@ def reordered(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch
 class _Reordered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-        ctx.back = back
+        ctx.orders = (back, order)
         return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return grad.index_select(0, ctx.back), None, None
+        return _Reordered.apply(grad, *ctx.orders), None, None
 
 
 class _Switch(torch.autograd.Function):
@@ -576,7 +603,7 @@ class _Switch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return to_tokens(grad, *ctx.rest), None, None, None
+        return _SwitchBack.apply(grad, *ctx.rest), None, None, None
 
 
 class _SwitchBack(torch.autograd.Function):
@@ -587,7 +614,7 @@ class _SwitchBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return to_columns(grad, *ctx.rest), None, None, None
+        return _Switch.apply(grad, *ctx.rest), None, None, None
 
 
 def to_columns(

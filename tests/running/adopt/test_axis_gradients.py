@@ -1,0 +1,202 @@
+"""Gradients of models on shards of their axes, however a loss and its backward come about."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import headrace as hr
+from headrace.adopt.axis_examples import timesformer
+from headrace.errors import ModelError
+from headrace.ops.switch import gather, switch
+from ranks import run_ranks
+from running.adopt.axial import AXES, DIMS, Axial, stages, table
+from running.adopt.test_adapted import EXACT, adapted, alone, drawn, gradients
+
+
+def penalised(returns: bool) -> float:
+    """How far gradients of a loss with a gradient penalty are from one process'."""
+    model, plain, x = table(), table(), drawn(1, 1, 5, 4, 6)
+    run = adapted(model, returns=returns)
+    with sdpa_kernel(SDPBackend.MATH):
+        part = run.shard({"x": x})
+        part["x"].requires_grad_()
+        out = run(**part)
+        (slope,) = torch.autograd.grad(out.sin().sum(), part["x"], create_graph=True)
+        loss = out.square().sum() + slope.square().sum()
+        run.backward(loss)
+        total = run.add_up(loss)
+        x.requires_grad_()
+        out = plain(x)
+        (slope,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+        loss = out.square().sum() + slope.square().sum()
+        loss.backward()
+    assert float(total) == pytest.approx(float(loss.detach()), rel=1e-12)
+    return float((gradients(model) - gradients(plain)).abs().max() / gradients(plain).abs().max())
+
+
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_gradient_penalty_equals_one_process(ranks: int, returns: bool) -> None:
+    """Catches switches whose backward is a dead end: a part of the penalty would be lost."""
+    assert max(run_ranks(ranks, penalised, returns)) <= EXACT
+
+
+def differentiated_twice() -> list[bool]:
+    """Whether switches and gathers of uneven shards have the second derivatives of what
+    they compute, for the sum of all ranks' results."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    sizes, found = (3, 2), list[bool]()
+    for operator, copies in (
+        (lambda x: switch(x, 0, 1, group, sizes=sizes), 1),
+        (lambda x: gather(x, 0, group, sizes=sizes), 2),
+    ):
+        x = drawn(rank, sizes[rank], 4).requires_grad_()
+        (slope,) = torch.autograd.grad(operator(x).pow(3).sum(), x, create_graph=True)
+        (bend,) = torch.autograd.grad(slope.pow(2).sum(), x)
+        wanted = 36 * copies**2 * x.detach().pow(3)
+        found.append(torch.allclose(bend, wanted, rtol=1e-12))
+    return found
+
+
+def test_switches_and_gathers_differentiate_twice() -> None:
+    """Catches an adjoint of the second order that forgets what several ranks hold."""
+    assert all(all(found) for found in run_ranks(2, differentiated_twice))
+
+
+class Blocks(torch.nn.Module):
+    """A table whose rounds of three stages are computed again, with a norm in front of them."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.table, self.reentrant = table(), reentrant
+        self.norm = torch.nn.LayerNorm(8).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.table.blocks:
+            x = checkpoint(self.round_of, block, x, use_reentrant=self.reentrant)
+        return x
+
+    def round_of(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        for name in AXES:
+            x = block[name](x)
+        return x
+
+
+def recomputed(reentrant: bool, returns: bool, order: str) -> float:
+    """How far gradients are from one process', where the backwards of two batches of other sizes
+    come after both forwards, or another batch was evaluated in between."""
+    model, plain = Blocks(reentrant), Blocks(reentrant)
+    stages_ = [
+        hr.AxisStage(modules=f"table.{s.modules}", mixes=s.mixes, dims=DIMS, returns=returns)
+        for s in stages(returns=returns)
+    ]
+    run = hr.adapt(model, stages=stages_, inputs={"x": DIMS}, axis="i", batch="b")
+    batches = [drawn(1, 1, 5, 4, 6), drawn(2, 1, 4, 7, 5), drawn(3, 1, 5, 4, 6)]
+    for x in batches:
+        x.requires_grad_()  # reentrant checkpoints ask for it
+    if order == "evaluated between":
+        for x in batches:
+            loss = run(**run.shard({"x": x})).square().sum()
+            with torch.no_grad():
+                run(**run.shard({"x": batches[1]}))
+            run.backward(loss)
+    else:
+        losses = [run(**run.shard({"x": x})).square().sum() for x in batches]
+        if order == "one backward":
+            run.backward(sum(losses, torch.zeros(())))
+        for loss in losses if order == "backwards later" else ():
+            run.backward(loss)
+    run.add_up(torch.zeros(()))
+    wanted = alone(plain, batches)
+    return float((gradients(model) - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("order", ["evaluated between", "backwards later", "one backward"])
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_blocks_that_are_computed_again(reentrant: bool, returns: bool, order: str) -> None:
+    """Catches stages that run again on another batch, or with the axis with which the forward
+    ended: sizes may fit, and gradients be wrong."""
+    assert max(run_ranks(3, recomputed, reentrant, returns, order)) <= EXACT
+
+
+class Layered(torch.nn.Module):
+    """A model of another, whose layers its user computes again."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        for layer in model.encoder.layer:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def recomputed_layers() -> float:
+    """How far gradients of TimeSformer are from one process', another clip being run in between."""
+    first, plain = timesformer(), timesformer().model
+    run = hr.adapt(Layered(first.model).model)
+    out = run(**run.shard(first.inputs)).last_hidden_state[:, 1:]
+    weights = run.local(drawn(1, 2, 125 * 2).reshape(2, 125, 16), "b (h w t) d")
+    loss = (out * weights).sum()
+    with torch.no_grad():
+        run(**run.shard({"pixel_values": first.inputs["pixel_values"][:, :, :, :12]}))
+    run.backward(loss)
+    run.add_up(loss)
+    out = plain(**first.inputs).last_hidden_state[:, 1:]
+    (out * drawn(1, 2, 125 * 2).reshape(2, 125, 16)).sum().backward()
+    off, norm = 0.0, 0.0
+    for mine, wanted in zip(first.model.parameters(), plain.parameters(), strict=True):
+        if wanted.grad is not None:
+            assert mine.grad is not None
+            off = max(off, float((mine.grad - wanted.grad).abs().max()))
+            norm = max(norm, float(wanted.grad.abs().max()))
+    return off / norm
+
+
+def test_layers_of_a_known_model_that_are_computed_again() -> None:
+    """Catches hooks of an adapter that switch from the axis with which the forward ended."""
+    pytest.importorskip("transformers")
+    assert max(run_ranks(2, recomputed_layers)) <= EXACT
+
+
+class Twice(torch.nn.Module):
+    """One module at two places, with other axes in shards, all computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.i, self.k = Axial(1), Axial(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.both, x, use_reentrant=False)
+
+    def both(self, x: torch.Tensor) -> torch.Tensor:
+        return self.k(self.i(self.k(x * 1) * 1))
+
+
+def twice() -> str:
+    torch.manual_seed(0)
+    run = hr.adapt(
+        Twice().double(),
+        inputs={"x": DIMS},
+        axis="i",
+        stages=[hr.AxisStage(modules=n, mixes=n, dims=DIMS, returns=False) for n in ("i", "k")],
+    )
+    loss = run(**run.shard({"x": drawn(1, 1, 6, 5, 4)})).square().sum()
+    try:
+        run.backward(loss)
+    except ModelError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_module_that_is_computed_again_in_two_places_is_refused() -> None:
+    """Catches a recompute that takes the one for the other."""
+    for said in run_ranks(2, twice):
+        assert "runs 2 times, with other axes" in said
