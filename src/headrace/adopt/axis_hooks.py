@@ -267,7 +267,7 @@ class HookManager:
 
     def drop(self, shards: AxisShards) -> None:
         """Leave no trace of a forward on shards of ranks that are not there."""
-        self._told = None
+        self._next_shards = None
         self._learnt.pop(shards.members, None)
         self._entered.clear()
         self._called.clear()
@@ -321,7 +321,7 @@ class HookManager:
     def take(self, shards: AxisShards) -> None:
         """Work on shards from here on: the next forward, whatever wrappers made of its inputs, or
         stages that are called by hand."""
-        self._told = shards
+        self._next_shards = shards
         if _backward_at_work() < 0:
             self.end_backward()  # one that failed
         self.shards = shards.begun(self.axis, _backward_at_work())
@@ -380,7 +380,7 @@ class HookManager:
                 "inputs of the model", got="others than were sharded", wanted="what shard() gave"
             )
         self.take(shards)
-        self._told = None
+        self._next_shards = None
         self._outside.enter_context(self._recomputing(self.at_work))
 
     @torch.compiler.disable
@@ -442,8 +442,8 @@ class HookManager:
         return tuple(given[at] for at in range(len(args))), {k: given[k] for k in named}
 
     def _meet(self, module: torch.nn.Module, hook: Any) -> None:
-        """Take down where the forward comes to a hook of a module; what a checkpoint computes again, in a
-        backward, goes on from there. Raises ModelError where that was in several places."""
+        """Note where the forward comes to a hook of a module; what a checkpoint computes again in a
+        backward goes on from there. Raises ModelError where that was in several places."""
         shards = self.at_work
         if _backward_at_work() == shards.task:
             shards.entries.setdefault(hook, []).append((shards.axis, shards.position))

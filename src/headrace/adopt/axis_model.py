@@ -61,10 +61,18 @@ Sizes = Callable[[Mapping[str, torch.Tensor]], Mapping[str, int]] | None
 class AxisModel:
     """A model that is spread by its axes; see :class:`~headrace.adopt.spread_model.SpreadModel`.
 
-    ``inputs`` are the dims of its inputs by name, those with places of ``axis``, which is in shards
-    where no stage says otherwise; ``batch`` names samples that may be worked on apart. ``sizes``
-    tells places of axes that the model makes of its inputs. ``check``: whether the model is tried
-    on shards of its first batch before it is run on any.
+    Args:
+        model: The model, alone or under DDP or FSDP2.
+        stages: The modules in which places of an axis see each other.
+        inputs: The dims of its inputs with places of axes, by name.
+        axis: The axis that is in shards where no stage says otherwise.
+        batch: The name of the samples, which may be worked on apart.
+        sizes: Gives places of axes that the model makes of its inputs, by name.
+        groups: The groups of this rank; those of the world when left out.
+        check: Whether the model is tried on shards of its first batch before it is run on any.
+
+    Raises:
+        SpecError: For an ``axis`` that no input has, where no ``sizes`` are given.
     """
 
     def __init__(

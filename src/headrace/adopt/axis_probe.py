@@ -203,7 +203,7 @@ class _Probe:
     placed: Callable[[AxisShards], Mapping[str, Any]]
 
     def run(self, shards: ProbeShards) -> Any:
-        """The result on shards."""
+        """Run the model on simulated shards; returns its result."""
         manager = self.manager
         before, spread = manager.shards, manager.spread
         try:

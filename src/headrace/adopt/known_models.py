@@ -34,7 +34,7 @@ _LATTE_INPUTS = {"hidden_states": "b c t y x", "timestep": "b", "encoder_hidden_
 
 
 def adapt_latte(model: Any, *, groups: Groups | None = None, check: bool = True) -> AxisModel:
-    """Latte on shards; its inputs go by their names."""
+    """Adapt a Latte; inputs must be given by name."""
     inner: Any = getattr(model, "module", model)
     side = inner.config.patch_size
 
@@ -170,7 +170,7 @@ _ROTARY = Dims.parse("k (t s) j d")
 
 
 def adapt_wan(model: Any, *, groups: Groups | None = None, check: bool = True) -> AxisModel:
-    """Wan on shards; its inputs go by their names. Raises ModelError for patches of several
+    """Adapt a Wan; inputs must be given by name. Raises ModelError for patches of several
     frames."""
     inner = getattr(model, "module", model)
     deep, high, wide = inner.config.patch_size
@@ -229,16 +229,18 @@ def adapt(
 ) -> AxisModel:
     """Run a multi-dimensional model on shards of its axes, unchanged (DSP).
 
-        model    diffusers' Latte or Wan, or transformers' TimeSformer, which need nothing else, or
-                 one whose stages are named; alone, under DDP or FSDP2
-        stages   the modules in which places of an axis see each other
-        inputs   dims of the inputs with places of axes, by name: ``{"x": "b t s c"}``
-        axis     in shards where no stage says otherwise
-        batch    the name of the samples, which are worked on apart where there are more ranks than
-                 places of the axis
-        sizes    places of axes that the model makes of its inputs, by name
-        check    whether the first batch is tried on shards in one process, and the model refused
-                 where they give another result than the whole
+    Args:
+        model: diffusers' Latte or Wan, or transformers' TimeSformer, which need nothing else, or
+            one whose stages are named; alone, under DDP or FSDP2.
+        stages: The modules in which places of an axis see each other.
+        inputs: The dims of the inputs with places of axes, by name: ``{"x": "b t s c"}``.
+        axis: The axis that is in shards where no stage says otherwise.
+        batch: The name of the samples, which are worked on apart where there are more ranks than
+            places of the axis.
+        sizes: Gives places of axes that the model makes of its inputs, by name.
+        groups: The groups of this rank; those of the world when left out.
+        check: Whether the first batch is tried on shards in one process, and the model refused
+            where they give another result than the whole.
 
     Returns:
         The spread model: call it with what its ``shard`` gives.

@@ -416,11 +416,11 @@ class _Messages:
         return self._reverse
 
     def issue(self, x: torch.Tensor) -> None:
-        """Send."""
+        """Begin to send a tensor to the other ranks."""
         self.under_way.append(self.how.issue_back(x) if self.adjoint else self.how.issue_out(x))
 
     def arrived(self) -> torch.Tensor:
-        """What came."""
+        """Wait for what the other ranks have sent, put together."""
         coming = self.under_way.pop()
         return self.how.added(coming) if self.adjoint else self.how.joined(coming)
 
