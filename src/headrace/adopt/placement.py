@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from headrace.comm.collectives import all_gather_rows
 from headrace.errors import DataError, SpecError
 from headrace.layouts.partition import Rows
 from headrace.layouts.token_plan import TokenPlan
@@ -119,6 +120,16 @@ class Placement:
     def positions(self) -> np.ndarray:
         """[s_r] int64: position ids of the tokens on this rank."""
         return self.index() if self.places is None else self.places[self.index()]
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, S, ...] on every rank, in token order, of the local [b, s_r, ...]. Collective."""
+        ranks = range(self.tokens.ranks)
+        widths = [self.tokens.sizes[rank] // self.rows for rank in ranks]
+        order = [self.tokens.index(r)[:n] for r, n in zip(ranks, widths, strict=True)]
+        gathered = all_gather_rows(x.detach().transpose(0, 1).contiguous(), widths, self.group)
+        found = torch.empty_like(gathered)
+        found[torch.from_numpy(np.concatenate(order)).to(x.device)] = gathered
+        return found.transpose(0, 1).contiguous()
 
     def core(self, heads: Heads, causal: bool, window: int, device: torch.device) -> Core:
         """The attention core of this rank for ``heads``; a ``window`` of 0 is no window."""

@@ -57,7 +57,15 @@ from headrace.adopt.placement import (
 )
 from headrace.adopt.samples import LabelPlace, TokenReader, packed
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
-from headrace.adopt.token_probe import Probed, first_places, probe, run_few
+from headrace.adopt.token_probe import (
+    Probed,
+    first_places,
+    look_again,
+    own_loss,
+    probe,
+    run_few,
+    tried_tokens,
+)
 from headrace.comm.collectives import agree
 from headrace.comm.mesh import Groups, device_of, groups_here
 from headrace.errors import ModelError, SpecError
@@ -158,12 +166,13 @@ class TokenModel:
         self._exchange, self._label_name = exchange, label_name
         self.exchanges: tuple[str, ...] = (exchange,) if exchange else ("ulysses", "ring")
         self.inner = inner = model.module if isinstance(model, DistributedDataParallel) else model
-        takes = inspect.signature(inner.forward).parameters
+        takes = _arguments(inner)
         self._takes = frozenset(takes)
         any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
         self._takes_places = "position_ids" in takes
         self._takes_labels = label_name in takes
-        self.tokens = tokens or next(iter(takes))
+        named = (k for k, p in takes.items() if p.kind is not inspect.Parameter.VAR_POSITIONAL)
+        self.tokens = tokens or next(named)
         self._hugging = hasattr(inner, "config") and hasattr(inner, "base_model_prefix")
         self._takes_any = any_name and not self._hugging  # transformers' drop what they do not know
         config = getattr(inner, "config", None)
@@ -172,6 +181,9 @@ class TokenModel:
         self._groups = groups or groups_here(device_of(inner))
         self.labels: Labels = labels or (convention_of(inner) if self._hugging else "same")
         self._probed: Probed | None = None
+        self._looked = set[bool]()  # in evaluation, in training
+        self._own_loss: ModelError | None = None
+        self._far = _far_place(config)
         self._placed: MutableMapping[torch.Tensor, Placement] = WeakIdKeyDictionary()
         self._entry = entry_point_of(model, inner, self._slot, backend, recompute)
         self._recompute = None if self.entry_point == "attention registry" else recompute
@@ -243,7 +255,7 @@ class TokenModel:
                 documents.
             ranks: The ranks that share the batch, all of the world where it is None.
             targets: Tokens of the whole step that have a loss, those of this batch where it is
-                None: give it where a step has several batches.
+                None: give it where a step has several batches, as it has where ``ranks`` are some.
             exchange: How attention meets the other ranks' tokens, in the place of the model's own.
 
         Returns:
@@ -251,13 +263,23 @@ class TokenModel:
 
         Raises:
             DataError: For inputs that are not of tokens.
+            SpecError: For a batch with labels of some ranks, without ``targets``.
             PlanMismatch: Where ranks have other batches.
             ModelError: Where the model cannot be run on parts of its tokens.
         """
         batch = {"labels" if k == self._label_name else k: v for k, v in batch.items()}
+        self._refuse_fields(batch)
         require_tokens(batch, self.tokens)
         world = dist.get_world_size() if self._groups is not None else 1
         members = tuple(range(world)) if ranks is None else tuple(ranks)
+        if targets is None and "labels" in batch and len(members) < world:
+            raise SpecError(
+                f"targets of a batch for ranks {members}",
+                got="none",
+                wanted="the tokens with a loss of the whole step",
+                hint="others work on other batches: their means would be added up as if each were "
+                "of all tokens; give shard(..., targets=the sum over all batches of the step)",
+            )
         if ranks is None:
             self.prepare([members])
         documents = documents_of(batch, self.tokens)
@@ -288,6 +310,7 @@ class TokenModel:
         if not self._adds and isinstance(self.model, FSDPModule):
             add_plainly(self.model)
             self._adds = True
+        self._refuse_far(values)
         documents = documents_of(values, self.tokens)
         places = None if self._takes_places else declared_places(values)
         width = values[self.tokens].shape[1]
@@ -342,8 +365,10 @@ class TokenModel:
         labels, have the loss of this rank's tokens over the targets of the step.
 
         Raises:
-            ModelError: For inputs that no :meth:`shard` of this model returned.
+            ModelError: For inputs that no :meth:`shard` of this model returned, caches, and labels
+                for a model whose own loss is another than the cross entropy of its logits.
         """
+        _refuse_caches(inputs)
         placement = self._placed.get(inputs[self.tokens]) if self.tokens in inputs else None
         if placement is None:
             raise ModelError(
@@ -352,7 +377,9 @@ class TokenModel:
                 wanted="what shard() gave",
                 hint="give a shard's inputs as they are; move a batch before it is sharded",
             )
-        if self._leaving:  # a backward raised before its end
+        if self.inner.training not in self._looked:  # sharded in evaluation
+            self.probe(inputs)
+        if self._leaving:  # a backward that failed
             self._left()
         before = self._slot.held
         self._slot.take(placement)
@@ -379,6 +406,7 @@ class TokenModel:
         def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             if self._slot.held is None:
                 return None
+            _refuse_caches(named)
             coming.append(named.pop(self._label_name, None) if self._hugging else None)
             self._expect(coming[-1])
             return args, {**self._always, **named}
@@ -414,6 +442,32 @@ class TokenModel:
         if now is None:
             raise ModelError("loss", got="no batch", wanted="a call of run(**shard.inputs) before")
         return local_loss(logits, labels, now.targets)
+
+    @torch.no_grad()
+    def gather(self, results: torch.Tensor) -> torch.Tensor:
+        """The results of the whole batch that was called last, on each of its ranks, in the order
+        of its tokens. For evaluation: it has no gradient. Collective among the batch's ranks.
+
+        Args:
+            results: [b, s_r, ...] of the local tokens, as logits or labels.
+
+        Returns:
+            [b, S, ...].
+
+        Raises:
+            ModelError: Before a call, and for results of other tokens.
+
+        Example:
+            >>> logits = run.gather(run(**run.shard({"input_ids": ids}).inputs).logits)
+        """
+        now = self._called_last
+        if now is None or tuple(results.shape[:2]) != (now.rows, now.width):
+            raise ModelError(
+                "results to gather",
+                got="no batch" if now is None else f"{list(results.shape)}",
+                wanted="[rows, tokens, ...] of the last call of run(**shard.inputs)",
+            )
+        return now.whole(results)
 
     def attention(
         self,
@@ -476,14 +530,18 @@ class TokenModel:
         Raises:
             ModelError: When it cannot.
         """
+        self._refuse_far(batch)
         if any(isinstance(p, FakeTensor) for p in self.inner.parameters()):
             self._probed = Probed(attentions=0, first=self._firsts[-1])
+            self._looked |= {False, True}
         if self._probed is None:
             if self.entry_point != "attention registry":
                 self._layers = self._seen_layers(batch)
             if self._recompute is not None:
                 self._compute_again(self._recompute)
             self._probed = self._probe(batch)
+        if self.inner.training not in self._looked:
+            self._look(batch, training=self.inner.training)
 
     def first_place(self, batch: Mapping[str, torch.Tensor]) -> int:
         """The position that the model gives to the first token of a row.
@@ -517,6 +575,8 @@ class TokenModel:
         both."""
         row = {name: value.to(device) for name, value in packed([sample]).items()}
         self.probe(row)
+        for training in {False, True} - self._looked:
+            self._look(row, training=training)
         installed = self.install()
 
         def end() -> None:
@@ -584,6 +644,35 @@ class TokenModel:
     def forget(self) -> None:
         """Does nothing: no record of forwards is kept."""
 
+    def _refuse_fields(self, batch: Mapping[str, Any]) -> None:
+        """Raise ModelError for what models of transformers take beside token numbers."""
+        for name in batch:
+            if self._hugging and name != self.tokens and name.startswith(_NO_TOKENS):
+                raise ModelError(
+                    f"input {name}",
+                    got="what is no number of a token",
+                    wanted=f"{self.tokens} alone",
+                    hint="only token numbers, labels and places are spread over ranks: give "
+                    "hr.compile the language model alone, or a module of your own that takes "
+                    "token numbers and calls the model with what it makes of them",
+                )
+
+    def _refuse_far(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Raise ModelError for places at which rotary embeddings look at the longest place: ranks
+        have others."""
+        if self._far is None:
+            return
+        places, width = batch.get("position_ids"), batch[self.tokens].shape[1]
+        longest = width if places is None else int(places.max()) + 1
+        if longest > self._far:
+            raise ModelError(
+                f"rotary embeddings of {type(self.inner).__name__}",
+                got=f"{longest} places and a rope_type that changes with the longest",
+                wanted=f"at most {self._far}, up to which it does not change",
+                hint="ranks have other longest places: shorten the rows, or take a rope_type that "
+                "does not look at them (yarn, linear, llama3)",
+            )
+
     def _refuse_sharded(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Raise ModelError where the plain model receives a part of a batch: its tokens would see
         only those of this rank."""
@@ -625,6 +714,8 @@ class TokenModel:
         self._slot.take(None)
 
     def _expect(self, labels: torch.Tensor | None) -> None:
+        if labels is not None and self._own_loss is not None:
+            raise self._own_loss
         if self._ends is not None:
             self._ends.expect(labels, self._slot.now.targets)
 
@@ -642,7 +733,7 @@ class TokenModel:
 
     def _called(self, call: Callable[..., Any], /, **inputs: Any) -> Any:
         _mark_dynamic(inputs)
-        return call(**inputs, **self._always)
+        return call(**{**inputs, **self._always})
 
     def _group(
         self, groups: Groups | None, members: Members
@@ -682,6 +773,35 @@ class TokenModel:
             firsts=self._firsts,
         )
 
+    def _look(self, batch: Mapping[str, torch.Tensor], *, training: bool) -> None:
+        """Look at a model that was probed in training or in evaluation, and at its own loss."""
+        assert self._probed is not None, "probed"
+        run, known = partial(self._called, self._entry.probing), self._known(batch)
+        look_again(
+            self.model,
+            run,
+            self._slot,
+            known,
+            self.tokens,
+            places=self._takes_places,
+            first=self._probed.first,
+            longest=tried_tokens(batch, self.tokens),
+            training=training,
+        )
+        if self._hugging and self._takes_labels and self._own_loss is None:
+            labels = batch.get("labels", batch.get(self._label_name))
+            self._own_loss = own_loss(
+                self.model,
+                run,
+                self._slot,
+                known if labels is None else known | {"labels": labels},
+                self.tokens,
+                label_name=self._label_name,
+                kind=self.labels,
+                training=training,
+            )
+        self._looked.add(training)
+
     def _known(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The inputs of a batch that the model is given when it is probed."""
         named = {self._label_name if k == "labels" else k: v for k, v in batch.items()}
@@ -694,6 +814,60 @@ class TokenModel:
         if name == "position_ids":
             return self._takes_places
         return self._takes_any or name in self._takes or name == self.tokens
+
+
+_NO_TOKENS = ("inputs_embeds", "pixel_values", "input_features", "input_values")
+
+
+def _refuse_caches(given: Mapping[str, Any]) -> None:
+    """Raise ModelError for caches: they are of this rank's tokens."""
+    for name in ("use_cache", "past_key_values"):
+        if given.get(name):
+            raise ModelError(
+                name,
+                got=type(given[name]).__name__ if name != "use_cache" else "True",
+                wanted="none",
+                hint="a cache of this rank's tokens knows none of others: generate with the model "
+                "itself, which is the plain one outside of run(...)",
+            )
+
+
+def _far_place(config: Any) -> int | None:
+    """The number of places beyond which rotary embeddings look at the longest place, if any do."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    found = list[int]()
+    for rope in (given, *given.values()):  # one for all layers, or one for each kind
+        kind = rope.get("rope_type", rope.get("type", "")) if isinstance(rope, dict) else ""
+        most = int(getattr(config, "max_position_embeddings", 0))
+        if "dynamic" in str(kind):
+            found.append(most)
+        elif kind == "longrope":
+            own = getattr(config, "original_max_position_embeddings", None)
+            found.append(int(rope.get("original_max_position_embeddings", own or most)))
+    return min(found, default=None)
+
+
+def _arguments(model: Any) -> dict[str, inspect.Parameter]:
+    """What the forward of ``model`` takes. One that hands on whatever it is given (``*args``) takes
+    what that of its parent takes, or that of the model inside an adapter (peft)."""
+    found = dict(inspect.signature(model.forward).parameters)
+    base = getattr(model, "get_base_model", None)
+    if not _hands_on(found):
+        return found
+    if callable(base):
+        return _arguments(base()) | found
+    for kind in type(model).__mro__[1:]:
+        forward = vars(kind).get("forward")
+        if forward is not None and kind is not torch.nn.Module:
+            _, *rest = inspect.signature(forward).parameters.items()
+            found = dict(rest) | found
+            if not _hands_on(dict(rest)):
+                break
+    return found
+
+
+def _hands_on(arguments: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in arguments.values())
 
 
 def _mark_dynamic(inputs: Mapping[str, Any]) -> None:

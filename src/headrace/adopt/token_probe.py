@@ -5,6 +5,10 @@ and on parts of them. If the results of the parts are the parts of the result, e
 attention treats each token alone and uses its right place. If not, something that was not replaced
 depends on other tokens: attention of its own, a convolution, pooling, a mean over tokens, places
 that it counts itself.
+
+It is asked in evaluation and in training, of a few tokens and of as many as a row has: a capacity
+or a far neighbour shows in long rows only. All ranks run the model as often, whatever their rows:
+wrappers talk in every forward.
 """
 
 from __future__ import annotations
@@ -17,14 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.adopt.labels import logits_of, loss_of
+from headrace.adopt.held_still import Draws, held_still, who_draws
+from headrace.adopt.labels import Labels, local_loss, logits_of, loss_of, predicted
 from headrace.adopt.operators import ModelSlot, StandIn
+from headrace.adopt.placement import documents_of
 from headrace.errors import ModelError
+from headrace.ops.loss import IGNORED
 
-__all__ = ["Probed", "first_places", "probe", "run_few"]
+__all__ = ["Probed", "first_places", "look_again", "own_loss", "probe", "run_few", "tried_tokens"]
 
 _TOKENS = 13
-_PARTS = ((0, 5), (5, 8), (8, 13))  # of two tokens or more: graphs know one from many
+_LONGEST = 4096
+"""Tokens of a row that are tried at most."""
 
 _MIXES_THE_BATCH = (
     torch.nn.modules.batchnorm._BatchNorm,  # noqa: SLF001
@@ -71,37 +79,125 @@ def probe(
                 hint="its statistics are those of one rank's tokens",
             )
     few, wrong = _few(batch, tokens), ModelError("places of tokens", got="none to try")
-    with _evaluated(model, slot):
-        whole = _run(run, slot, few, slice(0, _TOKENS))
+    with _looked_at(model, slot, training=False):
+        runs = _Runs(model=model, run=run, slot=slot, count=_TOKENS)
+        whole = runs.of(few)
         if not whole.calls:
-            raise ModelError(
-                "model",
-                got="no attention that was replaced",
-                wanted="at least one",
-                hint="it must call scaled_dot_product_attention or transformers' registry",
-            )
+            raise _no_attention(model)
         for first in firsts:
-            given = dict(few)
-            if places and "position_ids" not in few:
-                given["position_ids"] = torch.arange(_TOKENS)[None].to(few[tokens]) + first
-            parts = [_run(run, slot, given, slice(*part)) for part in _PARTS]
-            found = _difference(whole, parts)
+            found = runs.difference(whole, _placed(few, tokens, places, first))
             if found is None:
                 return Probed(attentions=whole.calls, first=first)
             wrong = found
     raise wrong
 
 
+@torch.no_grad()
+def look_again(
+    model: torch.nn.Module,
+    run: Callable[..., Any],
+    slot: ModelSlot,
+    batch: Mapping[str, torch.Tensor],
+    tokens: str,
+    *,
+    places: bool,
+    first: int,
+    longest: int,
+    training: bool,
+) -> None:
+    """Run a model that was probed on a few tokens and on ``longest`` of them, in training or in
+    evaluation. Raises ModelError when it cannot be run on parts of them."""
+    with _looked_at(model, slot, training=training):
+        for count in (_TOKENS, longest):
+            given = _placed(_few(batch, tokens, count), tokens, places, first)
+            runs = _Runs(model=model, run=run, slot=slot, count=count)
+            whole = runs.of(given)
+            found = runs.difference(whole, given)
+            if found is None and count == _TOKENS and whole.loss is not None:
+                found = runs.undivided(whole.loss, given)
+            if found is not None:
+                raise found
+
+
+@torch.no_grad()
+def own_loss(
+    model: torch.nn.Module,
+    run: Callable[..., Any],
+    slot: ModelSlot,
+    batch: Mapping[str, torch.Tensor],
+    tokens: str,
+    *,
+    label_name: str,
+    kind: Labels,
+    training: bool,
+) -> ModelError | None:
+    """What is wrong with taking the cross entropy of the logits of a model of transformers for its
+    loss: that of the model is another number. ``batch`` has no labels, or some that are ignored."""
+    few = _few({k: v for k, v in batch.items() if k != "labels"}, tokens)
+    labels = few[tokens].clone()
+    if "labels" in batch and bool((batch["labels"] < 0).any()):
+        labels[:, _TOKENS // 3] = IGNORED
+    aims = predicted(labels, kind)
+    with _looked_at(model, slot, training=training), _disturbed(model):
+        slot.take(StandIn(places=np.arange(_TOKENS), targets=_TOKENS))
+        outputs = run(**few, **{label_name: labels})
+        own, logits = loss_of(outputs), getattr(outputs, "logits", None)
+    if own is None or (logits is None and not isinstance(outputs, tuple)):
+        return None  # a loss without logits is of a fused head
+    plain = float(local_loss(logits_of(outputs), aims, int((aims != IGNORED).sum())))
+    if abs(float(own) - plain) <= 1e-5 * abs(plain):
+        return None
+    return ModelError(
+        f"loss of {type(model).__name__}",
+        got=f"{float(own):.6g} of the model's own",
+        wanted=f"{plain:.6g}, the cross entropy of its logits",
+        hint="what else is in it cannot be summed over ranks: call run(**inputs) without labels "
+        "and use run.loss(logits, part.labels), or sum a loss of your own over part.labels and "
+        "divide it by part.targets",
+    )
+
+
 @contextmanager
-def _evaluated(model: torch.nn.Module, slot: ModelSlot) -> Iterator[None]:
-    """Context in which the model runs in evaluation mode, so that nothing is random or updated."""
-    training, before = [module for module in model.modules() if module.training], slot.held
-    model.eval()
+def _disturbed(model: torch.nn.Module) -> Iterator[None]:
+    """Logits with noise: a loss beside the cross entropy may be zero of the first ones."""
+    find = getattr(getattr(model, "module", model), "get_output_embeddings", None)
+    head = find() if callable(find) else None
+
+    def disturb(module: Any, args: Any, logits: Any) -> Any:
+        if not isinstance(logits, torch.Tensor):
+            return logits
+        draw = torch.Generator().manual_seed(0)
+        return logits + torch.randn(logits.shape, generator=draw).to(logits)
+
+    hook = None if head is None else head.register_forward_hook(disturb)
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        if hook is not None:
+            hook.remove()
+
+
+def _no_attention(model: torch.nn.Module) -> ModelError:
+    """What to say of a model that calls nothing that is known as attention."""
+    names = {type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()}
+    what = f"model with {', '.join(sorted(names)[:3])}" if names else "model"
+    return ModelError(
+        what,
+        got="no attention that was replaced",
+        wanted="at least one",
+        hint="it must call scaled_dot_product_attention or transformers' registry: take a model "
+        "with set_attn_implementation, or call run.attention(q, k, v, causal=True) in your own",
+    )
+
+
+@contextmanager
+def _looked_at(model: torch.nn.Module, slot: ModelSlot, *, training: bool) -> Iterator[None]:
+    """A model that is run to look at it, and what it works on afterwards."""
+    before = slot.held
+    try:
+        with held_still(model, training=training):
+            yield
+    finally:
         slot.take(before)
 
 
@@ -114,15 +210,23 @@ def run_few(
     tokens: str,
 ) -> None:
     """Run a model once by ``run(**inputs)``, on a few tokens and with the stand-in."""
-    with _evaluated(model, slot):
-        _run(run, slot, _few(batch, tokens), slice(0, _TOKENS))
+    with _looked_at(model, slot, training=False):
+        _Runs(model=model, run=run, slot=slot, count=_TOKENS).of(_few(batch, tokens))
 
 
-def _few(batch: Mapping[str, torch.Tensor], tokens: str) -> dict[str, torch.Tensor]:
-    """A few tokens of the first row, repeated where it has not as many; padding aside."""
-    repeats = -(-_TOKENS // batch[tokens].shape[1])
+def tried_tokens(batch: Mapping[str, torch.Tensor], tokens: str) -> int:
+    """How many tokens of a row are tried: those of the longest document of ``batch``."""
+    longest = max(max(row) for row in documents_of(batch, tokens))
+    return min(_LONGEST, max(_TOKENS, longest))
+
+
+def _few(
+    batch: Mapping[str, torch.Tensor], tokens: str, count: int = _TOKENS
+) -> dict[str, torch.Tensor]:
+    """Some tokens of the first row, repeated where it has not as many; padding aside."""
+    repeats = -(-count // batch[tokens].shape[1])
     found = {
-        name: value[:1].repeat(1, repeats, *[1] * (value.dim() - 2))[:, :_TOKENS]
+        name: value[:1].repeat(1, repeats, *[1] * (value.dim() - 2))[:, :count]
         for name, value in batch.items()
         if name not in ("attention_mask", "position_ids")
     }
@@ -131,8 +235,19 @@ def _few(batch: Mapping[str, torch.Tensor], tokens: str) -> dict[str, torch.Tens
             found[name] = torch.where(value < 0, found[tokens].to(value), value)
     if "position_ids" in batch:  # of the model's own kind, from where the row begins
         start = int(batch["position_ids"].min())
-        found["position_ids"] = torch.arange(_TOKENS)[None].to(batch["position_ids"]) + start
+        found["position_ids"] = torch.arange(count)[None].to(batch["position_ids"]) + start
     return found
+
+
+def _placed(
+    few: Mapping[str, torch.Tensor], tokens: str, places: bool, first: int
+) -> dict[str, torch.Tensor]:
+    """Some tokens with their places, where the model takes ``places`` and none were given."""
+    given = dict(few)
+    if places and "position_ids" not in few:
+        counted = torch.arange(few[tokens].shape[1])[None]
+        given["position_ids"] = counted.to(few[tokens]) + first
+    return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,48 +257,105 @@ class _Outcome:
     calls: int
 
 
-def _run(
-    run: Callable[..., Any], slot: ModelSlot, few: Mapping[str, torch.Tensor], part: slice
-) -> _Outcome:
-    places = np.arange(part.start, part.stop)
-    stand_in = StandIn(places=places, targets=_TOKENS)
-    slot.take(stand_in)
-    outputs = run(**{name: value[:, part] for name, value in few.items()})
-    return _Outcome(logits=logits_of(outputs), loss=loss_of(outputs), calls=stand_in.calls)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs:
+    """Runs of a model on ``count`` tokens and on parts of them."""
 
+    model: torch.nn.Module
+    run: Callable[..., Any]
+    slot: ModelSlot
+    count: int
 
-def _difference(whole: _Outcome, parts: Sequence[_Outcome]) -> ModelError | None:
-    """How results of parts differ from those of the whole."""
-    together = torch.cat([part.logits for part in parts], dim=1)
-    if whole.logits.shape != together.shape:
-        return ModelError(
-            "results of parts of the tokens",
-            got=f"{list(together.shape)}",
-            wanted=f"{list(whole.logits.shape)}",
-            hint="the model must give one result for each token",
-        )
-    single = whole.logits.dtype not in (torch.float32, torch.float64)
-    limit = (5e-2 if single else 1e-4) * max(float(whole.logits.abs().max()), 1e-30)
-    off = (whole.logits - together).abs().flatten(2).amax(dim=2)[0]
-    wrong = torch.nonzero(~(off <= limit)).flatten().tolist()
-    if wrong:
-        return ModelError(
-            "model run on parts of its tokens",
-            got=f"another result for token {wrong[0]}",
-            wanted="the results of the whole",
-            hint="something beside attention meets other tokens, or places are counted in it: give "
-            "position_ids, use scaled_dot_product_attention with is_causal, no convolution or "
-            "pooling over tokens",
-        )
-    if whole.loss is None:
+    @property
+    def parts(self) -> tuple[slice, ...]:
+        """Uneven ones, of two tokens or more: graphs know one from many."""
+        one, two = 5 * self.count // 13, 8 * self.count // 13
+        if self.count > _TOKENS:  # blocks of even numbers of tokens are cut
+            one, two = one | 1, two | 1
+        return slice(0, one), slice(one, two), slice(two, self.count)
+
+    def of(
+        self, few: Mapping[str, torch.Tensor], part: slice | None = None, *, aims: int = 1
+    ) -> _Outcome:
+        """Results of some tokens, all of them where ``part`` is None; ``aims`` times as many
+        targets as there are tokens are said. Raises ModelError where the model draws."""
+        part = part or slice(0, self.count)
+        stand_in = StandIn(places=np.arange(part.start, part.stop), targets=aims * self.count)
+        self.slot.take(stand_in)
+        inputs, before = {k: v[:, part] for k, v in few.items()}, Draws.now(self.model)
+        outputs = self.run(**inputs)
+        if not before.same(Draws.now(self.model)):
+            raise ModelError(
+                f"module {who_draws(self.model, lambda: self.run(**inputs))}",
+                got="random numbers in its forward",
+                wanted="none but those of torch's dropout",
+                hint="ranks would draw apart: set layerdrop, drop path, stochastic depth and noise "
+                "of routers to 0, or draw outside of the model and give it what was drawn",
+            )
+        return _Outcome(logits=logits_of(outputs), loss=loss_of(outputs), calls=stand_in.calls)
+
+    def difference(self, whole: _Outcome, given: Mapping[str, torch.Tensor]) -> ModelError | None:
+        """How results of parts differ from those of the whole."""
+        single = whole.logits.dtype in (torch.float32, torch.float64)
+        limit = (1e-4 if single else 5e-2) * max(float(whole.logits.abs().max()), 1e-30)
+        wrong, total = list[int](), 0.0
+        for part in self.parts:
+            own = self.of(given, part)
+            wanted = whole.logits[:, part]
+            if own.logits.shape != wanted.shape or whole.logits.shape[1] != self.count:
+                return _shaped(own, whole, part)
+            off = (wanted - own.logits).abs().flatten(2).amax(dim=2)[0]
+            wrong += [part.start + at for at in torch.nonzero(~(off <= limit)).flatten().tolist()]
+            total += 0.0 if own.loss is None else float(own.loss)
+        # A router's choice between two that are alike may fall otherwise, of a token here or there.
+        if len(wrong) > self.count // (512 if single else 64):
+            return ModelError(
+                f"model run on parts of {self.count} tokens",
+                got=f"another result for token {wrong[0]}",
+                wanted="the results of the whole",
+                hint="something beside attention meets other tokens"
+                f"{' in training' if self.model.training else ''}, or places are counted in it: "
+                "give position_ids, use scaled_dot_product_attention with is_causal, no "
+                "convolution, pooling, mean or capacity over tokens",
+            )
+        if whole.loss is None:
+            return None
+        if abs(total - float(whole.loss)) > (1e-4 if single else 5e-2) * abs(float(whole.loss)):
+            return _unsummed("loss of the model", total, float(whole.loss))
         return None
-    total = sum(float(part.loss) for part in parts if part.loss is not None)
-    if abs(total - float(whole.loss)) > (5e-2 if single else 1e-4) * abs(float(whole.loss)):
-        return ModelError(
-            "loss of the model",
-            got=f"{total:.6g} in parts",
-            wanted=f"{float(whole.loss):.6g}",
-            hint="a loss must be a cross_entropy of one label for each place: shift labels before "
-            "the model, or take logits and use loss(logits, labels)",
-        )
-    return None
+
+    def undivided(self, loss: torch.Tensor, given: Mapping[str, torch.Tensor]) -> ModelError | None:
+        """What of a loss is a mean of its own, however small: it stays when twice as many targets
+        are said, and parts of it do not sum to the whole."""
+
+        def stays(part: slice | None) -> float:
+            once, twice = (self.of(given, part, aims=n).loss for n in (1, 2))
+            return 0.0 if once is None or twice is None else 2 * float(twice) - float(once)
+
+        wanted, got = stays(None), sum(map(stays, self.parts))
+        limit = 16 * torch.finfo(loss.dtype).eps * abs(float(loss)) + 1e-2 * abs(wanted)
+        if abs(got - wanted) <= limit:
+            return None
+        return _unsummed("loss of the model beside its cross entropy", got, wanted)
+
+
+def _shaped(part: _Outcome, whole: _Outcome, where: slice) -> ModelError:
+    """What to say of results that are not one for each token."""
+    return ModelError(
+        "results of parts of the tokens",
+        got=f"{list(part.logits.shape)} of {where.stop - where.start} tokens",
+        wanted=f"as {list(whole.logits.shape)} of the whole",
+        hint="the model must give one result for each token",
+    )
+
+
+def _unsummed(what: str, got: float, wanted: float) -> ModelError:
+    """What to say of a loss whose parts do not sum to it."""
+    return ModelError(
+        what,
+        got=f"{got:.6g} in parts",
+        wanted=f"{wanted:.6g}",
+        hint="a loss must be a cross_entropy of one label for each place: shift labels before "
+        "the model, or take logits and use loss(logits, labels); a mean over tokens beside it is "
+        "one of this rank's tokens",
+    )

@@ -259,8 +259,9 @@ def test_under_fsdp2_with_blocks_computed_again() -> None:
 
 
 def test_dropout_and_masks_are_refused() -> None:
-    """Catches dropout that differs from one process', and masks that say nothing."""
-    model = foreign_model("llama", 0)
+    """Catches dropout that differs from one process', in a model that was sharded in evaluation
+    too, and masks that say nothing."""
+    model = foreign_model("llama", 0).eval()
     model.config.attention_dropout = 0.1
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1

@@ -1,0 +1,463 @@
+"""What a user may do to a model that is spread by its tokens is exact, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as f
+from torch.nn.parallel import DistributedDataParallel
+
+import headrace as hr
+from headrace.cli.foreign_models import foreign_model
+from headrace.errors import ModelError, SpecError
+from headrace.ops.loss import IGNORED
+from ranks import run_ranks
+from running.adopt.foreign import Gpt, drawn, gpt
+from spread import whole
+
+transformers = pytest.importorskip("transformers")
+
+EXACT = 1e-10
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def tokens(rows: int, count: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Token numbers and labels, a third of which are ignored."""
+    ids = torch.randint(3, 97, (rows, count), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.masked_fill(ids % 3 == 0, IGNORED)}
+
+
+class SmoothedForCausalLM(transformers.LlamaForCausalLM):
+    """With a small loss of the logits' sizes, made in its own forward."""
+
+    def forward(self, *args: Any, labels: Any = None, **named: Any) -> Any:
+        out = super().forward(*args, labels=labels, **named)
+        if labels is not None:
+            out.loss = out.loss + 1e-4 * out.logits.logsumexp(-1).square().mean()
+        return out
+
+
+class DistilledForCausalLM(transformers.LlamaForCausalLM):
+    """Learns from a teacher, which it equals in the beginning."""
+
+    teacher: Any
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **named: Any) -> Any:
+        out = super().forward(input_ids, labels=labels, **named)
+        if labels is not None:
+            wanted = self.teacher[0](input_ids, **named).logits.softmax(-1)
+            scores = out.logits.log_softmax(-1)
+            out.loss = out.loss + f.kl_div(scores, wanted, reduction="batchmean")
+        return out
+
+
+class RegularForCausalLM(transformers.LlamaForCausalLM):
+    """With a loss beside that of its labels, in training alone."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **named: Any) -> Any:
+        out = super().forward(input_ids, labels=labels, **named)
+        if labels is not None and self.training:
+            out.loss = out.loss + 0.1 * out.logits.square().mean()
+        return out
+
+
+def smoothed(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+    """A function in the place of the model's loss."""
+    flat = logits[:, :-1].flatten(0, 1)
+    return f.cross_entropy(flat, labels[:, 1:].flatten(), label_smoothing=0.1)
+
+
+def with_own_loss(kind: str) -> Any:
+    model: Any = foreign_model("llama", 0)
+    if kind == "loss_function":
+        model.loss_function = smoothed
+    else:
+        model.teacher = [copy.deepcopy(model)]
+        model.__class__ = {
+            "forward": SmoothedForCausalLM,
+            "teacher": DistilledForCausalLM,
+            "training": RegularForCausalLM,
+        }[kind]
+    return model
+
+
+@pytest.mark.parametrize("kind", ["loss_function", "forward", "teacher", "training"])
+def test_a_models_own_loss_is_not_replaced(kind: str) -> None:
+    """Catches a loss, or a part of it however small, that is dropped for the cross entropy; one of
+    a teacher is zero until weights differ."""
+    run = hr.compile(with_own_loss(kind))
+    shard = run.shard(tokens(2, 20))
+    with pytest.raises(ModelError, match=r"loss of .*ForCausalLM: got .* of the model's own"):
+        run(**shard.inputs)
+
+
+def own_loss_by_hand() -> float:
+    """The error of a gradient of a smoothed loss that is summed as the refusal says."""
+    run, plain = hr.compile(with_own_loss("loss_function")), with_own_loss("loss_function")
+    batch = tokens(2, 21)
+    part = run.shard(batch)
+    logits = run(**{k: v for k, v in part.inputs.items() if k != "labels"}).logits
+    flat = logits.flatten(0, 1), part.labels.flatten()
+    loss = f.cross_entropy(*flat, label_smoothing=0.1, reduction="sum") / part.targets
+    run.backward(loss)
+    total = float(run.add_up(loss))
+    wanted = plain(**batch).loss
+    wanted.backward()
+    mine, others = (m.lm_head.weight.grad for m in (run.model, plain))
+    off = float((mine - others).abs().max() / others.abs().max())
+    return max(off, abs(total - float(wanted.detach())))
+
+
+def test_a_loss_of_ones_own_is_summed_by_hand() -> None:
+    """Catches labels and targets that do not make the model's loss."""
+    assert max(run_ranks(2, own_loss_by_hand)) < 1e-6  # norms of transformers are single precision
+
+
+class Gated(nn.Module):
+    """A convolution over tokens behind a gate that starts at zero."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(features, features, 3)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate * self.conv(f.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+
+
+class Dilated(nn.Module):
+    """Looks at the token 16 places before."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(f.pad(x, (0, 0, 16, 0))[:, :-16])
+
+
+class Full(nn.Module):
+    """Takes the first 16 tokens alone."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x[:, :16])
+        return f.pad(y, (0, 0, 0, x.shape[1] - y.shape[1]))
+
+
+class CentredInTraining(nn.Module):
+    """Without the mean over all tokens, in training alone."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(dim=1, keepdim=True) if self.training else x
+
+
+class DropPath(nn.Module):
+    """Drops whole rows in training."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        return x * torch.empty(x.shape[0], 1, 1, dtype=x.dtype).bernoulli_(0.9)
+
+
+class Dropped(nn.Module):
+    """The same by torch's function, and the user's own coin."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * f.dropout(torch.ones(len(x), 1, 1, dtype=x.dtype), 0.1, self.training)
+
+
+class Coin(nn.Module):
+    """Is left out now and then, by a coin of Python's."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.training and random.random() < 0.5 else 2 * x
+
+
+class Auxiliary(Gpt):
+    """With a small loss that is a mean over tokens, in training alone."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits, loss = super().forward(ids, labels)
+        if loss is not None and self.training:
+            loss = loss + 1e-7 * logits.square().mean()
+        return logits, loss
+
+
+def auxiliary() -> Gpt:
+    model = gpt()
+    model.__class__ = Auxiliary
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a convolution behind a gate": (lambda: gpt(other=Gated), "another result for token 5"),
+    "a far neighbour": (lambda: gpt(other=Dilated), "parts of 60 tokens.*another result"),
+    "a capacity": (lambda: gpt(other=Full), "parts of 60 tokens.*another result"),
+    "a mean in training": (lambda: gpt(other=CentredInTraining), "other tokens in training"),
+    "a loss in training": (auxiliary, "beside its cross entropy"),
+    "rows that are dropped": (lambda: gpt(other=DropPath), "module DropPath: got random numbers"),
+    "rows dropped by torch": (lambda: gpt(other=Dropped), "module Dropped: got random numbers"),
+    "a coin": (lambda: gpt(other=Coin), "module Coin: got random numbers"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_shows_in_ordinary_use_alone_is_refused(what: str) -> None:
+    """Catches what evaluation of 13 tokens with the first weights does not show."""
+    make, says = REFUSED[what]
+    with pytest.raises(ModelError, match=says):
+        hr.compile(make()).shard(drawn(1, 60))
+
+
+@pytest.mark.parametrize("what", ["a mean in training", "rows that are dropped"])
+def test_a_model_that_was_sharded_in_evaluation(what: str) -> None:
+    """Catches training that nobody looked at, as the first batch was evaluated; and an evaluation
+    that is refused for what only training does."""
+    make, says = REFUSED[what]
+    run = hr.compile(make().eval())
+    shard = run.shard(drawn(1, 60))
+    run(**shard.inputs)
+    run.model.train()
+    with pytest.raises(ModelError, match=says):
+        run(**shard.inputs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("opt", {"layerdrop": 0.5}, "module OPTDecoder: got random"),
+        ("mixtral", {"jitter_noise": 0.1}, "module MixtralSparseMoeBlock: got random"),
+    ],
+)
+def test_layers_and_routers_that_draw(kind: str, change: dict[str, float], says: str) -> None:
+    """Catches ranks that draw apart: they leave out other layers, and wait for each other."""
+    model = foreign_model(kind, 0)
+    for module in model.modules():
+        for name, value in change.items():
+            if hasattr(module, name):
+                setattr(module, name, value)
+    with pytest.raises(ModelError, match=says):
+        hr.compile(model.train()).shard(tokens(1, 20))
+
+
+class Counting(nn.Module):
+    """Counts its calls and keeps means of what it saw, behind dropout and a gate at minus zero."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.calls, self.last = 0, None
+        self.register_buffer("seen", torch.zeros(features))
+        self.gate = nn.Parameter(-torch.zeros(features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.last = x.detach()
+        self.seen.mul_(0.9).add_(x.detach().mean(dim=(0, 1)))
+        return self.gate * f.dropout(x, 0.1, self.training)
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """All that a probe could change."""
+    counting = [m for m in model.modules() if isinstance(m, Counting)]
+    return [
+        [value.clone() for value in model.state_dict().values()],
+        [value.signbit() for value in model.parameters()],
+        [p.grad.clone() for p in model.parameters() if p.grad is not None],
+        [torch.tensor([m.training for m in model.modules()])],
+        [torch.tensor([m.calls for m in counting])],
+        [torch.tensor([m.last is None for m in counting])],
+        [torch.get_rng_state(), torch.tensor(random.getstate()[1])],
+        [torch.from_numpy(np.random.get_state()[1].astype(np.int64))],  # noqa: NPY002
+    ]
+
+
+def probed(how: str) -> bool:
+    """Whether a model is as it was before it was probed, in training with an odd part."""
+    model: Any = gpt(other=Counting)
+    model.blocks[0].mlp.eval()
+    if how == "fsdp2":
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    elif how == "ddp":
+        model = DistributedDataParallel(model, broadcast_buffers=False)
+    sum(p.sum() for p in model.parameters()).backward()
+    before, loss = state_of(model), sum(p.square().sum() for p in model.parameters())
+    hr.compile(model).shard(drawn(1, 40))
+    loss.backward()  # a graph from before does not see a change
+    model.zero_grad()
+    sum(p.sum() for p in model.parameters()).backward()
+    after = state_of(model)
+    local = lambda x: getattr(x, "_local_tensor", x)  # noqa: E731
+    return all(
+        len(a) == len(b) and all(torch.equal(local(x), local(y)) for x, y in zip(a, b, strict=True))
+        for a, b in zip(before, after, strict=True)
+    )
+
+
+@pytest.mark.parametrize("how", ["alone", "ddp", "fsdp2"])
+def test_a_probe_leaves_no_trace(how: str) -> None:
+    """Catches weights, buffers, gradients, flags, counters or random numbers that a probe changes,
+    and weights of the probe that FSDP2 keeps."""
+    assert all(run_ranks(2, probed, how, timeout_s=100))
+
+
+def side_by_side() -> str:
+    """What is said of two batches side by side without targets."""
+    run, me = hr.compile(gpt()), dist.get_rank()
+    run.prepare([(0,), (1,)])
+    with pytest.raises(SpecError) as raised:
+        run.shard(drawn(1, 12, me), ranks=(me,))
+    run.shard({"ids": drawn(1, 12, me)["ids"]}, ranks=(me,))  # without labels there are none
+    return str(raised.value)
+
+
+def test_groups_side_by_side_say_their_targets() -> None:
+    """Catches a sum of means: twice the loss."""
+    for said in run_ranks(2, side_by_side):
+        assert "the tokens with a loss of the whole step" in said
+
+
+def gathered(ranks: int, kind: str) -> float:
+    """The distance of logits that were gathered from those of one process."""
+    batch = tokens(3, 23)["input_ids"]
+    if kind != "gpt":
+        model, name = foreign_model(kind, 0).eval(), "input_ids"
+    else:
+        model, name, batch = gpt().eval(), "ids", batch % 61
+    run, worst = hr.compile(model), 0.0
+    with torch.no_grad():
+        out = model(batch)
+        wanted = out.logits if hasattr(out, "logits") else out[0]
+        for exchange in ("ulysses", "ring"):
+            out = run(**run.shard({name: batch}, exchange=exchange).inputs)
+            logits = run.gather(out.logits if hasattr(out, "logits") else out[0])
+            worst = max(worst, float((logits - wanted).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "gpt"), (3, "gpt"), (1, "gpt"), whole(3, "gpt2")])
+def test_logits_are_gathered_for_evaluation(ranks: int, kind: str) -> None:
+    """Catches rows and tokens in the order of ranks."""
+    assert max(run_ranks(ranks, gathered, ranks, kind)) < EXACT
+
+
+def test_results_that_are_not_of_the_last_batch() -> None:
+    """Catches logits that are gathered by the places of another batch."""
+    run = hr.compile(gpt())
+    with pytest.raises(ModelError, match="results to gather: got no batch"):
+        run.gather(torch.zeros(1, 12, 61))
+    run(**run.shard(drawn(1, 12)).inputs)
+    with pytest.raises(ModelError, match="results to gather"):
+        run.gather(torch.zeros(1, 13, 61))
+
+
+def test_inputs_that_are_no_tokens_are_named() -> None:
+    """Catches tracebacks from the depths."""
+    run, batch = hr.compile(foreign_model("llama", 0)), tokens(1, 20)
+    for name in ("inputs_embeds", "pixel_values"):
+        with pytest.raises(ModelError, match=rf"input {name}.*wanted input_ids alone"):
+            run.shard({name: torch.zeros(1, 20, 48)})
+    shard = run.shard(batch)
+    with pytest.raises(ModelError, match="use_cache: got True"):
+        run(**shard.inputs, use_cache=True)
+    run(**shard.inputs, use_cache=False)
+
+
+def test_attention_of_a_class_of_its_own_is_named() -> None:
+    """Catches a refusal that does not say of what."""
+    with pytest.raises(ModelError, match=r"model with BloomAttention.*set_attn_implementation"):
+        hr.compile(foreign_model("bloom", 0)).shard(tokens(1, 20))
+
+
+def roped(kind: str) -> Any:
+    """A Llama whose rotary embeddings look at the longest place beyond 32."""
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        rope |= {"original_max_position_embeddings": 32}
+    config = transformers.LlamaConfig(
+        hidden_size=48,
+        intermediate_size=80,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        num_hidden_layers=2,
+        vocab_size=97,
+        max_position_embeddings=32 if kind == "dynamic" else 128,
+        rope_parameters=rope,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).double()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_look_at_the_longest_place(kind: str) -> None:
+    """Catches ranks whose longest places are others than the batch's."""
+    run = hr.compile(roped(kind))
+    with pytest.raises(ModelError, match="rotary embeddings of LlamaForCausalLM: got 40 places"):
+        run.shard(tokens(1, 40))
+    loss = run(**run.shard(tokens(1, 30)).inputs).loss
+    wanted = roped(kind)(**tokens(1, 30)).loss
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
+
+
+class Adapter(nn.Module):
+    """Hands on whatever it is given, as peft's models do."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inside, self.config = model, model.config
+        self.base_model_prefix = "inside"
+
+    def get_base_model(self) -> Any:
+        return self.inside
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return self.inside(*args, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inside"), name)
+
+
+def adapted() -> float:
+    """The error of the loss of a model inside an adapter."""
+    run = hr.compile(Adapter(foreign_model("llama", 0)), labels="next")
+    loss = run(**run.shard(tokens(2, 20)).inputs).loss
+    run.backward(loss)
+    wanted = foreign_model("llama", 0)(**tokens(2, 20)).loss
+    return abs(float(run.add_up(loss)) - float(wanted.detach()))
+
+
+def test_an_adapter_takes_what_its_model_takes() -> None:
+    """Catches arguments that are taken for the only ones of a forward."""
+    assert max(run_ranks(2, adapted)) < 1e-6  # norms of transformers are single precision
