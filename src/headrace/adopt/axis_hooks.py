@@ -442,8 +442,9 @@ class HookManager:
         return tuple(given[at] for at in range(len(args))), {k: given[k] for k in named}
 
     def _meet(self, module: torch.nn.Module, hook: Any) -> None:
-        """Note where the forward comes to a hook of a module; what a checkpoint computes again in a
-        backward goes on from there. Raises ModelError where that was in several places."""
+        """Note where the forward comes to a hook of a module; what a checkpoint computes
+        again, in a backward, goes on from there. Raises ModelError where it came there several
+        times."""
         shards = self.at_work
         if _backward_at_work() == shards.task:
             shards.entries.setdefault(hook, []).append((shards.axis, shards.position))

@@ -93,6 +93,10 @@ class AxisModel:
         self.axis, self.batch = axis, batch
         self._sizes, self.check = sizes, check
         self._untried: Mapping[str, Any] | None = None
+        # Results that all shards have alike; whether a backward may meet one; and what is refused
+        # in the one at work: to meet any, or one that is the model's own loss.
+        self._alike = tuple[bool, ...]()
+        self._may_meet, self._refuses, self._refuses_own = False, False, False
         if sizes is None and not any(axis in dims for dims in self.inputs.values()):
             raise SpecError("axis of the inputs", got=axis, wanted="one of an input's dims")
         self._given, self._met = groups, groups is not None
@@ -161,8 +165,18 @@ class AxisModel:
 
     @property
     def mates(self) -> int:
-        """The number of ranks that work on the same samples. What they have alike counts once."""
+        """The number of ranks that work on the same samples. What they have alike counts once: a
+        loss is taken to be divided by it where it is asked for after the forward."""
+        self._may_meet = False
         return self._manager.at_work.ranks
+
+    @property
+    def share(self) -> float:
+        """What a mean over samples on this rank, as a model's own loss, counts in that over the
+        whole batch, ``run.backward(loss * run.share)``: its part of the samples, over the ranks
+        that have the same ones."""
+        _, count, of = self._manager.at_work.samples
+        return count / of / self.mates
 
     def shard(self, batch: Mapping[str, Any]) -> BatchPart:
         """This rank's part of inputs that all ranks have alike: its places of ``axis``, and its
@@ -331,7 +345,7 @@ class AxisModel:
             shards.samples = (0, samples, samples)
             return self._on(shards, inputs)
 
-        probe_axes(self._manager, inputs, totals, placed)
+        self._alike = probe_axes(self._manager, inputs, totals, placed)
 
     def _local_labels(self, values: Mapping[str, Any], shards: AxisShards) -> torch.Tensor | None:
         """The labels of this rank's places; their dims are those of the first input with axes."""
@@ -422,9 +436,10 @@ class AxisModel:
         layout, shards = Dims.parse(dims), self._manager.at_work
         whole = shards.whole(x, layout)
         if shards.across is None or self.batch is None or (self.batch,) not in layout.names:
-            return whole
+            return self._marked(whole)
         sizes = split_sizes(shards.samples[2], dist.get_world_size(shards.across))
-        return gather(whole, layout.names.index((self.batch,)), shards.across, sizes=sizes)
+        at = layout.names.index((self.batch,))
+        return self._marked(gather(whole, at, shards.across, sizes=sizes))
 
     def back(self, out: Any, like: str) -> Any:
         """Put a result on the shards that inputs have. Collective.
@@ -494,10 +509,49 @@ class AxisModel:
         def begin(_: Sequence[torch.Tensor]) -> None:
             self._manager.resume(shards, queue)
 
-        for value in result_tensors(out):
+        values = list(result_tensors(out))
+        known = len(self._alike) == len(values)
+        flags = self._alike if known else [not x.dim() for x in values]
+        for value, alike in zip(values, flags, strict=True):
             if value.grad_fn is not None:
                 value.grad_fn.register_prehook(begin)
+            own = not value.dim() and (known or shards.across is not None)
+            if alike and (own or shards.group is not None):
+                self._marked(value, own=own)
         return out
+
+    def _marked(self, x: torch.Tensor, *, own: bool = False) -> torch.Tensor:
+        """A tensor that ranks have alike, or the model's ``own`` loss, a mean. Its gradient is
+        refused in a backward that counts it for each rank."""
+
+        def meet(_: torch.Tensor) -> None:
+            if self._refuses or (own and self._refuses_own):
+                raise ModelError(
+                    "loss that the model makes of its samples" if own else "loss of what is alike",
+                    got="a backward that counts it for every rank",
+                    wanted="run.backward(loss * run.share)" if own else "alike=True",
+                    hint="a mean over samples is loss * run.share; what ranks have alike is "
+                    "run.backward(loss, alike=True)",
+                )
+
+        if x.requires_grad and self.ranks > 1:
+            x.register_hook(meet)
+            self._may_meet = True
+        return x
+
+    def _is_alike(self, loss: torch.Tensor) -> bool:
+        """Whether ranks that share samples, or all that have others, have the same number. It is
+        asked for where a backward may meet what is alike. Collective among them."""
+        shards = self._manager.at_work
+        group = shards.group if shards.group is not None else shards.across
+        if group is None or loss.dim():
+            return False
+        value = loss.detach().double()
+        ends = torch.stack([value, -value])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+        largest, smallest = float(ends[0]), -float(ends[1])
+        rounding = 16 * torch.finfo(loss.dtype).eps * max(abs(largest), abs(smallest))
+        return largest - smallest <= rounding and largest != 0
 
     def compile(self, *, backend: str = "inductor", **options: Any) -> None:
         """Run the model as one graph, switches and all, once a first forward has shown the order of
@@ -528,12 +582,21 @@ class AxisModel:
             loss: A single number.
             alike: Whether all ranks have the same loss, as that of a collected result: it counts
                 once.
+
+        Raises:
+            ModelError: For a loss of what ranks have alike that is the same number on all of them,
+                where it is not said to be alike.
         """
         shards = self._manager.at_work
         axis = shards.axis
+        if self._may_meet:
+            parts = shards.samples[2] / max(1, shards.samples[1])
+            self._refuses_own = not alike or parts * shards.ranks != len(shards.members)
+            self._refuses = not alike and self._is_alike(loss)
         try:
             summed_loss(self.model, loss / len(shards.members) if alike else loss).backward()
         finally:
+            self._refuses = self._refuses_own = False
             self._manager.end_backward()
             self._manager.shards, shards.axis = shards, axis  # checkpoints go back to others
 
@@ -731,7 +794,7 @@ class AxisModel:
         return value if at is None else value.unsqueeze(at)
 
     def _dims(self, name: str) -> Dims | None:
-        if name == self._label_name and self._main is not None:
+        if name == self._label_name and self._main is not None and name not in self.inputs:
             name = self._main
         return self.inputs.get(name)
 

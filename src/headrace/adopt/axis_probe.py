@@ -241,15 +241,16 @@ def probe_axes(
     batch: Mapping[str, Any],
     totals: Mapping[str, int],
     placed: Callable[[AxisShards], Mapping[str, Any]],
-) -> None:
+) -> tuple[bool, ...]:
     """Run a model on a ``batch`` and on shards of it, each axis being in shards where stages let
-    it. ``placed`` takes shards and gives the inputs on them. Raises ModelError, naming the module,
+    it. ``placed`` takes shards and gives the inputs on them. Returns which of the tensors that it
+    returns are alike on all shards. Raises ModelError, naming the module,
     where results differ, and WholeFails for what the plain model raises."""
     look = _Probe(manager=manager, totals=totals, placed=placed)
     names = [manager.axis, *sorted(manager.axes - {manager.axis})]
     with _untouched(manager.model):
         wanted = _whole_result(manager, batch)
-        tried = list[tuple[str, ...]]()
+        tried, alike = list[tuple[str, ...]](), [True] * len(wanted)
         for at in range(len(names)):
             kept = look.shards((*names[at:], *names[:at]))
             try:
@@ -266,7 +267,9 @@ def probe_axes(
                     wanted="the same where nothing is in shards",
                 )
             for parts in _RANKS:
-                _try_parts(look, kept, parts, wanted)
+                same = _try_parts(look, kept, parts, wanted)
+                alike = [one and other for one, other in zip(alike, same, strict=True)]
+    return tuple(alike)
 
 
 def _results_alike(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
@@ -286,32 +289,36 @@ def _whole_result(manager: HookManager, batch: Mapping[str, Any]) -> list[torch.
         ) from error
 
 
-def _try_parts(look: _Probe, kept: ProbeShards, parts: int, wanted: Sequence[torch.Tensor]) -> None:
-    """Raise ModelError where a rank's part of a result is another than that of the whole."""
+def _try_parts(
+    look: _Probe, kept: ProbeShards, parts: int, wanted: Sequence[torch.Tensor]
+) -> list[bool]:
+    """Which results are alike on all of so many ranks. Raises ModelError where a rank's part of a
+    result is another than that of the whole."""
     sums = [torch.zeros((), dtype=torch.float64) for _ in wanted]
-    alike = [True for _ in wanted]
-    if kept.totals[kept.axis] < parts:
-        return
+    alike, same = [True for _ in wanted], [True for _ in wanted]
+    if kept.totals[look.manager.axis] < parts:
+        return same
     for part in range(parts):
         shards = look.part(kept, part, parts)
         try:
-            found = list(result_tensors(look.run(shards)))
+            results = list(result_tensors(look.run(shards)))
         except InfeasiblePlan:
-            return
+            return same
         except _Differs:
             raise _named(look, kept, shards) from None
         except Exception as error:
             raise _named(look, kept, shards, error) from error
-        if len(found) != len(wanted):
+        if len(results) != len(wanted):
             raise _named(look, kept, shards)
-        for at, (mine, whole) in enumerate(zip(found, wanted, strict=True)):
+        for at, (mine, whole) in enumerate(zip(results, wanted, strict=True)):
             alike[at] = alike[at] and shards.is_part(mine, whole)
+            same[at] = same[at] and alike[at] and mine.shape == whole.shape
             if mine.dim() == 0:  # the parts of a loss that is a sum add up
                 sums[at] += mine.double().cpu()
             elif not alike[at]:
                 raise _named(look, kept, shards)
-    for total, same, whole in zip(sums, alike, wanted, strict=True):
-        if not same and not _alike(total, whole.cpu().double()):
+    for total, found, whole in zip(sums, alike, wanted, strict=True):
+        if not found and not _alike(total, whole.cpu().double()):
             raise ModelError(
                 f"number that {type(look.manager.model).__name__} returns",
                 got=f"{float(total):.6g}, all ranks' together",
@@ -319,6 +326,7 @@ def _try_parts(look: _Probe, kept: ProbeShards, parts: int, wanted: Sequence[tor
                 hint="a mean over places is another one on each rank: return places, and take the "
                 "sum over run.local(...) by their number in the whole batch",
             )
+    return same
 
 
 def _named(

@@ -99,7 +99,7 @@ def adapt_timesformer(model: Any, *, groups: Groups | None = None, check: bool =
     run = AxisModel(
         model,
         stages=[over_time],
-        inputs={"pixel_values": "b t c y x"},
+        inputs={"pixel_values": "b t c y x"} | ({"labels": "b"} if prefix else {}),
         axis="h",
         batch="b",
         sizes=sizes,

@@ -138,6 +138,17 @@ class Layered(torch.nn.Module):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
+def distance(model: Any, plain: Any) -> float:
+    """How far gradients are from another's, of parameters that the other uses."""
+    off, norm = 0.0, 0.0
+    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        if wanted.grad is not None:
+            assert mine.grad is not None
+            off = max(off, float((mine.grad - wanted.grad).abs().max()))
+            norm = max(norm, float(wanted.grad.abs().max()))
+    return off / norm
+
+
 def recomputed_layers() -> float:
     """How far gradients of TimeSformer are from one process', another clip being run in between."""
     first, plain = timesformer(), timesformer().model
@@ -151,13 +162,7 @@ def recomputed_layers() -> float:
     run.add_up(loss)
     out = plain(**first.inputs).last_hidden_state[:, 1:]
     (out * drawn(1, 2, 125 * 2).reshape(2, 125, 16)).sum().backward()
-    off, norm = 0.0, 0.0
-    for mine, wanted in zip(first.model.parameters(), plain.parameters(), strict=True):
-        if wanted.grad is not None:
-            assert mine.grad is not None
-            off = max(off, float((mine.grad - wanted.grad).abs().max()))
-            norm = max(norm, float(wanted.grad.abs().max()))
-    return off / norm
+    return distance(first.model, plain)
 
 
 def test_layers_of_a_known_model_that_are_computed_again() -> None:
@@ -200,3 +205,92 @@ def test_a_module_that_is_computed_again_in_two_places_is_refused() -> None:
     """Catches a recompute that takes the one for the other."""
     for said in run_ranks(2, twice):
         assert "runs 2 times, with other axes" in said
+
+
+def classifier(samples: int) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A TimeSformer that classifies clips, and clips."""
+    from transformers import TimesformerConfig, TimesformerForVideoClassification
+
+    made: Any = timesformer(samples=samples)
+    torch.manual_seed(0)
+    model: Any = TimesformerForVideoClassification(TimesformerConfig(**made.model.config.to_dict()))
+    return model.double(), {**made.inputs, "labels": torch.arange(samples) % 2}
+
+
+def classified(how: str, samples: int) -> str:
+    """What is said of a loss that ranks have alike."""
+    model, inputs = classifier(samples)
+    run = hr.adapt(model)
+    if how == "labels at the call":
+        part = run.shard({"pixel_values": inputs["pixel_values"]})
+        out = run(**part, labels=run.local(inputs["labels"], "b"))
+    else:
+        out = run(**run.shard(inputs))
+    try:
+        run.backward(out.loss if how != "of logits" else out.logits.square().sum())
+    except ModelError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "samples"),
+    [
+        ("labels at the call", 2, 1),
+        ("labels at the call", 2, 2),
+        ("labels in the batch", 2, 1),
+        ("labels in the batch", 4, 2),
+        ("of logits", 2, 1),
+    ],
+)
+def test_a_loss_of_what_is_alike_is_refused(how: str, ranks: int, samples: int) -> None:
+    """Catches gradients that are counted for every rank: a model's own loss, whether ranks share
+    samples or have others, or a loss of logits that have no places."""
+    pytest.importorskip("transformers")
+    for said in run_ranks(ranks, classified, how, samples):
+        assert "run.backward(loss, alike=True)" in said
+
+
+def shared(samples: int, alike: bool) -> float:
+    """How far a model's own loss, and its gradients, are from one process'."""
+    (model, inputs), (plain, _) = classifier(samples), classifier(samples)
+    run = hr.adapt(model)
+    loss = run(**run.shard(inputs)).loss
+    if not alike:
+        loss = loss * run.share
+    run.backward(loss, alike=alike)
+    total = run.add_up(loss, alike=alike)
+    wanted = plain(**inputs).loss
+    wanted.backward()
+    return max(distance(model, plain), abs(float(total / wanted.detach()) - 1))
+
+
+@pytest.mark.parametrize(("ranks", "samples"), [(1, 2), (2, 3), (3, 2), (4, 2)])
+def test_a_share_of_a_mean_equals_one_process(ranks: int, samples: int) -> None:
+    """Catches samples that count by ranks where some have more of them, and a refusal of what is
+    right."""
+    pytest.importorskip("transformers")
+    assert max(run_ranks(ranks, shared, samples, False)) <= EXACT
+    if ranks != 2:
+        assert max(run_ranks(ranks, shared, samples, True)) <= EXACT
+
+
+def of_collected(how: str) -> str:
+    """What is said of a loss of a collected result."""
+    x = drawn(1, 2, 4, 4, 6)
+    run = adapted(table())
+    whole = run.collect(run(**run.shard({"x": x})), DIMS)
+    mine = whole[:, dist.get_rank() :: 2] if how == "a part" else whole
+    try:
+        run.backward(mine.square().sum(), alike=how == "said")
+    except ModelError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_loss_of_a_collected_result_must_be_said_to_be_alike() -> None:
+    """Catches gradients times the number of ranks; and parts of a collected result that are
+    refused although they add up."""
+    for how, words in (("whole", "alike=True"), ("a part", "nothing"), ("said", "nothing")):
+        for said in run_ranks(2, of_collected, how):
+            assert words in said
