@@ -319,9 +319,16 @@ class ReplacedCalls(TorchFunctionMode):
         """Call the replacement of ``func`` where there is one, else ``func`` itself."""
         named = kwargs or {}
         if func in _REPLACED:
-            if not torch.compiler.is_compiling():
-                _site()
-            return _REPLACED[func](*args, **named, handle=self._slot.handle)
+            if torch.compiler.is_compiling():
+                return _REPLACED[func](*args, **named, handle=self._slot.handle)
+            frames = _site()
+            try:
+                return _REPLACED[func](*args, **named, handle=self._slot.handle)
+            except ModelError as error:
+                what = f"{error.what} in {_named(frames)}"
+                raise ModelError(
+                    what, got=error.got, wanted=error.wanted, hint=error.hint
+                ) from error
         if torch.compiler.is_compiling():
             return func(*args, **named)
         out = func(*args, **named)

@@ -368,7 +368,8 @@ class TokenModel:
             ModelError: For inputs that no :meth:`shard` of this model returned, caches, and labels
                 for a model whose own loss is another than the cross entropy of its logits.
         """
-        _refuse_caches(inputs)
+        if self._hugging:
+            _refuse_options(inputs)
         placement = self._placed.get(inputs[self.tokens]) if self.tokens in inputs else None
         if placement is None:
             raise ModelError(
@@ -406,7 +407,8 @@ class TokenModel:
         def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             if self._slot.held is None:
                 return None
-            _refuse_caches(named)
+            if self._hugging:
+                _refuse_options(named)
             coming.append(named.pop(self._label_name, None) if self._hugging else None)
             self._expect(coming[-1])
             return args, {**self._always, **named}
@@ -716,6 +718,8 @@ class TokenModel:
     def _expect(self, labels: torch.Tensor | None) -> None:
         if labels is not None and self._own_loss is not None:
             raise self._own_loss
+        if getattr(getattr(self.inner, "config", None), "output_router_logits", False):
+            _refuse_options({"output_router_logits": True})
         if self._ends is not None:
             self._ends.expect(labels, self._slot.now.targets)
 
@@ -819,17 +823,21 @@ class TokenModel:
 _NO_TOKENS = ("inputs_embeds", "pixel_values", "input_features", "input_values")
 
 
-def _refuse_caches(given: Mapping[str, Any]) -> None:
-    """Raise ModelError for caches: they are of this rank's tokens."""
-    for name in ("use_cache", "past_key_values"):
-        if given.get(name):
-            raise ModelError(
-                name,
-                got=type(given[name]).__name__ if name != "use_cache" else "True",
-                wanted="none",
-                hint="a cache of this rank's tokens knows none of others: generate with the model "
-                "itself, which is the plain one outside of run(...)",
-            )
+_REFUSED_OPTIONS = {
+    "use_cache": "a cache of this rank's tokens knows none of others: generate with the model, "
+    "which is the plain one outside of run(...)",
+    "past_key_values": "a cache of this rank's tokens knows none of others",
+    "output_router_logits": "the loss of the router is a mean over tokens of one rank",
+}
+
+
+def _refuse_options(given: Mapping[str, Any]) -> None:
+    """Raise ModelError for what a call of a model of transformers may ask, and a part cannot."""
+    for name, why in _REFUSED_OPTIONS.items():
+        value = given.get(name)
+        if value is not None and value is not False:
+            got = "True" if value is True else type(value).__name__
+            raise ModelError(name, got=got, wanted="none", hint=why)
 
 
 def _far_place(config: Any) -> int | None:

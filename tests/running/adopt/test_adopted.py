@@ -502,7 +502,7 @@ def test_evaluation_without_labels() -> None:
         with torch.no_grad():
             shard = run.shard({"ids": batch["ids"]})
             logits = run(**shard.inputs)[0]
-            whole = gpt()(batch["ids"])[0][:, shard.placement.index()]
+            whole = gpt()(batch["ids"])[0][:, shard.placed.index()]
         return float((logits - whole).abs().max())
 
     assert max(run_ranks(2, work)) < EXACT

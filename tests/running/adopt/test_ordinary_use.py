@@ -391,10 +391,28 @@ def test_inputs_that_are_no_tokens_are_named() -> None:
     run(**shard.inputs, use_cache=False)
 
 
+def test_losses_of_routers_that_are_asked_for_later() -> None:
+    """Catches a loss of the router that is dropped, where the configuration or a call asks for it
+    once the model is spread."""
+    model: Any = foreign_model("mixtral", 0)
+    run = hr.compile(model)
+    shard = run.shard(tokens(1, 20))
+    with pytest.raises(ModelError, match="output_router_logits: got True"):
+        run(**shard.inputs, output_router_logits=True)
+    model.config.output_router_logits = True
+    with pytest.raises(ModelError, match="output_router_logits: got True"):
+        run(**shard.inputs)
+
+
 def test_attention_of_a_class_of_its_own_is_named() -> None:
     """Catches a refusal that does not say of what."""
     with pytest.raises(ModelError, match=r"model with BloomAttention.*set_attn_implementation"):
         hr.compile(foreign_model("bloom", 0)).shard(tokens(1, 20))
+    falcon = transformers.FalconConfig(
+        vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, alibi=True
+    )
+    with pytest.raises(ModelError, match=r"in FalconAttention.forward.*got attn_mask"):
+        hr.compile(transformers.FalconForCausalLM(falcon)).shard(tokens(1, 20))
 
 
 def roped(kind: str) -> Any:
