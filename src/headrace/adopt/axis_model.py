@@ -152,7 +152,8 @@ class AxisModel:
 
     @property
     def _groups(self) -> Groups | None:
-        """The groups of the world, which may be set up after the model was adapted. Raises
+        """The groups that were given, else those of the world, which may be set up after the model
+        was adapted; None in a process that is no rank. Raises
         LaunchError on a launched rank whose process group is not initialized."""
         if not self._met:
             self._given, self._met = groups_here(device_of(self.model)), True
@@ -402,8 +403,8 @@ class AxisModel:
         return math.prod(n for name, n in totals.items() if name != self.batch)
 
     def local(self, x: torch.Tensor, dims: str) -> torch.Tensor:
-        """Cut another tensor of the batch, which all ranks have alike, as the axis in shards is
-        now: after a forward as in its result.
+        """Cut a tensor that every rank holds whole, such as a target, along its samples and the
+        axis that is in shards now. After a forward it matches the result of that forward.
 
         Args:
             x: The whole tensor.

@@ -193,7 +193,7 @@ class TokenModel:
         self._adds = self._leaving = False
         self._reader: TokenReader | None = None
         self.label_place: LabelPlace | None = None
-        self._refusing = hook_before(inner, self._refuse_sharded, named=True)
+        self._stop_refusing = hook_before(inner, self._refuse_sharded, named=True)
 
     @property
     def entry_point(self) -> EntryPointName:
@@ -425,7 +425,7 @@ class TokenModel:
     def detach(self) -> None:
         """Restore the model as it was: no hook or replaced function stays."""
         self.release()
-        self._refusing()
+        self._stop_refusing()
         self._entry.remove()
         if self._ends is not None:
             self._ends.remove()

@@ -105,9 +105,10 @@ def attach(
         steps: Steps to take.
         scheduler: Takes one step after each of the optimizer's.
         clip: The largest norm of the gradient.
-        check_loss: Whether losses are looked at in the first step, and the first after a ``load``:
-            the loop gets a micro-batch of each rank three times more (``micro.checking``), and what
-            is no sum over the labels, divided by ``micro.targets``, is refused.
+        check_loss: Whether the loss is checked in the first step, and the first after a ``load``:
+            it must be a sum over the labels, divided by ``micro.targets``, as the loss of a model
+            of transformers is when it is called with ``micro.inputs``. For this the loop gets one
+            micro-batch of each rank three times more (``micro.checking`` is true).
         seed: Of the order of samples and of the planner.
         planner: ``adaptive`` decides for each step; to compare with, ``bucket`` and ``packed``
             parallel, and the accumulation of Data-Centric Parallel (``dcp``); or all options of a
@@ -415,8 +416,9 @@ class Attached:
             self._writer.finish(self._checkpoints().gather)
 
     def load(self, folder: str | Path) -> bool:
-        """Go on from a checkpoint. Collective, before the first step. On as many ranks as before
-        plans are made as they would have been.
+        """Go on from a checkpoint. Collective, before the first step. With the same number of ranks
+        plans and random numbers are those of a run without a break; with another, the order of the
+        samples is.
 
         Args:
             folder: A checkpoint, or a folder of which the newest whole one is taken.

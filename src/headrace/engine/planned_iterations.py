@@ -127,6 +127,8 @@ def _others(problem: Problem, batches: Sequence[Lengths], planner: str, seed: in
         prepared = baseline.prepare(tables, seed, problem.parameters)
 
     def make(number: int, _: Lengths) -> PlannedIteration:
+        # A baseline that needs all iterations at once was asked before; phases are plans of some
+        # of the sequences each, where it changes the strategy within the iteration.
         table = tables[number]
         if prepared is not None:
             made: Assignment | None = prepared(number, table)

@@ -212,7 +212,8 @@ class Storage:
         if not norm < float("inf"):
             return norm
         if not self._updates:
-            self.reset_optimizer()  # SGD's first step differs once state exists
+            # State that was laid out to be loaded is no state of a step: SGD's first one differs.
+            self.reset_optimizer()
         factor = min(1.0, self.options.clip / (norm + 1e-6)) if self.options.clip > 0 else 1.0
         for name, master in self.masters.items():
             if factor < 1.0:

@@ -281,8 +281,11 @@ def add_gradients(
     dk: RowSum,
     dv: RowSum,
 ) -> None:
-    """:func:`attend_blocks_backward` into sums of Q, K and K rows. When it returns, the sums either
-    hold the parts or have added them."""
+    """Add gradients of attention over ``blocks`` to ``dq`` (Q rows), ``dk`` and ``dv`` (K rows).
+
+    grad, q, out [Q, N, D]; k, v [K, G, D]; lse [N, Q] over all keys. A sum may keep a part instead
+    of adding it at once. A rank without heads (N = 0) adds nothing.
+    """
     backend = _backend(q)
     for run in runs_of(blocks, backend.documents) if q.shape[1] else ():
         at, of = run.queries, run.keys

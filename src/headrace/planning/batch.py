@@ -217,9 +217,9 @@ class SortedBatch:
         return float((self.values**2).sum()), float(self.values.sum())
 
     def row(self, frontier: Frontier) -> Floats:
-        """(alone, work, spread) of every run under a frontier [3, runs], worked out once; infinite
-        where it does not fit."""
-        key = id(frontier)  # the frontier stands beside its row, so the id stays its own
+        """Seconds (alone, work, spread) of every run under a frontier [3, runs], computed once;
+        infinite for runs that no row of the frontier holds."""
+        key = id(frontier)  # the frontier is kept too, so that no other object gets its id
         if key not in self._rows:
             self._rows[key] = (frontier, prices(frontier, self.run_values))
         return self._rows[key][1]
@@ -341,7 +341,8 @@ class PriceTable:
         return self._seconds[k]
 
     def room(self, k: int) -> list[int]:
-        """Tokens that each sequence takes of a micro-batch of scheme k."""
+        """Tokens of a micro-batch of scheme k that each sequence fills: its own, and on a fluid
+        scheme, whose rows differ in seconds and tokens, its share of the row that prices it."""
         if not self.fluid[k]:
             return self.tokens
         if k not in self._room:
@@ -437,7 +438,8 @@ def prices(frontier: Frontier, lengths: Floats) -> Floats:
 
 
 def _longer(frontier: Frontier, some: Floats, out: Floats) -> None:
-    """Fill in :func:`prices` of sequences that only some of the rows hold."""
+    """Write seconds (alone, work, spread) to ``out`` [3, n], as :func:`prices` does, for sequences
+    of ``some`` [n] tokens that only rows with larger caps hold: by the quickest of these."""
     if not len(some):
         return
     first = np.searchsorted(frontier.limits, some)
@@ -446,7 +448,7 @@ def _longer(frontier: Frontier, some: Floats, out: Floats) -> None:
         return
     ruled = np.zeros((3, len(some)), dtype=np.bool_)
     for way, share in enumerate(frontier.shares):
-        # Where the first plan that holds a sequence is the quickest of all later ones, take it.
+        # Where the first row that holds a sequence is as quick as all later ones, take it.
         ruled[way] = share.rules[first]
         out[way] = (frontier.a[first] * some + share.b[first]) * some + share.c[first]
     slow = np.flatnonzero(~ruled.all(axis=0))

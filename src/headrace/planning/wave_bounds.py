@@ -106,7 +106,8 @@ class _Interval:
 def _bounded(
     every: _Sequences, some: _Sequences, ends_s: Floats, prices: Floats
 ) -> list[_Interval]:
-    """The intervals between ``ends_s``, which rise, each with the best bound of some ``prices``."""
+    """An interval between each two neighbours of the rising ``ends_s``: its price is the best of
+    ``prices`` for the sample ``some``, its bound that of ``every`` sequence at this price."""
     found = zip(pairwise(ends_s.tolist()), *_best(some, ends_s, prices), strict=True)
     return [
         _Interval(

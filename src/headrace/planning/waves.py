@@ -6,15 +6,14 @@ Constraint  a group is one micro-batch: it holds at most its scheme's tokens.
 Objective   minimise the sum over the waves of their slowest launch.
 
 Solve. Waves that grow shorter come first where some sequences are far longer than the rest
-(:mod:`headrace.planning.waves`). For the rest, of V waves the least time D is sought in which
-groups of V N ranks can be filled (:mod:`headrace.planning.waves`), from an estimate upwards
+(:class:`Opening`). For the rest, of V waves the least time D is sought in which groups of V N ranks
+can be filled, from an estimate upwards
 and then by halving; short sequences are dealt out again so that the groups end together, and the
 groups are sorted into waves by their seconds. Which V: few waves pay few constants, but leave the
-longest sequence more of the world and memory less room; the best by estimate
-(:mod:`headrace.planning.waves`) are tried, as long as one could beat the best that is known:
-those of all openings close to their estimates, and far above only where none of them succeeds. What
-the best opening leaves is tried in other orders too where sequences are few, until too many fail or
-the effort is spent: so many sequences placed, never so much time.
+longest sequence more of the world and memory less room; the best by estimate are tried, as long as
+one could beat the best that is known: those of all openings close to their estimates, and far above
+only where none of them succeeds. What the best opening leaves is tried in other orders too where
+sequences are few, until too many fail or the effort is spent: so many sequences placed, never so much time.
 """
 
 from __future__ import annotations
@@ -373,9 +372,10 @@ class Estimates:
         return np.concatenate([*found, [most_s]])
 
     def _needs(self, times_s: Floats) -> Floats:
-        """Rank-waves that one sequence of each sample takes in waves of some times: seconds [times,
-        samples or 1] to [times, kinds, samples]."""
-        limits = times_s[:, None]
+        """Rank-waves that one sequence of each sample fills: its rank-seconds over what a launch's
+        constant leaves of a wave of ``times_s`` [times, samples or 1] seconds; ``_NEVER`` where the
+        sequence alone takes longer than the wave. Returns [times, schemes, samples]."""
+        limits = times_s[:, None]  # the divisor is floored, as such waves are overwritten below
         needs: Floats = self._bare / np.maximum(limits - self._opening, 1e-280)
         np.putmask(needs, self._times > limits * (1 + 1e-9), _NEVER)
         return needs
@@ -726,10 +726,16 @@ class _Search:
 
 
 def _times(one: WaveCount, limit_s: float, *, few: bool, far: bool) -> Iterator[Span]:
-    """Pairs (time below, time) to try in seconds, rising to ``limit_s``: for ``few`` sequences in
-    small steps from the least, else in larger ones from the guess, as halving follows."""
-    low_s, start_s = one.least_s * _STEP, one.least_s if few and not far else one.guess_s
-    for factor in _FAR if far else _FINE if few else _COARSE:
+    """Pairs (a time that fails, the next to try) in seconds, rising to ``limit_s``: for ``few``
+    sequences in small steps from the least time, else in larger ones from the guess, as the caller
+    halves what succeeds; ``far``: times far above the guess, where none near it succeeded."""
+    start_s, factors = one.guess_s, _COARSE
+    if far:
+        factors = _FAR
+    elif few:
+        start_s, factors = one.least_s, _FINE
+    low_s = one.least_s * _STEP
+    for factor in factors:
         time_s = min(start_s * factor, limit_s)
         if time_s <= low_s:
             break

@@ -40,11 +40,12 @@ def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> di
     """
     if ranks == 1 and dtype.itemsize >= 4:
         return {"replicated": 0, "sharded": 0}
-    each = dtype.itemsize + max(4, dtype.itemsize)
+    each = dtype.itemsize + max(4, dtype.itemsize)  # of a weight, and of its gradient in fp32
     replicated = shards = gathered = 0
     for weight in weight_table(a):
         replicated += each * weight.elements
         shards += each * max(map(len, group_shards(weight, p))) * weight.row_elements
+        # Matrices of the first layer, bucket 1: all layers are alike, and one is there at a time.
         if p > 1 and weight.unit is not None and weight.bucket == 1:
             gathered += each * weight.elements
     return {"replicated": replicated, "sharded": min(replicated, shards + gathered)}

@@ -145,8 +145,8 @@ def _assignments(line: Object) -> Iterator[tuple[int, int]]:
 def _plans(
     path: Path, longest: StepMetrics, steps: int, notes: list[str]
 ) -> tuple[Plan | None, dict[tuple[int, str], int]]:
-    """The plan of step ``longest``, and layers per length bin and recompute level over at most
-    ``_PLAN_SAMPLES`` plans spread evenly over the run."""
+    """The plan of the step ``longest``, None where it is not written down, and the layers by length
+    bin and recompute level, counted over about ``_PLAN_SAMPLES`` plans spread over the run."""
     if not path.is_file():
         notes.append(f"{path.name} is missing: no plan is explained")
         return None, {}

@@ -292,7 +292,9 @@ class Walk:
             self.clock[rank] = end_s
 
     def _traffic(self, action: Send | Recv | Exchange, rank: int) -> bool:
-        """Post what is sent on arrival, once, then go on when what is received is there."""
+        """Post the message that an action sends when the rank first comes to it, and end the action
+        once the message that it receives is there. Returns False where the rank has to wait, and is
+        asked again."""
         posted = {message.sends: message for message in messages_of(action)}
         out, back, start_s = posted.get(True), posted.get(False), self.clock[rank]
         if out is not None and rank not in self._posted:

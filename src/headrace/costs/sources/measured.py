@@ -1,7 +1,7 @@
 """From measurements to a cost model: a quadratic per part, a line per kind of memory.
 
-A profile may hold whole layers, branches of layers (:mod:`headrace.costs.sources.measured` puts
-them together), or both; what was measured as a whole counts.
+A profile may hold whole layers, branches of layers, which are put together here, or both; what was
+measured as a whole counts.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def data(rows: Sequence[dict[str, Any]]) -> alt.InlineData:
-    """Rows of a figure; what is not a number becomes null, which JSON can say and Vega skips."""
+    """Rows of a figure; NaN and infinity become null, which JSON can say and Vega skips."""
     values = [{key: _plain(value) for key, value in row.items()} for row in rows]
     with debug_mode(False):  # Altair would hold every row against its schema
         return alt.InlineData(values=values)
