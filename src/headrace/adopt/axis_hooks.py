@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -64,10 +65,14 @@ class RouteSwitch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRoute:
     """The switches before and after a stage. ``cuts`` tells which other arguments are cut to this
-    rank's part, as (dims, full sizes of the axes, the cut dim, first index, count)."""
+    rank's part, as (dims, full sizes of the axes, the cut dim, first index, count);
+    ``counts`` are whole numbers among them."""
 
+    dims: Dims | None = None
+    here: Mapping[str, int] = field(default_factory=dict)
     enter: RouteSwitch | None = None
     leave: RouteSwitch | None = None
+    counts: Mapping[int | str, int] = field(default_factory=dict)
     cuts: Mapping[int | str, tuple[Dims, Mapping[str, int], int, int, int]] = field(
         default_factory=dict
     )
@@ -78,10 +83,16 @@ class StageRoute:
         key = next(iter(given))
         if self.enter is not None:
             given[key] = self.enter.of(given[key])
+        known: dict[str, int] = {}
+        if self.cuts and self.dims is not None:
+            known = self.dims.sizes_of(given[key], self.here)
         for side, (dims, totals, at, start, count) in self.cuts.items():
             value = given.get(side)
             if isinstance(value, torch.Tensor):
-                given[side] = _cut(value, dims, totals, at, start, count)
+                given[side] = _cut(value, dims, {**known, **totals}, at, start, count)
+        for name, places in self.counts.items():
+            if type(given.get(name)) is int:
+                given[name] = places
         return tuple([given[at] for at in range(len(args))]), {k: given[k] for k in named}
 
     def left(self, out: Any) -> Any:
@@ -151,14 +162,22 @@ def route(
     for stage, axis in stages:
         before = shards.axis
         enter = None if axis == before else _route_switch(shards, stage.layout, axis, slot)
-        own = _cuts(stage, shards)
+        own, here = _cuts(stage, shards), shards.here()
+        counts = {name: shards.counted(axis) for name, axis in stage.counts.items()}
         leave = None
         if stage.returns and shards.axis != before:
             leave = _route_switch(shards, stage.layout, before, slot)
-        found.append(StageRoute(enter=enter, leave=leave, cuts=own))
+        found.append(
+            StageRoute(
+                dims=stage.layout, here=here, enter=enter, leave=leave, counts=counts, cuts=own
+            )
+        )
     shards.axis = begun
     return found
 
+
+_adapted: WeakSet[torch.nn.Module] = WeakSet()
+"""Models that have hooks."""
 
 _LINK_BYTES_S = 1e11
 """Bandwidth of a link. Its value does not matter: all links are alike, so plans depend on ratios of
@@ -200,10 +219,19 @@ class HookManager:
     ``axis`` sharded. ``mode`` says what the hooks do."""
 
     def __init__(self, model: torch.nn.Module, stages: Sequence[AxisStage], axis: str) -> None:
+        if model in _adapted:
+            raise ModelError(
+                f"{type(model).__name__} to adapt",
+                got="a model that is adapted already",
+                wanted="one that is not",
+                hint="run.detach() of the first",
+            )
         # The model: its stages by their modules, and the names of its axes.
         self.model, self.axis = model, axis
         self.stages = modules_of(model, tuple(stages))
         self.axes = {axis, *(name for stage in stages for name in stage.mixed)}
+        # Axes that hooks of an adapter put in shards.
+        self.switched: tuple[str, ...] = ()
         # The batch: whether the model is spread, its shards, and shards given for the next forward.
         self.spread = False
         self.shards: AxisShards | None = None
@@ -224,6 +252,8 @@ class HookManager:
         self.last_axis = axis
         self._group_slot: GroupSlot | None = None
         self._hooks, self._outside = ExitStack(), ExitStack()
+        _adapted.add(model)
+        self._hooks.callback(_adapted.discard, model)
         self._hooks.callback(hook_before(model, self._begin, named=True))
         self._hooks.callback(hook_after(model, self._end, always=True))
         for number, (module, stage) in enumerate(self.stages.items()):
@@ -307,6 +337,17 @@ class HookManager:
             own.callback(hook_after(module, leave, always=always))
         self._hooks.callback(own.close)
         return own.close
+
+    def fewest(self, totals: Mapping[str, int]) -> int:
+        """The most ranks that there are places for on every axis that will be in shards: the first
+        one, those that hooks of an adapter switch to, and for each stage the longest of those that
+        it does not mix."""
+        found = [totals[name] for name in (self.axis, *self.switched)]
+        for stage in self.stages.values():
+            free = [n for n in stage.layout.flat if n in self.axes and n not in stage.mixed]
+            if free and all(name in totals for name in free):
+                found.append(max(totals[name] for name in free))
+        return min(found)
 
     def know(self, x: torch.Tensor, shards: AxisShards) -> None:
         """``x`` is an input on ``shards``."""
@@ -436,9 +477,13 @@ class HookManager:
             axis = self._next(stage, at).axis
             if axis != shards.axis:
                 given[key] = shards.switched(first, stage.layout, axis)
+        known = stage.layout.sizes_of(given[key], shards.here()) if stage.sides else {}
         for side, text in stage.sides.items():
             if isinstance(given.get(side), torch.Tensor):
-                given[side] = shards.cut(given[side], Dims.parse(text))
+                given[side] = shards.cut(given[side], Dims.parse(text), known)
+        for count, axis in stage.counts.items():
+            if type(given.get(count)) is int:
+                given[count] = shards.counted(axis)
         return tuple(given[at] for at in range(len(args))), {k: given[k] for k in named}
 
     def _meet(self, module: torch.nn.Module, hook: Any) -> None:

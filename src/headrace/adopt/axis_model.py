@@ -68,6 +68,8 @@ class AxisModel:
         axis: The axis that is in shards where no stage says otherwise.
         batch: The name of the samples, which may be worked on apart.
         sizes: Gives places of axes that the model makes of its inputs, by name.
+        counts: The axes that whole numbers among the inputs count, by name of the input.
+        switched: Axes that hooks of an adapter put in shards.
         groups: The groups of this rank; those of the world when left out.
         check: Whether the model is tried on shards of its first batch before it is run on any.
 
@@ -85,9 +87,12 @@ class AxisModel:
         batch: str | None = None,
         sizes: Sizes = None,
         groups: Groups | None = None,
+        switched: Sequence[str] = (),
+        counts: Mapping[str, str] | None = None,
         check: bool = True,
     ) -> None:
         self.model = model
+        self.counts = dict(counts or {})
         self.inner = model.module if isinstance(model, DistributedDataParallel) else model
         self.inputs = {name: Dims.parse(text) for name, text in inputs.items()}
         self.axis, self.batch = axis, batch
@@ -101,9 +106,9 @@ class AxisModel:
             raise SpecError("axis of the inputs", got=axis, wanted="one of an input's dims")
         self._given, self._met = groups, groups is not None
         self._manager = HookManager(self.inner, stages, axis)
+        self._manager.switched = tuple(switched)
         self.traceable = True
         self._compiled: Callable[..., Any] | None = None
-        self.on = self._manager.on
         shown = [name for name, dims in self.inputs.items() if axis in dims]
         self._main = shown[0] if shown else None
         self._label_name = "labels"
@@ -122,6 +127,45 @@ class AxisModel:
             return self._bound(self.back(out, str(self._main)), self._manager.at_work)
 
         return self._manager.on(self.inner, after=back)
+
+    def on(
+        self,
+        module: torch.nn.Module,
+        before: Callable[[Any, dict[str, Any]], Any] | None = None,
+        after: Callable[[Any, Any], Any] | None = None,
+        *,
+        always: bool = False,
+    ) -> Callable[[], None]:
+        """Change what a module of the model is given or returns while the model is spread, as for
+        positions that it counts itself.
+
+        Args:
+            module: A module of the model.
+            before: Given the arguments and those by name, returns both anew.
+            after: Given the arguments and the result, returns the result anew.
+            always: Whether ``after`` is called after a forward that failed, too, with None.
+
+        Returns:
+            What takes the hooks away.
+        """
+        return self._manager.on(module, before, after, always=always)
+
+    def places_of(self, axis: str) -> int:
+        """Count the places of an axis in the whole batch, of which this rank may have some.
+
+        Args:
+            axis: Its name.
+
+        Returns:
+            The places on all ranks.
+
+        Raises:
+            SpecError: For an axis that neither inputs nor ``sizes`` tell.
+        """
+        totals = self._manager.at_work.totals
+        if axis not in totals:
+            raise SpecError("axis", got=axis, wanted=f"one of {', '.join(totals)}")
+        return totals[axis]
 
     @property
     def shards(self) -> AxisShards | None:
@@ -201,7 +245,7 @@ class AxisModel:
         needed = self.groups_for(batch, members)
         if self._groups is not None:
             self._groups.prepare(needed)
-            agree("inputs", fingerprint(self._tensors(batch), (needed,)), self._groups.world)
+            agree("inputs", fingerprint(_all_tensors(batch), (needed,)), self._groups.world)
         self._look_once(batch, may_wait=True)
         shards, found = self._placed(batch, members, None)
         labels = self._local_labels(found, shards)
@@ -297,6 +341,9 @@ class AxisModel:
             part = self.local(value, str(self.inputs[name]))
             found[name] = part.view_as(part) if part is value else part  # not the input itself
             self._manager.know(found[name], shards)
+        for name, axis in self.counts.items():
+            if type(found.get(name)) is int:
+                found[name] = self._manager.at_work.counted(axis)
         return found
 
     def _look_once(self, batch: Mapping[str, Any], *, may_wait: bool = False) -> None:
@@ -346,7 +393,12 @@ class AxisModel:
             shards.samples = (0, samples, samples)
             return self._on(shards, inputs)
 
-        self._alike = probe_axes(self._manager, inputs, totals, placed)
+        suspects = [
+            name
+            for name, x in _all_tensors(inputs).items()
+            if name not in self.inputs and totals[self.axis] in x.shape
+        ]
+        self._alike = probe_axes(self._manager, inputs, totals, placed, suspects=suspects)
 
     def _local_labels(self, values: Mapping[str, Any], shards: AxisShards) -> torch.Tensor | None:
         """The labels of this rank's places; their dims are those of the first input with axes."""
@@ -778,9 +830,9 @@ class AxisModel:
         return totals.get(self.batch, 1) if self.batch else 1
 
     def _parts(self, totals: Mapping[str, int], ranks: int) -> int:
-        """Parts into which samples are split so that every axis has at least one place for each of
-        the ranks that share a part."""
-        places = min(n for name, n in totals.items() if name != self.batch)
+        """Parts of the samples that ``ranks`` work on apart: the axes that will be in shards have
+        places for all ranks of a part."""
+        places = self._manager.fewest(totals)
         return split_batch(self._samples(totals), totals[self.axis], ranks, fewest=places)
 
     def _one(self, name: str, value: torch.Tensor, what: str) -> torch.Tensor:
@@ -856,6 +908,10 @@ class AxisModel:
                 times[at] = -(-count // value.shape[at])
                 value = value.repeat(times).narrow(at, 0, count)
         return value
+
+
+def _all_tensors(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
 def _elsewhere(model: torch.nn.Module) -> ModelError:

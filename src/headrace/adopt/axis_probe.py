@@ -42,6 +42,10 @@ _HINT = (
     "it as a stage (AxisStage), give positions as inputs with dims, or hr.adapt(..., check=False)"
 )
 
+_SUSPECTS = (
+    "input {} has no dims, and one as long as the axis: hr.adapt(..., inputs=...) tells its dims; "
+) + _HINT
+
 
 def refuse_batch_norms(model: torch.nn.Module) -> None:
     """Raise ModelError for norms whose statistics are those of one rank's places."""
@@ -108,15 +112,18 @@ class ProbeShards(AxisShards):
         return sum(sizes[: self.rank]), sizes[self.rank]
 
     def best(self, free: Sequence[str]) -> str:
-        """The first one that is preferred."""
-        return min(free, key=self.prefer.index)
+        """The first one that is preferred, of those with places for all ranks."""
+        order = sorted(free, key=self.prefer.index)
+        return next((n for n in order if self.totals.get(n, self.parts) >= self.parts), order[0])
 
-    def local(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
+    def local(
+        self, x: torch.Tensor, dims: Dims, known: Mapping[str, int] | None = None
+    ) -> torch.Tensor:
         """This rank's part of a tensor that is whole."""
         if self.axis not in dims:
             return x
-        at = dims.dim_of(self.axis)
-        return dims.closed(dims.opened(x, self.totals).narrow(at, *self.span(self.axis)))
+        at, whole = dims.dim_of(self.axis), dims.opened(x, {**(known or {}), **self.totals})
+        return dims.closed(whole.narrow(at, *self.span(self.axis)))
 
     def whole(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
         """The tensor that was kept, once the part was found right."""
@@ -201,6 +208,7 @@ class _Probe:
     manager: HookManager
     totals: Mapping[str, int]
     placed: Callable[[AxisShards], Mapping[str, Any]]
+    suspects: Sequence[str]
 
     def run(self, shards: ProbeShards) -> Any:
         """Run the model on simulated shards; returns its result."""
@@ -241,12 +249,15 @@ def probe_axes(
     batch: Mapping[str, Any],
     totals: Mapping[str, int],
     placed: Callable[[AxisShards], Mapping[str, Any]],
+    *,
+    suspects: Sequence[str] = (),
 ) -> tuple[bool, ...]:
     """Run a model on a ``batch`` and on shards of it, each axis being in shards where stages let
-    it. ``placed`` takes shards and gives the inputs on them. Returns which of the tensors that it
-    returns are alike on all shards. Raises ModelError, naming the module,
-    where results differ, and WholeFails for what the plain model raises."""
-    look = _Probe(manager=manager, totals=totals, placed=placed)
+    it. ``placed`` takes shards and gives the inputs on them; ``suspects`` are inputs without dims
+    that may have places of the axis. Returns which tensors of a result are alike on all shards.
+    Raises ModelError, naming the module, where results differ, and WholeFails for what the plain
+    model raises."""
+    look = _Probe(manager=manager, totals=totals, placed=placed, suspects=suspects)
     names = [manager.axis, *sorted(manager.axes - {manager.axis})]
     with _untouched(manager.model):
         wanted = _whole_result(manager, batch)
@@ -348,7 +359,7 @@ def _named(
         f"{type(model).__name__} on shards of axis {axis}",
         got=f"another result than on the whole: {found}" if error is None else found,
         wanted="this rank's part of the whole",
-        hint=_HINT,
+        hint=_HINT if not look.suspects else _SUSPECTS.format(", ".join(look.suspects)),
     )
 
 

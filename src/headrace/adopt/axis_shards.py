@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Self
@@ -59,6 +60,10 @@ class Dims:
                 self._refuse(x, sizes)
             shape += [sizes.get(name, rest) for name in names]
         return x.reshape(shape)
+
+    def sizes_of(self, x: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The places of every name in a tensor, ``sizes`` being those of the axes here."""
+        return dict(zip(self.flat, self.opened(x, sizes).shape, strict=True))
 
     def closed(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`opened`: flattens the dims of names that share one."""
@@ -182,11 +187,13 @@ class AxisShards:
         """Which of several axes to take where no plan is known: that of most places."""
         return max(free, key=lambda name: self.totals.get(name, 0))
 
-    def local(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
-        """This rank's part of a tensor that is not sharded."""
+    def local(
+        self, x: torch.Tensor, dims: Dims, known: Mapping[str, int] | None = None
+    ) -> torch.Tensor:
+        """This rank's part of a tensor that is whole. ``known`` are places of other names."""
         if self.axis not in dims or self.group is None:
             return x
-        whole = dims.opened(x, self.totals)
+        whole = dims.opened(x, {**(known or {}), **self.totals})
         at = dims.dim_of(self.axis)
         return dims.closed(split(whole, at, self.group, sizes=self.sizes(self.axis)))
 
@@ -234,19 +241,34 @@ class AxisShards:
         self.axis = axis
         return dims.closed(moved)
 
-    def cut(self, x: torch.Tensor, dims: Dims) -> torch.Tensor:
-        """Another argument of a stage, cut to this rank's places where it has all of them. Raises
-        DataError for one that has neither all nor the local places."""
+    def counted(self, axis: str) -> int:
+        """The places of an axis on this rank. Raises SpecError for one that nothing tells."""
+        here = self.here()
+        if axis not in here:
+            raise SpecError("axis that is counted", got=axis, wanted=f"one of {', '.join(here)}")
+        return here[axis]
+
+    def cut(
+        self, x: torch.Tensor, dims: Dims, known: Mapping[str, int] | None = None
+    ) -> torch.Tensor:
+        """What a stage needs of another argument: this rank's places where it has all of them.
+        ``known`` are places of other names. Raises DataError for one that has neither all nor
+        these, or may have either."""
         if self.axis not in dims or self.group is None:
             return x
+        others = {name: n for name, n in (known or {}).items() if name != self.axis}
+        found = list[tuple[bool, torch.Tensor]]()
         for sizes, done in ((self.here(), True), (self.totals, False)):
-            try:
-                opened = dims.opened(x, sizes)
-            except DataError:
-                continue
-            return dims.closed(opened) if done else self.local(x, dims)
-        raise DataError(
-            f"argument of dims {dims}",
-            got=f"{list(x.shape)}",
-            wanted=f"{self.here()[self.axis]} or {self.totals[self.axis]} places of {self.axis}",
-        )
+            with suppress(DataError):
+                found.append((done, dims.opened(x, {**others, **sizes})))
+        here, total = self.here()[self.axis], self.totals[self.axis]
+        if not found or (len(found) > 1 and here != total):
+            raise DataError(
+                f"argument of dims {dims}",
+                got=f"{list(x.shape)}" + (", which may be either" if found else ""),
+                wanted=f"{here} or {total} places of {self.axis}",
+            )
+        done, opened = found[0]
+        if done:
+            return dims.closed(opened)
+        return self.local(dims.closed(opened), dims, others)

@@ -24,6 +24,8 @@ class AxisStage:
         dims: The dims of their first argument and first result: ``(b s) t c``.
         sides: The dims of other arguments that have places of axes, by number or name: what is
             whole there is cut to this rank's places.
+        counts: The axes whose places whole numbers among the arguments count, by number or name:
+            ``{"num_frames": "t"}``; they are given the places that this rank has in the stage.
         returns: Whether the axis that was in shards before is so again afterwards, for models whose
             code between stages asks for it; else it stays as it is until a stage mixes it.
 
@@ -35,6 +37,7 @@ class AxisStage:
     mixes: str
     dims: str
     sides: Mapping[int | str, str] = field(default_factory=dict)
+    counts: Mapping[int | str, str] = field(default_factory=dict)
     returns: bool = True
 
     def __post_init__(self) -> None:

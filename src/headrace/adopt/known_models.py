@@ -102,6 +102,7 @@ def adapt_timesformer(model: Any, *, groups: Groups | None = None, check: bool =
         inputs={"pixel_values": "b t c y x"} | ({"labels": "b"} if prefix else {}),
         axis="h",
         batch="b",
+        switched=["t"],
         sizes=sizes,
         groups=groups,
         check=check,
@@ -225,6 +226,7 @@ def adapt(
     batch: str | None = None,
     sizes: Sizes = None,
     groups: Groups | None = None,
+    counts: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> AxisModel:
     """Run a multi-dimensional model on shards of its axes, unchanged (DSP).
@@ -238,6 +240,8 @@ def adapt(
         batch: The name of the samples, which are worked on apart where there are more ranks than
             places of the axis.
         sizes: Gives places of axes that the model makes of its inputs, by name.
+        counts: The axes that whole numbers among the inputs count, by name of the input:
+            ``{"num_frames": "t"}``.
         groups: The groups of this rank; those of the world when left out.
         check: Whether the first batch is tried on shards in one process, and the model refused
             where they give another result than the whole.
@@ -275,5 +279,6 @@ def adapt(
         batch=batch,
         sizes=sizes,
         groups=groups,
+        counts=counts,
         check=check,
     )

@@ -314,5 +314,6 @@ def fingerprint(batch: Mapping[str, torch.Tensor], extra: Sequence[object]) -> s
     digest = hashlib.blake2b(repr([sorted(batch), *extra]).encode(), digest_size=16)
     for name in sorted(batch):
         digest.update(f"{list(batch[name].shape)} {batch[name].dtype}".encode())
-        digest.update(batch[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        flat = batch[name].detach().cpu().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -7,13 +7,13 @@ Objective   minimise the sum over the waves of their slowest launch.
 
 Solve. Waves that grow shorter come first where some sequences are far longer than the rest
 (:class:`Opening`). For the rest, of V waves the least time D is sought in which groups of V N ranks
-can be filled, from an estimate upwards
-and then by halving; short sequences are dealt out again so that the groups end together, and the
-groups are sorted into waves by their seconds. Which V: few waves pay few constants, but leave the
-longest sequence more of the world and memory less room; the best by estimate are tried, as long as
-one could beat the best that is known: those of all openings close to their estimates, and far above
-only where none of them succeeds. What the best opening leaves is tried in other orders too where
-sequences are few, until too many fail or the effort is spent: so many sequences placed, never so much time.
+can be filled, from an estimate upwards and then by halving; short sequences are dealt out again so
+that the groups end together, and the groups are sorted into waves by their seconds. Which V: few
+waves pay few constants, but leave the longest sequence more of the world and memory less room; the
+best by estimate are tried, as long as one could beat the best that is known: those of all openings
+close to their estimates, and far above only where none of them succeeds. What the best opening
+leaves is tried in other orders too where sequences are few, until too many fail or the effort is
+spent: so many sequences placed, never so much time.
 """
 
 from __future__ import annotations
