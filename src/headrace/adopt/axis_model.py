@@ -713,8 +713,12 @@ class AxisModel:
         return self.places(sample)
 
     def begin(self, sample: Item, device: str) -> Callable[[], None]:
-        """Have the model give results on shards, as :meth:`install` does; returns what takes it
-        back."""
+        """Try the model on shards of a sample, grown where it has few places, and :meth:`install`;
+        returns what takes that back. Raises ModelError for a model that cannot be run on them."""
+        grown = {name: value.to(device) for name, value in self._grown(sample).items()}
+        given = {name: value for name, value in grown.items() if name in self._takes}
+        self._look_once(given, may_wait=True)
+        self._untried = None  # it is called by others
         installed = self.install()
 
         def end() -> None:

@@ -420,6 +420,7 @@ def _untouched(model: torch.nn.Module) -> Iterator[None]:
     eager = torch.compiler.set_stance("force_eager") if _DYNAMO in sys.modules else nullcontext()
     with torch.random.fork_rng(devices), eager:
         model.eval()
+        _reshard(model)
         try:
             for number, parameter in enumerate(model.parameters()):
                 if (held := _own_values(parameter)) is not None:
@@ -429,10 +430,18 @@ def _untouched(model: torch.nn.Module) -> Iterator[None]:
         finally:
             for now, before in (*drawn, *buffers):
                 now.data.copy_(before)
+            _reshard(model)
             for module in training:
                 module.training = True
             random.setstate(states[0])
             np.random.set_state(states[1])  # noqa: NPY002
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    """Let FSDP2 forget weights that it has gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _own_values(parameter: torch.nn.Parameter) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as f
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import headrace as hr
@@ -203,3 +204,30 @@ def test_attention_that_cannot_be_spread_is_told(manner: str, words: str) -> Non
     """Catches places that are lost without a word."""
     for said in run_ranks(2, refused, manner):
         assert words in said
+
+
+def penalised() -> str:
+    """What is said of a gradient of a gradient."""
+    torch.manual_seed(0)
+    run = adapted(Mixed(2).double())
+    part = run.shard(
+        {
+            "x": torch.randn(1, 4, 4, FEATURES, dtype=torch.float64),
+            "places": torch.randn(16, FEATURES, dtype=torch.float64),
+        }
+    )
+    part["x"].requires_grad_()
+    with sdpa_kernel(SDPBackend.MATH):
+        out = run(**part)
+        (slope,) = torch.autograd.grad(out.sin().sum(), part["x"], create_graph=True)
+    try:
+        run.backward(slope.square().sum())
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    """Catches a second order that is lost at what meets other ranks."""
+    for said in run_ranks(2, penalised):
+        assert "attend_backward" in said

@@ -365,3 +365,33 @@ def test_items_that_are_no_clips_are_told(item: Any, words: str) -> None:
     own = model()
     with pytest.raises(DataError, match=words):
         hr.attach(hr.adapt(own), sgd(own), [item], batch_sequences=1)
+
+
+class Summed(torch.nn.Module):
+    """A sum over frames between two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.space = Axial(1), Axial(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.space(self.time(x).cumsum(1))
+
+
+def unlike() -> str:
+    """What is said of such a model in a loop."""
+    own = Summed().double()
+    stages = [hr.AxisStage(modules=n, mixes=n[0], dims="b t s c") for n in ("time", "space")]
+    adapted = hr.adapt(own, stages=stages, inputs={"x": "b t s c"}, axis="t", batch="b")
+    items = [{"x": torch.randn(t, 4, 8, dtype=torch.float64)} for t in (1, 3)]
+    try:
+        hr.attach(adapted, sgd(own), items, batch_sequences=2, say=lambda text: None)
+    except ModelError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_model_that_shards_would_change_is_refused() -> None:
+    """Catches a loop whose first item is an image, which has no frames to part."""
+    for said in run_ranks(2, unlike):
+        assert "what module space" in said
