@@ -373,7 +373,7 @@ class Config(Section):
             devices = Strategy.parse(text).devices
             if not 1 <= devices <= self.devices.ranks:
                 raise ValueError(
-                    f"planner.strategies: {text!r} needs {counted(devices, 'rank')}, "
+                    f"planner.strategies: {text!r} needs {counted(devices, 'rank')} "
                     f"of {self.devices.ranks}"
                 )
         return self
