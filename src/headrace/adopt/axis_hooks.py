@@ -184,6 +184,13 @@ _LINK_BYTES_S = 1e11
 times only."""
 
 
+def _is_cast(x: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether ``x`` has the values of ``own``, perhaps in a narrower dtype."""
+    if x.shape != own.shape or x.device != own.device:
+        return False
+    return x.data_ptr() == own.data_ptr() or torch.equal(x, own.to(x.dtype))
+
+
 def _backward_at_work() -> int:
     """The number of the backward that this runs in, -1 in none."""
     return int(torch._C._current_graph_task_id())  # noqa: SLF001
@@ -236,6 +243,7 @@ class HookManager:
         self.spread = False
         self.shards: AxisShards | None = None
         self._next_shards: AxisShards | None = None
+        self.inputs: tuple[torch.Tensor, ...] = ()  # of the micro-batch of a loop
         # The current forward: stages that have begun and not ended, and all stages called so far.
         self._entered = list[str]()
         self._called = list[torch.nn.Module]()
@@ -415,7 +423,11 @@ class HookManager:
     # Compilers break their graphs here: only at run time is it known which axis is sharded.
     @torch.compiler.disable
     def _begun(self, args: Any, named: Any) -> None:
-        shards = self.shards_of((*args, *named.values())) or self._next_shards
+        values = (*args, *named.values())
+        shards = self.shards_of(values)
+        if shards is None and self.inputs and not torch.is_grad_enabled():
+            self._require_own(values)
+        shards = shards or self._next_shards
         if shards is None:
             raise ModelError(
                 "inputs of the model", got="others than were sharded", wanted="what shard() gave"
@@ -423,6 +435,19 @@ class HookManager:
         self.take(shards)
         self._next_shards = None
         self._outside.enter_context(self._recomputing(self.at_work))
+
+    def _require_own(self, values: tuple[Any, ...]) -> None:
+        """Raise ModelError for an evaluation within a micro-batch that is given none of its inputs,
+        whatever a wrapper has cast them to: it would be taken for a part of the batch."""
+        given = [x for x in values if isinstance(x, torch.Tensor) and x.dim()]
+        if not any(_is_cast(x, own) for x in given for own in self.inputs):
+            raise ModelError(
+                f"{type(self.model).__name__}(...) within a micro-batch, without gradients",
+                got="none of the inputs of the micro-batch",
+                wanted="model(**micro.inputs)",
+                hint="evaluate before the micro-batch or after its backward, where the model is "
+                "the plain one; give it the micro-batch's inputs, changed in place",
+            )
 
     @torch.compiler.disable
     def _refuse_sharded(self, args: Any, named: Any) -> None:

@@ -301,10 +301,13 @@ class AxisModel:
         """Spread the model: its forwards work on ``part`` from now on."""
         self._manager.take(part.placed)
         self._manager.spread = True
+        self._manager.inputs = tuple(
+            x for x in part.inputs.values() if isinstance(x, torch.Tensor) and x.dim()
+        )
 
     def release(self) -> None:
         """Make the model the user's plain one again."""
-        self._manager.spread = False
+        self._manager.spread, self._manager.inputs = False, ()
 
     def _placed(
         self, batch: Mapping[str, Any], ranks: Members, groups: Groups | None

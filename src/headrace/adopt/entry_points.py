@@ -33,6 +33,9 @@ __all__ = ["ChosenLevels", "EntryPoint", "EntryPointName", "entry_point_of"]
 EntryPointName = Literal["attention registry", "calls", "graph"]
 
 
+Look = Callable[[tuple[Any, ...], dict[str, Any]], None]
+
+
 class ChosenLevels(Protocol):
     """Sets the recompute level of each block for the next forward."""
 
@@ -49,8 +52,9 @@ class EntryPoint:
         name: Which entry point it is.
         call: Runs the spread model as ``call(**inputs)``.
         probing: Like ``call``, but without a slow compiler backend.
-        install: Has the model itself do what ``call`` does while it is spread; returns a
-            function that undoes this.
+        install: Has the model itself do what ``call`` does while it is spread, once the function
+            that it is given has looked at the arguments, (positional, keyword); returns a function
+            that undoes this.
         remove: Removes every hook and replaced function; the entry point is of no use afterwards.
         compiler: Counts compiled graphs; None where the model is not compiled.
         levels: Makes the object that sets recompute levels of blocks; None where blocks cannot be
@@ -60,7 +64,7 @@ class EntryPoint:
     name: EntryPointName
     call: Callable[..., Any]
     probing: Callable[..., Any]
-    install: Callable[[], Callable[[], None]]
+    install: Callable[[Look], Callable[[], None]]
     remove: Callable[[], None] = lambda: None
     compiler: Compiler | None = None
     levels: Callable[[Sequence[torch.nn.Module]], ChosenLevels | None] = lambda blocks: None
@@ -106,7 +110,7 @@ def _registry(
     return EntryPoint(
         name="attention registry",
         probing=model,
-        install=lambda: _nothing,
+        install=lambda _: _nothing,
         call=model if compiler is None else _compiled(model, compiler, fullgraph=False),
         compiler=compiler,
         levels=levels,
@@ -126,7 +130,7 @@ def _calls(model: torch.nn.Module, inner: torch.nn.Module, slot: ModelSlot) -> E
         name="calls",
         call=model,
         probing=model,
-        install=lambda: _nothing,
+        install=lambda _: _nothing,
         remove=opened.close,
         levels=levels,
     )
@@ -137,11 +141,15 @@ def _graph(
 ) -> EntryPoint:
     compiler, whole, opened = Compiler(backend, slot), not is_wrapped(model), ExitStack()
 
-    def install() -> Callable[[], None]:
+    def install(look: Look) -> Callable[[], None]:
         before = inner._compiled_call_impl  # noqa: SLF001
         inner.compile(backend=compiler, fullgraph=True, dynamic=True)
-        spread = inner._compiled_call_impl  # noqa: SLF001
+        graph: Any = inner._compiled_call_impl  # noqa: SLF001
         inner._compiled_call_impl = before  # noqa: SLF001
+
+        def spread(*args: Any, **named: Any) -> Any:
+            look(args, named)  # a graph has no place for it
+            return graph(*args, **named)
 
         def switch(on: bool) -> None:
             inner._compiled_call_impl = spread if on else before  # noqa: SLF001

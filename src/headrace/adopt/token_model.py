@@ -167,7 +167,7 @@ class TokenModel:
         self.exchanges: tuple[str, ...] = (exchange,) if exchange else ("ulysses", "ring")
         self.inner = inner = model.module if isinstance(model, DistributedDataParallel) else model
         takes = _arguments(inner)
-        self._takes = frozenset(takes)
+        self._takes, self._order = frozenset(takes), tuple(takes)
         any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
         self._takes_places = "position_ids" in takes
         self._takes_labels = label_name in takes
@@ -190,6 +190,7 @@ class TokenModel:
         self._layers: Layers | None = None
         self._ends = None if logits else LossHead(inner)
         self._called_last: Placement | None = None
+        self._part: BatchPart | None = None
         self._adds = self._leaving = False
         self._reader: TokenReader | None = None
         self.label_place: LabelPlace | None = None
@@ -353,12 +354,15 @@ class TokenModel:
         )
 
     def take(self, part: BatchPart) -> None:
-        """Spread the model: its forwards work on ``part`` from now on."""
+        """Spread the model: its forwards work on ``part`` from now on, and refuse the tokens of
+        others."""
         self._slot.take(part.placed)
+        self._part = part
 
     def release(self) -> None:
         """Make the model the user's plain one again."""
         self._slot.take(None)
+        self._part = None
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's results for what :meth:`shard` returned. Results with logits, of inputs with
@@ -378,6 +382,7 @@ class TokenModel:
                 wanted="what shard() gave",
                 hint="give a shard's inputs as they are; move a batch before it is sharded",
             )
+        self._require_places(inputs)
         if self.inner.training not in self._looked:  # sharded in evaluation
             self.probe(inputs)
         if self._leaving:  # a backward that failed
@@ -399,7 +404,7 @@ class TokenModel:
         undoes this."""
         model = self.inner
         hooks = ExitStack()
-        hooks.callback(self._entry.install())
+        hooks.callback(self._entry.install(self._require_own))
         if self.entry_point == "graph":
             return hooks.close
         coming = list[torch.Tensor | None]()
@@ -677,8 +682,11 @@ class TokenModel:
 
     def _refuse_sharded(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Raise ModelError where the plain model receives a part of a batch: its tokens would see
-        only those of this rank."""
-        if torch.compiler.is_compiling() or self._slot.held is not None:
+        only those of this rank; and where the spread one receives other tokens than its part."""
+        if torch.compiler.is_compiling():
+            return
+        if self._slot.held is not None:
+            self._require_own(args, named)
             return
         given = named.get(self.tokens, args[0] if args else None)
         if isinstance(given, torch.Tensor) and given in self._placed:
@@ -687,6 +695,40 @@ class TokenModel:
                 got=f"{type(module).__name__}(...)",
                 wanted="run(**shard.inputs)",
                 hint="outside of it the model is the plain one, for whole batches",
+            )
+
+    def _require_own(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Raise ModelError where the model, spread for a micro-batch, is called with other tokens,
+        whose borders and places it would take for those of the micro-batch; or without its
+        places."""
+        if self._part is None:
+            return
+        given = {**dict(zip(self._order, args, strict=False)), **named}
+        own = self._part.inputs
+        if not any(
+            isinstance(x := given.get(name), torch.Tensor) and _is_same(x, own[name])
+            for name in (self.tokens, "position_ids")
+            if name in own
+        ):
+            raise ModelError(
+                f"{type(self.inner).__name__}(...) within a micro-batch",
+                got="other tokens than those of the micro-batch",
+                wanted="model(**micro.inputs)",
+                hint="evaluate before the micro-batch or after its backward, where the model is "
+                "the plain one; change tokens of a micro-batch in place "
+                f"(micro.inputs[{self.tokens!r}].masked_fill_(...))",
+            )
+        self._require_places(given)
+
+    def _require_places(self, given: Mapping[str, Any]) -> None:
+        """Raise ModelError for inputs of a part without the places of its tokens: the model would
+        begin at the first one."""
+        if self._takes_places and given.get("position_ids") is None:
+            raise ModelError(
+                f"inputs of {type(self.inner).__name__}",
+                got="a part of a batch without its position_ids",
+                wanted="all inputs of the part",
+                hint="model(**micro.inputs), or run(**shard.inputs)",
             )
 
     def _chosen_levels(self, blocks: Sequence[torch.nn.Module]) -> ChosenLevels | None:
@@ -876,6 +918,15 @@ def _arguments(model: Any) -> dict[str, inspect.Parameter]:
 
 def _hands_on(arguments: Mapping[str, inspect.Parameter]) -> bool:
     return any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in arguments.values())
+
+
+def _is_same(x: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether ``x`` is ``own``, a view of all of it, or has its values."""
+    if x is own or isinstance(x, FakeTensor):
+        return True
+    if x.shape != own.shape or x.dtype != own.dtype or x.device != own.device:
+        return False
+    return x.data_ptr() == own.data_ptr() or torch.equal(x, own)
 
 
 def _mark_dynamic(inputs: Mapping[str, Any]) -> None:

@@ -150,12 +150,13 @@ class _Spent:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Work:
     """What this rank does in a step: its program, the packs of its micro-batches, the tokens of all
-    ranks that have a loss, and the actions whose losses are looked at where they are."""
+    ranks that have a loss, and the indices of the actions whose losses are looked at where they
+    are."""
 
     program: Program
     packs: dict[tuple[int, int], Pack]
     targets: int
-    checked: frozenset[Forward | Idle]
+    checked: frozenset[int]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -221,12 +222,12 @@ class LoopRunner:
         work = self._work(batch, plan)
         self.targets = work.targets
         with self.held.step():
-            for action in work.program.actions:
+            for index, action in enumerate(work.program.actions):
                 if not isinstance(action, Forward | Idle):
                     continue  # the loop has run the backward; the update comes at the step's end
                 self.action = str(action)
                 check = None
-                if self.check and action in work.checked:
+                if self.check and index in work.checked:
                     check = LossCheck(part=self._placed(plan, action, work))
                     for trial in check.trials:
                         with set_aside(self.held.model, self.device):
@@ -521,23 +522,24 @@ class LoopRunner:
             yield Row(rank=rank, action="U", kind="update", start_s=start_s, end_s=end_s)
 
 
-def _checked(program: Program, packs: Packs, plan: Plan) -> frozenset[Forward | Idle]:
-    """The actions of a program whose losses are looked at, so that every rank has one and all ranks
-    of a pack know of it: in lockstep the first of each rank, else each that has a rank that comes
-    for the first time."""
-    turns = [action for action in program.actions if isinstance(action, Forward | Idle)]
+def _checked(program: Program, packs: Packs, plan: Plan) -> frozenset[int]:
+    """The indices of a program's actions whose losses are looked at, so that every rank has one and
+    all ranks of a pack know of it: in lockstep the first of each rank, else each that has a rank
+    that comes for the first time."""
+    actions = enumerate(program.actions)
+    turns = [(index, turn) for index, turn in actions if isinstance(turn, Forward | Idle)]
     if plan.semantics == "lockstep":
-        return frozenset(turns[:1])
+        return frozenset(index for index, _ in turns[:1])
     seen, chosen = set[int](), set[tuple[int, int]]()
-    for index, groups in enumerate(packs):
-        for at, ranks in enumerate(groups):
+    for micro_batch, groups in enumerate(packs):
+        for pack, ranks in enumerate(groups):
             if not seen.issuperset(ranks):
                 seen.update(ranks)
-                chosen.add((index, at))
+                chosen.add((micro_batch, pack))
     return frozenset(
-        action
-        for action in turns
-        if isinstance(action, Forward) and (action.micro_batch, action.pack) in chosen
+        index
+        for index, turn in turns
+        if isinstance(turn, Forward) and (turn.micro_batch, turn.pack) in chosen
     )
 
 

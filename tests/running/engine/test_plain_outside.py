@@ -154,6 +154,32 @@ def test_a_model_of_axes_is_plain_between_micro_batches(tmp_path: Path) -> None:
         assert all(same), same
 
 
+def of_axes_within(folder: Path) -> list[str]:
+    """What a loop is told that evaluates other clips within a micro-batch of a model of axes."""
+    run, called = clips_attached("alone", folder, costs=costs(dist.get_world_size()), steps=1)
+    said = list[str]()
+    for step in run:
+        for micro in step:
+            inputs = {k: v for k, v in micro.inputs.items() if isinstance(v, torch.Tensor)}
+            other = {k: v + 1 if v.dim() else v for k, v in inputs.items()}
+            rest = {k: v for k, v in micro.inputs.items() if k not in inputs}
+            with torch.no_grad():
+                try:
+                    called(**other, **rest)
+                except ModelError as error:
+                    said.append(str(error))
+            error = model_error(called, micro)
+            micro.backward(error.square().sum() / micro.targets)
+    return said
+
+
+def test_other_clips_within_a_micro_batch(tmp_path: Path) -> None:
+    """Catches an evaluation of clips of the micro-batch's shape, taken for parts of longer ones."""
+    for said in run_ranks(2, of_axes_within, tmp_path, timeout_s=100):
+        assert said
+        assert all("evaluate before the micro-batch" in one for one in said)
+
+
 def adapted_alone() -> list[bool]:
     """Whether an adapted model that is called directly is plain."""
     from running.adopt.test_adapted import DIMS, adapted, drawn, table
@@ -207,3 +233,60 @@ def within_context(folder: Path) -> tuple[float, float, float]:
         wanted = float(other(ids, labels=ids).loss)
     trained(run, model)
     return float(loss), after, wanted
+
+
+def within(kind: str, folder: Path) -> list[str]:
+    """What a loop is told that calls its model with something else within a micro-batch: other
+    tokens, tokens alone, and copies of its own."""
+    graph = kind == "graph"
+    model = llama() if kind == "registry" else gpt()
+    made = costs(dist.get_world_size(), layers=1 if graph else 2)
+    given: dict[str, Any] = {"costs": made, "steps": 1}
+    data: Any = dataset()
+    if kind != "registry":
+        given |= {"labels": "next", "backend": "eager" if graph else None}
+        data = [(item["input_ids"], item["labels"]) for item in data]
+    run = attached(model, torch.optim.SGD(model.parameters(), lr=0.1), data, folder, **given)
+    said = list[str]()
+
+    def told(**inputs: torch.Tensor) -> None:
+        try:
+            with torch.no_grad():
+                model(**inputs)
+        except ModelError as error:
+            said.append(str(error))
+        else:
+            said.append("taken")
+
+    for step in run:
+        for micro in step:
+            name = "input_ids" if kind == "registry" else "ids"
+            own = dict(micro.inputs)
+            labels = own.pop("labels", None)
+            other = (own[name] + 1) % 61
+            told(**{name: other})
+            told(**{name: own[name].clone()})
+            told(**{**own, name: own[name].clone()})
+            told(**{**own, name: other})
+            if kind == "registry":
+                micro.backward(model(**own, labels=labels).loss)
+            else:
+                micro.backward(micro.loss(model(**own)[0]))
+    return said[:4]
+
+
+@pytest.mark.parametrize("kind", ["registry", "calls", "graph"])
+def test_other_tokens_within_a_micro_batch(kind: str, tmp_path: Path) -> None:
+    """Catches an evaluation of as many tokens as the micro-batch has, which would have its borders
+    and places, and a part without its places."""
+    takes_places = kind == "registry"
+    for said in run_ranks(2, within, kind, tmp_path, timeout_s=200):
+        other, alone, copied, changed = said
+        assert "within a micro-batch: got other tokens than those" in other
+        assert "evaluate before the micro-batch or after its backward" in other
+        if takes_places:
+            assert "a part of a batch without its position_ids" in alone
+        else:
+            assert alone == "taken"
+        assert copied == "taken"
+        assert (changed == "taken") == takes_places, changed
