@@ -96,11 +96,13 @@ _ROUNDING = 1e-10
 class Bound:
     """Seconds of computation that no plan beats; ``longest_s`` is the longest sequence's quickest
     run. ``by_wave``: what the longest wave leaves is the reason
-    (:mod:`headrace.planning.wave_bounds`)."""
+    (:mod:`headrace.planning.wave_bounds`). ``exact``: it is the time of the best plan, which a
+    dynamic program has found (:mod:`headrace.planning.exact_waves`)."""
 
     seconds: float
     longest_s: float
     by_wave: bool = False
+    exact: bool = False
 
     @property
     def by_longest(self) -> bool:

@@ -12,6 +12,7 @@ from headrace.errors import InfeasiblePlan
 from headrace.planning.baselines import BASELINES
 from headrace.planning.batch import PriceTable, SortedBatch
 from headrace.planning.bounds import Bound, BoundRows, lower_bound
+from headrace.planning.exact_waves import MOST_SEQUENCES
 from headrace.planning.explain import require_lockstep
 from headrace.planning.generators import Draft, SearchLimits, nested, scheduled, side_by_side
 from headrace.planning.problem import Problem
@@ -108,7 +109,9 @@ class FormulaSearch:
 
     def _closer(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> Bound:
         """The tighter bound of waves, where the best plan is far above ``bound`` and ranks have so
-        many sequences that prices tell something."""
+        many sequences that prices tell something; of few sequences the best plan itself."""
+        if self._is_exact(table) and found:
+            return replace(bound, seconds=found[0].seconds, exact=True)
         many = len(table.tokens) >= self.limits.loose_each * table.devices
         loose_s = bound.seconds * (1 + self.limits.loose)
         lockstep = self.problem.semantics == "lockstep" and not any(table.staged)
@@ -116,6 +119,12 @@ class FormulaSearch:
             return bound
         seconds = wave_bound_s(table, bound.seconds, found[0].seconds)
         return replace(bound, seconds=seconds, by_wave=seconds > bound.seconds)
+
+    def _is_exact(self, table: PriceTable) -> bool:
+        """Whether the search compares all plans."""
+        adaptive = self.problem.planner == "adaptive"
+        lockstep = self.problem.semantics == "lockstep" and not any(table.staged)
+        return adaptive and lockstep and len(table.tokens) <= MOST_SEQUENCES
 
     def _free(self, table: PriceTable, low_s: float, found: list[Assignment]) -> list[Assignment]:
         """Schedules whose groups start when their ranks are free. Nested groups come first, as
@@ -219,7 +228,9 @@ def reasons(found: Sequence[Assignment], bound: Bound) -> tuple[str, ...]:
     best, table = found[0], found[0].table
     gap = percent_text(_over(best.seconds, bound.seconds))
     binds = "the longest sequence is quicker nowhere"
-    if bound.by_wave:
+    if bound.exact:
+        binds = "no plan of so few sequences is quicker: all were compared"
+    elif bound.by_wave:
         binds = (
             "on few devices the longest sequences make a wave longer than what fits into memory "
             "beside them, on many devices they take more device-seconds"

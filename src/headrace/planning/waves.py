@@ -13,7 +13,9 @@ waves pay few constants, but leave the longest sequence more of the world and me
 best by estimate are tried, as long as one could beat the best that is known: those of all openings
 close to their estimates, and far above only where none of them succeeds. What the best opening
 leaves is tried in other orders too where sequences are few, until too many fail or the effort is
-spent: so many sequences placed, never so much time.
+spent: so many sequences placed, never so much time. The waves of few sequences are exact, and of
+more, waves with few sequences are joined and solved anew
+(:mod:`headrace.planning.exact_waves`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.planning.batch import PriceTable
+from headrace.planning.exact_waves import MOST_SEQUENCES, exact_waves, rejoined
 from headrace.planning.schedule import Assignment, launch_s
 from headrace.planning.side_by_side import Pipelines
 
@@ -592,6 +595,9 @@ def waves(
     ]
     if not kinds or not np.isfinite(table.alone[kinds, 0]).any():
         return None
+    if len(table.tokens) <= MOST_SEQUENCES:
+        exact = exact_waves(table, kinds, range(len(table.tokens)))
+        return None if exact is None else _assigned(table, exact[1])
     filler = WaveFiller(table, kinds)
     few, estimates = len(table.tokens) < FEW, Estimates(filler)
     found = openings(filler, estimates, effort // 2)
@@ -608,7 +614,12 @@ def waves(
         search.one_by_one(found[0].begun)
     if few:
         search.shuffled(np.random.default_rng(seed), start)
-    launches = [launch for wave in search.best for launch in _launches(table, wave)]
+    return _assigned(table, rejoined(table, kinds, search.best, bound_s))
+
+
+def _assigned(table: PriceTable, waves: Iterable[Wave]) -> Assignment:
+    """The schedule of some waves."""
+    launches = [launch for wave in waves for launch in _launches(table, wave)]
     return Assignment.of_launches(table, launches, "waves", "lockstep")
 
 

@@ -1,0 +1,363 @@
+"""Plans of one planner over many worlds: what they lose in the mean and at worst, and their time.
+
+A world is costs, devices and a batch. A plan is compared with the best that is known of its world:
+the least step of this run, of the restrictions that ``--restrict`` plans, and of earlier runs
+(``--known``), so that what any of them finds counts. Planners are judged by these means and worst
+cases, not world by world: a search is a lottery within a fraction of a percent.
+
+    pipelines   published costs of pipelines (Hydraulis), of 140 to 16,000 sequences
+    groups      published costs of groups (FlexSP), groups start when their ranks are free
+    lockstep    the same, groups meet at every layer, and drawn batches of few sequences
+    8b          Llama 8B by a roofline on 8 to 256 H100
+    32b         Llama 32B (60 layers of 6,656) on 48 and 64
+    70b         Llama 70B on 64 and 256, where memory binds
+    small       made-up costs of 2 to 9 ranks, of few sequences
+
+    behind      the step over the best known, less one: mean and worst of the group
+    gap         the step over its own bound, less one: mean and worst
+    cpu         processor time of a warm plan: geometric mean and most
+
+``--restrict`` plans each world with less allowed (one stage; powers of two; weights held one way;
+tensor blocks and stages without context groups): where such a plan is quicker, the search is to
+blame, as more choices can never be worse.
+
+``--ablate`` plans all worlds with each limit of the search at its smallest instead, and prints what
+that loses: a limit that loses nothing has no reason to be there.
+
+examples:
+    python benchmarks/worlds.py
+    python benchmarks/worlds.py --groups 32b 70b --restrict --known benchmarks/results/worlds.json
+    python benchmarks/worlds.py --ablate --groups 8b groups
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean, geometric_mean
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import headrace as hr
+from headrace.cli.display import tell
+from headrace.costs import CostModel, Speeds, published, synthetic_costs
+from headrace.errors import InfeasiblePlan, SpecError
+from headrace.planning import Problem, plan
+from headrace.planning.generators import SearchLimits
+from headrace.spec import Lengths, Plan
+from headrace.units import GIB, percent_text, seconds_text
+
+HERE = Path(__file__).parent
+LLAMA_32B = hr.Architecture(
+    kind="llama",
+    layers=60,
+    hidden=6656,
+    heads=52,
+    kv_heads=52,
+    ffn=17_920,
+    vocabulary=32_000,
+)
+SHORT = "bins:edges=1024/2048/4096/8192/16384/32768/65536/131072,shares=64/16/9/5/3/2/1"
+"""Lengths as frequent as their cube is rare (Data-Centric Parallel's short data)."""
+CURVED = "lognormal:median=2000,sigma=1.5,max=131072"
+FEW = "lognormal:median=600,sigma=1,max=131072"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What is planned for: a problem and a batch."""
+
+    group: str
+    name: str
+    problem: Callable[[], Problem]
+    lengths: Callable[[], Lengths]
+
+
+def fixture(name: str, at: int) -> Lengths:
+    found = json.loads((HERE / "fixtures" / f"{name}.json").read_text())["iterations"]
+    return Lengths(tokens=tuple(found[at]))
+
+
+@cache
+def of_model(name: str, devices: int) -> Problem:
+    model = LLAMA_32B if name == "32b" else hr.Architecture.preset(f"llama-{name}")
+    return Problem(costs=hr.costs.roofline(model, "h100", devices=devices))
+
+
+@cache
+def of_published(name: str, devices: int, semantics: Any = "free") -> Problem:
+    return Problem(costs=published(name), devices=devices, semantics=semantics)
+
+
+def drawn(law: str, tokens: str, seed: int) -> Callable[[], Lengths]:
+    return lambda: hr.lengths.draw(law, tokens=tokens, seed=seed)
+
+
+def of_pipelines() -> Iterator[World]:
+    for name, devices, lengths in (
+        ("hydraulis-32b", 64, "commoncrawl-like-200k"),
+        ("hydraulis-13b", 32, "longtail-32k-100k"),
+        ("hydraulis-13b", 32, "longtail-32k-1000k"),
+        ("hydraulis-7b", 32, "longtail-32k-100k"),
+        ("hydraulis-7b", 32, "longtail-32k-1000k"),
+    ):
+        for at in (0, 1):
+            yield World(
+                group="pipelines",
+                name=f"{name} on {devices}, {lengths} {at}",
+                problem=lambda name=name, devices=devices: of_published(name, devices),
+                lengths=lambda lengths=lengths, at=at: fixture(lengths, at),
+            )
+    for tokens in ("5M", "15M"):
+        yield World(
+            group="pipelines",
+            name=f"hydraulis-32b on 64, {tokens}",
+            problem=lambda: of_published("hydraulis-32b", 64),
+            lengths=drawn("lognormal:median=700,sigma=1.05,min=16,max=32768", tokens, 0),
+        )
+
+
+def of_groups(semantics: Any) -> Iterator[World]:
+    group = "groups" if semantics == "free" else "lockstep"
+
+    def made(devices: int, text: str, lengths: Callable[[], Lengths]) -> World:
+        return World(
+            group=group,
+            name=f"flexsp on {devices}, {text}",
+            problem=lambda: of_published("flexsp-7b-a100", devices, semantics),
+            lengths=lengths,
+        )
+
+    for devices in (8, 64, 256):
+        for text in ("32k-100k", "32k-1000k"):
+            for at in (0, 1):
+                name = f"longtail-{text}"
+                yield made(devices, f"{text} {at}", lambda name=name, at=at: fixture(name, at))
+        if devices > 8:
+            yield made(devices, "128k-4000k", lambda: fixture("longtail-128k-4000k", 0))
+        for seed in (1, 2, 3):  # long tails, 5 to 10 sequences for each device
+            law, tokens = "lognormal:median=700,sigma=1.5,max=131072", f"{devices * 15}K"
+            yield made(devices, f"tail {seed}", drawn(law, tokens, seed))
+
+
+def of_a_model(name: str, devices: int, *batches: tuple[str, str]) -> Iterator[World]:
+    for law, tokens in batches:
+        for seed in (1, 2):
+            yield World(
+                group=name,
+                name=f"{name} on {devices}, {law.partition(':')[0]} {tokens} {seed}",
+                problem=lambda: of_model(name, devices),
+                lengths=drawn(law, tokens, seed),
+            )
+
+
+def of_few(seed: int, semantics: Any) -> World:
+    random = np.random.default_rng([seed, 5])
+    ranks = int(random.integers(2, 10))
+    speeds = Speeds(
+        launch_s=float(random.choice([0.0, 5e-5, 1e-3])),
+        link_bytes_per_s=float(random.choice([1e11, 5e9])),
+    )
+    memory = int(random.choice([1.5, 3, 10]) * GIB)
+    count = int(random.integers(1, 14))
+    tokens = np.exp(random.normal(np.log(8000), 1.2, count)).clip(16, 60_000).round()
+
+    def problem() -> Problem:
+        costs: CostModel = synthetic_costs(ranks, 2, memory_bytes=memory, speeds=speeds)
+        return Problem(costs=costs, semantics=semantics)
+
+    return World(
+        group="small" if semantics == "free" else "lockstep",
+        name=f"made up {seed}: {count} sequences on {ranks}",
+        problem=problem,
+        lengths=lambda: Lengths.of(tokens),
+    )
+
+
+def all_worlds() -> Iterator[World]:
+    yield from of_pipelines()
+    yield from of_groups("free")
+    yield from of_groups("lockstep")
+    yield from (of_few(seed, "lockstep") for seed in range(40))
+    yield from of_a_model("8b", 8, (CURVED, "250K"), ("chatqa2-sft", "500K"))
+    yield from of_a_model("8b", 64, (CURVED, "1M"), ("github-code", "4M"), ("prolong", "4M"))
+    yield from of_a_model("8b", 256, (CURVED, "4M"))
+    yield from of_a_model(
+        "32b", 64, ("commoncrawl-like", "1600K"), ("chatqa2-sft", "1M"), (SHORT, "4M")
+    )
+    yield from of_a_model("32b", 64, ("github-code", "4M"))
+    yield from of_a_model("32b", 48, ("chatqa2-sft", "1M"))
+    yield from of_a_model("70b", 64, (CURVED, "1M"))
+    yield from of_a_model("70b", 256, (CURVED, "4M"), (FEW, "4M"))
+    yield from (of_few(seed, "free") for seed in range(60))
+
+
+def restricted(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """The problem with less allowed, by name."""
+    if problem.is_published:
+        return
+    sizes = problem.group_sizes
+    powers = tuple(p for p in sizes if p & (p - 1) == 0)
+    blocks = tuple(
+        method
+        for method in problem.model.feed_forwards
+        if method.startswith(("local", "megatron_ts", "metp"))
+    )
+    changes: dict[str, dict[str, Any]] = {
+        "one stage": {"stages": False},
+        "powers of two": {"sizes": powers},
+        "replicated": {"holding": ("replicated",)},
+        "sharded": {"holding": ("sharded",)},
+        "blocks and stages": {"methods": blocks},
+    }
+    for name, change in changes.items():
+        try:
+            yield name, problem.replace(**change)
+        except SpecError:
+            continue
+
+
+def planned(world: World, limits: SearchLimits | None) -> tuple[Plan, float]:
+    """The plan of a world, and the processor seconds of making it again where that is short."""
+    problem, lengths = world.problem(), world.lengths()
+    began = time.process_time()
+    made = plan(problem, lengths, limits=limits)
+    spent = time.process_time() - began
+    if spent < 2:
+        began = time.process_time()
+        plan(problem, lengths, limits=limits)
+        spent = time.process_time() - began
+    return made, spent
+
+
+def row_of(world: World, limits: SearchLimits | None, *, restrict: bool) -> dict[str, Any]:
+    made, spent_s = planned(world, limits)
+    found = {
+        "group": world.group,
+        "world": world.name,
+        "step_s": made.predicted_s,
+        "best_s": made.predicted_s,
+        "by": "",
+        "gap": made.gap,
+        "cpu_s": spent_s,
+        "strategy": str(made.strategy),
+    }
+    for name, problem in restricted(world.problem()) if restrict else ():
+        try:
+            other = plan(problem, world.lengths(), limits=limits)
+        except InfeasiblePlan:
+            continue
+        if other.predicted_s < found["best_s"]:
+            found |= {"best_s": other.predicted_s, "by": name}
+    return found
+
+
+def summed(rows: list[dict[str, Any]]) -> dict[str, float]:
+    behind = [row["step_s"] / row["best_s"] - 1 for row in rows]
+    gaps, spent = [row["gap"] for row in rows], [max(row["cpu_s"], 1e-4) for row in rows]
+    return {
+        "worlds": len(rows),
+        "behind": fmean(behind),
+        "worst": max(behind),
+        "gap": fmean(gaps),
+        "widest": max(gaps),
+        "cpu_s": geometric_mean(spent),
+        "most_cpu_s": max(spent),
+    }
+
+
+def told(rows: list[dict[str, Any]], console: Console, *, each: bool) -> None:
+    table = Table("group", "worlds", "behind", "worst", "gap", "widest", "cpu", "most")
+    for group in dict.fromkeys(row["group"] for row in rows):
+        own = [row for row in rows if row["group"] == group]
+        found = summed(own)
+        table.add_row(
+            group,
+            str(len(own)),
+            *(f"{100 * found[key]:.2f} %" for key in ("behind", "worst", "gap", "widest")),
+            *(seconds_text(found[key]) for key in ("cpu_s", "most_cpu_s")),
+        )
+    console.print(table)
+    for row in rows if each else ():
+        behind = row["step_s"] / row["best_s"] - 1
+        if behind > 1e-3:
+            text = f"{row['group']}: {row['world']}: {percent_text(behind)} behind {row['by']}"
+            console.print(f"{text}, gap {percent_text(row['gap'])}, {row['strategy']}")
+
+
+def smallest(limits: SearchLimits) -> Iterator[tuple[str, SearchLimits]]:
+    """The limits with each of them at its smallest."""
+    for one in fields(limits):
+        value = getattr(limits, one.name)
+        less = value[:1] if isinstance(value, tuple) else type(value)(0)
+        if less != value:
+            yield one.name, replace(limits, **{one.name: less})
+
+
+def ablated(worlds: list[World], rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table("limit at its smallest", "group", "loss", "worst", "cpu")
+    for name, limits in smallest(SearchLimits()):
+        tell(f"without {name}")
+        for group in dict.fromkeys(world.group for world in worlds):
+            own = [world for world in worlds if world.group == group]
+            before = {row["world"]: row for row in rows if row["group"] == group}
+            losses, ratios = list[float](), list[float]()
+            for world in own:
+                made, spent_s = planned(world, limits)
+                known = before[world.name]
+                losses.append(made.predicted_s / known["step_s"] - 1)
+                ratios.append(max(spent_s, 1e-4) / max(known["cpu_s"], 1e-4))
+            table.add_row(
+                name,
+                group,
+                f"{100 * fmean(losses):+.3f} %",
+                f"{100 * max(losses):+.2f} %",
+                f"x{geometric_mean(ratios):.2f}",
+            )
+    console.print(table)
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    groups = list(dict.fromkeys(world.group for world in all_worlds()))
+    parser.add_argument("--groups", nargs="+", choices=groups, default=groups)
+    parser.add_argument("--restrict", action="store_true", help="plan with less allowed, too")
+    parser.add_argument("--known", type=Path, help="the JSON of earlier runs: the best of them")
+    parser.add_argument("--ablate", action="store_true", help="each limit at its smallest")
+    parser.add_argument("--each", action="store_true", help="every world 0.1 %% behind")
+    parser.add_argument("--json", type=Path, help="where rows are kept")
+    return parser.parse_args()
+
+
+def main() -> None:
+    o, rows = options(), list[dict[str, Any]]()
+    worlds = [world for world in all_worlds() if world.group in o.groups]
+    for n, world in enumerate(worlds):
+        tell(f"{n + 1} of {len(worlds)}: {world.name}")
+        rows.append(row_of(world, None, restrict=o.restrict))
+    known = json.loads(o.known.read_text()) if o.known is not None else []
+    best = {(row["group"], row["world"]): row for row in known}
+    for row in rows:
+        other = best.get((row["group"], row["world"]))
+        if other is not None and other["best_s"] < row["best_s"]:
+            row |= {"best_s": other["best_s"], "by": other["by"] or "an earlier run"}
+    console = Console()
+    told(rows, console, each=o.each)
+    if o.ablate:
+        ablated(worlds, rows, console)
+    if o.json is not None:
+        o.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
