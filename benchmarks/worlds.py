@@ -28,6 +28,7 @@ examples:
     python benchmarks/worlds.py
     python benchmarks/worlds.py --groups 32b 70b --restrict --known benchmarks/results/worlds.json
     python benchmarks/worlds.py --ablate --groups 8b groups
+    python benchmarks/worlds.py --limits crowd=1000 few=1000 --known benchmarks/results/worlds.json
 """
 
 from __future__ import annotations
@@ -149,11 +150,12 @@ def of_groups(semantics: Any) -> Iterator[World]:
 
 
 def of_a_model(name: str, devices: int, *batches: tuple[str, str]) -> Iterator[World]:
+    short = {CURVED: "median 2,000", FEW: "median 600", SHORT: "mostly short"}
     for law, tokens in batches:
         for seed in (1, 2):
             yield World(
                 group=name,
-                name=f"{name} on {devices}, {law.partition(':')[0]} {tokens} {seed}",
+                name=f"{name} on {devices}, {short.get(law, law)} {tokens} {seed}",
                 problem=lambda: of_model(name, devices),
                 lengths=drawn(law, tokens, seed),
             )
@@ -166,9 +168,10 @@ def of_few(seed: int, semantics: Any) -> World:
         launch_s=float(random.choice([0.0, 5e-5, 1e-3])),
         link_bytes_per_s=float(random.choice([1e11, 5e9])),
     )
-    memory = int(random.choice([1.5, 3, 10]) * GIB)
+    memory = int(random.choice([3, 5, 10]) * GIB)
     count = int(random.integers(1, 14))
-    tokens = np.exp(random.normal(np.log(8000), 1.2, count)).clip(16, 60_000).round()
+    most = 8_000 if memory < 4 * GIB else 30_000
+    tokens = np.exp(random.normal(np.log(most / 4), 1.2, count)).clip(16, most).round()
 
     def problem() -> Problem:
         costs: CostModel = synthetic_costs(ranks, 2, memory_bytes=memory, speeds=speeds)
@@ -332,6 +335,9 @@ def options() -> argparse.Namespace:
     groups = list(dict.fromkeys(world.group for world in all_worlds()))
     parser.add_argument("--groups", nargs="+", choices=groups, default=groups)
     parser.add_argument("--restrict", action="store_true", help="plan with less allowed, too")
+    parser.add_argument(
+        "--limits", nargs="+", default=(), metavar="NAME=VALUE", help="limits of the search"
+    )
     parser.add_argument("--known", type=Path, help="the JSON of earlier runs: the best of them")
     parser.add_argument("--ablate", action="store_true", help="each limit at its smallest")
     parser.add_argument("--each", action="store_true", help="every world 0.1 %% behind")
@@ -342,9 +348,11 @@ def options() -> argparse.Namespace:
 def main() -> None:
     o, rows = options(), list[dict[str, Any]]()
     worlds = [world for world in all_worlds() if world.group in o.groups]
+    changes = {name: json.loads(value) for name, value in (one.split("=") for one in o.limits)}
+    limits = SearchLimits(**{k: tuple(v) if isinstance(v, list) else v for k, v in changes.items()})
     for n, world in enumerate(worlds):
         tell(f"{n + 1} of {len(worlds)}: {world.name}")
-        rows.append(row_of(world, None, restrict=o.restrict))
+        rows.append(row_of(world, limits, restrict=o.restrict))
     known = json.loads(o.known.read_text()) if o.known is not None else []
     best = {(row["group"], row["world"]): row for row in known}
     for row in rows:

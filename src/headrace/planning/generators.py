@@ -50,7 +50,9 @@ class SearchLimits:
         sparse: On such devices, with more sequences for each, only the first of ``levels`` counts.
         targets: Nested groups are drafted for these times the bound.
         dropped: They are drafted without some sizes, too, where that is this share above the bound.
-        crowd: They are filled where there are at most so many sequences for each device.
+        worth: They are filled where the best is this share above the bound.
+        crowd: Pipelines side by side are filled scheme by scheme, too, where there are at most so
+            many sequences for each device.
         promotions: Sequences that a filling may give a larger size.
         packed: Drafts that are packed exactly.
         polished: Packed drafts that are improved by local search.
@@ -86,6 +88,7 @@ class SearchLimits:
     sparse: int = 2
     targets: Sequence[float] = (1.0, 1.1, 1.4, float("inf"))
     dropped: float = 0.0
+    worth: float = 0.005
     crowd: int = 3
     promotions: int = 2
     packed: int = 10
@@ -210,13 +213,13 @@ def side_by_side(
         known: Whether other drafts are known, so that what hardly gains is not searched.
         exchanges: Whether pipelines of a strategy are exchanged even where filling finds none.
     """
-    starts, single = list[Counts](), [depth == 1 for depth in table.depth]
+    starts = list[Counts]()
     crowded = any(table.fluid) and table.devices > limits.large
     # Where devices have few sequences each level finds something, and costs little.
     many = len(table.tokens) > limits.sparse * table.devices
     some_levels = limits.levels[: 1 if crowded and many else None]
     tried = list[Filler]()
-    for bias in _biases(single, limits, deeper):
+    for bias in _biases(table, limits, deeper=deeper):
         filler = Filler(table, most=most, bias=bias)
         if not starts and any(filler.is_like(other, high_s) for other in tried[-1:]):
             continue
@@ -243,14 +246,24 @@ def side_by_side(
         yield from _dealt(*climbs[-1], limits.levels)
 
 
-def _biases(single: Sequence[bool], limits: SearchLimits, deeper: bool) -> Iterator[list[float]]:
-    """Biases of schemes to fill with: those that leave schemes with stages out, then those of
-    ``limits``."""
+def _biases(table: PriceTable, limits: SearchLimits, *, deeper: bool) -> Iterator[list[float]]:
+    """Biases of schemes to fill with, infinite for those that are left out, by families: schemes of
+    one stage, then all; of each first those with a power of two of ranks, which leave few ranks
+    over, as filling is misled by more schemes. Schemes with stages are biased by ``limits`` too."""
+    single = [depth == 1 for depth in table.depth]
+    even = [width & (width - 1) == 0 for width in table.width]
+    families = list[tuple[list[bool], float]]()
     if any(single) and not deeper:
-        yield [1.0 if one else float("inf") for one in single]
+        families.append((single, 1.0))
     if not all(single):
-        for bias in limits.biases:
-            yield [1.0 if one else bias for one in single]
+        families += [([True] * len(table), bias) for bias in limits.biases]
+    for family, bias in families:
+        some = [a and b for a, b in zip(family, even, strict=True)]
+        for chosen in (some, family) if any(some) and some != family else (family,):
+            yield [
+                (1.0 if one else bias) if used else inf
+                for used, one in zip(chosen, single, strict=True)
+            ]
 
 
 def _homogeneous(table: PriceTable) -> list[Counts]:
@@ -319,7 +332,8 @@ def nested(
         for draft in _drafts(nesting, bound_s, high_s * (1 + limits.near), limits):
             high_s = min(high_s, draft.seconds)
             yield draft
-        if (any(table.fluid) and many) or len(table.tokens) > limits.crowd * table.devices:
+        near = len(table.tokens) > limits.few and high_s <= bound_s * (1 + limits.worth)
+        if (any(table.fluid) and many) or near:
             continue
         if some is chain:
             found = least_time(
