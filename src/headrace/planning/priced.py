@@ -21,9 +21,7 @@ from headrace.costs import CostModel, Linear
 from headrace.costs.cost_model import (
     MOST_TOKENS,
     held_bytes,
-    kept_line,
     message_s,
-    moments,
     stage_gather,
 )
 from headrace.spec import LayerOption, LayerPlan, Pipeline, Scheme
@@ -427,10 +425,10 @@ class StageCosts:
         return rows
 
     @cached_property
-    def lines(self) -> list[list[tuple[Linear, list[Linear]]]]:
-        """By plan and stage, the bytes kept of a micro-batch, and those at each moment that may be
-        its peak, as lines over tokens."""
-        return [self._of_stages(plan) for plan in self.table.plans]
+    def bytes(self) -> list[tuple[Floats, Floats]]:
+        """By stage, the bytes kept of a micro-batch by plan [plans, 2], and those at each moment
+        that may be its peak [plans, moments, 2], as slopes over tokens and constants."""
+        return [self._moments(stage) for stage in self.stages]
 
     @cached_property
     def slowest(self) -> list[Row]:
@@ -515,55 +513,49 @@ class StageCosts:
             [so_far + passing, so_far[:, -1:] + head], axis=1
         )
 
-    def seconds(self, plan: int, squares: float, tokens: int) -> float:
-        """Seconds on the slowest stage for a pack with sums ``squares`` of l^2, ``tokens`` of l."""
-        return float((self.rows[plan] @ np.array([squares, tokens, 1.0])).max())
+    def seconds(self, squares: Floats, tokens: Floats) -> Floats:
+        """Seconds on the slowest stage of packs with sums ``squares`` of l^2 and ``tokens`` of l,
+        [packs] each, by plan [packs, plans]."""
+        sums = np.stack([squares, tokens, np.ones(len(tokens))])
+        each: Floats = (self.rows @ sums).max(axis=1)
+        return each.T
 
     def needs(self, plan: int, tokens: int) -> int:
         """Bytes that micro-batches of ``tokens`` lack on the fullest stage; 0 or less where they
         fit."""
-        depth = len(self.stages)
+        depth, own = len(self.stages), np.array([float(tokens), 1.0])
         lacks = [
-            (depth - s - 1) * kept(tokens) + max(line(tokens) for line in peaks) - room
-            for s, ((kept, peaks), room) in enumerate(
-                zip(self.lines[plan], self.rooms, strict=True)
-            )
+            (depth - s - 1) * float(kept[plan] @ own) + float((peaks[plan] @ own).max()) - room
+            for s, ((kept, peaks), room) in enumerate(zip(self.bytes, self.rooms, strict=True))
         ]
         return -floor(-max(lacks))
 
     def fits(self, packs: Sequence[tuple[int, int]]) -> bool:
         """Whether micro-batches, as (tokens, plan) in their order, fit the memory of every stage,
         each forward beside those in flight and each backward beside those still behind it."""
-        depth, last = len(self.stages), len(packs) - 1
-        for s, room in enumerate(self.rooms):
-            kept = [self.lines[plan][s][0](tokens) for tokens, plan in packs]
-            over = [
-                max(line(n) for line in self.lines[plan][s][1]) - own
-                for (n, plan), own in zip(packs, kept, strict=True)
-            ]
-            for i, more in enumerate(over):
-                first, end = max(0, i - (depth - s - 1)), min(last, i + depth - s - 1)
-                if max(sum(kept[first : i + 1]), sum(kept[i : end + 1])) + more > room:
-                    return False
+        depth, at = len(self.stages), np.arange(len(packs))
+        tokens, plans = np.array(packs, dtype=np.int64).T
+        values = np.stack([tokens.astype(np.float64), np.ones(len(packs))])
+        for s, ((held, peaks), room) in enumerate(zip(self.bytes, self.rooms, strict=True)):
+            kept = (held[plans].T * values).sum(axis=0)
+            over = (peaks[plans] * values.T[:, None]).sum(axis=2).max(axis=1) - kept
+            sums = np.concatenate([[0.0], np.cumsum(kept)])
+            beside = depth - s - 1
+            before = sums[at + 1] - sums[np.maximum(at - beside, 0)]
+            behind = sums[np.minimum(at + beside, len(packs) - 1) + 1] - sums[at]
+            if (np.maximum(before, behind) + over > room + _ROUNDING_BYTES).any():
+                return False
         return True
-
-    def _of_stages(self, plan: LayerPlan) -> list[tuple[Linear, list[Linear]]]:
-        """:attr:`lines` of one plan, worked out once for stages of like layers."""
-        known = dict[tuple[bool, tuple[LayerOption, ...]], tuple[Linear, list[Linear]]]()
-        found = list[tuple[Linear, list[Linear]]]()
-        for stage in self.stages:
-            key = stage.last, plan.options[stage.start : stage.stop]
-            if key not in known:
-                lines = moments(self.costs, stage, plan)
-                known[key] = kept_line(self.costs, stage, plan), lines
-            found.append(known[key])
-        return found
 
 
 def _bare(a: Floats, b: Floats, c: Floats, caps: tuple[int, ...]) -> Frontier:
     """A frontier without layer plans."""
     layers = np.zeros((len(caps), 0), dtype=np.int64)
     return Frontier(options=(), a=a.copy(), b=b.copy(), c=c.copy(), caps=caps, layers=layers)
+
+
+_ROUNDING_BYTES = 1e-3
+"""Bytes that are forgiven as rounding of sums."""
 
 
 def _lines(lines: Sequence[Linear]) -> Floats:

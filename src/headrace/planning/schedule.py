@@ -21,6 +21,8 @@ from itertools import chain
 from math import inf
 from operator import mul
 
+import numpy as np
+
 from headrace.costs import CostModel
 from headrace.planning.batch import Packed, PriceTable, SortedBatch
 from headrace.planning.packing import pack
@@ -405,25 +407,17 @@ def _quickened(
 ) -> tuple[int, ...]:
     """The rows of micro-batches in this order, made quicker where the stages have memory for all
     that is in flight, the largest gains first."""
-    sums = [
-        (sum([batch.tokens[i] ** 2 for i in own]), sum([batch.tokens[i] for i in own]))
-        for own in bins
-    ]
-    table = [
-        [stages.seconds(row, *both) for row in range(len(stages.table.plans))] for both in sums
-    ]
+    held = [sum([batch.tokens[i] for i in own]) for own in bins]
+    squares = [float(sum([batch.tokens[i] ** 2 for i in own])) for own in bins]
+    table = stages.seconds(np.array(squares), np.array(held, dtype=np.float64))
     chosen = list(rows)
-    gains = sorted(
-        (each[other] - each[chosen[j]], j, other)
-        for j, each in enumerate(table)
-        for other in range(len(each))
-        if each[other] < each[chosen[j]]
-    )
+    over = table - table[np.arange(len(rows)), chosen][:, None]
+    gains = sorted((float(over[j, other]), j, other) for j, other in np.argwhere(over < 0).tolist())
     done = set[int]()
     for _, j, other in gains:
         if j not in done:
             tried = [*chosen[:j], other, *chosen[j + 1 :]]
-            if stages.fits([(held, row) for (_, held), row in zip(sums, tried, strict=True)]):
+            if stages.fits(list(zip(held, tried, strict=True))):
                 chosen[j] = other
                 done.add(j)
     return tuple(chosen)

@@ -3,9 +3,8 @@
 A plan without stages has a closed form. Micro-batches run in the plan's order, each when all ranks
 of its group are free. One that starts before all weights are there waits for them segment by
 segment, so its forward ends no sooner than the weights of any segment plus the segments from there
-on; in the last one of each rank the gradients of a segment are complete when it ends. With stages
-the programs are walked, of one rank per stage: the first has the most rows of every message, so
-none of the others is later.
+on; in the last one of each rank the gradients of a segment are complete when it ends. Pipelines
+with stages follow their one-forward-one-backward order (:mod:`headrace.simulator.staged_clock`).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from headrace.costs.cost_model import CostModel, message_s, segment_rows, segment_seconds
 from headrace.errors import CostError, ProgramError
+from headrace.simulator.staged_clock import StagedPipeline
 from headrace.spec.measurement import Row, Timeline
 from headrace.spec.plan import MicroBatch, Plan
 from headrace.spec.program import (
@@ -32,10 +32,10 @@ from headrace.spec.program import (
     Recv,
     Send,
     Update,
-    compile_rank,
     meeting,
     meeting_key,
     pushes_of,
+    rows_of,
 )
 from headrace.spec.strategy import Scheme, Stage
 from headrace.spec.walk import Posted, messages_of
@@ -122,15 +122,12 @@ Key = tuple[int, int, str, int]
 class Walk:
     """Ranks on their way through their programs.
 
-    ``rows[r]`` are those of rank r in program order; none are kept when not ``recorded``.
-    ``programs`` may be those of some ranks only: then groups are what is left of them.
+    ``rows[r]`` are those of rank r in program order.
     """
 
-    def __init__(
-        self, programs: Sequence[Program], plan: Plan, costs: CostModel, *, recorded: bool = True
-    ) -> None:
+    def __init__(self, programs: Sequence[Program], plan: Plan, costs: CostModel) -> None:
         check_costs(plan, costs)
-        self._plan, self._costs, self._recorded = plan, costs, recorded
+        self._plan, self._costs = plan, costs
         self._actions = {program.rank: program.actions for program in programs}
         self._world = tuple(self._actions)
         self._arrivals = arrivals(costs)
@@ -188,7 +185,7 @@ class Walk:
 
     def _meet(self, action: Forward | Backward | Update, rank: int) -> bool:
         """Wait for the others of the group; the last one to come does the action for all."""
-        group = [r for r in meeting(action, rank, self._world) if r in self._actions]
+        group = [*meeting(action, rank, self._world)]
         key = meeting_key(action)
         come = self._come.setdefault(key, set())
         come.add(rank)
@@ -287,7 +284,7 @@ class Walk:
     ) -> None:
         tokens, ranks = self._tokens[action.micro_batch], len(action.group)
         for rank in group:
-            text = str(self._head(rank)) if self._recorded else ""
+            text = str(self._head(rank))
             self._record(rank, text, action.kind, start_s, end_s, tokens, ranks, waited_s)
             self.clock[rank] = end_s
 
@@ -305,8 +302,7 @@ class Walk:
         if back is not None:
             end_s = max(end_s, self._there.pop(back.key(rank)))
         rows = sum(message.rows for message in posted.values())
-        text = str(action) if self._recorded else ""
-        self._record(rank, text, action.kind, start_s, end_s, rows, 2)
+        self._record(rank, str(action), action.kind, start_s, end_s, rows, 2)
         self.clock[rank] = end_s
         self._places[rank] += 1
         return True
@@ -361,18 +357,17 @@ class Walk:
         ranks: int = 0,
         waited_s: float = 0.0,
     ) -> None:
-        if self._recorded:
-            row = Row(
-                rank=rank,
-                action=action,
-                kind=kind,
-                start_s=start_s,
-                end_s=end_s,
-                tokens=tokens,
-                ranks=ranks or self._plan.devices,
-                waited_s=waited_s,
-            )
-            self.rows[rank].append(row)
+        row = Row(
+            rank=rank,
+            action=action,
+            kind=kind,
+            start_s=start_s,
+            end_s=end_s,
+            tokens=tokens,
+            ranks=ranks or self._plan.devices,
+            waited_s=waited_s,
+        )
+        self.rows[rank].append(row)
 
 
 Floats = NDArray[np.float64]
@@ -382,21 +377,27 @@ def step_s(plan: Plan, costs: CostModel) -> float:
     """Predicted seconds of the whole step: the end of what
     :func:`headrace.simulator.step_clock` gives for the plan's programs."""
     check_costs(plan, costs)
-    if any(pipeline.scheme.pipeline > 1 for pipeline in plan.pipelines):
-        return _staged_s(plan, costs)
     forward, backward = _segments(plan, costs)
     there = np.array(arrivals(costs))
-    begins, ends = _runs(plan, forward, backward.sum(axis=1), there)
-    last = _last_of_ranks(plan)
-    buckets = len(there)
-    issued = np.zeros(buckets)
-    if last:
-        complete = np.cumsum(backward[last][:, ::-1], axis=1)[:, ::-1]
-        issued = (begins[last][:, None] + complete).max(axis=0)
-    order = [(bucket, float(issued[bucket])) for bucket in reversed(range(buckets))]
+    issued, last_s = np.zeros(len(there)), float(there[-1])
+    staged = [n for n, pipeline in enumerate(plan.pipelines) if pipeline.scheme.pipeline > 1]
+    deep = set(staged)
+    plain = [n for n, micro in enumerate(plan.micro_batches) if micro.pipeline not in deep]
+    if plain:
+        begins, ends = _runs(plan, plain, forward, backward.sum(axis=1), there)
+        last_s = max(last_s, *ends.values())
+        for n in _last_of_ranks(plan, plain):
+            complete = np.cumsum(backward[n][::-1])[::-1]
+            np.maximum(issued, begins[n] + complete, out=issued)
+    for number in staged:
+        own = [n for n, micro in enumerate(plan.micro_batches) if micro.pipeline == number]
+        if own:
+            line = _staged_pipeline(plan, costs, number, own, forward, backward, there)
+            np.maximum(issued, line.issued, out=issued)
+            last_s = max(last_s, line.end_s)
+    order = [(bucket, float(issued[bucket])) for bucket in reversed(range(len(there)))]
     pushed = push_ends(costs, order)
-    last_s = max(pushed[-1], float(there[-1]), float(ends.max(initial=0.0)), 0.0)
-    return last_s + costs.exchange_s.update_s * costs.scale
+    return max(pushed[-1], last_s, 0.0) + costs.exchange_s.update_s * costs.scale
 
 
 def micro_batch_seconds(plan: Plan, costs: CostModel) -> tuple[float, ...]:
@@ -435,51 +436,60 @@ def _segments(plan: Plan, costs: CostModel) -> tuple[Floats, Floats]:
     return forward, backward
 
 
-def _runs(plan: Plan, forward: Floats, backward_s: Floats, there: Floats) -> tuple[Floats, Floats]:
-    """When the backward of each micro-batch starts, and ends."""
-    rest = np.cumsum(forward[:, ::-1], axis=1)[:, ::-1]
+def _runs(
+    plan: Plan, plain: Sequence[int], forward: Floats, backward_s: Floats, there: Floats
+) -> tuple[dict[int, float], dict[int, float]]:
+    """When the backward of each micro-batch without stages starts, and ends, by its number."""
+    rest = np.cumsum(forward[plain][:, ::-1], axis=1)[:, ::-1]
     waited = (there + rest).max(axis=1).tolist()
     free, all_there = [0.0] * plan.devices, float(there[-1])
-    begins, ends = list[float](), list[float]()
-    for micro, forward_s, back_s, least_s in zip(
-        plan.micro_batches, rest[:, 0].tolist(), backward_s.tolist(), waited, strict=True
+    begins, ends = dict[int, float](), dict[int, float]()
+    for n, forward_s, back_s, least_s in zip(
+        plain, rest[:, 0].tolist(), backward_s[plain].tolist(), waited, strict=True
     ):
-        ranks = plan.pipelines[micro.pipeline].ranks
+        ranks = plan.pipelines[plan.micro_batches[n].pipeline].ranks
         now_s = max([free[rank] for rank in ranks])
         now_s = max(now_s + forward_s, least_s) if now_s < all_there else now_s + forward_s
-        begins.append(now_s)
-        ends.append(now_s + back_s)
+        begins[n], ends[n] = now_s, now_s + back_s
         for rank in ranks:
-            free[rank] = ends[-1]
-    return np.array(begins), np.array(ends)
+            free[rank] = ends[n]
+    return begins, ends
 
 
-def _last_of_ranks(plan: Plan) -> list[int]:
-    """Indices of all micro-batches that are the last one of some rank, in order."""
-    last_of = {micro.pipeline: index for index, micro in enumerate(plan.micro_batches)}
+def _last_of_ranks(plan: Plan, plain: Sequence[int]) -> list[int]:
+    """Numbers of all micro-batches of ``plain`` that are the last one of some rank, in order."""
+    last_of = {plan.micro_batches[n].pipeline: n for n in plain}
     last: dict[int, int] = {}
-    for pipeline, index in last_of.items():
+    for pipeline, n in last_of.items():
         for rank in plan.pipelines[pipeline].ranks:
-            last[rank] = max(index, last.get(rank, -1))
+            last[rank] = max(n, last.get(rank, -1))
     return sorted(set(last.values()))
 
 
-def _staged_s(plan: Plan, costs: CostModel) -> float:
-    count = costs.shape.bucket_count
-    programs = [compile_rank(plan, rank, count) for rank in _walkers(plan, costs)]
-    return Walk(programs, plan, costs, recorded=False).run()
-
-
-def _walkers(plan: Plan, costs: CostModel) -> Sequence[int]:
-    """The ranks that work, of stages only the first one."""
-    ranks: set[int] = set()
-    for index in {micro.pipeline for micro in plan.micro_batches}:
-        pipeline = plan.pipelines[index]
-        if pipeline.scheme.pipeline > 1:
-            ranks |= {s.ranks[0] for s in pipeline.stages(costs.shape.layers)}
-        else:
-            ranks |= set(pipeline.ranks)
-    return sorted(ranks) or [0]
+def _staged_pipeline(
+    plan: Plan,
+    costs: CostModel,
+    number: int,
+    micros: Sequence[int],
+    forward: Floats,
+    backward: Floats,
+    there: Floats,
+) -> StagedPipeline:
+    """A pipeline with stages at the end of its micro-batches."""
+    pipeline = plan.pipelines[number]
+    tokens = [sum(plan.tokens_of(plan.micro_batches[n])) for n in micros]
+    width = pipeline.scheme.width
+    # The first rank of a stage has the most rows of every message, so none of the others is later.
+    message = [message_s(costs, rows_of(held, width, 0)) for held in tokens]
+    line = StagedPipeline(
+        stages=pipeline.stages(costs.shape.layers),
+        forward=forward[micros],
+        backward=backward[micros],
+        message_s=message,
+        there_s=there,
+    )
+    line.run()
+    return line
 
 
 def simulate(programs: Sequence[Program], plan: Plan, costs: CostModel) -> Timeline:

@@ -1,0 +1,185 @@
+"""A pipeline with stages, alone on its ranks: when each stage computes, sends and receives.
+
+Every stage does its micro-batches in one order (:mod:`headrace.spec.program`): as many forwards
+ahead as stages follow, then a forward and a backward in turn, then the backwards that are left.
+Messages go to the neighbours. With F_s and B_s the seconds of a micro-batch on stage s and m those
+of its message,
+
+    a forward starts when the stage is free and the message of the stage before has come,
+    a backward when it is free and the message of the stage behind has come;
+    two messages to one neighbour leave one after the other, m seconds each.
+
+Weights arrive bucket by bucket: until all are there, a forward waits for each, and a backward for
+all of them. The times are those of :class:`headrace.simulator.step_clock.Walk` for the programs of
+the stages' first ranks, which have the most rows of every message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import ProgramError
+from headrace.spec.strategy import Stage
+
+__all__ = ["StagedPipeline"]
+
+Floats = NDArray[np.float64]
+
+
+class _Act(NamedTuple):
+    """What a stage does next: a message out, a message in, then work, each left out where it is
+    None. Messages are (what, micro-batch), of activations ``a`` or of gradients ``g``."""
+
+    out: tuple[str, int] | None = None
+    back: tuple[str, int] | None = None
+    work: tuple[str, int] | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StagedPipeline:
+    """The clock of one pipeline.
+
+    Attributes:
+        stages: Its stages, in order.
+        forward: Seconds of the forward of each micro-batch by weight bucket [micro-batches,
+            buckets].
+        backward: Likewise of the backward.
+        message_s: Seconds of a message of each micro-batch.
+        there_s: When the weights of each bucket are there [buckets].
+        issued: When the pipeline's last rank has the gradients of each bucket, or need not wait
+            for them [buckets].
+        end_s: When the last stage has nothing left to do or to send.
+    """
+
+    stages: tuple[Stage, ...]
+    forward: Floats
+    backward: Floats
+    message_s: Sequence[float]
+    there_s: Floats
+    issued: Floats = field(init=False)
+    end_s: float = field(default=0.0, init=False)
+
+    def run(self) -> None:
+        """Follow all stages to their end."""
+        stages = [_StageClock(self, stage) for stage in self.stages]
+        arrived: dict[tuple[int, str, int], float] = {}
+        ready = stages[::-1]
+        waiting: dict[tuple[int, str, int], _StageClock] = {}
+        while ready:
+            clock = ready.pop()
+            for key in clock.go_on(arrived):
+                if key in waiting:
+                    ready.append(waiting.pop(key))
+            if clock.wants is not None:
+                waiting[clock.wants] = clock
+        if waiting:
+            raise ProgramError("stages of a pipeline", got="a wait for ever", wanted="an end")
+        self.issued = np.max([clock.issued for clock in stages], axis=0)
+        self.end_s = max(clock.end_s for clock in stages)
+
+
+class _StageClock:
+    """One stage of a pipeline on its way through its micro-batches."""
+
+    def __init__(self, line: StagedPipeline, stage: Stage) -> None:
+        self.line, self.stage = line, stage
+        own = list(stage.buckets)
+        self.own_forward, self.own_backward = line.forward[:, own], line.backward[:, own]
+        self.forward_s = self.own_forward.sum(axis=1).tolist()
+        self.backward_s = self.own_backward.sum(axis=1).tolist()
+        self.own_there = line.there_s[own].tolist()
+        self.all_there_s = float(line.there_s[-1])
+        self.acts = _acts(stage.index, stage.count, len(line.message_s))
+        self.at, self.now_s = 0, 0.0
+        self.leaves = {"a": 0.0, "g": 0.0}  # when the last message to either side has left
+        self.sent = False  # whether the current act's message is under way already
+        self.wants: tuple[int, str, int] | None = None
+        self.issued = np.zeros(len(line.there_s))
+        self.before_last_s = 0.0
+
+    @property
+    def end_s(self) -> float:
+        """When the stage is free and its messages have left."""
+        return max(self.now_s, *self.leaves.values())
+
+    def go_on(self, arrived: dict[tuple[int, str, int], float]) -> Iterator[tuple[int, str, int]]:
+        """Go on until a message is missing, which ``wants`` names, or to the end; gives the keys
+        of messages that are sent, (receiving stage, what, micro-batch)."""
+        self.wants = None
+        last = len(self.line.message_s) - 1
+        while self.at < len(self.acts):
+            out, back, work = self.acts[self.at]
+            if work == ("b", last):
+                self.before_last_s = self.now_s
+            if out is not None and not self.sent:
+                posted_s = max(self.now_s, self.leaves[out[0]])
+                self.leaves[out[0]] = posted_s + self.line.message_s[out[1]]
+                key = (self.stage.index + (1 if out[0] == "a" else -1), *out)
+                arrived[key], self.sent = self.leaves[out[0]], True
+                self.posted_s = posted_s
+                yield key
+            if back is not None and (self.stage.index, *back) not in arrived:
+                self.wants = (self.stage.index, *back)
+                return
+            if self.sent:
+                self.now_s, self.sent = self.posted_s, False
+            if back is not None:
+                self.now_s = max(self.now_s, arrived.pop((self.stage.index, *back)))
+            if work is not None:
+                self._work(*work, last=work == ("b", last))
+            self.at += 1
+        self._end()
+
+    def _work(self, what: str, i: int, *, last: bool) -> None:
+        """The forward or backward of a micro-batch."""
+        if what == "f":
+            if self.now_s >= self.all_there_s:
+                self.now_s += self.forward_s[i]
+                return
+            for there_s, seconds in zip(self.own_there, self.own_forward[i].tolist(), strict=True):
+                self.now_s = max(self.now_s, there_s) + seconds
+            return
+        self.now_s = max(self.now_s, self.all_there_s)
+        if last:
+            own = list(self.stage.buckets)
+            complete = np.cumsum(self.own_backward[i][::-1])[::-1]
+            self.issued[own] = self.now_s + complete
+        self.now_s += self.backward_s[i]
+
+    def _end(self) -> None:
+        """Note when the gradients of other stages' buckets are pushed: those behind before the last
+        backward's message is waited for, those before at the end."""
+        own = self.stage.buckets
+        self.issued[own[-1] + 1 :] = self.before_last_s
+        self.issued[: own[0]] = self.now_s
+
+
+@lru_cache(maxsize=256)
+def _acts(index: int, stages: int, count: int) -> tuple[_Act, ...]:
+    """The acts of stage ``index`` of some for ``count`` micro-batches, in order."""
+    before, behind = index > 0, index < stages - 1
+    ahead = min(stages - 1 - index, count)
+    found = list[_Act]()
+    for i in range(ahead):
+        found.append(_Act(back=("a", i) if before else None, work=("f", i)))
+        found.append(_Act(out=("a", i) if behind else None))
+    if ahead < count and before:
+        found.append(_Act(back=("a", ahead)))
+    for i in range(ahead, count):
+        j, more = i - ahead, i + 1 < count
+        found.append(_Act(work=("f", i)))
+        if behind:
+            found.append(_Act(out=("a", i), back=("g", j)))
+        found.append(_Act(work=("b", j)))
+        if before:
+            found.append(_Act(out=("g", j), back=("a", i + 1) if more else None))
+    for i in range(count - ahead, count):
+        found.append(_Act(back=("g", i) if behind else None, work=("b", i)))
+        found.append(_Act(out=("g", i) if before else None))
+    return tuple(found)
