@@ -282,8 +282,8 @@ def filled_plainly(
                 if kind == k
                 and rests[g] >= need
                 and spare[g] >= tokens
-                and spare[g] > 0.002 * table.cap[k]
-                and rests[g] > 0.002 * (time_s - table.c[k])
+                and spare[g] > 0
+                and rests[g] > 0
             ]
             if fits:
                 place = min(fits)[1]

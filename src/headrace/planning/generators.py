@@ -45,9 +45,8 @@ class SearchLimits:
         shaken: Sequences that are placed in drawn orders, where they are few.
         levels: Shares of the time; sequences up to each are dealt out again.
         biases: How many times their devices schemes with stages are taken to need.
-        exchanged: Sequences placed in exchanges of pipelines.
+        exchanged: Fillings of exchanged pipelines.
         large: On more devices than this nothing is exchanged, where tables are fluid.
-        sparse: On such devices, with more sequences for each, only the first of ``levels`` counts.
         targets: Nested groups are drafted for these times the bound.
         dropped: They are drafted without some sizes, too, where that is this share above the bound.
         worth: They are filled where the best is this share above the bound.
@@ -83,9 +82,8 @@ class SearchLimits:
     shaken: int = 1500
     levels: Sequence[float] = (0.08, 0.3, float("inf"))
     biases: Sequence[float] = (1.0, 1.1, 1.25)
-    exchanged: int = 5000
+    exchanged: int = 60
     large: int = 16
-    sparse: int = 2
     targets: Sequence[float] = (1.0, 1.1, 1.4, float("inf"))
     dropped: float = 0.0
     worth: float = 0.005
@@ -215,9 +213,6 @@ def side_by_side(
     """
     starts = list[Counts]()
     crowded = any(table.fluid) and table.devices > limits.large
-    # Where devices have few sequences each level finds something, and costs little.
-    many = len(table.tokens) > limits.sparse * table.devices
-    some_levels = limits.levels[: 1 if crowded and many else None]
     tried = list[Filler]()
     for bias in _biases(table, limits, deeper=deeper):
         filler = Filler(table, most=most, bias=bias)
@@ -232,7 +227,7 @@ def side_by_side(
             starts.append(counts_of(table, found.result))
             high_s = min(high_s, found.seconds)
             reached = not any(table.fluid) and high_s <= bound_s * (1 + limits.enough)
-            levels = limits.levels[-1:] if reached else some_levels
+            levels = limits.levels[-1:] if reached else limits.levels
             yield from _dealt(filler, found, levels)
             if reached:
                 return

@@ -3,7 +3,7 @@
 Filling (:mod:`headrace.planning.side_by_side`) opens pipelines as sequences come, which is good
 where there are many pipelines. Few large ones are a choice of their own: from the best strategy
 known, 1, 2, 4, ... pipelines of a scheme take the place of another's, and a strategy is better if
-its pipelines can be filled in a little less time. Effort is counted in sequences placed.
+its pipelines can be filled in a little less time. Effort is counted in fillings.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def climbed(
     work: int,
 ) -> Iterator[tuple[Filler, Searched[Pipelines]]]:
     """Fillings that take less and less than ``best_s`` seconds, found by exchanges from ``starts``,
-    the most promising first; at most ``work`` sequences are placed."""
+    the most promising first, in at most ``work`` fillings."""
     seen, waiting = set(starts), list(starts)
     shares = cache(BoundRows.of(table).shares)
 
@@ -81,7 +81,7 @@ def climbed(
             filler = Filler(table, most=counts)
             while True:
                 filled = filler.fill(tau, measured=False)
-                work -= len(table.tokens)
+                work -= 1
                 if not isinstance(filled, float):
                     found = Searched(seconds=tau, result=filled)
                     gain *= 2

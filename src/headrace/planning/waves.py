@@ -7,8 +7,8 @@ Objective   minimise the sum over the waves of their slowest launch.
 
 Solve. Waves that grow shorter come first where some sequences are far longer than the rest
 (:class:`Opening`). For the rest, of V waves the least time D is sought in which groups of V N ranks
-can be filled, from an estimate upwards and then by halving; short sequences are dealt out again so
-that the groups end together, and the groups are sorted into waves by their seconds. Which V: few
+can be filled, from an estimate upwards and then by halving, and the groups are sorted into waves by
+their seconds. Which V: few
 waves pay few constants, but leave the longest sequence more of the world and memory less room; the
 best by estimate are tried, as long as one could beat the best that is known: those of all openings
 close to their estimates, and far above only where none of them succeeds. What the best opening
@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush
 from itertools import chain
 from math import ceil, inf, isfinite, log
 from operator import neg
@@ -53,9 +53,7 @@ Floats = NDArray[np.float64]
 
 Wave = Pipelines
 
-_FULL = 2e-3  # a group with less than this share of its time or tokens left counts as full
 _ROUNDING = 1e-9
-_SHORT = 1 / 16  # sequences below this share of the time are dealt out again to level the groups
 
 
 class WaveFiller:
@@ -143,7 +141,6 @@ class WaveFiller:
         seconds_of = [self.seconds.get(k, []) for k in rows]
         room_of = [self.room.get(k, []) for k in rows]
         room_s = [time_s - c for c in table.c]
-        few_s, few = [_FULL * s for s in room_s], [_FULL * cap for cap in caps]
         rooms: list[list[tuple[float, int]]] = [[] for _ in rows]  # (seconds left, group), rising
         # Groups without the tokens for the sequence before, those with the most first.
         parked: list[list[tuple[int, float, int]]] = [[] for _ in rows]
@@ -203,7 +200,7 @@ class WaveFiller:
                 space -= tokens[i]
                 spare_s -= seconds[i] * widths[k] - least[i]
                 members.append(i)
-                if space <= few[k] or rest_s <= few_s[k]:
+                if space <= 0 or rest_s <= 0:
                     spare_s -= rest_s * widths[k]
                     break
                 # The next one goes to the same group where it looks for one of this scheme first,
@@ -231,40 +228,6 @@ class WaveFiller:
             if rooms[k]:
                 found = bisect_left(self.seconds[k], -rooms[k][-1][0], hi=found, key=neg)
         return found
-
-    def levelled(self, groups: Pipelines, ranks: int) -> Pipelines:
-        """The same groups with their short sequences dealt out again, longest first, each to the
-        group that ends first and has room; ranks that are left get groups of one."""
-        table, top_s = self.table, self.wave_s(groups)
-        kept, loose = Pipelines(), list[int]()
-        for k, members in groups:
-            seconds = self.seconds[k]
-            stay = [i for i in members if seconds[i] > _SHORT * top_s] or [min(members)]
-            kept.append((k, stay))
-            loose += set(members).difference(stay)
-        if table.width[self.kinds[0]] == 1:
-            idle = ranks - sum(table.width[k] for k, _ in groups)
-            kept += [(self.kinds[0], []) for _ in range(idle)]
-        spare = [table.cap[k] - sum([self.room[k][i] for i in members]) for k, members in kept]
-        heap = [
-            (table.c[k] + sum([self.seconds[k][i] for i in members]), g)
-            for g, (k, members) in enumerate(kept)
-        ]
-        heapify(heap)
-        for i in sorted(loose):
-            full: list[tuple[float, int]] = []
-            while heap and spare[heap[0][1]] < self.room[kept[heap[0][1]][0]][i]:
-                full.append(heappop(heap))
-            if not heap:
-                return groups
-            at, g = heap[0]
-            k, members = kept[g]
-            members.append(i)
-            spare[g] -= self.room[k][i]
-            heapreplace(heap, (at + self.seconds[k][i], g))
-            for entry in full:
-                heappush(heap, entry)
-        return [group for group in kept if group[1]]
 
 
 def sorted_into_waves(
@@ -300,16 +263,13 @@ def sorted_into_waves(
 # Estimates look at the longest sequences one by one and at the others in chunks, the middle one of
 # which stands for all; needs are worked out for a grid of wave times and interpolated between them.
 _EXACT = 128  # longest sequences that are looked at one by one
-_ALIKE = 24  # sequences of a chunk, at least
 _CHUNKS = 32  # chunks, at most
 _LONG = 8  # the grid ends at this times the longest or the mean wave
-_GRID_STEP = 1.05  # ratio of neighbouring times where most waves will be
-_FINE_UP_TO = 1.5  # the fine part ends at this times what the fewest waves last
-_APART = 1.5  # ratio of neighbouring times elsewhere
-_RESOLUTION = 1e-5  # the grid begins at this share of its last time
+_GRID_STEP = 1.1  # ratio of neighbouring times
+_RESOLUTION = 1e-4  # the grid begins at this share of its last time
 _READ = 0.99  # Safety factor on interpolated lower estimates.
 _NEVER = 1e18  # rank-waves of a sequence that does not end within the time
-_MORE = np.array([1.0, 1.12, 1.3, 1.6, 2.0, 2.5])  # numbers of waves tried, over the fewest
+_MORE = np.array([1.0, 1.3, 2.0])  # numbers of waves tried, over the fewest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,7 +297,7 @@ class Estimates:
     def __init__(self, filler: WaveFiller) -> None:
         self.devices, count = filler.table.devices, len(filler.table.tokens)
         head = min(_EXACT, count)
-        alike = max(_ALIKE, -(-(count - head) // _CHUNKS))
+        alike = max(1, -(-(count - head) // _CHUNKS))
         sample = np.arange(count)
         sample[head:] = head + (sample[head:] - head) // alike
         self.sample: list[int] = sample.tolist()
@@ -359,20 +319,13 @@ class Estimates:
         self.apart: Floats = np.maximum(needs, part).min(axis=1)
 
     def _grid(self) -> Floats:
-        """Times of waves in seconds, rising, close together where most waves will be."""
-        fewest = float(self._counts(self.all[None])[0].min())
+        """Times of waves in seconds, rising."""
         longest_s = max(float(self.times.max()), 1e-300)
         even_s = float(self.bare @ self.all) / self.devices + self.opening_s
         most_s = _LONG * max(longest_s, even_s)
         least_s = max(float(self.times.min()), most_s * _RESOLUTION)
-        low_s = max(least_s, longest_s / _LONG)
-        high_s = max(low_s, min(most_s, _FINE_UP_TO * max(longest_s, even_s / fewest)))
-        spans = (least_s, low_s, _APART), (low_s, high_s, _GRID_STEP), (high_s, most_s, _APART)
-        found = [
-            start_s * step ** np.arange(ceil(log(end_s / start_s, step)))
-            for start_s, end_s, step in spans
-        ]
-        return np.concatenate([*found, [most_s]])
+        count = ceil(log(most_s / least_s, _GRID_STEP))
+        return np.append(least_s * _GRID_STEP ** np.arange(count), most_s)
 
     def _needs(self, times_s: Floats) -> Floats:
         """Rank-waves that one sequence of each sample fills: its rank-seconds over what a launch's
@@ -448,20 +401,12 @@ def _crossing(grid: Floats, need: Floats, ranks: Floats) -> Floats:
 
 
 _WIDE = 2  # openings of each length that are made longer, the best by estimate
-_LONGEST = 10  # waves of an opening, at most
-_HEADS = 2, 4  # longest sequences, at least and at most, whose seconds a wave may last
-_RANKS_EACH = 16  # ranks for each of those: few ranks hold few of the longest
-_SHORTEST = 0.2  # no opening wave is shorter than this times the waves that follow
+_LONGEST = 6  # waves of an opening, at most
+_HEADS = 4  # longest sequences whose seconds a wave may last
 _LEFT_BEHIND = 1.02  # openings above this times the best estimate are not made longer
-_FILLED = 2  # next waves that are filled for each opening, the most promising
-FEW = 300  # with fewer sequences left, every next wave is filled
-_ESTIMATED = 100  # effort of an estimate, in sequences placed
+_FILLED = 4  # next waves that are filled for each opening, the most promising
+FEW = 300  # up to so many sequences, every next wave is filled and other orders are tried
 _ROUNDED = 1 + 1e-9
-
-# A next wave is filled if its estimate is at most 1 + _ABOVE + _ABOVE_EACH ranks / sequences times
-# the best: with few sequences per rank estimates are too low, as whole sequences leave gaps.
-_ABOVE = 0.002
-_ABOVE_EACH = 0.12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -506,9 +451,9 @@ def openings(filler: WaveFiller, estimates: Estimates, effort: int) -> list[Open
     for _ in range(_LONGEST):
         longer = dict[tuple[float, int], Begun]()
         for opening in wide:
-            for time_s in _promising(estimates, opening, best_s):
+            for time_s in _promising(estimates, opening):
                 more = _filled(filler, estimates, opening.begun, time_s)
-                effort -= len(opening.begun.left) - len(more.left) + _ESTIMATED
+                effort -= len(opening.begun.left) - len(more.left)
                 longer.setdefault((round(more.spent_s, 9), len(more.left)), more)
         if not longer or effort <= 0:
             break
@@ -535,19 +480,15 @@ def _estimated(estimates: Estimates, some: Collection[Begun]) -> list[Opening]:
     ]
 
 
-def _promising(estimates: Estimates, opening: Opening, best_s: float) -> list[float]:
-    """Seconds of waves to try next: those in which the longest sequence left ends, and, of many,
-    those whose estimate is near the best."""
+def _promising(estimates: Estimates, opening: Opening) -> list[float]:
+    """Seconds of waves to try next: those in which the longest sequence left ends, of many
+    sequences those with the best estimates."""
     begun = opening.begun
-    heads = min(max(estimates.devices // _RANKS_EACH, _HEADS[0]), _HEADS[1])
-    times_s = estimates.launches_s(begun.part, heads)
-    times_s = times_s[times_s > opening.wave_s * _SHORTEST]
+    times_s = estimates.launches_s(begun.part, _HEADS)
     if len(times_s) > _FILLED and len(begun.left) >= FEW:
         counts, waves_s = estimates.likely(estimates.after(begun.part, times_s))
         promised_s = begun.spent_s + times_s + counts * waves_s
-        limit_s = best_s * (1 + _ABOVE + _ABOVE_EACH * estimates.devices / len(begun.left))
-        best = promised_s.argsort(kind="stable")[:_FILLED]
-        times_s = times_s[best[promised_s[best] <= limit_s]]
+        times_s = times_s[promised_s.argsort(kind="stable")[:_FILLED]]
     found: list[float] = times_s.tolist()
     return found
 
@@ -567,21 +508,15 @@ def _filled(filler: WaveFiller, estimates: Estimates, begun: Begun, time_s: floa
 Span = tuple[float, float]
 
 _CLOSE_ENOUGH = 1 + 2e-3  # up to this times the bound, the search ends
-_EFFORT = 20_000  # sequences placed
-_COARSE = (1.0, 1.004, 1.012, 1.03, 1.08)  # wave times tried, over the guess
-_FINE = tuple(1 + 0.004 * k for k in range(1, 30))  # for few sequences, over the least time
-_FAR = (1.08, 1.3, 1.6, 2.2, 4.0, 10.0, 40.0)  # over the guess, where none of those succeeds
-_COUNTS = 3  # numbers of waves tried for the most promising opening
-_COUNTS_LATER = 2  # and for each of the others
+_EFFORT = 40_000  # sequences placed
+_NEAR = tuple(1 + 0.01 * k for k in range(13))  # wave times tried, over the first
+_FAR = (1.2, 1.6, 4.0, 40.0)  # where none of those succeeds
+_COUNTS = 2  # numbers of waves tried for each opening
 _FINISHED = 5  # openings that are finished
-_FINISHED_FEW = 24  # and with few sequences
-_HOPE = 1.003  # openings estimated above this times the best are not finished
-_HOPE_FEW = 1.1  # and with few sequences
+_HOPE = 1.03  # openings estimated above this times the best are not finished
 _SPREADS = (0.03, 0.1, 0.3)  # standard deviations of the noise on log lengths in drawn orders
 _CLOSE = 1e-3  # halving ends when the least time is known to this share
-_TRIED = 30  # effort of beginning a try, in sequences placed
-_MISSED = 45  # drawn orders that may fail in a row, or
-_PLACED = 1500  # as many as place this many sequences
+_MISSED = 60  # drawn orders that may fail in a row
 _STEP = 0.998  # a try asks for at most this times the best
 
 
@@ -603,13 +538,12 @@ def waves(
     found = openings(filler, estimates, effort // 2)
     start = next(opening.begun for opening in found if not opening.begun.before)
     search = _Search(filler=filler, enough_s=bound_s * _CLOSE_ENOUGH, effort=effort, begun=start)
-    hope = _HOPE_FEW if few else _HOPE
-    for far in (False, True):
-        for n, opening in enumerate(found[: _FINISHED_FEW if few else _FINISHED]):
-            if opening.estimate_s > search.seconds * hope or (far and search.best):
+    for factors in (_NEAR, _FAR):
+        for opening in found[:_FINISHED] if not search.best else ():
+            if opening.estimate_s > search.seconds * _HOPE:
                 break
-            counts = estimates.worth_trying(opening.begun.part)
-            search.finish(opening.begun, counts[: _COUNTS_LATER if n else _COUNTS], far=far)
+            counts = estimates.worth_trying(opening.begun.part)[:_COUNTS]
+            search.finish(opening.begun, counts, factors)
     if not search.best:
         search.one_by_one(found[0].begun)
     if few:
@@ -648,9 +582,11 @@ class _Search:
         """Whether to stop, as the best is near the bound or, with a plan, the effort is spent."""
         return self.seconds <= self.enough_s or (self.effort <= 0 and bool(self.best))
 
-    def finish(self, begun: Begun, counts: Sequence[WaveCount], *, far: bool) -> None:
-        """Try to place what an opening leaves in waves of one time, and keep what is better;
-        ``far`` tries times well above the guess."""
+    def finish(
+        self, begun: Begun, counts: Sequence[WaveCount], factors: Sequence[float]
+    ) -> None:
+        """Try to place what an opening leaves in waves of one time, of ``factors`` times what is
+        guessed, and keep what is better."""
         if not begun.left:
             self._keep(begun, 0.0, [])
             return
@@ -660,11 +596,10 @@ class _Search:
             limit_s = (self.seconds - begun.spent_s) / one.count * _STEP
             if self.over or one.least_s >= limit_s:
                 continue
-            for low_s, time_s in _times(one, limit_s, few=len(begun.left) < FEW, far=far):
+            for low_s, time_s in _times(one, limit_s, factors, few=len(begun.left) < FEW):
                 groups = self._try(begun, begun.left, one.count, time_s)
                 if groups:
-                    groups = self._halve(begun, one.count, low_s, time_s) or groups
-                    self._level(begun, groups, one.count)
+                    self._halve(begun, one.count, low_s, time_s)
                 if groups or self.over:
                     break
 
@@ -684,8 +619,8 @@ class _Search:
         """
         begun = self.begun if self.begun.left else start
         length, missed = self.filler.table.batch.values[begun.left], 0
-        least_s, most = self.filler.quickest_s(begun.left[0]), max(_MISSED, _PLACED // len(length))
-        while not self.over and missed < most:
+        least_s = self.filler.quickest_s(begun.left[0])
+        while not self.over and missed < _MISSED:
             count = len(self.best) - len(begun.before)
             time_s = (self.seconds - begun.spent_s) / count * _STEP
             if time_s < least_s:
@@ -693,21 +628,16 @@ class _Search:
             noise = np.exp(random.normal(0.0, _SPREADS[missed % len(_SPREADS)], len(length)))
             order = np.argsort(-length * noise, kind="stable").tolist()
             groups = self._try(begun, [begun.left[n] for n in order], count, time_s)
-            if groups:
-                self._level(begun, groups, count)
             missed = 0 if groups else missed + 1
 
-    def _halve(self, begun: Begun, count: int, low_s: float, high_s: float) -> Pipelines:
-        """The groups of the least time found by halving between two times."""
-        best: Pipelines = []
+    def _halve(self, begun: Begun, count: int, low_s: float, high_s: float) -> None:
+        """Look for the least time between one that fails and one that does not."""
         while high_s - low_s > _CLOSE * low_s and not self.over:
             middle_s = (low_s + high_s) / 2
-            groups = self._try(begun, begun.left, count, middle_s)
-            if groups:
-                best, high_s = groups, middle_s
+            if self._try(begun, begun.left, count, middle_s):
+                high_s = middle_s
             else:
                 low_s = middle_s
-        return best
 
     def _try(self, begun: Begun, order: Sequence[int], count: int, time_s: float) -> Pipelines:
         """Groups of ``count`` waves of ``time_s`` seconds that hold what is left, taken in this
@@ -715,18 +645,12 @@ class _Search:
         ranks = count * self.filler.table.devices
         for join_any in (True, False)[: 1 + (len(order) < FEW)]:
             groups, left = self.filler.fill(time_s, ranks, order, join_any=join_any)
-            self.effort -= len(order) - len(left) + _TRIED
+            self.effort -= len(order) - len(left)
             found = None if left else sorted_into_waves(self.filler, groups, count)
             if found is not None:
                 self._keep(begun, *found)
                 return groups
         return []
-
-    def _level(self, begun: Begun, groups: Pipelines, count: int) -> None:
-        level = self.filler.levelled(groups, count * self.filler.table.devices)
-        found = sorted_into_waves(self.filler, level, count)
-        if found is not None:
-            self._keep(begun, *found)
 
     def _keep(self, begun: Begun, more_s: float, found: list[Wave]) -> None:
         """Keep an opening and the waves after it, of ``more_s`` seconds, if they are the best so
@@ -736,16 +660,12 @@ class _Search:
             self.seconds, self.best, self.begun = seconds, begun.before + found, begun
 
 
-def _times(one: WaveCount, limit_s: float, *, few: bool, far: bool) -> Iterator[Span]:
-    """Pairs (a time that fails, the next to try) in seconds, rising to ``limit_s``: for ``few``
-    sequences in small steps from the least time, else in larger ones from the guess, as the caller
-    halves what succeeds; ``far``: times far above the guess, where none near it succeeded."""
-    start_s, factors = one.guess_s, _COARSE
-    if far:
-        factors = _FAR
-    elif few:
-        start_s, factors = one.least_s, _FINE
-    low_s = one.least_s * _STEP
+def _times(
+    one: WaveCount, limit_s: float, factors: Sequence[float], *, few: bool
+) -> Iterator[Span]:
+    """Pairs (a time that fails, the next to try) in seconds, rising to ``limit_s`` from the guess,
+    or from the least time for ``few`` sequences; the caller halves what succeeds."""
+    start_s, low_s = one.least_s if few else one.guess_s, one.least_s * _STEP
     for factor in factors:
         time_s = min(start_s * factor, limit_s)
         if time_s <= low_s:
