@@ -30,7 +30,7 @@ def counted(table: PriceTable, counts: Counts) -> str:
 
 
 def dispatched(
-    table: PriceTable, counts: Counts, *, seed: int = 0, limits: SearchLimits | None = None
+    table: PriceTable, counts: Counts, *, limits: SearchLimits | None = None
 ) -> Assignment | None:
     """The best schedule found on ``counts[k]`` pipelines of every scheme k; None where they do not
     hold the batch."""
@@ -44,5 +44,5 @@ def dispatched(
     found = [] if static is None else [static]
     high_s = min((one.seconds for one in found), default=low_s * (1 + len(table.tokens)))
     most = [counts[k] for k in used]
-    drafts = side_by_side(own, low_s, high_s, seed=seed, limits=spent, most=most)
+    drafts = side_by_side(own, low_s, high_s, limits=spent, most=most)
     return scheduled(drafts, found, low_s, spent)[0]

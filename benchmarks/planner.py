@@ -199,7 +199,7 @@ def of_strategy(table: PriceTable, counts: Counts, o: argparse.Namespace) -> dic
     """Ours and the paper's greedy on one iteration."""
     from references.strategy_bound import strategy_bound_s
 
-    cpu_s, ours = timed(lambda: dispatched(table, counts, seed=o.seed))
+    cpu_s, ours = timed(lambda: dispatched(table, counts))
     assert ours is not None, "the strategies hold all sequences"
     greedy_cpu_s, theirs = timed(
         lambda: Assignment.of(
@@ -245,7 +245,7 @@ def programs(o: argparse.Namespace) -> list[dict[str, Any]]:
         text = counted(table, counts)
         tell(f"integer program: dispatch on {text}")
         cpu_s, answer = timed(lambda: dispatch_program(table, counts, limit_s=o.program_s))  # noqa: B023
-        own_s, found = timed(lambda: dispatched(table, counts, seed=o.seed))  # noqa: B023
+        own_s, found = timed(lambda: dispatched(table, counts))  # noqa: B023
         assert found is not None, "the strategies hold 20,000 tokens"
         rows.append(program_row(f"dispatch 30 on {text}", found.seconds, own_s, answer, cpu_s))
     return rows

@@ -33,8 +33,8 @@ def drafts(costs: CostModel, lengths: Lengths) -> list[Draft]:
         batch, schemes, problem.devices, pull_s=moved.pull_s + 1e-3, push_s=moved.push_s + 1e-3
     )
     low_s, limits = bound_s(table), SearchLimits()
-    side = side_by_side(table, low_s, 4 * low_s, seed=0, limits=limits)
-    return [*side, *nested(table, low_s, 4 * low_s, seed=0, limits=limits)]
+    side = side_by_side(table, low_s, 4 * low_s, limits=limits)
+    return [*side, *nested(table, low_s, 4 * low_s, limits=limits)]
 
 
 @settings(max_examples=60, deadline=None)

@@ -313,12 +313,10 @@ def filled_plainly(
 def test_a_time_far_above_the_bound_is_found(part: float, high_s: float) -> None:
     """Catches a search that ends without a time where steps by what is missing are too small."""
 
-    def fill(
-        tau: float, order: Sequence[int] | None = None, *, measured: bool = True
-    ) -> list[int] | float:
+    def fill(tau: float, *, measured: bool = True) -> list[int] | float:
         return [0] if tau >= 9000 else part
 
-    found = least_time(fill, np.ones(3), 1.0, high_s, Effort(halvings=20))
+    found = least_time(fill, 1.0, high_s, Effort(halvings=20))
     assert found is not None
     assert 9000 <= found.seconds <= 9000 * 1.002
 

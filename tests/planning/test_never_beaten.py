@@ -1,5 +1,5 @@
-"""No static plan and no planner of others is quicker than the plan and, for the fewest sequences,
-no draft that a generator makes for longer times by more than a thousandth. The problems drawn are
+"""No static plan is quicker than the plan; no planner of others by more than a fiftieth and, for
+few sequences, no draft that a generator makes for longer times. The problems drawn are
 always the same: what a heuristic promises is measured, not proved."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from planning.worlds import batches, statics, worlds
 pytestmark = pytest.mark.timeout(900)
 
 _ROUNDING = 1e-9
-_DRAFTED = 1e-3
+_LUCK = 0.02
 
 
 def drawn(count: int, **strategies: st.SearchStrategy) -> Callable:
@@ -56,8 +56,8 @@ def drafts_s(table: PriceTable, limits: SearchLimits) -> list[tuple[str, float]]
     """What every generator makes of a table, packed."""
     low_s = lower_bound(BoundRows.of(table), table.devices).seconds
     found = [
-        *side_by_side(table, low_s, float("inf"), seed=0, limits=limits),
-        *nested(table, low_s, float("inf"), seed=0, limits=limits),
+        *side_by_side(table, low_s, float("inf"), limits=limits),
+        *nested(table, low_s, float("inf"), limits=limits),
     ]
     made = (Assignment.of(table, draft.groups, draft.source) for draft in found)
     return [(one.source, one.seconds) for one in made]
@@ -82,12 +82,14 @@ def of_formulas(
         if not found.phases  # changing pipelines within a step is free here, and nobody's plan
     ]
     limits = SearchLimits()
-    if semantics == "free" and isinstance(costs, GroupCosts) and len(tokens) <= limits.fewest:
+    if semantics == "free" and isinstance(costs, GroupCosts) and len(tokens) <= limits.few:
         drafts = drafts_s(table, limits)
-        others += [(name, seconds * (1 + _DRAFTED)) for name, seconds in drafts]
+        others += drafts
     assert others
     name, seconds = min(others, key=lambda other: other[1])
-    assert made.predicted_s <= seconds * (1 + _ROUNDING), f"{name} is quicker"
+    assert made.predicted_s <= seconds * (1 + _LUCK), f"{name} is quicker"
+    static_s = min((own_s for own, own_s in others if own == "best-static"), default=seconds)
+    assert made.predicted_s <= static_s * (1 + _ROUNDING)
 
 
 def of_groups(costs: GroupCosts, tokens: list[int], devices: int, semantics: Semantics) -> None:

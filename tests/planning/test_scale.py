@@ -220,7 +220,7 @@ def test_no_schedule_beats_the_bound_of_pipelines_apart(
     assert tight.seconds >= loose.seconds * (1 - 2e-5)
     assert again.seconds == pytest.approx(tight.seconds, rel=4e-5)
     limits = SearchLimits()
-    drafts = list(side_by_side(table, loose.seconds, float("inf"), seed=0, limits=limits))
+    drafts = list(side_by_side(table, loose.seconds, float("inf"), limits=limits))
     if not drafts:
         return
     best = scheduled(drafts, [], loose.seconds, limits)[0]

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.costs import CostModel
-from headrace.costs.pipeline_costs import PipelineCosts
 from headrace.errors import InfeasiblePlan
 from headrace.planning.baselines import BASELINES
 from headrace.planning.batch import PriceTable, SortedBatch
@@ -64,7 +63,6 @@ class FormulaSearch:
         searched = self.problem.planner != "static" and others is None
         found = self._found(table, low, found) if searched else found
         bound = self._closer(table, bound, found)
-        found = self._rivals(table, bound, found) if searched else found
         made = plan_of(found[0], bound)
         if not self.problem.is_published:
             made = _with_model(made, self.problem.model, found[0])
@@ -133,9 +131,9 @@ class FormulaSearch:
         count, limits, drafts, known = len(table.tokens), self.limits, list[Draft](), False
         high_s = min((one.seconds for one in found), default=low_s * (1 + count))
         if self.problem.nests:
-            most_s = high_s if count > limits.fewest else float("inf")
-            drafts += nested(table, low_s, most_s, seed=self.seed, limits=limits)
-            if drafts and count > limits.fewest:
+            most_s = high_s if count > limits.few else float("inf")
+            drafts += nested(table, low_s, most_s, limits=limits)
+            if drafts and count > limits.few:
                 found = scheduled(drafts, found, low_s, limits)
                 drafts, high_s, known = list[Draft](), found[0].seconds, True
         if high_s > low_s * (1 + limits.enough):
@@ -143,34 +141,11 @@ class FormulaSearch:
                 table,
                 low_s,
                 high_s,
-                seed=self.seed,
                 limits=limits,
                 known=known,
                 exchanges=not known or count <= limits.few,
             )
         return scheduled(drafts, found, low_s, limits) if drafts or not known else found
-
-    def _rivals(self, table: PriceTable, bound: Bound, found: list[Assignment]) -> list[Assignment]:
-        """Add schedules of others' planners whose bound is below the best: with few sequences any
-        of them may win. With many sequences or devices only brief planners are run, and only where
-        the best plan is far above the bound."""
-        best_s = found[0].seconds if found else float("inf")
-        few = len(table.tokens) <= self.limits.few and not table.devices > self.limits.crowded
-        doubtful_s = bound.seconds * (1 + self.limits.doubtful)
-        for name, baseline in BASELINES.items():
-            of_pipelines = isinstance(self.problem.costs, PipelineCosts)
-            if name == "switching" or of_pipelines != baseline.staged:
-                continue
-            if not few and not (baseline.brief and best_s > doubtful_s):
-                continue
-            if best_s <= bound.seconds * (1 + self.limits.enough):
-                break
-            if baseline.least_s(table) < best_s:
-                made = baseline.schedules(table, self.problem.semantics, self.seed)
-                if made is not None:
-                    found.append(made)
-                    best_s = min(best_s, made.seconds)
-        return sorted(found, key=lambda schedule: schedule.seconds)
 
 
 def plan_of(schedule: Assignment, bound: Bound) -> Plan:

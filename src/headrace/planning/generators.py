@@ -32,82 +32,50 @@ __all__ = ["Draft", "SearchLimits", "nested", "scheduled", "side_by_side"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLimits:
-    """What a search may spend, in sequences placed, steps and schedules: never in time.
+    """What a search may spend, in fillings, steps and schedules: never in time. What each is worth
+    is printed by ``benchmarks/worlds.py --ablate``.
 
     Seconds and bounds are compared by ratios. *Fluid* tables have frontiers of many rows, of which
     packing takes longer.
 
     Attributes:
         few: Batches of up to so many sequences are tried in more ways.
-        fewest: For batches of up to so many sequences, all drafts are packed.
-        probe_few: Of few sequences, a draft must gain this share of what is known to be searched.
-        probe: The same of more sequences.
-        shaken: Sequences that are placed in drawn orders, where they are few.
+        many: Of more sequences than this, each of which matters less, less is tried.
+        enough: Up to this share above the bound, nothing more is tried.
+        worth: Up to this share above the bound, nested groups of many sequences are not filled.
+        probe: Share of the best known time that a draft must gain to be searched.
         levels: Shares of the time; sequences up to each are dealt out again.
         biases: How many times their devices schemes with stages are taken to need.
         exchanged: Fillings of exchanged pipelines.
-        large: On more devices than this nothing is exchanged, where tables are fluid.
-        targets: Nested groups are drafted for these times the bound.
-        dropped: They are drafted without some sizes, too, where that is this share above the bound.
-        worth: They are filled where the best is this share above the bound.
-        crowd: Pipelines side by side are filled scheme by scheme, too, where there are at most so
-            many sequences for each device.
-        promotions: Sequences that a filling may give a larger size.
+        halvings: Halvings of a time that succeeded.
         packed: Drafts that are packed exactly.
         polished: Packed drafts that are improved by local search.
         alike: Of these, drafts of one source.
-        near: Packed drafts up to this share above the best are improved, where tables are fluid;
-            nested drafts up to this share above it are made.
-        near_polished: Packed drafts up to this share above the best are improved, elsewhere.
+        near: Packed drafts up to this share above the best are improved; nested drafts up to this
+            share above it are made.
         steps: Steps of local search for each draft.
         step_work: Sequences placed in these steps.
-        packed_fluid: As ``packed``, where tables are fluid.
-        polished_fluid: As ``polished``, where tables are fluid.
-        steps_fluid: As ``steps``, where tables are fluid.
-        step_work_fluid: As ``step_work``, where tables are fluid.
-        enough: Up to this share above the bound, nothing more is tried.
-        crowded: On more devices than this, only brief planners of others are run.
-        doubtful: And only where the plan is this share above the bound.
         loose: Where the plan is this share above the bound, the bound of waves is asked for.
         loose_each: And only where each device has so many sequences.
-        many: Of more sequences than this, each of which matters less, less is tried.
-        least: Least share by which a guessed time grows.
-        halvings: Halvings of a time that succeeded.
     """
 
-    few: int = 300
-    fewest: int = 140
-    probe_few: float = 2e-3
+    few: int = 140
+    many: int = 20_000
+    enough: float = 1e-4
+    worth: float = 0.005
     probe: float = 5e-4
-    shaken: int = 1500
     levels: Sequence[float] = (0.08, 0.3, float("inf"))
     biases: Sequence[float] = (1.0, 1.1, 1.25)
     exchanged: int = 60
-    large: int = 16
-    targets: Sequence[float] = (1.0, 1.1, 1.4, float("inf"))
-    dropped: float = 0.0
-    worth: float = 0.005
-    crowd: int = 3
-    promotions: int = 2
-    packed: int = 10
-    polished: int = 6
+    halvings: int = 5
+    packed: int = 5
+    polished: int = 2
     alike: int = 2
     near: float = 0.01
-    near_polished: float = 0.03
     steps: int = 100
     step_work: int = 20_000
-    packed_fluid: int = 3
-    polished_fluid: int = 1
-    steps_fluid: int = 200
-    step_work_fluid: int = 200_000
-    enough: float = 1e-6
-    crowded: int = 32
-    doubtful: float = 0.03
     loose: float = 0.02
     loose_each: int = 4
-    many: int = 20_000
-    least: float = 2e-3
-    halvings: int = 5
 
     def of(self, sequences: int) -> SearchLimits:
         """The limits for a batch of ``sequences``: less for each where there are more than
@@ -118,12 +86,8 @@ class SearchLimits:
             self,
             levels=self.levels[:1],
             biases=self.biases[:1],
-            targets=self.targets[:3],
-            dropped=self.near,
-            least=5 * self.least,
             halvings=self.halvings // 2,
             packed=2,
-            packed_fluid=2,
         )
 
 
@@ -191,7 +155,6 @@ def side_by_side(
     bound_s: float,
     high_s: float,
     *,
-    seed: int,
     limits: SearchLimits,
     most: Sequence[int] | None = None,
     deeper: bool = False,
@@ -204,7 +167,6 @@ def side_by_side(
         table: The prices.
         bound_s: Seconds that no plan beats.
         high_s: Seconds of the best schedule known.
-        seed: The seed of drawn orders.
         limits: What the search may spend.
         most: The most pipelines of each scheme.
         deeper: Whether drafts without stages are known already.
@@ -212,7 +174,6 @@ def side_by_side(
         exchanges: Whether pipelines of a strategy are exchanged even where filling finds none.
     """
     starts = list[Counts]()
-    crowded = any(table.fluid) and table.devices > limits.large
     tried = list[Filler]()
     for bias in _biases(table, limits, deeper=deeper):
         filler = Filler(table, most=most, bias=bias)
@@ -220,9 +181,7 @@ def side_by_side(
             continue
         tried.append(filler)
         probe = limits.probe if known or starts else 0.0
-        if starts and len(table.tokens) <= limits.few:
-            probe = limits.probe_few
-        found = _filled(filler, bound_s, high_s, seed, limits, probe)
+        found = _filled(filler, bound_s, high_s, limits, probe)
         if found is not None:
             starts.append(counts_of(table, found.result))
             high_s = min(high_s, found.seconds)
@@ -233,7 +192,7 @@ def side_by_side(
                 return
     if most is not None or high_s <= bound_s * (1 + limits.enough):
         return
-    if crowded or not (exchanges or starts):
+    if not (exchanges or starts):
         return
     kinds, starts = worthwhile(table, bound_s * 1.1), starts[::-1] or _homogeneous(table)
     climbs = [*climbed(table, starts, kinds, high_s, bound_s, limits.exchanged)]
@@ -276,26 +235,20 @@ def _homogeneous(table: PriceTable) -> list[Counts]:
 
 
 def _filled(
-    filler: Filler, bound_s: float, high_s: float, seed: int, limits: SearchLimits, probe: float
+    filler: Filler, bound_s: float, high_s: float, limits: SearchLimits, probe: float
 ) -> Searched[Pipelines] | None:
     table = filler.table
+    # Where sequences are few, the order in which schemes are looked at matters.
     few = len(table.tokens) <= limits.few
-    # Where pipelines get few sequences each, the order in which schemes are looked at matters.
-    sparse = few and len(table.tokens) * min(table.width) <= limits.crowd * table.devices
 
-    def fill(
-        tau: float, order: Sequence[int] | None = None, *, measured: bool = True
-    ) -> Pipelines | float:
-        found = filler.fill(tau, order, measured=measured)
-        if isinstance(found, float) and sparse and order is None:
-            found = filler.fill(tau, order, join_any=False, measured=measured)
+    def fill(tau: float, *, measured: bool = True) -> Pipelines | float:
+        found = filler.fill(tau, measured=measured)
+        if isinstance(found, float) and few:
+            found = filler.fill(tau, join_any=False, measured=measured)
         return found
 
-    shaken = 0
-    if len(table.tokens) <= limits.fewest:
-        probe, shaken = 0.0, 0 if any(table.fluid) else limits.shaken
-    effort = Effort(probe=probe, least=limits.least, halvings=limits.halvings, shaken=shaken)
-    return least_time(fill, table.batch.values, bound_s, high_s, effort, seed)
+    effort = Effort(probe=0.0 if few else probe, halvings=limits.halvings)
+    return least_time(fill, bound_s, high_s, effort)
 
 
 def _dealt(filler: Filler, found: Searched[Pipelines], levels: Sequence[float]) -> Iterator[Draft]:
@@ -311,54 +264,54 @@ def _dealt(filler: Filler, found: Searched[Pipelines], levels: Sequence[float]) 
 
 
 def nested(
-    table: PriceTable, bound_s: float, high_s: float, *, seed: int, limits: SearchLimits
+    table: PriceTable, bound_s: float, high_s: float, *, limits: SearchLimits
 ) -> Iterator[Draft]:
     """Drafts of nested groups: with the sizes that divide one another, and, for few sequences,
     with all where there are others. Where frontiers have many rows packing decides what fits into
-    a time, so there nothing is filled but for the fewest."""
+    a time, so there nothing is filled but for few."""
     rows = [
         k for k in range(len(table)) if table.depth[k] == 1 and table.schemes[k].scheme.tensor == 1
     ]
     chain = _chain(table, rows)
-    few = len(table.tokens) <= limits.few and len(chain) < len(rows)
-    many = len(table.tokens) > limits.fewest
-    for some in [chain, rows] if few else [chain]:
+    few = len(table.tokens) <= limits.few
+    for some in [chain, rows] if few and len(chain) < len(rows) else [chain]:
         nesting = Nesting(table, some)
-        for draft in _drafts(nesting, bound_s, high_s * (1 + limits.near), limits):
+        for draft in _drafts(nesting, bound_s, high_s * (1 + limits.near)):
             high_s = min(high_s, draft.seconds)
             yield draft
-        near = len(table.tokens) > limits.few and high_s <= bound_s * (1 + limits.worth)
-        if (any(table.fluid) and many) or near:
+        near = high_s <= bound_s * (1 + limits.worth)
+        if not few and (any(table.fluid) or near):
             continue
         if some is chain:
             found = least_time(
-                lambda tau, *_, **__: nesting.by_deadline(tau),  # noqa: B023
-                table.batch.values,
+                lambda tau, **_: nesting.by_deadline(tau),  # noqa: B023
                 bound_s,
                 high_s,
-                Effort(least=8e-3, wider=2.0, halvings=5),
+                Effort(least=8e-3, wider=2.0),
             )
             if found is not None:
                 high_s = found.seconds
                 yield Draft.of(table, found.seconds, found.result, "by deadline")
 
-        def fill(  # whether it is measured or not takes it as long
-            tau: float, order: Sequence[int] | None = None, *, measured: bool = True
-        ) -> list[Group] | float:
-            found = nesting.fill(tau, order, promotions=limits.promotions)  # noqa: B023
-            if isinstance(found, float) and not many:
-                found = nesting.fill(tau, order, promotions=limits.promotions, longest=True)  # noqa: B023
+        def fill(tau: float, *, measured: bool = True) -> list[Group] | float:
+            found = nesting.fill(tau)  # noqa: B023
+            if isinstance(found, float) and few:
+                found = nesting.fill(tau, longest=True)  # noqa: B023
             return found
 
-        probe = limits.probe if many else limits.enough
-        effort = Effort(halvings=8 if few else 5, probe=0.0 if isinf(high_s) else probe)
-        found = least_time(fill, table.batch.values, bound_s, high_s, effort, seed)
+        effort = Effort(probe=0.0 if isinf(high_s) else limits.probe)
+        found = least_time(fill, bound_s, high_s, effort)
         if found is not None:
             high_s = found.seconds
             yield Draft.of(table, found.seconds, found.result, "nested")
 
 
-def _drafts(nesting: Nesting, bound_s: float, high_s: float, limits: SearchLimits) -> list[Draft]:
+_TARGETS = (1.0, 1.4, inf)
+"""Times for which nested groups are drafted, over the bound: with later ones sequences take fewer
+devices."""
+
+
+def _drafts(nesting: Nesting, bound_s: float, high_s: float) -> list[Draft]:
     """Nested drafts: for each target time, then without sizes that cost more than they bring."""
     drafts, tried = list[tuple[float, list[Group]]](), set[tuple[int, ...]]()
 
@@ -370,21 +323,19 @@ def _drafts(nesting: Nesting, bound_s: float, high_s: float, limits: SearchLimit
             drafts.append((seconds, groups))
         return seconds, target_s, key
 
-    every = list(range(len(nesting.rows)))
-    best_s, target_s, sizes = min(drafted(bound_s * factor, every) for factor in limits.targets)
-    dropping = best_s > bound_s * (1 + limits.dropped)
-    while dropping and len(every) > 1:
-        dropping = False
-        for row in sorted(set(sizes)):
-            fewer = [other for other in every if other != row]
+    levels = list(range(len(nesting.rows)))
+    best_s, target_s, sizes = min(drafted(bound_s * factor, levels) for factor in _TARGETS)
+    gained = True
+    while gained and len(levels) > 1:
+        gained = False
+        for left_out in sorted(set(sizes)):
+            fewer = [level for level in levels if level != left_out]
             seconds, _, fewer_sizes = drafted(target_s, fewer)
-            if seconds < best_s * (1 - 1e-9):
-                best_s, sizes, every, dropping = seconds, fewer_sizes, fewer, True
+            if seconds < best_s:
+                best_s, sizes, levels, gained = seconds, fewer_sizes, fewer, True
                 break
-    return [
-        Draft.of(nesting.table, seconds, groups, "nested")
-        for seconds, groups in sorted(drafts, key=lambda item: item[0])[:2]
-    ]
+    drafts.sort(key=lambda draft: draft[0])
+    return [Draft.of(nesting.table, seconds, groups, "nested") for seconds, groups in drafts[:2]]
 
 
 def _chain(table: PriceTable, rows: Sequence[int]) -> list[int]:
@@ -403,19 +354,17 @@ def _chain(table: PriceTable, rows: Sequence[int]) -> list[int]:
 
 def _various(drafts: Iterable[Draft], limits: SearchLimits) -> list[Draft]:
     """The best drafts, some of each source and of several tables, as packing may reorder them; all
-    for the fewest sequences."""
+    of few sequences where packing is quick."""
     drafts = sorted(drafts, key=lambda draft: draft.expected_s)
     if not drafts:
         return []
     fluid = any(any(draft.table.fluid) for draft in drafts)
-    most = limits.packed_fluid if fluid else limits.packed
-    near = limits.near if fluid else limits.near_polished
-    if len(drafts[0].table.tokens) <= limits.fewest and not fluid:
+    if len(drafts[0].table.tokens) <= limits.few and not fluid:
         return drafts
-    limit_s, found = drafts[0].expected_s * (1 + 2 * near), list[Draft]()
-    for shared in (max(1, most - 1), most):
+    limit_s, found = drafts[0].expected_s * (1 + 2 * limits.near), list[Draft]()
+    for shared in (max(1, limits.packed - 1), limits.packed):
         for draft in drafts:
-            if draft.expected_s > limit_s or len(found) == most:
+            if draft.expected_s > limit_s or len(found) == limits.packed:
                 break
             alike = sum(other.source == draft.source for other in found)
             beside = sum(other.table is draft.table for other in found)
@@ -429,29 +378,21 @@ def scheduled(
 ) -> list[Assignment]:
     """The best ``drafts`` packed exactly, with the schedules ``found``, the best of all improved;
     quickest first."""
-    best = _various(drafts, limits)
-    fluid = any(any(draft.table.fluid) for draft in best)
-    polished = limits.polished_fluid if fluid else limits.polished
-    near = limits.near if fluid else limits.near_polished
     made = list(found)
-    over = 0.0 if polished == 1 else near  # of the best: only those are improved
-    for draft in best:
+    for draft in _various(drafts, limits):
         known_s = min((schedule.expected_s for schedule in made), default=inf)
-        if not draft.is_late(known_s * (1 + over)):
+        if not draft.is_late(known_s * (1 + limits.near)):
             made.append(Assignment.of(draft.table, draft.groups, draft.source))
     made.sort(key=lambda schedule: schedule.expected_s)
-    limit_s, seen = made[0].expected_s * (1 + near), Counter[str]()
+    limit_s, seen = made[0].expected_s * (1 + limits.near), Counter[str]()
     for schedule in list(made):
         done = made[0].expected_s <= bound_s * (1 + limits.enough)
-        if done or schedule.expected_s > limit_s or seen.total() >= polished:
+        if done or schedule.expected_s > limit_s or seen.total() >= limits.polished:
             break
         if seen[schedule.source] >= limits.alike:
             continue
         seen[schedule.source] += 1
-        steps, work = limits.steps, limits.step_work
-        if fluid:
-            steps, work = limits.steps_fluid, limits.step_work_fluid
-        steps = min(steps, work // len(schedule.table.tokens))
+        steps = min(limits.steps, limits.step_work // len(schedule.table.tokens))
         better = improved(schedule, target_s=bound_s, steps=steps)
         if better is not schedule:
             made.append(replace(better, source="improved"))

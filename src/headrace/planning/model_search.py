@@ -21,15 +21,10 @@ from headrace.planning.schedule import Assignment, expected_s, laid_out
 from headrace.planning.smoothing import smoothed
 from headrace.planning.static import best_statics, static_schedule
 from headrace.simulator import exposed_s
-from headrace.spec import Plan, Strategy
+from headrace.spec import Plan
 
 __all__ = ["ModelSearch"]
 
-_PROMISED = 0.6  # share of the gap between the best schedule and the bounds that a table must close
-_SIMULATED = 2  # schedules that are simulated beside the static one, of other strategies or sources
-_NEAR = 1.03  # schedules that compute longer than this times the best are not simulated
-_FREE_OF_MEMORY = 1.01  # up to this times the bound without memory, deeper schemes are not tried
-_DEEPER = 2e-3  # share of the bound that deeper schemes must save, as they fill less evenly
 _CLOSE_ENOUGH = 1 + 2e-4  # up to this times the bound, the search ends
 
 
@@ -102,10 +97,8 @@ class ModelSearch:
         if problem.planner == "adaptive":
             for table in self._nests():
                 if not self._close(low_s):
-                    self.drafts += nested(
-                        table, low_s, self.best_s, seed=self.seed, limits=self.limits
-                    )
-        if bound is not None and bound.seconds <= ideal.seconds * _FREE_OF_MEMORY:
+                    self.drafts += nested(table, low_s, self.best_s, limits=self.limits)
+        if bound is not None and bound.seconds <= ideal.seconds * _CLOSE_ENOUGH:
             return ideal
         return self._deeper(tables)
 
@@ -132,14 +125,11 @@ class ModelSearch:
         return self.best_s <= low_s * _CLOSE_ENOUGH
 
     def _promises(self, rows: BoundRows) -> bool:
-        """True unless the bound of these schemes closes less than 60 % of the current gap."""
+        """Whether the bound of these schemes is below the best so far; of what comes first,
+        always."""
         if not self.lows:
             return True
-        best_s = self.best_s
-        if best_s == inf:
-            return False
-        limit_s = best_s - _PROMISED * max(0.0, best_s - min(self.lows))
-        return allows(rows, self.problem.devices, limit_s)
+        return self.best_s < inf and allows(rows, self.problem.devices, self.best_s)
 
     def _low_s(self, rows: BoundRows) -> float:
         """The bound in seconds, to 0.1 %, of schemes that promise something."""
@@ -177,7 +167,6 @@ class ModelSearch:
                 table,
                 low_s,
                 self.best_s,
-                seed=self.seed,
                 limits=self.limits,
                 most=most,
                 deeper=deeper,
@@ -239,7 +228,7 @@ class ModelSearch:
             if table is None or not self._promises(rows := BoundRows.of(table)):
                 continue
             self.lows.append(self._low_s(rows))
-            if self.lows[-1] < groups_s * (1 - _DEEPER):
+            if self.lows[-1] < groups_s:
                 self._side_by_side(table, self.lows[-1], deeper=True)
         return lower_bound(self._least([*map(BoundRows.of, tables)], some), problem.devices)
 
@@ -315,21 +304,12 @@ class ModelSearch:
         return self.problem.planner if size is None else f"static-cp{size}"
 
     def _promising(self, bound: Bound) -> list[Assignment]:
-        """The schedules to simulate: the quickest by computing, one of each strategy and source,
-        and the static one."""
+        """The schedules to simulate: the quickest by computing, and the best static one."""
         if self.problem.planner == "static" or self.problem.others is not None:
             return sorted(self.found, key=lambda schedule: schedule.seconds)
         self.found = scheduled(self.drafts, self.found, bound.seconds, self.limits)
-        limit_s, seen = self.found[0].expected_s * _NEAR, set[tuple[Strategy, str]]()
-        chosen = list[Assignment]()
-        for schedule in self.found:
-            key, static = (schedule.strategy, schedule.source), schedule.source == "static"
-            if static or (
-                key not in seen and len(seen) < _SIMULATED and schedule.expected_s <= limit_s
-            ):
-                seen.add(key)
-                chosen.append(schedule)
-        return chosen
+        first, *rest = self.found
+        return [first, *(one for one in rest if one.source == "static")]
 
 
 def _is_static(candidate: Candidate) -> bool:

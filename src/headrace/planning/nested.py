@@ -42,30 +42,18 @@ class Nesting:
         self.area = table.ranks[self.rows] * table.spread[self.rows]
 
     def fill(
-        self,
-        tau: float,
-        order: Sequence[int] | None = None,
-        *,
-        promotions: int = 3,
-        longest: bool = False,
+        self, tau: float, *, promotions: int = 2, longest: bool = False
     ) -> list[Group] | float:
         """Groups in which every rank is free within ``tau`` by the usual rows, larger ones first;
-        about the part of the work that finds no place where some does not. ``order``: positions as
-        they are taken; ``promotions``: how many sequences may be given a larger size, those without
-        a place or the ``longest`` of their size."""
+        about the part of the work that finds no place where some does not. ``promotions``: how many
+        sequences may be given a larger size, those without a place or the ``longest`` of their
+        size."""
         area = self.table.batch.each(np.where(self.alone > tau, np.inf, self.area))
         total = float(area.min(axis=0).sum())
         if not total <= self.table.devices * tau:
             return max(0.0, min(1.0, total / (self.table.devices * tau) - 1)) if tau else 1.0
-        rank = None
         chosen = area.argmin(axis=0)
         levels = [np.flatnonzero(chosen == level).tolist() for level in range(len(self.rows))]
-        if order is not None:
-            rank = [0] * len(order)
-            for at, i in enumerate(order):
-                rank[i] = at
-            for level in levels:
-                level.sort(key=rank.__getitem__)
         segments: list[Segment] = [(0.0, tuple(range(self.table.devices)))]
         before: dict[int, list[Segment]] = {}
         done: dict[int, list[Group]] = {}
@@ -83,15 +71,12 @@ class Nesting:
                         return 0.0
                     levels[level].remove(filled)
                     levels[larger].append(filled)
-                    levels[larger].sort(key=None if rank is None else rank.__getitem__)
+                    levels[larger].sort()
                     level, segments = larger, before[larger]
                     continue
                 segments, done[level] = filled
             level -= 1
-        found = [group for at in sorted(done, reverse=True) for group in done[at]]
-        for _, _, members in found if rank is not None else ():
-            members.sort()
-        return found
+        return [group for at in sorted(done, reverse=True) for group in done[at]]
 
     def by_deadline(self, tau: float) -> list[Group] | float:
         """:meth:`fill` in another way, for sizes that divide one another and few sequences. Longest

@@ -1,22 +1,17 @@
-"""Searches the least time in which a filling succeeds: steps up, halving, then other orders.
+"""Searches the least time in which a filling succeeds: steps up, then halving.
 
 A filling (:mod:`headrace.planning.side_by_side`, :mod:`headrace.planning.nested`) answers whether
 everything ends within a guessed time, and if not, about which part of the work found no place. From
 a bound upwards the time grows by that part until a filling succeeds; every second part is guessed
 from the one before, as a filling that is not measured may end sooner. Then the time is halved
-between what failed and what did not. Where sequences are few, whether they fit is a matter of luck:
-the longest first is one order among many, so others close to it are drawn and tried with a little
-less time, and each success lowers the time. Effort is counted in sequences placed, never in time,
-so that a seed gives one plan.
+between what failed and what did not. Effort is counted in fillings, never in time, so that plans do
+not depend on the machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
-
-import numpy as np
 
 __all__ = ["Effort", "Searched", "least_time"]
 
@@ -32,10 +27,7 @@ class Effort:
 
     A time grows by ``growth`` times the part that found no place, at least by ``least``, which is
     ``wider`` times as much each time; then it is halved until it is known to ``close``, or
-    ``halvings`` are done. ``shaken`` sequences may be placed in drawn orders, each with ``gain``
-    less time, in which a length counts for ``spread`` more or less of itself. A search with a
-    ``probe`` ends where not so much is gained at once. A time within ``enough`` of the bound is not
-    improved.
+    ``halvings`` are done. A search with a ``probe`` ends where not so much is gained at once.
     """
 
     least: float = 2e-3
@@ -44,10 +36,6 @@ class Effort:
     steps: int = 16
     halvings: int = 5
     close: float = 1e-3
-    shaken: int = 0
-    gain: float = 2e-3
-    spread: Sequence[float] = (0.03, 0.1, 0.3)
-    enough: float = 2e-4
     probe: float = 0.0
 
 
@@ -60,49 +48,19 @@ class Searched(Generic[Result]):
 
 
 class Fill(Protocol[Result_co]):
-    """Places all sequences within ``tau`` seconds, taken in an ``order`` if one is given."""
+    """Places all sequences within ``tau`` seconds."""
 
-    def __call__(
-        self, tau: float, order: Sequence[int] | None = None, *, measured: bool = True
-    ) -> Result_co | float:
+    def __call__(self, tau: float, *, measured: bool = True) -> Result_co | float:
         """What was placed; else, as a float, the share of the work that found no place, which is
         any number unless ``measured``."""
         ...
 
 
 def least_time(
-    fill: Fill[Result],
-    values: np.ndarray,
-    low_s: float,
-    high_s: float,
-    effort: Effort,
-    seed: int = 0,
+    fill: Fill[Result], low_s: float, high_s: float, effort: Effort
 ) -> Searched[Result] | None:
     """The least time found between ``low_s``, which nothing beats, and ``high_s`` in which ``fill``
-    succeeds for sequences of ``values`` tokens; None when none is below ``high_s``."""
-    best = _halved(fill, low_s, high_s, effort)
-    if best is None:
-        return None
-    random, placed, tries = np.random.default_rng(seed), effort.shaken, 0
-    while placed >= len(values) and best.seconds > low_s * (1 + effort.enough):
-        spread = effort.spread[tries % len(effort.spread)]
-        noise = random.normal(0.0, spread, len(values))
-        order = np.argsort(-values * np.exp(noise), kind="stable").tolist()
-        tau = max(low_s, best.seconds * (1 - effort.gain))
-        result = fill(tau, order, measured=False)
-        if not isinstance(result, float):
-            best = Searched(seconds=tau, result=result)
-        placed -= len(values)
-        tries += 1
-    return best
-
-
-def _halved(
-    fill: Fill[Result],
-    low_s: float,
-    high_s: float,
-    effort: Effort,
-) -> Searched[Result] | None:
+    succeeds; None when none is below ``high_s``."""
     best: Searched[Result] | None = None
     if effort.probe:
         tau = high_s * (1 - effort.probe)

@@ -103,7 +103,6 @@ def _staged(table: PriceTable, k: int, count: int, below_s: float) -> Pipelines 
         if isinstance(filler.fill(below_s, measured=False), float):
             return None
         high_s = below_s
-    found = least_time(
-        filler.fill, table.batch.values, low_s, high_s, Effort(growth=1.0, least=0.01, close=0.01)
-    )
+    effort = Effort(growth=1.0, least=0.01, close=0.01)
+    found = least_time(filler.fill, low_s, high_s, effort)
     return None if found is None else found.result

@@ -582,9 +582,7 @@ class _Search:
         """Whether to stop, as the best is near the bound or, with a plan, the effort is spent."""
         return self.seconds <= self.enough_s or (self.effort <= 0 and bool(self.best))
 
-    def finish(
-        self, begun: Begun, counts: Sequence[WaveCount], factors: Sequence[float]
-    ) -> None:
+    def finish(self, begun: Begun, counts: Sequence[WaveCount], factors: Sequence[float]) -> None:
         """Try to place what an opening leaves in waves of one time, of ``factors`` times what is
         guessed, and keep what is better."""
         if not begun.left:

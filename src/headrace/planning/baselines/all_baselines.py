@@ -44,7 +44,6 @@ class Baseline:
         least_s: A bound of its schedules, in seconds, that costs less than making them, or 0.
         meaning: One line for people.
         staged: Whether it plans tables of any schemes; else only of groups.
-        brief: Whether it takes little time, however many sequences there are.
         one_size: Whether all its groups have one size, the smallest of a table that holds the
             batch; as the planner of a problem it is given each size, and the quickest counts.
         prepare: Of those that are ``staged``, decides for all batches at once, with a seed and the
@@ -56,7 +55,6 @@ class Baseline:
     least_s: Callable[[PriceTable], float]
     meaning: str
     staged: bool = False
-    brief: bool = False
     one_size: bool = False
     prepare: Callable[[Sequence[PriceTable], int, int | None], BatchPlanner] | None = None
 
@@ -198,7 +196,6 @@ BASELINES: Mapping[str, Baseline] = {
         schedules=_alone(lambda tables, _: token_balance(tables)),
         least_s=_best_static_s,
         staged=True,
-        brief=True,
         prepare=lambda tables, *_: token_balance(tables),
         meaning="one scheme, the same tokens for every pipeline",
     ),
