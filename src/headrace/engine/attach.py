@@ -52,7 +52,13 @@ from headrace.engine.forward_pass import (
     inputs_of,
     weighted,
 )
-from headrace.engine.given_batches import GivenOrder, example_for, meet_to
+from headrace.engine.given_batches import (
+    GivenOrder,
+    given_order,
+    meet_to,
+    require_fitting,
+    unfinished,
+)
 from headrace.engine.listener import ProgressLines, tell
 from headrace.engine.loop_checkpoint import LoopCheckpoints
 from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner
@@ -137,7 +143,8 @@ def attach(
         clip: The largest norm of the gradient.
         check_loss: Whether the loss is checked in the first step, and the first after a ``load``:
             it must be a sum over the labels, divided by ``micro.targets``, as the loss of a model
-            of transformers is when it is called with ``micro.inputs``. For this the loop gets one
+            of transformers is when it is called with ``micro.inputs``, or over sequences, each
+            times its ``micro.sequence_share``. For this the loop gets one
             micro-batch of each rank three times more (``micro.checking`` is true).
         seed: Of the order of samples and of the planner.
         planner: ``adaptive`` decides for each step; to compare with, ``bucket`` and ``packed``
@@ -170,12 +177,12 @@ def attach(
     samples = samples or SampleOptions()
     budget = None if batch_tokens is None else _tokens(batch_tokens)
     asked = {"batch_sequences": batch_sequences, "epochs": epochs != 1, "steps": steps}
-    _require_fitting(dataset, {"longest": longest, "example": example}, asked)
+    require_fitting(dataset, {"longest": longest, "example": example}, asked)
     return begin(
         model,
         optimizer,
         lambda model: (
-            _given_order(model, longest or samples.longest, budget, example)
+            given_order(model, longest or samples.longest, budget, example)
             if dataset is None
             else _order(dataset, model, samples, budget, batch_sequences, seed)
         ),
@@ -655,7 +662,7 @@ class Attached:
         left = self._open
         if left is not None and left.stage != "at work":
             self._open = None  # it is refused once
-        return order.batch(asks, samples, self._setup.groups, open_step=_left(left), **more)
+        return order.batch(asks, samples, self._setup.groups, open_step=unfinished(left), **more)
 
     def _taken(self, batch: LoopBatch) -> LoopStep:
         """The next step, of a batch that was given."""
@@ -861,46 +868,6 @@ def _spread(
     return adopted
 
 
-def _given_order(
-    model: SpreadModel, longest: int | str | None, budget: int | None, example: Any
-) -> GivenOrder:
-    """Samples that are given for each step."""
-    if longest is None:
-        raise SpecError(
-            "attach without a data set",
-            got="no longest=",
-            wanted="the tokens of the longest sample that will be given",
-            hint='as hr.attach(model, optimizer, longest="8Ki")',
-        )
-    most = _tokens(longest)
-    return GivenOrder(
-        reader=model,
-        example=example_for(model, example, most),
-        longest=most,
-        total=budget or most,
-    )
-
-
-def _require_fitting(dataset: Any, given: Mapping[str, Any], drawn: Mapping[str, Any]) -> None:
-    """Raise SpecError for options of given batches beside a data set, and the other way around."""
-    wrong = [name for name, value in given.items() if value is not None]
-    if dataset is not None and wrong:
-        hint = "longest=" if wrong[0] == "longest" else None
-        raise SpecError(
-            f"hr.attach({wrong[0]}=...)",
-            got="a data set too",
-            wanted="one of them",
-            hint=f"of a stream: samples=hr.SampleOptions({hint}...)" if hint else None,
-        )
-    wrong = [name for name, value in drawn.items() if value]
-    if dataset is None and wrong:
-        raise SpecError(
-            f"hr.attach({wrong[0]}=...)",
-            got="no data set",
-            wanted="one, or a run whose steps are given: run.step(samples)",
-        )
-
-
 def _order(
     dataset: Any,
     reader: SampleReader,
@@ -927,23 +894,6 @@ def _order(
     if budget is None:
         raise SpecError("batch_tokens", got="none", wanted="a budget, as samples come one by one")
     return StreamOrder(dataset, reader, batch_tokens=budget)
-
-
-def _left(step: LoopStep | None) -> HeadraceError | None:
-    """What is wrong with a step after which the loop asks for another one."""
-    if step is None or step.stage in ("done", "failed"):
-        return None
-    got = {
-        "planned": "no loop over it",
-        "at work": "a call within the loop over it",
-        "left": "a loop that left it half way",
-    }
-    return HeadraceError(
-        f"step {step.number}",
-        got=got[step.stage],
-        wanted="a loop over all its micro-batches: for micro in run.step(samples)",
-        hint="nothing of it was trained: give its samples again, or go on without them",
-    )
 
 
 def _tokens(value: int | str) -> int:

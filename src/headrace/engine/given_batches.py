@@ -17,6 +17,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -28,10 +29,12 @@ from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.comm.ranks import is_broken_connection
 from headrace.engine.sample_order import LoopBatch, fingerprint_of
+from headrace.engine.step_engine import RunningStep
 from headrace.errors import DataError, HeadraceError, PlanMismatch, SpecError
 from headrace.spec.lengths import Lengths
+from headrace.units import parse_count
 
-__all__ = ["GivenOrder", "example_for", "meet_to"]
+__all__ = ["GivenOrder", "given_order", "meet_to", "require_fitting", "unfinished"]
 
 _MADE = 64
 """Tokens of an example that is made up."""
@@ -131,7 +134,9 @@ class GivenOrder:
                 items = self._read(samples)
                 counts = [self.reader.length(item) for item in items]
                 units = _units(together, len(items))
-                said = f"{fingerprint_of(items)} {units} {more(counts)}"
+                said = sha256(
+                    f"{fingerprint_of(items)} {units} {more(counts)}".encode()
+                ).hexdigest()
                 joined = _joined(items, units)
                 self._require_short(joined, units)
             except Exception as error:  # told to all ranks, which would wait for this one
@@ -170,14 +175,72 @@ class GivenOrder:
         for item, unit in zip(joined, units, strict=True):
             count = self.reader.length(item)
             if count > self.longest:
-                one = len(unit) == 1
+                single = len(unit) == 1
                 raise DataError(
-                    f"sample {unit[0]}" if one else f"samples {list(unit)}, kept together",
+                    f"sample {unit[0]}" if single else f"samples {list(unit)}, kept together",
                     got=f"{count:,} tokens",
                     wanted=f"at most {self.longest:,}, the longest that the run was made for",
                     hint="give hr.attach a larger longest=, or "
-                    + ("shorten the sample" if one else "keep fewer samples together"),
+                    + ("shorten the sample" if single else "keep fewer samples together"),
                 )
+
+
+def given_order(
+    model: SpreadModel, longest: int | str | None, budget: int | None, example: Any
+) -> GivenOrder:
+    """Samples that are given for each step, at most as long as the longest. Raises SpecError where
+    nobody said how long that is."""
+    if longest is None:
+        raise SpecError(
+            "attach without a data set",
+            got="no longest=",
+            wanted="the tokens of the longest sample that will be given",
+            hint='as hr.attach(model, optimizer, longest="8Ki")',
+        )
+    most = parse_count(longest) if isinstance(longest, str) else int(longest)
+    return GivenOrder(
+        reader=model,
+        example=_example_for(model, example, most),
+        longest=most,
+        total=budget or most,
+    )
+
+
+def require_fitting(dataset: Any, given: Mapping[str, Any], drawn: Mapping[str, Any]) -> None:
+    """Raise SpecError for options of given batches beside a data set, and the other way around."""
+    wrong = [name for name, value in given.items() if value is not None]
+    if dataset is not None and wrong:
+        hint = "longest=" if wrong[0] == "longest" else None
+        raise SpecError(
+            f"hr.attach({wrong[0]}=...)",
+            got="a data set too",
+            wanted="one of them",
+            hint=f"of a stream: samples=hr.SampleOptions({hint}...)" if hint else None,
+        )
+    wrong = [name for name, value in drawn.items() if value]
+    if dataset is None and wrong:
+        raise SpecError(
+            f"hr.attach({wrong[0]}=...)",
+            got="no data set",
+            wanted="one, or a run whose steps are given: run.step(samples)",
+        )
+
+
+def unfinished(step: RunningStep[Any, Any] | None) -> HeadraceError | None:
+    """What is wrong with a step after which the loop asks for another one."""
+    if step is None or step.stage in ("done", "failed"):
+        return None
+    got = {
+        "planned": "no loop over it",
+        "at work": "a call within the loop over it",
+        "left": "a loop that left it half way",
+    }
+    return HeadraceError(
+        f"step {step.number}",
+        got=got[step.stage],
+        wanted="a loop over all its micro-batches: for micro in run.step(samples)",
+        hint="nothing of it was trained: give its samples again, or go on without them",
+    )
 
 
 def meet_to(
@@ -223,9 +286,7 @@ def meet_to(
     found = [text for text in ranks if text is not None]
     for rank, text in enumerate(found):
         if text["failure"] is not None:
-            raise HeadraceError(
-                f"{text['asks']} on rank {rank}", got=text["failure"], wanted="what other ranks do"
-            )
+            raise HeadraceError(f"{text['asks']} on rank {rank}", got=text["failure"])
     for rank, text in enumerate(found):
         for key, hint in (
             ("asks", "every rank takes the same steps, as many and in the same order"),
@@ -240,6 +301,10 @@ def meet_to(
                     wanted=f"{' of '.join(first)}, as rank 0",
                     hint=hint,
                 )
+
+
+def _hash(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
 
 
 def _told(text: bytes) -> dict[str, Any] | None:
@@ -278,7 +343,7 @@ def _joined(items: Sequence[Item], units: Sequence[tuple[int, ...]]) -> list[Ite
     return [{name: value[0] for name, value in row.items()} for row in rows]
 
 
-def example_for(model: SpreadModel, example: Any, longest: int) -> Item:
+def _example_for(model: SpreadModel, example: Any, longest: int) -> Item:
     """A sample to look at before any is given: the user's own, or one of random tokens where the
     model shows how many there are. Raises SpecError where it does not."""
     if example is not None:

@@ -218,6 +218,48 @@ def test_samples_kept_together(how: str, ranks: int, tmp_path: Path) -> None:
     require_equal(found, alone("pairs"))
 
 
+def of_a_data_set(folder: Path, dtype: torch.dtype) -> Any:
+    """Losses, numbers of the samples and how often a loss was looked at, of a loop that draws its
+    samples, with a loss of sequences."""
+    model = llama().to(dtype)
+    items = [{k: item[k] for k in ("input_ids", "labels")} for item in BATCHES[0]]
+    run = attached(
+        model, sgd(model), items, folder, costs=costs(2), batch_tokens=100, shuffle=False, epochs=1
+    )
+    run.engine.planner = Drawn(ranks=2, layers=2, seed=9)
+    losses, looked = [], 0
+    for step in run:
+        for micro in step:
+            looked += micro.checking
+            sums = micro.per_sequence(log_probabilities(model(**micro.inputs).logits, micro.labels))
+            micro.backward(((0.02 * sums).exp() * micro.sequence_share).sum())
+        losses.append((step.loss, len(step.plan.lengths)))
+    return losses, looked
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_losses_of_sequences_of_a_data_set(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Catches sums that only given batches have, a share of another type than the model's, and a
+    check that refuses what was rounded."""
+    model = llama()
+    optimizer, wanted, at = sgd(model), [], 0
+    found = run_ranks(2, of_a_data_set, tmp_path, dtype, timeout_s=60)
+    for _, count in found[0][0]:
+        own = Alone(BATCHES[0][at : at + count])
+        sums = own.per_sequence(log_probabilities(own.logits(model), own.labels))
+        loss = (0.02 * sums).exp().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(float(loss.detach()))
+        at += count
+    assert at == len(BATCHES[0])
+    for losses, looked in found:
+        exact = EXACT if dtype == torch.float64 else 1e-5
+        assert [loss for loss, _ in losses] == pytest.approx(wanted, rel=exact)
+        assert looked
+
+
 def token_values(outputs: Any, micro: Any) -> torch.Tensor:
     """The log-probabilities of the local tokens."""
     return log_probabilities(outputs.logits, micro.labels)

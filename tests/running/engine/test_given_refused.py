@@ -293,8 +293,8 @@ def test_ranks_that_part(case: str, tmp_path: Path) -> None:
         assert re.search(ENDS[case][1], text), text
 
 
-def test_options_that_say_nothing(tmp_path: Path) -> None:
-    """Catches options of a data set that are dropped without a word, and the other way around."""
+def options_that_say_nothing(tmp_path: Path) -> None:
+    """Options of a data set without one, and the other way around."""
     model = llama()
     optimizer = sgd(model)
 
@@ -313,8 +313,8 @@ def test_options_that_say_nothing(tmp_path: Path) -> None:
         hr.attach(plain, sgd(plain), longest=9, say=lambda text: None)
 
 
-def test_a_data_set_and_given_batches_are_two_things(tmp_path: Path) -> None:
-    """Catches a loop over nothing, and samples that an order of a data set does not know."""
+def two_kinds_of_runs(tmp_path: Path) -> None:
+    """What each is asked that the other one does."""
     model = llama()
     run = attached(model, sgd(model), dataset(), tmp_path, costs=costs(1))
     with pytest.raises(SpecError, match="a run with a data set"):
@@ -326,3 +326,10 @@ def test_a_data_set_and_given_batches_are_two_things(tmp_path: Path) -> None:
         next(iter(run))
     with pytest.raises(TypeError):
         len(run)
+
+
+@pytest.mark.parametrize("case", [options_that_say_nothing, two_kinds_of_runs])
+def test_a_data_set_and_given_batches_are_two_things(case: Any, tmp_path: Path) -> None:
+    """Catches options that are dropped without a word, a loop over nothing, and samples that an
+    order of a data set does not know."""
+    run_ranks(1, case, tmp_path)
