@@ -711,6 +711,9 @@ class AxisModel:
         }
         return {name: self._one(name, value, what) for name, value in found.items()}
 
+    def forget_fields(self) -> None:
+        """Do nothing: samples may have any fields."""
+
     def length(self, sample: Item) -> int:
         """Count the places of a sample."""
         return self.places(sample)

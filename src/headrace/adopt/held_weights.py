@@ -66,6 +66,13 @@ class HeldWeights:
             return self.model.no_sync()
         return nullcontext()
 
+    def shard_again(self) -> None:
+        """Drop weights that FSDP2 has gathered: it keeps those of the outermost module after a
+        forward without a backward."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def add_up(self) -> None:
         """Sum gradients over all ranks, unless FSDP2 has done so. Collective."""
         if not self.sharded and self.ranks > 1:

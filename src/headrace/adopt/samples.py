@@ -59,6 +59,10 @@ class TokenReader:
             )
         return found
 
+    def forget_fields(self) -> None:
+        """Let the samples that follow have other fields than those before."""
+        self.fields = None
+
     def length(self, sample: Item) -> int:
         """The tokens of a sample."""
         return len(sample[self.tokens])

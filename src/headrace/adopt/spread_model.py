@@ -100,6 +100,10 @@ class SampleReader(Protocol):
         """
         ...
 
+    def forget_fields(self) -> None:
+        """Let the samples that follow have other fields than those before."""
+        ...
+
     def length(self, sample: Item) -> int:
         """Count the tokens of a sample.
 

@@ -604,6 +604,10 @@ class TokenModel:
             )
         return self._reader.read(item, what)
 
+    def forget_fields(self) -> None:
+        """Let the samples that follow have other fields than those before."""
+        self._reader = None
+
     def length(self, sample: Item) -> int:
         """Count the tokens of a sample."""
         return len(sample[self.tokens])

@@ -14,8 +14,10 @@ those of one process over the same samples, and optimizer and scheduler take one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -43,6 +45,20 @@ from headrace.engine.attach_options import (
     SpreadOptions,
     refuse_former,
 )
+from headrace.engine.forward_pass import (
+    ForwardRunner,
+    ValuesOf,
+    gradients_of,
+    inputs_of,
+    weighted,
+)
+from headrace.engine.given_batches import (
+    GivenOrder,
+    given_order,
+    meet_to,
+    require_fitting,
+    unfinished,
+)
 from headrace.engine.listener import ProgressLines, tell
 from headrace.engine.loop_checkpoint import LoopCheckpoints
 from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner
@@ -50,9 +66,23 @@ from headrace.engine.loop_start import optimizer_text, require_trainable, share_
 from headrace.engine.record import DrawnSteps, EarlyAndRare, RunRecord, run_facts
 from headrace.engine.recovery import LeaveGroups, Recovery
 from headrace.engine.run_planner import RunPlanner
-from headrace.engine.sample_order import DrawnOrder, LoopBatch, SampleOrder, Samples, StreamOrder
+from headrace.engine.sample_order import (
+    DrawnOrder,
+    LoopBatch,
+    SampleOrder,
+    Samples,
+    StreamOrder,
+    fingerprint_of,
+)
 from headrace.engine.step_engine import Engine, RunningStep
-from headrace.errors import CostError, DataError, HeadraceError, PlanMismatch, SpecError
+from headrace.errors import (
+    CostError,
+    DataError,
+    HeadraceError,
+    ModelError,
+    PlanMismatch,
+    SpecError,
+)
 from headrace.native.checkpoint import BackgroundWriter
 from headrace.native.machine import machine_facts
 from headrace.spec.step import Step
@@ -69,8 +99,10 @@ LoopStep: TypeAlias = RunningStep[LoopBatch, LoopMicroBatch]
 def attach(
     model: Module | AxisModel,
     optimizer: torch.optim.Optimizer,
-    dataset: Any,
+    dataset: Any = None,
     *,
+    longest: int | str | None = None,
+    example: Any = None,
     batch_tokens: int | str | None = None,
     batch_sequences: int | None = None,
     epochs: int = 1,
@@ -98,7 +130,11 @@ def attach(
         optimizer: Of the model's parameters.
         dataset: Items are dicts of token values [n] (``input_ids``, ``labels``), tuples of tokens
             and labels, or tokens; by number, or an iterable. Of several axes: dicts of the inputs
-            of one sample, and ``labels`` of the places.
+            of one sample, and ``labels`` of the places. Without one the samples of every step are
+            given: ``for micro in run.step(samples)``.
+        longest: Tokens of the longest sample that will be given (``"8Ki"``), without a data set.
+        example: A sample as those that will be given, to look at: needed without a data set, but
+            for a model of transformers.
         batch_tokens: Tokens of one optimizer step (``"64Ki"``), as a budget.
         batch_sequences: Samples of one optimizer step, in the place of a budget.
         epochs: Passes over the data, unless ``steps`` says how many steps to take.
@@ -107,7 +143,8 @@ def attach(
         clip: The largest norm of the gradient.
         check_loss: Whether the loss is checked in the first step, and the first after a ``load``:
             it must be a sum over the labels, divided by ``micro.targets``, as the loss of a model
-            of transformers is when it is called with ``micro.inputs``. For this the loop gets one
+            of transformers is when it is called with ``micro.inputs``, or over sequences, each
+            times its ``micro.sequence_share``. For this the loop gets one
             micro-batch of each rank three times more (``micro.checking`` is true).
         seed: Of the order of samples and of the planner.
         planner: ``adaptive`` decides for each step; to compare with, ``bucket`` and ``packed``
@@ -122,9 +159,10 @@ def attach(
         former: Former names of options, which are refused with their new ones.
 
     Returns:
-        The run: a loop over its steps.
+        The run: a loop over its steps, or without a data set what takes them.
 
     Raises:
+        SpecError: For options that say nothing, as ``steps`` without a data set.
         ModelError: For models that cannot be spread over ranks.
         DataError: For data without tokens.
         InfeasiblePlan: Where the longest sample fits nowhere; it says what would help.
@@ -138,10 +176,16 @@ def attach(
     refuse_former(former)
     samples = samples or SampleOptions()
     budget = None if batch_tokens is None else _tokens(batch_tokens)
+    asked = {"batch_sequences": batch_sequences, "epochs": epochs != 1, "steps": steps}
+    require_fitting(dataset, {"longest": longest, "example": example}, asked)
     return begin(
         model,
         optimizer,
-        lambda reader: _order(dataset, reader, samples, budget, batch_sequences, seed),
+        lambda model: (
+            given_order(model, longest or samples.longest, budget, example)
+            if dataset is None
+            else _order(dataset, model, samples, budget, batch_sequences, seed)
+        ),
         config={"loop": "attached"},
         budget=budget,
         epochs=epochs,
@@ -163,7 +207,7 @@ def attach(
 def begin(
     model: Module | AxisModel,
     optimizer: torch.optim.Optimizer,
-    order_of: Callable[[SampleReader], SampleOrder],
+    order_of: Callable[[SpreadModel], SampleOrder],
     *,
     config: Mapping[str, Any],
     budget: int | None,
@@ -201,7 +245,8 @@ def begin(
     asked = [budget, epochs, steps, clip, seed, str(planner), str(spread), measure.memory]
     agree("arguments of hr.attach", repr(asked), groups.world)
     share_weights(held, groups, (lambda text: None) if quiet else say)
-    driven = _spread(model, samples, spread, groups)
+    adopted = partial(_spread, options=samples, spread=spread, groups=groups)
+    driven = adopted(model)
     order = order_of(driven)
     agree("data of the loop", order.fingerprint, groups.world)
     document = order.longest
@@ -226,6 +271,7 @@ def begin(
     )
     return Attached(
         setup=setup,
+        adopted=adopted,
         order=order,
         config=config,
         seed=seed,
@@ -251,6 +297,7 @@ class Attached:
         self,
         *,
         setup: LoopSetup,
+        adopted: Callable[[Module], SpreadModel],
         order: SampleOrder,
         config: Mapping[str, Any],
         seed: int,
@@ -268,6 +315,7 @@ class Attached:
         self._state = order.state()
         self._begun, self.number = False, 0
         self._open: LoopStep | None = None
+        self._adopted, self._others = adopted, dict[int, tuple[SpreadModel, HeldWeights]]()
         self._writer: BackgroundWriter | None = None
         self._restore = setup.model.begin(sample, setup.device)
         try:
@@ -302,11 +350,11 @@ class Attached:
             HeadraceError: For a step whose micro-batches were not all trained.
             PlanMismatch: On every rank where ranks read other lengths of a stream, or one ends.
         """
-        if self._record is not None and not self._begun:
-            self._record.begin(self.number, self._facts())
+        if isinstance(self._order, GivenOrder):
+            self._order.next_batch()
         if not self._begun:
+            self._begin()
             self._plan_ahead()
-        self._begun = True
         while self._open is not None or self._more():
             left = self._open
             if left is None:
@@ -322,6 +370,122 @@ class Attached:
                     wanted="a loop over all of them: for micro in step, or step.skip()",
                 )
         self.finish_saving()
+
+    def step(self, samples: Iterable[Any], *, together: Iterable[Sequence[int]] = ()) -> LoopStep:
+        """The next step, of samples that are given: ``for micro in run.step(samples)``. It is
+        planned now, and the optimizer takes its step after the last micro-batch. Collective, as are
+        the following two: every rank gives the same samples.
+
+        Args:
+            samples: Items as those of a data set; fields may differ from those of other steps.
+            together: The numbers of samples that stay in one micro-batch, of each group: a loss of
+                ``micro.per_sequence`` may compare them, which follow each other there.
+
+        Returns:
+            The step: a loop over this rank's micro-batches; its ``loss`` is known afterwards.
+
+        Raises:
+            DataError: On every rank for samples that cannot be read, or are longer than the run was
+                made for.
+            PlanMismatch: On every rank where ranks give other samples, or ask for something else.
+            HeadraceError: On every rank where the step before was left half way.
+            InfeasiblePlan: On every rank where the samples fit nowhere.
+
+        Example:
+            >>> for micro in run.step(samples):
+            ...     micro.backward(micro.loss(model(**micro.inputs).logits))
+        """
+        asks = f"step {self.number}"
+        return self._taken(self._given_batch(asks, samples, together=together))
+
+    def map(
+        self,
+        samples: Iterable[Any],
+        fn: ValuesOf,
+        *,
+        model: Module | None = None,
+    ) -> list[Tensor]:
+        """Values of samples by forwards alone, planned as a step is. Collective.
+
+        Args:
+            samples: Items as those of a data set; nobody needs labels.
+            fn: Called with the model's outputs and the micro-batch, without gradients; gives
+                floating numbers of the local tokens [1, s_r], or of the sequences [k]
+                (``micro.per_sequence``). Labels are not given to a model that needs none.
+            model: Another model of the same class, such as a frozen reference; that of the run
+                where it is None. It is adopted when it first comes.
+
+        Returns:
+            In the order of the samples, on every rank: the values [n] of their tokens, or [].
+
+        Raises:
+            ModelError: For values of another shape, and for another kind of model.
+            HeadraceError: On every rank where ``fn`` failed on any, and as :meth:`step`.
+
+        Example:
+            >>> old = run.map(samples, lambda outputs, micro: logp(outputs.logits, micro))
+        """
+        asks = f"a map before step {self.number}"
+        batch = self._given_batch(asks, samples, learned=False)
+        spread, held = self._model_for(model)
+        runner = ForwardRunner(loop=self._runner, model=spread, held=held, fn=fn)
+        step = RunningStep(
+            engine=replace(self.engine, runner=runner),
+            number=self.number,
+            batch=batch,
+            planned=self.engine.planner.plan_aside(batch.lengths),
+            waited_s=0.0,
+        )
+        for _ in step.attempts():
+            pass
+        return runner.gathered(batch)
+
+    def backward(self, samples: Iterable[Any], fn: ValuesOf, gradients: Sequence[Any]) -> LoopStep:
+        """A step with the gradients of values that :meth:`map` gave, of whatever loss: forward and
+        backward of the sum of values times gradients, and a step of the optimizer. Collective.
+
+        Args:
+            samples: Those of :meth:`map`.
+            fn: That of :meth:`map`. The model must give the same values again: without dropout.
+            gradients: Of the loss by each value, in the order of the samples: [n] or [] as the
+                values are, None for zero.
+
+        Returns:
+            The step that was taken; its ``loss`` is the sum of values times gradients.
+
+        Raises:
+            DataError: On every rank for gradients of another shape, and as :meth:`step`.
+
+        Example:
+            >>> values = [v.requires_grad_() for v in run.map(samples, fn)]
+            >>> contrastive(torch.stack(values)).backward()
+            >>> step = run.backward(samples, fn, [v.grad for v in values])
+        """
+        found = list[Tensor | None]()
+
+        def given(counts: Sequence[int]) -> str:
+            found[:] = gradients_of(gradients, counts)
+            return fingerprint_of([{str(i): g} for i, g in enumerate(found) if g is not None])
+
+        asks = f"step {self.number} by gradients"
+        batch = self._given_batch(asks, samples, more=given, learned=False)
+        step, runner, spread = self._taken(batch), self._runner, self._setup.model
+        checked, runner.check = runner.check, False
+        try:
+            for micro in step:
+                with micro:
+                    outputs = self.model(**inputs_of(runner.part, spread))
+                    if micro.sequences:
+                        loss = weighted(fn(outputs, micro), micro, found, batch.tokens)
+                    else:
+                        loss = spread.number(outputs)
+                    micro.backward(loss)
+        except BaseException:
+            self._open = None  # the user has no loop to leave
+            raise
+        finally:
+            runner.check = checked
+        return step
 
     def __len__(self) -> int:
         """The steps of the whole loop. Raises TypeError where it is a stream of some epochs."""
@@ -390,6 +554,7 @@ class Attached:
             CheckpointError: On every rank when any could not write it; in the background, a later
                 step may raise it too.
         """
+        self._meet_to(f"a checkpoint before step {self.number}")
         scheduler = self._runner.scheduler
         extra = {
             "step": self.number,
@@ -430,6 +595,7 @@ class Attached:
             CheckpointError: For a checkpoint of another model, or where all are damaged.
             DataError: For one of other data.
         """
+        self._meet_to("a load of a checkpoint")
         self.finish_saving()
         extra = self._checkpoints().load(Path(folder), self._setup.say)
         if extra is None:
@@ -470,6 +636,71 @@ class Attached:
         self._planner.close()
         if self._record is not None:
             self._record.close()
+
+    def _meet_to(self, asks: str) -> None:
+        """Have ranks that take other steps named, where no data set counts them. Collective."""
+        if isinstance(self._order, GivenOrder):
+            meet_to(asks, self._setup.groups)
+
+    def _begin(self) -> None:
+        """Begin the record with the first step."""
+        if self._record is not None:
+            self._record.begin(self.number, self._facts())
+        self._begun = True
+
+    def _given_batch(self, asks: str, samples: Iterable[Any], **more: Any) -> LoopBatch:
+        """The batch of samples that all ranks give; refused where the step before is still open.
+        Collective."""
+        order = self._order
+        if not isinstance(order, GivenOrder):
+            raise SpecError(
+                asks,
+                got="a run with a data set",
+                wanted="for step in run",
+                hint="attach without a data set takes batches that are given",
+            )
+        left = self._open
+        if left is not None and left.stage != "at work":
+            self._open = None  # it is refused once
+        return order.batch(asks, samples, self._setup.groups, open_step=unfinished(left), **more)
+
+    def _taken(self, batch: LoopBatch) -> LoopStep:
+        """The next step, of a batch that was given."""
+        if not self._begun:
+            self._begin()
+        step = self._open = self.engine.next_step(self.number, lambda: batch)
+        return step
+
+    def _model_for(self, model: Module | None) -> tuple[SpreadModel, HeldWeights]:
+        """A model of the same kind as that of the run, spread, and how its weights are held.
+        Collective where it is a new one. Raises ModelError for other kinds."""
+        setup = self._setup
+        if model is None or model is setup.held.model or model is setup.held.inner:
+            return setup.model, setup.held
+        if id(model) in self._others:
+            return self._others[id(model)]
+        held = HeldWeights.of(model, setup.groups.ranks)
+        for what, other, own in (
+            ("class", type(held.inner).__name__, type(setup.held.inner).__name__),
+            ("sharded weights", held.sharded, setup.held.sharded),
+            ("device", _device_of(held.inner), setup.device),
+        ):
+            if other != own:
+                raise ModelError(
+                    f"{what} of model=",
+                    got=other,
+                    wanted=f"{own}, as the model of the run: plans follow from its costs",
+                )
+        share_weights(held, setup.groups, setup.say)
+        spread = self._adopted(model)
+        restore, before = self._restore, spread.begin(self._order.first(), setup.device)
+
+        def both() -> None:
+            before()
+            restore()
+
+        self._restore, self._others[id(model)] = both, (spread, held)
+        return spread, held
 
     @property
     def _runner(self) -> LoopRunner:
@@ -617,23 +848,23 @@ class Attached:
 
 
 def _spread(
-    model: Module | AxisModel, samples: SampleOptions, spread: SpreadOptions, groups: Groups
+    model: Module | AxisModel, options: SampleOptions, spread: SpreadOptions, groups: Groups
 ) -> SpreadModel:
     """The model of a loop, spread over ranks."""
     if isinstance(model, AxisModel):
-        model.join(groups, label_name=samples.label_name)
+        model.join(groups, label_name=options.label_name)
         return model
     adopted = adopt(
         model,
         backend=spread.backend,
-        labels=samples.labels,
-        tokens=samples.tokens,
+        labels=options.labels,
+        tokens=options.tokens,
         groups=groups,
-        label_name=samples.label_name,
+        label_name=options.label_name,
         exchange=spread.exchange,
         logits=spread.logits,
     )
-    adopted.label_place = samples.label_place
+    adopted.label_place = options.label_place
     return adopted
 
 

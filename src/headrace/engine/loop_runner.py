@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -33,6 +34,7 @@ from headrace.engine.loop_costs import ModelProbes
 from headrace.engine.loss_check import LossCheck, Trial, require_loss, set_aside
 from headrace.engine.recovery import Recovery
 from headrace.engine.sample_order import LoopBatch
+from headrace.engine.sequence_sums import SequenceSums
 from headrace.errors import DataError, HeadraceError, ModelError, PlanMismatch
 from headrace.native.spans import StepClock, clock_of
 from headrace.ops.loss import IGNORED
@@ -42,7 +44,7 @@ from headrace.spec.method_facts import Members
 from headrace.spec.plan import Plan
 from headrace.spec.program import Backward, Forward, Idle, Packs, Program, compile_turns
 
-__all__ = ["LoopMicroBatch", "LoopRunner"]
+__all__ = ["LoopMicroBatch", "LoopRunner", "Work"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,7 +59,8 @@ class LoopMicroBatch:
         rest: Fields that the model does not take, of the samples that this rank works on.
         tokens: Tokens of the micro-batch, on all its ranks, that have a loss.
         targets: Tokens of the whole step that have a loss: sums of losses are divided by it.
-        sequences: The samples of the micro-batch, by their numbers in the batch.
+        sequences: The samples of the micro-batch, by their numbers in the batch, in the order of
+            its tokens.
         ranks: The ranks that work on it together.
         group: The group of these ranks, for collectives of the model's own; None for one rank.
         done: Whether its backward has run.
@@ -76,6 +79,7 @@ class LoopMicroBatch:
     group: dist.ProcessGroup | None
     _backward: Callable[[LoopMicroBatch, torch.Tensor], None] = field(repr=False)
     _survives: Callable[[BaseException, str], bool] = field(repr=False)
+    _sums: SequenceSums = field(repr=False)
     checking: bool = False
     done: bool = field(default=False, init=False)
 
@@ -104,6 +108,50 @@ class LoopMicroBatch:
         labels of tokens."""
         return (self.labels != IGNORED).sum().double() / self.targets
 
+    @property
+    def sequence_share(self) -> torch.Tensor:
+        """What each sequence counts on this rank, [k]: one over the ranks of the micro-batch and
+        the sequences of the step. Shares add up to 1 over the micro-batches of all ranks, and
+        losses of sequences times their shares to the mean over the sequences of the step. Raises
+        ModelError for a model of several axes."""
+        return self._sums.share()
+
+    def per_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        """Add values of tokens up to one number for each sequence of the micro-batch, with a true
+        adjoint. Collective among its ranks: all call it alike.
+
+        Args:
+            values: [1, s_r] or [s_r], of the local tokens.
+
+        Returns:
+            [k], in the order of ``sequences``, the same on all ranks of the micro-batch. Their
+            losses are summed, so what is made of it is multiplied by ``sequence_share``.
+
+        Raises:
+            ModelError: For values of other tokens, and for a model of several axes.
+
+        Example:
+            >>> ratios = (micro.per_sequence(logp - old) / micro.per_sequence(kept)).exp()
+            >>> micro.backward(-(ratios * advantages * micro.sequence_share).sum())
+        """
+        return self._sums.add_up(values)
+
+    @property
+    def uses_sequences(self) -> bool:
+        """Whether :meth:`per_sequence` was called for this micro-batch."""
+        return self._sums.used
+
+    @property
+    def leaks(self) -> list[torch.Tensor]:
+        """The gradients that reached sequences whose share is 0, in a trial of the loss."""
+        return self._sums.leaks
+
+    @property
+    def local_index(self) -> np.ndarray:
+        """Where the local tokens are in the row of the micro-batch, [s_r] int64. Raises ModelError
+        for a model of several axes."""
+        return self._sums.local_index()
+
     def loss(self, logits: torch.Tensor) -> torch.Tensor:
         """The cross entropy of the local tokens, summed, over the step's ``targets``.
 
@@ -119,7 +167,8 @@ class LoopMicroBatch:
         """Add the gradients of this part of the loss.
 
         Args:
-            loss: A single number: a sum over local tokens, divided by ``targets``.
+            loss: A single number: a sum over local tokens, divided by ``targets``; and over
+                sequences, each times its ``sequence_share``.
 
         Raises:
             ModelError: For a loss that cannot be one, and for a second one of the micro-batch.
@@ -148,7 +197,7 @@ class _Spent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Work:
+class Work:
     """What this rank does in a step: its program, the packs of its micro-batches, the tokens of all
     ranks that have a loss, and the indices of the actions whose losses are looked at where they
     are."""
@@ -219,7 +268,7 @@ class LoopRunner:
         self._checks.clear()
         self._begun = self._clock.mark()
         self.action = "the making of groups"
-        work = self._work(batch, plan)
+        work = self.work(batch, plan)
         self.targets = work.targets
         with self.held.step():
             for index, action in enumerate(work.program.actions):
@@ -228,32 +277,33 @@ class LoopRunner:
                 self.action = str(action)
                 check = None
                 if self.check and index in work.checked:
-                    check = LossCheck(part=self._placed(plan, action, work))
+                    check = LossCheck(part=self.placed(batch, plan, action, work))
                     for trial in check.trials:
                         with set_aside(self.held.model, self.device):
-                            yield from self._call(number, plan, action, work, check, trial)
+                            yield from self._call(number, batch, plan, action, work, check, trial)
                         if self.recovery.failed:
                             return
-                yield from self._call(number, plan, action, work, check)
+                yield from self._call(number, batch, plan, action, work, check)
                 if self.recovery.failed:
                     return
 
     def _call(
         self,
         number: int,
+        batch: LoopBatch,
         plan: Plan,
         action: Forward | Idle,
-        work: _Work,
+        work: Work,
         check: LossCheck | None,
         trial: Trial | None = None,
     ) -> Iterator[LoopMicroBatch]:
         """Hand out one micro-batch, once."""
-        self.targets = work.targets * (2 if trial == "doubled" else 1)
-        micro = self._handed(plan, action, work, check, trial)
+        self.targets = work.targets * (1 if check is None else check.times(trial))
+        micro = self._handed(batch, plan, action, work, check, trial)
         try:
             yield micro
         finally:
-            self._release()
+            self.release()
             self.targets = work.targets
         if not self.recovery.failed and not micro.done:
             raise HeadraceError(
@@ -273,7 +323,7 @@ class LoopRunner:
         start, norm = self._clock.mark(), math.nan
         if self.check:
             self._require_sums()
-            self.check = False
+            self.check = not math.isfinite(loss)  # of such a loss nothing can be told
         if math.isfinite(loss):
             self.held.add_up()
             whole = self.held.norm()
@@ -310,7 +360,7 @@ class LoopRunner:
         found: dict[str, Any] = {"lr": rate, "targets": self.targets}
         return found if step_s is None else found | {"mfu": None}
 
-    def _work(self, batch: LoopBatch, plan: Plan) -> _Work:
+    def work(self, batch: LoopBatch, plan: Plan) -> Work:
         """Read this rank's samples, agree on the packs of all ranks, make their groups, and compile
         and check this rank's program. Collective."""
         me = self.groups.rank
@@ -334,7 +384,7 @@ class LoopRunner:
         )
         for index, pack, ranks in mine:
             said.packs.setdefault(str(index), []).append([list(ranks), _checksum(pack)])
-        packs, targets = _agreed(said, plan, self.groups, failure)
+        packs, targets = _agreed(said, plan, self.groups, failure, learned=batch.learned)
         wanted = sorted({ranks for groups in packs for ranks in groups})
         self.model.prepare(some for ranks in wanted for some in self.model.groups_of(ranks))
         program = compile_turns(plan, packs, me)
@@ -344,7 +394,7 @@ class LoopRunner:
             numbered[index, count[index]] = pack
             count[index] += 1
         checked = _checked(program, packs, plan)
-        return _Work(program=program, packs=numbered, targets=targets, checked=checked)
+        return Work(program=program, packs=numbered, targets=targets, checked=checked)
 
     def _step(self) -> None:
         """One step of the optimizer, and one of the scheduler. Raises HeadraceError where the loop
@@ -403,43 +453,52 @@ class LoopRunner:
             yield pack, self.model.ranks_for(pack, plan.pipelines[micro.pipeline].ranks)
 
     def _pack_of(
-        self, plan: Plan, action: Forward | Idle, work: _Work
+        self, batch: LoopBatch, plan: Plan, action: Forward | Idle, work: Work
     ) -> tuple[Pack, Members, str | None]:
         """What an action works on: a pack, the ranks that share it, and how they exchange."""
         if isinstance(action, Idle):
-            return self._nothing(), (self.groups.rank,), None
+            return self._nothing(batch), (self.groups.rank,), None
         micro = plan.micro_batches[action.micro_batch]
         # Some of the ranks may be too many for a pack: it is run as it was planned for all.
         spread = len(plan.pipelines[micro.pipeline].ranks) > 1
         exchange = micro.layers.options[0].attention if spread else None
         return work.packs[action.micro_batch, action.pack], action.group, exchange
 
-    def _placed(
-        self, plan: Plan, action: Forward | Idle, work: _Work, targets: int | None = None
+    def placed(
+        self,
+        batch: LoopBatch,
+        plan: Plan,
+        action: Forward | Idle,
+        work: Work,
+        targets: int | None = None,
+        model: SpreadModel | None = None,
     ) -> BatchPart:
-        """This rank's part of the micro-batch of an action."""
-        pack, ranks, exchange = self._pack_of(plan, action, work)
+        """This rank's part of the micro-batch of an action, for another ``model`` of the same kind
+        where it is given."""
+        pack, ranks, exchange = self._pack_of(batch, plan, action, work)
         values = pack.to(self.device).values
-        return self.model.place(values, ranks, targets=targets or work.targets, exchange=exchange)
+        model = self.model if model is None else model
+        return model.place(values, ranks, targets=targets or work.targets, exchange=exchange)
 
     def _handed(
         self,
+        batch: LoopBatch,
         plan: Plan,
         action: Forward | Idle,
-        work: _Work,
+        work: Work,
         check: LossCheck | None,
         trial: Trial | None,
     ) -> LoopMicroBatch:
         """The micro-batch of an action, which the model works on from here on; its loss is told to
         ``check``, and counts unless it is a ``trial``."""
-        pack, ranks, _ = self._pack_of(plan, action, work)
+        pack, _, _ = self._pack_of(batch, plan, action, work)
         idle = isinstance(action, Idle)
         micro = None if isinstance(action, Idle) else plan.micro_batches[action.micro_batch]
         spent = None if trial is not None else self._begin_timing(plan, action, pack)
         if self.probes.levels is not None:
             options = () if micro is None else micro.layers.options
             self.probes.levels.choose([option.recompute for option in options])
-        self.part = part = self._placed(plan, action, work, self.targets)
+        self.part = part = self.placed(batch, plan, action, work, self.targets)
         if check is not None and trial is not None:
             self.part = part = check.changed(part, trial)
         self.model.take(part)
@@ -455,15 +514,38 @@ class LoopRunner:
             if spent is not None:
                 spent.forward.append((start, middle))
                 spent.backward.append((middle, self._clock.mark()))
-            self._release()
+            self.release()
             own = loss.detach()
             if check is not None and not idle:
                 check.losses[trial or "whole"] = own
+                check.by_sequence |= made.uses_sequences
+                check.leaks += made.leaks
                 if trial is None:
                     self._checks.append(check)
             if trial is None:
                 self._sum = own if self._sum is None else self._sum + own
 
+        made = self.micro_batch(batch, plan, action, work, part, backward, check, trial)
+        return made
+
+    def micro_batch(
+        self,
+        batch: LoopBatch,
+        plan: Plan,
+        action: Forward | Idle,
+        work: Work,
+        part: BatchPart,
+        backward: Callable[[LoopMicroBatch, torch.Tensor], None],
+        check: LossCheck | None = None,
+        trial: Trial | None = None,
+    ) -> LoopMicroBatch:
+        """The micro-batch of an action for whoever calls the model on its ``part``."""
+        pack, ranks, _ = self._pack_of(batch, plan, action, work)
+        planned = () if isinstance(action, Idle) else _sequences(plan, action)
+        count = len(ranks) * len(batch.tokens)
+        owned = [(at, member) for at, i in enumerate(planned) for member in batch.members(i)]
+        shares = [1.0 if check is None else check.share_of(at, trial) for at, _ in owned]
+        first = next(self.held.model.parameters())
         return LoopMicroBatch(
             inputs=part.inputs,
             rest=part.rest,
@@ -472,20 +554,29 @@ class LoopRunner:
             targets=self.targets,
             ranks=ranks,
             group=part.group,
-            sequences=() if micro is None else micro.sequences,
+            sequences=tuple(member for _, member in owned),
             checking=trial is not None,
             _backward=backward,
             _survives=self.recovery.survives,
+            _sums=SequenceSums(
+                lengths=[batch.tokens[member] for _, member in owned],
+                shares=[share / count for share in shares],
+                placed=part.placed,
+                group=part.group,
+                dtype=torch.promote_types(first.dtype, torch.float32),
+                device=self.device,
+            ),
         )
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Make the model plain again."""
         self.part = None
         self.model.release()
 
-    def _nothing(self) -> Pack:
+    def _nothing(self, batch: LoopBatch) -> Pack:
         """A pack of two tokens without a loss, for an idle turn of this rank."""
-        pack = self.model.made(self.probes.sample, (2,), 1, document=self.probes.document)
+        sample = self.probes.sample if batch.like is None else batch.like
+        pack = self.model.made(sample, (2,), 1, document=self.probes.document)
         return replace(pack, targets=0)
 
     def _begin_timing(self, plan: Plan, action: Forward | Idle, pack: Pack) -> _Spent | None:
@@ -520,6 +611,11 @@ class LoopRunner:
         if self._update is not None:
             start_s, end_s = (between(self._begun, mark) for mark in self._update)
             yield Row(rank=rank, action="U", kind="update", start_s=start_s, end_s=end_s)
+
+
+def _sequences(plan: Plan, action: Forward) -> tuple[int, ...]:
+    """What is planned as one sequence each, of the micro-batch of an action."""
+    return plan.micro_batches[action.micro_batch].sequences
 
 
 def _checked(program: Program, packs: Packs, plan: Plan) -> frozenset[int]:
@@ -565,14 +661,14 @@ def _checksum(pack: Pack) -> int:
 
 
 def _agreed(
-    mine: _Said, plan: Plan, groups: Groups, failure: Exception | None
+    mine: _Said, plan: Plan, groups: Groups, failure: Exception | None, *, learned: bool
 ) -> tuple[Packs, int]:
     """The packs of all micro-batches, by the ranks that share each, and the tokens of all ranks
     that have a loss. Collective.
 
     Raises on every rank: HeadraceError where one could not read its samples, PlanMismatch where
     ranks have other learning rates or ranks of one micro-batch other samples, and DataError where
-    no token of the step has a loss.
+    no token of the step has a loss that needs one.
     """
     told = [mine.led, mine.alike, mine.packs, mine.failure]
     said = [
@@ -607,7 +703,7 @@ def _agreed(
                 )
         packs.append([tuple(group) for group, _ in views[0]])
     targets = sum(one.led for one in said)
-    if not targets:
+    if not targets and learned:
         raise DataError(
             "labels of the step",
             got=f"all of {sum(plan.lengths.tokens):,} tokens IGNORED (-100)",

@@ -6,6 +6,12 @@ alone. So the loop computes the loss of a micro-batch under changes whose effect
     doubled     twice the targets: half the loss
     even, odd   every other label ignored: losses that add up to the whole one
 
+A loss that asked for sums of sequences is no sum over labels. It is a sum over sequences, each with
+its share, beside a sum over labels, and has other halves:
+
+    even, odd   every other sequence has a share of 0, and twice the targets: losses that add up to
+                the whole one, of which no gradient reaches the sequences without a share
+
 A mean, by whatever formula, does not halve. A term that knows no token (a penalty on weights) is
 counted once in each. What is drawn at random and what a forward leaves in buffers is put back
 before each of them, so that nothing else differs; gradients of these calls are dropped.
@@ -52,23 +58,42 @@ class LossCheck:
     Attributes:
         part: What the rank has.
         losses: The loss under each trial, and ``whole``.
+        by_sequence: Whether the loss asked for sums of sequences.
+        leaks: The gradients that reached sequences without a share.
     """
 
     part: BatchPart
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
+    by_sequence: bool = False
+    leaks: list[torch.Tensor] = field(default_factory=list)
 
     @property
-    def trials(self) -> tuple[Trial, ...]:
-        """The changes to try: labels that are not classes of tokens cannot be ignored."""
+    def trials(self) -> Iterator[Trial]:
+        """The changes to try: labels that are not classes of tokens cannot be ignored. The loss of
+        the first says what the others are."""
+        yield "doubled"
         labels = self.part.labels
         classes = labels is not None and not labels.is_floating_point() and labels.dim() == 2
-        return ("doubled", "even", "odd") if classes else ("doubled",)
+        if classes or self.by_sequence:
+            yield "even"
+            yield "odd"
+
+    def times(self, trial: Trial | None) -> int:
+        """How many times as many targets a trial has."""
+        return 2 if trial == "doubled" or (trial is not None and self.by_sequence) else 1
+
+    def share_of(self, at: int, trial: Trial | None) -> float:
+        """What the share of the sequences that are planned as the ``at``-th of a micro-batch is
+        multiplied by in a trial."""
+        if trial is None or trial == "doubled":
+            return 1.0 if trial is None else 0.5
+        return 1.0 if not self.by_sequence or at % 2 == (trial == "odd") else 0.0
 
     def changed(self, part: BatchPart, trial: Trial) -> BatchPart:
         """A part of the same tokens, as a trial has it: labels that it leaves out are IGNORED, and
         other values of their tokens that the model does not take are 0."""
         labels = part.labels
-        if trial == "doubled" or labels is None:
+        if trial == "doubled" or labels is None or self.by_sequence:
             return part
         counted = (labels != IGNORED).cumsum(1) % 2 == (1 if trial == "even" else 0)
         few = torch.where(counted, labels, IGNORED)
@@ -86,6 +111,8 @@ class LossCheck:
         if not math.isfinite(whole):  # the step says so itself
             return None
         limit = _TOLERANCES.get(loss.dtype, 3e-2) * most
+        if self.by_sequence:
+            return self._error_of_sequences(whole, doubled, total, limit)
         if abs(doubled - whole) <= limit and abs(total - whole) <= limit:
             return None
         what = "loss of a micro-batch"
@@ -115,6 +142,28 @@ class LossCheck:
             wanted=f"parts that add up to {whole:.6g}",
             hint="a loss is a sum over tokens whose label is not IGNORED (-100)",
         )
+
+    def _error_of_sequences(
+        self, whole: float, doubled: float, total: float, limit: float
+    ) -> ModelError | None:
+        """What is wrong with a loss of sequences."""
+        wanted = "losses of sequences, each times its micro.sequence_share"
+        hint = (
+            "write (losses * micro.sequence_share).sum(), beside sums over labels divided by "
+            "micro.targets; samples that a loss compares belong together (run.step(samples, "
+            "together=...)), or to two passes (run.map and run.backward)"
+        )
+        what, leak = "loss of a micro-batch", max((float(x) for x in self.leaks), default=0.0)
+        if abs(doubled - whole) > limit:
+            got = f"{doubled / 2:.6g} with half the shares and twice the targets, not half of"
+            return ModelError(what, got=f"{got} {whole:.6g}", wanted=wanted, hint=hint)
+        if leak > 0:
+            got = f"a gradient of {leak:.3g} of a sequence without a share"
+            return ModelError(what, got=got, wanted=wanted, hint=hint)
+        if abs(total - whole) > limit:
+            got = f"{total:.6g} for the two halves of the sequences, {whole:.6g} for all"
+            return ModelError(what, got=got, wanted=wanted, hint=hint)
+        return None
 
 
 def _kept(value: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from headrace.comm.collectives import gather_bytes
 from headrace.comm.mesh import Groups
 from headrace.comm.ranks import is_broken_connection
 from headrace.comm.rerendezvous import Rerendezvous
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, PlanMismatch
 from headrace.native.machine import is_out_of_memory
 from headrace.spec.step import Exhausted
 
@@ -130,6 +130,7 @@ class Recovery:
 
         Raises:
             HeadraceError: When the attempt failed and no rank ran out of memory.
+            PlanMismatch: Where a rank has left the attempt and asks for something else.
         """
         failed = self._failed
         if failed:
@@ -139,6 +140,13 @@ class Recovery:
         self.way.end()
         said = gather_bytes(json.dumps([loss, self._mine]).encode(), self.groups.world)
         told = [json.loads(text) for text in said]
+        for rank, text in enumerate(told):
+            if not isinstance(text, list):
+                raise PlanMismatch(
+                    f"step on rank {rank}",
+                    got=f"a loop that left it, and {text.get('asks')}",
+                    wanted="a loop over all its micro-batches",
+                )
         actions = tuple((rank, text) for rank, (_, text) in enumerate(told) if text)
         if failed and not actions:
             raise HeadraceError("step", got="a broken connection", wanted="ranks that all answer")

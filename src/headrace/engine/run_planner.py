@@ -140,6 +140,15 @@ class RunPlanner:
         """
         return self._shared(lambda: self._plan(lengths), stop=self._stop_asked())
 
+    def plan_aside(self, lengths: Lengths) -> Planned:
+        """A plan of a batch that is no step of the run, as the next step would have it: no plan
+        that follows depends on it. Collective.
+
+        Raises:
+            InfeasiblePlan: On every rank, when nothing fits.
+        """
+        return self._shared(lambda: self.steps.plan(replace(self._request(lengths), drawn=False)))
+
     def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
         """A plan of the same batch that is expected to take a tenth less memory than ``failed`` did
         where it ran out, or as much less as can be had; the margin stays as high for the rest of

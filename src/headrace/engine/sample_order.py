@@ -122,12 +122,31 @@ def _lengths(dataset: Any, lengths: LengthSource, reader: SampleReader) -> Any:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoopBatch:
     """The samples of one optimizer step. ``read(i)`` gives the i-th; ``state_after`` is where the
-    order stands once they are trained, ``epoch`` the pass that they belong to."""
+    order stands once they are trained, ``epoch`` the pass that they belong to.
+
+    Where samples are kept ``together`` the planner sees some of them as one: then ``read(i)`` gives
+    the i-th of these, of the samples ``together[i]``, and ``counts`` are the tokens of all samples.
+    Unless ``learned``, no token needs a label. ``like`` is a sample with the fields of all, where
+    batches may have others than the sample that the model was measured with.
+    """
 
     lengths: Lengths
     epoch: int
     read: Callable[[int], Item] = field(repr=False)
     state_after: Mapping[str, Any] = field(repr=False)
+    together: Sequence[tuple[int, ...]] | None = None
+    counts: Sequence[int] = ()
+    learned: bool = True
+    like: Item | None = None
+
+    def members(self, index: int) -> tuple[int, ...]:
+        """The numbers of the samples that the planner sees as the i-th."""
+        return (index,) if self.together is None else self.together[index]
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The tokens of all samples."""
+        return self.lengths.tokens if self.together is None else self.counts
 
 
 class SampleOrder(Protocol):

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Container, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from headrace.comm.collectives import gather_to_first
 from headrace.comm.mesh import Groups
@@ -37,7 +37,18 @@ from headrace.spec.step import (
     rows_of_packed,
 )
 
-__all__ = ["Engine", "PlanRunner", "RunningStep", "StepBatch", "StepPlans", "told_to_first"]
+__all__ = [
+    "Engine",
+    "PlanRunner",
+    "RunningStep",
+    "Stage",
+    "StepBatch",
+    "StepPlans",
+    "told_to_first",
+]
+
+Stage: TypeAlias = Literal["planned", "at work", "left", "failed", "done"]
+"""Where a step is: a loop over it may have left it half way, or an error of its own ended it."""
 
 
 class StepBatch(Protocol):
@@ -68,6 +79,11 @@ class StepPlans(Protocol):
 
     def plan(self, lengths: Lengths) -> Planned:
         """The plan of the next step, the same on every rank. Collective."""
+        ...
+
+    def plan_aside(self, lengths: Lengths) -> Planned:
+        """A plan of a batch that is no step, the same on every rank: nothing is learnt of it.
+        Collective."""
         ...
 
     def replan(self, lengths: Lengths, failed: Plan, exhausted: Exhausted) -> Planned:
@@ -219,7 +235,7 @@ class RunningStep(Generic[Batch, Handed]):
         batch: Its sequences.
         planned: What all ranks do, and what is expected of it.
         waited_s: Seconds that this rank waited for batch and plan.
-        done: Whether the step is finished.
+        stage: Where the step is.
         loss: The mean loss over all tokens of the batch that have one; nan before it is done.
         gradient_norm: The norm of the gradient before it was clipped; nan before the step is done.
         seconds: What the step took on this rank.
@@ -231,13 +247,12 @@ class RunningStep(Generic[Batch, Handed]):
     batch: Batch = field(repr=False)
     planned: Planned = field(repr=False)
     waited_s: float
-    done: bool = field(default=False, init=False)
+    stage: Stage = field(default="planned", init=False)
     loss: float = field(default=math.nan, init=False)
     gradient_norm: float = field(default=math.nan, init=False)
     seconds: float = field(default=0.0, init=False)
     retries: int = field(default=0, init=False)
     _targets: int = field(default=0, init=False)
-    _begun: bool = field(default=False, init=False)
 
     @property
     def epoch(self) -> int:
@@ -263,7 +278,12 @@ class RunningStep(Generic[Batch, Handed]):
     @property
     def begun(self) -> bool:
         """Whether a loop over it has begun."""
-        return self._begun
+        return self.stage != "planned"
+
+    @property
+    def done(self) -> bool:
+        """Whether the step is finished."""
+        return self.stage == "done"
 
     def again(self) -> RunningStep[Batch, Handed]:
         """Take a step that was left anew.
@@ -286,11 +306,11 @@ class RunningStep(Generic[Batch, Handed]):
         Raises:
             HeadraceError: For a step that a loop has begun.
         """
-        if self._begun:
+        if self.begun:
             raise HeadraceError(
                 f"step {self.number}", got="skip() after its loop began", wanted="one or the other"
             )
-        self._begun = self.done = True
+        self.stage = "done"
         self.engine.finished(self)
 
     def __iter__(self) -> Iterator[Handed]:
@@ -301,18 +321,29 @@ class RunningStep(Generic[Batch, Handed]):
                 gradient that is not finite, with weights and optimizer as they were.
             InfeasiblePlan: When memory ran out and no thriftier plan is left.
         """
-        if self._begun:
+        if self.begun:
             raise HeadraceError(
                 f"step {self.number}",
                 got="a second loop over it",
                 wanted="one",
                 hint="each step is trained once",
             )
-        self._begun = True
+        self.stage = "at work"
+        try:
+            yield from self._trained()
+        except Exception:  # of the step itself: one of the loop does not come here
+            self.stage = "failed"
+            raise
+        finally:
+            if not self.done and self.stage != "failed":
+                self.stage = "left"
+
+    def _trained(self) -> Iterator[Handed]:
+        """The micro-batches of the step, then the update and what is learnt of it."""
         engine, runner = self.engine, self.engine.runner
         other_bytes = reset_peak_bytes(engine.device) - runner.bytes_now()
         start_s = time.perf_counter()
-        loss = yield from self._attempts()
+        loss = yield from self.attempts()
         self.loss, self.gradient_norm = runner.update(self.number, loss)
         rows = runner.rows()
         self.seconds = time.perf_counter() - start_s
@@ -328,9 +359,12 @@ class RunningStep(Generic[Batch, Handed]):
             RankTimes(step_s=self.seconds, waited_s=self.waited_s, rows=rows, peak_bytes=peak)
         )
 
-    def _attempts(self) -> Generator[Handed, None, float]:
-        """Run the plan, and thriftier ones while memory runs out; the sum of all ranks' losses as
-        far as the end of an attempt knows it."""
+    def attempts(self) -> Generator[Handed, None, float]:
+        """Run the plan, and thriftier ones while memory runs out, without an update.
+
+        Returns:
+            The sum of all ranks' losses as far as the end of an attempt knows it.
+        """
         engine, runner, recovery = self.engine, self.engine.runner, self.engine.recovery
         while True:
             recovery.begin()
@@ -382,7 +416,7 @@ class RunningStep(Generic[Batch, Handed]):
             if engine.record is not None:
                 engine.record.step(step, notices)
             engine.heard(step, notices)
-        self._targets, self.done = engine.runner.targets, True
+        self._targets, self.stage = engine.runner.targets, "done"
         engine.finished(self)
 
 

@@ -118,6 +118,10 @@ class Drawn:
         nothing = Timeline(source="predicted", rows=(), devices=self.ranks)
         return Planned(plan=plan, predicted=nothing, peak_bytes=(0,) * self.ranks, planning_s=0.0)
 
+    def plan_aside(self, lengths: Lengths) -> Planned:
+        """Another plan of the batch."""
+        return self.plan(lengths)
+
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """Learn nothing."""
 

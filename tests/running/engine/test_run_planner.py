@@ -246,6 +246,20 @@ def test_a_plan_that_ran_out_of_memory_is_made_thriftier() -> None:
     assert again.margin == made.margin
 
 
+@pytest.mark.parametrize("options", [{}, {"smoothing": 0.05}, KINDS["rotate"]])
+def test_plans_aside_change_no_step(options: dict[str, Any]) -> None:
+    """Catches a forward alone that takes a step's turn, is learnt of, or is kept for smoothing."""
+    plain, other = online(**options), online(**options)
+    found = []
+    for lengths in BATCHES[:4]:
+        aside = other.plan_aside(BATCHES[5])
+        assert aside.plan.lengths == BATCHES[5]
+        assert aside.predicted is None
+        found += walked(other, [lengths])
+    assert hashes(found) == hashes(walked(plain, BATCHES[:4]))
+    assert saved(other) == saved(plain)
+
+
 def test_running_out_of_memory_again_and_again_comes_to_an_end() -> None:
     """Would catch a batch that is planned alike, and tried, for ever."""
     made = online(memory_bytes=2**36)  # of which next to nothing is needed

@@ -1,0 +1,314 @@
+"""Forwards of a batch, planned as a step is, and the values of its samples on every rank.
+
+    values = run.map(samples, fn)             fn(outputs, micro) -> values of tokens or sequences
+    run.backward(samples, fn, gradients)      the same forwards with the backward of these values
+
+A pass is run by the engine of every step, with another runner: it makes the same work of a plan,
+calls the model itself and updates nothing. What ranks have of their samples is told to all of them
+at the end, with the places of the tokens: no rank waits for another one's ``fn``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.adopt.held_weights import HeldWeights
+from headrace.adopt.spread_model import BatchPart, SpreadModel
+from headrace.comm.collectives import gather_bytes
+from headrace.comm.ranks import is_broken_connection
+from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner, Work
+from headrace.engine.sample_order import LoopBatch
+from headrace.errors import DataError, HeadraceError, ModelError
+from headrace.native.machine import is_out_of_memory
+from headrace.spec.measurement import Row
+from headrace.spec.plan import Plan
+from headrace.spec.program import Forward, Idle
+
+__all__ = ["ForwardRunner", "ValuesOf", "gradients_of", "inputs_of", "weighted"]
+
+ValuesOf = Callable[[Any, LoopMicroBatch], torch.Tensor]
+"""Makes of the model's outputs a value of each local token [1, s_r], or of each sequence [k]."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Piece:
+    """What this rank has of some samples: of tokens ``values`` [s_r] and their places in the row of
+    these samples, else one value for each."""
+
+    samples: tuple[int, ...]
+    values: torch.Tensor
+    places: np.ndarray | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ForwardRunner:
+    """Runs the forwards of plans on this rank, without gradients.
+
+    Attributes:
+        loop: The runner of the loop's steps, whose work this does.
+        model: The model that is run, spread: that of the loop or one of the same kind.
+        held: The same as its user calls it.
+        fn: Makes values of its outputs.
+    """
+
+    loop: LoopRunner
+    model: SpreadModel
+    held: HeldWeights
+    fn: ValuesOf
+    action: str = field(default="", init=False)
+    _pieces: list[_Piece] = field(default_factory=list, init=False)
+    _failure: Exception | None = field(default=None, init=False)
+
+    def attempt(self, number: int, batch: LoopBatch, plan: Plan) -> Iterator[LoopMicroBatch]:
+        """Run this rank's forwards of a plan; nothing is handed out."""
+        self._pieces.clear()
+        self._failure, self.action = None, "the making of groups"
+        loop = self.loop
+        work = loop.work(batch, plan)
+        loop.targets = work.targets
+        if loop.probes.levels is not None:
+            loop.probes.levels.choose([])
+        try:
+            with torch.no_grad(), self.held.step():
+                for turn in work.program.actions:
+                    if isinstance(turn, Forward | Idle):
+                        self.action = str(turn)
+                        self._turn(batch, plan, turn, work)
+        finally:
+            self.held.shard_again()
+        return iter(())
+
+    def _turn(self, batch: LoopBatch, plan: Plan, turn: Forward | Idle, work: Work) -> None:
+        part = self.loop.placed(batch, plan, turn, work, model=self.model)
+        micro = self.loop.micro_batch(batch, plan, turn, work, part, _refuse_backward)
+        self.loop.part = part
+        self.model.take(part)
+        try:
+            outputs = self.held.model(**inputs_of(part, self.model))
+            if isinstance(turn, Forward) and self._failure is None:
+                self._keep(outputs, micro)
+        finally:
+            self.model.release()
+            self.loop.part = None
+
+    def _keep(self, outputs: Any, micro: LoopMicroBatch) -> None:
+        """Keep the values of a micro-batch. What ``fn`` raises is told to all ranks later: they may
+        wait for this one in forwards that follow."""
+        try:
+            values = _checked(self.fn(outputs, micro), micro)
+        except Exception as error:
+            if is_out_of_memory(error) or is_broken_connection(error):
+                raise
+            self._failure = error
+            return
+        values = values.detach()
+        if values.dim() == 2:
+            self._pieces.append(
+                _Piece(samples=micro.sequences, values=values[0], places=micro.local_index)
+            )
+        elif micro.ranks[0] == self.loop.groups.rank:
+            self._pieces.append(_Piece(samples=micro.sequences, values=values, places=None))
+
+    def gathered(self, batch: LoopBatch) -> list[torch.Tensor]:
+        """The values of all samples, in their order, on every rank: [n] of tokens, or [] each.
+        Collective. Raises HeadraceError on every rank where ``fn`` failed on any, and ModelError
+        where it gave values of tokens here and of sequences there."""
+        said = gather_bytes(self._told(), self.loop.groups.world)
+        found: list[torch.Tensor | None] = [None] * len(batch.tokens)
+        heads = list[dict[str, Any]]()
+        for text in said:
+            head, _, body = text.partition(b"\n")
+            heads.append(json.loads(head))
+            _take(heads[-1]["pieces"], body, batch, found)
+        if self._failure is not None:
+            raise self._failure
+        for rank, head in enumerate(heads):
+            if head["failure"] is not None:
+                raise HeadraceError(f"run.map(fn) on rank {rank}", got=head["failure"])
+        kinds = {(p["of"], p["dtype"]) for head in heads for p in head["pieces"]}
+        if len(kinds) > 1:
+            raise ModelError(
+                "run.map(fn)",
+                got=" and ".join(f"{dtype} values of {of}" for of, dtype in sorted(kinds)),
+                wanted="the same of every micro-batch",
+            )
+        return [x.to(self.loop.device) for x in found if x is not None]
+
+    def _told(self) -> bytes:
+        """This rank's values for all ranks: a line of JSON, then places and values."""
+        pieces, body = list[dict[str, Any]](), b""
+        for piece in self._pieces:
+            values = piece.values.cpu().contiguous()
+            pieces.append(
+                {
+                    "samples": piece.samples,
+                    "of": "sequences" if piece.places is None else "tokens",
+                    "dtype": str(values.dtype).removeprefix("torch."),
+                    "count": len(values),
+                }
+            )
+            if piece.places is not None:
+                body += piece.places.astype(np.int64).tobytes()
+            body += values.view(torch.uint8).numpy().tobytes()
+        failure = self._failure
+        said = None if failure is None else f"{type(failure).__name__}: {failure}"
+        return json.dumps({"failure": said, "pieces": pieces}).encode() + b"\n" + body
+
+    @property
+    def targets(self) -> int:
+        """Tokens of the batch that have a loss."""
+        return self.loop.targets
+
+    @property
+    def own_loss(self) -> float:
+        """0, as a pass has no loss."""
+        return 0.0
+
+    def drop_attempt(self) -> None:
+        """Drop the values of an attempt that ran out of memory."""
+        self._pieces.clear()
+        self.loop.drop_attempt()
+
+    def abandon(self) -> None:
+        """Drop the values of a pass that failed."""
+        self._pieces.clear()
+
+    def update(self, number: int, loss: float) -> tuple[float, float]:
+        """Update nothing: a pass is no step."""
+        return loss, 0.0
+
+    def rows(self) -> tuple[Row, ...]:
+        """No rows, as nothing is measured here."""
+        return ()
+
+    def bytes_now(self) -> int:
+        """Bytes of the model and its optimizer on this rank."""
+        return self.loop.bytes_now()
+
+    def metrics(self, number: int, plan: Plan, step_s: float | None) -> dict[str, Any]:
+        """No metrics, as a pass is not written down."""
+        return {}
+
+
+def inputs_of(part: BatchPart, model: SpreadModel) -> dict[str, Any]:
+    """The inputs of a part without its labels, where the model can be called so: with labels it may
+    give a loss and no logits."""
+    takes = inspect.signature(model.inner.forward).parameters
+    return {
+        name: value
+        for name, value in part.inputs.items()
+        if value is not part.labels
+        or name not in takes
+        or takes[name].default is inspect.Parameter.empty
+    }
+
+
+def gradients_of(gradients: Sequence[Any], counts: Sequence[int]) -> list[torch.Tensor | None]:
+    """One gradient for each sample, [n] of its tokens or []; None is zero. Raises DataError for
+    others."""
+    found = [None if g is None else torch.as_tensor(g).detach() for g in gradients]
+    if len(found) != len(counts):
+        raise DataError("gradients", got=len(found), wanted=f"{len(counts)}, one for each sample")
+    for at, (gradient, count) in enumerate(zip(found, counts, strict=True)):
+        if gradient is not None and list(gradient.shape) not in ([], [count]):
+            raise DataError(
+                f"gradient of sample {at}",
+                got=f"shape {list(gradient.shape)}",
+                wanted=f"[{count}], of its tokens, or a single number",
+            )
+        if gradient is not None and not bool(gradient.isfinite().all()):
+            raise DataError(
+                f"gradient of sample {at}", got="no finite number", wanted="finite ones"
+            )
+    return found
+
+
+def weighted(
+    values: torch.Tensor,
+    micro: LoopMicroBatch,
+    gradients: Sequence[torch.Tensor | None],
+    counts: Sequence[int],
+) -> torch.Tensor:
+    """This rank's part of the sum of values times their gradients, []. Raises ModelError for values
+    of other tokens, and for gradients of tokens where values are of sequences."""
+    values = _checked(values, micro)
+    of_tokens = values.dim() == 2
+    rows = list[torch.Tensor]()
+    for sample in micro.sequences:
+        shape = [counts[sample]] if of_tokens else []
+        own = gradients[sample]
+        if own is None:
+            own = torch.zeros(shape)
+        if list(own.shape) != shape:
+            raise ModelError(
+                f"gradient of sample {sample}",
+                got=f"shape {list(own.shape)}",
+                wanted=f"{shape}, as the values of fn",
+            )
+        rows.append(own.to(values))
+    if not of_tokens:  # all ranks of the micro-batch have the same values
+        return (values * torch.stack(rows)).sum() / len(micro.ranks)
+    places = torch.from_numpy(micro.local_index).to(values.device)
+    return (values[0] * torch.cat(rows)[places]).sum()
+
+
+def _checked(values: Any, micro: LoopMicroBatch) -> torch.Tensor:
+    """What ``fn`` gave, if it is of the local tokens or of the sequences. Raises ModelError."""
+    tokens, sequences = [1, len(micro.local_index)], [len(micro.sequences)]
+    shape = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+    if shape not in (tokens, sequences) or not values.is_floating_point():
+        raise ModelError(
+            "fn(outputs, micro)",
+            got=f"shape {shape}" if isinstance(shape, list) else shape,
+            wanted=f"numbers {tokens} of the local tokens, or {sequences} of the sequences",
+            hint="sum values of tokens up by micro.per_sequence",
+        )
+    return values
+
+
+def _take(
+    pieces: Sequence[dict[str, Any]],
+    body: bytes,
+    batch: LoopBatch,
+    found: list[torch.Tensor | None],
+) -> None:
+    """Put what a rank told into the values of the samples."""
+    start = 0
+    for piece in pieces:
+        dtype, count = getattr(torch, piece["dtype"]), int(piece["count"])
+        places = None
+        if piece["of"] == "tokens":
+            places = torch.frombuffer(bytearray(body[start : start + 8 * count]), dtype=torch.int64)
+            start += 8 * count
+        size = dtype.itemsize * count
+        values = torch.frombuffer(bytearray(body[start : start + size]), dtype=dtype)
+        start += size
+        first = 0
+        for at, sample in enumerate(piece["samples"]):
+            if places is None:
+                found[sample] = values[at].clone()
+                continue
+            tokens = batch.tokens[sample]
+            own = found[sample]
+            if own is None:
+                own = found[sample] = values.new_zeros(tokens)
+            mine = (places >= first) & (places < first + tokens)
+            own[places[mine] - first] = values[mine]
+            first += tokens
+
+
+def _refuse_backward(_: LoopMicroBatch, loss: torch.Tensor) -> None:
+    """Raise ModelError: a forward alone has no backward."""
+    raise ModelError(
+        "micro.backward",
+        got="a call within run.map",
+        wanted="none: forwards alone",
+        hint="run.backward(samples, fn, gradients) trains with the gradients of values",
+    )

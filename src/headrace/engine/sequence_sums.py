@@ -1,0 +1,124 @@
+"""Sums over the tokens of each sequence of a micro-batch, whatever ranks have them.
+
+Shape legend: k sequences of a micro-batch on R ranks; s_r of their tokens on rank r.
+
+    forward   every rank adds up its own tokens by sequence [k], and all ranks add these in the
+              order of ranks: the same numbers on each of them
+    backward  the gradients [k] of all ranks are added likewise, and every token gets the one of its
+              sequence: the adjoint of the sum of what all ranks compute
+
+The losses of the ranks of a micro-batch are summed, and one that is made of such sums is the same
+number on all of them. So each sequence has a *share* on every rank, which is one over the ranks of
+the micro-batch and the sequences of the step: losses of sequences times their shares add up to the
+mean over the sequences of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from headrace.adopt.placement import Placement
+from headrace.comm.collectives import all_gather_rows, sum_of_parts
+from headrace.errors import ModelError
+
+__all__ = ["SequenceSums"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SequenceSums:
+    """The sequences of a micro-batch as this rank adds them up.
+
+    Attributes:
+        lengths: Tokens of the sequences, in the order of the row; none in an idle turn.
+        shares: What each sequence counts on this rank; 0 where a trial leaves it out.
+        placed: Where the tokens of the row are.
+        group: The ranks of the micro-batch; None for one rank.
+        dtype: The type of the shares.
+        device: Where the shares are.
+        used: Whether sums were asked for.
+        leaks: The gradients that reached sequences whose share is 0, [] each.
+    """
+
+    lengths: Sequence[int]
+    shares: Sequence[float]
+    placed: Any
+    group: dist.ProcessGroup | None
+    dtype: torch.dtype
+    device: str
+    used: bool = field(default=False, init=False)
+    leaks: list[torch.Tensor] = field(default_factory=list, init=False)
+
+    def share(self) -> torch.Tensor:
+        """The shares [k]. Raises ModelError for a model of several axes."""
+        self._require_tokens()
+        return torch.tensor(self.shares, dtype=self.dtype, device=self.device)
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        """Values [1, s_r] or [s_r] of the local tokens, summed by sequence: [k], in single
+        precision at least. Collective among the ranks of the micro-batch. Raises ModelError for
+        values of other tokens."""
+        self.used = True
+        if not self.lengths:  # a turn without work: its graph is kept
+            return values.flatten()[:0]
+        index = self.local_index()
+        shape = list(values.shape)
+        if shape not in ([1, len(index)], [len(index)]):
+            raise ModelError(
+                "values to add up by sequence",
+                got=f"shape {shape}",
+                wanted=f"[1, {len(index)}], a value of each local token",
+            )
+        ends = np.cumsum(self.lengths)
+        owners = torch.from_numpy(np.searchsorted(ends, index, side="right")).to(values.device)
+        flat = values.flatten()
+        wide = flat.float() if flat.element_size() < 4 else flat
+        own = wide.new_zeros(len(self.lengths)).index_add(0, owners, wide)
+        whole: torch.Tensor = own if self.group is None else _Sum.apply(own, self.group)
+        if whole.requires_grad and 0.0 in self.shares:
+            whole.register_hook(self._look)
+        return whole
+
+    def local_index(self) -> np.ndarray:
+        """[s_r] int64: where the local tokens are in the row. Raises ModelError for a model of
+        several axes."""
+        return self._require_tokens().index()
+
+    def _require_tokens(self) -> Placement:
+        if not isinstance(self.placed, Placement):
+            raise ModelError(
+                "values of sequences",
+                got="a model of several axes",
+                wanted="a model of tokens",
+                hint="add up what its ranks have by collectives of micro.group",
+            )
+        return self.placed
+
+    def _look(self, gradient: torch.Tensor) -> None:
+        """Note the largest gradient of a sequence that counts nothing."""
+        without = self.share() == 0
+        self.leaks.append(gradient[without].abs().max())
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over a group, and that of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _summed(grad, ctx.group), None
+
+
+def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    ranks = dist.get_world_size(group)
+    rows = all_gather_rows(x, [len(x)] * ranks, group)
+    return sum_of_parts(rows.view(ranks, -1))
