@@ -14,9 +14,9 @@ Solve.
    model's costs with weights replicated, then, where that promises more, sharded.
 3. Schemes with tensor blocks and stages, which leave more room, where memory makes a difference:
    where the bound without them is above one that knows no memory.
-4. The best drafts, by when gradients are sent, are packed exactly and improved; others' planners
-   join in where a bound of theirs is below that. The best several are timed; the quickest is the
-   plan. The best static schedule is always among them, so no plan is worse than a static one.
+4. The best drafts, by when gradients are sent, are packed exactly and improved. The best of them
+   and the best static schedule are timed; the quicker is the plan, so no plan is worse than a
+   static one.
 
 In lockstep schedules are waves (:mod:`headrace.planning.waves`).
 """
