@@ -563,6 +563,12 @@ class TokenModel:
         assert self._probed is not None, "probed"
         return self._probed.first
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest row that is taken, None where no length is refused: rotary
+        embeddings that look at the longest place would see another one on each rank."""
+        return self._far
+
     def plain_inputs(self, ids: torch.Tensor) -> dict[str, Any]:
         """Make what the plain model is given for some tokens.
 
