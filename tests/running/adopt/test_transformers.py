@@ -46,7 +46,7 @@ def gradients(run: TokenModel, batch: dict[str, torch.Tensor]) -> tuple[torch.Te
     return torch.cat([g.flatten() for g in whole]), float(total)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "running.adopt.foreign:gpt"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "opt", "running.adopt.foreign:gpt"])
 def test_verified(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches whatever makes losses or gradients differ from one process': rows, packed documents,
     padding and ranks without a label."""
