@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from headrace.comm.waiting import Transfer
+
 __all__ = ["add_plainly", "add_up", "gradient_error", "is_wrapped", "summed_loss"]
 
 _BUCKET_BYTES = 32 << 20
@@ -46,7 +48,7 @@ def add_up(parameters: Iterable[torch.nn.Parameter]) -> None:
         used = bucket[0].new_tensor([float(p.grad is not None) for p in bucket])
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), used])
-        dist.all_reduce(flat)
+        Transfer(dist.all_reduce(flat, async_op=True), None, flat).wait()
         *parts, used = flat.split([*(p.numel() for p in bucket), len(bucket)])
         for parameter, grad, part, some in zip(bucket, grads, parts, used.tolist(), strict=True):
             if some:
