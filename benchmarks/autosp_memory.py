@@ -10,7 +10,9 @@ of the backward, and FLOPs beyond those without recompute, of
     torch, budget B       the same with an activation memory budget
     DeepSpeed SAC         its long-context pass over the same graph, where deepspeed can be imported
     block checkpoint      torch's checkpoint around each block
-    headrace              each block keeps its input and its attention; run, and compiled
+    selective checkpoint  the same, with the result of attention kept by torch's own policy
+    headrace              hr.compile on one rank: each block keeps its input and its attention; and
+                          its blocks (hr.recomputed) in a graph of torch.compile
 
 Eager contenders are run with fake tensors; of graphs, the nodes are walked in order, and what is
 alive is added up, unfused. The ratios are to the peak and to the FLOPs of DeepSpeed's pass, or of
@@ -50,10 +52,12 @@ from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace as hr
+import headrace.adopt.operators  # registers attend
 from headrace.cli.display import tell
 from headrace.comm.fake_world import fake_world
 from headrace.native.counted import ByteCounter, tensors_in
@@ -80,7 +84,21 @@ def _shape(x: Any) -> Any:
     return x.shape if isinstance(x, torch.Tensor) else x
 
 
-FLOPS: dict[Any, Callable[..., int]] = {_CPU: _attends, _CPU_BACKWARD: _attends_back}
+def _ours(q: Any, k: Any, *rest: Any, **named: Any) -> int:
+    """One sequence: q [t, N, D], k [t, G, D]; whole squares, as torch counts them."""
+    return 4 * q.numel() * len(k)
+
+
+def _ours_back(grad: Any, *rest: Any, **named: Any) -> int:
+    return 10 * grad.numel() * len(grad)
+
+
+FLOPS: dict[Any, Callable[..., int]] = {
+    _CPU: _attends,
+    _CPU_BACKWARD: _attends_back,
+    torch.ops.headrace.attend: _ours,
+    torch.ops.headrace.attend_backward: _ours_back,
+}
 for known in FLOPS.values():
     known._get_raw = True  # type: ignore[attr-defined]  # noqa: SLF001  as torch's own formulas are told
 
@@ -110,28 +128,68 @@ class Cost:
     flops: int
 
 
+def selectively(block: torch.nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    """torch's own selective checkpoint."""
+    kept = partial(create_selective_checkpoint_contexts, [_CPU.default])
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=kept)  # type: ignore[no-any-return]
+
+
+LEVELS: dict[str, Callable[..., torch.Tensor]] = {
+    "none": lambda block, *inputs: block(*inputs),
+    "block checkpoint": partial(hr.recomputed, level="full"),
+    "selective checkpoint": selectively,
+    "headrace": partial(hr.recomputed, level="attention"),
+}
+
+
 def small(layers: int, level: str) -> PlainLlama:
     """Layers of 512 features, whose blocks compute ``level`` again."""
     model = PlainLlama(layers=layers, hidden=512, ffn=1408, heads=8, keys=2, vocabulary=2048)
-    if level != "none":
-        kept = "full" if level == "block checkpoint" else "attention"
-        model.run_block = partial(hr.recomputed, level=kept)
+    model.run_block = LEVELS[level]
     return model
+
+
+Step = Callable[[], torch.Tensor]
+
+
+def plain_step(model: PlainLlama, ids: torch.Tensor) -> tuple[Step, Callable[..., None]]:
+    """Forward and backward of a model as it is."""
+    return lambda: model(ids, ids)[1], torch.Tensor.backward
+
+
+def spread_step(model: PlainLlama, ids: torch.Tensor) -> tuple[Step, Callable[..., None]]:
+    """The same through hr.compile, on a group of one rank."""
+    run = hr.compile(model)
+    run.probe({"ids": torch.zeros(1, 64, dtype=torch.int64)})
+    shard = run.place({"ids": ids, "labels": ids}, (0,), targets=ids.numel())
+    return lambda: run(**shard.inputs)[1], run.backward
+
+
+def without_values(model: torch.nn.Module, fake: FakeTensorMode) -> None:
+    """Replace all parameters by fake ones."""
+    for module in model.modules():
+        for name, value in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(fake.from_tensor(value)))
 
 
 def run_alone(layers: int, tokens: int, level: str) -> Cost:
     """Of an eager step, once for its bytes and once for its FLOPs: who counts these keeps tensors
     that a checkpoint makes again."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model, ids = small(layers, level), torch.zeros(1, tokens, dtype=torch.int64)
+    model, ids = small(layers, level), torch.zeros(1, tokens, dtype=torch.int64)
+    step = spread_step if level == "headrace" else plain_step
+    forward, backward = step(model, ids)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    without_values(model, fake)
+    with fake:
         with ByteCounter() as counter:
-            loss = model(ids, ids)[1]
+            loss = forward()
             kept = counter.look()[0]
-            loss.backward()
+            backward(loss)
             peak = counter.look()[1]
+        del loss
         model.zero_grad()
         with FlopCounterMode(display=False, custom_mapping=FLOPS) as flops:
-            model(ids, ids)[1].backward()
+            backward(forward())
         return Cost(kept=kept, peak=peak, flops=flops.get_total_flops())
 
 
@@ -253,7 +311,7 @@ def recompute_rows(layers: int, lengths: Sequence[int], budgets: Sequence[float]
                 costs[f"torch, budget {budget:g}"] = compiled(cut)
         if importlib.util.find_spec("deepspeed"):
             costs["DeepSpeed SAC"] = compiled(by_deepspeed)
-        costs |= {name: eager(name) for name in ("block checkpoint", "headrace")}
+        costs |= {name: eager(name) for name in LEVELS if name != "none"}
         costs["headrace, compiled"] = compiled(cut, "headrace")
         base = costs.get("DeepSpeed SAC", costs["torch"])
         least = costs["none"].flops

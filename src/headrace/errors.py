@@ -12,6 +12,7 @@
     |   `-- DamagedCheckpoint   it is missing or damaged: the one before may be whole
     |-- ModelError        a foreign model cannot run with sequence parallelism, or on its inputs
     |-- NotFinite         a layer gave a value that is no number (looked for when asked)
+    |-- PeerLost          another rank of a loop has failed or ended
     |-- LaunchError       ranks cannot be started
     `-- MissingExtra      an optional dependency is absent; says what to install
 
@@ -35,6 +36,7 @@ __all__ = [
     "MissingExtra",
     "ModelError",
     "NotFinite",
+    "PeerLost",
     "PlanMismatch",
     "ProgramError",
     "SpecError",
@@ -122,6 +124,10 @@ class NotFinite(HeadraceError):
 
 class LaunchError(HeadraceError):
     """The ranks of a job cannot be started, or one of them died."""
+
+
+class PeerLost(HeadraceError):
+    """Another rank of a user's loop has failed or ended while this one needed it."""
 
 
 class MissingExtra(HeadraceError):

@@ -71,6 +71,9 @@ def test_what_is_computed_again_costs_less_memory() -> None:
         found["headrace"]["peak_bytes"] < found["torch"]["peak_bytes"] < found["none"]["peak_bytes"]
     )
     assert found["headrace, compiled"]["kept_bytes"] < found["torch"]["kept_bytes"]
+    ours, torchs = found["headrace"], found["selective checkpoint"]
+    assert ours["more_flops"] == pytest.approx(torchs["more_flops"], rel=1e-3)
+    assert ours["kept_bytes"] < 1.01 * torchs["kept_bytes"]
 
 
 @pytest.mark.slow

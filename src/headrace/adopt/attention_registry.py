@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
-from headrace.adopt.operators import ModelSlot, attend
+from headrace.adopt.operators import ModelSlot, attend, joins_inputs
 from headrace.errors import ModelError
 
 __all__ = [
@@ -63,7 +63,7 @@ def attention(
     if own < features:
         v = pad(v, (0, features - own))
     flat = [x.transpose(1, 2).reshape(rows * tokens, x.shape[1], features) for x in (q, k, v)]
-    out = attend(*flat, handle, causal, window)[0]
+    out = attend(*flat, handle, causal, window, joins_inputs())[0]
     return out.view(rows, tokens, heads, features)[..., :own].transpose(1, 2)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from headrace.adopt.axis_model import AxisModel
 from headrace.adopt.axis_shards import Dims
+from headrace.adopt.gradients import gradient_error
 from headrace.adopt.known_models import adapt
 from headrace.errors import MissingExtra
 from headrace.models.transformer_2d import SHAPES_2D, Transformer2D
@@ -48,7 +49,7 @@ class AxisExample:
             alone: A copy of the model, which runs on this rank alone.
 
         Returns:
-            Relative errors, of the loss and of the norm of the whole gradient.
+            Relative errors, of the loss and of the worst gradient.
 
         Raises:
             ModelError: For a model that cannot run on shards.
@@ -69,19 +70,8 @@ class AxisExample:
         run.backward(loss)
         total = float(run.add_up(loss))
         run.detach()
-        return abs(total / float(wanted.detach()) - 1), _distance(self.model, alone)
-
-
-def _distance(mine: torch.nn.Module, other: torch.nn.Module) -> float:
-    """The norm of the difference of two models' gradients, divided by the norm of the second
-    gradient."""
-    off, norm = 0.0, 0.0
-    for ours, theirs in zip(mine.parameters(), other.parameters(), strict=True):
-        a = torch.zeros_like(ours) if ours.grad is None else ours.grad
-        b = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
-        off += float((a - b).square().sum())
-        norm += float(b.square().sum())
-    return float((off / norm) ** 0.5)
+        grads = ([p.grad for p in model.parameters()] for model in (self.model, alone))
+        return abs(total / float(wanted.detach()) - 1), gradient_error(*grads)
 
 
 def latte(

@@ -2,7 +2,8 @@
 
 The work of linear parts grows with the tokens, that of attention with their square: of long
 sequences all but attention is computed again for next to nothing, O(1 / s) of the work (AutoSP),
-and its memory is that of one block. What attention kept stays, so no traffic is repeated.
+and its memory is that of one block. The result of attention and what an exchange brought for it
+stay, so no traffic is repeated; where nothing was exchanged, q, k and v are computed again.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -9,9 +10,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["add_plainly", "add_up", "is_wrapped", "summed_loss"]
+from headrace.comm.waiting import Transfer
+
+__all__ = ["add_plainly", "add_up", "gradient_error", "is_wrapped", "summed_loss"]
 
 _BUCKET_BYTES = 32 << 20
+_FLOOR = 1e-3
+"""Of the largest gradient: below it rounding may be all that a tensor holds."""
 _WRAPPERS = (DistributedDataParallel, FSDPModule)
 
 
@@ -43,11 +48,35 @@ def add_up(parameters: Iterable[torch.nn.Parameter]) -> None:
         used = bucket[0].new_tensor([float(p.grad is not None) for p in bucket])
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), used])
-        dist.all_reduce(flat)
+        Transfer(dist.all_reduce(flat, async_op=True), None, flat).wait()
         *parts, used = flat.split([*(p.numel() for p in bucket), len(bucket)])
         for parameter, grad, part, some in zip(bucket, grads, parts, used.tolist(), strict=True):
             if some:
                 parameter.grad = grad.copy_(part.view_as(grad))
+
+
+def gradient_error(
+    found: Iterable[torch.Tensor | None], wanted: Iterable[torch.Tensor | None]
+) -> float:
+    """The largest relative error of gradients, tensor by tensor: relative to the largest value of
+    each, at least ``_FLOOR`` of the largest of all, so that no tensor hides the error of a smaller
+    one. A gradient that is missing counts as zeros; one that is not finite gives infinity."""
+    pairs = list(zip(found, wanted, strict=True))
+    floor = _FLOOR * max((_largest(w) for _, w in pairs), default=0.0)
+    errors = [_largest(_difference(f, w)) / (max(_largest(w), floor) or 1.0) for f, w in pairs]
+    return max(errors, default=0.0)
+
+
+def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return b if a is None else a if b is None else a - b
+
+
+def _largest(x: torch.Tensor | None) -> float:
+    """The largest absolute value, infinity where one is not finite."""
+    if x is None or not x.numel():
+        return 0.0
+    value = float(x.detach().abs().max())
+    return value if math.isfinite(value) else math.inf
 
 
 def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:

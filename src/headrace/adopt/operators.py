@@ -6,12 +6,17 @@ A graph knows a model by one integer, its *handle*; where the tokens are is look
 operator runs. So one graph serves all lengths, group sizes and exchanges: results are of the shape
 of the local queries, and what the backward keeps has a size that is known only then.
 
-    attend(q, k, v, handle, causal, window) -> out, kept, lse, serial
+    attend(q, k, v, handle, causal, window, joins) -> out, kept, lse, serial
     positions(like, handle)     [s] int64   the places of the local tokens in their rows
     targets(like, handle)       []          tokens of the step that have a loss
 
 ``serial`` is the number of the placement: a backward finds the one of its forward, however
 many batches came in between.
+
+``kept`` is what an exchange brought, so that no traffic is repeated. Where nothing was exchanged it
+is a copy of the local q, k and v if the operator ``joins`` them. Else it is empty, and the backward
+is given q, k and v: a recompute makes them again, and keeps the output and its log-sum-exp alone.
+A graph that serves several ranks has to join them.
 """
 
 from __future__ import annotations
@@ -25,8 +30,12 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from headrace.adopt.placement import Placement
 from headrace.errors import ModelError
@@ -37,6 +46,7 @@ __all__ = [
     "ModelSlot",
     "StandIn",
     "attend",
+    "joins_inputs",
     "positions",
     "targets",
 ]
@@ -147,16 +157,34 @@ def _heads(q: Tensor, k: Tensor) -> Heads:
     return Heads(queries=q.shape[1], keys=k.shape[1])
 
 
+_SELECTIVE = tuple(type(context) for context in create_selective_checkpoint_contexts([]))
+"""Modes of a checkpoint that keeps the results of some operators; there is no public name."""
+
+
+def joins_inputs() -> bool:
+    """Whether :func:`attend` keeps a copy of q, k and v where no exchange brought others. Not in a
+    selective checkpoint, which makes them again; of graphs, in those that serve several ranks."""
+    if torch.compiler.is_compiling() or _is_traced():
+        return dist.is_initialized() and dist.get_world_size() > 1
+    return not any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+
+
+def _is_traced() -> bool:
+    mode = detect_fake_mode()  # a rehearsal's has no symbols
+    return mode is not None and mode.shape_env is not None
+
+
 @torch.library.custom_op("headrace::attend", mutates_args=())
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, window: int
+    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, window: int, joins: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """softmax(q k^T / sqrt(D)) v over all tokens of the group that a query sees.
 
         q          [t, N, D]   rows of the local tokens, in the order of the placement
         k, v       [t, G, D]
         window     tokens that a query sees with itself, 0 for all
-        returns    [t, N, D], what the backward keeps, its log-sum-exp, the serial number
+        joins      keep q, k and v where no exchange brought others
+        returns    [t, N, D], what was kept, its log-sum-exp, the serial number
 
     Raises ModelError where the tokens are others than those of the placement.
     """
@@ -173,16 +201,16 @@ def attend(
     core = now.core(_heads(q, k), causal, window, q.device)
     qkv = torch.cat([q, k, v], dim=1)
     out, saved = core.forward(qkv)
-    *parts, lse = saved if isinstance(core, SwitchedCore) else (qkv, *saved)
-    kept = torch.cat([part.reshape(-1) for part in parts])
+    *parts, lse = (qkv, *saved) if joins and not isinstance(core, SwitchedCore) else saved
+    kept = torch.cat([part.reshape(-1) for part in parts]) if parts else q.new_empty(0)
     return out.contiguous(), kept, lse.reshape(-1).clone(), torch.tensor([now.serial])
 
 
 @attend.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, window: int
+    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, window: int, joins: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    kept, lse = _kept_sizes(q, k, handle, causal=causal, window=window)
+    kept, lse = _kept_sizes(q, k, handle, causal=causal, window=window, joins=joins)
     return (
         torch.empty_like(q, memory_format=torch.contiguous_format),
         q.new_empty(kept),
@@ -192,17 +220,18 @@ def _(
 
 
 def _kept_sizes(
-    q: Tensor, k: Tensor, handle: int, *, causal: bool, window: int
+    q: Tensor, k: Tensor, handle: int, *, causal: bool, window: int, joins: bool
 ) -> tuple[int | torch.SymInt, int | torch.SymInt]:
     """Number of elements of the two saved tensors. They are symbols in a graph, which serves all
     placements; where nothing is traced, as in a rehearsal, the sizes of the current placement."""
     context = torch.library.get_ctx()
     if context._shape_env is not None:  # noqa: SLF001
-        return context.new_dynamic_size(), context.new_dynamic_size()
+        return context.new_dynamic_size() if joins else 0, context.new_dynamic_size()
     heads, now = _heads(q, k), _now(handle)
     core = None if isinstance(now, StandIn) else now.core(heads, causal, window, q.device)
     if not isinstance(core, SwitchedCore):
-        return len(q) * (heads.queries + 2 * heads.keys) * q.shape[2], heads.queries * len(q)
+        count = heads.queries + 2 * heads.keys if joins else 0
+        return len(q) * count * q.shape[2], heads.queries * len(q)
     inner, features = core.inner, q.shape[2]
     kept = core.rows * (2 * inner.queries + 2 * inner.keys) * features
     return kept, inner.queries * core.rows
@@ -211,6 +240,7 @@ def _kept_sizes(
 @torch.library.custom_op("headrace::attend_backward", mutates_args=())
 def _attend_backward(
     grad: Tensor,
+    inputs: list[Tensor],
     out: Tensor,
     kept: Tensor,
     lse: Tensor,
@@ -227,6 +257,8 @@ def _attend_backward(
     heads = Heads(queries=grad.shape[1], keys=keys)
     core = now.core(heads, causal, window, grad.device)
     features = grad.shape[2]
+    if not isinstance(core, SwitchedCore) and not kept.numel():
+        kept = torch.cat(inputs, dim=1)
     qkv, saved = _unpacked(core, heads, kept, lse, grad.shape[0], features)
     grads = core.backward(grad.contiguous(), qkv, out, saved)
     whole = torch.contiguous_format
@@ -259,6 +291,7 @@ def _unpacked(
 @_attend_backward.register_fake
 def _(
     grad: Tensor,
+    inputs: list[Tensor],
     out: Tensor,
     kept: Tensor,
     lse: Tensor,
@@ -276,18 +309,27 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, k, _, _, causal, window = inputs
-    ctx.save_for_backward(*output)
+    q, k, v, _, causal, window, _ = inputs
+    kept = output[1]
+    ctx.save_for_backward(*output, *(() if _holds(kept) else (q, k, v)))
     ctx.rest = k.shape[1], causal, window
     if not torch.compiler.is_compiling() and not isinstance(output[3], FakeTensor):
         ctx.placement = _placements.get(int(output[3]))
     ctx.set_materialize_grads(False)
 
 
+def _holds(kept: Tensor) -> bool:
+    """Whether the backward has q, k and v from what was kept; of a graph, by its trace."""
+    count = kept.numel()
+    return not isinstance(count, int) or count > 0
+
+
 def _adjoint(ctx: Any, grad: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 6
-    return (*_attend_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None)
+        return (None,) * 7
+    out, kept, lse, serial, *qkv = ctx.saved_tensors
+    grads = _attend_backward(grad, qkv, out, kept, lse, serial, *ctx.rest)
+    return (*grads, None, None, None, None)
 
 
 attend.register_autograd(_adjoint, setup_context=_keep)

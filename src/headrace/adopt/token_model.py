@@ -59,6 +59,7 @@ from headrace.adopt.samples import LabelPlace, TokenReader, packed
 from headrace.adopt.spread_model import BatchPart, Item, Levels, Pack
 from headrace.adopt.token_probe import (
     Probed,
+    counts_by_mask,
     first_places,
     look_again,
     own_loss,
@@ -178,6 +179,7 @@ class TokenModel:
         config = getattr(inner, "config", None)
         self._always = {"use_cache": False} if hasattr(config, "use_cache") else {}
         self._firsts = first_places(inner)
+        self._counts_by_mask = False
         self._groups = groups or groups_here(device_of(inner))
         self.labels: Labels = labels or (convention_of(inner) if self._hugging else "same")
         self._probed: Probed | None = None
@@ -337,6 +339,10 @@ class TokenModel:
         )
         assert self._probed is not None, "shard() probes"
         first = self._probed.first if self._takes_places else None
+        if self._counts_by_mask and "attention_mask" in values and "position_ids" not in values:
+            seen = values["attention_mask"].long()
+            counted = (seen.cumsum(dim=1) - 1).clamp(min=0) + (first or 0)
+            values = {**values, "position_ids": counted}
         inputs, labels = local_inputs(values, self.tokens, placement, first=first)
         self._placed[inputs[self.tokens]] = placement
         rest = {name: inputs.pop(name) for name in [*inputs] if not self._takes_field(name)}
@@ -547,6 +553,9 @@ class TokenModel:
             if self._recompute is not None:
                 self._compute_again(self._recompute)
             self._probed = self._probe(batch)
+            if self._hugging and self._takes_places and "attention_mask" in self._takes:
+                known, always = self._known(batch), self._always
+                self._counts_by_mask = counts_by_mask(self.model, known, self.tokens, **always)
         if self.inner.training not in self._looked:
             self._look(batch, training=self.inner.training)
 
@@ -562,6 +571,12 @@ class TokenModel:
         self.probe({k: v for k, v in batch.items() if k != "position_ids"})
         assert self._probed is not None, "probed"
         return self._probed.first
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest row that is taken, None where no length is refused: rotary
+        embeddings that look at the longest place would see another one on each rank."""
+        return self._far
 
     def plain_inputs(self, ids: torch.Tensor) -> dict[str, Any]:
         """Make what the plain model is given for some tokens.

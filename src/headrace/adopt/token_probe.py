@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from headrace.adopt.held_still import Draws, held_still, who_draws
 from headrace.adopt.labels import Labels, local_loss, logits_of, loss_of, predicted
@@ -28,7 +30,16 @@ from headrace.adopt.placement import documents_of
 from headrace.errors import ModelError
 from headrace.ops.loss import IGNORED
 
-__all__ = ["Probed", "first_places", "look_again", "own_loss", "probe", "run_few", "tried_tokens"]
+__all__ = [
+    "Probed",
+    "counts_by_mask",
+    "first_places",
+    "look_again",
+    "own_loss",
+    "probe",
+    "run_few",
+    "tried_tokens",
+]
 
 _TOKENS = 13
 _LONGEST = 4096
@@ -155,6 +166,40 @@ def own_loss(
         "and use run.loss(logits, part.labels), or sum a loss of your own over part.labels and "
         "divide it by part.targets",
     )
+
+
+class _Lookups(TorchFunctionMode):
+    """Collects the numbers of rows that are looked up in tables."""
+
+    def __init__(self) -> None:
+        self.rows: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.embedding:
+            self.rows.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def counts_by_mask(
+    model: torch.nn.Module, batch: Mapping[str, torch.Tensor], tokens: str, **always: Any
+) -> bool:
+    """Whether a plain model that is given no places counts them from the first token that is not
+    padding, as OPT does: it looks up the first rows of its table for tokens after padding."""
+    few, padding = _few(batch, tokens)[tokens], _TOKENS // 3
+    mask = torch.ones_like(few)
+    mask[:, :padding] = 0
+    with held_still(model, training=False), _Lookups() as lookups:
+        model(**{tokens: few, "attention_mask": mask, **always})
+    counted = torch.arange(_TOKENS - padding)
+    for rows in lookups.rows:
+        flat = rows.reshape(-1)[-_TOKENS:]
+        if isinstance(flat, FakeTensor) or len(flat) != _TOKENS or torch.equal(flat, few[0]):
+            continue
+        places = flat[padding:].cpu()
+        if torch.equal(places - places[0], counted):
+            return not torch.equal(flat.cpu() - flat[0].cpu(), torch.arange(_TOKENS))
+    return False
 
 
 @contextmanager

@@ -4,10 +4,12 @@ or what a factory makes."""
 from __future__ import annotations
 
 import importlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from headrace.errors import ConfigError, MissingExtra, did_you_mean
 
@@ -18,6 +20,13 @@ _PLAIN = {"experts_implementation": "eager"}
 
 _TINY = {
     "d_model": 48,
+    "decoder_attention_heads": 6,
+    "decoder_ffn_dim": 80,
+    "decoder_layers": 2,
+    "emb_dim": 48,
+    "encoder_attention_heads": 6,
+    "encoder_ffn_dim": 80,
+    "encoder_layers": 2,
     "ffn_dim": 80,
     "head_dim": 8,
     "hidden_size": 48,
@@ -38,10 +47,9 @@ _TINY = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "num_heads": 6,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 3,
     "num_layers": 2,
     "num_local_experts": 4,
+    "original_max_position_embeddings": 32,
     "q_lora_rank": 16,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
@@ -53,30 +61,46 @@ _TINY = {
 }
 """Settings of a tiny model, of those that its type has."""
 
+_KEYS = (3, 2, 6)
+"""Heads of keys and values to try: 3 of 6 fit most types, some want a pair or all."""
+
+_NEEDED = {"head_dim", "num_key_value_heads", "vocab_size"}
+"""Settings that a tiny model is given where its type has none."""
+
 
 def foreign_model(name: str, seed: int) -> torch.nn.Module:
-    """A model in fp64 with weights by ``seed``: ``name`` is a type of transformers (``llama``), a
-    folder with its weights, or ``MODULE:FACTORY``, a function without arguments.
+    """A model in fp64, in training and without dropout, with weights by ``seed``: ``name`` is a
+    type of transformers (``llama``), a folder with its weights, or ``MODULE:FACTORY``, a function
+    without arguments.
 
     Raises ConfigError for names that are none of these.
     """
     torch.manual_seed(seed)
+    model = _found(name).double().train()
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+    return model
+
+
+def _found(name: str) -> torch.nn.Module:
     if ":" in name:
         model = made(name)
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model {name}", got=type(model).__name__, wanted="a torch.nn.Module")
-        return model.double()
+        return model
     try:
         import transformers
     except ImportError:
         raise MissingExtra("transformers", extra="hf", needed_for=f"model {name}") from None
     transformers.logging.set_verbosity_error()
     if Path(name).is_dir():
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            name, local_files_only=True, **_PLAIN
+        config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+        _drop_nothing(config)
+        return transformers.AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
+            name, config=config, local_files_only=True, **_PLAIN
         )
-        return loaded.double()
-    return _tiny(name, transformers).double()
+    return _tiny(name, transformers)
 
 
 def made(name: str) -> Any:
@@ -93,6 +117,7 @@ def made(name: str) -> Any:
 
 
 def _tiny(kind: str, transformers: Any) -> torch.nn.Module:
+    """Raises ConfigError for a type of which no small model can be made."""
     known = transformers.CONFIG_MAPPING
     if kind not in known:
         raise ConfigError(
@@ -101,20 +126,76 @@ def _tiny(kind: str, transformers: Any) -> torch.nn.Module:
             wanted="native, checkpoint, a folder, MODULE:FUNCTION or a type of transformers",
             hint=did_you_mean(kind, known),
         )
-    config = transformers.AutoConfig.for_model(kind)
-    for key in dir(config):
-        value = getattr(config, key, None) if not key.startswith("_") else None
-        if key in _TINY and isinstance(value, int):
-            setattr(config, key, _TINY[key])
-        elif isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
-            setattr(config, key, 0.0)
-    types = config.__dict__.get("layer_types")
-    if types:  # one layer of each kind
-        config.layer_types = (list(dict.fromkeys(types)) * 2)[: config.num_hidden_layers]
-    config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, 1, 2
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM):
-        if type(config) in auto._model_mapping:  # noqa: SLF001
+    autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM)
+    failed: Exception | None = None
+    for keys in _KEYS:
+        try:
+            config = transformers.AutoConfig.for_model(kind)
+            _shrink(config, keys)
+            auto = next((a for a in autos if type(config) in a._model_mapping), None)  # noqa: SLF001
+            if auto is None:
+                break
             return auto.from_config(config, attn_implementation="eager", **_PLAIN)  # type: ignore[no-any-return]
+        except Exception as error:  # of a constructor of transformers: of any type
+            failed = error
+    else:
+        raise ConfigError(
+            f"model type {kind}",
+            got=f"{type(failed).__name__}: {str(failed).strip()}",
+            wanted="a type of which a small model can be made",
+            hint="give a function that makes a small one: headrace verify MODULE:FUNCTION",
+        ) from failed
     raise ConfigError(
         f"model type {kind}", got="no model of tokens", wanted="one for causal or masked language"
     )
+
+
+def _shrink(config: Any, keys: int) -> None:
+    """Make a configuration, and those in it, that of a tiny model with every kind of layer and
+    ``keys`` heads of keys and values."""
+    chosen = _layers_of_each_kind(config)
+    tiny = {**_TINY, "num_hidden_layers": len(chosen), "num_key_value_heads": keys}
+    if getattr(config, "first_k_dense_replace", 0):
+        tiny["first_k_dense_replace"] = 1
+    for key, value in list(vars(config).items()):
+        if _is_list_of_layers(config, value):
+            _set(config, key, [value[i] for i in chosen])
+    for key in dir(config):
+        try:
+            value = getattr(config, key, None) if not key.startswith("_") else None
+        except Exception:
+            continue
+        if key in tiny and (type(value) is int or (value is None and key in _NEEDED)):
+            _set(config, key, tiny[key])
+        elif key in config.sub_configs and value is not None:
+            _shrink(value, keys)
+    _drop_nothing(config)
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, dict) and rope.get("original_max_position_embeddings"):
+        rope["original_max_position_embeddings"] = _TINY["original_max_position_embeddings"]
+    config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, 1, 2
+
+
+def _drop_nothing(config: Any) -> None:
+    for key, value in list(vars(config).items()):
+        if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+            _set(config, key, 0.0)
+
+
+def _set(config: Any, key: str, value: Any) -> None:
+    with suppress(AttributeError, NotImplementedError):  # a property that follows from others
+        setattr(config, key, value)
+
+
+def _is_list_of_layers(config: Any, value: Any) -> bool:
+    layers = getattr(config, "num_hidden_layers", None) or 0
+    return isinstance(value, (list, tuple)) and len(value) == layers > 1
+
+
+def _layers_of_each_kind(config: Any) -> list[int]:
+    """The first layer of each kind of a configuration, at least two layers. What a layer is, lists
+    with a value for each layer say."""
+    lists = [value for value in vars(config).values() if _is_list_of_layers(config, value)]
+    kinds = [repr([value[i] for value in lists]) for i in range(len(lists[0]))] if lists else []
+    first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    return first if len(first) > 1 else [0, 1]

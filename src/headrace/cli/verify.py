@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -190,14 +191,21 @@ def _worst(case: _Case, executor: Executor, draw: Callable[..., Plan]) -> dict[s
         plan = draw(lengths, groups.ranks, a.layers, rng)
         result = executor.run(plan, tokens, step=step, lr=0.0)
         loss, grads = _plain_step(tokens, lengths, a, case.seed, step)
-        worst["loss"] = max(worst["loss"], abs(result.loss - loss) / max(abs(loss), 1e-12))
+        off = abs(result.loss - loss) / max(abs(loss), 1e-12)
+        worst["loss"] = max(worst["loss"], _or_infinite(off))
         for name, wanted in grads.items():
             sizes = [len(part) for part in storage.partitions[name].parts]
             group = groups.world if groups.ranks > 1 else None
             got = all_gather_rows(storage.sums[name], sizes, group)
             scale = max(float(wanted.abs().max()), 1e-3)
-            worst["gradient"] = max(worst["gradient"], float((got - wanted).abs().max()) / scale)
+            off = float((got - wanted).abs().max()) / scale
+            worst["gradient"] = max(worst["gradient"], _or_infinite(off))
     return worst
+
+
+def _or_infinite(error: float) -> float:
+    """No comparison with NaN is true, so it would be no error."""
+    return error if math.isfinite(error) else math.inf
 
 
 def _plain_step(

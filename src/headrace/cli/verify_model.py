@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from rich.console import Console
@@ -17,7 +18,8 @@ from rich.table import Table
 from torch.nn.functional import cross_entropy
 
 import headrace
-from headrace.adopt.labels import logits_of, predicted
+from headrace.adopt.gradients import gradient_error
+from headrace.adopt.labels import logits_of, loss_of, predicted
 from headrace.adopt.placement import Exchange
 from headrace.adopt.token_model import TokenModel
 from headrace.cli.display import tell
@@ -36,28 +38,40 @@ _VOCABULARY = 97
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
-    """Rows of documents, as lengths; ``padded``: the last document of each row is padding; the
-    first ``ignored`` labels have no loss."""
+    """Rows of documents, as lengths. ``padded``: the last document of each row is padding, on the
+    ``left`` the first; the first ``ignored`` labels have no loss.
+
+    ``own``: the loss is that of the model itself, which one process is given whole rows for; else
+    it is the cross entropy of logits, and one process runs every document by itself."""
 
     name: str
     rows: tuple[tuple[int, ...], ...]
-    padded: bool = False
+    padded: Literal["", "left", "right"] = ""
     ignored: int = 0
+    own: bool = False
+    training: bool = True
 
 
 _BATCHES = (
     _Batch(name="rows", rows=((18,), (18,))),
     _Batch(name="packed", rows=((5, 20, 1, 11),)),
-    _Batch(name="padded", rows=((9, 8), (16, 1)), padded=True),
+    _Batch(name="padded", rows=((9, 8), (16, 1)), padded="right"),
     _Batch(name="half ignored", rows=((23,),), ignored=14),
+    _Batch(name="own loss", rows=((14,), (14,)), own=True),
+    _Batch(name="left padded", rows=((8, 9), (1, 16)), padded="left", own=True),
+    _Batch(name="evaluation", rows=((17,),), training=False),
 )
+_LONG = 150
+"""Tokens of a row that is longer than the thresholds of tiny models' rotary embeddings."""
+_LONGEST = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verdict:
-    """Largest errors of a case: of the loss, relative to it, and of gradients, relative to the
-    largest of all. ``recompute``: what blocks compute again, and ``kept_bytes`` of a rank from
-    forward to backward, where that was counted. ``compiles``: how often the model was by then."""
+    """Largest errors of a case: of the loss, relative to it, and of gradients, as
+    :func:`gradient_error` has it. ``recompute``: what blocks compute again, and ``kept_bytes`` of a
+    rank from forward to backward, where that was counted. ``compiles``: how often the model was by
+    then."""
 
     model: str
     ranks: int
@@ -171,7 +185,7 @@ def _cases(name: str, ranks: int, seed: int, backend: str | None) -> Iterator[_V
     run = headrace.compile(model, backend=backend)
     exchanges: list[Exchange] = ["ulysses", "ring", "gather"]
     counts = run.entry_point != "graph"
-    for at, batch in enumerate(_BATCHES):
+    for at, batch in enumerate(_batches(run)):
         for exchange in exchanges if at == 0 else [exchanges[at % len(exchanges)]]:
             verdict = _compared(run, plain, batch, seed + at, exchange, counts=counts)
             yield replace(verdict, model=name, ranks=ranks)
@@ -180,6 +194,36 @@ def _cases(name: str, ranks: int, seed: int, backend: str | None) -> Iterator[_V
             again = headrace.compile(foreign_model(name, seed), backend=backend, recompute=level)
             verdict = _compared(again, plain, _BATCHES[0], seed, exchanges[0], counts=True)
             yield replace(verdict, model=name, ranks=ranks, recompute=level)
+
+
+def _batches(run: TokenModel) -> Iterator[_Batch]:
+    """The batches that a model can be given. Graphs are not made again for an evaluation."""
+    takes = signature(run.inner.forward).parameters
+    for batch in _BATCHES:
+        if batch.own and "labels" not in takes:
+            continue
+        if batch.padded == "left" and "attention_mask" not in takes:
+            continue
+        if batch.training or run.entry_point != "graph":
+            yield batch
+    long = _long_row(run)
+    if long:
+        yield _Batch(name="long", rows=((long,),))
+
+
+def _long_row(run: TokenModel) -> int | None:
+    """A length beyond the windows and the thresholds of rotary embeddings of a model, as far as
+    that is small enough to run, and such places are not refused. None where there is no rotary
+    embedding: a table of places ends."""
+    config = getattr(run.inner, "config", None)
+    if not any("inv_freq" in name for name, _ in run.inner.named_buffers()):
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    names = ("sliding_window", "local_attention", "max_position_embeddings")
+    ends = [getattr(config, name, None) for name in names]
+    ends.append(rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None)
+    beyond = [end + 22 for end in ends if isinstance(end, int) and end + 22 <= _LONGEST]
+    return min(max([_LONG, *beyond]), run.longest or _LONGEST)
 
 
 def _compared(
@@ -193,14 +237,11 @@ def _compared(
 ) -> _Verdict:
     """What one case gives: loss and gradients on all ranks against those on one."""
     inputs = _inputs(batch, seed, run)
-    loss, gradients, kept = _spread(run, inputs, exchange, counts=counts)
-    wanted, expected = _alone(plain, run, inputs, batch)
-    largest = max(float(g.abs().max()) for g in expected if g is not None)
-    off = [
-        float((g - e).abs().max()) / largest
-        for g, e in zip(gradients, expected, strict=True)
-        if g is not None and e is not None
-    ]
+    for model in (run.model, plain):
+        model.train(batch.training)
+    loss, gradients, kept = _spread(run, inputs, exchange, batch, counts=counts)
+    whole = _own if batch.own else _alone
+    wanted, expected = whole(plain, run, inputs, batch)
     return _Verdict(
         model="",
         ranks=0,
@@ -209,7 +250,7 @@ def _compared(
         entry_point=run.entry_point,
         compiles=run.compiles,
         loss_error=abs(loss - wanted) / abs(wanted),
-        gradient_error=max(off),
+        gradient_error=gradient_error(gradients, expected),
         kept_bytes=kept,
     )
 
@@ -224,7 +265,8 @@ def _inputs(batch: _Batch, seed: int, run: TokenModel) -> dict[str, torch.Tensor
     labels[:, : batch.ignored] = IGNORED
     found = {run.tokens: ids, "labels": labels}
     if batch.padded:
-        mask = torch.stack([torch.arange(shape[1]) < row[0] for row in batch.rows]).long()
+        first = torch.stack([torch.arange(shape[1]) < row[0] for row in batch.rows])
+        mask = (first if batch.padded == "right" else ~first).long()
         found |= {"attention_mask": mask, "labels": labels.masked_fill(mask == 0, IGNORED)}
     elif any(len(row) > 1 for row in batch.rows):
         places = [torch.cat([torch.arange(length) for length in row]) for row in batch.rows]
@@ -233,7 +275,12 @@ def _inputs(batch: _Batch, seed: int, run: TokenModel) -> dict[str, torch.Tensor
 
 
 def _spread(
-    run: TokenModel, inputs: dict[str, torch.Tensor], exchange: Exchange, *, counts: bool
+    run: TokenModel,
+    inputs: dict[str, torch.Tensor],
+    exchange: Exchange,
+    batch: _Batch,
+    *,
+    counts: bool,
 ) -> tuple[float, list[torch.Tensor | None], int | None]:
     """(loss, gradients) of all ranks together, and the bytes that this one keeps."""
     run.model.zero_grad()
@@ -242,8 +289,11 @@ def _spread(
     kept = None
     with _counter(run) if counts else nullcontext() as live:
         before = live.look()[0] if live is not None else 0
-        outputs = run(**{k: v for k, v in shard.inputs.items() if k != "labels"})
-        loss = run.loss(logits_of(outputs), shard.labels)
+        if batch.own:
+            loss = _loss_among(run(**shard.inputs))
+        else:
+            outputs = run(**{k: v for k, v in shard.inputs.items() if k != "labels"})
+            loss = run.loss(logits_of(outputs), shard.labels)
         if live is not None:
             kept = live.look()[0] - before
     run.backward(loss)
@@ -255,6 +305,26 @@ def _counter(run: TokenModel) -> ByteCounter | SavedBytes:
     if run.compiled:
         return SavedBytes(run.model.parameters())
     return ByteCounter(settle_s=0.0)
+
+
+def _loss_among(outputs: Any) -> torch.Tensor:
+    loss = loss_of(outputs)
+    if loss is None:
+        raise ModelError("results of the model", got="no loss", wanted="one, given labels")
+    return loss
+
+
+def _own(
+    model: torch.nn.Module, run: TokenModel, inputs: dict[str, torch.Tensor], batch: _Batch
+) -> tuple[float, list[torch.Tensor | None]]:
+    """(the model's own loss, gradients) of one process that is given whole rows."""
+    model.zero_grad()
+    if batch.padded and getattr(model, "_supports_sdpa", False):
+        cast("Any", model).set_attn_implementation("sdpa")  # eager: NaN where all is padding
+    rest = {name: value for name, value in inputs.items() if name != run.tokens}
+    loss = _loss_among(model(**run.plain_inputs(inputs[run.tokens]), **rest))
+    loss.backward()
+    return float(loss.detach()), [p.grad for p in model.parameters()]
 
 
 def _alone(

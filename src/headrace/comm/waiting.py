@@ -26,9 +26,21 @@ from queue import Empty, SimpleQueue
 import torch
 import torch.distributed as dist
 
-__all__ = ["Freed", "Transfer", "begin", "check", "free", "freed", "heed", "leave_behind"]
+__all__ = [
+    "Freed",
+    "Transfer",
+    "begin",
+    "check",
+    "explain",
+    "free",
+    "freed",
+    "heed",
+    "leave_behind",
+    "under_way",
+]
 
 _SLICE_S = 0.25
+_EXPLAINED_S = 3.0  # for the cause of a broken connection to become known
 _CLOSING_S = 1.0  # after this a transfer of closed connections will not end
 
 
@@ -57,7 +69,19 @@ class Transfer:
         _state.under_way.add(self)
 
     def wait(self) -> None:
-        """Return when it has ended. Raises Freed, or what broke it."""
+        """Return when it has ended. Raises Freed, or what broke it: the cause where that becomes
+        known (:func:`explain`)."""
+        try:
+            self._wait()
+        except Freed:
+            raise
+        except RuntimeError as error:
+            if (cause := _cause_of_break()) is not None:
+                _state.under_way.discard(self)
+                raise cause from error
+            raise
+
+    def _wait(self) -> None:
         if not (_state.sliced and self._of_host):
             self.work.wait()
         elif self.here:
@@ -114,6 +138,7 @@ class _State:
         self.under_way: set[Transfer] = set()
         self.freed = threading.Event()
         self.asked: Callable[[], bool] = self.freed.is_set
+        self.cause: Callable[[], Exception | None] | None = None
         self._helper: _Helper | None = None
 
     def wait_there(self, transfer: Transfer) -> None:
@@ -141,13 +166,42 @@ def heed(asked: Callable[[], bool] | None = None) -> None:
     _state.asked = asked or _state.freed.is_set
 
 
+def explain(cause: Callable[[], Exception | None]) -> Callable[[], None]:
+    """From now on raise what ``cause()`` gives, once it gives something, in ranks that wait in
+    slices, and in the place of what a broken connection raises. Returns what ends this."""
+    _state.cause = cause
+
+    def forget() -> None:
+        if _state.cause is cause:
+            _state.cause = None
+
+    return forget
+
+
+def under_way() -> bool:
+    """Whether a transfer was begun and has not been waited for to its end."""
+    return bool(_state.under_way)
+
+
+def _cause_of_break() -> Exception | None:
+    """Why a connection broke, even if that is only known a moment later."""
+    deadline = time.monotonic() + _EXPLAINED_S
+    while _state.cause is not None and not freed() and time.monotonic() < deadline:
+        if (found := _state.cause()) is not None:
+            return found
+        time.sleep(0.02)
+    return None
+
+
 def freed() -> bool:
     """Whether this rank has been freed: what it waited for since may hold anything."""
     return _state.asked()
 
 
 def check() -> None:
-    """Raise Freed where this rank has been freed."""
+    """Raise Freed where this rank has been freed, and the cause where another rank has failed."""
+    if _state.cause is not None and (cause := _state.cause()) is not None:
+        raise cause
     if freed():
         raise Freed("freed from a transfer, to meet the other ranks anew")
 

@@ -14,6 +14,7 @@ those of one process over the same samples, and optimizer and scheduler take one
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -63,6 +64,7 @@ from headrace.engine.listener import ProgressLines, tell
 from headrace.engine.loop_checkpoint import LoopCheckpoints
 from headrace.engine.loop_runner import LoopMicroBatch, LoopRunner
 from headrace.engine.loop_start import optimizer_text, require_trainable, share_weights
+from headrace.engine.loop_watch import LoopWatch
 from headrace.engine.record import DrawnSteps, EarlyAndRare, RunRecord, run_facts
 from headrace.engine.recovery import LeaveGroups, Recovery
 from headrace.engine.run_planner import RunPlanner
@@ -86,7 +88,7 @@ from headrace.errors import (
 from headrace.native.checkpoint import BackgroundWriter
 from headrace.native.machine import machine_facts
 from headrace.spec.step import Step
-from headrace.units import parse_bytes, parse_count
+from headrace.units import counted, parse_bytes, parse_count
 
 __all__ = ["Attached", "attach", "begin"]
 
@@ -328,6 +330,7 @@ class Attached:
             self.engine = self._engine(scheduler, clip, check_loss, on_step)
             if order.longest is not None:
                 self._planner.check(order.longest)
+            self._watch = self._watched() if setup.groups.ranks > 1 else None
         except BaseException:
             self._restore()
             raise
@@ -349,6 +352,7 @@ class Attached:
         Raises:
             HeadraceError: For a step whose micro-batches were not all trained.
             PlanMismatch: On every rank where ranks read other lengths of a stream, or one ends.
+            PeerLost: Where another rank has failed or ended: it names the rank and its step.
         """
         if isinstance(self._order, GivenOrder):
             self._order.next_batch()
@@ -357,6 +361,8 @@ class Attached:
             self._plan_ahead()
         while self._open is not None or self._more():
             left = self._open
+            if self._watch is not None:
+                self._watch.enter()
             if left is None:
                 step = self.engine.next_step(self.number, self._next_batch)
             else:
@@ -370,6 +376,8 @@ class Attached:
                     wanted="a loop over all of them: for micro in step, or step.skip()",
                 )
         self.finish_saving()
+        if self._watch is not None:
+            self._watch.rest()
 
     def step(self, samples: Iterable[Any], *, together: Iterable[Sequence[int]] = ()) -> LoopStep:
         """The next step, of samples that are given: ``for micro in run.step(samples)``. It is
@@ -608,7 +616,8 @@ class Attached:
         if extra["ranks"] == self._setup.groups.ranks:
             self._plan_as(extra["planner"])
         self._runner.resumed()
-        self._setup.say(f"going on with step {self.number}, saved by {extra['ranks']} ranks")
+        ranks = counted(extra["ranks"], "rank")
+        self._setup.say(f"going on with step {self.number}, saved by {ranks}")
         return True
 
     def report(self, out: str | Path = "report.html") -> Path | None:
@@ -628,6 +637,9 @@ class Attached:
     def detach(self) -> None:
         """Restore the user's model and close all files."""
         self._restore()
+        if self._watch is not None:
+            self._watch.rest()
+            self._watch.close()
         self._runner.detach()
         if self._writer is not None and self._writer.busy:
             self._setup.say(
@@ -744,6 +756,13 @@ class Attached:
             tell=setup.say,
         )
 
+    def _watched(self) -> LoopWatch:
+        """The watch over the other ranks, which holds this object no longer than others do."""
+        watch = LoopWatch(self._setup.groups, partial(_whereabouts, weakref.ref(self)))
+        ending: Any = weakref.finalize(self, watch.close)
+        ending.atexit = False
+        return watch
+
     def _finished(self, step: LoopStep) -> None:
         """Note that a step is done: it may be saved before the loop asks for the next."""
         self.number, self._open = step.number + 1, None
@@ -845,6 +864,15 @@ class Attached:
             optimizer=self._setup.optimizer,
             groups=self._setup.groups,
         )
+
+
+def _whereabouts(run: weakref.ref[Attached]) -> str:
+    """The step and the action that a run is in; nothing where it is gone."""
+    found = run()
+    if found is None:
+        return ""
+    action = found.engine.runner.action
+    return f"step {found.number}" + (f", {action}" if action else "")
 
 
 def _spread(

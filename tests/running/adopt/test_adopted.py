@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import headrace as hr
 from headrace.adopt.block_recompute import WrappedLevels
 from headrace.adopt.placement import Placement
 from headrace.adopt.token_model import TokenModel
 from headrace.errors import DataError, ModelError, PlanMismatch, SpecError
-from headrace.native.counted import SavedBytes
+from headrace.native.counted import ByteCounter, SavedBytes
 from ranks import run_ranks as forked
 from running.adopt.foreign import (
     Attention,
@@ -364,6 +364,91 @@ def kept_bytes(backend: str, level: Any) -> tuple[float, int, int]:
         kept = saved.look()[0]
     run.backward(loss)
     return error, kept, run.compiles
+
+
+def in_torchs_checkpoint(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What torch offers for it: all but the result of attention is computed again."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    kept = partial(create_selective_checkpoint_contexts, [kernel])
+    return checkpoint(block, x, use_reentrant=False, context_fn=kept)
+
+
+def alive_bytes(layers: int, level: Any, exchange: Any = "ulysses") -> tuple[int, list[Any]]:
+    """(bytes alive between forward and backward, gradients) of a model; ``torch`` spreads nothing
+    and has torch's own checkpoint around each block."""
+    model, batch = gpt(layers=layers), drawn(1, 64)
+    if level == "torch":
+        for block in model.blocks:
+            block.forward = partial(in_torchs_checkpoint, block.forward)
+        with ByteCounter() as counter:
+            loss = model(**batch)[1]
+            kept = counter.look()[0]
+        loss.backward()
+        return kept, [p.grad for p in model.parameters()]
+    run = hr.compile(model, recompute=level)
+    shard = run.shard(batch, exchange=exchange)
+    with ByteCounter(settle_s=0.1) as counter:
+        loss = run(**shard.inputs)[1]
+        kept = counter.look()[0]
+    run.backward(loss)
+    return kept, [p.grad for p in model.parameters()]
+
+
+def layer_bytes(level: Any, exchange: Any = "ulysses") -> int:
+    """Of one more layer."""
+    return (alive_bytes(4, level, exchange)[0] - alive_bytes(2, level, exchange)[0]) // 2
+
+
+def test_recompute_on_one_rank_keeps_what_torchs_selective_checkpoint_does() -> None:
+    """Catches q, k and v that are kept though the backward computes them again, and gradients that
+    this changes."""
+    serial = 8  # the number of the placement
+    assert layer_bytes("attention") == layer_bytes("torch") + serial
+    for got, wanted in zip(alive_bytes(2, "attention")[1], alive_bytes(2, None)[1], strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_recompute_on_a_group_keeps_only_what_was_exchanged() -> None:
+    """Catches traffic that is repeated to save memory, and memory for what nobody sent."""
+
+    def work() -> tuple[int, int, bool]:
+        alike = all(
+            torch.equal(got, wanted)
+            for exchange in ("ulysses", "ring", "gather")
+            for got, wanted in zip(
+                alive_bytes(2, "attention", exchange)[1],
+                alive_bytes(2, None, exchange)[1],
+                strict=True,
+            )
+        )
+        return layer_bytes("attention", "ulysses"), layer_bytes("attention", "ring"), alike
+
+    exchanged = 64 // 2 * 4 * 8 * 8 * 3  # q, k and v: a rank's share of tokens, heads, D in fp64
+    for switched, ring, alike in run_ranks(2, work):
+        # Ulysses keeps the exchanged q, k, v and the result of its heads, too.
+        assert switched - ring == exchanged + exchanged // 3
+        assert alike
+
+
+@pytest.mark.slow
+def test_a_graph_of_one_rank_keeps_no_more() -> None:
+    """Catches q, k and v that a compiled model keeps though its backward computes them again."""
+
+    def kept(layers: int, level: str) -> int:
+        torch._dynamo.reset()
+        run = hr.compile(gpt(layers=layers), backend="aot_eager", recompute=level)
+        shard = run.shard(drawn(1, 64))
+        with SavedBytes(run.model.parameters()) as saved:
+            loss = run(**shard.inputs)[1]
+            found = saved.look()[0]
+        run.backward(loss)
+        return found
+
+    def layer(level: str) -> int:
+        return (kept(4, level) - kept(2, level)) // 2
+
+    result = 64 * 4 * 8 * 8 + 64 * 4 * 8  # and its log-sum-exp
+    assert layer("attention") - layer("full") == pytest.approx(result, abs=64)
 
 
 @pytest.mark.parametrize("backend", [whole("eager"), whole("aot_eager")])

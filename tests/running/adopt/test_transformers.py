@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headrace as hr
+from headrace.adopt import attention_registry, token_model
 from headrace.adopt import labels as head
+from headrace.adopt.gradients import gradient_error
 from headrace.adopt.token_model import TokenModel
-from headrace.cli import main
+from headrace.cli import main, verify_model
 from headrace.cli.foreign_models import foreign_model
 from headrace.errors import ModelError
 from headrace.native.counted import ByteCounter
@@ -42,7 +46,7 @@ def gradients(run: TokenModel, batch: dict[str, torch.Tensor]) -> tuple[torch.Te
     return torch.cat([g.flatten() for g in whole]), float(total)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "running.adopt.foreign:gpt"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "opt", "running.adopt.foreign:gpt"])
 def test_verified(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches whatever makes losses or gradients differ from one process': rows, packed documents,
     padding and ranks without a label."""
@@ -54,6 +58,10 @@ def test_verified(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
         "packed",
         "padded",
         "half ignored",
+        "own loss",
+        "evaluation",
+        *(["left padded"] if ":" not in kind else []),
+        *(["long"] if kind == "llama" else []),
     }
     kept = {
         case["recompute"]: case["kept_bytes"]
@@ -61,6 +69,124 @@ def test_verified(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
         if (case["batch"], case["exchange"]) == ("rows", "ulysses")
     }
     assert kept["full"] < kept["attention"] < kept["none"]
+
+
+def wrong_batches(kind: str = "llama") -> set[str]:
+    """The batches that ``verify`` finds wrong on one rank."""
+    return {
+        case.batch
+        for case in verify_model._cases(kind, 1, 0, None)
+        if not max(case.loss_error, case.gradient_error) <= 1e-5
+    }
+
+
+def change_gradients(
+    patch: pytest.MonkeyPatch, change: Callable[[torch.nn.Parameter], None]
+) -> None:
+    """Plant a mistake in the gradient of the last norm of spread models."""
+    backward = TokenModel.backward
+
+    def planted(self: TokenModel, loss: torch.Tensor) -> None:
+        backward(self, loss)
+        change(self.inner.model.norm.weight)
+
+    patch.setattr(TokenModel, "backward", planted)
+
+
+def test_verify_finds_a_gradient_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches parameters without a gradient that are left out of the comparison."""
+    assert wrong_batches() == set()
+    change_gradients(monkeypatch, lambda weight: setattr(weight, "grad", None))
+    assert "rows" in wrong_batches()
+
+
+def test_verify_finds_a_gradient_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches comparisons that are never true."""
+    change_gradients(monkeypatch, lambda weight: weight.grad.fill_(float("nan")))
+    assert "rows" in wrong_batches()
+
+
+def test_an_error_is_relative_to_its_own_tensor() -> None:
+    """Catches a small tensor whose error a large one hides, and rounding that is taken for one."""
+    large, small = torch.tensor([1000.0]), torch.tensor([1e-2])
+    assert gradient_error([large, small * 1.01], [large, small]) > 1e-5
+    assert gradient_error([large, small * 0], [large, small * 1e-12]) < 1e-12
+    assert gradient_error([large, None], [large, small * 0]) == 0
+    assert gradient_error([small * 0], [small * 0]) == 0
+
+
+def test_verify_looks_at_training_and_at_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches mistakes of one mode, and windows that no row is as long as."""
+
+    def wrong(window: Callable[[bool], int]) -> set[str]:
+        planted = lambda module, *_, **__: window(module.training)  # noqa: E731
+        monkeypatch.setattr(attention_registry, "_window", planted)
+        return wrong_batches()
+
+    assert wrong(lambda training: 0) == set()
+    assert wrong(lambda training: 0 if training else 3) == {"evaluation"}
+    assert wrong(lambda training: 100) == {"long"}
+    found = wrong(lambda training: 3 if training else 0)
+    assert {"rows", "packed", "long"} <= found
+    assert "evaluation" not in found
+
+
+def test_verify_compares_the_own_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a loss of the model that nobody looks at."""
+    call = TokenModel.__call__
+
+    def planted(self: TokenModel, **inputs: Any) -> Any:
+        outputs = call(self, **inputs)
+        if outputs.loss is not None:
+            outputs.loss = outputs.loss * 1.01
+        return outputs
+
+    monkeypatch.setattr(TokenModel, "__call__", planted)
+    assert wrong_batches() == {"own loss", "left padded"}
+
+
+def test_verify_pads_on_the_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches padding before the tokens that they see."""
+    documents = token_model.documents_of
+
+    def planted(batch: Any, tokens: str) -> Any:
+        mask = batch.get("attention_mask")
+        seen = mask is None or bool(mask[:, 0].all())
+        return documents(batch if seen else {tokens: batch[tokens]}, tokens)
+
+    monkeypatch.setattr(token_model, "documents_of", planted)
+    assert wrong_batches() == {"left padded"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "has"),
+    [
+        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("smollm3", {"no_rope_layers": [1, 0]}),
+        ("deepseek_v3", {"first_k_dense_replace": 1}),
+        ("falcon", {}),
+        ("diffllama", {}),
+        ("hunyuan_v1_dense", {}),
+        ("gemma3", {}),
+        whole("qwen3_5", {}),
+        whole("llama4", {}),
+        whole("xlm", {}),
+        whole("nemotron", {}),
+    ],
+)
+def test_tiny_models_have_every_kind_of_layer(kind: str, has: dict[str, Any]) -> None:
+    """Catches types of which no small model was made, and layers of a kind that none of it has."""
+    model = foreign_model(kind, 0)
+    for name, value in has.items():
+        assert getattr(model.config, name) == value
+    assert model.training
+    assert sum(p.numel() for p in model.parameters()) < 1e7
+
+
+def test_a_type_of_which_no_small_model_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches tracebacks of constructors of others."""
+    assert main(["verify", "reformer", "--ranks", "1"]) == 2
+    assert "MODULE:FUNCTION" in capsys.readouterr().err
 
 
 def losses_alone(kind: str, how: str, backend: str | None) -> list[float]:

@@ -1,0 +1,151 @@
+"""Who failed, told to the ranks of a user's loop by name.
+
+headrace did not start these processes and may not end them as it likes. So a thread of each rank
+publishes the step that it is in, and watches a connection to the rank before, which the system
+breaks when that process ends, however it ends. The first who sees it writes it down for all. A rank
+that waits for others then raises :class:`PeerLost`; one that nothing wakes (a transfer of a device,
+or one that has half arrived) ends its process with the same words.
+"""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from headrace.comm import waiting
+from headrace.comm.collectives import gather_bytes
+from headrace.comm.mesh import Groups
+from headrace.comm.processes import end, say
+from headrace.comm.status import Beat, Death, StatusBoard
+from headrace.comm.watcher import STOPPED, Lifeline
+from headrace.errors import LaunchError, PeerLost
+
+__all__ = ["LoopWatch"]
+
+_ROUND_S = 0.2
+_NOTICE_S = 0.6  # for a rank that raised an error to say which
+_GRACE_S = 10.0  # for a waiting rank to be woken by the broken connection
+
+
+class LoopWatch:
+    """Watches the other ranks of a loop. ``where`` says which step and action this rank is in, in
+    words; it is called from a thread. Collective."""
+
+    def __init__(self, groups: Groups, where: Callable[[], str]) -> None:
+        self._rank, self._ranks, self._where = groups.rank, groups.ranks, where
+        self._death: Death | None = None
+        self._known_s = 0.0
+        self._count, self._published = 0, ""
+        self._resting, self._told = True, False
+        self._forget: Callable[[], None] = lambda: None
+        self._publishing = threading.Lock()
+        self._closed = threading.Event()
+        self._lifeline = Lifeline()
+        mine = f"{time.time_ns()} {self._lifeline.port} {socket.gethostname()}"
+        said = [text.decode().split() for text in gather_bytes(mine.encode(), groups.world)]
+        self._board = StatusBoard(dist.PrefixStore(f"headrace/loop {said[0][0]}", _own_store()))
+        _, port, host = said[(self._rank - 1) % self._ranks]
+        near = host == said[self._rank][2]
+        with suppress(LaunchError):  # a name that nobody knows: the store alone tells then
+            self._lifeline.hold(("127.0.0.1" if near else host, int(port)))
+        self._forget = waiting.explain(self.cause)
+        atexit.register(self._leave)
+        threading.Thread(target=self._run, name="loop watch", daemon=True).start()
+
+    def enter(self) -> None:
+        """This rank begins a step: its end is a failure from now on."""
+        self._change(resting=False)
+
+    def rest(self) -> None:
+        """The loop is over: this rank may end when it likes."""
+        self._change(resting=True)
+
+    def _change(self, *, resting: bool) -> None:
+        self._resting = resting
+        with suppress(RuntimeError):  # the thread notices that the store is gone
+            self._publish()
+
+    def cause(self) -> PeerLost | None:
+        """The error to raise in a rank that waits for another, None while nobody is known to have
+        failed."""
+        if self._death is None or self._death.rank == self._rank:
+            return None
+        self._told = True
+        return PeerLost(
+            f"rank {self._death.rank}",
+            got=self._death.how,
+            wanted="all ranks of the loop",
+            hint=f"this is rank {self._rank}, in {self._where()}; go on from the last checkpoint",
+        )
+
+    def close(self) -> None:
+        """Stop watching. A rank that has not come to rest counts as lost once this is gone."""
+        self._closed.set()
+        self._forget()
+        atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        """Say at the end of the process what ended it."""
+        error = getattr(sys, "last_value", None)
+        if error is None or self._resting:
+            return
+        text = " ".join(f"raised {type(error).__name__}: {error} (in {self._where()})".split())
+        with suppress(RuntimeError):
+            self._board.declare(Death(rank=self._rank, how=text))
+
+    def _run(self) -> None:
+        while not self._closed.wait(_ROUND_S):
+            try:
+                self._publish()
+                self._look()
+            except RuntimeError:  # every error of the store: who holds it has ended
+                self._hear(Death(rank=0, how="ended, or who held the store of the ranks"))
+            if self._death is not None and self._is_stuck():
+                say(f"rank {self._rank} stops: {self.cause() or self._death}")
+                end(STOPPED)
+
+    def _publish(self) -> None:
+        """Publish where this rank is, when that has changed."""
+        with self._publishing:
+            text = "" if self._resting else self._where()
+            if text != self._published:
+                self._count, self._published = self._count + 1, text
+                beat = Beat(count=self._count, action=text, seconds=0.0, left=self._resting)
+                self._board.put(self._rank, beat)
+
+    def _look(self) -> None:
+        if self._death is None and (death := self._board.death()) is not None:
+            self._hear(death)
+        before = (self._rank - 1) % self._ranks
+        how = self._lifeline.what_broke()
+        beat = self._board.last(before) if how else None
+        if not how or beat is None or beat.left:
+            return
+        deadline = time.monotonic() + _NOTICE_S
+        while (death := self._board.death()) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._hear(death or self._board.declare(Death(rank=before, how=f"{how} ({beat.where})")))
+
+    def _hear(self, death: Death) -> None:
+        if self._death is None:
+            self._death, self._known_s = death, time.monotonic()
+
+    def _is_stuck(self) -> bool:
+        """Whether this rank still waits for another, long after it should have been woken."""
+        late = time.monotonic() - self._known_s > _GRACE_S
+        return late and not (self._resting or self._told) and waiting.under_way()
+
+
+def _own_store() -> dist.Store:
+    """A client of the user's store of its own: who waits for a key holds a client against other
+    threads."""
+    found: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+    return found.clone()  # type: ignore[no-any-return]

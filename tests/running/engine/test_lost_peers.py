@@ -1,0 +1,132 @@
+"""A rank of a loop of one's own that fails or dies, as the other ranks hear of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ranks import run_ranks
+from running.engine.loops import attached, costs, dataset, llama
+from spread import whole
+
+pytest.importorskip("transformers")
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raising() -> None:
+    raise ValueError("planted here")
+
+
+def loop(folder: Path, rank: int, ends: Callable[[], None], *, sharing: bool) -> None:
+    """Four steps of a loop; the second micro-batch of step 1 ends ``rank``. With ``sharing``, all
+    ranks work on every pack together: the others wait within the model."""
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ranks = torch.distributed.get_world_size()
+    more = {"planner": "static", "static_size": ranks} if sharing else {}
+    run = attached(
+        model, optimizer, dataset(), folder, steps=4, costs=costs(ranks), check_loss=False, **more
+    )
+    for step in run:
+        for at, micro in enumerate(step):
+            if run.rank == rank and step.number == 1 and at == 0:
+                (folder / "ended").write_text(str(time.time()))
+                ends()
+            micro.backward(model(**micro.inputs).loss)
+
+
+def told(folder: Path, ranks: int, *args: object, **options: object) -> tuple[str, float]:
+    """(What all ranks raised, seconds since one of them ended)."""
+
+    def work() -> None:
+        try:
+            loop(folder, *args, **options)  # type: ignore[arg-type]
+        finally:
+            (folder / f"{os.getpid()}").write_text(str(time.time()))
+
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(ranks, work, timeout_s=60)
+    times = [float(path.read_text()) for path in folder.iterdir() if path.name.isdigit()]
+    return str(caught.value), max(times) - float((folder / "ended").read_text())
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("ends", [killed, raising])
+@pytest.mark.parametrize("ranks", [2, whole(4)])
+def test_the_others_name_the_rank_and_the_step(
+    ranks: int, ends: Callable[[], None], sharing: bool, tmp_path: Path
+) -> None:
+    """Catches broken connections that say nothing, and ranks that wait for the limit of their
+    group."""
+    text, seconds = told(tmp_path, ranks, 1, ends, sharing=sharing)
+    others = re.findall(r"PeerLost: rank 1: got (.*)", text)
+    assert len(others) == ranks - 1, text
+    assert all("step 1" in how for how in others)
+    assert seconds < 30
+
+
+def test_a_loop_that_ended_well_is_no_loss(tmp_path: Path) -> None:
+    """Catches a rank that is first at the end and is taken for a lost one."""
+
+    def work() -> int:
+        loop(tmp_path, -1, killed, sharing=False)
+        if torch.distributed.get_rank():
+            time.sleep(1.5)
+        return 0
+
+    assert run_ranks(2, work) == [0, 0]
+
+
+def ended_job(folder: Path, rank: int, how: str) -> list[tuple[int, str]]:
+    """(exit code, stderr) of both processes of a job of which ``rank`` ends."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    code = f"""
+import sys; sys.path[:0] = {[p for p in sys.path if p]!r}
+from pathlib import Path
+import torch.distributed as dist
+from running.engine.test_lost_peers import {how}, loop
+dist.init_process_group("gloo")
+loop(Path({str(folder)!r}), {rank}, {how}, sharing=False)
+"""
+    addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, **addresses, "RANK": str(at)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for at in range(2)
+    ]
+    told = [job.communicate(timeout=120)[1] for job in jobs]
+    return [(job.returncode, text) for job, text in zip(jobs, told, strict=True)]
+
+
+@pytest.mark.slow
+def test_an_exception_of_another_rank_is_named(tmp_path: Path) -> None:
+    """Catches a rank that raised an error and is said to have ended without a word."""
+    (code, text), _ = ended_job(tmp_path, 1, "raising")
+    assert code == 1
+    assert "PeerLost: rank 1: got raised ValueError: planted here (in step 1" in text
+
+
+@pytest.mark.slow
+def test_the_rank_that_holds_the_store_is_killed(tmp_path: Path) -> None:
+    """Catches ranks that hear nothing when the store dies with the first rank."""
+    _, (code, text) = ended_job(tmp_path, 0, "killed")
+    assert code == 1
+    assert "PeerLost: rank 0" in text
