@@ -102,6 +102,7 @@ class AxisModel:
         # in the one at work: to meet any, or one that is the model's own loss.
         self._alike = tuple[bool, ...]()
         self._may_meet, self._refuses, self._refuses_own = False, False, False
+        self._backwards = set[bool]()  # ``alike`` of those since the last sum
         if sizes is None and not any(axis in dims for dims in self.inputs.values()):
             raise SpecError("axis of the inputs", got=axis, wanted="one of an input's dims")
         self._given, self._met = groups, groups is not None
@@ -645,6 +646,7 @@ class AxisModel:
         """
         shards = self._manager.at_work
         axis = shards.axis
+        self._backwards.add(alike)
         if self._may_meet:
             parts = shards.samples[2] / max(1, shards.samples[1])
             self._refuses_own = not alike or parts * shards.ranks != len(shards.members)
@@ -666,7 +668,20 @@ class AxisModel:
 
         Returns:
             The loss of all ranks together.
+
+        Raises:
+            ModelError: Where every backward since the last sum was given another ``alike``: the
+                loss would be that of all ranks times their number, or a part of it.
         """
+        before = frozenset(self._backwards)
+        self._backwards.clear()
+        if self.ranks > 1 and before == {not alike}:
+            raise ModelError(
+                "add_up of a loss",
+                got=f"alike={alike}",
+                wanted=f"alike={not alike}, as its backward was given",
+                hint="what all ranks have alike counts once: run.add_up(loss, alike=True)",
+            )
         whole = loss.detach().clone() / (self.ranks if alike else 1)
         if self._groups is not None:
             dist.all_reduce(whole)

@@ -501,6 +501,24 @@ def collected(samples: int) -> float:
     return max(float((whole - wanted).detach().abs().max()), float(off))
 
 
+def summed_otherwise(alike: bool) -> str:
+    """What the sum of a loss says whose backward was given another ``alike``."""
+    run = adapted(table())
+    out = run(**run.shard({"x": drawn(1, 1, 5, 4, 6)}))
+    loss = (run.collect(out, DIMS) if alike else out).sin().sum()
+    run.backward(loss, alike=alike)
+    with pytest.raises(ModelError) as caught:
+        run.add_up(loss, alike=not alike)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_loss_is_added_up_as_its_backward_was(alike: bool) -> None:
+    """Catches a loss that all ranks have alike, told as that times the number of ranks."""
+    for said in run_ranks(2, summed_otherwise, alike):
+        assert f"wanted alike={alike}, as its backward was given" in said
+
+
 @pytest.mark.parametrize(("ranks", "samples"), [(3, 1), (2, 3), (4, 3)])
 def test_results_are_collected(ranks: int, samples: int) -> None:
     """Catches a result whose axis is not the one that the model began with, samples that are

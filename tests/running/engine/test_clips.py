@@ -189,6 +189,8 @@ def begun_late(folder: Path) -> list[float]:
     """Losses where the model is adapted before the world begins, as under torchrun."""
     store = dist.distributed_c10d._get_default_store()
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    store.set(f"met {rank}", "")  # who leaves at once breaks connections that others still make
+    store.wait([f"met {other}" for other in range(ranks)])
     dist.destroy_process_group()
     own = model()
     spread = hr.adapt(own)
