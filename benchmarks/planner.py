@@ -306,7 +306,9 @@ def training(o: argparse.Namespace) -> list[dict[str, Any]]:
     for devices, millions in (row for row in TRAINING if row[0] <= o.largest):
         tell(f"training on {devices} devices, {millions}M tokens")
         model = hr.Architecture.preset("llama-8b")
-        problem = Problem(costs=hr.costs.roofline(model, "h100", devices=devices))
+        problem = Problem(
+            costs=hr.costs.roofline(model, "h100", devices=devices, implementation="ideal")
+        )
         batches = draw_batches(law, millions * 10**6, 3, o.seed)
         first_s, _ = timed(lambda: plan(problem, batches[0], seed=o.seed))  # noqa: B023
         found = [timed(lambda: plan(problem, own, seed=o.seed)) for own in batches]  # noqa: B023

@@ -41,9 +41,11 @@ from rich.table import Table
 from headrace.costs import CostModel, Quadratic, roofline_costs
 from headrace.spec import Architecture, LayerOption, LayerPlan
 from headrace.spec.hardware import DEVICES, Device, Hardware
+from headrace.spec.implementation import IMPLEMENTATIONS
 from headrace.units import MIB, percent_text
 
 FOLDER = Path(__file__).parent / "published"
+IDEAL = IMPLEMENTATIONS["ideal"]
 CALIBRATED_ON = "flexsp-7b-a100"
 LENGTHS = (1024, 4096, 16384)
 
@@ -98,7 +100,13 @@ def of_pipelines(data: dict[str, Any]) -> Iterator[Comparison]:
         def costs(a: Architecture, devices: int, p: int = tensor) -> CostModel:
             free = hardware.device.memory_bytes - KEPT_FREE[name]
             return roofline_costs(
-                hardware, devices, a, sizes=(p,), methods=("megatron_ts",), memory_bytes=free
+                hardware,
+                devices,
+                a,
+                sizes=(p,),
+                methods=("megatron_ts",),
+                memory_bytes=free,
+                implementation=IDEAL,
             )
 
         stage = replace(whole, layers=whole.layers // pipeline)
@@ -158,7 +166,7 @@ def of_groups(data: dict[str, Any], device: Device | None = None) -> Iterator[Co
         p = int(text)
         if p > architecture.heads:
             continue
-        costs = roofline_costs(hardware, max(p, 8), architecture, sizes=(p,))
+        costs = roofline_costs(hardware, max(p, 8), architecture, sizes=(p,), implementation=IDEAL)
         option = LayerOption.of("local" if p == 1 else "ulysses_z")
         layers = LayerPlan.uniform(option, architecture.layers)
         fit = Quadratic(a=data["a_s"] / p, b=(data["b_s"] + exchanged) / p, c=data["c_s"])
@@ -177,7 +185,9 @@ def of_lengths(data: dict[str, Any]) -> Iterator[Comparison]:
     """The longest sequence of the best of some methods, and a step at that length."""
     architecture = Architecture(**data["architecture"])
     p = data["devices"]
-    costs = roofline_costs(Hardware.parse(data["hardware"]), p, architecture, sizes=(p,))
+    costs = roofline_costs(
+        Hardware.parse(data["hardware"]), p, architecture, sizes=(p,), implementation=IDEAL
+    )
     for row in data["rows"]:
         plans = {
             method: LayerPlan.uniform(LayerOption.of(method, row["recompute"]), architecture.layers)

@@ -90,7 +90,7 @@ def fixture(name: str, at: int) -> Lengths:
 @cache
 def of_model(name: str, devices: int) -> Problem:
     model = LLAMA_32B if name == "32b" else hr.Architecture.preset(f"llama-{name}")
-    return Problem(costs=hr.costs.roofline(model, "h100", devices=devices))
+    return Problem(costs=hr.costs.roofline(model, "h100", devices=devices, implementation="ideal"))
 
 
 @cache

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from headrace.config import Config
     from headrace.config.planner_config import PlannerConfig
     from headrace.costs import CostModel
+    from headrace.costs.forecast import Forecast, forecast
     from headrace.engine.attach import attach
     from headrace.engine.attach_options import MeasureOptions, SampleOptions, SpreadOptions
     from headrace.engine.plans import baselines, draw, plan, simulate
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from headrace.planning import Problem
     from headrace.simulator import peak_bytes
     from headrace.spec import Architecture, Cluster, Lengths, Plan, Strategy, Timeline
+    from headrace.spec.fixed_layout import FixedLayout
+    from headrace.spec.implementation import Implementation
 
 __all__ = [
     "Architecture",
@@ -42,6 +45,9 @@ __all__ = [
     "Cluster",
     "Config",
     "CostModel",
+    "FixedLayout",
+    "Forecast",
+    "Implementation",
     "Lengths",
     "MeasureOptions",
     "Plan",
@@ -60,6 +66,7 @@ __all__ = [
     "costs",
     "draw",
     "errors",
+    "forecast",
     "lengths",
     "peak_bytes",
     "plan",
@@ -77,6 +84,9 @@ _HOMES = {
     "headrace.adopt.axis_stages": ("AxisStage",),
     "headrace.config": ("Config",),
     "headrace.costs": ("CostModel",),
+    "headrace.costs.forecast": ("Forecast", "forecast"),
+    "headrace.spec.fixed_layout": ("FixedLayout",),
+    "headrace.spec.implementation": ("Implementation",),
     "headrace.config.planner_config": ("PlannerConfig",),
     "headrace.engine.attach": ("attach",),
     "headrace.engine.attach_options": ("MeasureOptions", "SampleOptions", "SpreadOptions"),

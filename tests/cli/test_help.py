@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ COMMANDS = [
     "train",
     "plan",
     "simulate",
+    "forecast",
     "profile",
     "rehearse",
     "report",
@@ -77,7 +79,7 @@ def test_examples_can_be_called(name: str) -> None:
     """Catches an example with a flag that was renamed."""
     written = inspect.getdoc(app[name].default_command) or ""
     for line in re.findall(rf"headrace {name}\b(.*)$", written, re.MULTILINE):
-        words = re.sub(r"[\"']", "", line.partition(" > ")[0]).split()
+        words = shlex.split(line.partition(" > ")[0])
         app.parse_args([name, *words], exit_on_error=False, print_error=False)
 
 

@@ -12,6 +12,7 @@ from headrace.costs.sources.roofline import KERNELS, speeds_of
 from headrace.errors import CostError, SpecError
 from headrace.spec import Architecture, LayerOption, LayerPlan
 from headrace.spec.hardware import Hardware
+from headrace.spec.implementation import Implementation
 
 LLAMA = Architecture(
     layers=2, hidden=4096, heads=32, kv_heads=32, ffn=11008, vocabulary=32000, tied=False
@@ -25,6 +26,7 @@ def _made_up(**rates: float) -> Hardware:
     never = 1e60
     device = replace(
         H100.device,
+        family="",
         flops_per_s={"bfloat16": 1e30},
         memory_bytes_per_s=rates.get("memory", never),
         attained_matmul=min(1.0, rates.get("flops", 1e30) / 1e30),
@@ -128,15 +130,39 @@ def test_a_step_of_the_optimizer() -> None:
 
 def test_preset_to_speeds() -> None:
     """Catches peaks where fractions are attained, and 16 bits where products run in 32."""
-    speeds, device = speeds_of(H100), H100.device
+    ideal = Implementation.named("ideal")
+    speeds, device = speeds_of(H100, implementation=ideal), H100.device
     assert speeds.flops_per_s == 989e12 * device.attained_matmul
     assert speeds.core_flops_per_s == 989e12 * device.attained_attention
     assert speeds.touched_bytes_per_s == 3.35e12 * device.attained_memory
     assert speeds.link_bytes_per_s == 450e9 * H100.inside.attained
-    single = speeds_of(H100, 4)
+    single = speeds_of(H100, 4, ideal)
     assert single.flops_per_s == 67e12 * device.attained_matmul
     assert (single.element_bytes, single.sum_bytes) == (4, 4)
     assert speeds_of(H100, 8).sum_bytes == 8
+
+
+@pytest.mark.parametrize("name", ["headrace", "eager", "eager-2023", "compiled", "fused"])
+def test_kernels_have_rates_of_their_own(name: str) -> None:
+    """Catches an implementation that is named and not obeyed: each rate that costs are made of is
+    its own, and a device of a lower limit of power is slower."""
+    kernels = Implementation.named(name)
+    attained, speeds = kernels.on["hopper"], speeds_of(H100, implementation=kernels)
+    ideal = speeds_of(H100, implementation=Implementation.named("ideal"))
+    assert speeds.flops_per_s == 989e12 * attained.products
+    assert speeds.core_flops_per_s == 989e12 * attained.attention
+    assert speeds.touched_bytes_per_s == ideal.touched_bytes_per_s / attained.passes
+    assert speeds.memory_bytes_per_s == ideal.memory_bytes_per_s
+    limited = speeds_of(Hardware.parse("h100-96g-500w"), implementation=kernels)
+    assert limited.flops_per_s == pytest.approx(speeds.flops_per_s * (5 / 7) ** (1 / 3))
+    own = kernels.applied(H100.device)
+    assert own.attained_matmul * 989e12 == pytest.approx(speeds.flops_per_s)
+    assert own.attained_memory * 3.35e12 == pytest.approx(speeds.touched_bytes_per_s)
+    few, many = (
+        roofline_costs(H100, 8, LLAMA, sizes=(8,), implementation=k).gather_s[8]
+        for k in (kernels, Implementation.named("ideal"))
+    )
+    assert few == pytest.approx([second * attained.exposed for second in many])
 
 
 def test_a_cost_model_like_any_other() -> None:

@@ -42,7 +42,7 @@ def test_what_people_type(text: str, read: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h10", r"device of the hardware: got 'h10'; did you mean 'h100'\?"),
+        ("h10", r"device of the hardware: got 'h10'; which one: h100, h100-96g-500w\?"),
         ("a100", r"got 'a100'; which one: a100-80g, a100-40g\?"),
         ("mi205", r"did you mean 'mi250'\?"),
         ("gaudi", r"got 'gaudi'; known are a100-80g, "),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headrace.cli.app import Changes, Json, Whole, app
 from headrace.cli.flags import (
+    ForecastFlags,
     PlanFlags,
     ProfileFlags,
     RehearseFlags,
@@ -21,6 +22,7 @@ __all__ = [
     "config",
     "doctor",
     "export",
+    "forecast",
     "plan",
     "profile",
     "rehearse",
@@ -115,6 +117,8 @@ def plan(config: Path | None = None, *, flags: PlanFlags = _PLAN) -> int:
             "a CONFIG",
             ranks=flags.ranks,
             hardware=flags.hardware,
+            implementation=flags.implementation,
+            pessimistic=flags.pessimistic or None,
             set=flags.changes or None,
             batches=None if flags.batches == 1 else flags.batches,
         )
@@ -165,6 +169,28 @@ def simulate(source: Path, *, flags: SimulateFlags = _SIMULATE) -> int:
     from headrace.cli.plan_batches import simulate as run
 
     return run(source, flags)
+
+
+@app.command
+def forecast(model: str, *, flags: ForecastFlags) -> int:
+    """Forecast what a fixed layout takes on hardware that is not at hand: seconds, tokens/s,
+    memory.
+
+    For layouts as others publish them, or as a run has them today; what headrace would do instead
+    is planned by plan. The last line says what the answer assumes:
+
+        headrace forecast llama-8b --hardware h100 --layout "FSDP 8" --local-batch 2
+        headrace forecast llama-70b --hardware h100 --layout "FSDP 32 x TP 8" --recompute full --implementation compiled
+        headrace forecast examples/llama-8b.toml --hardware h200 --layout "CP 8" --length 1Mi --recompute full --json
+
+    Parameters
+    ----------
+    model
+        A model by its name, or a configuration, a TOML file.
+    """  # noqa: E501
+    from headrace.cli.forecast_layout import forecast as run
+
+    return run(model, flags)
 
 
 @app.command

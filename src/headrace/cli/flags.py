@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from headrace.cli.app import Changes, Json, Whole
 
 __all__ = [
+    "ForecastFlags",
     "PlanFlags",
     "ProfileFlags",
     "RehearseFlags",
@@ -49,6 +50,12 @@ class PlanFlags:
     hardware
         Devices and links to plan for, DEVICE[+INSIDE][+ACROSS], by data sheets: h100,
         a100-80g+pcie4 (devices.hardware).
+    implementation
+        Kernels that a forecast for hardware is of: headrace, eager, compiled, fused, ...
+        (devices.implementation).
+    pessimistic
+        Of hardware that is not at hand, take the plan that is best in the worst case: attention or
+        links 20 % slower or faster than assumed.
     devices
         Devices to plan for, without a configuration.
     planner
@@ -68,6 +75,8 @@ class PlanFlags:
     lengths: str | None = None
     costs: Path | None = None
     hardware: str | None = None
+    implementation: str | None = None
+    pessimistic: Switch = False
     devices: Whole | None = None
     planner: str | None = None
     semantics: str | None = None
@@ -95,6 +104,9 @@ class SimulateFlags:
     hardware
         Devices and links to plan for, DEVICE[+INSIDE][+ACROSS], by data sheets: h100,
         a100-80g+pcie4 (devices.hardware).
+    implementation
+        Kernels that a forecast for hardware is of: headrace, eager, compiled, fused, ...
+        (devices.implementation).
     trace
         Write a Chrome trace of all batches (opens in Perfetto).
     programs
@@ -108,9 +120,45 @@ class SimulateFlags:
     lengths: str | None = None
     costs: Path | None = None
     hardware: str | None = None
+    implementation: str | None = None
     trace: Path | None = None
     programs: Switch = False
     seed: Whole = 0
+    json: Json = False
+    changes: Changes = field(default_factory=list)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastFlags:
+    """The flags of ``headrace forecast``.
+
+    Parameters
+    ----------
+    layout
+        How the model is spread, parts joined by x: DP, ZERO1, ZERO2, FSDP, TP, CP, PP and VP, each
+        with its size.
+    hardware
+        Devices and links, DEVICE[+INSIDE][+ACROSS]: h100, h100-96g-500w, a100-80g+pcie4.
+    implementation
+        Kernels that run: headrace, eager, eager-2023, compiled, fused or ideal.
+    length
+        Tokens of each sequence (8Ki; the context of a configuration).
+    local_batch
+        Sequences of a micro-batch of each group.
+    accumulation
+        Micro-batches of a step for each group.
+    recompute
+        none, selective (first products again, attention kept) or full.
+    """
+
+    layout: str
+    hardware: str | None = None
+    implementation: str | None = None
+    length: str | None = None
+    local_batch: Whole = 1
+    accumulation: Whole = 1
+    recompute: Literal["none", "selective", "full"] = "none"
     json: Json = False
     changes: Changes = field(default_factory=list)
 
@@ -156,6 +204,9 @@ class RehearseFlags:
     hardware
         Devices and links, DEVICE[+INSIDE][+ACROSS]: h100, a100-80g+pcie4 (devices.hardware; the
         cpu when that is left out).
+    implementation
+        Kernels that seconds are of, where none really run: headrace, eager, compiled, fused, ...
+        (devices.implementation).
     dtype
         Type of activations and working weights: bfloat16 where the hardware knows it.
     device
@@ -169,6 +220,7 @@ class RehearseFlags:
     sizes: tuple[Whole, ...] = ()
     length: str | None = None
     hardware: str | None = None
+    implementation: str | None = None
     dtype: str | None = None
     device: str | None = None
     costs: Path | None = None

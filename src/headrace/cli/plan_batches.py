@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,22 @@ from headrace.cli.draw_plan import draw_picture, require_picture
 from headrace.cli.flags import PlanFlags, SimulateFlags, overrides
 from headrace.config import Config
 from headrace.costs import CostModel
+from headrace.costs.rates import Assumed, Rates
 from headrace.data.drawn_lengths import draw_batches, parse_distribution
 from headrace.engine.cost_cache import costs_at_hand
 from headrace.engine.listener import ProgressLines
 from headrace.engine.plans import programs_of, rivals, sizes_left_out
 from headrace.engine.plans import simulate as run_clock
-from headrace.engine.setup import architecture_of, open_data
+from headrace.engine.robustness import Robustness, doubted, for_the_worst, robustness
+from headrace.engine.setup import architecture_of, assumed_by, open_data, roofline_of
 from headrace.engine.step_planner import StepPlanner
 from headrace.errors import ConfigError
 from headrace.report.plan_bars import bars_of_plan
 from headrace.simulator import draw
 from headrace.simulator import simulate as run_programs
+from headrace.spec.architecture import Architecture
+from headrace.spec.hardware import Hardware
+from headrace.spec.implementation import Implementation
 from headrace.spec.lengths import Lengths
 from headrace.spec.measurement import Timeline
 from headrace.spec.plan import Plan
@@ -40,6 +45,10 @@ class _Work:
     planner: StepPlanner
     batches: tuple[Lengths, ...]
     source: str
+    architecture: Architecture
+    assumed: Assumed
+    doubts: Mapping[str, StepPlanner]
+    pessimistic: bool = False
 
     @property
     def costs(self) -> CostModel:
@@ -50,8 +59,23 @@ class _Work:
         previous: Plan | None = None
         for step, batch in enumerate(self.batches):
             request = PlanRequest(lengths=batch, step=step, previous=previous)
-            yield (planned := self.planner.plan(request))
+            if self.pessimistic:
+                planned = for_the_worst(request, self.planner, self.doubts)
+            else:
+                planned = self.planner.plan(request)
+            yield planned
             previous = planned.plan
+
+    def rates(self, plan: Plan) -> Rates:
+        """Tokens a second and utilisation of a plan."""
+        return Rates.of(plan.lengths.tokens, plan.predicted_s, self.architecture, self.assumed)
+
+    def robustness(self, planned: Planned) -> Robustness | None:
+        """How far a plan stays best when the hardware is not as assumed; None where costs were
+        measured."""
+        if not self.doubts:
+            return None
+        return robustness(planned, self.doubts)
 
 
 def plan(config_path: Path, flags: PlanFlags) -> int:
@@ -64,12 +88,22 @@ def plan(config_path: Path, flags: PlanFlags) -> int:
         chosen, took = planned.plan, seconds_text(planned.planning_s)
         made.append(chosen)
         if flags.json:
-            found.append({"planning_s": planned.planning_s} | chosen.to_json())
+            found.append(
+                {
+                    "planning_s": planned.planning_s,
+                    "forecast": work.rates(chosen).to_json(),
+                    "robustness": _json_of(work.robustness(planned)),
+                }
+                | chosen.to_json()
+            )
             continue
         if number:
             print()
         print(chosen)
         print(f"{'fits':<14}{_fits(planned, work.costs)}     planned in {took}")
+        print(f"{'forecast':<14}{work.rates(chosen)}")
+        if (robust := work.robustness(planned)) is not None:
+            print(f"{'robust':<14}{robust}")
         others = rivals(work.planner.problem(), chosen.lengths, seed=work.planner.seed)
         for name, rival in others.items():
             print(
@@ -78,6 +112,8 @@ def plan(config_path: Path, flags: PlanFlags) -> int:
             )
     if flags.json:
         print(json.dumps({"costs": work.source, "plans": found}))
+    else:
+        print(f"{'assumed':<14}{work.assumed}")
     if flags.picture is not None:
         number = max(range(len(made)), key=lambda k: made[k].predicted_s)
         bars = bars_of_plan(made[number], run_clock(made[number], work.costs))
@@ -105,14 +141,18 @@ def simulate(config_path: Path, flags: SimulateFlags) -> int:
                     "programs": [str(program) for program in actions],
                     "timeline": timeline.to_json(),
                     "peak_bytes": list(planned.peak_bytes),
+                    "forecast": work.rates(chosen).to_json(),
                 }
             )
         else:
             _print_clock(number, planned, timeline, work.costs)
+            print(work.rates(chosen))
             if flags.programs:
                 print("\n".join(map(str, actions)))
     if flags.json:
         print(json.dumps({"costs": work.source, "batches": found}))
+    else:
+        print(f"assumed: {work.assumed}")
     if flags.trace is not None:
         try:
             flags.trace.write_text(json.dumps({"traceEvents": events}))
@@ -147,7 +187,11 @@ def _prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> _Work:
         raise ConfigError("--batches", got=flags.batches, wanted=">= 1")
     if flags.costs is not None and flags.hardware is not None:
         raise ConfigError("--hardware", got="--costs too", wanted="one of them")
-    keys = {"devices.ranks": flags.ranks, "devices.hardware": flags.hardware}
+    keys = {
+        "devices.ranks": flags.ranks,
+        "devices.hardware": flags.hardware,
+        "devices.implementation": flags.implementation,
+    }
     config = Config.load(config_path, *overrides(flags.changes, keys))
     if flags.lengths is None:
         data = open_data(config, ProgressLines())
@@ -161,7 +205,41 @@ def _prepare(config_path: Path, flags: PlanFlags | SimulateFlags) -> _Work:
         if line:
             tell(line)
     planner = StepPlanner(costs=costs, options=config.planner, seed=config.run.seed)
-    return _Work(planner=planner, batches=batches, source=remark or costs.fingerprint)
+    doubts = _doubts(config, architecture) if flags.costs is None else {}
+    pessimistic = isinstance(flags, PlanFlags) and flags.pessimistic
+    if pessimistic and not doubts:
+        wanted = "costs of hardware that is not at hand (--hardware)"
+        raise ConfigError("--pessimistic", got="measured costs", wanted=wanted)
+    return _Work(
+        planner=planner,
+        batches=batches,
+        source=remark or costs.fingerprint,
+        architecture=architecture,
+        assumed=assumed_by(config, costs),
+        doubts=doubts,
+        pessimistic=pessimistic,
+    )
+
+
+def _doubts(config: Config, architecture: Architecture) -> dict[str, StepPlanner]:
+    """Planners with the costs of the hardware that a configuration names under each doubt of it."""
+    options = config.devices
+    if options.hardware is None:
+        return {}
+    hardware = Hardware.parse(options.hardware)
+    kernels = Implementation.named(options.implementation)
+    return {
+        name: StepPlanner(
+            costs=roofline_of(config, architecture, options.ranks, *other),
+            options=config.planner,
+            seed=config.run.seed,
+        )
+        for name, other in doubted(hardware, kernels).items()
+    }
+
+
+def _json_of(robust: Robustness | None) -> dict[str, Any] | None:
+    return None if robust is None else asdict(robust)
 
 
 def _drawn(config: Config, text: str, batches: int, seed: int) -> tuple[Lengths, ...]:

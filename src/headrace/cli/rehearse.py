@@ -17,15 +17,17 @@ from headrace.cli.flags import RehearseFlags, overrides
 from headrace.config import Config
 from headrace.costs import CostModel, fingerprint_of
 from headrace.costs.limits import MemoryParts, memory_parts
+from headrace.costs.rates import Rates
 from headrace.costs.sources.measured import costs_from_profile
 from headrace.engine.considered_methods import considered
 from headrace.engine.listener import ProgressLines
 from headrace.engine.plans import make_problem, plan
-from headrace.engine.setup import architecture_of
+from headrace.engine.setup import architecture_of, assumed_by
 from headrace.errors import ConfigError, InfeasiblePlan
 from headrace.profiling.rehearsal import Rehearsal
 from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware
+from headrace.spec.implementation import Implementation
 from headrace.spec.layer_plan import LayerOption, LayerPlan
 from headrace.spec.plan import Plan, Working
 from headrace.units import bytes_text, parse_count, seconds_text
@@ -55,7 +57,11 @@ class _Row:
 
 def rehearse(config_path: Path, flags: RehearseFlags) -> int:
     """Play one rank, and print what was learnt."""
-    keys = {"devices.ranks": flags.ranks, "devices.hardware": flags.hardware}
+    keys = {
+        "devices.ranks": flags.ranks,
+        "devices.hardware": flags.hardware,
+        "devices.implementation": flags.implementation,
+    }
     config = Config.load(config_path, *overrides(flags.changes, keys))
     length = parse_count(flags.length) if flags.length else config.data.context
     if length < 1:
@@ -76,7 +82,7 @@ def rehearse(config_path: Path, flags: RehearseFlags) -> int:
         device=played.hardware.device.name,
         memory_bytes=config.devices.memory_bytes or played.hardware.device.memory_bytes,
     )
-    profile = played.profile(_fingerprint(played), cluster, ProgressLines())
+    profile = played.profile(_fingerprint(played, config), cluster, ProgressLines())
     margin = config.planner.memory_margin
     costs = costs_from_profile(profile).replace(memory_margin=_MARGIN if margin is None else margin)
     if flags.costs is not None:
@@ -86,10 +92,17 @@ def rehearse(config_path: Path, flags: RehearseFlags) -> int:
     _check_that_something_fits(costs, rows)
     chosen = _chosen(costs, config, length)
     parts = _parts(costs, chosen, length) if chosen else None
+    rates = None
+    if chosen is not None:
+        assumed = assumed_by(config, costs, precision=str(played.dtype).removeprefix("torch."))
+        rates = Rates.of((length,), chosen.predicted_s, played.architecture, assumed)
     if flags.json:
-        print(json.dumps(_json(played, costs, length, rows, chosen, parts)))
+        told = None if rates is None else rates.to_json()
+        print(json.dumps(_json(played, costs, length, rows, chosen, parts) | {"forecast": told}))
     else:
         _print(played, costs, length, rows, chosen, parts)
+        if rates is not None:
+            print(f"\n{rates}\nassumed: {rates.assumed}")
     return 0
 
 
@@ -102,6 +115,8 @@ def _played(config: Config, flags: RehearseFlags) -> Rehearsal:
     if wrong:
         raise ConfigError("--sizes", got=wrong[0], wanted=f"1 to {ranks}")
     hardware = Hardware.parse(config.devices.hardware or "cpu")
+    kernels = Implementation.named(config.devices.implementation)
+    hardware = replace(hardware, device=kernels.applied(hardware.device))
     _, methods = considered(config.planner, a, ranks, gpu=hardware.device.name != "cpu")
     length = parse_count(flags.length) if flags.length else 0
     return Rehearsal(
@@ -136,13 +151,14 @@ def _device(name: str | None) -> str | None:
     return name
 
 
-def _fingerprint(played: Rehearsal) -> str:
+def _fingerprint(played: Rehearsal, config: Config) -> str:
     return fingerprint_of(
         source="rehearsal",
         model=played.architecture,
         ranks=played.ranks,
         rank=played.rank,
         hardware=played.hardware,
+        implementation=config.devices.implementation,
         dtype=str(played.dtype).removeprefix("torch."),
         device=played.device or "none",
         torch=torch.__version__,

@@ -17,6 +17,7 @@ from headrace.config.model_section import ModelConfig
 from headrace.config.planner_config import PlannerConfig
 from headrace.config.section import Count, Natural, Place, Positive, Section, number
 from headrace.spec.hardware import Hardware
+from headrace.spec.implementation import DEFAULT_IMPLEMENTATION, Implementation
 from headrace.spec.strategy import Strategy
 from headrace.units import counted, parse_bytes
 
@@ -216,6 +217,10 @@ class DevicesConfig(Section):
     """Plan and simulate for devices that are not at hand, ``DEVICE[+INSIDE][+ACROSS]`` such as
     ``"h100"`` or ``"a100-80g+pcie4"``, by their data sheets; training takes those it finds."""
 
+    implementation: str = DEFAULT_IMPLEMENTATION
+    """Kernels that forecasts for ``hardware`` are of: ``headrace`` as it runs today, ``eager``,
+    ``eager-2023``, ``compiled``, ``fused`` or ``ideal``."""
+
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
     """Of the weights and activations that ranks work with; ``auto`` is bfloat16 on GPUs, float32 on
     CPUs. Stored weights, optimizer state and sums of gradients are float32 with ``bfloat16``, and
@@ -245,6 +250,11 @@ class DevicesConfig(Section):
     @classmethod
     def _hardware(cls, value: str | None) -> str | None:
         return None if value is None else str(number(Hardware.parse)(value))
+
+    @field_validator("implementation")
+    @classmethod
+    def _implementation(cls, value: str) -> str:
+        return str(number(Implementation.named)(value))
 
     def dtype_on(self, *, gpu: bool) -> str:
         """``dtype``, of such devices where it is ``auto``."""

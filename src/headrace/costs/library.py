@@ -14,6 +14,7 @@ from headrace.costs.sources.roofline import roofline_costs
 from headrace.errors import CostError, did_you_mean
 from headrace.spec.architecture import Architecture
 from headrace.spec.hardware import Hardware
+from headrace.spec.implementation import DEFAULT_IMPLEMENTATION, Implementation
 
 __all__ = ["load", "memory_margin_of", "profile", "published", "roofline"]
 
@@ -29,6 +30,7 @@ def roofline(
     dtype: str = "bfloat16",
     memory_bytes: int | None = None,
     memory_margin: float | None = None,
+    implementation: Implementation | str = DEFAULT_IMPLEMENTATION,
 ) -> CostModel:
     """Costs of a model on hardware that is not at hand, by data sheets and formulas.
 
@@ -41,12 +43,14 @@ def roofline(
         memory_bytes: Bytes of a device that a rank may use; all when left out.
         memory_margin: The fraction of these that plans leave free; what is usual for the device
             when left out.
+        implementation: The kernels that run, or their name: ``headrace`` as it runs today,
+            ``eager``, ``compiled``, ``fused``, ... (:mod:`headrace.spec.implementation`).
 
     Returns:
         The costs, to plan and simulate with.
 
     Raises:
-        SpecError: For hardware that is not known.
+        SpecError: For hardware or kernels that are not known.
         CostError: For a dtype without formulas.
 
     Example:
@@ -59,8 +63,15 @@ def roofline(
         raise CostError("dtype", got=repr(dtype), wanted=f"one of {', '.join(_ELEMENT_BYTES)}")
     known = Hardware.parse(hardware) if isinstance(hardware, str) else hardware
     margin = memory_margin_of(known.device.name) if memory_margin is None else memory_margin
+    if isinstance(implementation, str):
+        implementation = Implementation.named(implementation)
     return roofline_costs(
-        known, devices, model, element_bytes=_ELEMENT_BYTES[dtype], memory_bytes=memory_bytes
+        known,
+        devices,
+        model,
+        element_bytes=_ELEMENT_BYTES[dtype],
+        memory_bytes=memory_bytes,
+        implementation=implementation,
     ).replace(memory_margin=margin)
 
 

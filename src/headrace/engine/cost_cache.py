@@ -110,7 +110,9 @@ def costs_at_hand(
             )
         return costs, ""
     if config.devices.hardware is not None:
-        what = f"roofline of {config.devices.hardware} in {config.devices.planned_dtype}"
+        options = config.devices
+        what = f"roofline of {options.hardware}, {options.implementation} kernels in "
+        what += options.planned_dtype
         remark = f"costs: {what}, by data sheets and formulas, not measured"
         return formula_costs(config, architecture, ranks), remark
     measured = newest_costs(config, architecture, ranks)

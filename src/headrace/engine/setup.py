@@ -9,6 +9,7 @@ from pathlib import Path
 from headrace.config import Config
 from headrace.costs import FORMULA_METHODS, CostModel, synthetic_costs
 from headrace.costs.library import roofline
+from headrace.costs.rates import Assumed
 from headrace.data.corpus import Corpus
 from headrace.data.opening import open_corpus
 from headrace.data.sampler import Sampler, SamplerOptions
@@ -16,15 +17,19 @@ from headrace.data.source import Source
 from headrace.data.tokens import Tokenizer, make_tokenizer, tokenizer_sizes
 from headrace.errors import SpecError
 from headrace.spec.architecture import Architecture
+from headrace.spec.hardware import Hardware
 from headrace.spec.hf_config import read_architecture
+from headrace.spec.implementation import Implementation
 
 __all__ = [
     "TrainingData",
     "architecture_of",
+    "assumed_by",
     "formula_costs",
     "native_or_why",
     "open_data",
     "open_sampler",
+    "roofline_of",
 ]
 
 
@@ -82,6 +87,47 @@ def open_sampler(
     return corpus, sampler
 
 
+def roofline_of(
+    config: Config,
+    architecture: Architecture,
+    ranks: int,
+    hardware: Hardware,
+    implementation: Implementation,
+) -> CostModel:
+    """The roofline of some hardware and kernels, with the memory and type of a configuration."""
+    return roofline(
+        architecture,
+        hardware,
+        devices=ranks,
+        dtype=config.devices.planned_dtype,
+        memory_bytes=config.devices.memory_bytes,
+        memory_margin=config.planner.memory_margin,
+        implementation=implementation,
+    )
+
+
+def assumed_by(config: Config, costs: CostModel, *, precision: str | None = None) -> Assumed:
+    """What predictions with some costs of a configuration are of."""
+    options, cluster = config.devices, costs.cluster
+    precision = precision or options.planned_dtype
+    hardware, kernels, peak = cluster.device, "measured", None
+    modelled = any(f"source={s}" in costs.fingerprint for s in ("roofline", "rehearsal"))
+    if options.hardware is not None and modelled:
+        device = Hardware.parse(options.hardware).device
+        hardware, kernels = options.hardware, options.implementation
+        peak = device.flops_per_s.get(precision)
+    return Assumed(
+        devices=cluster.devices,
+        hardware=hardware,
+        implementation=kernels,
+        precision=precision,
+        optimizer=config.optimizer.name,
+        peak_flops_per_s=peak,
+        memory_bytes=cluster.memory_bytes,
+        kept_free_bytes=cluster.memory_bytes - costs.capacity_bytes,
+    )
+
+
 def native_or_why(config: Config) -> str:
     """The reason why the model of a configuration is not native; empty where it is."""
     if config.model.from_ is None:
@@ -126,14 +172,8 @@ def formula_costs(config: Config, architecture: Architecture, ranks: int) -> Cos
     options = config.devices
     memory = options.memory_bytes
     if options.hardware is not None:
-        return roofline(
-            architecture,
-            options.hardware,
-            devices=ranks,
-            dtype=options.planned_dtype,
-            memory_bytes=memory,
-            memory_margin=config.planner.memory_margin,
-        )
+        kernels = Implementation.named(options.implementation)
+        return roofline_of(config, architecture, ranks, Hardware.parse(options.hardware), kernels)
     costs = synthetic_costs(ranks, architecture=architecture, methods=FORMULA_METHODS)
     if memory is None:
         return costs

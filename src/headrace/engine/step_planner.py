@@ -71,13 +71,17 @@ class StepPlanner:
             problem = problem.replace(strategies=(turn,))
         previous = request.previous if self.options.smoothing else None
         made = plan_batch(problem, request.lengths, seed=self.seed, previous=previous)
-        planning_s = time.perf_counter() - start
+        return self.expected(made, request, planning_s=time.perf_counter() - start)
+
+    def expected(self, made: Plan, request: PlanRequest, *, planning_s: float = 0.0) -> Planned:
+        """A plan of a step with what it is expected to take, whoever made it."""
+        costs = self._asked(request).model
         return Planned(
             request=request,
             plan=made,
-            micro_batch_s=micro_batch_seconds(made, problem.model),
-            predicted=_timeline(made, problem.model) if request.drawn else None,
-            peak_bytes=peak_bytes(made, problem.model),
+            micro_batch_s=micro_batch_seconds(made, costs),
+            predicted=_timeline(made, costs) if request.drawn else None,
+            peak_bytes=peak_bytes(made, costs),
             planning_s=planning_s,
         )
 

@@ -32,8 +32,10 @@ class Device:
     ``memory_bytes`` what a process can have, ``memory_bytes_per_s`` the peak of reads and writes
     together, ``launch_s`` the seconds to launch one kernel. ``attained_matmul``,
     ``attained_attention`` and ``attained_memory`` are the fractions of the peaks that large
-    matrix products, attention kernels and element-wise kernels reach. ``source`` says where the
-    numbers are from.
+    matrix products, attention kernels and element-wise kernels reach. ``family`` are devices whose
+    kernels attain alike (:class:`headrace.spec.implementation.Implementation`), ``power_w`` is the
+    limit of power, ``clock`` the fraction of the peak FLOPs that it leaves. ``source`` says where
+    the numbers are from.
     """
 
     name: str
@@ -45,6 +47,9 @@ class Device:
     attained_attention: float
     attained_memory: float
     source: str
+    family: str = ""
+    power_w: int = 0
+    clock: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.flops_per_s or not min(self.flops_per_s.values()) > 0:
@@ -115,6 +120,9 @@ def _nvidia(
     memory_bytes_per_s: float,
     attained_attention: float,
     source: str,
+    family: str,
+    power_w: int,
+    clock: float = 1.0,
 ) -> Device:
     """``flops`` of the tensor cores in 16 bits, ``plain`` in fp32 without TF32 and in fp64."""
     return Device(
@@ -127,6 +135,9 @@ def _nvidia(
         attained_attention=attained_attention,
         attained_memory=0.8,
         source=source,
+        family=family,
+        power_w=power_w,
+        clock=clock,
     )
 
 
@@ -139,6 +150,8 @@ _DEVICES = (
         2.039e12,
         0.59,
         "NVIDIA A100 data sheet (SXM 80 GB); memory as torch reports it",
+        "ampere",
+        400,
     ),
     _nvidia(
         "a100-40g",
@@ -148,6 +161,8 @@ _DEVICES = (
         1.555e12,
         0.59,
         "NVIDIA A100 data sheet (SXM 40 GB); memory as torch reports it",
+        "ampere",
+        400,
     ),
     _nvidia(
         "a800",
@@ -157,6 +172,8 @@ _DEVICES = (
         2.039e12,
         0.59,
         "NVIDIA A800 data sheet (SXM 80 GB); memory as torch reports it",
+        "ampere",
+        400,
     ),
     _nvidia(
         "h100",
@@ -166,8 +183,33 @@ _DEVICES = (
         3.35e12,
         0.4,
         "NVIDIA H100 data sheet (SXM 80 GB, dense); memory as torch reports it, rounded",
+        "hopper",
+        700,
     ),
-    _nvidia("h200", 989e12, 67e12, 141 * 10**9, 4.8e12, 0.4, "NVIDIA H200 data sheet (SXM, dense)"),
+    _nvidia(
+        "h100-96g-500w",
+        989e12,
+        67e12,
+        95_000 * MIB,
+        2.4e12,
+        0.4,
+        "torchtitan's benchmarks, December 2024: 96 GB of HBM2e and a limit of 500 W; the clock is "
+        "the cube root of 500 / 700, as power grows with its third power",
+        "hopper",
+        500,
+        clock=(500 / 700) ** (1 / 3),
+    ),
+    _nvidia(
+        "h200",
+        989e12,
+        67e12,
+        141 * 10**9,
+        4.8e12,
+        0.4,
+        "NVIDIA H200 data sheet (SXM, dense)",
+        "hopper",
+        700,
+    ),
     _nvidia(
         "gh200",
         990e12,
@@ -176,6 +218,8 @@ _DEVICES = (
         4.0e12,
         0.4,
         "NVIDIA GH200 data sheet (96 GB HBM3, dense); the CPU's memory is not counted",
+        "hopper",
+        700,
     ),
     Device(
         name="mi250",
@@ -303,6 +347,7 @@ USUAL: dict[str, Usual] = {
     "a100-40g": Usual(links=("nvlink3", "infiniband-hdr"), devices_per_node=8),
     "a800": Usual(links=("nvlink-a800", "infiniband-hdr"), devices_per_node=8),
     "h100": Usual(links=("nvlink4", "infiniband-ndr"), devices_per_node=8),
+    "h100-96g-500w": Usual(links=("nvlink4", "infiniband-ndr"), devices_per_node=8),
     "h200": Usual(links=("nvlink4", "infiniband-ndr"), devices_per_node=8),
     "gh200": Usual(links=("nvlink4", "infiniband-ndr"), devices_per_node=4),
     "mi250": Usual(links=("xgmi", "infiniband-hdr"), devices_per_node=8),

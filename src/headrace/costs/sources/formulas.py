@@ -69,6 +69,10 @@ class Speeds:
         counted: Whether attention has the operations that kernels run: the scores up to and on the
             diagonal, and five products in the backward for two in the forward. Else it has those
             that are usually called useful: half the square, and four for two.
+        block_tokens: Side of the squares on the diagonal that a kernel of causal attention
+            computes whole, where operations are counted.
+        exposed: Fraction of the seconds of weights' gathers and gradients' scatters that is not
+            hidden behind other work.
 
     Raises:
         CostError: For speeds that are not above zero, times below zero, and for only one of
@@ -87,6 +91,8 @@ class Speeds:
     across_latency_s: float = 0.0
     devices_per_node: int | None = None
     counted: bool = False
+    block_tokens: int = 1
+    exposed: float = 1.0
 
     def __post_init__(self) -> None:
         rates = (
@@ -102,6 +108,8 @@ class Speeds:
         times = (self.launch_s, self.latency_s, self.across_latency_s)
         if not (min(times) >= 0 and isfinite(sum(times))) or self.element_bytes < 1:
             raise CostError("speeds", got=self, wanted="times >= 0 and at least a byte")
+        if self.block_tokens < 1 or not 0 <= self.exposed <= 1:
+            raise CostError("speeds", got=self, wanted="a block of a token, a fraction exposed")
         if (self.devices_per_node is None) != (self.across_bytes_per_s is None):
             raise CostError("speeds", got=self, wanted="a link across for nodes, and nodes for it")
 
@@ -197,7 +205,8 @@ class _Group:
         if not s.counted:
             forward = Quadratic(a=(2 if self.a.causal else 4) * each)
             return forward, forward * 2
-        forward = Quadratic(a=2 * each, b=2 * each) if self.a.causal else Quadratic(a=4 * each)
+        diagonal = 2 * each * s.block_tokens
+        forward = Quadratic(a=2 * each, b=diagonal) if self.a.causal else Quadratic(a=4 * each)
         return forward, forward * 2.5
 
     def touch(self, units: float) -> Quadratic:
@@ -387,10 +396,13 @@ def _sharded_bytes(a: Architecture, s: Speeds, weights: int, p: int) -> int:
 
 
 def _gather_s(a: Architecture, s: Speeds, p: int) -> tuple[float, float]:
-    """Forward gathers a layer; backward gathers it again and scatters its fp32 gradient."""
+    """Forward gathers a layer; backward gathers it again and scatters its fp32 gradient. Only what
+    nothing hides counts."""
     each, start = s.sending(p, "gather")
     rows = _layer_weights(a) * (p - 1) / p * each
-    return rows * s.element_bytes + start, rows * (s.element_bytes + s.sum_bytes) + 2 * start
+    forward = rows * s.element_bytes + start
+    backward = rows * (s.element_bytes + s.sum_bytes) + 2 * start
+    return forward * s.exposed, backward * s.exposed
 
 
 def _exchange(s: Speeds, weights: int, devices: int) -> ExchangeCost:

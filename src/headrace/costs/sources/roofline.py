@@ -11,10 +11,11 @@ the peak (:class:`headrace.spec.hardware.Device` and ``Link``):
                  inside and across where the group spans nodes
     launches     so many kernels of each layer, one after the other
 
-Nothing overlaps. Left out are kernels that read more than once, products too small to fill a
-device, imbalance, and what the allocator wastes. The counts stand in
-:mod:`headrace.costs.sources.formulas`; ``benchmarks/roofline.py`` prints how far off published
-measurements are.
+What is attained depends on the kernels: it is that of a named implementation
+(:mod:`headrace.spec.implementation`), which also says how often memory-bound operators move their
+bytes and how much of the weights' traffic is hidden. Left out are imbalance and what the allocator
+wastes. The counts stand in :mod:`headrace.costs.sources.formulas`; ``benchmarks/forecasts.py``
+prints how far off published runs are, ``benchmarks/roofline.py`` published fits.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ from headrace.errors import CostError
 from headrace.spec.architecture import Architecture
 from headrace.spec.cluster import Cluster
 from headrace.spec.hardware import Hardware
+from headrace.spec.implementation import (
+    DEFAULT_IMPLEMENTATION,
+    IMPLEMENTATIONS,
+    Implementation,
+)
 
 __all__ = ["KERNELS", "roofline_costs", "speeds_of"]
 
@@ -45,6 +51,7 @@ def roofline_costs(
     methods: tuple[str, ...] | None = None,
     element_bytes: int = 2,
     memory_bytes: int | None = None,
+    implementation: Implementation = IMPLEMENTATIONS[DEFAULT_IMPLEMENTATION],
 ) -> CostModel:
     """Costs of an architecture on some hardware, by data sheets and formulas.
 
@@ -56,6 +63,7 @@ def roofline_costs(
         methods: Methods of layers; all that have formulas when left out.
         element_bytes: Bytes of an element of activations and working weights: 2, 4 or 8.
         memory_bytes: Bytes of a device that a rank may use; all when left out.
+        implementation: The kernels that run.
 
     Returns:
         The costs.
@@ -71,28 +79,35 @@ def roofline_costs(
             memory_bytes=memory_bytes or hardware.device.memory_bytes,
             device=hardware.device.name,
         ),
-        speeds_of(hardware, element_bytes),
+        speeds_of(hardware, element_bytes, implementation),
         fingerprint=fingerprint_of(
-            source=f"roofline of {hardware}", devices=devices, element_bytes=element_bytes
+            source=f"roofline of {hardware}, {implementation}",
+            devices=devices,
+            element_bytes=element_bytes,
         ),
         sizes=sizes,
         methods=FORMULA_METHODS if methods is None else methods,
     )
 
 
-def speeds_of(hardware: Hardware, element_bytes: int = 2) -> Speeds:
-    """What is attained of the hardware's peaks with elements of a size."""
+def speeds_of(
+    hardware: Hardware,
+    element_bytes: int = 2,
+    implementation: Implementation = IMPLEMENTATIONS[DEFAULT_IMPLEMENTATION],
+) -> Speeds:
+    """What an implementation attains of the hardware's peaks with elements of a size."""
     device, inside, across = hardware.device, hardware.inside, hardware.across
     if element_bytes not in _DTYPES:
         wanted = " or ".join(map(str, _DTYPES))
         raise CostError("bytes of an element", got=element_bytes, wanted=wanted)
-    peak = device.peak(_DTYPES[element_bytes])
+    peak = device.peak(_DTYPES[element_bytes]) * device.clock
+    attained = implementation.on_device(device)
     touched = device.memory_bytes_per_s * device.attained_memory
     return Speeds(
-        flops_per_s=peak * device.attained_matmul,
-        attention_flops_per_s=peak * device.attained_attention,
+        flops_per_s=peak * attained.products,
+        attention_flops_per_s=peak * attained.attention,
         memory_bytes_per_s=touched,
-        touched_bytes_per_s=touched,
+        touched_bytes_per_s=touched / attained.passes,
         link_bytes_per_s=inside.bytes_per_s * inside.attained,
         latency_s=inside.latency_s,
         across_bytes_per_s=across.bytes_per_s * across.attained,
@@ -101,4 +116,6 @@ def speeds_of(hardware: Hardware, element_bytes: int = 2) -> Speeds:
         launch_s=KERNELS * device.launch_s,
         element_bytes=element_bytes,
         counted=True,
+        block_tokens=attained.block_tokens,
+        exposed=attained.exposed,
     )

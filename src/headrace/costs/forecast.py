@@ -1,0 +1,394 @@
+"""What a fixed layout takes on hardware that is not at hand: seconds, tokens a second, memory.
+
+The parts of a step of L layers, for a micro-batch of T tokens in sequences of s on a group of
+``g = tensor x context`` ranks (h hidden, e bytes of an element, u = T h e / g):
+
+    products     FLOPs / g over what products attain
+    attention    2 h T (s + block) / g FLOPs forward (causal; twice when not), 5/2 of it backward
+    memory       bytes of memory-bound operators, passed over so often, over the memory's rate
+    launches     kernels of a layer, one after the other
+    tensor       2 (t - 1) u sent forward and 3 (t - 1) u backward by each branch, hidden by nothing
+    context      2 (c - 1) k u forward, three times as much backward, of which a share is hidden
+    weights      a gather forward, a gather and a scatter backward for every micro-batch where
+                 weights are spread, of which a share is hidden
+    recompute    selective: first products of both branches again; full: the forward again
+    stages       (m + (stages - 1) / virtual) / m times the slowest stage's micro-batches
+    once         the optimizer's bytes, gradients of replicas
+
+Memory is what the named implementation holds, as published by those who run it: 16 bytes a
+parameter over the ranks that share its states, working weights where they are whole, two layers
+gathered, activations by level, and the logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any, Literal, get_args
+
+from headrace.costs.rates import Assumed, Rates
+from headrace.costs.sources.roofline import speeds_of
+from headrace.errors import CostError
+from headrace.spec.architecture import Architecture, parameter_count
+from headrace.spec.fixed_layout import FixedLayout
+from headrace.spec.hardware import Hardware
+from headrace.spec.implementation import DEFAULT_IMPLEMENTATION, Implementation
+from headrace.spec.known_methods import FACTS, SINGLE_RANK
+from headrace.spec.model_shape import HEAD_CHUNK_TOKENS
+from headrace.units import bytes_text, counted, seconds_text
+
+__all__ = ["Forecast", "LayoutMemory", "Recomputed", "forecast"]
+
+Recomputed = Literal["none", "selective", "full"]
+_STATE_BYTES = 16
+"""Bytes of a parameter's master weight, gradient and two moments, each fp32."""
+
+_SELECTIVE_UNITS = 7.0
+"""Activations u that selective recompute of every other product keeps of a layer, its input and
+attention's output among them: torchtitan's per-operator choice for Llama."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutMemory:
+    """Bytes of a device at the peak of a step, by what they are of.
+
+    Attributes:
+        states: Master weights, gradients and optimizer states.
+        working: Weights that are worked with, and layers gathered in passing.
+        activations: What layers keep from forward to backward.
+        passing: What the layer at work, or the loss, holds on top at the peak.
+    """
+
+    states: int
+    working: int
+    activations: int
+    passing: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes of all parts together."""
+        return self.states + self.working + self.activations + self.passing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What a step of a fixed layout takes, and what the answer assumes.
+
+    Attributes:
+        rates: Tokens, seconds, utilisation, and what they assume.
+        memory: Bytes of the fullest device.
+        layout: How the model is spread.
+    """
+
+    rates: Rates
+    memory: LayoutMemory
+    layout: str
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of an optimizer step."""
+        return self.rates.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that one device trains in a second."""
+        return self.rates.tokens_per_s
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest device has that much memory."""
+        return self.memory.peak <= self.rates.assumed.memory_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """The forecast as JSON.
+
+        Returns:
+            An object with seconds, rates, bytes and all that is assumed.
+        """
+        return self.rates.to_json() | {
+            "step_s": self.step_s,
+            "tokens": self.rates.tokens,
+            "layout": self.layout,
+            "memory_bytes": asdict(self.memory) | {"peak": self.memory.peak},
+            "fits": self.fits,
+        }
+
+    def __str__(self) -> str:
+        memory, has = self.memory, self.rates.assumed.memory_bytes
+        parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in asdict(memory).items())
+        free = has - memory.peak
+        room = f"{bytes_text(free)} free" if free >= 0 else f"{bytes_text(-free)} too much"
+        step = f"{seconds_text(self.step_s)} for {self.rates.tokens:,} tokens, {self.rates}"
+        return (
+            f"step      {step}\n"
+            f"memory    {bytes_text(memory.peak)} of {bytes_text(has)}, {room}: {parts}\n"
+            f"assumed   {self.rates.assumed}, {self.layout}"
+        )
+
+
+def forecast(
+    model: Architecture,
+    hardware: Hardware | str,
+    layout: FixedLayout | str,
+    *,
+    sequence_tokens: int,
+    local_batch: int = 1,
+    accumulation: int = 1,
+    recompute: Recomputed = "none",
+    implementation: Implementation | str = DEFAULT_IMPLEMENTATION,
+) -> Forecast:
+    """What a fixed layout takes on hardware that is not at hand, in 16 bits under AdamW.
+
+    Args:
+        model: The model.
+        hardware: ``DEVICE[+INSIDE][+ACROSS]``, or such hardware as a value.
+        layout: Such as ``"FSDP 32 x TP 8"``, or a layout as a value.
+        sequence_tokens: Tokens of each sequence.
+        local_batch: Sequences of a micro-batch of one group of ``tensor x context`` ranks.
+        accumulation: Micro-batches of a step for each group.
+        recompute: ``none``, ``selective`` (first products of both branches again, attention kept)
+            or ``full`` (layers keep their inputs only).
+        implementation: The kernels that run, or their name.
+
+    Returns:
+        The forecast.
+
+    Raises:
+        SpecError: For names that are not known.
+        CostError: For a layout that the model cannot take, and for counts below one.
+
+    Example:
+        >>> model = hr.Architecture.preset("llama-8b")
+        >>> step = hr.forecast(model, "h100", "FSDP 8", sequence_tokens=8192)
+        >>> step.rates.tokens
+        65536
+    """
+    if min(sequence_tokens, local_batch, accumulation) < 1:
+        got = f"{local_batch} of {sequence_tokens} tokens, {accumulation} times"
+        raise CostError("micro-batches of a forecast", got=got, wanted="at least one of each")
+    if recompute not in get_args(Recomputed):
+        wanted = " or ".join(get_args(Recomputed))
+        raise CostError("recompute of a forecast", got=repr(recompute), wanted=wanted)
+    known = Hardware.parse(hardware) if isinstance(hardware, str) else hardware
+    spread = FixedLayout.parse(layout) if isinstance(layout, str) else layout
+    if isinstance(implementation, str):
+        implementation = Implementation.named(implementation)
+    if model.layers % spread.stages or spread.tensor > model.tensor_ranks:
+        got = f"{spread} for {counted(model.layers, 'layer')} of {model.kv_heads} key-value heads"
+        raise CostError(
+            "layout of a forecast", got=got, wanted="layers in even stages, a head each"
+        )
+    step = _Step(
+        model=model,
+        hardware=known,
+        layout=spread,
+        implementation=implementation,
+        sequence=sequence_tokens,
+        batch=local_batch,
+        accumulation=accumulation,
+        recompute=recompute,
+    )
+    device = known.device
+    assumed = Assumed(
+        devices=spread.devices,
+        hardware=str(known),
+        implementation=str(implementation),
+        precision="bfloat16",
+        optimizer="AdamW",
+        peak_flops_per_s=device.peak("bfloat16"),
+        memory_bytes=device.memory_bytes,
+        kept_free_bytes=0,
+    )
+    batch = [sequence_tokens] * (spread.data * accumulation * local_batch)
+    return Forecast(
+        rates=Rates.of(batch, step.seconds(), model, assumed),
+        memory=step.memory(),
+        layout=str(spread),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """One step of a fixed layout: micro-batches of ``batch`` sequences of ``sequence`` tokens."""
+
+    model: Architecture
+    hardware: Hardware
+    layout: FixedLayout
+    implementation: Implementation
+    sequence: int
+    batch: int
+    accumulation: int
+    recompute: Recomputed
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch of a whole group."""
+        return self.batch * self.sequence
+
+    @property
+    def unit_bytes(self) -> float:
+        """u: bytes of one activation of a micro-batch on a rank, in 16 bits."""
+        return self.tokens * self.model.hidden * 2 / self.layout.group
+
+    @property
+    def stage_layers(self) -> int:
+        return self.model.layers // self.layout.stages
+
+    @property
+    def layer_elements(self) -> int:
+        a = self.model
+        kv = a.kv_heads * a.head_features
+        return 2 * a.hidden * (a.hidden + kv) + (3 if a.gated else 2) * a.hidden * a.ffn
+
+    def seconds(self) -> float:
+        """Seconds of the step: micro-batches through the slowest stage, and what is paid once."""
+        lay, device = self.layout, self.hardware.device
+        forward, backward = self._layer()
+        gather, scatter = self._weights()
+        gathers = 1 if lay.gradients > 1 else 2
+        layers = self.stage_layers * (forward + backward + gathers * gather + scatter)
+        micro = layers + self._ends()
+        turns = self.accumulation + (lay.stages - 1) / lay.virtual_stages
+        elements = parameter_count(self.model) / (lay.tensor * lay.stages)
+        touched = device.memory_bytes_per_s * device.attained_memory
+        update = 2 * _STATE_BYTES * elements / lay.state_shards / touched
+        return turns * micro + update + self._replicas(elements)
+
+    def _layer(self) -> tuple[float, float]:
+        """Seconds of a layer's forward and backward, its recompute included."""
+        a, lay = self.model, self.layout
+        speeds = speeds_of(self.hardware, 2, self.implementation)
+        k = a.kv_heads * a.head_features / a.hidden
+        tokens = self.tokens / lay.group
+        attention = 2 * a.hidden * a.hidden * (1 + k)
+        products = 2 * tokens * self.layer_elements / speeds.flops_per_s
+        first = 2 * tokens * attention * (1 + 2 * k) / (2 + 2 * k)
+        matrices = 3 if a.gated else 2
+        first += 2 * tokens * matrices * a.hidden * a.ffn * (matrices - 1) / matrices
+        first /= speeds.flops_per_s
+        seen = self.sequence + speeds.block_tokens if a.causal else 2 * self.sequence
+        core = 2 * a.hidden * tokens * seen / speeds.core_flops_per_s
+        wide = a.ffn / a.hidden
+        touch = self.unit_bytes / speeds.touched_bytes_per_s
+        there = (12 + 4 * k + matrices * wide) * touch
+        back = (18 + 4 * k + (5 if a.gated else 3) * wide) * touch
+        again = (6 + 4 * k + matrices * wide) * touch
+        tensor, tensor_back = self._tensor_s()
+        ring, ring_back = self._context_s(core)
+        launch = speeds.launch_s
+        forward = products + core + there + launch + tensor + ring
+        backward = 2 * products + 2.5 * core + back + 2 * launch + tensor_back + ring_back
+        if self.recompute == "selective":
+            backward += first + again + launch / 2
+        elif self.recompute == "full":
+            backward += forward
+        return forward, backward
+
+    def _tensor_s(self) -> tuple[float, float]:
+        """Seconds in which ranks that share products send, forward and backward; not hidden."""
+        if self.layout.tensor == 1:
+            return 0.0, 0.0
+        inside = self.layout.tensor <= self.hardware.devices_per_node
+        link = self.hardware.inside if inside else self.hardware.across
+        sent = 2 * (self.layout.tensor - 1) * self.unit_bytes
+        return link.seconds(2 * sent, 4), link.seconds(3 * sent, 6)
+
+    def _context_s(self, core_s: float) -> tuple[float, float]:
+        """Seconds of keys and values on their way round, beyond what attention hides."""
+        lay, a = self.layout, self.model
+        if lay.context == 1:
+            return 0.0, 0.0
+        inside = lay.group <= self.hardware.devices_per_node
+        link = self.hardware.inside if inside else self.hardware.across
+        k = a.kv_heads * a.head_features / a.hidden
+        hops = lay.context - 1
+        sent = 2 * hops * k * self.unit_bytes
+        there, back = link.seconds(sent, hops), link.seconds(3 * sent, 2 * hops)
+        return max(0.0, there - core_s), max(0.0, back - 2.5 * core_s)
+
+    def _weights(self) -> tuple[float, float]:
+        """Seconds of a gather of a layer's weights and of a scatter of its gradients that nothing
+        hides."""
+        lay = self.layout
+        ranks = max(lay.weight_shards, lay.gradients)
+        if ranks == 1:
+            return 0.0, 0.0
+        exposed = self.implementation.on_device(self.hardware.device).exposed
+        whole = 2 * self.layer_elements / lay.tensor
+        seconds = exposed * self._spread_s(ranks, lay.tensor, whole)
+        return seconds, seconds
+
+    def _spread_s(self, ranks: int, apart: int, whole_bytes: float) -> float:
+        """Seconds in which ``ranks`` ranks, ``apart`` places from one to the next, gather
+        ``whole_bytes``: each byte crosses to a node once, and is spread inside."""
+        node = max(1, self.hardware.devices_per_node // apart)
+        members = min(ranks, node)
+        nodes = -(-ranks // members)
+        inside = self.hardware.inside.seconds(whole_bytes * (members - 1) / members)
+        if nodes == 1:
+            return inside
+        return inside + self.hardware.across.seconds(whole_bytes * (nodes - 1) / nodes / members)
+
+    def _ends(self) -> float:
+        """Seconds of embedding, head and loss of a micro-batch."""
+        a = self.model
+        speeds = speeds_of(self.hardware, 2, self.implementation)
+        tokens = self.tokens / self.layout.group
+        head = 6 * a.hidden * a.vocabulary * a.head_share * tokens / speeds.flops_per_s
+        logits = 3 * 2 * a.vocabulary * a.head_share * tokens / speeds.touched_bytes_per_s
+        return head + logits + 3 * speeds.launch_s
+
+    def _replicas(self, elements: float) -> float:
+        """Seconds of the gradients of replicas, summed once a step, that nothing hides."""
+        lay = self.layout
+        ranks = lay.replicas * lay.states
+        if ranks == 1:
+            return 0.0
+        exposed = self.implementation.on_device(self.hardware.device).exposed
+        return 2 * exposed * self._spread_s(ranks, lay.group, 2 * elements)
+
+    def memory(self) -> LayoutMemory:
+        """Bytes of the device with the most, by what they are of."""
+        a, lay = self.model, self.layout
+        elements = parameter_count(a) / (lay.tensor * lay.stages)
+        spread, ends = _STATE_BYTES, a.vocabulary * a.hidden / lay.tensor
+        working = 0.0
+        if lay.weight_shards > 1:  # two layers, the embedding and the head are there whole
+            working = 2 * (2 * self.layer_elements / lay.tensor + 2 * ends)
+        elif lay.states > 1:
+            working, spread = 4 * elements, _STATE_BYTES - 4  # weights and gradients in 16 bits
+        elif lay.gradients > 1:
+            working = 2 * elements
+        every, kept = self._kept_units()
+        flying = min(self.accumulation, lay.stages)
+        layer = 2 * (every - kept) * self.unit_bytes
+        return LayoutMemory(
+            states=ceil(spread * elements / lay.state_shards),
+            working=ceil(working),
+            activations=ceil(kept * self.unit_bytes * self.stage_layers * flying),
+            passing=ceil(max(self._logit_bytes(), layer)),
+        )
+
+    def _kept_units(self) -> tuple[float, float]:
+        """Activations u of a layer without recompute, and those that it keeps."""
+        a, facts = self.model, FACTS[SINGLE_RANK]
+        k, wide = a.kv_heads * a.head_features / a.hidden, a.ffn / a.hidden
+        if self.implementation.logit_bytes is not None:
+            every = 6 + 3 * k + ((3 if a.gated else 2) + 1) * wide
+            return every, {"none": every, "selective": _SELECTIVE_UNITS, "full": 1.0}[
+                self.recompute
+            ]
+        assert facts.attention_use is not None, "one rank's method has formulas"
+        assert facts.feed_forward_use is not None, "one rank's method has formulas"
+        uses = facts.attention_use(a, 1, 2), facts.feed_forward_use(a, 1, 2)
+        every = sum(use.kept for use in uses)
+        some = sum(use.kept_attention for use in uses)
+        return every, {"none": every, "selective": some, "full": 1.0}[self.recompute]
+
+    def _logit_bytes(self) -> float:
+        """Bytes that the loss holds at its peak."""
+        a, each = self.model, self.implementation.logit_bytes
+        logits = self.tokens / self.layout.group * a.vocabulary
+        if each is not None:
+            return logits * each
+        return 4 * min(logits, HEAD_CHUNK_TOKENS * a.vocabulary / self.layout.tensor)

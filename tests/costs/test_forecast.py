@@ -1,0 +1,187 @@
+"""Forecasts of fixed layouts: parts worked out by hand, and what each choice must change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import headrace as hr
+from headrace.errors import CostError, SpecError
+from headrace.spec.architecture import parameter_count
+from headrace.spec.fixed_layout import FixedLayout
+from headrace.spec.hardware import Hardware
+from headrace.spec.implementation import Efficiency, Implementation
+
+LLAMA = hr.Architecture.preset("llama-8b")
+H100 = Hardware.parse("h100")
+
+
+def made_up(**changes: float) -> Implementation:
+    """Kernels for which all but what is asked for is next to free."""
+    numbers = {"products": 1.0, "attention": 1.0, "passes": 1.0, "exposed": 0.0} | changes
+    return Implementation(
+        name="made-up", what="", on={"hopper": Efficiency(**numbers)}, logit_bytes=16, source=""
+    )
+
+
+def quick(**slow: float) -> Hardware:
+    """An H100 where everything but what is asked for takes no time."""
+    device = replace(
+        H100.device,
+        flops_per_s={"bfloat16": slow.get("flops", 1e30)},
+        memory_bytes_per_s=slow.get("memory", 1e30) / H100.device.attained_memory,
+        launch_s=slow.get("launch", 0.0),
+    )
+    inside = replace(H100.inside, bytes_per_s=slow.get("inside", 1e30), latency_s=0.0, attained=1.0)
+    across = replace(H100.across, bytes_per_s=slow.get("across", 1e30), latency_s=0.0, attained=1.0)
+    return replace(H100, device=device, inside=inside, across=across)
+
+
+def seconds(hardware: Hardware, layout: str, length: int = 4096, **options: object) -> float:
+    """Seconds of a step of one sequence with kernels that attain everything."""
+    return hr.forecast(
+        LLAMA,
+        hardware,
+        layout,
+        sequence_tokens=length,
+        **{"implementation": made_up(exposed=1.0)} | options,
+    ).step_s
+
+
+@pytest.mark.parametrize("text", ["FSDP 8", "FSDP 32 x TP 8", "TP 4 x CP 2 x PP 4 x VP 5", "DP 2"])
+def test_layouts_are_read_and_written(text: str) -> None:
+    """Catches a part that is read as another, or that gets lost on its way."""
+    layout = FixedLayout.parse(text)
+    assert FixedLayout.parse(str(layout)) == layout
+    sizes = [int(part.split()[1]) for part in text.split(" x ") if not part.startswith("VP")]
+    product = 1
+    for size in sizes:
+        product *= size
+    assert layout.devices == product
+
+
+@pytest.mark.parametrize("text", ["", "FSDP", "XP 8", "TP 2 x TP 4", "TP 0", "TP -2", "8"])
+def test_layouts_that_say_nothing_are_refused(text: str) -> None:
+    """Catches a word that is dropped, and a part that counts twice."""
+    with pytest.raises(SpecError, match="layout"):
+        FixedLayout.parse(text)
+
+
+def test_products_and_attention_by_hand() -> None:
+    """Catches a product that is counted twice or not, scores above the diagonal, and recompute
+    that computes nothing."""
+    length, h, k = 4096, 4096, 0.25
+    layer = 2 * h * h * (1 + k) + 3 * h * 14336
+    linear = 2 * length * (32 * layer + h * 128256)
+    scores = 2 * h * length * (length + 128) * 32
+    found = seconds(quick(flops=1e12), "DP 1", length)
+    assert found == pytest.approx((3 * linear + 3.5 * scores) / 1e12, rel=1e-9)
+    again = seconds(quick(flops=1e12), "DP 1", length, recompute="full") - found
+    assert again == pytest.approx((2 * length * 32 * layer + scores) / 1e12, rel=1e-9)
+    first = 2 * length * 32 * (h * h * (1 + 2 * k) + 2 * h * 14336)
+    part = seconds(quick(flops=1e12), "DP 1", length, recompute="selective") - found
+    assert part == pytest.approx(first / 1e12, rel=1e-9)
+
+
+def test_traffic_by_hand() -> None:
+    """Catches bytes that cross to a node once for each of its devices, weights gathered once, keys
+    that travel with all heads, and what attention hides charged twice."""
+    layer = 2 * 4096 * 4096 * 1.25 + 3 * 4096 * 14336
+    found = seconds(quick(inside=1e9), "FSDP 8")
+    assert found == pytest.approx(32 * 3 * 2 * layer * 7 / 8 / 1e9, rel=1e-9)
+    half = seconds(quick(inside=1e9), "FSDP 8", implementation=made_up(exposed=0.5))
+    assert half == pytest.approx(found / 2, rel=1e-9)
+    crossing = seconds(quick(across=1e9), "FSDP 16")
+    assert crossing == pytest.approx(32 * 3 * 2 * layer / 2 / 8 / 1e9, rel=1e-9)
+    unit = 4096 * 4096 * 2 / 8
+    tensor = seconds(quick(inside=1e9), "TP 8")
+    assert tensor == pytest.approx(32 * (4 + 6) * 7 * unit / 1e9, rel=1e-9)
+    none = made_up(exposed=0.0)
+    ring = seconds(quick(inside=1e9), "CP 8", implementation=none)
+    assert ring == pytest.approx(32 * (2 + 6) * 7 * 0.25 * unit / 1e9, rel=1e-9)
+    core = 2 * 4096 * 512 * (4096 + 128)
+    rate = core / (2 * 7 * 0.25 * unit / 1e9)  # attention takes what its keys take
+    hidden = seconds(quick(inside=1e9, flops=rate), "CP 8", implementation=none)
+    bare = seconds(quick(flops=rate), "CP 8", implementation=none)
+    assert hidden - bare == pytest.approx(32 * (6 - 5) * 7 * 0.25 * unit / 1e9, rel=1e-6)
+
+
+def test_stages_wait_for_each_other() -> None:
+    """Catches bubbles that are forgotten, and interleaving that does not shrink them."""
+    alone = seconds(quick(launch=1e-6), "DP 1", accumulation=8)
+    ends = 8 * 3 * 35e-6
+    for text, bubbles in (("PP 4", 3.0), ("PP 4 x VP 2", 1.5)):
+        found = seconds(quick(launch=1e-6), text, accumulation=8)
+        each = (alone - ends) / 8 / 4 + ends / 8
+        assert found == pytest.approx((8 + bubbles) * each, rel=1e-9), text
+
+
+def test_memory_by_hand() -> None:
+    """Catches states that are not spread, logits forgotten, and layers that keep what they
+    compute again."""
+    count = parameter_count(LLAMA)
+
+    def memory(layout: str, recompute: str = "none", implementation: object = None):
+        return hr.forecast(
+            LLAMA,
+            "h100",
+            layout,
+            sequence_tokens=8192,
+            recompute=recompute,
+            implementation=implementation or made_up(),
+        ).memory
+
+    assert memory("DP 8").states == 16 * count
+    assert memory("FSDP 8").states == 2 * count
+    assert memory("ZERO1 8").states == pytest.approx(12 * count / 8, rel=1e-9)
+    assert memory("ZERO1 8").working == 4 * count
+    assert memory("ZERO2 8").working == 2 * count
+    assert memory("FSDP 8 x TP 2").states == count
+    assert memory("CP 8").states == memory("FSDP 8").states
+    full = memory("FSDP 8", "full")
+    assert full.activations == 32 * 8192 * 4096 * 2
+    assert full.passing == 16 * 8192 * 128256
+    chunks = memory("FSDP 8", implementation="headrace")
+    assert chunks.passing == 4 * 2048 * 128256
+    assert chunks.activations < memory("FSDP 8").activations
+    assert full.peak == full.states + full.working + full.activations + full.passing
+
+
+def test_rates_and_what_they_assume_are_told() -> None:
+    """Catches tokens of one device for those of all, utilisation without the causal half, and an
+    assumption that is not named."""
+    found = hr.forecast(
+        LLAMA, "h100", "FSDP 8", sequence_tokens=8192, local_batch=2, implementation="compiled"
+    )
+    tokens = 8 * 2 * 8192
+    assert found.rates.tokens == tokens
+    assert found.tokens_per_s == pytest.approx(tokens / 8 / found.step_s)
+    flops = 6 * (parameter_count(LLAMA) - 128256 * 4096 - 65 * 4096) + 6 * 8192 * 4096 * 32
+    assert found.rates.mfu == pytest.approx(found.tokens_per_s * flops / 989e12, rel=1e-3)
+    value = json.loads(json.dumps(found.to_json()))
+    assert value["assumed"]["implementation"] == "compiled"
+    assert value["assumed"]["hardware"] == "h100+nvlink4+infiniband-ndr"
+    assert value["memory_bytes"]["peak"] == found.memory.peak
+    for word in ("compiled", "bfloat16", "AdamW", "FSDP 8", "MFU", "989", "tokens/s"):
+        assert word in str(found)
+    assert found.fits == (found.memory.peak <= H100.device.memory_bytes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "PP 3"}, "even stages"),
+        ({"layout": "TP 16"}, "key-value head"),
+        ({"local_batch": 0}, "at least one of each"),
+        ({"recompute": "some"}, "none or selective or full"),
+        ({"implementation": "eagre"}, "did you mean 'eager'"),
+        ({"hardware": "h1000"}, "did you mean 'h100'"),
+    ],
+)
+def test_bad_input_is_refused_by_name(options: dict[str, object], message: str) -> None:
+    """Catches a forecast of what cannot run, and a traceback from the depths."""
+    given = {"hardware": "h100", "layout": "DP 1", "sequence_tokens": 64} | options
+    with pytest.raises((SpecError, CostError), match=message):
+        hr.forecast(LLAMA, **given)
