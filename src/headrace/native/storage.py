@@ -7,8 +7,9 @@
     partial  the gradient of the working rows, a partial sum over this rank's tokens
     sum      this rank's storage rows of the gradient, filled by the push
 
-Where storage and working layout are the same partition (one rank, say) of the same dtype, working
-*is* master and partial *is* sum, and nothing moves.
+Where storage and working layout of a weight are the same partition (one rank, say, or weights that
+are sharded over all ranks), partial *is* sum and no gradient moves; where they are also of the same
+dtype, working *is* master and no weight moves either.
 
 [Note: mixed precision] Masters, optimizer state and sums are wide (fp32 or fp64). Where working
 weights are of a half type, pull and push carry that type: owners round what they send, readers
@@ -22,7 +23,7 @@ a third more time on a CPU. One process in bf16 that sums in bf16 has 2.1 times 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -58,27 +59,35 @@ class Working:
         self.values: dict[str, torch.Tensor] = {}
         self.partials: dict[str, torch.Tensor] = {}
         self._storage, self.partitions = storage, partitions
-        tables = buckets(storage.architecture)
-        links = links_over(groups, tables, storage.partitions, partitions)
-        self._links: list[WeightLink | None] = []
-        for bucket, between in zip(tables, links, strict=True):
-            same = storage.working_dtype == storage.dtype and _alike(
-                {w.name: storage.partitions[w.name] for w in bucket}, partitions
-            )
-            for weight in bucket:
-                self._hold(weight, aliased=same)
-            self._links.append(None if same else between)
-        self.waits = any(link.waits for link in self._links if link)
+        in_place = _same_partitions(storage.partitions, partitions)
+        kept = in_place if storage.working_dtype == storage.dtype else frozenset[str]()
+        for weight in storage.table:
+            self._hold(weight, value=weight.name in kept, partial=weight.name in in_place)
+        self._pulls = self._links_without(kept, groups)
+        self._pushes = self._pulls if kept == in_place else self._links_without(in_place, groups)
+        links = (*self._pulls, *self._pushes)
+        self.waits = any(link.waits for link in links if link)
 
-    def _hold(self, weight: WeightSpec, *, aliased: bool) -> None:
+    def _links_without(self, names: Collection[str], groups: Groups) -> list[WeightLink | None]:
+        """The links of all buckets, of weights that are not among ``names``; None where no weight
+        of a bucket moves."""
+        tables = [
+            [weight for weight in bucket if weight.name not in names]
+            for bucket in buckets(self._storage.architecture)
+        ]
+        moving = [table for table in tables if table]
+        found = iter(links_over(groups, moving, self._storage.partitions, self.partitions))
+        return [next(found) if table else None for table in tables]
+
+    def _hold(self, weight: WeightSpec, *, value: bool, partial: bool) -> None:
+        """Hold a weight's working rows and their gradients: those of the storage, or buffers."""
         name, storage = weight.name, self._storage
-        if aliased:
-            self.values[name], self.partials[name] = storage.masters[name], storage.sums[name]
-            return
         shape = (len(self.held[name]), *weight.shape[1:])
-        master = storage.masters[name]
-        self.values[name] = master.new_full(shape, float("nan"), dtype=storage.working_dtype)
-        self.partials[name] = storage.sums[name].new_zeros(shape)
+        master, total = storage.masters[name], storage.sums[name]
+        self.values[name] = (
+            master if value else master.new_full(shape, float("nan"), dtype=storage.working_dtype)
+        )
+        self.partials[name] = total if partial else total.new_zeros(shape)
 
     def begin(self) -> None:
         """Clear the partial gradient sums before a step."""
@@ -88,14 +97,14 @@ class Working:
     def pull(self, bucket: int) -> Pending | None:
         """Start the pull of a bucket: from stored rows to working weights. None when nothing
         moves."""
-        link = self._links[bucket]
+        link = self._pulls[bucket]
         wire = self._storage.working_dtype
         return link.pull(self._storage.masters, self.values, wire=wire) if link else None
 
     def push(self, bucket: int) -> Pending | None:
         """Start the push of a bucket: from partial gradients to stored sums. None when nothing
         moves."""
-        link = self._links[bucket]
+        link = self._pushes[bucket]
         if link is None:
             return None
         names = [w.name for w in buckets(self._storage.architecture)[bucket]]
@@ -105,23 +114,25 @@ class Working:
     def buffer_bytes(self, bucket: int) -> int:
         """The largest number of bytes that a pull, or a push, of a bucket has in flight on this
         rank."""
-        link = self._links[bucket]
-        if link is None:
-            return 0
-        moved = (link.pull_elements + link.push_elements) * self._storage.working_dtype.itemsize
-        return moved + link.between_bytes(self._storage.dtype)
+        size, wide = self._storage.working_dtype.itemsize, self._storage.dtype
+        return max(
+            (link.pull_elements + link.push_elements) * size + link.between_bytes(wide)
+            if link
+            else 0
+            for link in (self._pulls[bucket], self._pushes[bucket])
+        )
 
     @property
     def pull_bytes(self) -> int:
         """Bytes this rank receives from others in the pull of all buckets."""
         size = self._storage.working_dtype.itemsize
-        return sum(link.pull_elements for link in self._links if link) * size
+        return sum(link.pull_elements for link in self._pulls if link) * size
 
     @property
     def push_bytes(self) -> int:
         """Bytes this rank receives from others in the push of all buckets."""
         size = self._storage.working_dtype.itemsize
-        return sum(link.push_elements for link in self._links if link) * size
+        return sum(link.push_elements for link in self._pushes if link) * size
 
 
 class Storage:
@@ -299,6 +310,22 @@ def _square(gradients: list[torch.Tensor]) -> float:
         return sum(float(x.double().square().sum()) for x in gradients)
     norms = torch._foreach_norm(gradients)  # noqa: SLF001  torch's own clipping calls it
     return float(torch.stack(norms).double().square().sum())
+
+
+def _same_partitions(
+    storage: dict[str, Partition], working: dict[str, Partition]
+) -> frozenset[str]:
+    """The weights whose rows each rank stores and works with alike. Many weights share a
+    partition, and comparing those of a thousand ranks takes long."""
+    equal: dict[tuple[int, int], bool] = {}
+    found = set[str]()
+    for name, stored in storage.items():
+        pair = id(stored), id(working[name])
+        if pair not in equal:
+            equal[pair] = stored == working[name]
+        if equal[pair]:
+            found.add(name)
+    return frozenset(found)
 
 
 def _alike(one: dict[str, Partition], other: dict[str, Partition]) -> bool:

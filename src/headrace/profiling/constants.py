@@ -10,7 +10,7 @@ import torch
 
 from headrace.comm.collectives import all_to_all_rows
 from headrace.comm.mesh import Groups
-from headrace.layouts.partition import group_shards
+from headrace.layouts.partition import group_shards, storage_partition
 from headrace.native.executor import Executor
 from headrace.native.spans import Clock
 from headrace.native.storage import Storage
@@ -36,15 +36,18 @@ def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> di
     """Bytes of working weights and gradients of a rank that works in groups of p among ``ranks``.
 
     Sharded: the shards of all weights, and in passing one layer's matrices, gathered, with their
-    gradients. Nothing on a single rank whose working weights are the stored ones.
+    gradients. Rows that are worked with by the rank that stores them, as on a single rank and of
+    weights that are sharded over all, need no gradients of their own, and no values either where
+    their type is the stored one.
     """
-    if ranks == 1 and dtype.itemsize >= 4:
-        return {"replicated": 0, "sharded": 0}
     each = dtype.itemsize + max(4, dtype.itemsize)  # of a weight, and of its gradient in fp32
+    stored = dtype.itemsize if dtype.itemsize < 4 else 0  # of a weight worked with where it lies
     replicated = shards = gathered = 0
     for weight in weight_table(a):
-        replicated += each * weight.elements
-        shards += each * max(map(len, group_shards(weight, p))) * weight.row_elements
+        replicated += (stored if ranks == 1 else each) * weight.elements
+        parts = group_shards(weight, p)
+        here = p == ranks and parts == storage_partition(weight, ranks).parts
+        shards += (stored if here else each) * max(map(len, parts)) * weight.row_elements
         # Matrices of the first layer, bucket 1: all layers are alike, and one is there at a time.
         if p > 1 and weight.unit is not None and weight.bucket == 1:
             gathered += each * weight.elements

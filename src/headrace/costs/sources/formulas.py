@@ -372,8 +372,8 @@ def formula_model(
         state_bytes=_OPTIMIZER_BYTES * weights // devices,
         working_bytes={
             p: {
-                "replicated": weights * (s.element_bytes + s.sum_bytes),
-                "sharded": _sharded_bytes(a, s, weights, p),
+                "replicated": weights * _working_bytes(s, in_place=devices == 1),
+                "sharded": _sharded_bytes(a, s, weights, p, devices),
             }
             for p in options
         },
@@ -387,12 +387,20 @@ def _layer_weights(a: Architecture) -> int:
     return 2 * a.hidden * (a.hidden + kv) + (3 if a.gated else 2) * a.hidden * a.ffn
 
 
-def _sharded_bytes(a: Architecture, s: Speeds, weights: int, p: int) -> int:
+def _working_bytes(s: Speeds, *, in_place: bool) -> int:
+    """Bytes of a weight that is worked with, and of its gradient: none of the gradient where the
+    rank that works with it stores it, and none at all where its type is the stored one, too."""
+    if not in_place:
+        return s.element_bytes + s.sum_bytes
+    return s.element_bytes if s.element_bytes < s.sum_bytes else 0
+
+
+def _sharded_bytes(a: Architecture, s: Speeds, weights: int, p: int, devices: int) -> int:
     """A p-th of weights and gradients, and one gathered layer with its gradient."""
-    each = s.element_bytes + s.sum_bytes
+    each = _working_bytes(s, in_place=p == devices)
     if p == 1:
         return weights * each
-    return -(-weights // p) * each + _layer_weights(a) * each
+    return -(-weights // p) * each + _layer_weights(a) * _working_bytes(s, in_place=False)
 
 
 def _gather_s(a: Architecture, s: Speeds, p: int) -> tuple[float, float]:
