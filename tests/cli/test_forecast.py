@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cli.test_hardware import LENGTHS, call, config
+from headrace.costs import roofline_costs
+from headrace.costs.measured_device import measured_device, save_device
+from headrace.spec import Architecture
+from headrace.spec.hardware import DEVICES, Hardware
 
 __all__ = ["config"]
 
@@ -103,3 +108,73 @@ def test_a_plan_for_the_worst(config: Path, capsys) -> None:
     code, out, err = call(capsys, "plan", config, *LENGTHS, "--pessimistic")
     assert (code, out) == (2, "")
     assert "--pessimistic" in err
+
+
+def test_a_measured_device_is_planned_for(config: Path, tmp_path: Path, capsys) -> None:
+    """Catches a profile of one device that plans for many do not follow: attention measured four
+    times slower makes plans slower, links are those asked for, and it is said what was measured."""
+    a = Architecture(layers=2, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocabulary=257)
+    peak = 5e13
+    ideal = replace(DEVICES["h100"], family="", flops_per_s={"bfloat16": peak})
+    for name, attained in (("quick", 0.4), ("slow", 0.1)):
+        device = replace(ideal, attained_attention=attained, attained_matmul=1.0)
+        hardware = replace(Hardware.parse("h100"), device=device)
+        measured = measured_device(
+            roofline_costs(hardware, 1, a),
+            a,
+            name="h100",
+            dtype="bfloat16",
+            element_bytes=2,
+            product_flops_per_s=peak,
+            copied_bytes_per_s=device.memory_bytes_per_s,
+        )
+        # What a roofline was made with is what is found in its costs.
+        assert measured.attained_attention == pytest.approx(attained, rel=1e-6)
+        assert measured.launch_s == pytest.approx(device.launch_s, rel=1e-6)
+        assert measured.attained_memory == pytest.approx(device.attained_memory, rel=0.01)
+        save_device(tmp_path / f"{name}.json", measured)
+    seconds = {}
+    for name in ("quick", "slow"):
+        text = f"measured:{tmp_path / name}.json+nvlink3"
+        code, out, err = call(capsys, "plan", config, *LENGTHS, "--json", "--hardware", text)
+        assert code == 0, err
+        value = json.loads(out)
+        assert "one device measured" in value["costs"]
+        [plan] = value["plans"]
+        seconds[name] = plan["predicted_s"]
+        assumed = plan["forecast"]["assumed"]
+        assert assumed["hardware"] == f"{text}+infiniband-ndr"
+        assert (assumed["implementation"], assumed["precision"]) == ("measured", "bfloat16")
+        assert plan["memory"]["free_bytes"] >= 0
+    assert seconds["slow"] > 1.2 * seconds["quick"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"kind": "device"}', '{"kind": "device", "name": 3}'])
+def test_a_damaged_measurement_is_refused(config: Path, tmp_path: Path, capsys, text: str) -> None:
+    """Catches a traceback, and a file that counts as another device."""
+    path = tmp_path / "device.json"
+    path.write_text(text)
+    code, out, err = call(capsys, "plan", config, *LENGTHS, "--hardware", f"measured:{path}")
+    assert (code, out) == (2, "")
+    assert "measured" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_one_rank_s_profile_writes_its_device(tmp_path: Path, capsys) -> None:
+    """Catches a flag that writes nothing, or what cannot be read back."""
+    (tmp_path / "text.txt").write_text("some words of a text to read\n" * 400)
+    config = tmp_path / "some.toml"
+    config.write_text(
+        f'[data]\npaths = ["{tmp_path}/text.txt"]\ncontext = 512\nbatch_tokens = 2048\n'
+        f'cache = "{tmp_path}/cache"\n[model]\nlayers = 2\nhidden = 64\nheads = 4\n'
+        '[devices]\nranks = 1\nmemory = "1GiB"\n'
+    )
+    path = tmp_path / "device.json"
+    code, _, err = call(capsys, "profile", config, "--efficiency", path)
+    assert code == 0, err
+    device = Hardware.parse(f"measured:{path}").device
+    assert device.flops_per_s["float32"] > 1e8
+    assert 0 < device.attained_attention <= 1
+    assert 0 < device.attained_memory <= 1
+    assert "measured with a layer of" in device.source

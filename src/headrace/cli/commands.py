@@ -202,6 +202,7 @@ def profile(config: Path, *, flags: ProfileFlags = _PROFILE) -> int:
 
         headrace profile examples/python-sources.toml
         headrace profile examples/python-sources.toml --hybrid
+        headrace profile examples/python-sources.toml --ranks 1 --efficiency device.json
         headrace profile examples/python-sources.toml --ranks 4 --json > costs.json
 
     Parameters

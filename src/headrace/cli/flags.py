@@ -172,6 +172,8 @@ class ProfileFlags:
     ----------
     ranks
         Processes to start (devices.ranks).
+    efficiency
+        Write what one device attains to a file: --hardware measured:FILE plans for many of them.
     fresh
         Measure again even when a profile is cached.
     hybrid
@@ -180,6 +182,7 @@ class ProfileFlags:
     """
 
     ranks: Whole | None = None
+    efficiency: Path | None = None
     fresh: Switch = False
     hybrid: Switch = False
     json: Json = False

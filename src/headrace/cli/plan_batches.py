@@ -26,6 +26,7 @@ from headrace.errors import ConfigError
 from headrace.report.plan_bars import bars_of_plan
 from headrace.simulator import draw
 from headrace.simulator import simulate as run_programs
+from headrace.simulator.memory import peak_parts
 from headrace.spec.architecture import Architecture
 from headrace.spec.hardware import Hardware
 from headrace.spec.implementation import Implementation
@@ -92,6 +93,7 @@ def plan(config_path: Path, flags: PlanFlags) -> int:
                 {
                     "planning_s": planned.planning_s,
                     "forecast": work.rates(chosen).to_json(),
+                    "memory": asdict(peak_parts(chosen, work.costs, planned.peak_bytes)),
                     "robustness": _json_of(work.robustness(planned)),
                 }
                 | chosen.to_json()
@@ -101,6 +103,7 @@ def plan(config_path: Path, flags: PlanFlags) -> int:
             print()
         print(chosen)
         print(f"{'fits':<14}{_fits(planned, work.costs)}     planned in {took}")
+        print(f"{'memory':<14}{peak_parts(chosen, work.costs, planned.peak_bytes)}")
         print(f"{'forecast':<14}{work.rates(chosen)}")
         if (robust := work.robustness(planned)) is not None:
             print(f"{'robust':<14}{robust}")

@@ -12,10 +12,13 @@ from headrace.cli.profile_tables import fits_table, hybrid_table, limits_table
 from headrace.comm.launch import World
 from headrace.config import Config
 from headrace.costs import CostModel
+from headrace.costs.measured_device import measured_device, save_device
 from headrace.costs.paradyse import HybridModel, fit_hybrid, need_scikit_learn
 from headrace.costs.sources.measured import fit_parts, not_fitting_notes
 from headrace.engine.measured_costs import measured_costs
-from headrace.engine.rank import launch, open_rank
+from headrace.engine.rank import Rank, launch, open_rank
+from headrace.native.machine import copied_bytes_per_s, matmul_flops_per_s
+from headrace.spec.hardware import MEASURED, Device
 from headrace.spec.profile import Profile
 from headrace.units import bytes_text, seconds_text
 
@@ -25,6 +28,7 @@ __all__ = ["profile"]
 def profile(config_path: Path, flags: ProfileFlags) -> int:
     """Measure (or read the cached profile) and print the fits, or the cost model as JSON.
 
+    ``--efficiency`` also writes what one device attains, for rooflines of many.
     ``--hybrid`` fits hybrid costs too: a table of their own, or the key "hybrid" of the JSON.
     Raises MissingExtra before anything is measured when they cannot be fitted here.
     """
@@ -39,6 +43,9 @@ def profile(config_path: Path, flags: ProfileFlags) -> int:
             costs, measured = measured_costs(rank, fresh=flags.fresh)
             if rank.first:
                 result.write_text(json.dumps([costs.to_json(), measured.to_json()]))
+                if flags.efficiency is not None:
+                    save_device(flags.efficiency, _device(rank, costs))
+                    rank.say(f"--hardware {MEASURED}{flags.efficiency} plans for such devices")
             return 0
 
         code = launch(config, main)
@@ -53,6 +60,20 @@ def profile(config_path: Path, flags: ProfileFlags) -> int:
     else:
         _print(CostModel.from_json(costs_json), measured, model)
     return 0
+
+
+def _device(rank: Rank, costs: CostModel) -> Device:
+    """The device of a rank as its profile shows it, while the other ranks wait."""
+    device, dtype = rank.world.device, rank.dtype
+    return measured_device(
+        costs,
+        rank.storage.architecture,
+        name=rank.cluster.device,
+        dtype=str(dtype).removeprefix("torch."),
+        element_bytes=dtype.itemsize,
+        product_flops_per_s=matmul_flops_per_s(device, dtype),
+        copied_bytes_per_s=copied_bytes_per_s(device),
+    )
 
 
 def _print(costs: CostModel, measured: Profile, model: HybridModel | None = None) -> None:

@@ -265,8 +265,13 @@ class DevicesConfig(Section):
     @property
     def planned_dtype(self) -> str:
         """``dtype`` where no device is at hand: on those of ``hardware``, else on a CPU."""
-        name = "cpu" if self.hardware is None else Hardware.parse(self.hardware).device.name
-        return self.dtype_on(gpu=name != "cpu")
+        if self.hardware is None:
+            return self.dtype_on(gpu=False)
+        device = Hardware.parse(self.hardware).device
+        usual = self.dtype_on(gpu=device.name != "cpu")
+        if self.dtype == "auto" and usual not in device.flops_per_s:
+            return next(iter(device.flops_per_s))  # the one in which it was measured
+        return usual
 
     @property
     def memory_bytes(self) -> int | None:

@@ -92,6 +92,6 @@ class Rates:
     def __str__(self) -> str:
         text = f"{self.tokens_per_s:,.0f} tokens/s a device"
         if self.mfu is not None and self.assumed.peak_flops_per_s is not None:
-            peak = self.assumed.peak_flops_per_s / 1e12
-            text += f", MFU {percent_text(self.mfu)} (causal FLOPs of {peak:,.0f} TFLOP/s)"
+            peak = f"{self.assumed.peak_flops_per_s / 1e12:.3g} TFLOP/s"
+            text += f", MFU {percent_text(self.mfu)} (causal FLOPs of {peak})"
         return text

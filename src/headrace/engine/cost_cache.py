@@ -21,6 +21,7 @@ from headrace.costs.saving import save_whole, sealed, unsealed
 from headrace.engine.setup import formula_costs
 from headrace.errors import CostError
 from headrace.spec.architecture import Architecture
+from headrace.spec.hardware import MEASURED
 from headrace.spec.model_shape import ModelShape
 from headrace.units import counted
 
@@ -109,11 +110,14 @@ def costs_at_hand(
                 f"costs {path}", got=counted(costs.cluster.devices, "rank"), wanted=ranks
             )
         return costs, ""
-    if config.devices.hardware is not None:
-        options = config.devices
-        what = f"roofline of {options.hardware}, {options.implementation} kernels in "
-        what += options.planned_dtype
-        remark = f"costs: {what}, by data sheets and formulas, not measured"
+    options = config.devices
+    if options.hardware is not None:
+        what = f"roofline of {options.hardware}"
+        if options.hardware.startswith(MEASURED):
+            remark = f"costs: {what}: one device measured, its links and traffic by data sheets"
+        else:
+            what += f", {options.implementation} kernels in {options.planned_dtype}"
+            remark = f"costs: {what}, by data sheets and formulas, not measured"
         return formula_costs(config, architecture, ranks), remark
     measured = newest_costs(config, architecture, ranks)
     if measured is not None:

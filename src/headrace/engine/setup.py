@@ -17,7 +17,7 @@ from headrace.data.source import Source
 from headrace.data.tokens import Tokenizer, make_tokenizer, tokenizer_sizes
 from headrace.errors import SpecError
 from headrace.spec.architecture import Architecture
-from headrace.spec.hardware import Hardware
+from headrace.spec.hardware import MEASURED, Hardware
 from headrace.spec.hf_config import read_architecture
 from headrace.spec.implementation import Implementation
 
@@ -116,6 +116,8 @@ def assumed_by(config: Config, costs: CostModel, *, precision: str | None = None
         device = Hardware.parse(options.hardware).device
         hardware, kernels = options.hardware, options.implementation
         peak = device.flops_per_s.get(precision)
+        if hardware.startswith(MEASURED):
+            kernels = "measured"
     return Assumed(
         devices=cluster.devices,
         hardware=hardware,

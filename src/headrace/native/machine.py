@@ -18,6 +18,7 @@ import torch
 __all__ = [
     "available_bytes",
     "give_back_memory",
+    "copied_bytes_per_s",
     "is_out_of_memory",
     "machine_facts",
     "matmul_flops_per_s",
@@ -142,6 +143,21 @@ def matmul_flops_per_s(
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - start)
     return 2.0 * products * size**3 / best
+
+
+def copied_bytes_per_s(device: str) -> float:
+    """Bytes that a plain copy of a large tensor reads and writes in a second."""
+    size = 1 << (26 if device == "cpu" else 30)
+    there = torch.ones(size, dtype=torch.uint8, device=device)
+    here = torch.empty_like(there)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        here.copy_(there)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size / best
 
 
 def reset_peak_bytes(device: str) -> int:

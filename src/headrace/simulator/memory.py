@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from headrace.costs.cost_model import CostModel, held_bytes, kept_line, moments
 from headrace.simulator.step_clock import check_costs
 from headrace.spec.plan import Pipeline, Plan
 from headrace.spec.program import Backward, Forward, compile_rank
+from headrace.units import bytes_text
 
-__all__ = ["peak_bytes"]
+__all__ = ["PeakParts", "peak_bytes", "peak_parts"]
 
 # Peaks are sums of floats: this many bytes are forgiven as rounding.
 _ROUNDING_BYTES = 1e-3
@@ -58,6 +60,52 @@ def peak_bytes(plan: Plan, costs: CostModel) -> tuple[int, ...]:
     for sizes, ranks in flat.items():
         _flat(plan, costs, sizes, ranks, peaks)
     return tuple(peaks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakParts:
+    """What fills the rank that holds the most.
+
+    Attributes:
+        rank: The rank.
+        states_bytes: Stored weights, gradients and optimizer states.
+        working_bytes: Weights that are worked with, and their gradients.
+        activations_bytes: Activations that are kept, and what is needed in passing.
+        free_bytes: What is left of the memory that plans may use.
+    """
+
+    rank: int
+    states_bytes: int
+    working_bytes: int
+    activations_bytes: int
+    free_bytes: int
+
+    def __str__(self) -> str:
+        parts = {
+            "weights, gradients and optimizer stored": self.states_bytes,
+            "worked with": self.working_bytes,
+            "activations": self.activations_bytes,
+            "free": self.free_bytes,
+        }
+        return ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items())
+
+
+def peak_parts(plan: Plan, costs: CostModel, peaks: Sequence[int]) -> PeakParts:
+    """What fills the rank that holds the most, of ranks with these ``peaks`` in bytes."""
+    rank = max(range(len(peaks)), key=lambda r: peaks[r])
+    used = {m.pipeline for m in plan.micro_batches if rank in plan.pipelines[m.pipeline].ranks}
+    pipelines = [plan.pipelines[index] for index in sorted(used)]
+    if all(pipeline.scheme.context == len(pipeline.ranks) for pipeline in pipelines):
+        held = costs.held_bytes({len(p.ranks) for p in pipelines}, plan.working) if used else 0
+    else:
+        held = _held(plan, costs, rank, pipelines)
+    return PeakParts(
+        rank=rank,
+        states_bytes=costs.state_bytes,
+        working_bytes=held,
+        activations_bytes=peaks[rank] - costs.state_bytes - held,
+        free_bytes=costs.capacity_bytes - peaks[rank],
+    )
 
 
 def _flat(

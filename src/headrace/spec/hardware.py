@@ -6,9 +6,11 @@ Ranks of one node reach each other over the link ``inside``, groups that span no
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 from headrace.errors import SpecError, did_you_mean
 from headrace.units import GIB, MIB
@@ -19,6 +21,7 @@ __all__ = [
     "Hardware",
     "LINKS",
     "Link",
+    "MEASURED",
     "USUAL",
     "Usual",
 ]
@@ -62,6 +65,21 @@ class Device:
         for field in fields(self):
             if field.name.startswith("attained"):
                 _check_attained(self.name, field.name, getattr(self, field.name))
+
+    def to_json(self) -> dict[str, Any]:
+        """The device as JSON, which :meth:`from_json` reads back."""
+        return asdict(self) | {"kind": "device"}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Device:
+        """The inverse of :meth:`to_json`. Raises SpecError when it is malformed."""
+        if not isinstance(value, Mapping) or value.get("kind") != "device":
+            wanted = "what headrace profile --efficiency wrote"
+            raise SpecError("measured device", got=type(value).__name__, wanted=wanted)
+        try:
+            return cls(**{name: part for name, part in value.items() if name != "kind"})
+        except (TypeError, AttributeError) as error:
+            raise SpecError("measured device", got=str(error), wanted="its JSON form")
 
     def peak(self, dtype: str) -> float:
         """FLOPs per second of a dtype. Raises SpecError when the data sheet has none."""
@@ -365,7 +383,7 @@ class Hardware:
 
     Text form: ``DEVICE[+INSIDE][+ACROSS]``: ``h100``, ``a100-80g+pcie4``,
     ``h100+nvlink4+ethernet-100g``. Links left out, and the devices of a node, are the usual ones of
-    the device.
+    the device. ``measured:FILE`` is the device that ``headrace profile --efficiency FILE`` wrote.
     """
 
     device: Device
@@ -398,11 +416,17 @@ class Hardware:
     @classmethod
     def parse(cls, text: str) -> Hardware:
         """The inverse of ``str``. Raises SpecError for a name that is no preset."""
-        names = [name.strip() for name in text.strip().lower().split("+")]
+        names = [name.strip() for name in text.strip().split("+")]
         if len(names) > 3:
             raise SpecError("hardware", got=repr(text), wanted="DEVICE[+INSIDE][+ACROSS]")
-        device = _preset("device of the hardware", names[0], DEVICES)
-        usual = USUAL[device.name]
+        names[1:] = [name.lower() for name in names[1:]]
+        if names[0].startswith(MEASURED):
+            device = _measured(names[0])
+            on_cpu = "float32" in device.flops_per_s and device.memory_bytes_per_s < 2e11
+            usual = USUAL["cpu" if on_cpu else "h100"]
+        else:
+            device = _preset("device of the hardware", names[0].lower(), DEVICES)
+            usual = USUAL[device.name]
         links = [
             _preset("link of the hardware", name, LINKS)
             for name in (*names[1:], *usual.links[len(names) - 1 :])
@@ -413,6 +437,22 @@ class Hardware:
 
     def __str__(self) -> str:
         return f"{self.device.name}+{self.inside.name}+{self.across.name}"
+
+
+MEASURED = "measured:"
+"""What the name of a device begins with that a file describes."""
+
+
+def _measured(name: str) -> Device:
+    """The device of a file, called after it."""
+    path = Path(name.removeprefix(MEASURED))
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"hardware {name}", got=error.strerror, wanted="a readable file")
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"hardware {name}", got=f"no JSON ({error})")
+    return replace(Device.from_json(value), name=name)
 
 
 def _preset(what: str, name: str, presets: Mapping[str, _Preset]) -> _Preset:

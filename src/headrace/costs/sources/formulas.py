@@ -45,6 +45,7 @@ __all__ = [
     "formula_model",
     "group_sizes_of",
     "layer_options",
+    "touched_units",
 ]
 
 
@@ -250,6 +251,22 @@ def layer_options(
     return found
 
 
+def touched_units(a: Architecture) -> float:
+    """Activations u that memory-bound operators of a layer read and write, forward and backward,
+    each once."""
+    k, wide = a.kv_heads * a.head_features / a.hidden, a.ffn / a.hidden
+    return sum(_attention_units(k)[:2]) + sum(_feed_forward_units(a.gated, wide)[:2])
+
+
+def _attention_units(k: float) -> tuple[float, float, float]:
+    return 7 + 4 * k, 10 + 4 * k, 4 + 4 * k
+
+
+def _feed_forward_units(gated: bool, wide: float) -> tuple[float, float, float]:
+    active = (3 if gated else 2) * wide
+    return 5 + active, 8 + (5 if gated else 3) * wide, 2 + active
+
+
 def _attention(g: _Group, facts: MethodFacts) -> _Branch:
     assert facts.attention_use is not None, "the method has formulas"
     a, k, use = g.a, g.k, facts.attention_use(g.a, g.p, g.r)
@@ -260,7 +277,7 @@ def _attention(g: _Group, facts: MethodFacts) -> _Branch:
         linear=g.gemms(weights, use.linear),
         core=g.core(use.core),
         first=g.gemms(weights * projected, use.linear),
-        touched=(7 + 4 * k, 10 + 4 * k, 4 + 4 * k),
+        touched=_attention_units(k),
     )
 
 
@@ -268,14 +285,12 @@ def _feed_forward(g: _Group, facts: MethodFacts) -> _Branch:
     assert facts.feed_forward_use is not None, "the method has formulas"
     a, use = g.a, facts.feed_forward_use(g.a, g.p, g.r)
     matrices = 3 if a.gated else 2
-    wide = a.ffn / a.hidden
-    active = matrices * wide
     linear = g.gemms(matrices * a.hidden * a.ffn, use.linear)
     return _Branch(
         use=use,
         linear=linear,
         first=linear * ((matrices - 1) / matrices),
-        touched=(5 + active, 8 + (5 if a.gated else 3) * wide, 2 + active),
+        touched=_feed_forward_units(a.gated, a.ffn / a.hidden),
     )
 
 
