@@ -99,7 +99,8 @@ class Shard:
 
     ``value`` and ``grad`` are this rank's part [rows of ``shards[member]``, ...]. ``group`` may be
     a block of neighbours, of which the ``first`` is that member of the layer's group: other blocks
-    hold replicas, and what a member wants it gets within its block.
+    hold replicas, and what a member wants it gets within its block. ``value`` may be the stored
+    rows, of a wider type: they are used, and travel, in ``dtype``, and are cast to it each time.
 
         rows         all_gather(value)                       bytes sent  V W
         add(grad)    grad_part += reduce_scatter(grad)       bytes sent  V W,  V = (R - 1) / R
@@ -111,6 +112,13 @@ class Shard:
     group: dist.ProcessGroup
     unit: int = 1
     first: int = 0
+    dtype: torch.dtype | None = None
+
+    def own(self, rows: slice | None = None) -> torch.Tensor:
+        """This rank's rows in the type in which they are used: all, as they lie where that is
+        theirs, or some, counted from its first."""
+        found = self.value if rows is None else self.value[rows]
+        return found.to(self.dtype or found.dtype)
 
     @property
     def _sizes(self) -> list[int]:
@@ -118,7 +126,7 @@ class Shard:
 
     def rows(self) -> torch.Tensor:
         """All rows, gathered from the group. Collective."""
-        return all_gather_rows(self.value, self._sizes, self.group)
+        return all_gather_rows(self.own(), self._sizes, self.group)
 
     def issue(self) -> Arriving:
         """Start to gather all rows; the result is returned by ``wait``."""
@@ -145,7 +153,7 @@ class Shard:
         """This shard itself where every member wants its own rows, else fetched rows."""
         block = tuple(wanted[self.first : self.first + len(self.shards)])
         if block == self.shards:
-            return Whole(value=self.value, grad=self.grad)
+            return Whole(value=self.own(), grad=self.grad)
         return self._fetched(block)
 
     def _fetched(self, wanted: tuple[Rows, ...]) -> _Fetched:
@@ -172,8 +180,8 @@ class _Fetched:
         """Start to fetch the wanted rows; the result is returned by ``wait``."""
         held, given = self.shard.shards[self.member], self._given()
         sent = torch.cat(
-            [self.shard.value[rows.within(held)] for rows in given if len(rows)]
-            or [self.shard.value[:0]]
+            [self.shard.own(rows.within(held)) for rows in given if len(rows)]
+            or [self.shard.own(slice(0))]
         )
         return issue_all_to_all(
             sent, [len(rows) for rows in given], self._taken(), self.shard.group

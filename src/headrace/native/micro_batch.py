@@ -54,6 +54,7 @@ def sources(
                 group=group,
                 unit=weight.unit,
                 first=first,
+                dtype=working.dtype,
             )
         else:
             views[weight.name] = Whole(value=value, grad=grad, member=member, unit=weight.unit or 1)

@@ -9,7 +9,8 @@
 
 Where storage and working layout of a weight are the same partition (one rank, say, or weights that
 are sharded over all ranks), partial *is* sum and no gradient moves; where they are also of the same
-dtype, working *is* master and no weight moves either.
+dtype, or the weight is a shard, which is cast when it is used, working *is* master and no weight
+moves either.
 
 [Note: mixed precision] Masters, optimizer state and sums are wide (fp32 or fp64). Where working
 weights are of a half type, pull and push carry that type: owners round what they send, readers
@@ -59,8 +60,13 @@ class Working:
         self.values: dict[str, torch.Tensor] = {}
         self.partials: dict[str, torch.Tensor] = {}
         self._storage, self.partitions = storage, partitions
+        self.dtype = storage.working_dtype
         in_place = _same_partitions(storage.partitions, partitions)
-        kept = in_place if storage.working_dtype == storage.dtype else frozenset[str]()
+        kept = in_place
+        if storage.working_dtype != storage.dtype:
+            # Shards are cast when they are used; a whole weight would be cast again and again.
+            units = {weight.name for weight in storage.table if weight.unit is not None}
+            kept = in_place & units if groups.ranks > 1 else frozenset[str]()
         for weight in storage.table:
             self._hold(weight, value=weight.name in kept, partial=weight.name in in_place)
         self._pulls = self._links_without(kept, groups)

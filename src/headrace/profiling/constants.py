@@ -38,7 +38,7 @@ def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> di
     Sharded: the shards of all weights, and in passing one layer's matrices, gathered, with their
     gradients. Rows that are worked with by the rank that stores them, as on a single rank and of
     weights that are sharded over all, need no gradients of their own, and no values either where
-    their type is the stored one.
+    their type is the stored one or they are matrices' shards, which are cast when they are used.
     """
     each = dtype.itemsize + max(4, dtype.itemsize)  # of a weight, and of its gradient in fp32
     stored = dtype.itemsize if dtype.itemsize < 4 else 0  # of a weight worked with where it lies
@@ -47,7 +47,8 @@ def working_bytes(a: Architecture, ranks: int, p: int, dtype: torch.dtype) -> di
         replicated += (stored if ranks == 1 else each) * weight.elements
         parts = group_shards(weight, p)
         here = p == ranks and parts == storage_partition(weight, ranks).parts
-        shards += (stored if here else each) * max(map(len, parts)) * weight.row_elements
+        kept = each if not here else 0 if p > 1 and weight.unit is not None else stored
+        shards += kept * max(map(len, parts)) * weight.row_elements
         # Matrices of the first layer, bucket 1: all layers are alike, and one is there at a time.
         if p > 1 and weight.unit is not None and weight.bucket == 1:
             gathered += each * weight.elements

@@ -62,8 +62,8 @@ def _held(p: int, working: Working, dtype: torch.dtype) -> tuple[int, int]:
     ("ranks", "p", "working", "most"),
     [
         (1, 1, "replicated", 18),  # master, gradient, two moments in fp32; a weight in 16 bits
-        (2, 2, "sharded", 18 / 2),
-        (4, 4, "sharded", 18 / 4),
+        (2, 2, "sharded", 16 / 2),  # shards are stored rows, cast when they are used
+        (4, 4, "sharded", 16 / 4),
         (2, 1, "replicated", 16 / 2 + 6),
         (4, 2, "sharded", 16 / 4 + 6 / 2),
     ],

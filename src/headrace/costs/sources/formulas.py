@@ -411,10 +411,11 @@ def _working_bytes(s: Speeds, *, in_place: bool) -> int:
 
 
 def _sharded_bytes(a: Architecture, s: Speeds, weights: int, p: int, devices: int) -> int:
-    """A p-th of weights and gradients, and one gathered layer with its gradient."""
-    each = _working_bytes(s, in_place=p == devices)
+    """A p-th of weights and gradients, unless the ranks store it, and one gathered layer with its
+    gradient."""
     if p == 1:
-        return weights * each
+        return weights * _working_bytes(s, in_place=devices == 1)
+    each = 0 if p == devices else _working_bytes(s, in_place=False)  # stored rows are worked with
     return -(-weights // p) * each + _layer_weights(a) * _working_bytes(s, in_place=False)
 
 
